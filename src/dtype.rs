@@ -1,0 +1,108 @@
+//! Element types: the one table of their names and widths.
+
+use serde::{Deserialize, Deserializer, de};
+
+macro_rules! dtypes {
+    ($($(#[$doc:meta])* $variant:ident $name:literal $bits:literal,)*) => {
+        /// An element type of safetensors 0.8, in the order of the reference implementation.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Dtype { $($(#[$doc])* $variant,)* }
+
+        impl Dtype {
+            /// All element types, narrowest first.
+            pub const ALL: &'static [Dtype] = &[$(Dtype::$variant,)*];
+
+            /// Name in a header, for example `BF16`.
+            pub fn name(self) -> &'static str {
+                match self { $(Dtype::$variant => $name,)* }
+            }
+
+            /// Width of one element in bits.
+            pub fn bits(self) -> u64 {
+                match self { $(Dtype::$variant => $bits,)* }
+            }
+        }
+    };
+}
+
+dtypes! {
+    /// Boolean, one byte.
+    Bool "BOOL" 8,
+    /// 4-bit float, E2M1.
+    F4 "F4" 4,
+    /// 6-bit float, E2M3.
+    F6E2M3 "F6_E2M3" 6,
+    /// 6-bit float, E3M2.
+    F6E3M2 "F6_E3M2" 6,
+    /// Unsigned 8-bit integer.
+    U8 "U8" 8,
+    /// Signed 8-bit integer.
+    I8 "I8" 8,
+    /// 8-bit float, E5M2.
+    F8E5M2 "F8_E5M2" 8,
+    /// 8-bit float, E4M3.
+    F8E4M3 "F8_E4M3" 8,
+    /// 8-bit exponent-only float.
+    F8E8M0 "F8_E8M0" 8,
+    /// 8-bit float, E4M3, finite, unsigned zero.
+    F8E4M3Fnuz "F8_E4M3FNUZ" 8,
+    /// 8-bit float, E5M2, finite, unsigned zero.
+    F8E5M2Fnuz "F8_E5M2FNUZ" 8,
+    /// Signed 16-bit integer.
+    I16 "I16" 16,
+    /// Unsigned 16-bit integer.
+    U16 "U16" 16,
+    /// Half precision float.
+    F16 "F16" 16,
+    /// Brain float.
+    Bf16 "BF16" 16,
+    /// Signed 32-bit integer.
+    I32 "I32" 32,
+    /// Unsigned 32-bit integer.
+    U32 "U32" 32,
+    /// Single precision float.
+    F32 "F32" 32,
+    /// Complex of two single precision floats.
+    C64 "C64" 64,
+    /// Double precision float.
+    F64 "F64" 64,
+    /// Signed 64-bit integer.
+    I64 "I64" 64,
+    /// Unsigned 64-bit integer.
+    U64 "U64" 64,
+}
+
+impl Dtype {
+    /// The type of this exact name.
+    pub fn from_name(name: &str) -> Option<Dtype> {
+        Dtype::ALL.iter().copied().find(|dtype| dtype.name() == name)
+    }
+
+    /// Number of bits of a tensor of this shape, multiplied left to right as the reference
+    /// implementation does; `None` where that passes 2^64.
+    pub fn bits_of(self, shape: &[u64]) -> Option<u64> {
+        let mut bits = 1u64;
+        for &dim in shape {
+            bits = bits.checked_mul(dim)?;
+        }
+        bits.checked_mul(self.bits())
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Start of the message by which a parser recognises an unknown dtype among JSON errors.
+pub(crate) const UNKNOWN_DTYPE: &str = "unknown dtype ";
+
+impl<'de> Deserialize<'de> for Dtype {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+        Dtype::from_name(&name).ok_or_else(|| {
+            de::Error::custom(format_args!("{UNKNOWN_DTYPE}{}", crate::error::quoted(&name)))
+        })
+    }
+}

@@ -1,0 +1,277 @@
+//! What can go wrong: one error type, every case with the file, the tensor and the numbers.
+//!
+//! `Fault` is what a parser or a proof found wrong in its input; it knows names inside a
+//! checkpoint only. `Error` is what callers get: a fault with its path, or a failed system call.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Result of the operations of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// The kind of a refusal, as printed by `--json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Class {
+    /// Fewer bytes than the fixed part of the format.
+    TooShort,
+    /// The announced header is larger than the format allows.
+    HeaderTooLarge,
+    /// The announced header ends past the end of the file.
+    HeaderLength,
+    /// The header is not UTF-8.
+    HeaderUtf8,
+    /// The header is not JSON of the expected form.
+    HeaderJson,
+    /// One key twice in a header, a weight map or a metadata map.
+    DuplicateKey,
+    /// A dtype that the format does not have.
+    UnknownDtype,
+    /// A sub-byte tensor, or piece of one, does not end on a byte.
+    Misaligned,
+    /// A size or offset passes 2^64.
+    Overflow,
+    /// The bytes of a tensor do not match its dtype and shape.
+    SizeMismatch,
+    /// Tensors leave bytes between them unused.
+    OffsetGap,
+    /// Tensors share bytes.
+    OffsetOverlap,
+    /// The file is shorter than its header says.
+    DataTruncated,
+    /// The file is longer than its header says.
+    DataTrailing,
+    /// The file is a git-lfs pointer, not the weights.
+    LfsPointer,
+    /// The file starts with a zip archive.
+    ZipPrefix,
+    /// The weight map is not JSON of the expected form.
+    IndexJson,
+    /// The weight map names something that is not a plain `*.safetensors` file name.
+    UnsafePath,
+    /// A shard is absent or not a regular file.
+    ShardMissing,
+    /// A tensor is absent from the shard that should hold it.
+    TensorMissing,
+    /// A shard holds a tensor that nothing announces.
+    TensorUnlisted,
+    /// Two shards hold a tensor of the same name.
+    DuplicateTensor,
+    /// The DCP sharding note is absent or malformed.
+    DcpInfo,
+    /// The offsets of a DCP piece are not usable.
+    DcpOffsets,
+    /// Pieces of one tensor differ in the number of dimensions.
+    DcpRank,
+    /// Pieces of one tensor differ in dtype.
+    DcpDtype,
+    /// Pieces do not fill their tensor.
+    DcpHole,
+    /// Pieces cover the same elements.
+    DcpOverlap,
+    /// The bytes of a file do not match a recorded hash.
+    HashMismatch,
+    /// A file changed while it was in use.
+    Changed,
+    /// The operating system refused.
+    Io,
+    /// The request itself makes no sense.
+    Usage,
+}
+
+impl Class {
+    /// The name used in JSON output and in the documentation.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Class::TooShort => "too_short",
+            Class::HeaderTooLarge => "header_too_large",
+            Class::HeaderLength => "header_length",
+            Class::HeaderUtf8 => "header_utf8",
+            Class::HeaderJson => "header_json",
+            Class::DuplicateKey => "duplicate_key",
+            Class::UnknownDtype => "unknown_dtype",
+            Class::Misaligned => "misaligned",
+            Class::Overflow => "overflow",
+            Class::SizeMismatch => "size_mismatch",
+            Class::OffsetGap => "offset_gap",
+            Class::OffsetOverlap => "offset_overlap",
+            Class::DataTruncated => "data_truncated",
+            Class::DataTrailing => "data_trailing",
+            Class::LfsPointer => "lfs_pointer",
+            Class::ZipPrefix => "zip_prefix",
+            Class::IndexJson => "index_json",
+            Class::UnsafePath => "unsafe_path",
+            Class::ShardMissing => "shard_missing",
+            Class::TensorMissing => "tensor_missing",
+            Class::TensorUnlisted => "tensor_unlisted",
+            Class::DuplicateTensor => "duplicate_tensor",
+            Class::DcpInfo => "dcp_info",
+            Class::DcpOffsets => "dcp_offsets",
+            Class::DcpRank => "dcp_rank",
+            Class::DcpDtype => "dcp_dtype",
+            Class::DcpHole => "dcp_hole",
+            Class::DcpOverlap => "dcp_overlap",
+            Class::HashMismatch => "hash_mismatch",
+            Class::Changed => "changed",
+            Class::Io => "io",
+            Class::Usage => "usage",
+        }
+    }
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What is wrong with an input, in terms of the checkpoint that it belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The kind of fault.
+    pub class: Class,
+    /// Name of the file inside the checkpoint, where it is known.
+    pub file: Option<String>,
+    /// Name of the tensor, where there is one.
+    pub tensor: Option<String>,
+    /// Expected and found, with numbers, and what to do: one line, no final stop.
+    pub message: String,
+}
+
+impl Fault {
+    /// A fault of which only the kind and the message are known.
+    pub fn new(class: Class, message: impl Into<String>) -> Self {
+        Fault { class, file: None, tensor: None, message: message.into() }
+    }
+
+    /// The same fault, about tensor `name`.
+    pub fn tensor(mut self, name: &str) -> Self {
+        self.tensor = Some(name.to_owned());
+        self
+    }
+
+    /// The same fault, in file `name` of the checkpoint; a file already named stays.
+    pub fn in_file(mut self, name: &str) -> Self {
+        self.file.get_or_insert_with(|| name.to_owned());
+        self
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(name) = &self.tensor {
+            write!(f, "tensor {}: ", quoted(name))?;
+        }
+        f.write_str(&one_line(&self.message))
+    }
+}
+
+/// Everything that an operation of this crate can fail with.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The input is not a checkpoint that can be served right.
+    #[error("{}: {fault}", path.display())]
+    Refused {
+        /// The file or directory at fault.
+        path: PathBuf,
+        /// What is wrong with it.
+        fault: Fault,
+    },
+    /// A system call failed.
+    #[error("{}: cannot {action}: {source}", path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What was tried, as a verb: `open`, `read`.
+        action: &'static str,
+        /// The reason given by the operating system.
+        source: io::Error,
+    },
+    /// A file is no longer the one that was opened.
+    #[error("{}: {detail}", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// What differs, with both values.
+        detail: String,
+    },
+    /// The request makes no sense, whatever the input.
+    #[error("{message}")]
+    Usage {
+        /// What is wrong and what to do.
+        message: String,
+    },
+}
+
+impl Error {
+    /// `fault` found in the directory or file `path`; a file that the fault names is appended.
+    pub fn refused(path: &Path, fault: Fault) -> Self {
+        let path = match &fault.file {
+            Some(name) => path.join(name),
+            None => path.to_owned(),
+        };
+        Error::Refused { path, fault }
+    }
+
+    /// A failed system call on `path`.
+    pub fn io(path: &Path, action: &'static str, source: io::Error) -> Self {
+        Error::Io { path: path.to_owned(), action, source }
+    }
+
+    /// A request that makes no sense.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Error::Usage { message: message.into() }
+    }
+
+    /// The kind of the error.
+    pub fn class(&self) -> Class {
+        match self {
+            Error::Refused { fault, .. } => fault.class,
+            Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                Class::ShardMissing
+            }
+            Error::Io { .. } => Class::Io,
+            Error::Changed { .. } => Class::Changed,
+            Error::Usage { .. } => Class::Usage,
+        }
+    }
+
+    /// The file or directory at fault.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Error::Refused { path, .. } | Error::Io { path, .. } | Error::Changed { path, .. } => {
+                Some(path)
+            }
+            Error::Usage { .. } => None,
+        }
+    }
+
+    /// The tensor at fault, where there is one.
+    pub fn tensor(&self) -> Option<&str> {
+        match self {
+            Error::Refused { fault, .. } => fault.tensor.as_deref(),
+            Error::Io { .. } | Error::Changed { .. } | Error::Usage { .. } => None,
+        }
+    }
+}
+
+/// Longest name printed in a message, in characters: names may be of any length.
+const NAME_SHOWN_MAX: usize = 200;
+
+/// `name` in backquotes, control characters escaped and the far end cut, fit for one line.
+pub fn quoted(name: &str) -> String {
+    let mut shown: String = one_line(name).chars().take(NAME_SHOWN_MAX).collect();
+    if name.chars().count() > NAME_SHOWN_MAX {
+        shown.push_str("...");
+    }
+    format!("`{shown}`")
+}
+
+/// `text` with its control characters escaped, so that it stays on one line.
+fn one_line(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
+    }
+    line
+}

@@ -1,0 +1,72 @@
+//! JSON read strictly: a key that stands twice in one object is an error.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+
+use crate::error::{Class, Fault, quoted};
+
+/// Start of the messages by which a repeated key is recognised among JSON errors: ours, and
+/// the one that serde derives for the fields of a struct.
+const DUPLICATE: [&str; 2] = ["duplicate key ", "duplicate field "];
+
+/// The error of a map that holds `key` twice.
+pub(crate) fn duplicate<E: de::Error>(key: &str) -> E {
+    E::custom(format_args!("{}{}", DUPLICATE[0], quoted(key)))
+}
+
+/// The class of a JSON error: `duplicate_key` where that is the reason, else `otherwise`.
+pub(crate) fn class_of(error: &serde_json::Error, otherwise: Class) -> Class {
+    let message = error.to_string();
+    if DUPLICATE.iter().any(|start| message.starts_with(start)) {
+        Class::DuplicateKey
+    } else {
+        otherwise
+    }
+}
+
+/// The entries of an object in file order, no key twice.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UniqueMap<V>(pub Vec<(String, V)>);
+
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(UniqueVisitor(PhantomData))
+    }
+}
+
+struct UniqueVisitor<V>(PhantomData<V>);
+
+impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
+    type Value = UniqueMap<V>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut entries = Vec::new();
+        let mut seen = HashSet::new();
+        while let Some((key, value)) = map.next_entry::<String, V>()? {
+            if !seen.insert(key.clone()) {
+                return Err(duplicate(&key));
+            }
+            entries.push((key, value));
+        }
+        Ok(UniqueMap(entries))
+    }
+}
+
+/// Parses one JSON object, refused as `class` where it is anything else or malformed.
+pub(crate) fn object<'a, T: Deserialize<'a>>(bytes: &'a [u8], class: Class) -> Result<T, Fault> {
+    let text = std::str::from_utf8(bytes)
+        .map_err(|e| Fault::new(class, format!("not UTF-8 at byte {}", e.valid_up_to())))?;
+    // A derived struct would also accept an array of its fields in order.
+    if !text.trim_ascii_start().starts_with('{') {
+        return Err(Fault::new(class, "expected a JSON object"));
+    }
+    serde_json::from_str(text)
+        .map_err(|e| Fault::new(class_of(&e, class), format!("invalid JSON: {e}")))
+}

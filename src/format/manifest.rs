@@ -1,0 +1,114 @@
+//! What a checkpoint should hold, from outside its shards: a manifest of ours, the header of a
+//! safetensors file, or a weight map.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::dtype::Dtype;
+use crate::error::{Class, Fault, quoted};
+use crate::format::json::{UniqueMap, object};
+use crate::format::safetensors::Header;
+use crate::format::weight_map::WeightMap;
+
+/// Value of the `format` key of a manifest.
+const FORMAT: &str = "tensorfs-manifest";
+
+/// Ending of a manifest's file name: `model.safetensors` has `model.tensorfs-manifest.json`.
+pub const SUFFIX: &str = ".tensorfs-manifest.json";
+
+/// Largest manifest read, in bytes.
+pub const MANIFEST_LEN_MAX: u64 = 256 << 20;
+
+/// Name of the manifest of the set shown as `output`.
+pub fn file_name(output: &str) -> String {
+    format!("{}{SUFFIX}", output.strip_suffix(super::names::SUFFIX).unwrap_or(output))
+}
+
+/// Names of the tensors that a checkpoint should hold, with dtype and shape where known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reference {
+    /// What is known of each tensor.
+    pub tensors: BTreeMap<String, Option<(Dtype, Vec<u64>)>>,
+    /// Number of shard files, where a manifest recorded it.
+    pub shards: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct ManifestJson {
+    format: String,
+    version: u64,
+    shards: UniqueMap<u64>,
+    tensors: UniqueMap<TensorJson>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct TensorJson {
+    dtype: String,
+    shape: Vec<u64>,
+}
+
+impl Reference {
+    /// The tensors of a safetensors header.
+    pub fn from_header(header: Header) -> Reference {
+        let tensors = header.tensors.into_iter().map(|e| (e.name, Some((e.dtype, e.shape))));
+        Reference { tensors: tensors.collect(), shards: None }
+    }
+
+    /// Parses a manifest or a weight map, whichever `text` is.
+    pub fn parse_json(text: &[u8]) -> Result<Reference, Fault> {
+        #[derive(Deserialize)]
+        struct Probe {
+            format: Option<serde_json::Value>,
+        }
+        let probe: Probe = object(text, Class::IndexJson)?;
+        if probe.format.is_some() {
+            return Reference::parse_manifest(text);
+        }
+        let map = WeightMap::parse(text)?;
+        let tensors = map.shard_of.into_keys().map(|name| (name, None)).collect();
+        Ok(Reference { tensors, shards: None })
+    }
+
+    fn parse_manifest(text: &[u8]) -> Result<Reference, Fault> {
+        let json: ManifestJson = object(text, Class::IndexJson)?;
+        if json.format != FORMAT || json.version != 1 {
+            return Err(Fault::new(
+                Class::IndexJson,
+                format!(
+                    "format {} version {}, expected `{FORMAT}` version 1",
+                    quoted(&json.format),
+                    json.version
+                ),
+            ));
+        }
+        let shards = Some(json.shards.0.len() as u64);
+        let tensors = json.tensors.0.into_iter().map(|(name, tensor)| {
+            let Some(dtype) = Dtype::from_name(&tensor.dtype) else {
+                let message = format!("unknown dtype {}", quoted(&tensor.dtype));
+                return Err(Fault::new(Class::UnknownDtype, message).tensor(&name));
+            };
+            Ok((name, Some((dtype, tensor.shape))))
+        });
+        Ok(Reference { tensors: tensors.collect::<Result<_, _>>()?, shards })
+    }
+}
+
+/// The text of a manifest: shard files with their lengths, tensors with dtype and shape.
+pub fn encode<'a>(
+    shards: impl Iterator<Item = (&'a str, u64)>,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>,
+) -> Vec<u8> {
+    let shards: BTreeMap<&str, u64> = shards.collect();
+    let tensors: BTreeMap<&str, TensorJson> = tensors
+        .map(|(name, dtype, shape)| {
+            (name, TensorJson { dtype: dtype.name().to_owned(), shape: shape.to_vec() })
+        })
+        .collect();
+    let json = serde_json::json!({
+        "format": FORMAT, "version": 1, "shards": shards, "tensors": tensors,
+    });
+    let mut text = format!("{json:#}").into_bytes();
+    text.push(b'\n');
+    text
+}

@@ -1,0 +1,123 @@
+//! File names of sharded checkpoints: what a name says about the set that a file belongs to.
+
+use std::cmp::Ordering;
+
+/// Suffix of weight files.
+pub const SUFFIX: &str = ".safetensors";
+
+/// Fewest digits of a shard number; savers write five, more when needed.
+const DIGITS_MIN: usize = 5;
+
+/// Whether `name` is `shard-00001-<stem>-00001-of-00001.safetensors`, as torch DCP writes.
+pub fn is_dcp_shard(name: &str) -> bool {
+    let parse = || {
+        let rest = name.strip_prefix("shard-")?.strip_suffix(SUFFIX)?;
+        let (_, rest) = split_number(rest)?;
+        let (stem, _, _) = split_of(rest.strip_prefix('-')?)?;
+        (!stem.is_empty()).then_some(())
+    };
+    parse().is_some()
+}
+
+/// A member of a numbered set, by its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Numbered {
+    /// Name of the whole file that the set stands for.
+    pub output: String,
+    /// Number of this shard, from 1.
+    pub number: u64,
+    /// Number of shards of the set.
+    pub total: u64,
+}
+
+/// Reads `<stem>-00001-of-00003.safetensors` and the spellings seen beside it: the suffix
+/// before the number, after it, or both, and a variant between number and suffix.
+pub fn numbered(name: &str) -> Option<Numbered> {
+    let (body, suffixed) = match name.strip_suffix(SUFFIX) {
+        Some(body) => (body, true),
+        None => (name, false),
+    };
+    let (stem, number, rest) = split_of(body)?;
+    let (total, variant) = rest;
+    let inner = stem.strip_suffix(SUFFIX);
+    let plain = inner.unwrap_or(stem);
+    let known = suffixed || inner.is_some();
+    if !known || plain.is_empty() || is_dcp_shard(name) {
+        return None;
+    }
+    Some(Numbered { output: format!("{plain}{variant}{SUFFIX}"), number, total })
+}
+
+/// Name of the whole file that a weight map of this name stands for, where it is one:
+/// `<stem>.safetensors.index.json`, `.index.<variant>.json` or `.<variant>.index.json`.
+pub fn weight_map_output(name: &str) -> Option<String> {
+    let body = name.strip_suffix(".json")?;
+    let (stem, rest) = body.rsplit_once(".safetensors.")?;
+    let variant = if rest == "index" {
+        ""
+    } else {
+        rest.strip_prefix("index.").or_else(|| rest.strip_suffix(".index"))?
+    };
+    if stem.is_empty() || rest.starts_with('.') || variant.contains("index") {
+        return None;
+    }
+    let dot = if variant.is_empty() { "" } else { "." };
+    Some(format!("{stem}{dot}{variant}{SUFFIX}"))
+}
+
+/// Whether the name is one of a weight file.
+pub fn is_weights(name: &str) -> bool {
+    name.ends_with(SUFFIX) || numbered(name).is_some()
+}
+
+/// Order of names with the numbers in them compared as numbers: shard 2 before shard 10.
+pub fn natural_cmp(a: &str, b: &str) -> Ordering {
+    let (mut x, mut y) = (a.as_bytes(), b.as_bytes());
+    while let (Some(&p), Some(&q)) = (x.first(), y.first()) {
+        let order = if p.is_ascii_digit() && q.is_ascii_digit() {
+            let (m, n) = (take_digits(&mut x), take_digits(&mut y));
+            m.len().cmp(&n.len()).then_with(|| m.cmp(n))
+        } else {
+            x = &x[1..];
+            y = &y[1..];
+            p.cmp(&q)
+        };
+        if order != Ordering::Equal {
+            return order;
+        }
+    }
+    // Equal but for leading zeros, or one a prefix of the other.
+    x.len().cmp(&y.len()).then_with(|| a.cmp(b))
+}
+
+/// Cuts the number off the front, without its leading zeros.
+fn take_digits<'a>(text: &mut &'a [u8]) -> &'a [u8] {
+    let len = text.iter().take_while(|b| b.is_ascii_digit()).count();
+    let (digits, rest) = text.split_at(len);
+    *text = rest;
+    let zeros = digits.iter().take_while(|&&b| b == b'0').count();
+    &digits[zeros..]
+}
+
+/// Splits a number of at least five digits off the front.
+fn split_number(text: &str) -> Option<(u64, &str)> {
+    let len = text.bytes().take_while(u8::is_ascii_digit).count();
+    if len < DIGITS_MIN {
+        return None;
+    }
+    Some((text[..len].parse().ok()?, &text[len..]))
+}
+
+/// Splits `<stem>-00001-of-00003<rest>` into stem, number, and (total, rest).
+fn split_of(text: &str) -> Option<(&str, u64, (u64, &str))> {
+    let (front, back) = text.rsplit_once("-of-")?;
+    let (total, rest) = split_number(back)?;
+    if !(rest.is_empty() || (rest.starts_with('.') && rest.len() > 1)) {
+        return None;
+    }
+    let (stem, number) = front.rsplit_once('-')?;
+    match split_number(number)? {
+        (number, "") => Some((stem, number, (total, rest))),
+        _ => None,
+    }
+}

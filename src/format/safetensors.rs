@@ -1,0 +1,421 @@
+//! The safetensors header: 8 bytes of length, one JSON object, then the data of all tensors
+//! without hole or overlap.
+//!
+//! Accepts what the reference implementation (0.8) accepts, except duplicate names, which its
+//! own specification forbids and which leave two readings of one file.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{BufReader, Read};
+use std::ops::Range;
+
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
+
+use crate::dtype::{Dtype, UNKNOWN_DTYPE};
+use crate::error::{Class, Fault};
+use crate::format::json::{UniqueMap, class_of, duplicate};
+
+/// Largest header accepted and written, in bytes: the limit of the reference implementation.
+pub const HEADER_LEN_MAX: u64 = 100_000_000;
+
+/// Bytes before the header: its length.
+pub const PREFIX_LEN: u64 = 8;
+
+/// Bytes of a file that `header_len` wants to see: enough to know a git-lfs pointer.
+pub const SNIFF_LEN: usize = 48;
+
+/// Headers up to this length are parsed from memory; longer ones as they are read, so that
+/// refusing a huge one does not need its size in memory.
+pub const SLICE_LEN_MAX: u64 = 8 << 20;
+
+/// Name of the metadata object.
+const METADATA: &str = "__metadata__";
+
+/// One tensor of a header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Name; any string.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Extent of each dimension, outermost first; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// Where its bytes are, from the end of the header.
+    pub data_offsets: Range<u64>,
+}
+
+/// A valid header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// The free-form strings, where the file has any.
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// Tensors in data order: each begins where the one before ends.
+    pub tensors: Vec<Entry>,
+    /// Length of the JSON text with its padding; data begins at `8 + header_len`.
+    pub header_len: u64,
+}
+
+impl Header {
+    /// Offset in the file at which tensor data begins.
+    pub fn data_start(&self) -> u64 {
+        PREFIX_LEN + self.header_len
+    }
+
+    /// Bytes of tensor data.
+    pub fn data_len(&self) -> u64 {
+        self.tensors.last().map_or(0, |last| last.data_offsets.end)
+    }
+
+    /// Parses a whole file that is already in memory.
+    pub fn of_file(bytes: &[u8]) -> Result<Header, Fault> {
+        let file_len = bytes.len() as u64;
+        let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], file_len)?;
+        // In range: `header_len` compared it with the length of `bytes`.
+        Header::parse(&bytes[8..8 + len as usize], file_len)
+    }
+
+    /// Parses the header text of a file of `file_len` bytes.
+    pub fn parse(text: &[u8], file_len: u64) -> Result<Header, Fault> {
+        let header_len = text.len() as u64;
+        let text = std::str::from_utf8(text).map_err(|e| {
+            Fault::new(
+                Class::HeaderUtf8,
+                format!("the header is not UTF-8 at its byte {}", e.valid_up_to()),
+            )
+        })?;
+        let mut json = serde_json::Deserializer::from_str(text);
+        let raw = parse_json(&mut json)?;
+        validate(raw, header_len, file_len)
+    }
+
+    /// Parses the header text of a file of `file_len` bytes as `reader` yields it.
+    ///
+    /// `reader` ends after `header_len` bytes; an error that it returns is the outer result.
+    pub fn parse_stream(
+        reader: impl Read,
+        header_len: u64,
+        file_len: u64,
+    ) -> std::io::Result<Result<Header, Fault>> {
+        let bad_utf8 = Cell::new(false);
+        let io_error = Cell::new(None);
+        let checked =
+            Utf8Reader { inner: reader, tail: Vec::new(), bad: &bad_utf8, failed: &io_error };
+        let mut json = serde_json::Deserializer::from_reader(BufReader::new(checked));
+        let parsed = parse_json(&mut json);
+        if let Some(error) = io_error.take() {
+            return Err(error);
+        }
+        if bad_utf8.get() {
+            return Ok(Err(Fault::new(Class::HeaderUtf8, "the header is not UTF-8")));
+        }
+        Ok(parsed.and_then(|raw| validate(raw, header_len, file_len)))
+    }
+}
+
+/// Length of the header, from the first bytes of a file (`SNIFF_LEN` of them, fewer only where
+/// the file is shorter).
+pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
+    if sniff.starts_with(b"version https://git-lfs.github.com/spec/") {
+        return Err(Fault::new(
+            Class::LfsPointer,
+            format!(
+                "this is a git-lfs pointer of {file_len} bytes, not the weights; fetch them \
+                 with `git lfs pull`"
+            ),
+        ));
+    }
+    if sniff.starts_with(b"PK\x03\x04") {
+        return Err(Fault::new(
+            Class::ZipPrefix,
+            "starts with a zip archive: torch writes entries that are no tensors in front of \
+             the header; save the checkpoint without them",
+        ));
+    }
+    let Some(prefix) = sniff.first_chunk::<8>() else {
+        return Err(Fault::new(
+            Class::TooShort,
+            format!("the file has {file_len} bytes, a safetensors file at least 8"),
+        ));
+    };
+    let len = u64::from_le_bytes(*prefix);
+    if len > HEADER_LEN_MAX {
+        return Err(Fault::new(
+            Class::HeaderTooLarge,
+            format!("announces a header of {len} bytes, the format allows {HEADER_LEN_MAX}"),
+        ));
+    }
+    if PREFIX_LEN + len > file_len {
+        return Err(Fault::new(
+            Class::HeaderLength,
+            format!(
+                "the header ends at byte {} but the file has {file_len} bytes; the download may \
+                 be incomplete",
+                PREFIX_LEN + len
+            ),
+        ));
+    }
+    Ok(len)
+}
+
+/// The JSON of one tensor; unknown keys are ignored, as the reference implementation does.
+#[derive(Deserialize)]
+struct EntryJson {
+    dtype: Dtype,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// A header as parsed, not yet validated.
+struct Raw {
+    metadata: Option<BTreeMap<String, String>>,
+    tensors: Vec<Entry>,
+}
+
+fn parse_json<'de, R: serde_json::de::Read<'de>>(
+    json: &mut serde_json::Deserializer<R>,
+) -> Result<Raw, Fault> {
+    let mut current = None;
+    let parsed = HeaderSeed { current: &mut current }.deserialize(&mut *json);
+    let raw = parsed.and_then(|raw| {
+        current = None;
+        json.end().map(|()| raw)
+    });
+    raw.map_err(|e| {
+        let message = e.to_string();
+        let class = if message.starts_with(UNKNOWN_DTYPE) {
+            Class::UnknownDtype
+        } else {
+            class_of(&e, Class::HeaderJson)
+        };
+        Fault { class, file: None, tensor: current, message: format!("invalid header: {message}") }
+    })
+}
+
+/// Reads the object; `current` names the tensor that is being read, for the error.
+struct HeaderSeed<'a> {
+    current: &'a mut Option<String>,
+}
+
+impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
+    type Value = Raw;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Raw, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for HeaderSeed<'_> {
+    type Value = Raw;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Raw, A::Error> {
+        let mut metadata = None;
+        let mut tensors = Vec::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if name == METADATA {
+                if metadata.is_some() {
+                    return Err(duplicate(METADATA));
+                }
+                metadata = Some(map.next_value::<Option<UniqueMap<String>>>()?);
+                continue;
+            }
+            *self.current = Some(name);
+            let EntryJson { dtype, shape, data_offsets } = map.next_value()?;
+            let name = self.current.take().unwrap_or_default();
+            let data_offsets = Range { start: data_offsets.0, end: data_offsets.1 };
+            tensors.push(Entry { name, dtype, shape, data_offsets });
+        }
+        let metadata = metadata.flatten().map(|map| map.0.into_iter().collect());
+        Ok(Raw { metadata, tensors })
+    }
+}
+
+/// The rules of the format, in the order of the reference implementation.
+fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
+    let Raw { metadata, mut tensors } = raw;
+    refuse_duplicate_names(&tensors)?;
+    tensors.sort_by(|a, b| {
+        let key = |e: &Entry| (e.data_offsets.start, e.data_offsets.end);
+        key(a).cmp(&key(b)).then_with(|| a.name.cmp(&b.name))
+    });
+    let mut end = 0;
+    for entry in &tensors {
+        check_entry(entry, end).map_err(|fault| fault.tensor(&entry.name))?;
+        end = entry.data_offsets.end;
+    }
+    let data_start = PREFIX_LEN + header_len;
+    match end.checked_add(data_start) {
+        Some(expected) if expected == file_len => {}
+        Some(expected) if expected < file_len => {
+            return Err(Fault::new(
+                Class::DataTrailing,
+                format!(
+                    "tensor data ends at byte {expected} but the file has {file_len} bytes ({} \
+                     too many)",
+                    file_len - expected
+                ),
+            ));
+        }
+        expected => {
+            let expected = expected.map_or("2^64 or more".to_owned(), |e| e.to_string());
+            return Err(Fault::new(
+                Class::DataTruncated,
+                format!(
+                    "tensor data ends at byte {expected} but the file has {file_len} bytes; the \
+                     download or the save may be incomplete"
+                ),
+            ));
+        }
+    }
+    Ok(Header { metadata, tensors, header_len })
+}
+
+fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
+    let mut names: Vec<&str> = tensors.iter().map(|entry| entry.name.as_str()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(Fault::new(
+            Class::DuplicateKey,
+            "stands twice in the header, so the file can be read in two ways",
+        )
+        .tensor(pair[0])),
+        None => Ok(()),
+    }
+}
+
+/// Checks one entry against the end of the one before.
+fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault> {
+    let Range { start, end } = entry.data_offsets;
+    if start < previous_end && end > start {
+        return Err(Fault::new(
+            Class::OffsetOverlap,
+            format!(
+                "data_offsets [{start}, {end}] begin before {previous_end}, where the tensor before ends"
+            ),
+        ));
+    }
+    if start != previous_end || end < start {
+        return Err(Fault::new(
+            Class::OffsetGap,
+            format!(
+                "data_offsets [{start}, {end}] do not begin at {previous_end}, where the tensor before ends"
+            ),
+        ));
+    }
+    let Some(bits) = entry.dtype.bits_of(&entry.shape) else {
+        return Err(Fault::new(
+            Class::Overflow,
+            format!("{} {:?} has 2^64 bits or more", entry.dtype, entry.shape),
+        ));
+    };
+    if bits % 8 != 0 {
+        return Err(Fault::new(
+            Class::Misaligned,
+            format!("{} {:?} has {bits} bits, not whole bytes", entry.dtype, entry.shape),
+        ));
+    }
+    if bits / 8 != end - start {
+        return Err(Fault::new(
+            Class::SizeMismatch,
+            format!(
+                "{} {:?} needs {} bytes, its data_offsets [{start}, {end}] hold {}",
+                entry.dtype,
+                entry.shape,
+                bits / 8,
+                end - start
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Writes the 8 bytes of length and the header text, padded with spaces so that data begins
+/// at a multiple of `align`.
+///
+/// Tensors are written in the order given, `data_offsets` following each other from 0. Fails
+/// with the length where the header would pass `HEADER_LEN_MAX`.
+pub fn encode<'a>(
+    metadata: &BTreeMap<String, String>,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
+    align: u64,
+) -> Result<Vec<u8>, u64> {
+    let mut text = vec![0; PREFIX_LEN as usize];
+    text.push(b'{');
+    if !metadata.is_empty() {
+        push_json(&mut text, METADATA);
+        text.push(b':');
+        push_json(&mut text, metadata);
+    }
+    let mut start = 0u64;
+    for (name, dtype, shape, len) in tensors {
+        if text.len() > PREFIX_LEN as usize + 1 {
+            text.push(b',');
+        }
+        push_json(&mut text, name);
+        text.extend_from_slice(br#":{"dtype":""#);
+        text.extend_from_slice(dtype.name().as_bytes());
+        text.extend_from_slice(br#"","shape":"#);
+        push_json(&mut text, shape);
+        text.extend_from_slice(br#","data_offsets":"#);
+        push_json(&mut text, &[start, start + len]);
+        text.push(b'}');
+        start += len;
+        if text.len() as u64 > PREFIX_LEN + HEADER_LEN_MAX {
+            return Err(text.len() as u64 - PREFIX_LEN);
+        }
+    }
+    text.push(b'}');
+    text.resize((text.len() as u64).next_multiple_of(align) as usize, b' ');
+    let len = text.len() as u64 - PREFIX_LEN;
+    if len > HEADER_LEN_MAX {
+        return Err(len);
+    }
+    text[..PREFIX_LEN as usize].copy_from_slice(&len.to_le_bytes());
+    Ok(text)
+}
+
+fn push_json<T: serde::Serialize + ?Sized>(text: &mut Vec<u8>, value: &T) {
+    // Strings, integers and maps of strings always serialise, and a Vec takes every write.
+    let written = serde_json::to_writer(text, value);
+    debug_assert!(written.is_ok());
+}
+
+/// Passes bytes on and notes where they are not UTF-8, which the JSON parser would report as a
+/// syntax error, and a failed read, which it would hide in its own error.
+struct Utf8Reader<'a, R> {
+    inner: R,
+    /// Bytes of a character that the last chunk cut.
+    tail: Vec<u8>,
+    bad: &'a Cell<bool>,
+    failed: &'a Cell<Option<std::io::Error>>,
+}
+
+impl<R: Read> Read for Utf8Reader<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+        let n = match self.inner.read(buf) {
+            Ok(n) => n,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => return Err(e),
+            Err(e) => {
+                self.failed.set(Some(e));
+                return Err(std::io::Error::other("read failed"));
+            }
+        };
+        self.tail.extend_from_slice(&buf[..n]);
+        match std::str::from_utf8(&self.tail) {
+            Ok(_) => self.tail.clear(),
+            Err(e) if e.error_len().is_none() && n > 0 => {
+                self.tail.drain(..e.valid_up_to());
+            }
+            Err(_) => {
+                self.bad.set(true);
+                return Err(std::io::Error::other("not UTF-8"));
+            }
+        }
+        Ok(n)
+    }
+}

@@ -1,0 +1,89 @@
+//! The weight map of Hugging Face checkpoints (`*.safetensors.index.json`): tensor to shard.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::error::{Class, Fault, quoted};
+use crate::format::json::{UniqueMap, object};
+
+/// Largest weight map read, in bytes: names of as many tensors as a header may hold.
+pub const WEIGHT_MAP_LEN_MAX: u64 = 256 << 20;
+
+/// A weight map whose shard names are plain file names.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WeightMap {
+    /// The `metadata` object as it stands, empty where the file has none.
+    pub metadata: Map<String, Value>,
+    /// Shard file by tensor name.
+    pub shard_of: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+struct WeightMapJson {
+    metadata: Option<Value>,
+    weight_map: UniqueMap<String>,
+}
+
+impl WeightMap {
+    /// Parses the text of a weight map.
+    pub fn parse(text: &[u8]) -> Result<WeightMap, Fault> {
+        let json: WeightMapJson = object(text, Class::IndexJson)?;
+        let metadata = match json.metadata {
+            None | Some(Value::Null) => Map::new(),
+            Some(Value::Object(map)) => map,
+            Some(_) => {
+                return Err(Fault::new(Class::IndexJson, "`metadata` is not an object"));
+            }
+        };
+        if json.weight_map.0.is_empty() {
+            return Err(Fault::new(Class::IndexJson, "`weight_map` names no tensor"));
+        }
+        for (tensor, shard) in &json.weight_map.0 {
+            check_shard_name(shard).map_err(|fault| fault.tensor(tensor))?;
+        }
+        Ok(WeightMap { metadata, shard_of: json.weight_map.0.into_iter().collect() })
+    }
+
+    /// The files that a weight map names, as far as they can be read out of `text`: also where
+    /// `parse` refuses it, so that nothing that a bad weight map names is taken for a set of
+    /// its own.
+    pub fn names_in(text: &[u8]) -> BTreeSet<String> {
+        let json: Value = serde_json::from_slice(text).unwrap_or_default();
+        let map = json.get("weight_map").and_then(Value::as_object);
+        let files = map.into_iter().flat_map(|map| map.values().filter_map(Value::as_str));
+        files.map(str::to_owned).collect()
+    }
+
+    /// The text of a weight map that sends every one of `tensors` to `file`.
+    ///
+    /// Keeps the other keys of `metadata`; `total_size` becomes `total_size` bytes, which is
+    /// the sum over the tensors and what readers expect there.
+    pub fn rewritten<'a>(
+        &self,
+        file: &str,
+        tensors: impl Iterator<Item = &'a str>,
+        total_size: u64,
+    ) -> Vec<u8> {
+        let mut metadata = self.metadata.clone();
+        metadata.insert("total_size".to_owned(), total_size.into());
+        let map: BTreeMap<&str, &str> = tensors.map(|name| (name, file)).collect();
+        let json = serde_json::json!({ "metadata": metadata, "weight_map": map });
+        let mut text = format!("{json:#}").into_bytes();
+        text.push(b'\n');
+        text
+    }
+}
+
+/// Accepts a plain file name only: anything else could leave the checkpoint.
+fn check_shard_name(name: &str) -> Result<(), Fault> {
+    let plain = !name.contains(['/', '\\', '\0']) && name.ends_with(".safetensors");
+    if plain {
+        return Ok(());
+    }
+    Err(Fault::new(
+        Class::UnsafePath,
+        format!("the weight map sends it to {}, not a plain *.safetensors file name", quoted(name)),
+    ))
+}

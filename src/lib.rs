@@ -1,0 +1,18 @@
+#![doc = include_str!("../README.md")]
+
+pub mod catalog;
+pub mod checkpoint;
+pub mod dtype;
+pub mod error;
+pub mod format;
+pub mod gather;
+pub mod io;
+pub mod layout;
+pub mod reader;
+pub mod source;
+pub mod verify;
+pub mod view;
+
+pub use checkpoint::Checkpoint;
+pub use dtype::Dtype;
+pub use error::{Class, Error, Fault, Result};

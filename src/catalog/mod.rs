@@ -1,0 +1,180 @@
+//! What a checkpoint holds: every tensor, and where in which shard each piece of it lies.
+//!
+//! Invariant: a `Catalog` is proved. The pieces of each tensor agree on dtype, do not overlap
+//! and cover every element once; nothing else can be built.
+//! Pure: made from parsed headers, opens no file.
+
+mod build;
+mod coverage;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::dtype::Dtype;
+use crate::error::{Class, Fault};
+use crate::format::manifest::Reference;
+use crate::format::safetensors::Header;
+use crate::format::weight_map::WeightMap;
+
+/// Position of a shard in `Catalog::shards`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ShardId(pub u32);
+
+/// One file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// File name.
+    pub name: String,
+    /// Length of the file in bytes.
+    pub file_len: u64,
+    /// Offset at which tensor data begins.
+    pub data_start: u64,
+}
+
+/// The part of a tensor that one shard holds: a box, stored row-major without gaps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The shard.
+    pub shard: ShardId,
+    /// Bytes in the shard file, absolute.
+    pub range: Range<u64>,
+    /// First index of the box in each dimension of the tensor.
+    pub offset: Vec<u64>,
+    /// Extent of the box in each dimension.
+    pub shape: Vec<u64>,
+}
+
+/// One tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Extent of each dimension, outermost first.
+    pub shape: Vec<u64>,
+    /// Length in bytes.
+    pub len: u64,
+    /// Pieces that cover it once, by shard and offset. Pieces without elements are left out
+    /// unless the tensor has none either.
+    pub pieces: Vec<Piece>,
+    /// Further copies of pieces, which should hold the same bytes.
+    pub replicas: Vec<Piece>,
+}
+
+/// A proved checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Catalog {
+    /// Its files, numerically by name.
+    pub shards: Vec<Shard>,
+    /// Its tensors, by name.
+    pub tensors: Vec<Tensor>,
+    /// The metadata of all shards, merged; without the keys that describe sharding.
+    pub metadata: BTreeMap<String, String>,
+    /// What is unusual but not wrong, a line each.
+    pub notes: Vec<String>,
+}
+
+/// The header of one shard, as input to a catalog.
+#[derive(Clone, Debug)]
+pub struct ShardHeader {
+    /// File name.
+    pub name: String,
+    /// Length of the file in bytes.
+    pub file_len: u64,
+    /// Its parsed header.
+    pub header: Header,
+}
+
+impl Catalog {
+    /// Catalog of the shards of a Hugging Face checkpoint: every tensor whole in one shard.
+    ///
+    /// A weight map decides where a tensor is; without one, no name may stand in two shards.
+    pub fn of_whole_tensors(
+        shards: Vec<ShardHeader>,
+        map: Option<&WeightMap>,
+    ) -> Result<Catalog, Fault> {
+        build::of_whole_tensors(shards, map)
+    }
+
+    /// Catalog of torch DCP shards, each tensor put together from boxes.
+    ///
+    /// A weight map that names the shards has to agree with them.
+    pub fn of_dcp_shards(
+        shards: Vec<ShardHeader>,
+        map: Option<&WeightMap>,
+    ) -> Result<Catalog, Fault> {
+        build::of_dcp_shards(shards, map)
+    }
+
+    /// The tensor of this name.
+    pub fn tensor(&self, name: &str) -> Option<&Tensor> {
+        let at = self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()?;
+        Some(&self.tensors[at])
+    }
+
+    /// The shard at `id`.
+    pub fn shard(&self, id: ShardId) -> &Shard {
+        &self.shards[id.0 as usize]
+    }
+
+    /// Bytes of tensor data.
+    pub fn data_len(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.len).sum()
+    }
+
+    /// Whether both hold tensors of the same names, dtypes and shapes.
+    pub fn same_tensors(&self, other: &Catalog) -> bool {
+        let key = |t: &Tensor| (t.name.clone(), t.dtype, t.shape.clone());
+        self.tensors.len() == other.tensors.len()
+            && self.tensors.iter().zip(&other.tensors).all(|(a, b)| key(a) == key(b))
+    }
+
+    /// Refuses a catalog that does not hold exactly what `reference` knows.
+    pub fn check_reference(&self, reference: &Reference) -> Result<(), Fault> {
+        if let Some(shards) = reference.shards {
+            self.check_shards(shards)?;
+        }
+        for (name, known) in &reference.tensors {
+            let Some(tensor) = self.tensor(name) else {
+                let message = "the reference lists it, no shard holds it; a shard may be missing";
+                return Err(Fault::new(Class::TensorMissing, message).tensor(name));
+            };
+            let Some((dtype, shape)) = known else { continue };
+            coverage::check_known(tensor, *dtype, shape, |id| &self.shard(id).name)?;
+        }
+        match self.tensors.iter().find(|t| !reference.tensors.contains_key(&t.name)) {
+            None => Ok(()),
+            Some(tensor) => {
+                let message = "the shards hold it, the reference does not list it; is this the \
+                               reference of another checkpoint?";
+                Err(Fault::new(Class::TensorUnlisted, message).tensor(&tensor.name))
+            }
+        }
+    }
+
+    /// Refuses a catalog that is not made of `expected` shard files.
+    pub fn check_shards(&self, expected: u64) -> Result<(), Fault> {
+        if self.shards.len() as u64 == expected {
+            return Ok(());
+        }
+        let names = named_some(self.shards.iter().map(|shard| shard.name.as_str()));
+        Err(Fault::new(
+            Class::ShardMissing,
+            format!("{} shard files found, {expected} expected: {names}", self.shards.len()),
+        ))
+    }
+}
+
+/// Names printed in one message.
+const NAMED_MAX: usize = 4;
+
+/// Some of `names`, and how many more there are.
+pub(crate) fn named_some<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let names: Vec<&str> = names.collect();
+    let mut text = names[..names.len().min(NAMED_MAX)].join(", ");
+    if names.len() > NAMED_MAX {
+        text.push_str(&format!(" and {} more", names.len() - NAMED_MAX));
+    }
+    text
+}

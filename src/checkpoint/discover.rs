@@ -1,0 +1,268 @@
+//! Which files of one folder form a set, and which set wins a name.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::error::{Class, Error, Fault, Result};
+use crate::format::dcp;
+use crate::format::names::{self, Numbered};
+use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
+use crate::view::Prefer;
+
+use super::load::{Loaded, open_shard, read_text};
+use super::tree::Folder;
+
+/// What makes the files of a set belong together, first match first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// Shards that say which part of each tensor they hold.
+    Dcp,
+    /// Shards named by a weight map.
+    WeightMap,
+    /// Shards numbered up to a total in their names.
+    Numbered,
+    /// One file.
+    Single,
+}
+
+impl Kind {
+    /// The word used in output.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Kind::Dcp => "dcp",
+            Kind::WeightMap => "weight_map",
+            Kind::Numbered => "numbered",
+            Kind::Single => "single",
+        }
+    }
+}
+
+/// The weight files of a folder, opened; those that could not be, with the reason.
+pub(super) type Weights = BTreeMap<String, Result<Loaded>>;
+
+/// A set of files that stand for one checkpoint, not yet proved.
+pub(super) struct Candidate {
+    /// Name of the file that it is shown as.
+    pub(super) output: String,
+    pub(super) kind: Kind,
+    /// Names of its weight files.
+    pub(super) members: BTreeSet<String>,
+    /// Its weight map: file name and content.
+    pub(super) map: Option<(String, WeightMap)>,
+    /// Why it is refused without a look at its shards.
+    pub(super) refused: Option<Error>,
+}
+
+/// The sets of a folder.
+pub(super) struct Discovered {
+    /// Those that are shown if they are whole.
+    pub(super) winners: Vec<Candidate>,
+    /// Those that lost their name: the name, and their files.
+    pub(super) losers: Vec<Candidate>,
+    /// Who lost to whom, a line each.
+    pub(super) notes: Vec<String>,
+}
+
+/// Opens the weight files of `folder`; `only` is one of them whatever its name.
+pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> Weights {
+    let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
+    named
+        .filter(|(name, _)| {
+            let map = names::weight_map_output(name).is_some();
+            names::is_weights(name) || (only == Some(*name) && !map)
+        })
+        .map(|(name, file)| (name.to_owned(), open_shard(&folder.path, name, &file.path)))
+        .collect()
+}
+
+/// Finds the sets of `folder`, whose weight files are `weights`.
+pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Discovered {
+    let mut found = Vec::new();
+    let mut maps = read_maps(folder);
+    let dcp_members: BTreeSet<String> = weights
+        .iter()
+        .filter(|(name, loaded)| is_dcp(name, loaded))
+        .map(|(n, _)| n.clone())
+        .collect();
+    if !dcp_members.is_empty() {
+        found.push(dcp_set(dcp_members, &mut maps));
+    }
+    found.extend(maps.into_iter().map(|map| map_set(folder, map)));
+    let claimed: BTreeSet<String> = found.iter().flat_map(|set| set.members.clone()).collect();
+    let free = || weights.keys().filter(|name| !claimed.contains(*name));
+    found.extend(numbered_sets(folder, free()));
+    let single = free().filter(|name| names::numbered(name).is_none());
+    found.extend(single.map(|name| Candidate {
+        output: name.clone(),
+        kind: Kind::Single,
+        members: BTreeSet::from([name.clone()]),
+        map: None,
+        refused: None,
+    }));
+    settle_names(found, prefer)
+}
+
+fn is_dcp(name: &str, loaded: &Result<Loaded>) -> bool {
+    names::is_dcp_shard(name)
+        || loaded.as_ref().is_ok_and(|file| dcp::is_shard(file.shard.header.metadata.as_ref()))
+}
+
+/// A weight map file of a folder.
+struct MapFile {
+    name: String,
+    output: String,
+    /// The shards that it names, also where it is refused for another reason.
+    names: BTreeSet<String>,
+    parsed: Result<WeightMap>,
+}
+
+fn read_maps(folder: &Folder) -> Vec<MapFile> {
+    let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
+    let maps = named.filter_map(|(name, file)| {
+        let output = names::weight_map_output(name)?;
+        let text = read_text(&file.path, WEIGHT_MAP_LEN_MAX);
+        let names = text.as_ref().map(|text| WeightMap::names_in(text)).unwrap_or_default();
+        let parsed = text.and_then(|text| {
+            WeightMap::parse(&text).map_err(|f| Error::refused(&folder.path, f.in_file(name)))
+        });
+        Some(MapFile { name: name.to_owned(), output, names, parsed })
+    });
+    maps.collect()
+}
+
+/// The DCP set of a folder. A weight map that names any of its shards belongs to it, and has
+/// to agree with them.
+fn dcp_set(members: BTreeSet<String>, maps: &mut Vec<MapFile>) -> Candidate {
+    let mut set = Candidate {
+        output: format!("model{}", names::SUFFIX),
+        kind: Kind::Dcp,
+        members,
+        map: None,
+        refused: None,
+    };
+    if let Some(at) = maps.iter().position(|map| !map.names.is_disjoint(&set.members)) {
+        let map = maps.remove(at);
+        set.output = map.output;
+        match map.parsed {
+            Ok(parsed) => set.map = Some((map.name, parsed)),
+            Err(error) => set.refused = Some(error),
+        }
+    }
+    set
+}
+
+fn map_set(folder: &Folder, map: MapFile) -> Candidate {
+    let MapFile { name, output, names, parsed } = map;
+    let mut set =
+        Candidate { output, kind: Kind::WeightMap, members: names, map: None, refused: None };
+    match parsed {
+        Err(error) => set.refused = Some(error),
+        Ok(parsed) => {
+            let missing = set.members.iter().find(|shard| folder.file(shard).is_none());
+            set.refused = missing.map(|shard| missing_shard(folder, &name, shard, &parsed));
+            set.map = Some((name, parsed));
+        }
+    }
+    set
+}
+
+fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) -> Error {
+    let path = folder.path.join(shard);
+    let state = match std::fs::symlink_metadata(&path) {
+        Err(_) => "is not there",
+        Ok(meta) if meta.is_symlink() => "is a link that leads nowhere or out of the source",
+        Ok(_) => "is not a regular file",
+    };
+    let tensors = map.shard_of.values().filter(|file| *file == shard).count();
+    let message = format!("{map_name} sends {tensors} tensors to this shard, which {state}");
+    Error::refused(&folder.path, Fault::new(Class::ShardMissing, message).in_file(shard))
+}
+
+/// Sets of numbered shards without a weight map: all of them, or refused.
+fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) -> Vec<Candidate> {
+    let mut groups: BTreeMap<(String, u64), Vec<(u64, &str)>> = BTreeMap::new();
+    for name in free {
+        if let Some(Numbered { output, number, total }) = names::numbered(name) {
+            groups.entry((output, total)).or_default().push((number, name));
+        }
+    }
+    let totals = |output: &str| groups.keys().filter(|(other, _)| other == output).count();
+    let sets = groups.iter().map(|((output, total), shards)| {
+        let fault = if totals(output) > 1 {
+            let message = "shards of two numbered sets of this name, with different totals; \
+                           remove the old ones";
+            Some(Fault::new(Class::DuplicateTensor, message).in_file(shards[0].1))
+        } else {
+            numbering_fault(*total, shards)
+        };
+        Candidate {
+            output: output.clone(),
+            kind: Kind::Numbered,
+            members: shards.iter().map(|(_, name)| (*name).to_owned()).collect(),
+            map: None,
+            refused: fault.map(|fault| Error::refused(&folder.path, fault)),
+        }
+    });
+    sets.collect()
+}
+
+fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
+    let mut shards = shards.to_vec();
+    shards.sort_unstable();
+    if let Some(pair) = shards.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let message = format!("has the number {} of {total}, and so has {}", pair[0].0, pair[1].1);
+        return Some(Fault::new(Class::DuplicateTensor, message).in_file(pair[0].1));
+    }
+    let numbers = shards.iter().map(|(number, _)| *number);
+    if let Some((number, name)) = shards.iter().find(|(number, _)| *number == 0 || *number > total)
+    {
+        let message = format!("number {number} is not one of 1 to {total}");
+        return Some(Fault::new(Class::ShardMissing, message).in_file(name));
+    }
+    let missing =
+        (1..=total).zip(numbers.chain(std::iter::repeat(0))).find(|(want, got)| want != got);
+    let (want, _) = missing?;
+    let message = format!(
+        "{} of {total} shards found, number {want} is missing; the download may be incomplete",
+        shards.len()
+    );
+    Some(Fault::new(Class::ShardMissing, message).in_file(shards[0].1))
+}
+
+/// Gives each name to one set: a whole file or a sharded set as `prefer` says, among sharded
+/// ones the first kind.
+fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
+    let mut by_output: BTreeMap<String, Vec<Candidate>> = BTreeMap::new();
+    for set in found {
+        by_output.entry(set.output.clone()).or_default().push(set);
+    }
+    let mut settled = Discovered { winners: Vec::new(), losers: Vec::new(), notes: Vec::new() };
+    for (output, mut sets) in by_output {
+        sets.sort_by_key(|set| (prefer == Prefer::Index || set.kind != Kind::Single, set.kind));
+        let mut sets = sets.into_iter();
+        let Some(winner) = sets.next() else { continue };
+        for loser in sets {
+            settled.notes.push(format!(
+                "{output}: {} wins, {} is hidden ({})",
+                described(&winner),
+                described(&loser),
+                if winner.kind == Kind::Single || loser.kind == Kind::Single {
+                    "choose with -o prefer=file|index"
+                } else {
+                    "one name, one set"
+                },
+            ));
+            settled.losers.push(loser);
+        }
+        settled.winners.push(winner);
+    }
+    settled
+}
+
+fn described(set: &Candidate) -> String {
+    match (&set.map, set.kind) {
+        (_, Kind::Single) => "the whole file".to_owned(),
+        (Some((map, _)), _) => format!("the set of {map}"),
+        (None, Kind::Dcp) => format!("the set of {} DCP shards", set.members.len()),
+        (None, _) => format!("the set of {} numbered shards", set.members.len()),
+    }
+}

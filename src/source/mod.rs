@@ -1,0 +1,8 @@
+//! A shard's identity and its bytes: local files; remote sources arrive beside them.
+
+mod descriptors;
+mod local;
+pub mod resolve;
+
+pub use descriptors::raise_limit;
+pub use local::{Identity, Source};

@@ -1,0 +1,17 @@
+//! Puts `mount.tensorfs`, the name under which mount(8) looks for its helper, beside the
+//! program: a link, because Cargo builds no binary with a dot in its name.
+
+use std::path::Path;
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    let Some(out) = std::env::var_os("OUT_DIR") else { return };
+    // target/<profile>/build/<package>-<hash>/out
+    let Some(profile) = Path::new(&out).ancestors().nth(3) else { return };
+    let link = profile.join("mount.tensorfs");
+    if std::fs::symlink_metadata(&link).is_err()
+        && let Err(error) = std::os::unix::fs::symlink("tensorfs", &link)
+    {
+        println!("cargo::warning={}: {error}", link.display());
+    }
+}

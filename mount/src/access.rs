@@ -1,0 +1,24 @@
+//! Whether a user may read a path of the source, by its permission bits.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// Whether user `uid` of group `gid` may list the folder `path` and pass all folders above it.
+///
+/// Looks at owner, primary group and others only: a user let in by another group is not.
+pub(crate) fn may_read(path: &Path, uid: u32, gid: u32) -> bool {
+    if uid == 0 {
+        return true;
+    }
+    let allowed = |path: &Path, wanted: u32| {
+        std::fs::metadata(path).is_ok_and(|meta| {
+            let shift = match () {
+                () if meta.uid() == uid => 6,
+                () if meta.gid() == gid => 3,
+                () => 0,
+            };
+            meta.mode() >> shift & wanted == wanted
+        })
+    };
+    allowed(path, 0o5) && path.ancestors().skip(1).all(|above| allowed(above, 0o1))
+}

@@ -1,0 +1,179 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Sharded model checkpoints as one safetensors file, without a copy.
+#[derive(Debug, Parser)]
+#[command(
+    name = "tensorfs",
+    version,
+    arg_required_else_help = true,
+    after_help = "Exit status: 0 done, 1 failed or refused, 2 usage."
+)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Make small checkpoints, mount them, read them through the mount and compare every byte
+    Demo(Demo),
+    /// Mount a checkpoint, or a tree of them
+    Mount(Mount),
+    /// Take a mount off
+    Umount(Umount),
+    /// List the checkpoints of a source and their tensors
+    Ls(Ls),
+    /// Show where the data of tensors lies
+    Inspect(Inspect),
+    /// Prove a checkpoint whole and read every byte of it
+    Verify(Verify),
+    /// Print a completion script
+    Completions {
+        /// For this shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write all pages into a folder
+    Man {
+        /// Folder for the pages
+        folder: Option<PathBuf>,
+    },
+}
+
+/// What is looked at, and how.
+#[derive(Debug, Args)]
+pub(crate) struct Source {
+    /// Checkpoint folder, tree of them, or one file of a checkpoint
+    pub source: PathBuf,
+    /// Options as for mount: prefer=, follow=, expect-shards=, reference=
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// Arguments of `demo`.
+#[derive(Debug, Args)]
+pub(crate) struct Demo {
+    /// Leave the checkpoints where they were made
+    #[arg(long)]
+    pub keep: bool,
+}
+
+/// Arguments of `mount`.
+#[derive(Debug, Args)]
+#[command(after_long_help = OPTIONS_HELP)]
+pub(crate) struct Mount {
+    /// Checkpoint folder, tree of them, or one file of a checkpoint
+    pub source: PathBuf,
+    /// Folder to mount on
+    pub target: PathBuf,
+    /// Mount options, separated by commas; see --help
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
+    /// Serve from this process instead of the background
+    #[arg(short, long)]
+    pub foreground: bool,
+    /// Ignore unknown options
+    #[arg(short, long)]
+    pub sloppy: bool,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+const OPTIONS_HELP: &str = "\
+Mount options:
+  layout=single      one virtual file per checkpoint (default)
+  layout=original    shards and weight map as they are, still proved
+  index=rewrite      the weight map sends every tensor to the virtual file (default)
+  index=hide         no weight map
+  prefer=file        a whole file wins over a sharded set of its name (default)
+  prefer=index       the sharded set wins
+  follow=DIR         symbolic links may lead into DIR; may be given more than once
+  expect-shards=N    refuse a checkpoint that is not made of N shard files
+  reference=FILE     refuse a checkpoint that does not hold what FILE lists: a
+                     safetensors file, a weight map or a manifest of `verify`
+  uid=N gid=N umask=OCTAL
+                     owner, group and permission bits taken away
+  allow_other        let other users in
+  fsname=NAME        device name in the mount table (default: the source)
+  log=FILE           where the daemon logs (default: the system log)
+  passthrough=auto|never
+                     whether the kernel may serve whole files by itself
+What mount(8), systemd and SELinux add (ro, nofail, _netdev, x-*, context=...)
+is accepted. A comma in a value is written `\\,`.";
+
+/// Arguments of `umount`.
+#[derive(Debug, Args)]
+pub(crate) struct Umount {
+    /// Folder that is mounted on
+    pub target: PathBuf,
+    /// Take it off the tree now, let open files go on
+    #[arg(short, long)]
+    pub lazy: bool,
+    /// Take it off now, let open files fail
+    #[arg(short, long, conflicts_with = "lazy")]
+    pub force: bool,
+}
+
+/// Arguments of `ls`.
+#[derive(Debug, Args)]
+pub(crate) struct Ls {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+}
+
+/// Arguments of `inspect`.
+#[derive(Debug, Args)]
+pub(crate) struct Inspect {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+    /// Only this tensor
+    pub tensor: Option<String>,
+}
+
+/// Arguments of `verify`.
+#[derive(Debug, Args)]
+pub(crate) struct Verify {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+    /// File that lists what the checkpoint holds: safetensors, weight map or manifest
+    #[arg(long, value_name = "FILE")]
+    pub reference: Option<PathBuf>,
+    /// Number of shard files that there have to be
+    #[arg(long, value_name = "N")]
+    pub expect_shards: Option<u64>,
+    /// Write a manifest beside the shards, which later proofs use
+    #[arg(long)]
+    pub write_manifest: bool,
+    /// Fail where nothing proves that the last pieces are there
+    #[arg(long)]
+    pub strict: bool,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// When something is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum When {
+    /// On a terminal.
+    Auto,
+    /// Never.
+    Never,
+    /// Always.
+    Always,
+}

@@ -1,0 +1,190 @@
+//! Attaching a FUSE connection to a folder and taking it off again: by mount(2) where we may,
+//! through the setuid program `fusermount3` where not.
+//!
+//! Not left to fuser, which drops the subtype on direct mounts, does not try fusermount3 when
+//! `/dev/fuse` is closed to us, and may unmount a place twice.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::libc;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::unistd::{getegid, geteuid};
+
+use crate::options::{Options, escape};
+
+/// The device of FUSE.
+const DEVICE: &str = "/dev/fuse";
+
+/// The setuid program that mounts for users who may not.
+const FUSERMOUNT: &str = "fusermount3";
+
+/// A fresh mount.
+#[derive(Debug)]
+pub(crate) struct Attached {
+    /// The connection to the kernel.
+    pub fd: OwnedFd,
+    /// Whether `fusermount3` made it.
+    pub by_fusermount: bool,
+}
+
+/// Mounts a connection without a server on `target`, named `fsname` in the mount table.
+///
+/// # Errors
+/// One line that says what to do.
+pub(crate) fn attach(target: &Path, fsname: &str, options: &Options) -> Result<Attached, String> {
+    if geteuid().is_root() {
+        match attach_directly(target, fsname, options) {
+            Ok(fd) => return Ok(Attached { fd, by_fusermount: false }),
+            Err(Errno::EPERM | Errno::EACCES) => {}
+            Err(Errno::ENOENT | Errno::ENODEV | Errno::ENXIO) => {
+                return Err(format!(
+                    "{DEVICE} cannot be used; load the kernel module with `modprobe fuse`, or \
+                     give the container the device"
+                ));
+            }
+            Err(e) => {
+                let reason = io::Error::from(e);
+                return Err(format!("{}: mount(2) failed: {reason}", target.display()));
+            }
+        }
+    }
+    let fd = attach_by_fusermount(target, fsname, options)?;
+    Ok(Attached { fd, by_fusermount: true })
+}
+
+fn attach_directly(target: &Path, fsname: &str, options: &Options) -> nix::Result<OwnedFd> {
+    let device = File::options().read(true).write(true).open(DEVICE);
+    let device = device.map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO)))?;
+    let mut flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    flags.set(MsFlags::MS_NOEXEC, options.noexec);
+    flags.set(MsFlags::MS_NOATIME, options.noatime);
+    let mut data = format!(
+        "fd={},rootmode=40000,user_id={},group_id={},default_permissions,subtype=tensorfs",
+        device.as_raw_fd(),
+        geteuid(),
+        getegid()
+    );
+    if options.allow_other {
+        data.push_str(",allow_other");
+    }
+    // Without SELinux the kernel takes a context for an unknown option.
+    if Path::new("/sys/fs/selinux").exists() {
+        for context in &options.contexts {
+            let (key, value) = context.split_once('=').unwrap_or((context, ""));
+            data.push_str(&format!(",{key}=\"{value}\""));
+        }
+    }
+    mount(Some(fsname), target, Some("fuse"), flags, Some(data.as_str()))?;
+    Ok(device.into())
+}
+
+fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Result<OwnedFd, String> {
+    let fail = |e: io::Error| format!("{}: cannot mount: {e}", target.display());
+    let (ours, theirs) = UnixStream::pair().map_err(fail)?;
+    fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).map_err(|e| fail(e.into()))?;
+    let mut list =
+        format!("ro,nosuid,nodev,default_permissions,subtype=tensorfs,fsname={}", escape(fsname));
+    for (wanted, name) in [
+        (options.allow_other, ",allow_other"),
+        (options.noexec, ",noexec"),
+        (options.noatime, ",noatime"),
+    ] {
+        if wanted {
+            list.push_str(name);
+        }
+    }
+    let output = Command::new(FUSERMOUNT)
+        .args(["-o", &list, "--"])
+        .arg(target)
+        .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string())
+        .stdin(Stdio::null())
+        .output();
+    drop(theirs);
+    let output = output.map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => format!(
+            "{FUSERMOUNT} is not installed, and only root can mount without it; install the \
+             package fuse3"
+        ),
+        _ => fail(e),
+    })?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said = said.lines().last().unwrap_or("no reason given").trim();
+        let hint = if said.contains("user_allow_other") {
+            "; add `user_allow_other` to /etc/fuse.conf or leave out -o allow_other"
+        } else {
+            ""
+        };
+        return Err(format!("{}: {said}{hint}", target.display()));
+    }
+    receive_fd(&ours).map_err(fail)
+}
+
+/// Takes the descriptor that fusermount3 sent.
+fn receive_fd(socket: &UnixStream) -> io::Result<OwnedFd> {
+    let mut byte = [0u8];
+    let mut iov = [IoSliceMut::new(&mut byte)];
+    let mut space = nix::cmsg_space!(RawFd);
+    let message =
+        recvmsg::<()>(socket.as_raw_fd(), &mut iov, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    for control in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(fds) = control
+            && let Some(&fd) = fds.first()
+        {
+            // SAFETY: the kernel has just made this descriptor for us with the message, and
+            // nothing else knows its number.
+            return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
+        }
+    }
+    Err(io::Error::other(format!("{FUSERMOUNT} sent no descriptor")))
+}
+
+/// How a mount is taken off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Detach {
+    /// Only if nothing uses it.
+    Clean,
+    /// At once from the tree; open files go on.
+    Lazy,
+    /// At once; open files fail.
+    Force,
+}
+
+/// Takes the mount on top off `target`.
+///
+/// # Errors
+/// `EBUSY` where it is in use, or what the system says.
+pub(crate) fn detach(target: &Path, how: Detach) -> io::Result<()> {
+    let flags = match how {
+        Detach::Clean => MntFlags::empty(),
+        Detach::Lazy => MntFlags::MNT_DETACH,
+        Detach::Force => MntFlags::MNT_FORCE | MntFlags::MNT_DETACH,
+    } | MntFlags::UMOUNT_NOFOLLOW;
+    match umount2(target, flags) {
+        Ok(()) => Ok(()),
+        Err(Errno::EPERM) => detach_by_fusermount(target, how),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn detach_by_fusermount(target: &Path, how: Detach) -> io::Result<()> {
+    let lazy = if how == Detach::Clean { "-u" } else { "-uz" };
+    let output =
+        Command::new(FUSERMOUNT).args([lazy, "--"]).arg(target).stdin(Stdio::null()).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    if said.contains("busy") {
+        return Err(Errno::EBUSY.into());
+    }
+    Err(io::Error::other(said))
+}

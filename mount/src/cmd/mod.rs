@@ -1,0 +1,209 @@
+//! The commands, one file each, and what they share.
+
+mod demo;
+mod query;
+mod umount;
+mod verify;
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+use serde_json::Value;
+use tensorfs::checkpoint::{Set, Tree};
+
+use crate::args::{self, Cli, Command};
+use crate::options::Options;
+use crate::{daemon, fs, log};
+
+/// Why a command did not do what it was asked for.
+pub(crate) enum Failure {
+    /// The request makes no sense.
+    Usage(String),
+    /// It could not be done.
+    Failed(String),
+    /// It could not be done, and the output says why.
+    Told,
+}
+
+impl From<tensorfs::Error> for Failure {
+    fn from(error: tensorfs::Error) -> Self {
+        Failure::Failed(error.to_string())
+    }
+}
+
+/// Result of a command.
+pub(crate) type Outcome = Result<(), Failure>;
+
+pub(crate) fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Mount(args) => mount(&args),
+        Command::Umount(args) => umount::run(&args),
+        Command::Ls(args) => query::ls(&args),
+        Command::Inspect(args) => query::inspect(&args),
+        Command::Verify(args) => verify::run(&args),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut io::stdout());
+            Ok(())
+        }
+        Command::Man { folder } => man(folder.as_deref()),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Told) => ExitCode::from(1),
+        Err(Failure::Failed(message)) => {
+            complain(&message);
+            ExitCode::from(1)
+        }
+        Err(Failure::Usage(message)) => {
+            complain(&message);
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// One line on standard error, unless a parent waits for it on standard output.
+fn complain(message: &str) {
+    let message = message.replace('\n', "; ");
+    if daemon::is_child() {
+        let _ = writeln!(io::stdout(), "{message}");
+    } else {
+        eprintln!("tensorfs: {message}");
+    }
+}
+
+fn mount(args: &args::Mount) -> Outcome {
+    let options = Options::parse(&args.options, args.sloppy).map_err(Failure::Usage)?;
+    log::start(args.verbose);
+    let source = behind_mount(&args.source).map_or_else(|| args.source.clone(), |b| b.path);
+    if args.foreground {
+        return daemon::run(&source, &args.target, options).map_err(Failure::Failed);
+    }
+    if options.rw {
+        eprintln!("tensorfs: mounted read-only; there is no writing through a mount");
+    }
+    let (options, target) = (&args.options, &args.target);
+    daemon::run_in_background(&source, target, options, args.sloppy, args.verbose)
+        .map_err(Failure::Failed)
+}
+
+fn man(folder: Option<&Path>) -> Outcome {
+    let failed = |e: io::Error| Failure::Failed(format!("cannot write the manual: {e}"));
+    match folder {
+        Some(folder) => clap_mangen::generate_to(Cli::command(), folder).map_err(failed),
+        None => clap_mangen::Man::new(Cli::command()).render(&mut io::stdout()).map_err(failed),
+    }
+}
+
+/// What lies behind a path on a mount.
+pub(crate) struct Behind {
+    pub(crate) path: PathBuf,
+    options: String,
+}
+
+/// The source behind `path`, where it lies on a mount whose source the caller may read.
+pub(crate) fn behind_mount(path: &Path) -> Option<Behind> {
+    let json = xattr::get(path, fs::XATTR_SOURCE).ok()??;
+    let json: Value = serde_json::from_slice(&json).ok()?;
+    let mut source = PathBuf::from(json.get("source")?.as_str()?);
+    if let Some(file) = json.get("file").and_then(Value::as_str) {
+        source.push(file);
+    }
+    std::fs::metadata(&source).ok()?;
+    let view = json.get("view")?.as_object()?;
+    let mut options = Vec::new();
+    for (key, value) in view {
+        let values = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
+        let texts = values.iter().filter_map(Value::as_str);
+        options.extend(texts.map(|text| format!("{key}={}", crate::options::escape(text))));
+    }
+    Some(Behind { path: source, options: options.join(",") })
+}
+
+/// Scans the source of a query; on a mount, the source behind it, looked at the same way.
+pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
+    if let Some(behind) = behind_mount(&args.source) {
+        // What was typed counts first; follow= adds up.
+        let mut view = options.view;
+        let mounted = Options::parse(&[behind.options], true).map_err(Failure::Failed)?.view;
+        if args.options.is_empty() {
+            view = tensorfs::view::View {
+                expect_shards: view.expect_shards,
+                reference: view.reference,
+                ..mounted
+            };
+        }
+        return Ok(Tree::scan(&behind.path, &view)?);
+    }
+    Ok(Tree::scan(&args.source, &options.view)?)
+}
+
+/// Parses `-o` of a query.
+pub(crate) fn query_options(args: &args::Source) -> Result<Options, Failure> {
+    log::start(args.verbose);
+    Options::parse(&args.options, false).map_err(Failure::Usage)
+}
+
+/// A set and the folder that it lies in, below the source.
+pub(crate) struct Found {
+    pub(crate) directory: PathBuf,
+    pub(crate) set: Set,
+}
+
+/// Proves everything in `tree`. Returns the sets that count and the notes.
+pub(crate) fn prove_all(tree: &Tree) -> Result<(Vec<Found>, Vec<String>), Failure> {
+    let mut found = Vec::new();
+    let mut notes = tree.skipped.clone();
+    for head in tree.families() {
+        for (id, proved) in tree.prove(head) {
+            let directory = &tree.folders[id].relative;
+            notes.extend(proved.notes.iter().map(|note| {
+                let place = directory.display().to_string();
+                if place.is_empty() { note.clone() } else { format!("{place}: {note}") }
+            }));
+            let sets = proved.sets.into_iter().filter(|set| set.shown_at_parent.is_none());
+            found.extend(sets.map(|set| Found { directory: directory.clone(), set }));
+        }
+    }
+    if found.is_empty() {
+        let source = tree.source.display();
+        return Err(Failure::Failed(format!("{source}: no safetensors files here or below")));
+    }
+    Ok((found, notes))
+}
+
+/// Prints `value` on one line or, for a terminal, indented.
+pub(crate) fn print_json(value: &Value) -> Outcome {
+    use std::io::IsTerminal;
+    let mut output = io::stdout().lock();
+    let printed = if output.is_terminal() {
+        writeln!(output, "{value:#}")
+    } else {
+        writeln!(output, "{value}")
+    };
+    // A reader that has seen enough is no failure.
+    match printed {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("cannot write: {e}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints text; a reader that has seen enough is no failure.
+pub(crate) fn print_text(text: &str) -> Outcome {
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("cannot write: {e}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `bytes` with a unit, for people.
+pub(crate) fn human(bytes: u64) -> String {
+    indicatif::DecimalBytes(bytes).to_string()
+}

@@ -1,0 +1,255 @@
+//! `tensorfs ls` and `tensorfs inspect`: what a source holds and where it lies.
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tensorfs::catalog::{Piece, Tensor};
+use tensorfs::checkpoint::Checkpoint;
+use tensorfs::gather::Runs;
+
+use super::{
+    Failure, Found, Outcome, human, open_source, print_json, print_text, prove_all, query_options,
+};
+use crate::args;
+
+/// A tensor and its place in the file that shows it.
+struct Placed<'a> {
+    tensor: &'a Tensor,
+    /// Offset in that file.
+    file_offset: u64,
+}
+
+/// A checkpoint and the file that shows it.
+struct Shown {
+    directory: String,
+    checkpoint: Arc<Checkpoint>,
+    /// Length of the file.
+    size: u64,
+    data_start: u64,
+    /// In file order: position in the catalog and offset in the file.
+    order: Vec<(usize, u64)>,
+}
+
+pub(super) fn ls(args: &args::Ls) -> Outcome {
+    let (shown, notes, refused) = shown(&args.source)?;
+    if args.source.json {
+        let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
+        print_json(&json!({ "source": source_of(&args.source), "sets": sets, "notes": notes }))?;
+    } else {
+        let mut text = String::new();
+        for set in &shown {
+            set.write_title(&mut text);
+            for Placed { tensor, .. } in set.tensors() {
+                let name = printable(&tensor.name);
+                let shape = format!("{:?}", tensor.shape);
+                let _ = writeln!(
+                    text,
+                    "  {:<11} {shape:<20} {:>10}  {name}",
+                    tensor.dtype.name(),
+                    human(tensor.len)
+                );
+            }
+        }
+        print_text(&text)?;
+    }
+    refused
+}
+
+pub(super) fn inspect(args: &args::Inspect) -> Outcome {
+    let (shown, notes, refused) = shown(&args.source)?;
+    let wanted =
+        |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| *n == placed.tensor.name);
+    let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
+    if let (Some(name), false) = (&args.tensor, found) {
+        let source = args.source.source.display();
+        return Err(Failure::Failed(format!(
+            "{source}: no tensor {}",
+            tensorfs::error::quoted(name)
+        )));
+    }
+    if args.source.json {
+        let sets = shown.iter().filter(|set| set.tensors().any(|placed| wanted(&placed)));
+        let sets: Vec<Value> = sets
+            .map(|set| {
+                let mut json = set.json(&|placed| set.inspected_json(placed));
+                if let Some(Value::Array(tensors)) = json.get_mut("tensors") {
+                    let name = |t: &Value| t["name"].as_str().map(str::to_owned);
+                    tensors.retain(|t| args.tensor.is_none() || name(t) == args.tensor);
+                }
+                json
+            })
+            .collect();
+        print_json(&json!({ "source": source_of(&args.source), "sets": sets, "notes": notes }))?;
+    } else {
+        let mut text = String::new();
+        for set in &shown {
+            set.write_title(&mut text);
+            set.tensors().filter(wanted).for_each(|placed| set.write_pieces(&placed, &mut text));
+        }
+        print_text(&text)?;
+    }
+    refused
+}
+
+fn source_of(args: &args::Source) -> Value {
+    let path = std::fs::canonicalize(&args.source).unwrap_or_else(|_| args.source.clone());
+    json!(path)
+}
+
+/// The sets that are whole, the notes, and a failure where one is refused.
+fn shown(args: &args::Source) -> Result<(Vec<Shown>, Vec<String>, Outcome), Failure> {
+    let options = query_options(args)?;
+    let tree = open_source(args, options)?;
+    let (found, notes) = prove_all(&tree)?;
+    let mut shown = Vec::new();
+    let mut refused = Ok(());
+    for Found { directory, set } in found {
+        match set.outcome {
+            Ok(checkpoint) => shown.push(Shown::new(directory.display().to_string(), checkpoint)?),
+            Err(error) => {
+                if refused.is_err() {
+                    eprintln!("tensorfs: {error}");
+                } else {
+                    refused = Err(Failure::Failed(error.to_string()));
+                }
+            }
+        }
+    }
+    Ok((shown, notes, refused))
+}
+
+impl Shown {
+    fn new(directory: String, checkpoint: Arc<Checkpoint>) -> Result<Shown, Failure> {
+        if checkpoint.is_whole_file() {
+            let catalog = checkpoint.catalog();
+            let start = |at: usize| checkpoint.whole_offset(&catalog.tensors[at]);
+            let mut order: Vec<(usize, u64)> =
+                (0..catalog.tensors.len()).map(|at| (at, start(at))).collect();
+            order.sort_by_key(|&(at, offset)| (offset, catalog.tensors[at].len));
+            let shard = &catalog.shards[0];
+            let (size, data_start) = (shard.file_len, shard.data_start);
+            return Ok(Shown { directory, size, data_start, order, checkpoint });
+        }
+        let layout = checkpoint.layout()?;
+        let (size, data_start) = (layout.len(), layout.header().len() as u64);
+        Ok(Shown { directory, size, data_start, order: layout.tensors().collect(), checkpoint })
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = Placed<'_>> {
+        let tensors = &self.checkpoint.catalog().tensors;
+        self.order.iter().map(|&(at, file_offset)| Placed { tensor: &tensors[at], file_offset })
+    }
+
+    fn json(&self, tensor: &dyn Fn(&Placed<'_>) -> Value) -> Value {
+        let catalog = self.checkpoint.catalog();
+        json!({
+            "directory": self.directory,
+            "name": self.checkpoint.name,
+            "kind": self.checkpoint.kind.as_str(),
+            "size": self.size,
+            "bytes": catalog.data_len(),
+            "shards": catalog.shards.iter().map(|shard| &shard.name).collect::<Vec<_>>(),
+            "metadata": catalog.metadata,
+            "tail": self.checkpoint.tail.as_str(),
+            "tensors": self.tensors().map(|placed| tensor(&placed)).collect::<Vec<_>>(),
+        })
+    }
+
+    fn tensor_json(&self, placed: &Placed<'_>) -> Value {
+        let Placed { tensor, file_offset } = placed;
+        let start = file_offset - self.data_start;
+        json!({
+            "name": tensor.name,
+            "dtype": tensor.dtype.name(),
+            "shape": tensor.shape,
+            "bytes": tensor.len,
+            "data_offsets": [start, start + tensor.len],
+        })
+    }
+
+    fn inspected_json(&self, placed: &Placed<'_>) -> Value {
+        let mut json = self.tensor_json(placed);
+        json["file_offset"] = json!(placed.file_offset);
+        json["pieces"] = self.pieces_json(placed.tensor, &placed.tensor.pieces);
+        json["replicas"] = self.pieces_json(placed.tensor, &placed.tensor.replicas);
+        json
+    }
+
+    fn pieces_json(&self, tensor: &Tensor, pieces: &[Piece]) -> Value {
+        let pieces = pieces.iter().map(|piece| {
+            let (runs, run_bytes) = runs_of(tensor, piece);
+            json!({
+                "shard": self.checkpoint.catalog().shard(piece.shard).name,
+                "range": [piece.range.start, piece.range.end],
+                "offset": piece.offset,
+                "shape": piece.shape,
+                "runs": runs,
+                "run_bytes": run_bytes,
+            })
+        });
+        pieces.collect()
+    }
+
+    fn write_title(&self, text: &mut String) {
+        let catalog = self.checkpoint.catalog();
+        let slash = if self.directory.is_empty() { "" } else { "/" };
+        let _ = writeln!(
+            text,
+            "{}{slash}{}: {} tensors, {} in {} shards ({}), tail {}",
+            self.directory,
+            self.checkpoint.name,
+            catalog.tensors.len(),
+            human(catalog.data_len()),
+            catalog.shards.len(),
+            self.checkpoint.kind.as_str(),
+            self.checkpoint.tail.as_str(),
+        );
+    }
+
+    fn write_pieces(&self, placed: &Placed<'_>, text: &mut String) {
+        let Placed { tensor, file_offset } = placed;
+        let _ = writeln!(
+            text,
+            "  {} {} {:?}, {} bytes at {file_offset}",
+            printable(&tensor.name),
+            tensor.dtype,
+            tensor.shape,
+            tensor.len
+        );
+        let used = tensor.pieces.iter().map(|piece| (piece, ""));
+        let copies = tensor.replicas.iter().map(|piece| (piece, ", a copy"));
+        for (piece, remark) in used.chain(copies) {
+            let (runs, run_bytes) = runs_of(tensor, piece);
+            let _ = writeln!(
+                text,
+                "    {} bytes {}..{}: box {:?} at {:?}, {runs} runs of {run_bytes} bytes{remark}",
+                self.checkpoint.catalog().shard(piece.shard).name,
+                piece.range.start,
+                piece.range.end,
+                piece.shape,
+                piece.offset,
+            );
+        }
+    }
+}
+
+/// Number and length of the runs that a piece has in its tensor.
+fn runs_of(tensor: &Tensor, piece: &Piece) -> (u64, u64) {
+    if piece.shape.contains(&0) {
+        return (0, 0);
+    }
+    match Runs::new(&tensor.shape, &piece.offset, &piece.shape, tensor.dtype.bits()) {
+        Ok(runs) => (runs.n_runs(), runs.run_len()),
+        // Only where the checkpoint is shown as it is: the piece is not cut into runs then.
+        Err(_) => (1, piece.range.end - piece.range.start),
+    }
+}
+
+/// A name fit for one line.
+fn printable(name: &str) -> String {
+    if name.is_empty() || name.chars().any(char::is_control) {
+        return tensorfs::error::quoted(name);
+    }
+    name.to_owned()
+}

@@ -1,0 +1,31 @@
+//! `tensorfs umount`: takes a mount off, also one whose daemon is dead.
+
+use std::io;
+
+use nix::libc;
+
+use super::{Failure, Outcome};
+use crate::args;
+use crate::attach::{Detach, detach};
+use crate::mountinfo;
+
+pub(super) fn run(args: &args::Umount) -> Outcome {
+    let shown = args.target.display();
+    let failed = |e: io::Error| Failure::Failed(format!("{shown}: {e}"));
+    let target = mountinfo::absolute_target(&args.target).map_err(failed)?;
+    if mountinfo::ours_at(&target).map_err(failed)?.is_none() {
+        return Err(Failure::Failed(format!("{shown}: not a tensorfs mount")));
+    }
+    let how = match (args.lazy, args.force) {
+        (_, true) => Detach::Force,
+        (true, _) => Detach::Lazy,
+        _ => Detach::Clean,
+    };
+    match detach(&target, how) {
+        Ok(()) => Ok(()),
+        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Err(Failure::Failed(format!(
+            "{shown}: target is busy; close what is open there, or use --lazy"
+        ))),
+        Err(e) => Err(failed(e)),
+    }
+}

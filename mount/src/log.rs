@@ -1,0 +1,121 @@
+//! Where log lines go: standard error while somebody watches, then the system log or a file,
+//! never nowhere.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Environment variable with tracing directives.
+const FILTER: &str = "TENSORFS_LOG";
+
+/// The socket of the system log; journald listens there too.
+const SYSLOG: &str = "/dev/log";
+
+/// Priority of our lines in the system log: facility daemon, severity notice.
+const SYSLOG_PRIORITY: u32 = 3 << 3 | 5;
+
+enum Target {
+    Stderr,
+    Syslog(UnixDatagram),
+    File(File),
+}
+
+static TARGET: Mutex<Target> = Mutex::new(Target::Stderr);
+
+/// Starts logging to standard error: warnings, more with each `verbose`, or what
+/// `TENSORFS_LOG` says.
+pub(crate) fn start(verbose: u8) {
+    let default = match verbose {
+        0 => "warn",
+        1 => "info",
+        2 => "debug",
+        _ => "trace",
+    };
+    let filter = EnvFilter::try_from_env(FILTER).unwrap_or_else(|_| EnvFilter::new(default));
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_target(false)
+        .with_ansi(false)
+        .with_writer(Lines);
+    // A second call, as tests make, changes nothing.
+    let _ = subscriber.try_init();
+}
+
+/// Sends all further lines to `file`.
+pub(crate) fn to_file(file: &Path) -> io::Result<()> {
+    let file = File::options().append(true).create(true).open(file)?;
+    *TARGET.lock().unwrap_or_else(PoisonError::into_inner) = Target::File(file);
+    Ok(())
+}
+
+/// Sends all further lines to the system log or, where there is none, to a file of ours; that
+/// file's path is returned.
+pub(crate) fn to_system_log() -> io::Result<Option<PathBuf>> {
+    if let Ok(socket) = UnixDatagram::unbound()
+        && socket.connect(SYSLOG).is_ok()
+    {
+        *TARGET.lock().unwrap_or_else(PoisonError::into_inner) = Target::Syslog(socket);
+        return Ok(None);
+    }
+    let path = fallback_file();
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    to_file(&path)?;
+    Ok(Some(path))
+}
+
+fn fallback_file() -> PathBuf {
+    if nix::unistd::geteuid().is_root() {
+        return "/var/log/tensorfs.log".into();
+    }
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state"));
+    let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).or_else(home);
+    state.unwrap_or_else(std::env::temp_dir).join("tensorfs").join("tensorfs.log")
+}
+
+/// Makes writers that hand over one line each.
+struct Lines;
+
+impl<'a> MakeWriter<'a> for Lines {
+    type Writer = Line;
+
+    fn make_writer(&'a self) -> Line {
+        Line(Vec::new())
+    }
+}
+
+/// One line, sent when it is dropped.
+struct Line(Vec<u8>);
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        // Nothing can be done about a log that takes no lines.
+        let _ = match &mut *TARGET.lock().unwrap_or_else(PoisonError::into_inner) {
+            Target::Stderr => io::stderr().write_all(&self.0),
+            Target::File(file) => file.write_all(&self.0),
+            Target::Syslog(socket) => {
+                let text = String::from_utf8_lossy(&self.0);
+                let pid = std::process::id();
+                let line = format!("<{SYSLOG_PRIORITY}>tensorfs[{pid}]: {}", text.trim_end());
+                socket.send(line.as_bytes()).map(|_| ())
+            }
+        };
+    }
+}

@@ -1,0 +1,292 @@
+//! Mount options (`-o`): ours, and those that mount(8), systemd and SELinux add.
+
+use std::path::PathBuf;
+
+use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
+
+/// Whether the kernel may serve whole files by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Passthrough {
+    /// Where it can.
+    #[default]
+    Auto,
+    /// Never; for tests and comparisons.
+    Never,
+}
+
+/// All options of a mount.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// What is shown, and how.
+    pub view: View,
+    /// Owner of all files.
+    pub uid: Option<u32>,
+    /// Group of all files.
+    pub gid: Option<u32>,
+    /// Permission bits taken away.
+    pub umask: u32,
+    /// Whether users other than the mounting one get in.
+    pub allow_other: bool,
+    /// Device name in the mount table.
+    pub fsname: Option<String>,
+    /// File that the daemon logs to.
+    pub log: Option<PathBuf>,
+    /// Whether the kernel may serve whole files by itself.
+    pub passthrough: Passthrough,
+    /// Flags of mount(2) that were asked for.
+    pub noexec: bool,
+    /// Likewise.
+    pub noatime: bool,
+    /// Whether `rw` was asked for, which cannot be had.
+    pub rw: bool,
+    /// SELinux contexts, for the kernel.
+    pub contexts: Vec<String>,
+}
+
+/// Options that make no difference here: defaults, and what only mount(8) acts on.
+const IGNORED: [&str; 33] = [
+    "ro",
+    "defaults",
+    "auto",
+    "noauto",
+    "nofail",
+    "_netdev",
+    "user",
+    "nouser",
+    "users",
+    "owner",
+    "group",
+    "nodev",
+    "nosuid",
+    "dev",
+    "suid",
+    "exec",
+    "atime",
+    "diratime",
+    "nodiratime",
+    "relatime",
+    "norelatime",
+    "strictatime",
+    "nostrictatime",
+    "lazytime",
+    "nolazytime",
+    "async",
+    "sync",
+    "dirsync",
+    "silent",
+    "loud",
+    "default_permissions",
+    "iversion",
+    "noiversion",
+];
+
+/// Starts of options that are for other programs.
+const IGNORED_STARTS: [&str; 4] = ["x-", "X-", "comment=", "user="];
+
+/// Options with an SELinux context.
+const CONTEXTS: [&str; 4] = ["context=", "fscontext=", "defcontext=", "rootcontext="];
+
+impl Options {
+    /// Reads option strings as given to `-o`, one after the other. `sloppy`: unknown options
+    /// are ignored, as mount(8) asks for with `-s`.
+    ///
+    /// # Errors
+    /// One line that names the option and what it may be.
+    pub fn parse<S: AsRef<str>>(strings: &[S], sloppy: bool) -> Result<Options, String> {
+        let mut options = Options::default();
+        let mut seen = Vec::new();
+        for option in strings.iter().flat_map(|s| split(s.as_ref())).filter(|o| !o.is_empty()) {
+            options.apply(&option, &mut seen, sloppy)?;
+        }
+        Ok(options)
+    }
+
+    fn apply(&mut self, option: &str, seen: &mut Vec<String>, sloppy: bool) -> Result<(), String> {
+        let (key, value) = match option.split_once('=') {
+            Some((key, value)) => (key, Some(value)),
+            None => (option, None),
+        };
+        if CONTEXTS.iter().any(|start| option.starts_with(start)) {
+            self.contexts.push(option.to_owned());
+            return Ok(());
+        }
+        match (key, value) {
+            ("rw", None) => self.rw = true,
+            ("noexec", None) => self.noexec = true,
+            ("noatime", None) => self.noatime = true,
+            ("allow_other", None) => self.allow_other = true,
+            ("follow", Some(folder)) if !folder.is_empty() => self.view.follow.push(folder.into()),
+            (key, Some(value)) if is_own(key) => {
+                if seen.iter().any(|other| other == key) {
+                    return Err(format!("option {key}= is given twice"));
+                }
+                seen.push(key.to_owned());
+                self.set(key, value)?;
+            }
+            (key, None) if is_own(key) || key == "follow" => {
+                return Err(format!("option {key} needs a value: {key}=..."));
+            }
+            _ if value.is_none() && IGNORED.contains(&key) => {}
+            _ if IGNORED_STARTS.iter().any(|start| option.starts_with(start)) => {}
+            _ if sloppy => {}
+            _ => return Err(format!("unknown option `{option}`")),
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        let bad = |expected: &str| format!("option {key}={value}: expected {expected}");
+        let number = || value.parse::<u32>().map_err(|_| bad("a number"));
+        let not_empty =
+            || (!value.is_empty()).then(|| value.to_owned()).ok_or_else(|| bad("a name"));
+        match key {
+            "layout" => {
+                self.view.arrangement = match value {
+                    "single" => Arrangement::Single,
+                    "original" => Arrangement::Original,
+                    _ => return Err(bad("single or original")),
+                }
+            }
+            "index" => {
+                self.view.map = match value {
+                    "rewrite" => MapPolicy::Rewrite,
+                    "hide" => MapPolicy::Hide,
+                    _ => return Err(bad("rewrite or hide")),
+                }
+            }
+            "prefer" => {
+                self.view.prefer = match value {
+                    "file" => Prefer::File,
+                    "index" => Prefer::Index,
+                    _ => return Err(bad("file or index")),
+                }
+            }
+            "passthrough" => {
+                self.passthrough = match value {
+                    "auto" => Passthrough::Auto,
+                    "never" => Passthrough::Never,
+                    _ => return Err(bad("auto or never")),
+                }
+            }
+            "uid" => self.uid = Some(number()?),
+            "gid" => self.gid = Some(number()?),
+            "umask" => {
+                self.umask = u32::from_str_radix(value, 8)
+                    .ok()
+                    .filter(|mask| *mask <= 0o777)
+                    .ok_or_else(|| bad("an octal number up to 777"))?;
+            }
+            "expect-shards" => {
+                let shards = value.parse().ok().filter(|n| *n > 0);
+                self.view.expect_shards = Some(shards.ok_or_else(|| bad("a number from 1"))?);
+            }
+            "reference" => self.view.reference = Some(not_empty()?.into()),
+            "fsname" => self.fsname = Some(not_empty()?),
+            "log" => self.log = Some(not_empty()?.into()),
+            _ => return Err(format!("unknown option `{key}={value}`")),
+        }
+        Ok(())
+    }
+
+    /// Makes the paths among the options absolute: the daemon leaves the working directory.
+    pub fn make_absolute(&mut self) -> std::io::Result<()> {
+        let paths = self.view.follow.iter_mut();
+        let paths = paths.chain(self.view.reference.as_mut()).chain(self.log.as_mut());
+        for path in paths {
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether `key` is one of our options with a value that may be given once.
+fn is_own(key: &str) -> bool {
+    const OWN: [&str; 11] = [
+        "layout",
+        "index",
+        "prefer",
+        "passthrough",
+        "uid",
+        "gid",
+        "umask",
+        "expect-shards",
+        "reference",
+        "fsname",
+        "log",
+    ];
+    OWN.contains(&key)
+}
+
+/// Splits at commas; `\,` is a comma inside a value and `\\` a backslash. Commas inside the
+/// double quotes of an SELinux context do not split either.
+fn split(options: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut chars = options.chars().peekable();
+    let mut quoted = false;
+    while let Some(c) = chars.next() {
+        let Some(part) = parts.last_mut() else { break };
+        match c {
+            '\\' if chars.peek().is_some_and(|next| matches!(next, ',' | '\\')) => {
+                part.extend(chars.next());
+            }
+            '"' if CONTEXTS.iter().any(|start| part.starts_with(start)) => quoted = !quoted,
+            ',' if !quoted => parts.push(String::new()),
+            _ => part.push(c),
+        }
+    }
+    parts
+}
+
+/// `value` so that `split` gives it back as one part.
+pub(crate) fn escape(value: &str) -> String {
+    value.replace('\\', r"\\").replace(',', r"\,")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(options: &str) -> Result<Options, String> {
+        Options::parse(&[options], false)
+    }
+
+    #[test]
+    fn what_mount_and_systemd_and_selinux_add_is_accepted() {
+        let options = parse(
+            "rw,nofail,_netdev,user,user=joe,x-systemd.automount,comment=a,defaults,noexec,\
+             context=\"system_u:object_r:x:s0:c1,c2\"",
+        );
+        let options = options.unwrap();
+        assert!(options.rw && options.noexec);
+        assert_eq!(options.contexts, ["context=system_u:object_r:x:s0:c1,c2"]);
+        assert_eq!(parse("").unwrap(), Options::default());
+    }
+
+    #[test]
+    fn an_unknown_option_is_refused_unless_sloppy() {
+        assert_eq!(parse("ro,laoyut=single").unwrap_err(), "unknown option `laoyut=single`");
+        assert!(Options::parse(&["laoyut=single"], true).is_ok());
+    }
+
+    #[test]
+    fn an_option_given_twice_is_refused_but_for_follow() {
+        assert_eq!(parse("uid=1,uid=2").unwrap_err(), "option uid= is given twice");
+        assert_eq!(parse("follow=/a,follow=/b").unwrap().view.follow.len(), 2);
+    }
+
+    #[test]
+    fn a_comma_in_a_value_is_escaped() {
+        let options = parse(r"fsname=a\,b\\c,umask=077").unwrap();
+        assert_eq!(options.fsname.as_deref(), Some(r"a,b\c"));
+        assert_eq!(options.umask, 0o077);
+        assert_eq!(split(&escape(r"x,\y")), [r"x,\y"]);
+    }
+
+    #[test]
+    fn a_bad_value_is_refused_with_what_it_may_be() {
+        assert!(parse("layout=double").unwrap_err().contains("single or original"));
+        assert!(parse("umask=888").unwrap_err().contains("octal"));
+        assert!(parse("uid").unwrap_err().contains("needs a value"));
+        assert!(parse("expect-shards=0").unwrap_err().contains("a number from 1"));
+    }
+}

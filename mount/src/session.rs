@@ -1,0 +1,266 @@
+//! One mount from the first check to the last request: what `mount --foreground` does.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fuser::{Config, INodeNo, Session, SessionACL};
+use nix::libc;
+use nix::sys::signal::{SigSet, Signal};
+use nix::unistd::{getegid, geteuid};
+use tensorfs::checkpoint::Tree;
+use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
+
+use crate::attach::{self, Attached, Detach};
+use crate::fs::{Common, TensorFs};
+use crate::mountinfo;
+use crate::nodes::Nodes;
+use crate::options::{Options, Passthrough};
+use crate::watch::Watcher;
+
+/// How long a fresh mount may take to answer its first request.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Fewest and most threads that take requests: one that waits for a slow disk must not keep
+/// the others from being taken.
+const THREADS: std::ops::RangeInclusive<usize> = 8..=32;
+
+/// A source and the folder that it is to be mounted on, checked.
+pub(crate) struct Plan {
+    /// Folder that is mounted on, absolute.
+    pub target: PathBuf,
+    nodes: Arc<Nodes>,
+    options: Options,
+}
+
+/// A mount that answers.
+#[derive(Debug)]
+pub(crate) struct Running {
+    target: PathBuf,
+    minor: Option<u32>,
+    server: std::thread::JoinHandle<io::Result<()>>,
+}
+
+/// Checks source and target, and proves what has to be proved before the mount may stand.
+///
+/// # Errors
+/// One line that says what is wrong.
+pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Plan, String> {
+    let target = check_target(target)?;
+    let tree = Tree::scan(source, &options.view).map_err(|e| e.to_string())?;
+    check_nesting(&tree.source, &target)?;
+    for line in &tree.skipped {
+        tracing::warn!("{line}");
+    }
+    let nodes = Arc::new(Nodes::new(tree));
+    prove_enough(&nodes, source)?;
+    Ok(Plan { target, nodes, options })
+}
+
+/// Proves the checkpoints until one is found whole: a single one has to be, of several at
+/// least one.
+fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
+    let mut first_error = None;
+    let families = nodes.tree().families();
+    if families.is_empty() {
+        return Err(format!("{}: no safetensors files here or below", source.display()));
+    }
+    for head in families {
+        for outcome in nodes.prove(head) {
+            match outcome {
+                Ok(()) => return Ok(()),
+                Err(error) => first_error = first_error.or(Some(error)),
+            }
+        }
+    }
+    Err(first_error.map_or_else(
+        || format!("{}: no checkpoint here or below", source.display()),
+        |error| error.to_string(),
+    ))
+}
+
+/// The folder to mount on, cleared of a mount of ours whose daemon is dead.
+fn check_target(target: &Path) -> Result<PathBuf, String> {
+    let fail = |e: io::Error| format!("{}: {e}", target.display());
+    let path = mountinfo::absolute_target(target).map_err(fail)?;
+    if let Some(_mount) = mountinfo::ours_at(&path).map_err(fail)? {
+        match std::fs::metadata(&path) {
+            Err(e) if is_dead(&e) => {
+                tracing::info!("{}: taking off a dead mount", path.display());
+                attach::detach(&path, Detach::Lazy).map_err(fail)?;
+            }
+            _ => return Err(format!("{}: a tensorfs mount is already there", path.display())),
+        }
+    }
+    let meta = std::fs::metadata(&path).map_err(fail)?;
+    if !meta.is_dir() {
+        return Err(format!("{}: not a folder", target.display()));
+    }
+    Ok(path)
+}
+
+/// Whether looking at a mount failed because nobody serves it any more.
+fn is_dead(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED))
+}
+
+/// Refuses a mount inside its own source, which would show itself, and one over its source,
+/// which would hide it. Compares inodes, so that other paths to the same folders count too.
+fn check_nesting(source: &Path, target: &Path) -> Result<(), String> {
+    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    let (source_inode, target_inode) = (inode(source), inode(target));
+    if target.ancestors().any(|above| inode(above) == source_inode) {
+        let (target, source) = (target.display(), source.display());
+        return Err(format!("{target}: lies inside the source {source}; mount somewhere else"));
+    }
+    if source.ancestors().any(|above| inode(above) == target_inode) {
+        let (target, source) = (target.display(), source.display());
+        return Err(format!("{source}: lies on {target}, which the mount would hide"));
+    }
+    Ok(())
+}
+
+/// Mounts and serves; returns once the mount answers.
+///
+/// # Errors
+/// One line that says what is wrong; nothing stays mounted.
+pub(crate) fn start(plan: Plan) -> Result<Running, String> {
+    let Plan { target, nodes, options } = plan;
+    let source = nodes.tree().source.clone();
+    let fsname = options.fsname.clone().unwrap_or_else(|| source.display().to_string());
+    let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
+    if by_fusermount && options.passthrough == Passthrough::Auto {
+        tracing::warn!(
+            "not root: files are served by the daemon, not by kernel passthrough, and with the \
+             default readahead"
+        );
+    }
+    let undo = |e: io::Error| {
+        let _ = attach::detach(&target, Detach::Lazy);
+        format!("{}: {e}", target.display())
+    };
+    let watcher = Watcher::new();
+    let common = Common {
+        uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
+        gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
+        umask: options.umask,
+        passthrough: options.passthrough == Passthrough::Auto && !by_fusermount,
+        view: view_json(&options.view),
+        source: nodes.tree().folders[0].path.clone(),
+    };
+    let fs = TensorFs::new(nodes, common, watcher.clone());
+    let mut config = Config::default();
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    config.n_threads = Some((2 * cores).clamp(*THREADS.start(), *THREADS.end()));
+    // The kernel enforces who gets in; `All` only means that fuser adds no check of its own.
+    let session = Session::from_fd(fs, fd, SessionACL::All, config).map_err(undo)?;
+    let notifier = session.notifier();
+    let forget = move |ino| {
+        if let Err(e) = notifier.inval_inode(INodeNo(ino), 0, 0) {
+            tracing::warn!("the kernel keeps old pages of a changed file: {e}");
+        }
+    };
+    watcher.start(Box::new(forget)).map_err(undo)?;
+    let serve = std::thread::Builder::new().name("serve".to_owned());
+    let server = serve.spawn(move || session.run()).map_err(undo)?;
+    let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
+    let running = Running { target, minor, server };
+    match running.wait_for_answer() {
+        Ok(()) => Ok(running),
+        Err(e) => {
+            let _ = attach::detach(&running.target, Detach::Force);
+            Err(format!("{}: the mount does not answer: {e}", running.target.display()))
+        }
+    }
+}
+
+/// The view as JSON, for those who find the source behind a mount.
+fn view_json(view: &View) -> serde_json::Value {
+    serde_json::json!({
+        "layout": match view.arrangement {
+            Arrangement::Single => "single",
+            Arrangement::Original => "original",
+        },
+        "index": match view.map {
+            MapPolicy::Rewrite => "rewrite",
+            MapPolicy::Hide => "hide",
+        },
+        "prefer": match view.prefer {
+            Prefer::File => "file",
+            Prefer::Index => "index",
+        },
+        "follow": view.follow,
+    })
+}
+
+impl Running {
+    /// Looks at the root of the mount, on a thread of its own so that a mount that does not
+    /// answer cannot keep us.
+    fn wait_for_answer(&self) -> io::Result<()> {
+        let (send, receive) = std::sync::mpsc::channel();
+        let target = self.target.clone();
+        std::thread::spawn(move || send.send(std::fs::read_dir(target).map(|_| ())));
+        let timeout = || io::Error::from(io::ErrorKind::TimedOut);
+        receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
+    }
+
+    /// Serves until the mount is taken off, by somebody else or by us on SIGTERM or SIGINT.
+    ///
+    /// The signals have to be blocked in all threads: see `block_signals`.
+    ///
+    /// # Errors
+    /// What ended the connection, if not an unmount.
+    pub(crate) fn serve(self) -> Result<(), String> {
+        let Running { target, minor, server } = self;
+        let place = target.clone();
+        std::thread::spawn(move || unmount_on_signal(&place, minor));
+        let ended = server.join();
+        match ended {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(e)) => Err(format!("{}: the connection ended: {e}", target.display())),
+            Err(_) => Err(format!("{}: the server failed by a bug", target.display())),
+        }
+    }
+}
+
+/// Blocks the signals that end a mount in this thread and all that it starts.
+pub(crate) fn block_signals() {
+    if let Err(e) = ending_signals().thread_block() {
+        tracing::warn!("signals cannot be blocked: {e}");
+    }
+}
+
+fn ending_signals() -> SigSet {
+    SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])
+}
+
+/// At the first signal takes the mount off the tree, at once if nothing uses it; else open
+/// files are still served, and the process ends with the last of them. A second signal ends
+/// them too.
+fn unmount_on_signal(target: &Path, minor: Option<u32>) {
+    for how in [Detach::Lazy, Detach::Force] {
+        let Ok(signal) = ending_signals().wait() else { return };
+        tracing::info!("{signal}: unmounting {}", target.display());
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        let started = Instant::now();
+        let ours = mountinfo::ours_at(target).ok().flatten();
+        // Something else may have been mounted here since.
+        if ours.is_some_and(|mount| Some(mount.minor) == minor) {
+            let done = match how {
+                Detach::Lazy => attach::detach(target, Detach::Clean)
+                    .or_else(|_| attach::detach(target, Detach::Lazy)),
+                _ => attach::detach(target, how),
+            };
+            if let Err(e) = done {
+                tracing::error!("{}: cannot unmount: {e}", target.display());
+            }
+        } else if how == Detach::Force {
+            std::process::exit(0);
+        }
+        tracing::debug!("unmounted in {:?}", started.elapsed());
+    }
+    let _ = ending_signals().wait();
+    std::process::exit(0);
+}

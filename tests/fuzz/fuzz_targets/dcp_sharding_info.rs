@@ -1,0 +1,69 @@
+//! Any text as the sharding note of a DCP shard. The first bytes choose dtype and sizes of the
+//! pieces, so that the header agrees with the note often enough to reach the offsets.
+
+#![no_main]
+
+use std::collections::BTreeMap;
+
+use libfuzzer_sys::fuzz_target;
+use serde_json::Value;
+use tensorfs::Dtype;
+use tensorfs::error::Class;
+use tensorfs::format::dcp::{SHARDING_INFO, VERSION, is_shard, offsets};
+use tensorfs::format::safetensors::{Entry, Header};
+
+fuzz_target!(|data: &[u8]| {
+    let Some((choice, note)) = data.split_first_chunk::<4>() else { return };
+    let Ok(note) = std::str::from_utf8(note) else { return };
+    let notes = match serde_json::from_str(note) {
+        Ok(Value::Object(notes)) => notes,
+        _ => serde_json::Map::new(),
+    };
+    let header = header_for(note, &notes, *choice);
+    assert!(is_shard(header.metadata.as_ref()));
+    match offsets(&header) {
+        Ok(offsets) => check(&header, &notes, &offsets),
+        Err(fault) => assert!(
+            matches!(fault.class, Class::DcpInfo | Class::DcpOffsets),
+            "{:?}: {fault}",
+            fault.class
+        ),
+    }
+});
+
+/// A header with one piece for each entry of the note.
+fn header_for(note: &str, notes: &serde_json::Map<String, Value>, choice: [u8; 4]) -> Header {
+    let [dtype, size, missing, version] = choice;
+    // Half of the pieces are F4, the one dtype that is read in another way.
+    let dtype = if dtype < 128 {
+        Dtype::F4
+    } else {
+        Dtype::ALL[usize::from(dtype - 128) % Dtype::ALL.len()]
+    };
+    // Sizes near both ends of the range.
+    let size = if size < 128 { u64::from(size) } else { u64::MAX - u64::from(size - 128) };
+    let tensors = notes.iter().skip(usize::from(missing == u8::MAX)).map(|(name, note)| {
+        let rank = note.get("saved_offsets").and_then(Value::as_array).map_or(0, Vec::len);
+        Entry { name: name.clone(), dtype, shape: vec![size; rank], data_offsets: 0..0 }
+    });
+    let mut metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), note.to_owned())]);
+    if version < 192 {
+        metadata.insert(VERSION.to_owned(), format!("1.{version}"));
+    }
+    Header { metadata: Some(metadata), tensors: tensors.collect(), header_len: 0 }
+}
+
+fn check(header: &Header, notes: &serde_json::Map<String, Value>, offsets: &[Vec<u64>]) {
+    assert_eq!(offsets.len(), header.tensors.len());
+    for (entry, offset) in header.tensors.iter().zip(offsets) {
+        assert_eq!(offset.len(), entry.shape.len(), "{entry:?}");
+        for (start, size) in offset.iter().zip(&entry.shape) {
+            assert!(start.checked_add(*size).is_some(), "{entry:?} at {offset:?}");
+        }
+        let mut saved = offset.clone();
+        if let (Dtype::F4, Some(last)) = (entry.dtype, saved.last_mut()) {
+            *last /= 2;
+        }
+        assert_eq!(notes[&entry.name]["saved_offsets"], Value::from(saved), "{entry:?}");
+    }
+}

@@ -1,0 +1,32 @@
+//! Any text as mount options: what is accepted stays in range, a value survives being escaped,
+//! and asking for leniency never refuses more.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use tensorfs_mount::options::{Options, escape};
+
+fuzz_target!(|data: &[u8]| {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    let strict = Options::parse(&[text], false);
+    let sloppy = Options::parse(&[text], true);
+    match (&strict, &sloppy) {
+        (Ok(strict), Ok(sloppy)) => assert_eq!(strict, sloppy),
+        (Ok(_), Err(refusal)) => panic!("sloppy alone refuses: {refusal}"),
+        (Err(refusal), _) => assert!(!refusal.is_empty()),
+    }
+    if let Ok(options) = &strict {
+        assert!(options.umask <= 0o777, "{options:?}");
+        assert_ne!(options.view.expect_shards, Some(0));
+        assert_ne!(options.fsname.as_deref(), Some(""));
+    }
+
+    if !text.is_empty() {
+        let one = format!("fsname={}", escape(text));
+        let options = Options::parse(&[one.as_str(), "ro"], false).expect("any name will do");
+        assert_eq!(options.fsname.as_deref(), Some(text));
+        // The same within one string.
+        let joined = Options::parse(&[format!("{one},ro")], false).expect("any name will do");
+        assert_eq!(joined, options);
+    }
+});

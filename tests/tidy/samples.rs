@@ -1,0 +1,227 @@
+//! The checker, checked: each rule flags what it must and passes what it may.
+
+use super::*;
+
+fn sample(path: &str, text: &str) -> SourceFile {
+    SourceFile { path: path.to_owned(), text: text.to_owned() }
+}
+
+fn ranks_of(path: &str, text: &str) -> Vec<String> {
+    let lib = "//! x\npub use error::{Error, Result as Outcome};\npub use verify::verify;\n";
+    rank_violations(&[sample("src/lib.rs", lib), sample(path, text)])
+}
+
+#[test]
+fn import_of_a_higher_rank_is_flagged_in_every_spelling() {
+    for text in [
+        "use crate::checkpoint::Checkpoint;",
+        "use crate::{error::Error, checkpoint::{self, Checkpoint}};",
+        "use crate::checkpoint as c;",
+        "fn f() -> crate::checkpoint::Checkpoint { x }",
+        "use super::super::checkpoint::Checkpoint;",
+        "use self::super::super::checkpoint;",
+        "fn f() { super::super::checkpoint::open() }",
+        "mod inner { use super::super::super::checkpoint::Checkpoint; }",
+        "macro_rules! m { () => { $crate::checkpoint::open() } }",
+        "use tensorfs::checkpoint::Checkpoint;",
+        "#[cfg(not(test))] use crate::checkpoint::Checkpoint;",
+        "#[cfg(test)] mod tests { use super::*; }\nuse crate::checkpoint::Checkpoint;",
+    ] {
+        let found = ranks_of("src/format/dcp.rs", text);
+        assert_eq!(found.len().min(1), 1, "not flagged: {text}");
+        assert!(found[0].starts_with("src/format/dcp.rs:"), "{found:?}");
+        assert!(found[0].contains("`format` (rank 1) imports `checkpoint` (rank 5)"), "{found:?}");
+    }
+}
+
+#[test]
+fn violation_names_file_and_line() {
+    let found = ranks_of("src/format/dcp.rs", "//! x\n/* a\nb */\nuse\n    crate::io::Engine;\n");
+    assert!(found[0].starts_with("src/format/dcp.rs:5: "), "{found:?}");
+}
+
+#[test]
+fn imports_of_lower_ranks_siblings_and_allowed_pairs_pass() {
+    for (path, text) in [
+        ("src/format/dcp.rs", "use crate::{Error, Outcome, dtype::Dtype};"),
+        ("src/format/dcp.rs", "use super::safetensors::Header; use crate::format::manifest;"),
+        ("src/format/mod.rs", "mod a { use super::dcp; } use self::dcp::X; use super::error;"),
+        ("src/layout.rs", "use crate::gather::Runs; use crate::catalog::Catalog;"),
+        ("src/io/mod.rs", "pub(crate) mod x; use crate::source::Source; pub(super) fn f() {}"),
+        (
+            "src/error.rs",
+            "// use crate::io::Engine;\n/* crate::io */ const A: &str = \"crate::io\";",
+        ),
+        ("src/error.rs", "const A: &str = r#\"\" crate::io::x \"#; const B: char = '\"';"),
+        ("src/error.rs", "#[cfg(test)]\nmod tests { use crate::io::Engine; }"),
+        ("src/error.rs", "#[cfg(test)] use crate::{io::Engine, loader};"),
+        ("src/verify/mod.rs", "fn f<'a>(x: &'a str) -> impl Iterator<Item = u8> + use<'a> { x }"),
+    ] {
+        assert_none(&ranks_of(path, text));
+    }
+}
+
+#[test]
+fn imports_within_a_rank_are_flagged_unless_the_pair_is_listed() {
+    for (path, text) in [
+        ("src/gather.rs", "use crate::layout::Layout;"),
+        ("src/source/mod.rs", "use crate::io::Engine;"),
+        ("src/loader.rs", "use crate::verify;"),
+        ("src/error.rs", "use crate::dtype::Dtype;"),
+        ("src/plan.rs", "use crate::prefetch::Window;"),
+    ] {
+        assert_eq!(ranks_of(path, text).len(), 1, "{path}: {text}");
+    }
+}
+
+#[test]
+fn imports_that_hide_their_module_are_flagged() {
+    for text in [
+        "use crate::*;",
+        "use crate as root;",
+        "use super as root;",
+        "use crate::Unknown;",
+        "#[path = \"../io/mod.rs\"] mod io;",
+        "include!(\"io.rs\");",
+    ] {
+        assert_eq!(ranks_of("src/dtype.rs", text).len(), 1, "not flagged: {text}");
+    }
+    let found = ranks_of("src/catalog.rs", "use crate::verify;");
+    assert!(found[0].contains("imports `verify` (rank 7)"), "{found:?}");
+}
+
+#[test]
+fn module_without_a_rank_is_flagged() {
+    let found = ranks_of("src/network/mod.rs", "//! x");
+    assert_eq!(found, ["src/network/mod.rs:1: module `network` has no rank in RANKS"]);
+}
+
+#[test]
+fn test_module_in_a_file_of_its_own_is_left_out_of_the_ranks() {
+    let files = [
+        sample("src/catalog/mod.rs", "//! x\n#[cfg(test)]\nmod tests;"),
+        sample("src/catalog/tests.rs", "//! x\nuse crate::verify::verify;"),
+    ];
+    assert_none(&rank_violations(&files));
+    let files =
+        [sample("src/catalog/mod.rs", "mod tests;"), sample(&files[1].path, &files[1].text)];
+    assert_eq!(rank_violations(&files).len(), 1);
+}
+
+#[test]
+fn crate_outside_its_home_is_flagged() {
+    for (path, text) in [
+        ("mount/src/main.rs", "use fuser::MountOption;"),
+        ("mount/src/main.rs", "fn f() { ::fuser::mount2() }"),
+        ("src/loader.rs", "use cudarc;"),
+        ("src/io/pread.rs", "use {std::io, io_uring::IoUring};"),
+        ("src/catalog.rs", "#[derive(bincode::Encode)] struct A;"),
+        ("src/reader.rs", "fn f(c: Option<lru::LruCache<u8, u8>>) {}"),
+        ("src/layout.rs", "use clap::Parser;"),
+        ("src/layout.rs", "#[pyo3] fn f() {}"),
+        ("src/layout.rs", "extern crate libc;"),
+    ] {
+        assert_eq!(crate_home_violations(&[sample(path, text)]).len(), 1, "{path}: {text}");
+    }
+}
+
+#[test]
+fn crate_in_its_home_and_words_spelled_like_a_crate_pass() {
+    for (path, text) in [
+        ("mount/src/fs.rs", "use fuser::Filesystem;"),
+        ("src/index.rs", "use bincode::config;"),
+        ("src/index/encode.rs", "use bincode::config;"),
+        ("src/io/mod.rs", "fn io_uring(lru: u8) { self.lru; /* fuser::x */ \"clap\"; }"),
+        ("src/reader.rs", "fn f() { Vec::<u8>::new(); <A as B>::lru(); crate::cache::lru(); }"),
+        ("mount/src/args.rs", "use clap::Parser;"),
+    ] {
+        assert_none(&crate_home_violations(&[sample(path, text)]));
+    }
+}
+
+#[test]
+fn effects_in_a_pure_module_are_flagged() {
+    for (path, text) in [
+        ("src/format/dcp.rs", "use std::{collections::BTreeMap, fs::File};"),
+        ("src/catalog.rs", "fn f() { std::thread::spawn(g); }"),
+        ("src/plan/mod.rs", "use std::fs;"),
+        ("src/prefetch.rs", "use std as world;"),
+        ("src/view.rs", "fn f() { libc::getpid(); }"),
+    ] {
+        assert_eq!(effect_violations(&[sample(path, text)]).len(), 1, "{path}: {text}");
+    }
+    for (path, text) in [
+        ("src/catalog.rs", "#[cfg(test)] mod tests { use std::fs; }"),
+        ("src/catalog.rs", "use std::io::Read; fn f(fs: u8) { fs::read(); }"),
+        ("src/source/mod.rs", "use std::fs;"),
+    ] {
+        assert_none(&effect_violations(&[sample(path, text)]));
+    }
+}
+
+#[test]
+fn unsafe_elsewhere_is_flagged_and_the_word_in_text_is_not() {
+    let text = "#![deny(unsafe_op_in_unsafe_fn)] // unsafe\nconst A: &str = \"unsafe\";";
+    assert_none(&unsafe_violations(&[sample("src/layout.rs", text)]));
+    let block = "fn f() {\n unsafe { g() } }";
+    assert_none(&unsafe_violations(&[sample("src/io/uring.rs", block)]));
+    let found = unsafe_violations(&[sample("src/io/pread.rs", block)]);
+    assert!(found[0].starts_with("src/io/pread.rs:2: "), "{found:?}");
+}
+
+#[test]
+fn missing_header_foreign_character_and_long_file_are_flagged() {
+    let long = "//! x\n".repeat(LINES_MAX + 1);
+    assert_eq!(length_violations(&[sample("src/a.rs", &long)]).len(), 1);
+    assert_none(&length_violations(&[sample("src/a.rs", &long[6..])]));
+    assert_eq!(header_violations(&[sample("mount/src/a.rs", "use std::io;\n//! x")]).len(), 1);
+    let found = ascii_violations(&[sample("README.md", "a\nb \u{2014} c")]);
+    assert_eq!(found, ["README.md:2: U+2014 is not ASCII: write it as an escape"]);
+}
+
+#[test]
+fn unfinished_work_is_flagged_and_its_mention_in_text_is_not() {
+    let comment = format!("// {}: later", concat!("FIX", "ME"));
+    for text in [
+        "fn f() { todo!() }",
+        "fn f() { unimplemented!(\"x\") }",
+        "fn f() { dbg!(x); }",
+        "#[test]\n#[ignore]\nfn f() {}",
+        "#[ignore = \"slow\"] fn f() {}",
+        "#[cfg_attr(miri, ignore)] fn f() {}",
+        comment.as_str(),
+    ] {
+        assert_eq!(unfinished_violations(&[sample("tests/a.rs", text)]).len(), 1, "{text}");
+    }
+    let text = "// todo!() and #[ignore] are refused\nfn ignore(todo: u8) { todo(1); \"dbg!(\"; }";
+    assert_none(&unfinished_violations(&[sample("tests/a.rs", text)]));
+}
+
+#[test]
+fn empty_names_are_flagged_as_file_folder_and_inline_module() {
+    for (path, text) in [
+        ("src/io/util.rs", "//! x"),
+        ("mount/src/common/mod.rs", "//! x"),
+        ("src/io/mod.rs", "mod helpers { }"),
+    ] {
+        assert_eq!(name_violations(&[sample(path, text)]).len(), 1, "{path}");
+    }
+    assert_none(&name_violations(&[sample("mount/src/mount_helper.rs", "mod utilisation;")]));
+}
+
+#[test]
+fn glob_of_the_parent_is_flagged_outside_tests() {
+    for text in ["use super::*;", "mod a { use super::super::*; }", "use super::{self, *};"] {
+        assert_eq!(glob_violations(&[sample("src/layout.rs", text)]).len(), 1, "{text}");
+    }
+    for text in ["#[cfg(test)]\nmod tests { use super::*; }", "use super::dcp::*;"] {
+        assert_none(&glob_violations(&[sample("src/format/mod.rs", text)]));
+    }
+}
+
+#[test]
+fn scanner_steps_over_comments_strings_chars_and_lifetimes() {
+    let text = "a /* /* b */ c */ d // e\n'f' 'g '\\'' b'h' b\"i\\\"\" r#\"j\"# br\"k\" r#l m'\"'n";
+    let words: Vec<_> = tokens(text).iter().filter(|t| t.is_word()).map(|t| t.text).collect();
+    assert_eq!(words, ["a", "d", "l", "m", "n"]);
+}

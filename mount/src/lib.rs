@@ -6,8 +6,8 @@ mod attach;
 mod cmd;
 mod daemon;
 mod fs;
-mod helper;
 mod log;
+mod mount_helper;
 mod mountinfo;
 mod nodes;
 mod options;
@@ -24,5 +24,5 @@ pub use options::Options;
 pub fn main() -> ExitCode {
     let name = std::env::args_os().next();
     let name = name.as_deref().map(Path::new).and_then(Path::file_name);
-    if name == Some(OsStr::new("mount.tensorfs")) { helper::main() } else { cmd::main() }
+    if name == Some(OsStr::new("mount.tensorfs")) { mount_helper::main() } else { cmd::main() }
 }

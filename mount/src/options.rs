@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use tensorfs::error::quoted;
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
 /// Whether the kernel may serve whole files by itself.
@@ -129,13 +130,15 @@ impl Options {
             _ if value.is_none() && IGNORED.contains(&key) => {}
             _ if IGNORED_STARTS.iter().any(|start| option.starts_with(start)) => {}
             _ if sloppy => {}
-            _ => return Err(format!("unknown option `{option}`")),
+            _ => return Err(format!("unknown option {}", quoted(option))),
         }
         Ok(())
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        let bad = |expected: &str| format!("option {key}={value}: expected {expected}");
+        let bad = |expected: &str| {
+            format!("option {}: expected {expected}", quoted(&format!("{key}={value}")))
+        };
         let number = || value.parse::<u32>().map_err(|_| bad("a number"));
         let not_empty =
             || (!value.is_empty()).then(|| value.to_owned()).ok_or_else(|| bad("a name"));
@@ -183,7 +186,7 @@ impl Options {
             "reference" => self.view.reference = Some(not_empty()?.into()),
             "fsname" => self.fsname = Some(not_empty()?),
             "log" => self.log = Some(not_empty()?.into()),
-            _ => return Err(format!("unknown option `{key}={value}`")),
+            _ => return Err(format!("unknown option {}", quoted(&format!("{key}={value}")))),
         }
         Ok(())
     }

@@ -25,9 +25,12 @@ pub(crate) struct Watcher {
 #[derive(Default)]
 struct State {
     folders: HashMap<PathBuf, Option<WatchDescriptor>>,
-    /// By watched folder and file name: the sources, and the inodes that show their bytes.
-    files: HashMap<(WatchDescriptor, OsString), Vec<(Weak<Source>, u64)>>,
+    files: HashMap<WatchedFile, Vec<(Weak<Source>, u64)>>,
 }
+
+/// A watched folder and the name of a file in it. What is known of it: the sources, and the
+/// inodes that show their bytes.
+type WatchedFile = (WatchDescriptor, OsString);
 
 impl Watcher {
     /// A watcher that does nothing until `start`.
@@ -90,7 +93,7 @@ impl Watcher {
     }
 
     /// Confirms the sources of the files chosen, and forgets what shows changed ones.
-    fn check(&self, chosen: impl Fn(&(WatchDescriptor, OsString)) -> bool) {
+    fn check(&self, chosen: impl Fn(&WatchedFile) -> bool) {
         let found: Vec<(Arc<Source>, u64)> = {
             let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             let files = state.files.iter().filter(|(file, _)| chosen(file));

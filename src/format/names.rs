@@ -121,3 +121,70 @@ fn split_of(text: &str) -> Option<(&str, u64, (u64, &str))> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(name: &str) -> Option<(String, u64, u64)> {
+        numbered(name).map(|found| (found.output, found.number, found.total))
+    }
+
+    #[test]
+    fn the_spellings_of_numbered_shards_name_their_whole_file() {
+        let whole = |output: &str| Some((output.to_owned(), 2, 3));
+        for (name, output) in [
+            ("model-00002-of-00003.safetensors", "model.safetensors"),
+            ("model.fp16-00002-of-00003.safetensors", "model.fp16.safetensors"),
+            ("unet-00002-of-00003.fp16.safetensors", "unet.fp16.safetensors"),
+            ("model.safetensors-00002-of-00003.safetensors", "model.safetensors"),
+            ("model.safetensors-00002-of-00003", "model.safetensors"),
+            ("a-b-000002-of-000003.safetensors", "a-b.safetensors"),
+        ] {
+            assert_eq!(set(name), whole(output), "{name}");
+        }
+    }
+
+    #[test]
+    fn names_that_are_near_a_numbered_shard_are_not_taken_for_one() {
+        for name in [
+            "model-2-of-3.safetensors",
+            "model-00002-of-00003.bin",
+            "model-00002-of-00003",
+            "-00002-of-00003.safetensors",
+            "model-00002-of-00003x.safetensors",
+            "model-00002x-of-00003.safetensors",
+            "shard-00001-model-00001-of-00001.safetensors",
+        ] {
+            assert_eq!(set(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn weight_maps_are_known_with_every_place_of_the_variant() {
+        let output = |name| weight_map_output(name);
+        let model = |name: &str| Some(name.to_owned());
+        assert_eq!(output("model.safetensors.index.json"), model("model.safetensors"));
+        assert_eq!(output("model.safetensors.index.fp16.json"), model("model.fp16.safetensors"));
+        assert_eq!(output("unet.safetensors.fp16.index.json"), model("unet.fp16.safetensors"));
+        assert_eq!(output("pytorch_model.bin.index.json"), None);
+        assert_eq!(output("config.json"), None);
+        assert_eq!(output(".safetensors.index.json"), None);
+    }
+
+    #[test]
+    fn dcp_shards_are_known_by_name() {
+        assert!(is_dcp_shard("shard-00001-model-00001-of-00001.safetensors"));
+        assert!(is_dcp_shard("shard-123456-a-b-00002-of-00003.safetensors"));
+        assert!(!is_dcp_shard("shard-1-model-00001-of-00001.safetensors"));
+        assert!(!is_dcp_shard("shard-00001-00001-of-00001.safetensors"));
+        assert!(!is_dcp_shard("model-00001-of-00001.safetensors"));
+    }
+
+    #[test]
+    fn numbers_in_names_are_compared_as_numbers() {
+        let mut names = ["s-10", "s-9", "s-009", "s-1-b", "s-1-a", "s"];
+        names.sort_by(|a, b| natural_cmp(a, b));
+        assert_eq!(names, ["s", "s-1-a", "s-1-b", "s-009", "s-9", "s-10"]);
+    }
+}

@@ -1,0 +1,69 @@
+"""Loads the rank shards of a distributed training job through a tensorfs mount with plain transformers.
+
+Shows: four processes save a small Llama with `torch.distributed.checkpoint`, each its own part of
+every weight (by row, by column, or replicated). The folder of rank shards is mounted, nothing is
+consolidated, and `from_pretrained` reads the mount with its default settings and finds one
+`model.safetensors`. Every weight is compared, bit for bit, with the model that was saved.
+Everything made is removed again, the mount first.
+
+Run:   python examples/dcp_mount.py [--tensorfs PATH]
+Needs: Linux with FUSE, the `tensorfs` binary, and `pip install torch transformers`.
+       No network, no GPU.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from transformers_mount import check_weights, mounted, parse_args, show, small_llama
+
+RANKS = 4
+
+
+def placement(name):
+    """Returns how a weight is split over the ranks: the usual tensor-parallel plan of a Llama."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return Shard(1)
+    if name.endswith("norm.weight"):
+        return Replicate()
+    return Shard(0)
+
+
+def save_rank(rank, folder, rendezvous):
+    """Saves what one rank of the training job holds. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    try:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        state = {
+            name: distribute_tensor(tensor, mesh, [placement(name)])
+            for name, tensor in small_llama().state_dict().items()
+        }
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=False)
+        dcp.save(state, storage_writer=writer)
+    finally:
+        dist.destroy_process_group()
+
+
+def main():
+    args = parse_args(__doc__.splitlines()[0])
+    model = small_llama()
+    with tempfile.TemporaryDirectory(prefix="tensorfs-example-") as work:
+        shards = Path(work, "checkpoint")
+        mp.spawn(save_rank, args=(str(shards), str(Path(work, "rendezvous"))), nprocs=RANKS)
+        model.config.save_pretrained(shards)
+        show("saved", shards)
+        with mounted(args.tensorfs, shards, Path(work, "mnt")) as mount:
+            show("mounted", mount)
+            check_weights(model, mount)
+
+
+if __name__ == "__main__":
+    main()

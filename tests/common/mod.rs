@@ -1,0 +1,137 @@
+//! Checkpoints made for tests, and the naive reading that they are compared with.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use tensorfs::Dtype;
+use tensorfs::format::safetensors;
+
+/// A box of a tensor: first index and extent in each dimension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Box_ {
+    pub(crate) offset: Vec<u64>,
+    pub(crate) shape: Vec<u64>,
+}
+
+/// A tensor with its bytes and the boxes that it is cut into, each with its shard number.
+#[derive(Clone, Debug)]
+pub(crate) struct Cut {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) boxes: Vec<(usize, Box_)>,
+}
+
+/// Byte `at` of tensor `name`.
+pub(crate) fn byte(name: &str, at: u64) -> u8 {
+    let seed = name.bytes().fold(7u64, |a, b| a.wrapping_mul(31).wrapping_add(b.into()));
+    let x = (seed ^ at).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (x >> 32) as u8 ^ (x >> 57) as u8
+}
+
+/// All bytes of a tensor.
+pub(crate) fn bytes(name: &str, dtype: Dtype, shape: &[u64]) -> Vec<u8> {
+    let len = shape.iter().product::<u64>() * dtype.bits() / 8;
+    (0..len).map(|at| byte(name, at)).collect()
+}
+
+impl Cut {
+    /// The bytes of one box, element by element; elements are looked at as bits so that those
+    /// of sub-byte dtypes go the same way.
+    pub(crate) fn piece(&self, part: &Box_) -> Vec<u8> {
+        let whole = bytes(&self.name, self.dtype, &self.shape);
+        let bits = self.dtype.bits();
+        let count: u64 = part.shape.iter().product();
+        let mut piece = vec![0u8; (count * bits / 8) as usize];
+        for element in 0..count {
+            let (mut rest, mut from, mut stride) = (element, 0, 1);
+            for dim in (0..self.shape.len()).rev() {
+                from += (part.offset[dim] + rest % part.shape[dim]) * stride;
+                rest /= part.shape[dim];
+                stride *= self.shape[dim];
+            }
+            for bit in 0..bits {
+                let (source, target) = (from * bits + bit, element * bits + bit);
+                let value = whole[(source / 8) as usize] >> (source % 8) & 1;
+                piece[(target / 8) as usize] |= value << (target % 8);
+            }
+        }
+        piece
+    }
+
+    /// Offsets as torch writes them: pairs of F4 elements in the last dimension.
+    fn saved_offsets(&self, part: &Box_) -> Vec<u64> {
+        let mut offset = part.offset.clone();
+        if let (Dtype::F4, Some(last)) = (self.dtype, offset.last_mut()) {
+            *last /= 2;
+        }
+        offset
+    }
+}
+
+/// Name of DCP shard `number`.
+pub(crate) fn dcp_name(number: usize) -> String {
+    format!("shard-{:05}-model-00001-of-00001.safetensors", number + 1)
+}
+
+/// Writes `tensors` as DCP shards into `folder`; a shard without a box is not written.
+pub(crate) fn write_dcp(folder: &Path, tensors: &[Cut]) {
+    let mut shards: BTreeMap<usize, Vec<(&Cut, &Box_)>> = BTreeMap::new();
+    for tensor in tensors {
+        for (shard, part) in &tensor.boxes {
+            shards.entry(*shard).or_default().push((tensor, part));
+        }
+    }
+    for (number, parts) in shards {
+        let info: serde_json::Map<_, _> = parts
+            .iter()
+            .map(|(t, part)| {
+                (t.name.clone(), serde_json::json!({ "saved_offsets": t.saved_offsets(part) }))
+            })
+            .collect();
+        let metadata = BTreeMap::from([
+            ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::from(info).to_string()),
+            ("DCP_VERSION".to_owned(), "1.0".to_owned()),
+            ("format".to_owned(), "pt".to_owned()),
+        ]);
+        let pieces: Vec<_> = parts
+            .iter()
+            .map(|(t, part)| (t.name.as_str(), t.dtype, part.shape.as_slice(), t.piece(part)))
+            .collect();
+        write_shard(&folder.join(dcp_name(number)), &metadata, &pieces);
+    }
+}
+
+/// Writes one safetensors file, its tensors in the order given.
+pub(crate) fn write_shard(
+    path: &Path,
+    metadata: &BTreeMap<String, String>,
+    tensors: &[(&str, Dtype, &[u64], Vec<u8>)],
+) {
+    let entries =
+        tensors.iter().map(|(name, dtype, shape, data)| (*name, *dtype, *shape, data.len() as u64));
+    let mut file = safetensors::encode(metadata, entries, 8).unwrap();
+    tensors.iter().for_each(|(.., data)| file.extend_from_slice(data));
+    fs::write(path, file).unwrap();
+}
+
+/// The tensors of a safetensors file in memory, read by serde_json alone: name to dtype, shape
+/// and bytes.
+pub(crate) fn read_naively(file: &[u8]) -> BTreeMap<String, (String, Vec<u64>, Vec<u8>)> {
+    let start = 8 + u64::from_le_bytes(*file.first_chunk().unwrap()) as usize;
+    let header: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(&file[8..start]).unwrap();
+    let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
+    tensors
+        .map(|(name, entry)| {
+            let number = |v: &serde_json::Value| v.as_u64().unwrap();
+            let shape = entry["shape"].as_array().unwrap().iter().map(number).collect();
+            let at = |i: usize| start + number(&entry["data_offsets"][i]) as usize;
+            let dtype = entry["dtype"].as_str().unwrap().to_owned();
+            (name, (dtype, shape, file[at(0)..at(1)].to_vec()))
+        })
+        .collect()
+}

@@ -1,0 +1,224 @@
+//! Random boxes over random shards, read back through layout, gather and reader.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Box_, Cut, bytes, dcp_name, read_naively, write_dcp};
+use proptest::prelude::*;
+use tensorfs::checkpoint::Checkpoint;
+use tensorfs::reader::Reader;
+use tensorfs::{Class, Dtype};
+
+const DTYPES: [Dtype; 8] = [
+    Dtype::Bool,
+    Dtype::F4,
+    Dtype::F6E2M3,
+    Dtype::F8E4M3,
+    Dtype::Bf16,
+    Dtype::I32,
+    Dtype::C64,
+    Dtype::U64,
+];
+
+/// A shape whose last dimension keeps cuts of sub-byte elements on bytes.
+fn shape() -> impl Strategy<Value = Vec<u64>> {
+    (prop::collection::vec(1u64..7, 0..4), 0u64..5)
+        .prop_map(|(outer, last)| outer.into_iter().chain([4 * last + 4]).collect())
+}
+
+/// Cuts `part` in two, again and again, at places chosen by `choices`.
+fn split(part: Box_, choices: &[(u8, u8)]) -> Vec<Box_> {
+    let Some(((dim, at), rest)) = choices.split_first() else { return vec![part] };
+    let dim = *dim as usize % part.shape.len();
+    // Along the last dimension only at multiples of 4: whole bytes for every dtype.
+    let step = if dim + 1 == part.shape.len() { 4 } else { 1 };
+    let places = part.shape[dim] / step;
+    if places < 2 {
+        return split(part, rest);
+    }
+    let at = step * (1 + u64::from(*at) % (places - 1));
+    let (mut low, mut high) = (part.clone(), part);
+    low.shape[dim] = at;
+    high.shape[dim] -= at;
+    high.offset[dim] += at;
+    let (left, right) = rest.split_at(rest.len() / 2);
+    split(low, left).into_iter().chain(split(high, right)).collect()
+}
+
+fn cut(number: usize) -> impl Strategy<Value = Cut> {
+    let choices = prop::collection::vec((any::<u8>(), any::<u8>()), 0..12);
+    let shards = prop::collection::vec(0usize..6, 13);
+    (0..DTYPES.len(), shape(), choices, shards).prop_map(move |(dtype, shape, choices, shards)| {
+        let whole = Box_ { offset: vec![0; shape.len()], shape: shape.clone() };
+        let mut boxes: Vec<(usize, Box_)> = Vec::new();
+        for (at, part) in split(whole, &choices).into_iter().enumerate() {
+            // A file holds one piece per name, so a shard that has one already passes it on.
+            let mut shard = shards[at];
+            while boxes.iter().any(|(other, _)| *other == shard) {
+                shard += 1;
+            }
+            boxes.push((shard, part));
+        }
+        Cut { name: format!("tensor.{number}"), dtype: DTYPES[dtype], shape, boxes }
+    })
+}
+
+fn checkpoint() -> impl Strategy<Value = Vec<Cut>> {
+    (cut(0), cut(1), cut(2)).prop_map(|(a, b, c)| vec![a, b, c])
+}
+
+fn open(tensors: &[Cut]) -> (tempfile::TempDir, tensorfs::Result<Arc<Checkpoint>>) {
+    let folder = tempfile::tempdir().unwrap();
+    write_dcp(folder.path(), tensors);
+    let checkpoint = Checkpoint::open(folder.path());
+    (folder, checkpoint)
+}
+
+fn read_all(checkpoint: &Checkpoint) -> (Reader, Vec<u8>) {
+    let reader = Reader::open(checkpoint).unwrap();
+    let mut file = vec![0; reader.layout().len() as usize];
+    assert_eq!(reader.read_at(0, &mut file).unwrap(), file.len());
+    (reader, file)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn any_boxes_over_any_shards_read_as_the_whole_tensors(tensors in checkpoint()) {
+        let (_folder, checkpoint) = open(&tensors);
+        let (_, file) = read_all(&checkpoint.unwrap());
+        let read = read_naively(&file);
+        prop_assert_eq!(read.len(), tensors.len());
+        for tensor in &tensors {
+            let (dtype, shape, data) = &read[&tensor.name];
+            prop_assert_eq!(dtype.as_str(), tensor.dtype.name());
+            prop_assert_eq!(shape, &tensor.shape);
+            prop_assert_eq!(data, &bytes(&tensor.name, tensor.dtype, &tensor.shape));
+        }
+    }
+
+    #[test]
+    fn any_byte_range_reads_as_that_part_of_the_whole_file(
+        tensors in checkpoint(),
+        ranges in prop::collection::vec((any::<u64>(), 0usize..9000), 20),
+    ) {
+        let (_folder, checkpoint) = open(&tensors);
+        let (reader, file) = read_all(&checkpoint.unwrap());
+        for (offset, len) in ranges {
+            let offset = offset % (file.len() as u64 + 10);
+            let mut part = vec![0xaa; len];
+            let read = reader.read_at(offset, &mut part).unwrap();
+            let from = file.get(offset as usize..).unwrap_or_default();
+            prop_assert_eq!(read, len.min(from.len()), "a short read inside the file");
+            prop_assert_eq!(&part[..read], &from[..read]);
+        }
+    }
+
+    #[test]
+    fn a_box_less_is_a_hole_or_a_smaller_tensor_but_never_other_bytes(
+        tensors in checkpoint(), which in any::<prop::sample::Index>(),
+    ) {
+        let mut tensors = tensors;
+        let lost = which.index(tensors[0].boxes.len());
+        tensors[0].boxes.remove(lost);
+        let (_folder, checkpoint) = open(&tensors);
+        match checkpoint {
+            Err(error) => prop_assert_eq!(error.class(), Class::DcpHole, "{}", error),
+            Ok(checkpoint) => {
+                // Only a lost end can go unseen: every other tensor is whole, and this one
+                // smaller in one dimension or gone.
+                let (_, file) = read_all(&checkpoint);
+                let read = read_naively(&file);
+                if let Some((_, shape, _)) = read.get(&tensors[0].name) {
+                    prop_assert!(shape != &tensors[0].shape);
+                }
+                prop_assert_eq!(checkpoint.tail, tensorfs::checkpoint::Tail::Unproven);
+            }
+        }
+    }
+
+    #[test]
+    fn a_box_that_reaches_into_another_is_an_overlap(tensors in checkpoint()) {
+        let mut tensors = tensors;
+        let (_, first) = tensors[0].boxes[0].clone();
+        // The same corner but smaller, so that it is no replica.
+        let dim = first.shape.iter().enumerate().position(|(dim, &size)| {
+            size > if dim + 1 == first.shape.len() { 4 } else { 1 }
+        });
+        prop_assume!(dim.is_some());
+        let mut inner = first.clone();
+        let dim = dim.unwrap();
+        inner.shape[dim] = if dim + 1 == inner.shape.len() { 4 } else { 1 };
+        tensors[0].boxes.push((40, inner));
+        let (_folder, checkpoint) = open(&tensors);
+        prop_assert_eq!(checkpoint.unwrap_err().class(), Class::DcpOverlap);
+    }
+
+    #[test]
+    fn a_replica_changes_nothing(tensors in checkpoint()) {
+        let (_folder, checkpoint) = open(&tensors);
+        let (_, file) = read_all(&checkpoint.unwrap());
+        let mut again = tensors.clone();
+        for tensor in &mut again {
+            let (_, first) = tensor.boxes[0].clone();
+            tensor.boxes.push((50, first));
+        }
+        let (_folder, checkpoint) = open(&again);
+        let checkpoint = checkpoint.unwrap();
+        prop_assert_eq!(read_all(&checkpoint).1, file);
+        let verified = tensorfs::verify::verify(&checkpoint, &mut |_| {}).unwrap();
+        prop_assert_eq!(verified.replicas, 3);
+    }
+}
+
+#[test]
+fn a_pinwheel_of_boxes_in_no_grid_is_proved_and_read() {
+    let part =
+        |offset: [u64; 2], shape: [u64; 2]| Box_ { offset: offset.into(), shape: shape.into() };
+    let boxes = vec![
+        (0, part([0, 0], [2, 4])),
+        (1, part([0, 4], [4, 2])),
+        (2, part([4, 2], [2, 4])),
+        (3, part([2, 0], [4, 2])),
+        (4, part([2, 2], [2, 2])),
+    ];
+    let tensor = Cut { name: "w".into(), dtype: Dtype::F32, shape: vec![6, 6], boxes };
+    let (_folder, checkpoint) = open(std::slice::from_ref(&tensor));
+    let (_, file) = read_all(&checkpoint.unwrap());
+    assert_eq!(read_naively(&file)["w"].2, bytes("w", Dtype::F32, &[6, 6]));
+
+    let mut torn = tensor;
+    torn.boxes.remove(4);
+    let (_folder, checkpoint) = open(&[torn]);
+    let message = checkpoint.unwrap_err().to_string();
+    assert!(message.contains("tensor `w`: elements [2:4, 2:4] lie in no shard"), "{message}");
+    assert!(message.contains(&dcp_name(0)), "{message}");
+}
+
+#[test]
+fn rows_of_sub_byte_elements_that_end_inside_a_byte_are_refused() {
+    let part = |offset: u64, size: u64| Box_ { offset: vec![0, offset], shape: vec![2, size] };
+    // Two rows of 3 elements of 6 bits fill no whole bytes, though each piece does.
+    let boxes = vec![(0, part(0, 2)), (1, part(2, 2))];
+    let tensor = Cut { name: "w".into(), dtype: Dtype::F6E2M3, shape: vec![2, 4], boxes };
+    let (_folder, checkpoint) = open(&[tensor]);
+    assert_eq!(checkpoint.unwrap_err().class(), Class::Misaligned);
+}
+
+#[test]
+fn a_tensor_in_four_thousand_pieces_is_proved_at_once() {
+    const SIDE: u64 = 64;
+    let boxes = (0..SIDE * SIDE)
+        .map(|n| {
+            let offset = vec![n / SIDE * 2, n % SIDE * 2];
+            (n as usize, Box_ { offset, shape: vec![2, 2] })
+        })
+        .collect();
+    let shape = vec![2 * SIDE, 2 * SIDE];
+    let tensor = Cut { name: "w".into(), dtype: Dtype::U8, shape: shape.clone(), boxes };
+    let (_folder, checkpoint) = open(std::slice::from_ref(&tensor));
+    let (_, file) = read_all(&checkpoint.unwrap());
+    assert_eq!(read_naively(&file)["w"].2, bytes("w", Dtype::U8, &shape));
+}

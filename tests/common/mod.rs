@@ -1,6 +1,7 @@
 //! Checkpoints made for tests, and the naive reading that they are compared with.
 
 #![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,5 +1,7 @@
 //! Random boxes over random shards, read back through layout, gather and reader.
 
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+
 mod common;
 
 use std::sync::Arc;

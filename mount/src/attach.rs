@@ -120,6 +120,8 @@ fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Resul
         let said = said.lines().last().unwrap_or("no reason given").trim();
         let hint = if said.contains("user_allow_other") {
             "; add `user_allow_other` to /etc/fuse.conf or leave out -o allow_other"
+        } else if said.contains("open /dev/fuse: Permission denied") {
+            "; users may mount where the device has mode 0666, as udev gives it"
         } else {
             ""
         };

@@ -32,7 +32,8 @@ pub(crate) fn run_in_background(
     verbose: u8,
 ) -> Result<(), String> {
     let fail = |e: std::io::Error| format!("cannot start the daemon: {e}");
-    let mut child = Command::new("/proc/self/exe");
+    let program = std::env::current_exe().map_err(fail)?;
+    let mut child = Command::new(program);
     child.arg0("tensorfs").arg("mount").arg("--foreground").env(CHILD, "1");
     child.args((0..verbose).map(|_| "-v"));
     if sloppy {

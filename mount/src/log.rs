@@ -9,6 +9,8 @@ use std::sync::{Mutex, PoisonError};
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 /// Environment variable with tracing directives.
 const FILTER: &str = "TENSORFS_LOG";
@@ -41,6 +43,7 @@ pub(crate) fn start(verbose: u8) {
         .with_env_filter(filter)
         .with_target(false)
         .with_ansi(false)
+        .without_time()
         .with_writer(Lines);
     // A second call, as tests make, changes nothing.
     let _ = subscriber.try_init();
@@ -106,16 +109,27 @@ impl Write for Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
+        let text = String::from_utf8_lossy(&self.0);
+        let text = text.trim();
         // Nothing can be done about a log that takes no lines.
         let _ = match &mut *TARGET.lock().unwrap_or_else(PoisonError::into_inner) {
-            Target::Stderr => io::stderr().write_all(&self.0),
-            Target::File(file) => file.write_all(&self.0),
-            Target::Syslog(socket) => {
-                let text = String::from_utf8_lossy(&self.0);
+            Target::Stderr => writeln!(io::stderr(), "tensorfs: {text}"),
+            Target::File(file) => {
                 let pid = std::process::id();
-                let line = format!("<{SYSLOG_PRIORITY}>tensorfs[{pid}]: {}", text.trim_end());
+                let line = format!("{} tensorfs[{pid}]: {text}\n", now());
+                file.write_all(line.as_bytes())
+            }
+            Target::Syslog(socket) => {
+                let pid = std::process::id();
+                let line = format!("<{SYSLOG_PRIORITY}>tensorfs[{pid}]: {text}");
                 socket.send(line.as_bytes()).map(|_| ())
             }
         };
     }
+}
+
+fn now() -> String {
+    let mut text = String::new();
+    let _ = SystemTime.format_time(&mut Writer::new(&mut text));
+    text
 }

@@ -69,13 +69,14 @@ pub(super) fn inspect(args: &args::Inspect) -> Outcome {
         )));
     }
     if args.source.json {
-        let sets = shown.iter().filter(|set| set.tensors().any(|placed| wanted(&placed)));
+        let all = args.tensor.is_none();
+        let sets = shown.iter().filter(|set| all || set.tensors().any(|placed| wanted(&placed)));
         let sets: Vec<Value> = sets
             .map(|set| {
                 let mut json = set.json(&|placed| set.inspected_json(placed));
                 if let Some(Value::Array(tensors)) = json.get_mut("tensors") {
                     let name = |t: &Value| t["name"].as_str().map(str::to_owned);
-                    tensors.retain(|t| args.tensor.is_none() || name(t) == args.tensor);
+                    tensors.retain(|t| all || name(t) == args.tensor);
                 }
                 json
             })

@@ -33,8 +33,9 @@ static TARGET: Mutex<Target> = Mutex::new(Target::Stderr);
 /// `TENSORFS_LOG` says.
 pub(crate) fn start(verbose: u8) {
     let default = match verbose {
-        0 => "warn",
-        1 => "info",
+        // Requests that only other file systems answer are no reason to warn.
+        0 => "warn,fuser=error",
+        1 => "info,fuser=warn",
         2 => "debug",
         _ => "trace",
     };

@@ -1,0 +1,120 @@
+"""The fixtures' manifest: which checkpoints there are, how each is mounted and what it must yield."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from mounts import FIXTURES
+
+KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp"}
+
+
+class Entry:
+    """One fixture; `source` is what is given to tensorfs, `shown` the name of the virtual file in the mount."""
+
+    def __init__(self, fields):
+        self.fields = fields
+        self.id = fields["id"]
+        self.kind = fields["kind"]
+        self.tensors = fields.get("tensors")
+
+    def __repr__(self):
+        return self.id
+
+    @property
+    def source(self):
+        path = FIXTURES / self.fields["path"]
+        return path / self.fields["shards"] if self.kind == "dcp" and "shards" in self.fields else path
+
+    @property
+    def shown(self):
+        if self.kind == "safetensors":
+            return self.source.name
+        if self.kind == "hf_single":
+            return self.fields["single"]
+        if self.kind == "hf_sharded" and "index" in self.fields:
+            stem, variant = split_index_name(self.fields["index"])
+            return f"{stem}{variant}.safetensors"
+        return "model.safetensors"
+
+    @property
+    def weight_map(self):
+        """Name of the weight map in the mount, or None."""
+        return self.fields.get("index")
+
+    @property
+    def options(self):
+        """`single_and_index` is two entries for one folder: `prefer` says which of them is meant."""
+        if self.fields["path"].endswith("single_and_index"):
+            return ["prefer=index" if self.kind == "hf_sharded" else "prefer=file"]
+        return []
+
+
+class BadEntry(Entry):
+    """A broken checkpoint: `expect` is `error` or `either`."""
+
+    @property
+    def expect(self):
+        return self.fields["expect"]
+
+    @property
+    def classes(self):
+        return {self.fields["class"], *(self.fields.get("also") or [])}
+
+    def build(self, folder):
+        """Makes the case in `folder` when it cannot be stored, and returns what to mount."""
+        if "setup" not in self.fields:
+            return self.source
+        target = Path(folder) / self.id
+        for step in self.fields["setup"]:
+            _build_step(step, target)
+        return target
+
+    def names(self, source):
+        """Names that a message may give: the files of the case and the shards that its weight map names."""
+        if source.is_file():
+            return {source.name}
+        names = {path.name for path in source.iterdir()}
+        for path in source.glob("*.index.json"):
+            names |= _names_in_weight_map(path)
+        return names
+
+
+def split_index_name(name):
+    """`model.safetensors.index.fp16.json` -> ("model", ".fp16")."""
+    stem, _, rest = name.partition(".safetensors.")
+    variant = rest.removesuffix(".json").replace("index", "").strip(".")
+    return stem, f".{variant}" if variant else ""
+
+
+def _build_step(step, target):
+    if "copy" in step:
+        shutil.copytree(FIXTURES / step["copy"], target, symlinks=True)
+    elif "symlink" in step:
+        os.symlink(step["target"], target / step["symlink"])
+    elif "fifo" in step:
+        os.mkfifo(target / step["fifo"])
+    else:
+        raise ValueError(f"unknown step {step}")
+
+
+def _names_in_weight_map(path):
+    try:
+        shards = json.loads(path.read_bytes())["weight_map"].values()
+        return {name for name in shards if isinstance(name, str) and name}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _load(section, kind):
+    entries = json.loads((FIXTURES / "manifest.json").read_text())[section]
+    return [kind(fields) for fields in entries if fields["kind"] in KINDS]
+
+
+GOOD = _load("good", Entry)
+BAD = _load("bad", BadEntry)
+
+
+def by_id(name):
+    return next(entry for entry in GOOD + BAD if entry.id == name)

@@ -1,0 +1,453 @@
+"""Mounts for the tests: always under a temporary folder, always taken down again, never waited for without a limit.
+
+A read that hangs inside the kernel cannot be interrupted from Python, so every mount has a watchdog: a process of its
+own that kills the daemon after a while, upon which the kernel ends every request with an error.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(os.environ.get("TENSORFS_BIN", ROOT / "target/debug/tensorfs")).resolve()
+HELPER = BIN.with_name("mount.tensorfs")
+FIXTURES = Path(os.environ.get("TENSORFS_FIXTURES", ROOT / "tests/fixtures")).resolve()
+
+COMMAND_TIMEOUT = 30
+MOUNT_TIMEOUT = 20
+WATCHDOG_SECONDS = 120
+
+is_root = os.geteuid() == 0
+needs_root = unittest.skipUnless(is_root, "needs root")
+
+
+# The peak of a process counts what its parent had at the fork, so that a small process has to start it.
+MEASURE = """
+import os, sys
+pid = os.fork()
+if pid == 0:
+    os.execv(sys.argv[2], sys.argv[2:])
+_, status, usage = os.wait4(pid, 0)
+os.write(int(sys.argv[1]), str(usage.ru_maxrss).encode())
+code = os.waitstatus_to_exitcode(status)
+os._exit(code if code >= 0 else 128 - code)
+"""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a finished command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def json(self):
+        return json.loads(self.stdout)
+
+
+def run(*args, timeout=COMMAND_TIMEOUT, **popen):
+    """Runs a command, kills it when it takes longer than `timeout`, and returns its `Outcome`."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        start = time.monotonic()
+        # Files and not pipes: a daemon that keeps them open must not hold us up.
+        process = subprocess.Popen(
+            [str(a) for a in args], stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True, **popen
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise TimeoutError(f"{process.args} did not finish within {timeout} s") from None
+        return Outcome(code, _content(out), _content(err), time.monotonic() - start)
+
+
+def run_measured(*args):
+    """Like `run`; returns the outcome and the peak resident size of the command in bytes."""
+    with tempfile.TemporaryFile() as peak:
+        words = [sys.executable, "-S", "-E", "-c", MEASURE, peak.fileno(), *args]
+        outcome = run(*words, pass_fds=[peak.fileno()])
+        return outcome, int(_content(peak)) * 1024
+
+
+def _content(file):
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def tensorfs(*args, **kwargs):
+    return run(BIN, *args, **kwargs)
+
+
+def wait_until(condition, seconds, what):
+    """Polls `condition` and returns its first true value; fails naming `what` when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class MountEntry:
+    device: str
+    path: str
+    type: str
+    options: str
+
+
+def mount_table():
+    return [_mount_entry(line) for line in Path("/proc/mounts").read_text().splitlines()]
+
+
+def _mount_entry(line):
+    fields = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in line.split(" ")]
+    return MountEntry(*fields[:4])
+
+
+def find_mount(path):
+    """The topmost mount on `path`, or None."""
+    path = os.path.abspath(path)
+    return next((m for m in reversed(mount_table()) if m.path == path), None)
+
+
+def process_gone(pid):
+    """True for a process that ended, also when nobody has collected it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def daemon_of(path):
+    """The pid of the daemon that serves `path`, looked up by its command line, or None."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            argv = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"tensorfs" in os.path.basename(argv[0]) and os.fsencode(path) in argv:
+                if not process_gone(int(entry.name)):
+                    return int(entry.name)
+    return None
+
+
+class MountFailed(Exception):
+    """`tensorfs mount` ended instead of serving; carries its exit code and what it said."""
+
+    def __init__(self, code, stderr):
+        super().__init__(f"mount ended with {code}: {stderr.strip()}")
+        self.code = code
+        self.stderr = stderr
+
+
+class Notified:
+    """The service manager's side of sd_notify: a foreground mount says `READY=1` once it answers."""
+
+    def __init__(self, path):
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(str(path))
+        path.chmod(0o777)
+
+    def ready(self):
+        with contextlib.suppress(BlockingIOError):
+            return b"READY=1" in self._socket.recv(4096).splitlines()
+        return False
+
+    def close(self):
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Mount:
+    """`with Mount(source, "prefer=index") as m:` serves `source` at `m.path` until the block ends.
+
+    The daemon runs in the foreground as a child of the test unless `background` is set. `popen` goes to
+    `subprocess.Popen`, for tests that need another user or other limits.
+    """
+
+    def __init__(self, source, *options, at=None, background=False, binary=BIN, watchdog=WATCHDOG_SECONDS, **popen):
+        self.source = Path(source)
+        self.options = options
+        self.background = background
+        self.binary = binary
+        self.popen = popen
+        self.pid = None
+        self._home = Path(tempfile.mkdtemp(prefix="tensorfs-test-"))
+        self._home.chmod(0o755)
+        self.path = Path(at) if at else self._home / "mnt"
+        self._log = tempfile.TemporaryFile()
+        self._process = None
+        self._watchdog_seconds = watchdog
+        self._watchdog = None
+        if not at:
+            self.path.mkdir()
+        self._notified = Notified(self._home / "notify")
+
+    def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self._stop_by_force()
+            self._remove_folder()
+            raise
+        return self
+
+    def __exit__(self, kind, _value, _traceback):
+        problem = self.stop()
+        if problem and kind is None:
+            raise AssertionError(problem)
+
+    def _start(self):
+        env = {**self.popen.get("env", os.environ), "NOTIFY_SOCKET": str(self._notified.path)}
+        self._process = subprocess.Popen(
+            self.command(), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, **{**self.popen, "env": env}
+        )
+        if not self.background:
+            self.pid = self._process.pid
+            self._watch()
+        deadline = time.monotonic() + MOUNT_TIMEOUT
+        while not (self._process.poll() == 0 if self.background else self._notified.ready()):
+            code = self._process.poll()
+            if code or (code == 0 and not self.background):
+                raise MountFailed(code, self.log())
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no mount within {MOUNT_TIMEOUT} s: {self.log()}")
+            time.sleep(0.002)
+        if self.background:
+            self.pid = daemon_of(self.path)
+            if self.pid is None:
+                raise AssertionError(f"no daemon serves {self.path}: {self.log()}")
+            self._watch()
+
+    def command(self):
+        options = [word for option in self.options for word in ("-o", option)]
+        last = [] if self.background else ["--foreground"]
+        return [str(word) for word in (self.binary, "mount", self.source, self.path, *options, *last)]
+
+    def _watch(self):
+        self._watchdog = subprocess.Popen(
+            ["/bin/sh", "-c", f"sleep {self._watchdog_seconds}; kill -9 {self.pid}"], start_new_session=True
+        )
+
+    def mounted(self):
+        entry = find_mount(self.path)
+        return entry is not None and entry.type == "fuse.tensorfs"
+
+    def alive(self):
+        return self.pid is not None and not process_gone(self.pid)
+
+    def log(self):
+        return _content(self._log)
+
+    def kill(self, number=signal.SIGKILL):
+        os.kill(self.pid, number)
+
+    def wait_for_exit(self, seconds=5):
+        """Waits for the daemon to end; returns its exit code where it is our child."""
+        if self._process and self._process.pid == self.pid:
+            return self._process.wait(seconds)
+        wait_until(lambda: not self.alive(), seconds, "the daemon ends")
+        return None
+
+    def umount(self, *args):
+        return run(self.binary, "umount", self.path, *args, timeout=10, **self._as_user())
+
+    def _as_user(self):
+        return {k: v for k, v in self.popen.items() if k in ("user", "group", "extra_groups", "env")}
+
+    def stop(self):
+        """Unmounts and waits for the daemon; returns what went wrong, if anything did, after cleaning up by force."""
+        problem = None
+        try:
+            if self.mounted():
+                outcome = self.umount()
+                if outcome.code:
+                    problem = f"umount ended with {outcome.code}: {outcome.stderr.strip()}"
+            if not problem and self.alive():
+                self.wait_for_exit(10)
+        except (TimeoutError, AssertionError, subprocess.TimeoutExpired) as error:
+            problem = f"unmounting did not finish: {error}"
+        finally:
+            self._stop_by_force()
+            self._remove_folder()
+        return problem
+
+    def _stop_by_force(self):
+        if self._watchdog:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._watchdog.pid, signal.SIGKILL)
+            self._watchdog.wait()
+        pid = self.pid or daemon_of(self.path)
+        if pid and not process_gone(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self._process:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+        detach(self.path)
+
+    def _remove_folder(self):
+        self._log.close()
+        self._notified.close()
+        # Never a recursive delete: the folder could still be a mount.
+        with contextlib.suppress(OSError):
+            (self._home / "mnt").rmdir()
+        with contextlib.suppress(OSError):
+            self._home.rmdir()
+
+
+def detach(path):
+    """Lazily unmounts everything on `path`, in whatever way this user may."""
+    for _ in range(4):
+        if find_mount(path) is None:
+            return
+        command = ["umount", "-l"] if is_root else ["fusermount3", "-u", "-z"]
+        subprocess.run([*command, str(path)], stderr=subprocess.DEVNULL, timeout=10, check=False)
+
+
+class Child:
+    """A Python snippet in a process of its own, for what may hang or die: `with Child(code, args...) as child:`.
+
+    The snippet talks by lines on stdout; a SIGBUS or a hang ends it and not the test.
+    """
+
+    def __init__(self, code, *args, **popen):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *(str(a) for a in args)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1, **popen,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def line(self, seconds=20):
+        """The next line it prints; '' when it ended."""
+        os.set_blocking(self.process.stdout.fileno(), True)
+        with _alarm(seconds, "no line from the child"):
+            return self.process.stdout.readline().strip()
+
+    def tell(self, text=""):
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def finish(self, seconds=20):
+        """Its exit code (negative: the signal), its stdout and its stderr."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+
+@contextlib.contextmanager
+def _alarm(seconds, what):
+    def expired(*_):
+        raise TimeoutError(what)
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class TestCase(unittest.TestCase):
+    """A test with a temporary folder of its own (`self.tmp`) that looks after what a failing test leaves behind."""
+
+    maxDiff = 2000
+
+    @classmethod
+    def setUpClass(cls):
+        if not BIN.exists():
+            raise AssertionError(f"{BIN} is not there: build it, or set TENSORFS_BIN")
+
+    def setUp(self):
+        self.tmp = Path(tempfile.mkdtemp(prefix="tensorfs-test-"))
+        self.tmp.chmod(0o755)
+        self.addCleanup(self._remove_tmp)
+
+    def _remove_tmp(self):
+        for entry in mount_table():
+            if f"{entry.path}/".startswith(f"{self.tmp}/"):
+                pid = daemon_of(entry.path)
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+                detach(entry.path)
+        shutil.rmtree(self.tmp, onerror=lambda *_: None)
+
+    def enter(self, manager):
+        """Enters a context manager for the rest of the test."""
+        value = manager.__enter__()
+        self.addCleanup(manager.__exit__, None, None, None)
+        return value
+
+    def copy(self, source, name=None):
+        """A writable copy of a file or a folder, with its links, in the temporary folder."""
+        source = Path(source)
+        target = self.tmp / (name or source.name)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True)
+        else:
+            shutil.copy(source, target)
+        return target
+
+    def assert_refused(self, outcome, code=1):
+        self.assertEqual(outcome.code, code, f"stdout: {outcome.stdout}\nstderr: {outcome.stderr}")
+        self.assertRegex(outcome.stderr, r"(?m)^(tensorfs|mount\.tensorfs): .")
+
+    def assert_done(self, outcome):
+        self.assertEqual(outcome.code, 0, f"stdout: {outcome.stdout}\nstderr: {outcome.stderr}")
+
+    def assert_not_mounted(self, path):
+        self.assertIsNone(find_mount(path))
+
+
+def pread_all(descriptor, length, offset):
+    """All bytes up to the end of the file: the kernel returns what it has when an error comes after it."""
+    parts = []
+    while length > 0:
+        part = os.pread(descriptor, length, offset)
+        if not part:
+            break
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return b"".join(parts)
+
+
+def visible_files(folder):
+    """Relative paths of everything below `folder` that is not a folder."""
+    folder = Path(folder)
+    return sorted(
+        str(Path(at, name).relative_to(folder)) for at, _, names in os.walk(folder, onerror=_raise) for name in names
+    )
+
+
+def _raise(error):
+    raise error
+
+
+def is_regular(path):
+    return stat.S_ISREG(os.lstat(path).st_mode)

@@ -1,0 +1,179 @@
+"""The virtual file that a folder of shards must become, built by plain and slow code.
+
+Shares nothing with tensorfs: it reads the shards, places the pieces and writes the header by the written rules, so
+that a mounted file can be compared with it byte for byte.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}
+DATA_ALIGNMENT = 4096
+DCP_KEYS = {"DCP_VERSION", "DCP_SHARDING_INFO"}
+
+
+@dataclasses.dataclass
+class Header:
+    """The header of a safetensors file; `data_start` is where the first tensor's bytes may lie."""
+
+    metadata: dict
+    tensors: dict
+    data_start: int
+
+
+@dataclasses.dataclass
+class Piece:
+    """The part of a tensor that one shard holds; `box` is (offset per dimension, shape), in elements."""
+
+    shard: str
+    start: int
+    data: bytes
+    box: tuple
+
+
+@dataclasses.dataclass
+class Tensor:
+    name: str
+    dtype: str
+    shape: list
+    data: bytes
+    first: tuple
+
+
+def read_header(data):
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    metadata = entries.pop("__metadata__", None) or {}
+    return Header(metadata, {name: _entry(value) for name, value in entries.items()}, 8 + length)
+
+
+def _entry(value):
+    """The genuine reader happens to accept an entry that is written as an array."""
+    return dict(zip(("dtype", "shape", "data_offsets"), value)) if isinstance(value, list) else value
+
+
+def read_header_of(path):
+    with open(path, "rb") as file:
+        start = file.read(8)
+        return read_header(start + file.read(int.from_bytes(start, "little")))
+
+
+def tensor_bytes(path):
+    """Name -> (dtype, shape, bytes) of a safetensors file, for any dtype, from the offsets in its header."""
+    data = Path(path).read_bytes()
+    header = read_header(data)
+    return {
+        name: (entry["dtype"], entry["shape"], _slice(data, header, entry)) for name, entry in header.tensors.items()
+    }
+
+
+def _slice(data, header, entry):
+    start, end = entry["data_offsets"]
+    return data[header.data_start + start : header.data_start + end]
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def numeric(name):
+    """Sort key in which `x-2` comes before `x-10`."""
+    parts = re.split(r"(\d+)", name)
+    return [int(p) if i % 2 else p for i, p in enumerate(parts)], name
+
+
+def from_weight_map(path):
+    """The virtual file of the Hugging Face set that the weight map at `path` describes."""
+    weight_map = json.loads(Path(path).read_text())["weight_map"]
+    return whole_tensors([Path(path).with_name(name) for name in set(weight_map.values())])
+
+
+def whole_tensors(paths):
+    """The virtual file of shards that hold whole tensors."""
+    tensors, metadata = [], {}
+    for path in sorted(paths, key=lambda p: numeric(p.name)):
+        data = path.read_bytes()
+        header = read_header(data)
+        _merge(metadata, header.metadata)
+        for name, entry in header.tensors.items():
+            first = (numeric(path.name), entry["data_offsets"][0])
+            tensors.append(Tensor(name, entry["dtype"], entry["shape"], _slice(data, header, entry), first))
+    return write(tensors, metadata)
+
+
+def from_dcp(folder):
+    """The virtual file of a folder of DCP shards."""
+    pieces, metadata = {}, {}
+    for path in sorted(Path(folder).glob("shard-*.safetensors"), key=lambda p: numeric(p.name)):
+        data = path.read_bytes()
+        header = read_header(data)
+        info = json.loads(header.metadata["DCP_SHARDING_INFO"])
+        _merge(metadata, header.metadata)
+        for name, entry in header.tensors.items():
+            offsets = list(info[name]["saved_offsets"])
+            if entry["dtype"] == "F4" and offsets:
+                offsets[-1] *= 2
+            piece = Piece(
+                path.name, entry["data_offsets"][0], _slice(data, header, entry), (offsets, entry["shape"])
+            )
+            pieces.setdefault((name, entry["dtype"]), []).append(piece)
+    return write([_assemble(name, dtype, found) for (name, dtype), found in pieces.items()], metadata)
+
+
+def _merge(metadata, more):
+    for key, value in more.items():
+        if key not in DCP_KEYS:
+            metadata.setdefault(key, value)
+
+
+def _assemble(name, dtype, pieces):
+    pieces.sort(key=lambda p: (numeric(p.shard), p.start))
+    first = (numeric(pieces[0].shard), pieces[0].start)
+    n_dims = len(pieces[0].box[1])
+    shape = [max(offsets[i] + sizes[i] for offsets, sizes in (p.box for p in pieces)) for i in range(n_dims)]
+    if not shape:
+        return Tensor(name, dtype, shape, pieces[0].data, first)
+    whole = np.zeros(_in_bytes(shape, dtype, BITS[dtype] // 8), np.uint8)
+    placed = np.zeros(whole.shape, bool)
+    # Of equal boxes the first counts, so it is placed last.
+    for piece in reversed(pieces):
+        sizes = _in_bytes(piece.box[1], dtype, BITS[dtype] // 8)
+        where = tuple(slice(o, o + n) for o, n in zip(_in_bytes(piece.box[0], dtype, 0), sizes))
+        whole[where] = np.frombuffer(piece.data, np.uint8).reshape(sizes)
+        placed[where] = True
+    assert placed.all(), f"{name} has a hole"
+    return Tensor(name, dtype, shape, whole.tobytes(), first)
+
+
+def _in_bytes(dims, dtype, last):
+    """The same place in an array of bytes: a dimension more for wide elements, a shorter last one for packed ones."""
+    if BITS[dtype] >= 8:
+        return [*dims, last]
+    bits = dims[-1] * BITS[dtype]
+    assert bits % 8 == 0, "a row of packed elements does not end on a byte"
+    return [*dims[:-1], bits // 8]
+
+
+def write(tensors, metadata):
+    """The bytes of the virtual file: rules of order, compact JSON, data on a page boundary."""
+    tensors.sort(key=lambda t: (-BITS[t.dtype], t.first, t.name))
+    entries, end = {}, 0
+    if metadata:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
+    for tensor in tensors:
+        assert len(tensor.data) * 8 == math.prod(tensor.shape) * BITS[tensor.dtype], tensor.name
+        start, end = end, end + len(tensor.data)
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % DATA_ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header + b"".join(t.data for t in tensors)

@@ -1,0 +1,119 @@
+"""A lost last shard, which the shards alone cannot show: what is said, and what proves or refuses it."""
+
+import json
+from pathlib import Path
+
+import checkpoints
+import oracle
+from mounts import Mount, MountFailed, TestCase, tensorfs
+
+RANKS = 4
+
+
+class LostTail(TestCase):
+    """`full` is a set with one row per rank, `cut` the same without its last shard."""
+
+    def setUp(self):
+        super().setUp()
+        self.full = checkpoints.rows_of_one(self.tmp / "full", RANKS)
+        self.consolidated = self.tmp / "reference.safetensors"
+        self.consolidated.write_bytes(oracle.from_dcp(self.full))
+        self.cut = self.copy(self.full, "cut")
+        (self.cut / checkpoints.dcp_name(RANKS)).unlink()
+
+    def verify(self, source, *words):
+        outcome = tensorfs("verify", source, "--json", *words)
+        return outcome, outcome.json()["sets"][0]
+
+    def assert_proven(self, *words):
+        outcome, found = self.verify(self.full, *words)
+        self.assert_done(outcome)
+        self.assertEqual((found["ok"], found["tail"]), (True, "proven"))
+        self.assert_done(self.verify(self.full, *words, "--strict")[0])
+
+    def assert_lost(self, *words, names=None):
+        outcome, found = self.verify(self.cut, *words)
+        self.assert_refused(outcome)
+        self.assertFalse(found["ok"])
+        if names:
+            self.assertIn(names, outcome.stderr)
+            self.assertEqual(found["tensor"], names)
+
+    def assert_mount_refuses(self, option, names=None):
+        with Mount(self.full, option) as m:
+            self.assertTrue((m.path / "model.safetensors").read_bytes() == self.consolidated.read_bytes())
+        with self.assertRaises(MountFailed) as caught, Mount(self.cut, option):
+            pass
+        self.assertEqual(caught.exception.code, 1)
+        if names:
+            self.assertIn(names, caught.exception.stderr)
+
+    def manifest(self):
+        """The manifest that `--write-manifest` leaves beside the shards of the full set, moved away from there."""
+        before = set(self.full.iterdir())
+        self.assert_done(tensorfs("verify", self.full, "--write-manifest"))
+        (written,) = set(self.full.iterdir()) - before
+        return written.rename(self.tmp / written.name)
+
+    def weight_map(self):
+        path = self.tmp / "reference.safetensors.index.json"
+        path.write_text(json.dumps({"metadata": {}, "weight_map": {"w": "x.safetensors", "lost": "x.safetensors"}}))
+        return path
+
+    def test_without_help_the_tail_is_unproven_and_strict_refuses(self):
+        for source in (self.full, self.cut):
+            outcome, found = self.verify(source)
+            self.assert_done(outcome)
+            self.assertEqual((found["ok"], found["tail"]), (True, "unproven"))
+            self.assertEqual(self.verify(source, "--strict")[0].code, 1)
+
+    def test_the_number_of_shards_proves_the_tail(self):
+        self.assert_proven("--expect-shards", str(RANKS))
+        self.assert_lost("--expect-shards", str(RANKS))
+        self.assertEqual(self.verify(self.full, "--expect-shards", str(RANKS + 1))[0].code, 1)
+
+    def test_a_consolidated_file_proves_the_tail_and_names_the_tensor(self):
+        self.assert_proven("--reference", self.consolidated)
+        self.assert_lost("--reference", self.consolidated, names="w")
+
+    def test_a_written_manifest_proves_the_tail(self):
+        manifest = self.manifest()
+        self.assert_proven("--reference", manifest)
+        self.assert_lost("--reference", manifest)
+
+    def test_a_weight_map_as_reference_finds_a_lost_name(self):
+        outcome, found = self.verify(self.full, "--reference", self.weight_map())
+        self.assert_refused(outcome)
+        self.assertEqual(found["tensor"], "lost")
+
+    def test_a_reference_that_is_no_reference_is_refused(self):
+        broken = self.tmp / "broken.json"
+        for content in ("", "{", "[]", '{"weight_map": 1}'):
+            broken.write_text(content)
+            outcome = tensorfs("verify", self.full, "--reference", broken)
+            self.assertEqual(outcome.code, 1, content)
+            self.assertIn(broken.name, outcome.stderr)
+        outcome = tensorfs("verify", self.full, "--reference", self.tmp / "missing")
+        self.assertIn("missing", outcome.stderr)
+
+    def test_a_mount_with_expect_shards_refuses_the_cut_set(self):
+        self.assert_mount_refuses(f"expect-shards={RANKS}")
+
+    def test_a_mount_with_a_reference_refuses_the_cut_set(self):
+        self.assert_mount_refuses(f"reference={self.consolidated}", names="w")
+        self.assert_mount_refuses(f"reference={self.manifest()}")
+
+    def test_the_options_work_for_verify_as_for_mount(self):
+        for option in (f"expect-shards={RANKS}", f"reference={self.consolidated}"):
+            self.assert_proven("-o", option)
+            self.assert_lost("-o", option)
+
+    def test_a_manifest_beside_the_shards_is_not_taken_for_a_shard(self):
+        self.assert_done(tensorfs("verify", self.full, "--write-manifest"))
+        with Mount(self.full) as m:
+            self.assertTrue(Path(m.path, "model.safetensors").read_bytes() == self.consolidated.read_bytes())
+
+    def test_a_hugging_face_set_proves_its_own_tail(self):
+        source = checkpoints.hf_set(self.tmp / "hf", 3, 1)
+        _, found = self.verify(source, "--strict")
+        self.assertEqual((found["ok"], found["tail"]), (True, "proven"))

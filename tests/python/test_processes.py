@@ -1,0 +1,215 @@
+"""Daemons that end, are killed or are unmounted under their readers: nothing hangs and the place can be used again."""
+
+import contextlib
+import os
+import signal
+import time
+
+import checkpoints
+from manifest import by_id
+from mounts import (
+    BIN, Child, Mount, TestCase, detach, find_mount, is_root, mount_table, needs_root, run, tensorfs, wait_until,
+)
+
+FILE = "model.safetensors"
+
+READERS = """
+import mmap, os, random, sys, threading, time
+path, n_threads, size = sys.argv[1], int(sys.argv[2]), os.stat(sys.argv[1]).st_size
+started = threading.Barrier(n_threads + 1)
+errors = []
+
+def read():
+    # O_DIRECT goes past the page cache, so that every read needs the daemon.
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffer = mmap.mmap(-1, 1 << 18)
+    try:
+        os.preadv(fd, [buffer], 0)
+        started.wait()
+        while True:
+            os.preadv(fd, [buffer], random.randrange(size) // 4096 * 4096)
+    except OSError as error:
+        errors.append((time.monotonic(), error.errno))
+
+threads = [threading.Thread(target=read) for _ in range(n_threads)]
+for thread in threads:
+    thread.start()
+started.wait()
+print("ready", flush=True)
+for thread in threads:
+    thread.join()
+print(len(errors), max(when for when, _ in errors), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def held_open(path):
+    """An open descriptor; closing it may fail, as the daemon may be gone by then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+class Processes(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = by_id("hf_three_shards").source
+
+    def assert_daemon_ends(self, m, seconds=5):
+        m.wait_for_exit(seconds)
+        self.assertTrue(not m.alive())
+
+    def assert_killed_readers_end(self, n_threads):
+        """Kills the daemon under readers; each must get an error within a second. Returns the dead mount."""
+        source = checkpoints.hf_set(self.tmp / "large", 3, 30)
+        m = self.enter(Mount(source, background=True))
+        with Child(READERS, m.path / FILE, n_threads) as child:
+            self.assertEqual(child.line(), "ready")
+            time.sleep(0.3)
+            killed = time.monotonic()
+            m.kill()
+            count, last = child.line(5).split()
+        self.assertEqual(int(count), n_threads)
+        self.assertLess(float(last) - killed, 1)
+        return m
+
+
+class Ends(Processes):
+    def test_sigterm_unmounts_and_the_daemon_exits(self):
+        with Mount(self.source) as m:
+            m.kill(signal.SIGTERM)
+            self.assertEqual(m.wait_for_exit(), 0)
+            self.assert_not_mounted(m.path)
+
+    def test_sigterm_ends_a_background_daemon_too(self):
+        with Mount(self.source, background=True) as m:
+            (m.path / FILE).read_bytes()
+            m.kill(signal.SIGTERM)
+            self.assert_daemon_ends(m)
+            self.assert_not_mounted(m.path)
+
+    def test_sigterm_lets_open_files_be_read_to_the_end(self):
+        with Mount(self.source) as m:
+            with held_open(m.path / FILE) as descriptor:
+                m.kill(signal.SIGTERM)
+                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+                self.assertEqual(os.pread(descriptor, 1 << 20, 0), checkpoints.hf_whole(self.source))
+            self.assert_daemon_ends(m)
+
+    def test_a_second_sigterm_does_not_wait_for_open_files(self):
+        with Mount(self.source) as m, held_open(m.path / FILE):
+            m.kill(signal.SIGTERM)
+            wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+            m.kill(signal.SIGTERM)
+            self.assert_daemon_ends(m)
+
+    def test_sigint_ends_a_foreground_mount(self):
+        with Mount(self.source) as m:
+            m.kill(signal.SIGINT)
+            self.assert_daemon_ends(m)
+            self.assert_not_mounted(m.path)
+
+    def test_a_background_mount_answers_as_soon_as_the_command_returns(self):
+        for _ in range(5):
+            with Mount(self.source, background=True) as m:
+                self.assertTrue((m.path / FILE).exists())
+
+    def test_a_background_daemon_keeps_no_terminal_and_no_pipe_open(self):
+        mount_point = self.tmp / "mnt"
+        mount_point.mkdir()
+        # A pipe as stderr must reach its end although the daemon lives on.
+        with Child(
+            "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, timeout=20).returncode)",
+            BIN, "mount", self.source, mount_point,
+        ) as child:
+            code, out, err = child.finish(25)
+        self.assertEqual((code, out.strip()), (0, "0"), err)
+        self.assert_done(tensorfs("umount", mount_point))
+
+    def test_a_daemon_logs_to_the_file_it_is_given(self):
+        log = self.tmp / "daemon.log"
+        source = checkpoints.hf_set(self.tmp / "model", 3, 1)
+        shard = sorted(source.glob("model-*"))[1]
+        with Mount(source, f"log={log}", background=True) as m:
+            os.truncate(shard, shard.stat().st_size - 1)
+            with contextlib.suppress(OSError):
+                (m.path / FILE).read_bytes()
+            wait_until(lambda: log.exists() and shard.name in log.read_text(), 3, "the change is logged")
+
+
+class Killed(Processes):
+    def test_readers_of_a_killed_daemon_get_an_error_and_umount_cleans_up(self):
+        m = self.assert_killed_readers_end(1)
+        self.assertIsNotNone(find_mount(m.path))
+        self.assert_done(m.umount())
+        self.assert_not_mounted(m.path)
+
+    def test_sixteen_threads_reading_from_a_killed_daemon_do_not_hang(self):
+        m = self.assert_killed_readers_end(16)
+        self.assert_done(m.umount())
+
+    def test_a_dead_mount_is_mounted_again_without_umount(self):
+        m = self.assert_killed_readers_end(1)
+        with Mount(self.source, at=m.path) as again:
+            self.assertEqual([e.path for e in mount_table()].count(str(again.path)), 1)
+            self.assertTrue((again.path / FILE).read_bytes() == checkpoints.hf_whole(self.source))
+        self.assert_not_mounted(m.path)
+
+
+class Unmounting(Processes):
+    def test_umount_of_a_busy_mount_fails_and_lazily_succeeds(self):
+        with Mount(self.source) as m:
+            with held_open(m.path / FILE) as descriptor:
+                outcome = m.umount()
+                self.assert_refused(outcome)
+                self.assertIn("busy", outcome.stderr.lower())
+                self.assertTrue(m.mounted())
+                self.assert_done(m.umount("--lazy"))
+                self.assert_not_mounted(m.path)
+                self.assertEqual(os.pread(descriptor, 1 << 20, 0), checkpoints.hf_whole(self.source))
+            self.assert_daemon_ends(m)
+
+    def test_umount_by_force_ends_a_busy_mount(self):
+        with Mount(self.source) as m, held_open(m.path / FILE):
+            self.assert_done(m.umount("--force"))
+            self.assert_not_mounted(m.path)
+            # Others may not end the connection, only take the mount off.
+            if is_root:
+                self.assert_daemon_ends(m)
+
+    def test_the_system_umount_ends_the_daemon(self):
+        with Mount(self.source) as m:
+            self.assert_done(run(*(["umount"] if is_root else ["fusermount3", "-u"]), m.path))
+            self.assert_daemon_ends(m)
+
+    @needs_root
+    def test_a_lazy_system_umount_ends_the_daemon(self):
+        with Mount(self.source) as m:
+            self.assert_done(run("umount", "-l", m.path))
+            self.assert_daemon_ends(m)
+
+    def test_umount_of_what_is_not_mounted_is_refused(self):
+        for path in (self.tmp, self.tmp / "missing", "/"):
+            self.assert_refused(tensorfs("umount", path))
+
+    @needs_root
+    def test_umount_leaves_other_file_systems_alone(self):
+        place = self.tmp / "tmpfs"
+        place.mkdir()
+        self.assert_done(run("mount", "-t", "tmpfs", "none", place))
+        try:
+            self.assert_refused(tensorfs("umount", place))
+            self.assertEqual(find_mount(place).type, "tmpfs")
+        finally:
+            detach(place)
+
+    def test_mounting_and_unmounting_20_times_leaves_nothing(self):
+        place = self.tmp / "mnt"
+        place.mkdir()
+        for _ in range(20):
+            with Mount(self.source, at=place) as m:
+                (m.path / FILE).stat()
+            self.assert_not_mounted(place)

@@ -186,7 +186,7 @@ fn prove_tail(
     if let Some(path) = view.reference.as_deref().filter(|_| judged) {
         check_reference(catalog, &read_reference(path)?, path).map_err(refused)?;
         proven = true;
-    } else if let Some(file) = folder.file(&beside) {
+    } else if let Some(file) = folder.file(&beside).filter(|_| !view.ignore_manifest) {
         check_reference(catalog, &read_reference(&file.path)?, &file.path).map_err(refused)?;
         proven = true;
     }

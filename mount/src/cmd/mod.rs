@@ -133,6 +133,7 @@ pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree,
             view = tensorfs::view::View {
                 expect_shards: view.expect_shards,
                 reference: view.reference,
+                ignore_manifest: view.ignore_manifest,
                 ..mounted
             };
         }

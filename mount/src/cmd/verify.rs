@@ -34,6 +34,7 @@ fn report(args: &args::Verify) -> Outcome {
     if let Some(reference) = &args.reference {
         options.view.reference = Some(reference.clone());
     }
+    options.view.ignore_manifest = args.write_manifest;
     options.view.expect_shards = args.expect_shards.or(options.view.expect_shards);
     let tree = open_source(&args.source, options)?;
     let (mut found, notes) = prove_all(&tree)?;

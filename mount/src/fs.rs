@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -476,12 +476,16 @@ fn entries(
     nodes: &Nodes,
     folder: &Arc<Node>,
     offset: u64,
-) -> Vec<(u64, std::ffi::OsString, Arc<Node>)> {
+) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
     let listing = nodes.listing(folder.folder).unwrap_or_default();
     let tree = nodes.tree();
     let parent = tree.folders[folder.folder].parent.unwrap_or_default();
-    let dots = [(".".into(), folder.clone()), ("..".into(), nodes.folder(parent))];
-    let all = dots.into_iter().chain(listing.iter().cloned());
-    let numbered = all.enumerate().skip(offset as usize);
-    numbered.map(|(at, (name, node))| (at as u64 + 1, name, node)).collect()
+    let dots = [(OsString::from("."), folder.clone()), ("..".into(), nodes.folder(parent))];
+    (offset..).map_while(move |at| {
+        let (name, node) = match dots.get(at as usize) {
+            Some(dot) => dot.clone(),
+            None => listing.get(at as usize - dots.len())?.clone(),
+        };
+        Some((at + 1, name, node))
+    })
 }

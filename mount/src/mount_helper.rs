@@ -3,6 +3,7 @@
 //!
 //! Exit status as mount(8) wants it: 1 usage, 2 system error, 32 mount failure.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -15,7 +16,7 @@ const FAILURE: u8 = 32;
 /// What the command line asks for.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Call {
-    operands: Vec<String>,
+    operands: Vec<OsString>,
     options: Vec<String>,
     fake: bool,
     sloppy: bool,
@@ -23,7 +24,7 @@ struct Call {
 }
 
 pub(crate) fn main() -> ExitCode {
-    match run(std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned())) {
+    match run(std::env::args_os().skip(1)) {
         Ok(()) => ExitCode::SUCCESS,
         Err((status, message)) => {
             eprintln!("mount.tensorfs: {message}");
@@ -32,7 +33,7 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-fn run(args: impl Iterator<Item = String>) -> Result<(), (u8, String)> {
+fn run(args: impl Iterator<Item = OsString>) -> Result<(), (u8, String)> {
     let usage = |message: String| (USAGE, message);
     let call = parse(args).map_err(usage)?;
     let [source, target] = call.operands.as_slice() else {
@@ -52,11 +53,12 @@ fn run(args: impl Iterator<Item = String>) -> Result<(), (u8, String)> {
         .map_err(failure)
 }
 
-fn parse(mut args: impl Iterator<Item = String>) -> Result<Call, String> {
+fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
     let mut call = Call::default();
     let mut operands_only = false;
     while let Some(arg) = args.next() {
-        let flags = match arg.strip_prefix('-') {
+        // What is not UTF-8 can only be a path.
+        let flags = match arg.to_str().and_then(|arg| arg.strip_prefix('-')) {
             Some(flags) if !operands_only && !flags.is_empty() => flags,
             _ => {
                 call.operands.push(arg);
@@ -77,7 +79,11 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Call, String> {
                 'v' => call.verbose += 1,
                 'o' | 't' | 'N' => {
                     let attached: String = flags.by_ref().collect();
-                    let value = if attached.is_empty() { args.next() } else { Some(attached) };
+                    let value = if attached.is_empty() {
+                        args.next().and_then(|next| next.into_string().ok())
+                    } else {
+                        Some(attached)
+                    };
                     let value = value.ok_or_else(|| format!("-{flag} needs a value"))?;
                     match flag {
                         'o' => call.options.push(value),
@@ -102,7 +108,7 @@ mod tests {
     use super::*;
 
     fn parsed(line: &str) -> Result<Call, String> {
-        parse(line.split(' ').map(str::to_owned))
+        parse(line.split(' ').map(OsString::from))
     }
 
     #[test]

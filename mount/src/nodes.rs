@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -172,12 +173,24 @@ impl Nodes {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
                 let nodes = self.clone();
-                let prove = move || nodes.prove(head);
+                let prove = move || nodes.prove_or_fail(head);
                 if let Err(e) = std::thread::Builder::new().name("prove".to_owned()).spawn(prove) {
                     tracing::warn!("cannot start a thread: {e}");
-                    self.prove(head);
+                    self.prove_or_fail(head);
                 }
             }
+        }
+    }
+
+    /// Proves a family for those who wait for it. After a panic their replies are dropped, which
+    /// answers EIO, and the next look tries again.
+    fn prove_or_fail(&self, head: FolderId) {
+        if catch_unwind(AssertUnwindSafe(|| self.prove(head))).is_err() {
+            tracing::error!("a folder could not be proved because of a bug in tensorfs");
+            let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+            let waiters = progress.insert(head, Progress::Unproved);
+            drop(progress);
+            drop(waiters);
         }
     }
 
@@ -365,9 +378,10 @@ fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
             layout.as_ref().inspect(|layout| hash.update(layout.header()));
             layout.map_or(0, |layout| layout.len())
         }
-        Content::Whole { file, .. } => {
-            add(&file.identity);
-            file.identity.len
+        Content::Whole { file, proved } => {
+            let identity = proved.as_ref().map_or(file.identity, |source| source.identity());
+            add(&identity);
+            identity.len
         }
         Content::Text(text) => {
             newest = tree.folders[folder].newest();

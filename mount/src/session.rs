@@ -201,7 +201,7 @@ impl Running {
     fn wait_for_answer(&self) -> io::Result<()> {
         let (send, receive) = std::sync::mpsc::channel();
         let target = self.target.clone();
-        std::thread::spawn(move || send.send(std::fs::read_dir(target).map(|_| ())));
+        std::thread::spawn(move || send.send(std::fs::metadata(target).map(|_| ())));
         let timeout = || io::Error::from(io::ErrorKind::TimedOut);
         receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
     }
@@ -258,6 +258,11 @@ fn unmount_on_signal(target: &Path, minor: Option<u32>) {
             }
         } else if how == Detach::Force {
             std::process::exit(0);
+        } else {
+            tracing::warn!(
+                "{}: not our mount any more; the next signal ends all",
+                target.display()
+            );
         }
         tracing::debug!("unmounted in {:?}", started.elapsed());
     }

@@ -132,8 +132,8 @@ impl Catalog {
 
     /// Refuses a catalog that does not hold exactly what `reference` knows.
     pub fn check_reference(&self, reference: &Reference) -> Result<(), Fault> {
-        if let Some(shards) = reference.shards {
-            self.check_shards(shards)?;
+        if let Some(shards) = &reference.shards {
+            self.check_shard_files(shards)?;
         }
         for (name, known) in &reference.tensors {
             let Some(tensor) = self.tensor(name) else {
@@ -149,6 +149,34 @@ impl Catalog {
                 let message = "the shards hold it, the reference does not list it; is this the \
                                reference of another checkpoint?";
                 Err(Fault::new(Class::TensorUnlisted, message).tensor(&tensor.name))
+            }
+        }
+    }
+
+    /// Refuses a catalog whose files are not `expected`, by name and length.
+    fn check_shard_files(&self, expected: &BTreeMap<String, u64>) -> Result<(), Fault> {
+        let fault = |class, name: &str, message: String| Fault::new(class, message).in_file(name);
+        let found: BTreeMap<&str, u64> =
+            self.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len)).collect();
+        for (name, len) in expected {
+            match found.get(name.as_str()) {
+                Some(found) if found == len => {}
+                Some(found) => {
+                    let message = format!("has {found} bytes, the manifest says {len}");
+                    return Err(fault(Class::SizeMismatch, name, message));
+                }
+                None => {
+                    let message = format!("is missing; the manifest lists it with {len} bytes");
+                    return Err(fault(Class::ShardMissing, name, message));
+                }
+            }
+        }
+        match found.keys().find(|name| !expected.contains_key(**name)) {
+            None => Ok(()),
+            Some(name) => {
+                let message = "is not in the manifest; was the checkpoint saved anew? then write \
+                               the manifest anew with `tensorfs verify --write-manifest`";
+                Err(fault(Class::TensorUnlisted, name, message.to_owned()))
             }
         }
     }

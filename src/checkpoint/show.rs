@@ -48,11 +48,8 @@ impl Tree {
             content: Content::Whole { file: file.clone(), proved },
         };
         if self.only.is_none() {
-            let is_weights = |file: &File| match file.name.to_str() {
-                Some(name) => proved.weights.contains(name),
-                // No set can name it, so nothing proves it.
-                None => file.name.as_encoded_bytes().ends_with(b".safetensors"),
-            };
+            let is_weights =
+                |file: &File| file.name.to_str().is_some_and(|name| proved.weights.contains(name));
             shown.extend(folder.files.iter().filter(|f| !is_weights(f)).map(|f| whole(f, None)));
         }
         for set in proved.sets.iter().filter(|set| set.shown_at_parent.is_none()) {

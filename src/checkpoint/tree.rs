@@ -187,10 +187,13 @@ impl Tree {
 
 /// The regular file at `path` or where its links lead, if that is allowed.
 fn look_at(bounds: &Bounds, path: &Path) -> Option<(PathBuf, Identity)> {
-    let meta = std::fs::symlink_metadata(path).ok()?;
-    let real = if meta.is_symlink() { bounds.resolve(path)? } else { path.to_owned() };
+    let real = bounds.resolve(path)?;
     let meta = std::fs::symlink_metadata(&real).ok()?;
     meta.is_file().then(|| (real, Identity::of(&meta)))
+}
+
+fn is_weight_file(name: &OsStr) -> bool {
+    name.as_encoded_bytes().ends_with(names::SUFFIX.as_bytes())
 }
 
 fn is_twin(name: &OsStr) -> bool {
@@ -289,7 +292,9 @@ impl Scan<'_> {
             (path.to_owned(), meta)
         };
         let identity = Identity::of(&meta);
-        if meta.is_file() {
+        if meta.is_file() && name.to_str().is_none() && is_weight_file(&name) {
+            self.skip(relative, "a weight file whose name is not UTF-8");
+        } else if meta.is_file() {
             self.tree.folders[parent].files.push(File { name, path: real, identity });
         } else if !meta.is_dir() {
             self.skip(relative, "neither a file nor a folder");

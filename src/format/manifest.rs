@@ -30,8 +30,8 @@ pub fn file_name(output: &str) -> String {
 pub struct Reference {
     /// What is known of each tensor.
     pub tensors: BTreeMap<String, Option<(Dtype, Vec<u64>)>>,
-    /// Number of shard files, where a manifest recorded it.
-    pub shards: Option<u64>,
+    /// Length in bytes of each shard file, where a manifest recorded them.
+    pub shards: Option<BTreeMap<String, u64>>,
 }
 
 #[derive(Deserialize)]
@@ -82,7 +82,7 @@ impl Reference {
                 ),
             ));
         }
-        let shards = Some(json.shards.0.len() as u64);
+        let shards = Some(json.shards.0.into_iter().collect());
         let tensors = json.tensors.0.into_iter().map(|(name, tensor)| {
             let Some(dtype) = Dtype::from_name(&tensor.dtype) else {
                 let message = format!("unknown dtype {}", quoted(&tensor.dtype));

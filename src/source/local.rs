@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use nix::libc;
@@ -63,6 +64,8 @@ pub struct Source {
     inode: (u64, u64),
     file: RwLock<Option<Arc<File>>>,
     identity: Mutex<Identity>,
+    /// Whether a new name has explained a change time before: it does so once.
+    moved: AtomicBool,
     /// Set once the file is known to have changed: it is never read again.
     changed: OnceLock<String>,
 }
@@ -76,6 +79,7 @@ impl Source {
             inode: (identity.dev, identity.ino),
             file: RwLock::new(Some(Arc::new(file))),
             identity: Mutex::new(identity),
+            moved: AtomicBool::new(false),
             changed: OnceLock::new(),
         });
         descriptors::opened(&source);
@@ -176,7 +180,7 @@ impl Source {
         known.nlink != now.nlink
             || known.mode != now.mode
             || known.owner != now.owner
-            || !self.is_at_path()
+            || (!self.is_at_path() && !self.moved.swap(true, Ordering::Relaxed))
     }
 
     /// Whether the path still leads to this file.
@@ -216,6 +220,12 @@ fn open_regular(path: &Path) -> Result<(File, Identity)> {
         let reason = io::Error::new(io::ErrorKind::NotFound, "not a regular file");
         return Err(open_error(reason));
     }
-    let file = File::open(format!("/proc/self/fd/{}", handle.as_raw_fd())).map_err(open_error)?;
+    let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
+    // A folder on the way may have become a link since the path was resolved and found allowed.
+    if std::fs::read_link(&link).map_err(open_error)? != path {
+        let reason = io::Error::new(io::ErrorKind::NotFound, "it leads somewhere else now");
+        return Err(open_error(reason));
+    }
+    let file = File::open(&link).map_err(open_error)?;
     Ok((file, Identity::of(&meta)))
 }

@@ -145,6 +145,7 @@ pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree,
 /// Parses `-o` of a query.
 pub(crate) fn query_options(args: &args::Source) -> Result<Options, Failure> {
     log::start(args.verbose);
+    tensorfs::source::raise_limit();
     Options::parse(&args.options, false).map_err(Failure::Usage)
 }
 

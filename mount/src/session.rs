@@ -85,14 +85,12 @@ fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
 fn check_target(target: &Path) -> Result<PathBuf, String> {
     let fail = |e: io::Error| format!("{}: {e}", target.display());
     let path = mountinfo::absolute_target(target).map_err(fail)?;
-    if let Some(_mount) = mountinfo::ours_at(&path).map_err(fail)? {
-        match std::fs::metadata(&path) {
-            Err(e) if is_dead(&e) => {
-                tracing::info!("{}: taking off a dead mount", path.display());
-                attach::detach(&path, Detach::Lazy).map_err(fail)?;
-            }
-            _ => return Err(format!("{}: a tensorfs mount is already there", path.display())),
+    if mountinfo::ours_at(&path).map_err(fail)?.is_some() {
+        if !is_dead(&path) {
+            return Err(format!("{}: a tensorfs mount is already there", path.display()));
         }
+        tracing::info!("{}: taking off a dead mount", path.display());
+        attach::detach(&path, Detach::Lazy).map_err(fail)?;
     }
     let meta = std::fs::metadata(&path).map_err(fail)?;
     if !meta.is_dir() {
@@ -101,9 +99,23 @@ fn check_target(target: &Path) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Whether looking at a mount failed because nobody serves it any more.
-fn is_dead(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED))
+/// Whether nobody serves the mount on `path` any more.
+///
+/// Asks for its size, which no cache of the kernel answers as it may answer stat(2) for a
+/// second longer. A daemon that lives but does not answer is not dead.
+fn is_dead(path: &Path) -> bool {
+    let path = path.to_owned();
+    let asked = in_time(move || nix::sys::statvfs::statvfs(&path).map(|_| ()).map_err(Into::into));
+    let dead = [libc::ENOTCONN, libc::ECONNABORTED];
+    asked.is_err_and(|e| e.raw_os_error().is_some_and(|errno| dead.contains(&errno)))
+}
+
+/// The outcome of `ask`, which may hang for ever, or a timeout.
+fn in_time(ask: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
+    let (send, receive) = std::sync::mpsc::channel();
+    std::thread::spawn(move || send.send(ask()));
+    let timeout = || io::Error::from(io::ErrorKind::TimedOut);
+    receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
 }
 
 /// Refuses a mount inside its own source, which would show itself, and one over its source,
@@ -196,14 +208,9 @@ fn view_json(view: &View) -> serde_json::Value {
 }
 
 impl Running {
-    /// Looks at the root of the mount, on a thread of its own so that a mount that does not
-    /// answer cannot keep us.
     fn wait_for_answer(&self) -> io::Result<()> {
-        let (send, receive) = std::sync::mpsc::channel();
         let target = self.target.clone();
-        std::thread::spawn(move || send.send(std::fs::metadata(target).map(|_| ())));
-        let timeout = || io::Error::from(io::ErrorKind::TimedOut);
-        receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
+        in_time(move || std::fs::metadata(target).map(|_| ()))
     }
 
     /// Serves until the mount is taken off, by somebody else or by us on SIGTERM or SIGINT.

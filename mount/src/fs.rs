@@ -164,8 +164,10 @@ impl TensorFs {
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
         BUFFER.with_borrow_mut(|buffer| {
-            buffer.resize(size as usize, 0);
-            match handle.file.read_at(offset, buffer) {
+            if buffer.len() < size as usize {
+                buffer.resize(size as usize, 0);
+            }
+            match handle.file.read_at(offset, &mut buffer[..size as usize]) {
                 Ok(len) => reply.data(&buffer[..len]),
                 Err(error) => reply.error(logged_as_eio(&error)),
             }

@@ -239,8 +239,15 @@ pub(crate) fn block_signals() {
     }
 }
 
+/// The signals that end a mount. One that was ignored when the program started, as nohup does
+/// with SIGHUP, stays so: the kernel would hand it to `wait` all the same.
 fn ending_signals() -> SigSet {
-    SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+    let ending = ending.into_iter().filter(|&signal| ignored >> (signal as u32 - 1) & 1 == 0);
+    SigSet::from_iter(ending)
 }
 
 /// At the first signal takes the mount off the tree, at once if nothing uses it; else open

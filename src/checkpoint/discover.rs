@@ -119,10 +119,14 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let maps = named.filter_map(|(name, file)| {
         let output = names::weight_map_output(name)?;
-        let text = read_text(&file.path, WEIGHT_MAP_LEN_MAX);
-        let names = text.as_ref().map(|text| WeightMap::names_in(text)).unwrap_or_default();
-        let parsed = text.and_then(|text| {
-            WeightMap::parse(&text).map_err(|f| Error::refused(&folder.path, f.in_file(name)))
+        let mut names = BTreeSet::new();
+        let parsed = read_text(&file.path, WEIGHT_MAP_LEN_MAX).and_then(|text| {
+            let parsed = WeightMap::parse(&text);
+            names = match &parsed {
+                Ok(map) => map.shard_of.values().cloned().collect(),
+                Err(_) => WeightMap::names_in(&text),
+            };
+            parsed.map_err(|fault| Error::refused(&folder.path, fault.in_file(name)))
         });
         Some(MapFile { name: name.to_owned(), output, names, parsed })
     });

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::catalog::ShardHeader;
-use crate::error::{Error, Fault, Result};
+use crate::error::{Class, Error, Fault, Result};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::names;
 use crate::format::safetensors::{self, Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN};
@@ -78,11 +78,9 @@ impl std::io::Read for ChunkReader<'_> {
 pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     let source = Source::open(path)?;
     if source.len() > max {
-        return Err(Error::usage(format!(
-            "{}: has {} bytes, more than the {max} that such a file may have",
-            path.display(),
-            source.len()
-        )));
+        let len = source.len();
+        let message = format!("has {len} bytes, more than the {max} that such a file may have");
+        return Err(Error::refused(path, Fault::new(Class::IndexJson, message)));
     }
     let mut text = vec![0; source.len() as usize];
     source.read_exact_at(&mut text, 0)?;

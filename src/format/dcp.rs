@@ -50,13 +50,12 @@ pub fn offsets(header: &Header) -> Result<Vec<Vec<u64>>, Fault> {
             format!("{VERSION} is {version:?}, this program knows version 1"),
         ));
     }
-    let UniqueMap(notes) = object::<UniqueMap<PieceJson>>(text.as_bytes(), Class::DcpInfo)
+    let UniqueMap(mut notes) = object::<UniqueMap<PieceJson>>(text.as_bytes(), Class::DcpInfo)
         .map_err(|fault| Fault {
             class: Class::DcpInfo,
             message: format!("{SHARDING_INFO}: {}", fault.message),
             ..fault
         })?;
-    let mut notes: BTreeMap<String, PieceJson> = notes.into_iter().collect();
     let offsets = header
         .tensors
         .iter()

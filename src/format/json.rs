@@ -1,6 +1,7 @@
 //! JSON read strictly: a key that stands twice in one object is an error.
 
-use std::collections::HashSet;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -27,9 +28,9 @@ pub(crate) fn class_of(error: &serde_json::Error, otherwise: Class) -> Class {
     }
 }
 
-/// The entries of an object in file order, no key twice.
+/// The entries of an object, no key twice.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UniqueMap<V>(pub Vec<(String, V)>);
+pub struct UniqueMap<V>(pub BTreeMap<String, V>);
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -47,13 +48,12 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut entries = Vec::new();
-        let mut seen = HashSet::new();
+        let mut entries = BTreeMap::new();
         while let Some((key, value)) = map.next_entry::<String, V>()? {
-            if !seen.insert(key.clone()) {
-                return Err(duplicate(&key));
+            match entries.entry(key) {
+                Entry::Vacant(place) => drop(place.insert(value)),
+                Entry::Occupied(place) => return Err(duplicate(place.key())),
             }
-            entries.push((key, value));
         }
         Ok(UniqueMap(entries))
     }

@@ -18,7 +18,7 @@ const FORMAT: &str = "tensorfs-manifest";
 pub const SUFFIX: &str = ".tensorfs-manifest.json";
 
 /// Largest manifest read, in bytes.
-pub const MANIFEST_LEN_MAX: u64 = 256 << 20;
+pub const MANIFEST_LEN_MAX: u64 = 128 << 20;
 
 /// Name of the manifest of the set shown as `output`.
 pub fn file_name(output: &str) -> String {
@@ -82,7 +82,7 @@ impl Reference {
                 ),
             ));
         }
-        let shards = Some(json.shards.0.into_iter().collect());
+        let shards = Some(json.shards.0);
         let tensors = json.tensors.0.into_iter().map(|(name, tensor)| {
             let Some(dtype) = Dtype::from_name(&tensor.dtype) else {
                 let message = format!("unknown dtype {}", quoted(&tensor.dtype));

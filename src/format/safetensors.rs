@@ -230,7 +230,7 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
             let data_offsets = Range { start: data_offsets.0, end: data_offsets.1 };
             tensors.push(Entry { name, dtype, shape, data_offsets });
         }
-        let metadata = metadata.flatten().map(|map| map.0.into_iter().collect());
+        let metadata = metadata.flatten().map(|map| map.0);
         Ok(Raw { metadata, tensors })
     }
 }

@@ -162,7 +162,7 @@ impl fmt::Display for Fault {
         if let Some(name) = &self.tensor {
             write!(f, "tensor {}: ", quoted(name))?;
         }
-        f.write_str(&one_line(&self.message))
+        f.write_str(&shortened(&one_line(&self.message), MESSAGE_SHOWN_MAX))
     }
 }
 
@@ -170,7 +170,7 @@ impl fmt::Display for Fault {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The input is not a checkpoint that can be served right.
-    #[error("{}: {fault}", path.display())]
+    #[error("{}: {fault}", shown_path(path))]
     Refused {
         /// The file or directory at fault.
         path: PathBuf,
@@ -178,7 +178,7 @@ pub enum Error {
         fault: Fault,
     },
     /// A system call failed.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {source}", shown_path(path))]
     Io {
         /// The file or directory.
         path: PathBuf,
@@ -188,7 +188,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A file is no longer the one that was opened.
-    #[error("{}: {detail}", path.display())]
+    #[error("{}: {detail}", shown_path(path))]
     Changed {
         /// The file.
         path: PathBuf,
@@ -258,13 +258,24 @@ impl Error {
 /// Longest name printed in a message, in characters: names may be of any length.
 const NAME_SHOWN_MAX: usize = 200;
 
+/// Longest message printed, in characters: shapes may have any number of dimensions.
+const MESSAGE_SHOWN_MAX: usize = 1000;
+
 /// `name` in backquotes, control characters escaped and the far end cut, fit for one line.
 pub fn quoted(name: &str) -> String {
-    let mut shown: String = one_line(name).chars().take(NAME_SHOWN_MAX).collect();
-    if name.chars().count() > NAME_SHOWN_MAX {
-        shown.push_str("...");
+    format!("`{}`", shortened(&one_line(name), NAME_SHOWN_MAX))
+}
+
+/// `path` fit for one line.
+pub fn shown_path(path: &Path) -> String {
+    one_line(&path.display().to_string())
+}
+
+fn shortened(text: &str, max: usize) -> String {
+    match text.char_indices().nth(max) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
     }
-    format!("`{shown}`")
 }
 
 /// `text` with its control characters escaped, so that it stays on one line.

@@ -47,6 +47,4 @@ pub struct View {
     pub expect_shards: Option<u64>,
     /// File that knows names, dtypes and shapes of all tensors.
     pub reference: Option<PathBuf>,
-    /// Whether a manifest beside the shards is left aside, because a new one is to be written.
-    pub ignore_manifest: bool,
 }

@@ -71,7 +71,6 @@ pub(crate) fn is_child() -> bool {
 /// # Errors
 /// One line that says what is wrong; nothing stays mounted.
 pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<(), String> {
-    session::block_signals();
     tensorfs::source::raise_limit();
     options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
     let log_file = options.log.clone();
@@ -80,6 +79,8 @@ pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<
     }
     let plan = session::plan(source, target, options)?;
     let place = plan.target.clone();
+    // From here on a signal means unmount; until now it ends the process, as it should.
+    session::block_signals();
     let running = session::start(plan)?;
     if is_child() {
         detach_from_parent(log_file.is_none()).map_err(|e| {
@@ -101,7 +102,7 @@ fn detach_from_parent(to_system_log: bool) -> std::io::Result<()> {
     setsid()?;
     std::env::set_current_dir("/")?;
     if to_system_log && let Some(file) = log::to_system_log()? {
-        eprintln!("tensorfs: no system log here; logging to {}", file.display());
+        crate::cmd::say(&format!("no system log here; logging to {}", file.display()));
     }
     let mut output = std::io::stdout();
     writeln!(output, "{READY}")?;

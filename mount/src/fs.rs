@@ -7,6 +7,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -24,7 +25,7 @@ use tensorfs::Error;
 use tensorfs::checkpoint::Content;
 
 use crate::access;
-use crate::nodes::{Entry, Node, NodeKind, Nodes, OpenFile};
+use crate::nodes::{Entry, Node, NodeKind, Nodes, OpenFile, Opened, offload};
 use crate::watch::Watcher;
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
@@ -58,7 +59,7 @@ pub(crate) struct Common {
 
 /// An open file.
 struct Handle {
-    file: OpenFile,
+    opened: Arc<Opened>,
     /// Kept while the kernel serves the file by itself.
     _backing: Option<Arc<BackingId>>,
 }
@@ -70,7 +71,10 @@ enum Serving {
 }
 
 /// The file system of one mount.
-pub(crate) struct TensorFs {
+pub(crate) struct TensorFs(Arc<Shared>);
+
+/// What handlers share with the threads that answer for them.
+struct Shared {
     nodes: Arc<Nodes>,
     common: Common,
     watcher: Arc<Watcher>,
@@ -78,6 +82,8 @@ pub(crate) struct TensorFs {
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     next_handle: AtomicU64,
     serving: Mutex<HashMap<u64, Serving>>,
+    /// Whether a thread looks at all open sources because a read met a changed one.
+    sweeping: AtomicBool,
 }
 
 thread_local! {
@@ -88,20 +94,23 @@ thread_local! {
 impl TensorFs {
     /// A file system that shows `nodes`.
     pub(crate) fn new(nodes: Arc<Nodes>, common: Common, watcher: Arc<Watcher>) -> TensorFs {
-        TensorFs {
+        TensorFs(Arc::new(Shared {
             nodes,
-            passthrough: AtomicBool::new(false),
             common,
             watcher,
+            passthrough: AtomicBool::new(false),
             handles: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(1),
             serving: Mutex::new(HashMap::new()),
-        }
+            sweeping: AtomicBool::new(false),
+        }))
     }
+}
 
-    fn handle(&self, file: OpenFile, backing: Option<Arc<BackingId>>) -> FileHandle {
+impl Shared {
+    fn handle(&self, opened: Arc<Opened>, backing: Option<Arc<BackingId>>) -> FileHandle {
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        let handle = Arc::new(Handle { file, _backing: backing });
+        let handle = Arc::new(Handle { opened, _backing: backing });
         self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(fh, handle);
         FileHandle(fh)
     }
@@ -112,46 +121,55 @@ impl TensorFs {
         if node.is_replaced() {
             return reply.error(Errno::ESTALE);
         }
-        let file = match node.open() {
-            Ok(file) => file,
+        let (opened, unchanged) = match node.open(&self.watcher) {
+            Ok(opened) => opened,
             Err(Error::Changed { .. }) => return reply.error(Errno::ESTALE),
             Err(error) => return reply.error(logged(&error)),
         };
+        // Taken before the lock: the source may have to be opened for it.
+        let whole = match &opened.file {
+            OpenFile::Whole(source) if !source.is_empty() => source.file().ok(),
+            _ => None,
+        };
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        let by_kernel = match (&file, serving.get(&ino)) {
-            (OpenFile::Whole(_), Some(Serving::ByKernel(backing))) => match backing.upgrade() {
-                Some(backing) => Some(backing),
-                None => self.backing(&file, &reply),
-            },
-            (OpenFile::Whole(_), None) => self.backing(&file, &reply),
+        let known = match serving.get(&ino) {
+            Some(Serving::ByKernel(backing)) => backing.upgrade(),
+            _ => None,
+        };
+        let by_us = matches!(serving.get(&ino), Some(Serving::ByUs));
+        let by_kernel = match whole {
+            Some(_) if known.is_some() => known,
+            Some(file) if !by_us => self.backing(&file, &reply),
             _ => None,
         };
         match by_kernel {
             Some(backing) => {
                 serving.insert(ino, Serving::ByKernel(Arc::downgrade(&backing)));
-                let fh = self.handle(file, Some(backing.clone()));
+                let fh = self.handle(opened, Some(backing.clone()));
                 reply.opened_passthrough(fh, FopenFlags::empty(), &backing);
             }
             None => {
                 serving.insert(ino, Serving::ByUs);
-                self.watcher.watch(ino, file.sources());
-                let fh = self.handle(file, None);
-                reply.opened(fh, FopenFlags::FOPEN_KEEP_CACHE);
+                let fh = self.handle(opened, None);
+                // Without the flag the kernel drops what it has cached.
+                let keep = FopenFlags::FOPEN_KEEP_CACHE;
+                reply.opened(fh, if unchanged { keep } else { FopenFlags::empty() });
             }
         }
     }
 
     /// Registers a whole file with the kernel, where it takes files.
-    fn backing(&self, file: &OpenFile, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
-        let OpenFile::Whole(source) = file else { return None };
-        // An empty file has nothing to serve.
-        if !self.passthrough.load(Ordering::Relaxed) || source.is_empty() {
+    fn backing(&self, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
+        if !self.passthrough.load(Ordering::Relaxed) {
             return None;
         }
-        match reply.open_backing(source.file().ok()?) {
+        match reply.open_backing(file) {
             Ok(backing) => Some(Arc::new(backing)),
             Err(e) => {
-                if self.passthrough.swap(false, Ordering::Relaxed) {
+                // This file may lie on a file system that cannot; rights lack for all files.
+                if e.kind() == io::ErrorKind::PermissionDenied
+                    && self.passthrough.swap(false, Ordering::Relaxed)
+                {
                     tracing::warn!("the kernel does not serve whole files by itself here: {e}");
                 }
                 None
@@ -159,7 +177,7 @@ impl TensorFs {
         }
     }
 
-    fn read_file(&self, fh: u64, offset: u64, size: u32, reply: ReplyData) {
+    fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: ReplyData) {
         let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
@@ -167,11 +185,44 @@ impl TensorFs {
             if buffer.len() < size as usize {
                 buffer.resize(size as usize, 0);
             }
-            match handle.file.read_at(offset, &mut buffer[..size as usize]) {
+            match handle.opened.file.read_at(offset, &mut buffer[..size as usize]) {
                 Ok(len) => reply.data(&buffer[..len]),
-                Err(error) => reply.error(logged_as_eio(&error)),
+                Err(error) => {
+                    reply.error(logged_as_eio(&error));
+                    if matches!(error, Error::Changed { .. }) {
+                        self.sweep();
+                    }
+                }
             }
         });
+    }
+
+    /// Makes the kernel forget what it has cached of changed sources; not on this thread,
+    /// because it waits for reads that this thread may have to answer.
+    fn sweep(self: &Arc<Self>) {
+        if !self.sweeping.swap(true, Ordering::Relaxed) {
+            let shared = self.clone();
+            offload(move || {
+                shared.watcher.sweep();
+                shared.sweeping.store(false, Ordering::Relaxed);
+            });
+        }
+    }
+
+    fn forget(&self, ino: u64, times: u64) {
+        if self.nodes.forget(ino, times) {
+            self.serving.lock().unwrap_or_else(PoisonError::into_inner).remove(&ino);
+        }
+    }
+
+    fn reply_entry(&self, node: Option<&Node>, reply: ReplyEntry) {
+        match node {
+            Some(node) => {
+                self.nodes.looked_up(node);
+                reply.entry(&TTL, &attr_of(&self.common, node), Generation(0));
+            }
+            None => reply.error(Errno::ENOENT),
+        }
     }
 
     fn source_xattr(&self, node: &Node) -> String {
@@ -197,10 +248,20 @@ impl TensorFs {
     }
 
     /// The extended attributes of `node` that the caller may see.
-    fn xattrs(&self, req: &Request, node: &Node) -> Vec<(&'static str, String)> {
+    fn xattrs(&self, uid: u32, gid: u32, node: &Node) -> Vec<(&'static str, String)> {
         let mut found = Vec::new();
         let folder = self.nodes.tree().folders[node.folder].path.clone();
-        if access::may_read(&folder, req.uid(), req.gid()) {
+        let may_read_files = || match &node.kind {
+            NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
+                let mut sources = checkpoint.sources().iter();
+                sources.all(|source| access::may_read_file(source.path(), uid, gid))
+            }
+            NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+                access::may_read_file(&file.path, uid, gid)
+            }
+            _ => true,
+        };
+        if access::may_read_folder(&folder, uid, gid) && may_read_files() {
             found.push((XATTR_SOURCE, self.source_xattr(node)));
         }
         if let NodeKind::File { version, .. } = &node.kind {
@@ -216,14 +277,15 @@ fn attr_of(common: &Common, node: &Node) -> FileAttr {
         NodeKind::Folder => (FileType::Directory, 0o555),
         NodeKind::File { .. } => (FileType::RegularFile, 0o444),
     };
+    let mtime = node.mtime();
     FileAttr {
         ino: INodeNo(node.ino),
         size: node.len,
         blocks: node.len.div_ceil(512),
-        atime: node.mtime,
-        mtime: node.mtime,
-        ctime: node.mtime,
-        crtime: node.mtime,
+        atime: mtime,
+        mtime,
+        ctime: mtime,
+        crtime: mtime,
         kind,
         perm: (bits & !common.umask) as u16,
         nlink: if kind == FileType::Directory { 2 } else { 1 },
@@ -263,13 +325,6 @@ fn guarded(handler: impl FnOnce()) {
     }
 }
 
-fn reply_entry(common: &Common, node: Option<&Node>, reply: ReplyEntry) {
-    match node {
-        Some(node) => reply.entry(&TTL, &attr_of(common, node), Generation(0)),
-        None => reply.error(Errno::ENOENT),
-    }
-}
-
 fn reply_xattr(value: Option<&[u8]>, size: u32, reply: ReplyXattr) {
     match value {
         None => reply.error(Errno::NO_XATTR),
@@ -293,11 +348,11 @@ impl Filesystem for TensorFs {
             let _ = config.add_capabilities(flag);
         }
         let _ = config.set_max_background(MAX_BACKGROUND);
-        if self.common.passthrough {
+        if self.0.common.passthrough {
             // Depth 1: the files lie on a disk file system, and an overlay may lie on us.
             let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
                 && config.set_max_stack_depth(1).is_ok();
-            self.passthrough.store(can, Ordering::Relaxed);
+            self.0.passthrough.store(can, Ordering::Relaxed);
             if !can {
                 tracing::info!("this kernel cannot serve whole files by itself");
             }
@@ -307,37 +362,38 @@ impl Filesystem for TensorFs {
 
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         guarded(|| {
-            let Some(node) = self.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
             let (folder, name) = (node.folder, name.to_owned());
-            let common = self.common.clone();
-            let nodes = self.nodes.clone();
-            self.nodes.when_listed(folder, move |known| match known.entry(folder, &name) {
-                Entry::Found(node) => reply_entry(&common, Some(&node), reply),
-                Entry::Absent => reply_entry(&common, None, reply),
-                Entry::Stale => {
-                    // Proving a folder takes time, which no other request should wait for.
-                    std::thread::spawn(move || {
-                        guarded(|| {
-                            let node = nodes.fresh_entry(folder, &name);
-                            reply_entry(&common, node.as_deref(), reply);
-                        });
+            self.0.nodes.when_listed(folder, move |_| {
+                offload(move || {
+                    guarded(|| {
+                        let node = match shared.nodes.entry(folder, &name) {
+                            Entry::Found(node) => Some(node),
+                            Entry::Absent => None,
+                            Entry::Stale => shared.nodes.fresh_entry(folder, &name),
+                        };
+                        shared.reply_entry(node.as_deref(), reply);
                     });
-                }
+                });
             });
         });
     }
 
-    fn forget(&self, _req: &Request, _ino: INodeNo, _nlookup: u64) {}
+    fn forget(&self, _req: &Request, ino: INodeNo, nlookup: u64) {
+        guarded(|| self.0.forget(ino.0, nlookup));
+    }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
-        guarded(|| match self.nodes.node(ino.0) {
-            Some(node) => reply.attr(&TTL, &attr_of(&self.common, &node)),
+        guarded(|| match self.0.nodes.node(ino.0) {
+            Some(node) => reply.attr(&TTL, &attr_of(&self.0.common, &node)),
             None => reply.error(Errno::ESTALE),
         });
     }
 
     fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        guarded(|| self.open_file(ino.0, reply));
+        let shared = self.0.clone();
+        offload(move || guarded(|| shared.open_file(ino.0, reply)));
     }
 
     fn read(
@@ -351,7 +407,7 @@ impl Filesystem for TensorFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        guarded(|| self.read_file(fh.0, offset, size, reply));
+        guarded(|| self.0.read_file(fh.0, offset, size, reply));
     }
 
     fn flush(
@@ -392,7 +448,11 @@ impl Filesystem for TensorFs {
         reply: ReplyEmpty,
     ) {
         guarded(|| {
-            self.handles.write().unwrap_or_else(PoisonError::into_inner).remove(&fh.0);
+            let mut handles = self.0.handles.write().unwrap_or_else(PoisonError::into_inner);
+            let handle = handles.remove(&fh.0);
+            drop(handles);
+            // Closing files may wait for the source.
+            drop(handle);
             reply.ok();
         });
     }
@@ -406,11 +466,11 @@ impl Filesystem for TensorFs {
         mut reply: ReplyDirectory,
     ) {
         guarded(|| {
-            let Some(node) = self.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let common = self.common.clone();
-            self.nodes.when_listed(node.folder, move |nodes| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            self.0.nodes.when_listed(node.folder, move |nodes| {
                 for (at, name, node) in entries(nodes, &node, offset) {
-                    let kind = attr_of(&common, &node).kind;
+                    let kind = attr_of(&shared.common, &node).kind;
                     if reply.add(INodeNo(node.ino), at, kind, name) {
                         break;
                     }
@@ -429,13 +489,17 @@ impl Filesystem for TensorFs {
         mut reply: ReplyDirectoryPlus,
     ) {
         guarded(|| {
-            let Some(node) = self.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let common = self.common.clone();
-            self.nodes.when_listed(node.folder, move |nodes| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            self.0.nodes.when_listed(node.folder, move |nodes| {
                 for (at, name, node) in entries(nodes, &node, offset) {
-                    let attr = attr_of(&common, &node);
+                    let attr = attr_of(&shared.common, &node);
                     if reply.add(attr.ino, at, name, &TTL, &attr, Generation(0)) {
                         break;
+                    }
+                    // The kernel takes all but the first two for looked up.
+                    if at > 2 {
+                        nodes.looked_up(&node);
                     }
                 }
                 reply.ok();
@@ -444,7 +508,7 @@ impl Filesystem for TensorFs {
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        guarded(|| match nix::sys::statvfs::statvfs(&self.common.source) {
+        guarded(|| match nix::sys::statvfs::statvfs(&self.0.common.source) {
             Ok(fs) => {
                 // Nothing can be written, so nothing is free.
                 let frsize = fs.fragment_size();
@@ -456,8 +520,8 @@ impl Filesystem for TensorFs {
 
     fn getxattr(&self, req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         guarded(|| {
-            let Some(node) = self.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let found = self.xattrs(req, &node);
+            let Some(node) = self.0.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let found = self.0.xattrs(req.uid(), req.gid(), &node);
             let value = found.iter().find(|(key, _)| name == *key).map(|(_, v)| v.as_bytes());
             reply_xattr(value, size, reply);
         });
@@ -465,8 +529,8 @@ impl Filesystem for TensorFs {
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         guarded(|| {
-            let Some(node) = self.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let found = self.xattrs(req, &node);
+            let Some(node) = self.0.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let found = self.0.xattrs(req.uid(), req.gid(), &node);
             let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
             reply_xattr(Some(names.as_bytes()), size, reply);
         });

@@ -22,7 +22,17 @@ pub use options::Options;
 
 /// Runs the command that the process was started as.
 pub fn main() -> ExitCode {
-    let name = std::env::args_os().next();
+    if let Some(answers) = session::probe() {
+        return if answers { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let mut args = std::env::args_os();
+    let name = args.next();
     let name = name.as_deref().map(Path::new).and_then(Path::file_name);
-    if name == Some(OsStr::new("mount.tensorfs")) { mount_helper::main() } else { cmd::main() }
+    // `mount -t fuse.tensorfs` runs `tensorfs SOURCE TARGET -o ...`.
+    let called_with_source = args.next().is_some_and(|arg| Path::new(&arg).is_absolute());
+    if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {
+        mount_helper::main()
+    } else {
+        cmd::main()
+    }
 }

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::fmt::format::Writer;
@@ -18,8 +19,8 @@ const FILTER: &str = "TENSORFS_LOG";
 /// The socket of the system log; journald listens there too.
 const SYSLOG: &str = "/dev/log";
 
-/// Priority of our lines in the system log: facility daemon, severity notice.
-const SYSLOG_PRIORITY: u32 = 3 << 3 | 5;
+/// Facility of our lines in the system log: daemon.
+const FACILITY: u32 = 3 << 3;
 
 enum Target {
     Stderr,
@@ -60,9 +61,7 @@ pub(crate) fn to_file(file: &Path) -> io::Result<()> {
 /// Sends all further lines to the system log or, where there is none, to a file of ours; that
 /// file's path is returned.
 pub(crate) fn to_system_log() -> io::Result<Option<PathBuf>> {
-    if let Ok(socket) = UnixDatagram::unbound()
-        && socket.connect(SYSLOG).is_ok()
-    {
+    if let Ok(socket) = connect() {
         *TARGET.lock().unwrap_or_else(PoisonError::into_inner) = Target::Syslog(socket);
         return Ok(None);
     }
@@ -72,6 +71,14 @@ pub(crate) fn to_system_log() -> io::Result<Option<PathBuf>> {
     }
     to_file(&path)?;
     Ok(Some(path))
+}
+
+/// A connection to the system log that never waits: a log that is stuck must not stop reads.
+fn connect() -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    socket.connect(SYSLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
 }
 
 fn fallback_file() -> PathBuf {
@@ -90,16 +97,33 @@ impl<'a> MakeWriter<'a> for Lines {
     type Writer = Line;
 
     fn make_writer(&'a self) -> Line {
-        Line(Vec::new())
+        Line { text: Vec::new(), severity: severity(Level::INFO) }
+    }
+
+    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> Line {
+        Line { text: Vec::new(), severity: severity(*meta.level()) }
+    }
+}
+
+/// The severity of a level, as syslog and the journal count.
+fn severity(level: Level) -> u32 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        _ => 7,
     }
 }
 
 /// One line, sent when it is dropped.
-struct Line(Vec<u8>);
+struct Line {
+    text: Vec<u8>,
+    severity: u32,
+}
 
 impl Write for Line {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.extend_from_slice(bytes);
+        self.text.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -110,10 +134,14 @@ impl Write for Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        let text = String::from_utf8_lossy(&self.0);
+        let text = String::from_utf8_lossy(&self.text);
         let text = text.trim();
         // Nothing can be done about a log that takes no lines.
         let _ = match &mut *TARGET.lock().unwrap_or_else(PoisonError::into_inner) {
+            // The journal reads the severity off the line.
+            Target::Stderr if std::env::var_os("JOURNAL_STREAM").is_some() => {
+                writeln!(io::stderr(), "<{}>{text}", self.severity)
+            }
             Target::Stderr => writeln!(io::stderr(), "tensorfs: {text}"),
             Target::File(file) => {
                 let pid = std::process::id();
@@ -122,8 +150,12 @@ impl Drop for Line {
             }
             Target::Syslog(socket) => {
                 let pid = std::process::id();
-                let line = format!("<{SYSLOG_PRIORITY}>tensorfs[{pid}]: {text}");
-                socket.send(line.as_bytes()).map(|_| ())
+                let line = format!("<{}>tensorfs[{pid}]: {text}", FACILITY | self.severity);
+                // A system log that was started anew listens on a new socket.
+                socket.send(line.as_bytes()).map(|_| ()).or_else(|_| {
+                    *socket = connect()?;
+                    socket.send(line.as_bytes()).map(|_| ())
+                })
             }
         };
     }

@@ -4,6 +4,7 @@
 //! Exit status as mount(8) wants it: 1 usage, 2 system error, 32 mount failure.
 
 use std::ffi::OsString;
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -27,7 +28,7 @@ pub(crate) fn main() -> ExitCode {
     match run(std::env::args_os().skip(1)) {
         Ok(()) => ExitCode::SUCCESS,
         Err((status, message)) => {
-            eprintln!("mount.tensorfs: {message}");
+            let _ = writeln!(std::io::stderr(), "mount.tensorfs: {message}");
             ExitCode::from(status)
         }
     }

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Type of our mounts in the mount table.
@@ -28,6 +29,17 @@ pub(crate) fn at(target: &Path) -> std::io::Result<Vec<Mount>> {
 /// The mount of ours that is on top at `target`.
 pub(crate) fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
     Ok(at(target)?.pop().filter(|mount| mount.fstype == FSTYPE))
+}
+
+/// Whether `path` lies on a mount of ours, and not on a file system where anybody can write what
+/// only we should say.
+pub(crate) fn is_on_ours(path: &Path) -> bool {
+    let Ok(meta) = std::fs::metadata(path) else { return false };
+    let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
+    let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let mut mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
+    // FUSE has no devices of its own, so its major number is 0.
+    major == 0 && mounts.any(|m| u64::from(m.minor) == minor && m.fstype == FSTYPE)
 }
 
 /// `36 35 98:0 /root /target opts... - type source superopts`

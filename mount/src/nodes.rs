@@ -7,15 +7,21 @@
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
+};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
-use tensorfs::checkpoint::{Content, FolderId, Shown, Tree};
+use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Shown, Tree};
+use tensorfs::error::shown_path;
 use tensorfs::io::{Engine, Read};
 use tensorfs::reader::Reader;
-use tensorfs::source::{Identity, Source};
+use tensorfs::source::{Identity, Pin, Source};
 use tensorfs::{Error, Result};
+
+use crate::watch::{Watched, Watcher};
 
 /// Inode number of the root.
 pub(crate) const ROOT: u64 = 1;
@@ -24,15 +30,19 @@ pub(crate) const ROOT: u64 = 1;
 #[derive(Debug)]
 pub(crate) struct Node {
     /// Inode number.
-    pub ino: u64,
+    pub(crate) ino: u64,
     /// Folder of the source that it is, or lies in.
-    pub folder: FolderId,
+    pub(crate) folder: FolderId,
     /// Length in bytes.
-    pub len: u64,
-    /// Time of the last change.
-    pub mtime: SystemTime,
+    pub(crate) len: u64,
     /// What it is.
-    pub kind: NodeKind,
+    pub(crate) kind: NodeKind,
+    /// Time of the last change.
+    mtime: Mutex<SystemTime>,
+    /// How often the kernel has learnt the inode number, less how often it has forgotten it.
+    lookups: AtomicU64,
+    /// Whether a folder shows it; else it lives only for those who have it open.
+    listed: AtomicBool,
 }
 
 /// What a node is.
@@ -40,15 +50,29 @@ pub(crate) struct Node {
 pub(crate) enum NodeKind {
     /// A folder.
     Folder,
-    /// A file, with its content version in hexadecimal.
+    /// A file.
     File {
         /// What it is made of.
         content: Content,
         /// Content version in hexadecimal.
         version: String,
-        /// The open file, once there is one.
-        open: OnceLock<OpenFile>,
+        /// The open file, while somebody has it open.
+        open: Mutex<Weak<Opened>>,
     },
+}
+
+/// A file as all who have it open share it. Its sources stay open as long.
+pub(crate) struct Opened {
+    /// What is read.
+    pub(crate) file: OpenFile,
+    _pins: Vec<Pin>,
+    _watched: Watched,
+}
+
+impl std::fmt::Debug for Opened {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.file.fmt(f)
+    }
 }
 
 /// A file that can be read.
@@ -95,6 +119,16 @@ impl OpenFile {
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 
+/// What a folder shows.
+#[derive(Clone, Debug)]
+struct Listed {
+    entries: Arc<Listing>,
+    /// Whether a set of it is refused.
+    refused: bool,
+    /// When the source was last asked whether a refused set has become whole.
+    asked: Instant,
+}
+
 /// What waits for a folder to be listed.
 type Waiter = Box<dyn FnOnce(&Nodes) + Send>;
 
@@ -103,6 +137,17 @@ enum Progress {
     Unproved,
     Proving(Vec<Waiter>),
     Proved,
+}
+
+/// What a name in a folder stands for.
+#[derive(Debug)]
+pub(crate) enum Entry {
+    /// This node.
+    Found(Arc<Node>),
+    /// Nothing.
+    Absent,
+    /// Something that was replaced in the source since it was proved.
+    Stale,
 }
 
 /// All nodes of a mount.
@@ -114,10 +159,13 @@ pub(crate) struct Nodes {
     /// Folder nodes by folder.
     folders: Vec<Arc<Node>>,
     /// By folder; `None` until it was proved.
-    listings: RwLock<Vec<Option<Arc<Listing>>>>,
+    listings: RwLock<Vec<Option<Listed>>>,
     /// By the folder at the top of a family.
     progress: Mutex<HashMap<FolderId, Progress>>,
 }
+
+/// Time between two questions whether a refused set has become whole.
+const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
     /// The nodes of `tree`; nothing is proved yet.
@@ -136,9 +184,14 @@ impl Nodes {
         }
     }
 
+    /// The source as it was looked at last.
+    pub(crate) fn tree(&self) -> Arc<Tree> {
+        read(&self.tree).clone()
+    }
+
     /// The node of this inode number.
     pub(crate) fn node(&self, ino: u64) -> Option<Arc<Node>> {
-        self.by_ino.read().unwrap_or_else(PoisonError::into_inner).get(&ino).cloned()
+        read(&self.by_ino).get(&ino).cloned()
     }
 
     /// The node of a folder.
@@ -148,7 +201,7 @@ impl Nodes {
 
     /// The entries of `folder`, if they are known already.
     pub(crate) fn listing(&self, folder: FolderId) -> Option<Arc<Listing>> {
-        self.listings.read().unwrap_or_else(PoisonError::into_inner)[folder].clone()
+        read(&self.listings)[folder].as_ref().map(|listed| listed.entries.clone())
     }
 
     /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so
@@ -162,7 +215,7 @@ impl Nodes {
             return then(self);
         }
         let head = self.tree().family_of(folder);
-        let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut progress = lock(&self.progress);
         match progress.entry(head).or_insert(Progress::Unproved) {
             Progress::Proved => {
                 drop(progress);
@@ -173,11 +226,7 @@ impl Nodes {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
                 let nodes = self.clone();
-                let prove = move || nodes.prove_or_fail(head);
-                if let Err(e) = std::thread::Builder::new().name("prove".to_owned()).spawn(prove) {
-                    tracing::warn!("cannot start a thread: {e}");
-                    self.prove_or_fail(head);
-                }
+                offload(move || nodes.prove_or_fail(head));
             }
         }
     }
@@ -185,38 +234,34 @@ impl Nodes {
     /// Proves a family for those who wait for it. After a panic their replies are dropped, which
     /// answers EIO, and the next look tries again.
     fn prove_or_fail(&self, head: FolderId) {
-        if catch_unwind(AssertUnwindSafe(|| self.prove(head))).is_err() {
-            tracing::error!("a folder could not be proved because of a bug in tensorfs");
-            let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-            let waiters = progress.insert(head, Progress::Unproved);
-            drop(progress);
-            drop(waiters);
+        match catch_unwind(AssertUnwindSafe(|| self.prove(head))) {
+            Ok(outcomes) => log_refusals(outcomes),
+            Err(_) => {
+                tracing::error!("a folder could not be proved because of a bug in tensorfs");
+                let waiters = lock(&self.progress).insert(head, Progress::Unproved);
+                drop(waiters);
+            }
         }
     }
 
     /// Proves a family and lists its folders, then lets all who wait for it go on. Returns the
-    /// refusals and what is worth a line in the log.
-    pub(crate) fn prove(&self, head: FolderId) -> Vec<Result<()>> {
+    /// name of each set with its refusal, where it is refused.
+    pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
         let tree = self.tree();
-        let proved = tree.prove(head);
         let mut outcomes = Vec::new();
-        for (id, folder) in proved {
+        for (id, folder) in tree.prove(head) {
             for note in &folder.notes {
-                tracing::warn!("{}: {note}", tree.folders[id].path.display());
+                tracing::warn!("{}: {note}", shown_path(&tree.folders[id].path));
             }
             let shown = tree.shown(id, &folder);
-            self.list(&tree, id, shown);
+            let refused = folder.sets.iter().any(|set| set.outcome.is_err());
+            self.list(&tree, id, shown, refused);
             for set in folder.sets {
-                if let Err(error) = &set.outcome {
-                    tracing::error!("{} is not shown: {error}", set.name);
-                }
-                outcomes.push(set.outcome.map(|_| ()));
+                let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
+                outcomes.push((set.name, outcome));
             }
         }
-        let waiters = {
-            let mut progress = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
-            progress.insert(head, Progress::Proved)
-        };
+        let waiters = lock(&self.progress).insert(head, Progress::Proved);
         if let Some(Progress::Proving(waiters)) = waiters {
             waiters.into_iter().for_each(|then| then(self));
         }
@@ -224,78 +269,148 @@ impl Nodes {
     }
 
     /// Makes the nodes of what `folder` shows. Nodes of what has not changed stay.
-    fn list(&self, tree: &Tree, folder: FolderId, shown: Vec<Shown>) {
+    fn list(&self, tree: &Tree, folder: FolderId, shown: Vec<Shown>, refused: bool) {
+        let made: Vec<(OsString, Arc<Node>)> = shown
+            .into_iter()
+            .map(|file| (file.name.clone(), file_node(tree, folder, file)))
+            .collect();
         let mut listing: Listing = Vec::new();
-        let mut by_ino = self.by_ino.write().unwrap_or_else(PoisonError::into_inner);
-        for file in shown {
-            let mut node = file_node(tree, folder, file.clone());
-            loop {
-                match by_ino.get(&node.ino) {
-                    None => break,
-                    Some(other) if same_file(other, &node) => {
-                        node = Arc::clone(other);
-                        break;
-                    }
-                    Some(_) => node = Arc::new(renumbered(&node)),
+        let mut by_ino = write(&self.by_ino);
+        for (name, mut node) in made {
+            while let Some(other) = by_ino.get(&node.ino) {
+                if same_file(other, &node) {
+                    node = other.clone();
+                    break;
                 }
+                node = Arc::new(renumbered(&node));
             }
+            node.listed.store(true, Ordering::Relaxed);
             by_ino.insert(node.ino, node.clone());
-            listing.push((file.name, node));
+            listing.push((name, node));
         }
+        drop(by_ino);
         for (name, child) in &tree.folders[folder].children {
             listing.push((name.clone(), self.folders[*child].clone()));
         }
-        drop(by_ino);
         listing.sort_by(|a, b| a.0.cmp(&b.0));
-        listing.dedup_by(|a, b| a.0 == b.0);
-        let mut listings = self.listings.write().unwrap_or_else(PoisonError::into_inner);
-        listings[folder] = Some(Arc::new(listing));
-    }
-
-    /// The entry `name` of `folder`, which is listed.
-    pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> Entry {
-        let listing = self.listing(folder);
-        match listing.and_then(|listing| find(&listing, name)) {
-            Some(node) if node.is_replaced() => Entry::Stale,
-            Some(node) => Entry::Found(node),
-            None if self.tree().has_returned(folder) => Entry::Stale,
-            None => Entry::Absent,
+        listing.dedup_by(|a, b| {
+            let same = a.0 == b.0;
+            if same {
+                tracing::warn!(
+                    "{}: a file and a folder of this name; one is hidden",
+                    a.0.display()
+                );
+            }
+            same
+        });
+        *lock(&self.folders[folder].mtime) = system_time(tree.folders[folder].newest());
+        let listed = Listed { entries: Arc::new(listing), refused, asked: Instant::now() };
+        let before = write(&self.listings)[folder].replace(listed.clone());
+        for (_, node) in before.iter().flat_map(|before| before.entries.iter()) {
+            let stays = listed.entries.iter().any(|(_, new)| Arc::ptr_eq(new, node));
+            if !stays && matches!(node.kind, NodeKind::File { .. }) {
+                node.listed.store(false, Ordering::Relaxed);
+                self.drop_if_unused(node);
+            }
         }
     }
 
-    /// The entry `name` of `folder` after the folder was proved again, from what stands in the
-    /// source now.
+    /// Notes that the kernel has learnt of `node`.
+    pub(crate) fn looked_up(&self, node: &Node) {
+        node.lookups.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Notes that the kernel has forgotten an inode number `times` times. Returns whether the
+    /// node is gone with it.
+    pub(crate) fn forget(&self, ino: u64, times: u64) -> bool {
+        let Some(node) = self.node(ino) else { return false };
+        let left = |lookups: u64| Some(lookups.saturating_sub(times));
+        let _ = node.lookups.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left);
+        self.drop_if_unused(&node)
+    }
+
+    /// Drops a node that no folder shows and the kernel does not know.
+    fn drop_if_unused(&self, node: &Node) -> bool {
+        let unused = node.lookups.load(Ordering::Relaxed) == 0
+            && !node.listed.load(Ordering::Relaxed)
+            && matches!(node.kind, NodeKind::File { .. });
+        unused && write(&self.by_ino).remove(&node.ino).is_some()
+    }
+
+    /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
+    pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> Entry {
+        let Some(listed) = read(&self.listings)[folder].clone() else { return Entry::Absent };
+        let found = find(&listed.entries, name);
+        match found {
+            Some(node) if node.is_replaced() => Entry::Stale,
+            Some(node) if name != ERROR_FILE => Entry::Found(node),
+            found => {
+                if listed.refused && self.may_ask(folder) && self.tree().differs(folder) {
+                    return Entry::Stale;
+                }
+                found.map_or(Entry::Absent, Entry::Found)
+            }
+        }
+    }
+
+    /// Whether it is time to ask again whether a refused set of `folder` has become whole.
+    fn may_ask(&self, folder: FolderId) -> bool {
+        let mut listings = write(&self.listings);
+        let Some(listed) = &mut listings[folder] else { return false };
+        let due = listed.asked.elapsed() >= ASK_INTERVAL;
+        if due {
+            listed.asked = Instant::now();
+        }
+        due
+    }
+
+    /// Proves the family of `folder` again, from what stands in the source now, if `name` is
+    /// stale; then the entry.
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
-        let _one_at_a_time = self.refresh.lock().unwrap_or_else(PoisonError::into_inner);
-        if matches!(self.entry(folder, name), Entry::Stale) {
-            let head = {
-                let mut tree = self.tree.write().unwrap_or_else(PoisonError::into_inner);
-                let head = tree.family_of(folder);
-                Arc::make_mut(&mut tree).look_again(head);
-                head
-            };
+        let _one_at_a_time = lock(&self.refresh);
+        let listing = self.listing(folder)?;
+        let replaced = find(&listing, name).is_none_or(|node| node.is_replaced());
+        if replaced || self.tree().differs(folder) {
+            // The source is asked without a lock on the tree, which every request needs.
+            let mut tree = Tree::clone(&self.tree());
+            let head = tree.family_of(folder);
+            tree.look_again(head);
+            *write(&self.tree) = Arc::new(tree);
             tracing::info!("files were replaced in the source; proving them again");
-            self.prove(head);
+            log_refusals(self.prove(head));
         }
         let listing = self.listing(folder)?;
         find(&listing, name)
     }
+}
 
-    /// The source as it was scanned last.
-    pub(crate) fn tree(&self) -> Arc<Tree> {
-        self.tree.read().unwrap_or_else(PoisonError::into_inner).clone()
+fn log_refusals(outcomes: Vec<(String, Result<()>)>) {
+    for (name, outcome) in outcomes {
+        if let Err(error) = outcome {
+            tracing::error!("{name} is not shown: {error}");
+        }
     }
 }
 
-/// What a name in a folder stands for.
-#[derive(Debug)]
-pub(crate) enum Entry {
-    /// This node.
-    Found(Arc<Node>),
-    /// Nothing.
-    Absent,
-    /// Something that was replaced in the source since it was proved.
-    Stale,
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `work` on a thread of its own: what may wait for the source must not keep a thread that
+/// takes requests.
+pub(crate) fn offload(work: impl FnOnce() + Send + 'static) {
+    // Where no thread can be had, dropping the work answers its request with EIO.
+    if let Err(e) = std::thread::Builder::new().name("offload".to_owned()).spawn(work) {
+        tracing::error!("cannot start a thread: {e}");
+    }
 }
 
 fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
@@ -304,18 +419,55 @@ fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
 }
 
 impl Node {
-    /// Opens the file for reading, once for all who read it.
+    fn new(ino: u64, folder: FolderId, len: u64, mtime: (i64, i64), kind: NodeKind) -> Node {
+        Node {
+            ino,
+            folder,
+            len,
+            kind,
+            mtime: Mutex::new(system_time(mtime)),
+            lookups: AtomicU64::new(0),
+            listed: AtomicBool::new(false),
+        }
+    }
+
+    /// Time of the last change.
+    pub(crate) fn mtime(&self) -> SystemTime {
+        *lock(&self.mtime)
+    }
+
+    /// Opens the file for reading, once for all who have it open. `watch` is told of its
+    /// sources. Also returns whether what the kernel may have cached of it is still right.
     ///
     /// # Errors
-    /// `Error::Changed` where it is no longer what the mount shows.
-    pub(crate) fn open(&self) -> Result<OpenFile> {
+    /// `Error::Changed` where another file stands in its place.
+    pub(crate) fn open(&self, watcher: &Arc<Watcher>) -> Result<(Arc<Opened>, bool)> {
         let NodeKind::File { content, open, .. } = &self.kind else {
             return Err(Error::usage("a folder cannot be read"));
         };
-        if let Some(file) = open.get() {
-            return Ok(file.clone());
+        // Held while the file is opened, so that it is opened and watched once.
+        let mut shared = lock(open);
+        let opened = match shared.upgrade() {
+            Some(opened) => opened,
+            None => {
+                let file = self.open_file(content)?;
+                let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
+                let _watched = watcher.watch(self.ino, file.sources());
+                let opened = Arc::new(Opened { file, _pins: pins, _watched });
+                *shared = Arc::downgrade(&opened);
+                opened
+            }
+        };
+        drop(shared);
+        let mut unchanged = true;
+        for source in opened.file.sources() {
+            unchanged &= source.check().is_ok();
         }
-        let file = match content {
+        Ok((opened, unchanged))
+    }
+
+    fn open_file(&self, content: &Content) -> Result<OpenFile> {
+        Ok(match content {
             Content::Virtual(checkpoint) => OpenFile::Virtual(Arc::new(Reader::open(checkpoint)?)),
             Content::Whole { proved: Some(source), .. } => OpenFile::Whole(source.clone()),
             Content::Whole { file, proved: None } => {
@@ -327,8 +479,7 @@ impl Node {
                 OpenFile::Whole(source)
             }
             Content::Text(text) => OpenFile::Text(text.clone()),
-        };
-        Ok(open.get_or_init(|| file).clone())
+        })
     }
 
     /// Whether the source now holds another file in its place.
@@ -354,7 +505,7 @@ fn folder_node(tree: &Tree, id: FolderId) -> Node {
     hash.update(b"folder");
     hash.update(folder.relative.as_os_str().as_encoded_bytes());
     let ino = if id == 0 { ROOT } else { ino_of(&hash.finalize()) };
-    Node { ino, folder: id, len: 4096, mtime: system_time(folder.newest()), kind: NodeKind::Folder }
+    Node::new(ino, id, 4096, folder.newest(), NodeKind::Folder)
 }
 
 fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
@@ -391,8 +542,8 @@ fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
     };
     let digest = hash.finalize();
     let version = digest[8..24].iter().map(|byte| format!("{byte:02x}")).collect();
-    let kind = NodeKind::File { content: shown.content, version, open: OnceLock::new() };
-    Arc::new(Node { ino: ino_of(&digest), folder, len, mtime: system_time(newest), kind })
+    let kind = NodeKind::File { content: shown.content, version, open: Mutex::default() };
+    Arc::new(Node::new(ino_of(&digest), folder, len, newest, kind))
 }
 
 /// Whether both are one file in one version: the version covers path and content.
@@ -410,10 +561,11 @@ fn renumbered(node: &Node) -> Node {
         NodeKind::File { content, version, .. } => NodeKind::File {
             content: content.clone(),
             version: version.clone(),
-            open: OnceLock::new(),
+            open: Mutex::default(),
         },
     };
-    Node { ino: node.ino.wrapping_add(1).max(ROOT + 1), kind, ..*node }
+    let ino = node.ino.wrapping_add(1).max(ROOT + 1);
+    Node { mtime: Mutex::new(node.mtime()), ..Node::new(ino, node.folder, node.len, (0, 0), kind) }
 }
 
 fn ino_of(digest: &[u8]) -> u64 {

@@ -112,6 +112,9 @@ impl Options {
             return Ok(());
         }
         match (key, value) {
+            ("remount", None) => {
+                return Err("a mount cannot be changed; unmount it and mount it again".to_owned());
+            }
             ("rw", None) => self.rw = true,
             ("noexec", None) => self.noexec = true,
             ("noatime", None) => self.noatime = true,

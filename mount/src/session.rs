@@ -2,7 +2,9 @@
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,6 +13,7 @@ use nix::libc;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
 use tensorfs::checkpoint::Tree;
+use tensorfs::error::shown_path;
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
 use crate::attach::{self, Attached, Detach};
@@ -22,6 +25,15 @@ use crate::watch::Watcher;
 
 /// How long a fresh mount may take to answer its first request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Environment variable that makes a process the probe of the mount that it names.
+const PROBE: &str = "TENSORFS_PROBE";
+
+/// Where this process is a probe: whether the mount answers.
+pub(crate) fn probe() -> Option<bool> {
+    let target = std::env::var_os(PROBE)?;
+    Some(std::fs::metadata(target).is_ok())
+}
 
 /// Fewest and most threads that take requests: one that waits for a slow disk must not keep
 /// the others from being taken.
@@ -50,7 +62,7 @@ pub(crate) struct Running {
 pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Plan, String> {
     let target = check_target(target)?;
     let tree = Tree::scan(source, &options.view).map_err(|e| e.to_string())?;
-    check_nesting(&tree.source, &target)?;
+    check_nesting(&tree, &target)?;
     for line in &tree.skipped {
         tracing::warn!("{line}");
     }
@@ -62,23 +74,27 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Pla
 /// Proves the checkpoints until one is found whole: a single one has to be, of several at
 /// least one.
 fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
-    let mut first_error = None;
-    let families = nodes.tree().families();
-    if families.is_empty() {
-        return Err(format!("{}: no safetensors files here or below", source.display()));
-    }
-    for head in families {
-        for outcome in nodes.prove(head) {
-            match outcome {
-                Ok(()) => return Ok(()),
-                Err(error) => first_error = first_error.or(Some(error)),
+    let mut refusals = Vec::new();
+    for head in nodes.tree().families() {
+        let outcomes = nodes.prove(head);
+        let found = outcomes.iter().any(|(_, outcome)| outcome.is_ok());
+        let refused =
+            outcomes.into_iter().filter_map(|(name, outcome)| Some((name, outcome.err()?)));
+        refusals.extend(refused);
+        if found {
+            for (name, error) in refusals {
+                tracing::error!("{name} is not shown: {error}");
             }
+            return Ok(());
         }
     }
-    Err(first_error.map_or_else(
-        || format!("{}: no checkpoint here or below", source.display()),
-        |error| error.to_string(),
-    ))
+    match refusals.as_slice() {
+        [] => Err(format!("{}: no safetensors files here or below", shown_path(source))),
+        [(_, error)] => Err(error.to_string()),
+        [(_, error), more @ ..] => {
+            Err(format!("{error}; and {} more checkpoints are refused", more.len()))
+        }
+    }
 }
 
 /// The folder to mount on, cleared of a mount of ours whose daemon is dead.
@@ -120,7 +136,8 @@ fn in_time(ask: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<
 
 /// Refuses a mount inside its own source, which would show itself, and one over its source,
 /// which would hide it. Compares inodes, so that other paths to the same folders count too.
-fn check_nesting(source: &Path, target: &Path) -> Result<(), String> {
+fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
+    let source = tree.source.as_path();
     let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     let (source_inode, target_inode) = (inode(source), inode(target));
     if target.ancestors().any(|above| inode(above) == source_inode) {
@@ -130,6 +147,11 @@ fn check_nesting(source: &Path, target: &Path) -> Result<(), String> {
     if source.ancestors().any(|above| inode(above) == target_inode) {
         let (target, source) = (target.display(), source.display());
         return Err(format!("{source}: lies on {target}, which the mount would hide"));
+    }
+    // Through links the source may reach what the mount is to stand on.
+    if target_inode.is_some_and(|inode| tree.reaches(target, inode)) {
+        let (target, source) = (target.display(), source.display());
+        return Err(format!("{source}: has links into {target}, where it is to be mounted"));
     }
     Ok(())
 }
@@ -145,9 +167,13 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
     if by_fusermount && options.passthrough == Passthrough::Auto {
         tracing::warn!(
-            "not root: files are served by the daemon, not by kernel passthrough, and with the \
-             default readahead"
+            "mounted without root: whole files are served by the daemon, not by the kernel"
         );
+    }
+    let ours = mountinfo::at(&target).unwrap_or_default();
+    if ours.iter().filter(|mount| mount.fstype == mountinfo::FSTYPE).count() > 1 {
+        let _ = attach::detach(&target, Detach::Lazy);
+        return Err(format!("{}: another tensorfs was mounted at the same time", target.display()));
     }
     let undo = |e: io::Error| {
         let _ = attach::detach(&target, Detach::Lazy);
@@ -208,9 +234,29 @@ fn view_json(view: &View) -> serde_json::Value {
 }
 
 impl Running {
+    /// Looks at the root of the mount, from another process: a process that waits for its own
+    /// mount could not be killed, because its end would wait for the answer.
     fn wait_for_answer(&self) -> io::Result<()> {
-        let target = self.target.clone();
-        in_time(move || std::fs::metadata(target).map(|_| ()))
+        let mut probe = Command::new(std::env::current_exe()?)
+            .arg0("tensorfs")
+            .env(PROBE, &self.target)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()?;
+        let started = Instant::now();
+        loop {
+            match probe.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => {
+                    return Err(io::Error::other(format!("the probe ended with {status}")));
+                }
+                None if started.elapsed() > ANSWER_TIMEOUT => {
+                    let _ = probe.kill();
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
     }
 
     /// Serves until the mount is taken off, by somebody else or by us on SIGTERM or SIGINT.
@@ -250,36 +296,39 @@ fn ending_signals() -> SigSet {
     SigSet::from_iter(ending)
 }
 
-/// At the first signal takes the mount off the tree, at once if nothing uses it; else open
-/// files are still served, and the process ends with the last of them. A second signal ends
-/// them too.
+/// How long open files are served after the mount was asked to end.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// At the first signal takes the mount off the tree. Files that are still open are served until
+/// the last one is closed, for `DRAIN_TIMEOUT` at most or until a second signal; then their
+/// readers get errors. The process ends with the last file.
 fn unmount_on_signal(target: &Path, minor: Option<u32>) {
-    for how in [Detach::Lazy, Detach::Force] {
-        let Ok(signal) = ending_signals().wait() else { return };
-        tracing::info!("{signal}: unmounting {}", target.display());
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-        let started = Instant::now();
-        let ours = mountinfo::ours_at(target).ok().flatten();
-        // Something else may have been mounted here since.
-        if ours.is_some_and(|mount| Some(mount.minor) == minor) {
-            let done = match how {
-                Detach::Lazy => attach::detach(target, Detach::Clean)
-                    .or_else(|_| attach::detach(target, Detach::Lazy)),
-                _ => attach::detach(target, how),
-            };
-            if let Err(e) = done {
-                tracing::error!("{}: cannot unmount: {e}", target.display());
+    let Ok(signal) = ending_signals().wait() else { return };
+    tracing::info!("{signal}: unmounting {}", target.display());
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    let ours = mountinfo::ours_at(target).ok().flatten();
+    // Something else may have been mounted here since.
+    if ours.is_some_and(|mount| Some(mount.minor) == minor) {
+        match attach::detach(target, Detach::Clean) {
+            Ok(()) => {}
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
+                if let Err(e) = attach::detach(target, Detach::Lazy) {
+                    tracing::error!("{}: cannot unmount: {e}", target.display());
+                }
             }
-        } else if how == Detach::Force {
-            std::process::exit(0);
-        } else {
-            tracing::warn!(
-                "{}: not our mount any more; the next signal ends all",
-                target.display()
-            );
+            Err(e) => tracing::error!("{}: cannot unmount: {e}", target.display()),
         }
-        tracing::debug!("unmounted in {:?}", started.elapsed());
     }
+    let seconds = DRAIN_TIMEOUT.as_secs();
+    std::thread::spawn(move || {
+        // Long enough for a connection without open files to have ended the process.
+        std::thread::sleep(Duration::from_secs(1));
+        let status = format!("files are still open; they fail after {seconds} seconds");
+        tracing::warn!("{status}, or at once after another signal");
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status)]);
+        std::thread::sleep(DRAIN_TIMEOUT);
+        std::process::exit(0);
+    });
     let _ = ending_signals().wait();
     std::process::exit(0);
 }

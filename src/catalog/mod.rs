@@ -143,6 +143,14 @@ impl Catalog {
             let Some((dtype, shape)) = known else { continue };
             coverage::check_known(tensor, *dtype, shape, |id| &self.shard(id).name)?;
         }
+        if let Some(total) = reference.total_size.filter(|&total| total != self.data_len()) {
+            let message = format!(
+                "{} bytes of tensors in the shards, {total} by the total_size of the reference; the \
+                 last shards may be missing",
+                self.data_len()
+            );
+            return Err(Fault::new(Class::DcpHole, message));
+        }
         match self.tensors.iter().find(|t| !reference.tensors.contains_key(&t.name)) {
             None => Ok(()),
             Some(tensor) => {
@@ -174,9 +182,7 @@ impl Catalog {
         match found.keys().find(|name| !expected.contains_key(**name)) {
             None => Ok(()),
             Some(name) => {
-                let message = "is not in the manifest; was the checkpoint saved anew? then write \
-                               the manifest anew with `tensorfs verify --write-manifest`";
-                Err(fault(Class::TensorUnlisted, name, message.to_owned()))
+                Err(fault(Class::TensorUnlisted, name, "is not in the manifest".to_owned()))
             }
         }
     }

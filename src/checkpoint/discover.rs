@@ -46,6 +46,8 @@ pub(super) struct Candidate {
     pub(super) kind: Kind,
     /// Names of its weight files.
     pub(super) members: BTreeSet<String>,
+    /// Names that nothing else may show: of its weight maps, and what a bad one names.
+    pub(super) claims: BTreeSet<String>,
     /// Its weight map: file name and content.
     pub(super) map: Option<(String, WeightMap)>,
     /// Why it is refused without a look at its shards.
@@ -78,32 +80,56 @@ pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> Weights {
 pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Discovered {
     let mut found = Vec::new();
     let mut maps = read_maps(folder);
-    let dcp_members: BTreeSet<String> = weights
-        .iter()
-        .filter(|(name, loaded)| is_dcp(name, loaded))
-        .map(|(n, _)| n.clone())
-        .collect();
+    let dcp_members = dcp_members(weights, &maps);
     if !dcp_members.is_empty() {
-        found.push(dcp_set(dcp_members, &mut maps));
+        found.push(dcp_set(folder, dcp_members, &mut maps));
     }
     found.extend(maps.into_iter().map(|map| map_set(folder, map)));
-    let claimed: BTreeSet<String> = found.iter().flat_map(|set| set.members.clone()).collect();
+    let claimed: BTreeSet<String> =
+        found.iter().flat_map(|set| set.members.iter().chain(&set.claims).cloned()).collect();
     let free = || weights.keys().filter(|name| !claimed.contains(*name));
     found.extend(numbered_sets(folder, free()));
     let single = free().filter(|name| names::numbered(name).is_none());
     found.extend(single.map(|name| Candidate {
-        output: name.clone(),
-        kind: Kind::Single,
         members: BTreeSet::from([name.clone()]),
-        map: None,
-        refused: None,
+        ..Candidate::new(name.clone(), Kind::Single)
     }));
     settle_names(found, prefer)
 }
 
-fn is_dcp(name: &str, loaded: &Result<Loaded>) -> bool {
-    names::is_dcp_shard(name)
-        || loaded.as_ref().is_ok_and(|file| dcp::is_shard(file.shard.header.metadata.as_ref()))
+impl Candidate {
+    fn new(output: String, kind: Kind) -> Candidate {
+        let (members, claims) = (BTreeSet::new(), BTreeSet::new());
+        Candidate { output, kind, members, claims, map: None, refused: None }
+    }
+
+    /// Its files: weights, weight maps, and what only it may show.
+    pub(super) fn files(&self) -> impl Iterator<Item = &String> {
+        self.members.iter().chain(&self.claims)
+    }
+}
+
+/// The weight files that are pieces: named like DCP shards, or with a sharding note. Savers also
+/// leave notes with whole tensors (all offsets 0) in files that are numbered or named by a
+/// weight map; those are read as what they are named.
+fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
+    let header =
+        |loaded: &Result<Loaded>| loaded.as_ref().ok().map(|file| file.shard.header.clone());
+    let noted: Vec<(&String, bool)> = weights
+        .iter()
+        .filter(|(name, _)| !names::is_dcp_shard(name))
+        .filter_map(|(name, loaded)| {
+            let header = header(loaded).filter(|h| dcp::is_shard(h.metadata.as_ref()))?;
+            Some((name, dcp::is_whole(&header)))
+        })
+        .collect();
+    let pieces = noted.iter().any(|(_, whole)| !whole);
+    let named = |name: &String| {
+        names::numbered(name).is_some() || maps.iter().any(|map| map.names.contains(name))
+    };
+    let by_note = noted.iter().map(|(name, _)| *name).filter(|name| pieces || !named(name));
+    let by_name = weights.keys().filter(|name| names::is_dcp_shard(name));
+    by_name.chain(by_note).cloned().collect()
 }
 
 /// A weight map file of a folder.
@@ -130,34 +156,47 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
         });
         Some(MapFile { name: name.to_owned(), output, names, parsed })
     });
-    maps.collect()
+    // One that is there but cannot be read is a bad weight map, not none.
+    let unusable = folder.unusable.iter().filter_map(|name| {
+        let name = name.to_str()?;
+        let output = names::weight_map_output(name)?;
+        let message = "is no regular file, or a link that leads nowhere or out of the source";
+        let fault = Fault::new(Class::IndexJson, message).in_file(name);
+        let parsed = Err(Error::refused(&folder.path, fault));
+        Some(MapFile { name: name.to_owned(), output, names: BTreeSet::new(), parsed })
+    });
+    maps.chain(unusable).collect()
 }
 
 /// The DCP set of a folder. A weight map that names any of its shards belongs to it, and has
 /// to agree with them.
-fn dcp_set(members: BTreeSet<String>, maps: &mut Vec<MapFile>) -> Candidate {
-    let mut set = Candidate {
-        output: format!("model{}", names::SUFFIX),
-        kind: Kind::Dcp,
-        members,
-        map: None,
-        refused: None,
-    };
-    if let Some(at) = maps.iter().position(|map| !map.names.is_disjoint(&set.members)) {
-        let map = maps.remove(at);
-        set.output = map.output;
+fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) -> Candidate {
+    let (own, others): (Vec<MapFile>, Vec<MapFile>) =
+        maps.drain(..).partition(|map| !map.names.is_disjoint(&members));
+    *maps = others;
+    let output = own.first().map_or_else(|| names::whole("model"), |map| map.output.clone());
+    let mut set = Candidate { members, ..Candidate::new(output, Kind::Dcp) };
+    let map_names: Vec<String> = own.iter().map(|map| map.name.clone()).collect();
+    for map in own {
+        set.claims.insert(map.name.clone());
+        set.claims.extend(map.names);
         match map.parsed {
             Ok(parsed) => set.map = Some((map.name, parsed)),
             Err(error) => set.refused = Some(error),
         }
+    }
+    if let [_, second, ..] = map_names.as_slice() {
+        let message = format!("names shards of one DCP checkpoint, and so does {}", map_names[0]);
+        let fault = Fault::new(Class::IndexJson, message).in_file(second);
+        set.refused = Some(Error::refused(&folder.path, fault));
     }
     set
 }
 
 fn map_set(folder: &Folder, map: MapFile) -> Candidate {
     let MapFile { name, output, names, parsed } = map;
-    let mut set =
-        Candidate { output, kind: Kind::WeightMap, members: names, map: None, refused: None };
+    let mut set = Candidate { members: names, ..Candidate::new(output, Kind::WeightMap) };
+    set.claims.insert(name.clone());
     match parsed {
         Err(error) => set.refused = Some(error),
         Ok(parsed) => {
@@ -189,9 +228,10 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
             groups.entry((output, total)).or_default().push((number, name));
         }
     }
-    let totals = |output: &str| groups.keys().filter(|(other, _)| other == output).count();
+    let mut totals: BTreeMap<&str, u32> = BTreeMap::new();
+    groups.keys().for_each(|(output, _)| *totals.entry(output).or_default() += 1);
     let sets = groups.iter().map(|((output, total), shards)| {
-        let fault = if totals(output) > 1 {
+        let fault = if totals[output.as_str()] > 1 {
             let message = "shards of two numbered sets of this name, with different totals; \
                            remove the old ones";
             Some(Fault::new(Class::DuplicateTensor, message).in_file(shards[0].1))
@@ -199,11 +239,9 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
             numbering_fault(*total, shards)
         };
         Candidate {
-            output: output.clone(),
-            kind: Kind::Numbered,
             members: shards.iter().map(|(_, name)| (*name).to_owned()).collect(),
-            map: None,
             refused: fault.map(|fault| Error::refused(&folder.path, fault)),
+            ..Candidate::new(output.clone(), Kind::Numbered)
         }
     });
     sets.collect()
@@ -263,10 +301,11 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
 }
 
 fn described(set: &Candidate) -> String {
-    match (&set.map, set.kind) {
-        (_, Kind::Single) => "the whole file".to_owned(),
-        (Some((map, _)), _) => format!("the set of {map}"),
-        (None, Kind::Dcp) => format!("the set of {} DCP shards", set.members.len()),
-        (None, _) => format!("the set of {} numbered shards", set.members.len()),
+    let shards = set.members.len();
+    match (set.kind, set.claims.first()) {
+        (Kind::Single, _) => "the whole file".to_owned(),
+        (Kind::Dcp, _) => format!("the set of {shards} DCP shards"),
+        (Kind::Numbered, _) => format!("the set of {shards} numbered shards"),
+        (Kind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),
     }
 }

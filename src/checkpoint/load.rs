@@ -14,6 +14,9 @@ use crate::source::Source;
 /// Bytes read at a time from a header that is parsed as it is read.
 const CHUNK_LEN: usize = 64 << 10;
 
+/// Bytes of a text file that are looked at before the rest is read.
+const TEXT_SNIFF_LEN: u64 = 4096;
+
 /// An open shard and its header.
 #[derive(Clone, Debug)]
 pub(super) struct Loaded {
@@ -82,8 +85,16 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
         let message = format!("has {len} bytes, more than the {max} that such a file may have");
         return Err(Error::refused(path, Fault::new(Class::IndexJson, message)));
     }
-    let mut text = vec![0; source.len() as usize];
+    let mut text = vec![0; TEXT_SNIFF_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
+    // What begins with anything else is no JSON object, however long it goes on.
+    if !text.trim_ascii_start().is_empty() && !text.trim_ascii_start().starts_with(b"{") {
+        let fault = Fault::new(Class::IndexJson, "expected a JSON object");
+        return Err(Error::refused(path, fault));
+    }
+    let sniffed = text.len();
+    text.resize(source.len() as usize, 0);
+    source.read_exact_at(&mut text[sniffed..], sniffed as u64)?;
     source.check()?;
     Ok(text)
 }
@@ -94,7 +105,17 @@ pub(super) fn read_reference(path: &Path) -> Result<Reference> {
     let real = std::fs::canonicalize(path).map_err(|e| Error::io(path, "open", e))?;
     let refused = |fault: Fault| Error::refused(path, fault);
     if path.to_str().is_some_and(|path| path.ends_with(names::SUFFIX)) {
-        let header = read_header(&Source::open(&real)?)?.map_err(refused)?;
+        let source = Source::open(&real)?;
+        let mut sniff = vec![0; SNIFF_LEN.min(source.len() as usize)];
+        source.read_exact_at(&mut sniff, 0)?;
+        let header_len = safetensors::header_len(&sniff, source.len()).map_err(refused)?;
+        let header = if source.len() == PREFIX_LEN + header_len {
+            let mut bytes = vec![0; source.len() as usize];
+            source.read_exact_at(&mut bytes, 0)?;
+            Header::of_description(&bytes).map_err(refused)?
+        } else {
+            read_header(&source)?.map_err(refused)?
+        };
         return Ok(Reference::from_header(header));
     }
     let text = read_text(&real, MANIFEST_LEN_MAX.max(WEIGHT_MAP_LEN_MAX))?;

@@ -101,6 +101,12 @@ impl Checkpoint {
         Some(&self.sources[at])
     }
 
+    /// Closes its files until they are read again, so that what is deleted gives its space
+    /// back.
+    pub fn release_files(&self) {
+        self.sources.iter().for_each(|source| source.release());
+    }
+
     /// The layout of the whole checkpoint as one file.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown_path};
 use crate::format::names;
 use crate::source::Identity;
 use crate::source::resolve::Bounds;
@@ -15,6 +15,9 @@ const DEPTH_MAX: usize = 40;
 
 /// Most files and folders of one source.
 const ENTRIES_MAX: usize = 4_000_000;
+
+/// Most folders entered through links: few links to each other's folders make many paths.
+const LINKED_FOLDERS_MAX: usize = 10_000;
 
 /// Children that hold another form of what their parent holds.
 const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
@@ -48,6 +51,8 @@ pub struct Folder {
     pub children: Vec<(OsString, FolderId)>,
     /// Files in it, by name.
     pub files: Vec<File>,
+    /// Names that lead to no file that may be read: broken links, folders, devices.
+    pub unusable: Vec<OsString>,
     /// Names of files that were there when the tree was scanned and are not now.
     gone: Vec<OsString>,
 }
@@ -88,7 +93,7 @@ impl Tree {
             bounds: Bounds::new(root.clone(), follow),
         };
         if meta.is_dir() {
-            let mut scan = Scan { tree: &mut tree, entries: 0 };
+            let mut scan = Scan::new(&mut tree);
             scan.folder(PathBuf::new(), root, None, &mut Vec::new())?;
         } else if meta.is_file() {
             tree.scan_one_file(source)?;
@@ -115,7 +120,7 @@ impl Tree {
         self.source = folder.join(name);
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
-        let mut scan = Scan { tree: self, entries: 0 };
+        let mut scan = Scan::new(self);
         scan.folder(PathBuf::new(), folder, None, &mut Vec::new())?;
         if self.folders[0].file(name).is_none() {
             return Err(Error::usage(format!(
@@ -131,6 +136,9 @@ impl Tree {
     pub fn look_again(&mut self, head: FolderId) {
         for id in self.family(head) {
             let folder = &mut self.folders[id];
+            if let Ok(meta) = std::fs::metadata(&folder.path) {
+                folder.identity = Identity::of(&meta);
+            }
             let names = folder.files.drain(..).map(|file| file.name);
             let mut names: Vec<OsString> = names.chain(folder.gone.drain(..)).collect();
             names.sort();
@@ -143,12 +151,26 @@ impl Tree {
         }
     }
 
-    /// Whether a file that was gone from the family of `folder` is there again.
-    pub fn has_returned(&self, folder: FolderId) -> bool {
+    /// Whether a file of the family of `folder` is no longer what it was: gone, back, or
+    /// another one.
+    pub fn differs(&self, folder: FolderId) -> bool {
         let family = self.family(self.family_of(folder));
         let mut folders = family.into_iter().map(|id| &self.folders[id]);
         folders.any(|folder| {
-            folder.gone.iter().any(|name| look_at(&self.bounds, &folder.path.join(name)).is_some())
+            let now = |name: &OsStr| look_at(&self.bounds, &folder.path.join(name));
+            folder.gone.iter().any(|name| now(name).is_some())
+                || folder.files.iter().any(|file| {
+                    !now(&file.name).is_some_and(|(_, id)| id.same_bytes(&file.identity))
+                })
+        })
+    }
+
+    /// Whether anything in the tree lies at or below `path`, or is the folder `inode`.
+    pub fn reaches(&self, path: &Path, inode: (u64, u64)) -> bool {
+        self.folders.iter().any(|folder| {
+            (folder.identity.dev, folder.identity.ino) == inode
+                || folder.path.starts_with(path)
+                || folder.files.iter().any(|file| file.path.starts_with(path))
         })
     }
 
@@ -226,9 +248,16 @@ impl Folder {
 struct Scan<'a> {
     tree: &'a mut Tree,
     entries: usize,
+    /// Whether the folder that is scanned was reached through a link.
+    linked: bool,
+    linked_folders: usize,
 }
 
 impl Scan<'_> {
+    fn new(tree: &mut Tree) -> Scan<'_> {
+        Scan { tree, entries: 0, linked: false, linked_folders: 0 }
+    }
+
     /// Adds the folder at `path`; `above` are the inodes of the folders that it lies in.
     fn folder(
         &mut self,
@@ -247,10 +276,12 @@ impl Scan<'_> {
             .map_err(read_error)?;
         found.sort();
         self.entries += found.len();
-        if self.entries > ENTRIES_MAX {
+        self.linked_folders += usize::from(self.linked);
+        if self.entries > ENTRIES_MAX || self.linked_folders > LINKED_FOLDERS_MAX {
             return Err(Error::usage(format!(
-                "{}: more than {ENTRIES_MAX} files and folders; mount a smaller part",
-                self.tree.bounds.root().display()
+                "{}: more than {ENTRIES_MAX} files and folders, or {LINKED_FOLDERS_MAX} folders \
+                 behind links; mount a smaller part",
+                shown_path(self.tree.bounds.root())
             )));
         }
         let id = self.tree.folders.len();
@@ -261,6 +292,7 @@ impl Scan<'_> {
             parent,
             children: Vec::new(),
             files: Vec::new(),
+            unusable: Vec::new(),
             gone: Vec::new(),
         };
         self.tree.folders.push(folder);
@@ -281,9 +313,11 @@ impl Scan<'_> {
         above: &mut Vec<(u64, u64)>,
     ) -> Result<()> {
         let Ok(meta) = std::fs::symlink_metadata(path) else { return Ok(()) };
-        let (real, meta) = if meta.is_symlink() {
+        let is_link = meta.is_symlink();
+        let (real, meta) = if is_link {
             let Some(real) = self.tree.bounds.resolve(path) else {
                 self.skip(relative, "a link that leads nowhere or out of the source");
+                self.tree.folders[parent].unusable.push(name);
                 return Ok(());
             };
             let Ok(meta) = std::fs::symlink_metadata(&real) else { return Ok(()) };
@@ -298,6 +332,7 @@ impl Scan<'_> {
             self.tree.folders[parent].files.push(File { name, path: real, identity });
         } else if !meta.is_dir() {
             self.skip(relative, "neither a file nor a folder");
+            self.tree.folders[parent].unusable.push(name);
         } else if self.tree.only.is_some() {
             // One file was named: folders beside it do not matter.
         } else if above.contains(&(identity.dev, identity.ino)) {
@@ -305,7 +340,11 @@ impl Scan<'_> {
         } else if above.len() >= DEPTH_MAX {
             self.skip(relative, "too deep");
         } else {
-            match self.folder(relative.to_owned(), real, Some(parent), above) {
+            let outer = self.linked;
+            self.linked |= is_link;
+            let child = self.folder(relative.to_owned(), real, Some(parent), above);
+            self.linked = outer;
+            match child {
                 Ok(child) => self.tree.folders[parent].children.push((name, child)),
                 Err(error @ Error::Usage { .. }) => return Err(error),
                 Err(error) => self.skip(relative, &error.to_string()),
@@ -315,6 +354,6 @@ impl Scan<'_> {
     }
 
     fn skip(&mut self, relative: &Path, why: &str) {
-        self.tree.skipped.push(format!("{}: not shown: {why}", relative.display()));
+        self.tree.skipped.push(format!("{}: not shown: {why}", shown_path(relative)));
     }
 }

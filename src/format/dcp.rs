@@ -33,6 +33,11 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
     metadata.is_some_and(|map| map.contains_key(SHARDING_INFO))
 }
 
+/// Whether a file with a sharding note holds whole tensors, as far as offsets tell.
+pub fn is_whole(header: &Header) -> bool {
+    offsets(header).is_ok_and(|offsets| offsets.iter().flatten().all(|&offset| offset == 0))
+}
+
 /// Offset of each tensor of `header` in its whole tensor, in the order of `header.tensors`.
 pub fn offsets(header: &Header) -> Result<Vec<Vec<u64>>, Fault> {
     let metadata = header.metadata.as_ref();

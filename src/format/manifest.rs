@@ -32,6 +32,8 @@ pub struct Reference {
     pub tensors: BTreeMap<String, Option<(Dtype, Vec<u64>)>>,
     /// Length in bytes of each shard file, where a manifest recorded them.
     pub shards: Option<BTreeMap<String, u64>>,
+    /// Bytes of all tensors together, where only that is known of their shapes.
+    pub total_size: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -52,7 +54,7 @@ impl Reference {
     /// The tensors of a safetensors header.
     pub fn from_header(header: Header) -> Reference {
         let tensors = header.tensors.into_iter().map(|e| (e.name, Some((e.dtype, e.shape))));
-        Reference { tensors: tensors.collect(), shards: None }
+        Reference { tensors: tensors.collect(), shards: None, total_size: None }
     }
 
     /// Parses a manifest or a weight map, whichever `text` is.
@@ -66,8 +68,9 @@ impl Reference {
             return Reference::parse_manifest(text);
         }
         let map = WeightMap::parse(text)?;
+        let total_size = map.metadata.get("total_size").and_then(serde_json::Value::as_u64);
         let tensors = map.shard_of.into_keys().map(|name| (name, None)).collect();
-        Ok(Reference { tensors, shards: None })
+        Ok(Reference { tensors, shards: None, total_size })
     }
 
     fn parse_manifest(text: &[u8]) -> Result<Reference, Fault> {
@@ -90,7 +93,7 @@ impl Reference {
             };
             Ok((name, Some((dtype, tensor.shape))))
         });
-        Ok(Reference { tensors: tensors.collect::<Result<_, _>>()?, shards })
+        Ok(Reference { tensors: tensors.collect::<Result<_, _>>()?, shards, total_size: None })
     }
 }
 

@@ -45,7 +45,7 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     if !known || plain.is_empty() || is_dcp_shard(name) {
         return None;
     }
-    Some(Numbered { output: format!("{plain}{variant}{SUFFIX}"), number, total })
+    Some(Numbered { output: whole(&format!("{plain}{variant}")), number, total })
 }
 
 /// Name of the whole file that a weight map of this name stands for, where it is one:
@@ -62,7 +62,16 @@ pub fn weight_map_output(name: &str) -> Option<String> {
         return None;
     }
     let dot = if variant.is_empty() { "" } else { "." };
-    Some(format!("{stem}{dot}{variant}{SUFFIX}"))
+    Some(whole(&format!("{stem}{dot}{variant}")))
+}
+
+/// Name of a whole file with this stem. Programs take a name that begins with `consolidated`
+/// for a format of its own, so a set of that stem is called `model`.
+pub fn whole(stem: &str) -> String {
+    match stem.strip_prefix("consolidated") {
+        Some(rest) => format!("model{rest}{SUFFIX}"),
+        None => format!("{stem}{SUFFIX}"),
+    }
 }
 
 /// Whether the name is one of a weight file.
@@ -140,6 +149,7 @@ mod tests {
             ("model.safetensors-00002-of-00003.safetensors", "model.safetensors"),
             ("model.safetensors-00002-of-00003", "model.safetensors"),
             ("a-b-000002-of-000003.safetensors", "a-b.safetensors"),
+            ("consolidated-00002-of-00003.safetensors", "model.safetensors"),
         ] {
             assert_eq!(set(name), whole(output), "{name}");
         }

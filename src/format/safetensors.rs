@@ -90,6 +90,20 @@ impl Header {
         validate(raw, header_len, file_len)
     }
 
+    /// Parses a file in memory that may end with the header, as one that only describes.
+    pub fn of_description(bytes: &[u8]) -> Result<Header, Fault> {
+        match Header::of_file(bytes) {
+            Err(fault) if fault.class == Class::DataTruncated => {}
+            other => return other,
+        }
+        let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], bytes.len() as u64)?;
+        let text = &bytes[8..8 + len as usize];
+        // The first parse has shown that it is UTF-8 and JSON.
+        let raw = parse_json(&mut serde_json::Deserializer::from_slice(text))?;
+        let end = raw.tensors.iter().map(|entry| entry.data_offsets.end).max().unwrap_or(0);
+        validate(raw, len, (PREFIX_LEN + len).saturating_add(end))
+    }
+
     /// Parses the header text of a file of `file_len` bytes as `reader` yields it.
     ///
     /// `reader` ends after `header_len` bytes; an error that it returns is the outer result.

@@ -1,8 +1,10 @@
 //! The weight map of Hugging Face checkpoints (`*.safetensors.index.json`): tensor to shard.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
 use crate::error::{Class, Fault, quoted};
@@ -51,10 +53,11 @@ impl WeightMap {
     /// `parse` refuses it, so that nothing that a bad weight map names is taken for a set of
     /// its own.
     pub fn names_in(text: &[u8]) -> BTreeSet<String> {
-        let json: Value = serde_json::from_slice(text).unwrap_or_default();
-        let map = json.get("weight_map").and_then(Value::as_object);
-        let files = map.into_iter().flat_map(|map| map.values().filter_map(Value::as_str));
-        files.map(str::to_owned).collect()
+        let mut names = BTreeSet::new();
+        // What was read before the error counts.
+        let _ = NamesSeed { names: &mut names, inside: false }
+            .deserialize(&mut serde_json::Deserializer::from_slice(text));
+        names
     }
 
     /// The text of a weight map that sends every one of `tensors` to `file`.
@@ -87,4 +90,42 @@ fn check_shard_name(name: &str) -> Result<(), Fault> {
         Class::UnsafePath,
         format!("the weight map sends it to {}, not a plain *.safetensors file name", quoted(name)),
     ))
+}
+
+/// Collects the values of the `weight_map` object, whatever else is wrong.
+struct NamesSeed<'a> {
+    names: &'a mut BTreeSet<String>,
+    /// Whether this is the `weight_map` object itself.
+    inside: bool,
+}
+
+impl<'de> DeserializeSeed<'de> for NamesSeed<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for NamesSeed<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(key) = map.next_key::<String>()? {
+            if self.inside {
+                if let Value::String(name) = map.next_value()? {
+                    self.names.insert(name);
+                }
+            } else if key == "weight_map" {
+                map.next_value_seed(NamesSeed { names: &mut *self.names, inside: true })?;
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(())
+    }
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use nix::libc;
@@ -64,6 +64,8 @@ pub struct Source {
     inode: (u64, u64),
     file: RwLock<Option<Arc<File>>>,
     identity: Mutex<Identity>,
+    /// Number of pins.
+    pins: AtomicUsize,
     /// Whether a new name has explained a change time before: it does so once.
     moved: AtomicBool,
     /// Set once the file is known to have changed: it is never read again.
@@ -79,6 +81,7 @@ impl Source {
             inode: (identity.dev, identity.ino),
             file: RwLock::new(Some(Arc::new(file))),
             identity: Mutex::new(identity),
+            pins: AtomicUsize::new(0),
             moved: AtomicBool::new(false),
             changed: OnceLock::new(),
         });
@@ -124,6 +127,26 @@ impl Source {
         *self.file.write().unwrap_or_else(PoisonError::into_inner) = Some(file.clone());
         descriptors::opened(self);
         Ok(file)
+    }
+
+    /// Keeps the file open until the pin is dropped: whoever deletes or replaces it meanwhile
+    /// leaves the old bytes to the holder.
+    ///
+    /// # Errors
+    /// Those of `file`.
+    pub fn pin(self: &Arc<Self>) -> Result<Pin> {
+        self.pins.fetch_add(1, Ordering::SeqCst);
+        let pin = Pin(self.clone());
+        self.file()?;
+        Ok(pin)
+    }
+
+    /// Closes the file unless it is pinned; a later read opens it again. An open file would
+    /// keep its space on disk after it is deleted.
+    pub fn release(&self) {
+        if self.pins.load(Ordering::SeqCst) == 0 {
+            self.close();
+        }
     }
 
     pub(super) fn close(&self) {
@@ -203,6 +226,18 @@ impl Source {
     /// Whether the file is known to have changed.
     pub fn is_changed(&self) -> bool {
         self.changed.get().is_some()
+    }
+}
+
+/// Keeps a source open.
+#[derive(Debug)]
+pub struct Pin(Arc<Source>);
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if self.0.pins.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.release();
+        }
     }
 }
 

@@ -5,4 +5,4 @@ mod local;
 pub mod resolve;
 
 pub use descriptors::raise_limit;
-pub use local::{Identity, Source};
+pub use local::{Identity, Pin, Source};

@@ -19,6 +19,13 @@ use crate::args;
 use crate::attach::{Detach, detach};
 use crate::daemon;
 
+/// Prints a line; a reader that has seen enough is no failure.
+macro_rules! tell {
+    ($($line:tt)*) => {{
+        let _ = writeln!(io::stdout(), $($line)*);
+    }};
+}
+
 /// Name, dtype and shape of the tensors of each checkpoint.
 const TENSORS: [(&str, Dtype, &[u64]); 6] = [
     ("model.embed_tokens.weight", Dtype::Bf16, &[2048, 512]),
@@ -52,9 +59,9 @@ pub(super) fn run(args: &args::Demo) -> Outcome {
         .map_err(|e| Failure::Failed(format!("{}: {e}", template.display())))?;
     let outcome = demo(&root);
     if args.keep {
-        println!("\nThe checkpoints stay in {}", root.display());
+        tell!("\nThe checkpoints stay in {}", root.display());
     } else if let Err(e) = fs::remove_dir_all(&root) {
-        eprintln!("tensorfs: {}: {e}", root.display());
+        super::say(&format!("{}: {e}", root.display()));
     }
     outcome
 }
@@ -63,38 +70,38 @@ fn demo(root: &Path) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", root.display()));
     let (models, mount) = (root.join("models"), root.join("mnt"));
     fs::create_dir(&mount).map_err(failed)?;
-    println!("Four small checkpoints in {}:", models.display());
+    tell!("Four small checkpoints in {}:", models.display());
     for (name, cut, what) in CHECKPOINTS {
         let folder = models.join(name);
         fs::create_dir_all(&folder).map_err(failed)?;
         write_checkpoint(&folder, cut).map_err(failed)?;
-        println!("  {name:<12} {what}");
+        tell!("  {name:<12} {what}");
     }
-    println!("\n$ tensorfs mount {} {}", models.display(), mount.display());
+    tell!("\n$ tensorfs mount {} {}", models.display(), mount.display());
     let log = format!("log={}", crate::options::escape(&root.join("log").display().to_string()));
     daemon::run_in_background(&models, &mount, &[log], false, 0).map_err(Failure::Failed)?;
     let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));
-    println!("\n$ tensorfs umount {}", mount.display());
+    tell!("\n$ tensorfs umount {}", mount.display());
     unmount(&mount).map_err(failed)?;
     compared?;
-    println!("\nEvery byte read through the mount is right, and nothing was copied.");
+    tell!("\nEvery byte read through the mount is right, and nothing was copied.");
     Ok(())
 }
 
 /// Prints what `folder` of the mount shows and compares its weights.
 fn show(folder: &Path) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", folder.display()));
-    println!("\n$ ls -l {}", folder.display());
+    tell!("\n$ ls -l {}", folder.display());
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let len = entry.metadata().map_err(failed)?.len();
-        println!("  {len:>10}  {}", entry.file_name().display());
+        tell!("  {len:>10}  {}", entry.file_name().display());
     }
     let file = folder.join("model.safetensors");
     let started = Instant::now();
     let (tensors, bytes) = compare(&file)?;
     let speed = bytes as f64 / started.elapsed().as_secs_f64().max(1e-9);
-    println!(
+    tell!(
         "  {tensors} tensors, {} read at {}/s and compared: all equal",
         human(bytes),
         human(speed as u64)

@@ -11,11 +11,12 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 use serde_json::Value;
+use tensorfs::Class;
 use tensorfs::checkpoint::{Set, Tree};
 
 use crate::args::{self, Cli, Command};
 use crate::options::Options;
-use crate::{daemon, fs, log};
+use crate::{daemon, fs, log, mountinfo};
 
 /// Why a command did not do what it was asked for.
 pub(crate) enum Failure {
@@ -23,13 +24,33 @@ pub(crate) enum Failure {
     Usage(String),
     /// It could not be done.
     Failed(String),
+    /// The library refused, or failed.
+    Error(tensorfs::Error),
     /// It could not be done, and the output says why.
     Told,
 }
 
+impl Failure {
+    fn message(&self) -> String {
+        match self {
+            Failure::Usage(message) | Failure::Failed(message) => message.clone(),
+            Failure::Error(error) => error.to_string(),
+            Failure::Told => String::new(),
+        }
+    }
+
+    fn class(&self) -> Class {
+        match self {
+            Failure::Usage(_) | Failure::Told => Class::Usage,
+            Failure::Failed(_) => Class::Io,
+            Failure::Error(error) => error.class(),
+        }
+    }
+}
+
 impl From<tensorfs::Error> for Failure {
     fn from(error: tensorfs::Error) -> Self {
-        Failure::Failed(error.to_string())
+        Failure::Error(error)
     }
 }
 
@@ -37,32 +58,45 @@ impl From<tensorfs::Error> for Failure {
 pub(crate) type Outcome = Result<(), Failure>;
 
 pub(crate) fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let outcome = match cli.command {
+    let outcome = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Mount(args) => mount(&args),
         Command::Umount(args) => umount::run(&args),
-        Command::Ls(args) => query::ls(&args),
-        Command::Inspect(args) => query::inspect(&args),
-        Command::Verify(args) => verify::run(&args),
-        Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut io::stdout());
-            Ok(())
-        }
+        Command::Ls(args) => in_json(&args.source, query::ls(&args)),
+        Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
+        Command::Verify(args) => in_json(&args.source, verify::run(&args)),
+        Command::Completions { shell } => completions(shell),
         Command::Man { folder } => man(folder.as_deref()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Told) => ExitCode::from(1),
-        Err(Failure::Failed(message)) => {
-            complain(&message);
-            ExitCode::from(1)
-        }
-        Err(Failure::Usage(message)) => {
-            complain(&message);
-            ExitCode::from(2)
+        Err(failure) => {
+            if !matches!(failure, Failure::Told) {
+                complain(&failure.message());
+            }
+            ExitCode::from(if matches!(failure, Failure::Usage(_)) { 2 } else { 1 })
         }
     }
+}
+
+/// Where JSON was asked for and nothing printed yet, prints the failure as JSON too.
+fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
+    match &outcome {
+        Err(failure) if args.json && !matches!(failure, Failure::Told) => {
+            let json = serde_json::json!({
+                "source": args.source,
+                "ok": false,
+                "class": failure.class().as_str(),
+                "error": failure.message(),
+                "sets": [],
+                "notes": [],
+            });
+            // The outcome itself is said on standard error whether or not this can be printed.
+            let _ = print_json(&json);
+        }
+        _ => {}
+    }
+    outcome
 }
 
 /// One line on standard error, unless a parent waits for it on standard output.
@@ -71,8 +105,19 @@ fn complain(message: &str) {
     if daemon::is_child() {
         let _ = writeln!(io::stdout(), "{message}");
     } else {
-        eprintln!("tensorfs: {message}");
+        say(&message);
     }
+}
+
+/// One line on standard error; where that cannot be written there is nobody to tell.
+pub(crate) fn say(message: &str) {
+    let _ = writeln!(io::stderr(), "tensorfs: {message}");
+}
+
+fn completions(shell: clap_complete::Shell) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut script);
+    print_text(&String::from_utf8_lossy(&script))
 }
 
 fn mount(args: &args::Mount) -> Outcome {
@@ -83,7 +128,7 @@ fn mount(args: &args::Mount) -> Outcome {
         return daemon::run(&source, &args.target, options).map_err(Failure::Failed);
     }
     if options.rw {
-        eprintln!("tensorfs: mounted read-only; there is no writing through a mount");
+        say("mounted read-only; there is no writing through a mount");
     }
     let (options, target) = (&args.options, &args.target);
     daemon::run_in_background(&source, target, options, args.sloppy, args.verbose)
@@ -94,7 +139,11 @@ fn man(folder: Option<&Path>) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("cannot write the manual: {e}"));
     match folder {
         Some(folder) => clap_mangen::generate_to(Cli::command(), folder).map_err(failed),
-        None => clap_mangen::Man::new(Cli::command()).render(&mut io::stdout()).map_err(failed),
+        None => {
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
+            print_text(&String::from_utf8_lossy(&page))
+        }
     }
 }
 
@@ -106,13 +155,19 @@ pub(crate) struct Behind {
 
 /// The source behind `path`, where it lies on a mount whose source the caller may read.
 pub(crate) fn behind_mount(path: &Path) -> Option<Behind> {
+    // Anywhere else anybody may have written the attribute.
+    if !mountinfo::is_on_ours(path) {
+        return None;
+    }
     let json = xattr::get(path, fs::XATTR_SOURCE).ok()??;
     let json: Value = serde_json::from_slice(&json).ok()?;
     let mut source = PathBuf::from(json.get("source")?.as_str()?);
     if let Some(file) = json.get("file").and_then(Value::as_str) {
         source.push(file);
     }
-    std::fs::metadata(&source).ok()?;
+    if !can_read(&source) {
+        return None;
+    }
     let view = json.get("view")?.as_object()?;
     let mut options = Vec::new();
     for (key, value) in view {
@@ -121,6 +176,18 @@ pub(crate) fn behind_mount(path: &Path) -> Option<Behind> {
         options.extend(texts.map(|text| format!("{key}={}", crate::options::escape(text))));
     }
     Some(Behind { path: source, options: options.join(",") })
+}
+
+/// Whether the caller may read the weights at `source`: the file, or all in the folder.
+fn can_read(source: &Path) -> bool {
+    if !source.is_dir() {
+        return std::fs::File::open(source).is_ok();
+    }
+    let Ok(entries) = std::fs::read_dir(source) else { return false };
+    let weights = entries.filter_map(Result::ok).filter(|entry| {
+        entry.file_name().to_str().is_some_and(tensorfs::format::names::is_weights)
+    });
+    weights.map(|entry| entry.path()).all(|path| std::fs::File::open(path).is_ok())
 }
 
 /// Scans the source of a query; on a mount, the source behind it, looked at the same way.
@@ -133,7 +200,6 @@ pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree,
             view = tensorfs::view::View {
                 expect_shards: view.expect_shards,
                 reference: view.reference,
-                ignore_manifest: view.ignore_manifest,
                 ..mounted
             };
         }

@@ -4,12 +4,15 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use tensorfs::Error;
 use tensorfs::catalog::{Piece, Tensor};
 use tensorfs::checkpoint::Checkpoint;
+use tensorfs::error::shown_path;
 use tensorfs::gather::Runs;
 
 use super::{
     Failure, Found, Outcome, human, open_source, print_json, print_text, prove_all, query_options,
+    say,
 };
 use crate::args;
 
@@ -32,10 +35,10 @@ struct Shown {
 }
 
 pub(super) fn ls(args: &args::Ls) -> Outcome {
-    let (shown, notes, refused) = shown(&args.source)?;
+    let Looked { shown, notes, refused } = look(&args.source)?;
     if args.source.json {
         let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
-        print_json(&json!({ "source": source_of(&args.source), "sets": sets, "notes": notes }))?;
+        print_answer(&args.source, sets, notes, &refused)?;
     } else {
         let mut text = String::new();
         for set in &shown {
@@ -53,11 +56,11 @@ pub(super) fn ls(args: &args::Ls) -> Outcome {
         }
         print_text(&text)?;
     }
-    refused
+    told(&refused)
 }
 
 pub(super) fn inspect(args: &args::Inspect) -> Outcome {
-    let (shown, notes, refused) = shown(&args.source)?;
+    let Looked { shown, notes, refused } = look(&args.source)?;
     let wanted =
         |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| *n == placed.tensor.name);
     let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
@@ -81,7 +84,7 @@ pub(super) fn inspect(args: &args::Inspect) -> Outcome {
                 json
             })
             .collect();
-        print_json(&json!({ "source": source_of(&args.source), "sets": sets, "notes": notes }))?;
+        print_answer(&args.source, sets, notes, &refused)?;
     } else {
         let mut text = String::new();
         for set in &shown {
@@ -90,38 +93,72 @@ pub(super) fn inspect(args: &args::Inspect) -> Outcome {
         }
         print_text(&text)?;
     }
-    refused
+    told(&refused)
 }
 
-fn source_of(args: &args::Source) -> Value {
-    let path = std::fs::canonicalize(&args.source).unwrap_or_else(|_| args.source.clone());
-    json!(path)
+/// What a look at a source found.
+struct Looked {
+    /// The sets that are whole.
+    shown: Vec<Shown>,
+    notes: Vec<String>,
+    /// The others: folder, name and reason.
+    refused: Vec<(String, String, Error)>,
 }
 
-/// The sets that are whole, the notes, and a failure where one is refused.
-fn shown(args: &args::Source) -> Result<(Vec<Shown>, Vec<String>, Outcome), Failure> {
+fn look(args: &args::Source) -> Result<Looked, Failure> {
     let options = query_options(args)?;
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
-    let mut shown = Vec::new();
-    let mut refused = Ok(());
+    let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };
     for Found { directory, set } in found {
-        match set.outcome {
-            Ok(checkpoint) => shown.push(Shown::new(directory.display().to_string(), checkpoint)?),
-            Err(error) => {
-                if refused.is_err() {
-                    eprintln!("tensorfs: {error}");
-                } else {
-                    refused = Err(Failure::Failed(error.to_string()));
-                }
-            }
+        let directory = shown_path(&directory);
+        let shown = set.outcome.and_then(|checkpoint| Shown::new(directory.clone(), checkpoint));
+        match shown {
+            Ok(shown) => looked.shown.push(shown),
+            Err(error) => looked.refused.push((directory, set.name, error)),
         }
     }
-    Ok((shown, notes, refused))
+    Ok(looked)
+}
+
+fn print_answer(
+    args: &args::Source,
+    sets: Vec<Value>,
+    notes: Vec<String>,
+    refused: &[(String, String, Error)],
+) -> Outcome {
+    let path = std::fs::canonicalize(&args.source).unwrap_or_else(|_| args.source.clone());
+    let refused_sets = refused.iter().map(|(directory, name, error)| {
+        json!({
+            "directory": directory,
+            "name": name,
+            "ok": false,
+            "class": error.class().as_str(),
+            "error": error.to_string(),
+            "file": error.path(),
+            "tensor": error.tensor(),
+        })
+    });
+    let first = refused.first().map(|(_, _, error)| error);
+    print_json(&json!({
+        "source": path,
+        "ok": refused.is_empty(),
+        "class": first.map(|error| error.class().as_str()),
+        "error": first.map(Error::to_string),
+        "sets": sets,
+        "refused": refused_sets.collect::<Vec<_>>(),
+        "notes": notes,
+    }))
+}
+
+/// Says the refusals on standard error.
+fn told(refused: &[(String, String, Error)]) -> Outcome {
+    refused.iter().for_each(|(_, _, error)| say(&error.to_string()));
+    if refused.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }
 
 impl Shown {
-    fn new(directory: String, checkpoint: Arc<Checkpoint>) -> Result<Shown, Failure> {
+    fn new(directory: String, checkpoint: Arc<Checkpoint>) -> Result<Shown, Error> {
         if checkpoint.is_whole_file() {
             let catalog = checkpoint.catalog();
             let start = |at: usize| checkpoint.whole_offset(&catalog.tensors[at]);

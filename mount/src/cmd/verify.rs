@@ -10,31 +10,23 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::checkpoint::{Checkpoint, Tail};
+use tensorfs::error::shown_path;
 use tensorfs::verify::{Verified, bytes_to_read, manifest, verify};
 
-use super::{Failure, Found, Outcome, human, open_source, print_json, prove_all, query_options};
+use super::{
+    Failure, Found, Outcome, human, open_source, print_json, print_text, prove_all, query_options,
+    say,
+};
 use crate::args::{self, When};
 
 pub(super) fn run(args: &args::Verify) -> Outcome {
-    match report(args) {
-        Err(Failure::Failed(message)) if args.source.json => {
-            let class = if args.source.source.exists() { "usage" } else { "not_found" };
-            let source = &args.source.source;
-            print_json(&json!({
-                "source": source, "ok": false, "class": class, "error": message, "sets": [],
-            }))?;
-            Err(Failure::Failed(message))
-        }
-        other => other,
-    }
-}
-
-fn report(args: &args::Verify) -> Outcome {
     let mut options = query_options(&args.source)?;
     if let Some(reference) = &args.reference {
         options.view.reference = Some(reference.clone());
     }
-    options.view.ignore_manifest = args.write_manifest;
+    if args.expect_shards.is_some() && options.view.expect_shards.is_some() {
+        return Err(Failure::Usage("--expect-shards and -o expect-shards= are both given".into()));
+    }
     options.view.expect_shards = args.expect_shards.or(options.view.expect_shards);
     let tree = open_source(&args.source, options)?;
     let (mut found, notes) = prove_all(&tree)?;
@@ -60,17 +52,17 @@ fn report(args: &args::Verify) -> Outcome {
                 let written = write_manifest_if_asked(args, &checkpoint)?;
                 describe(&mut line, &checkpoint, verified);
                 if !args.source.json {
-                    let text = told(&checkpoint, verified, started);
-                    bar.suspend(|| println!("{text}"));
+                    let mut text = told(&checkpoint, verified, started);
                     if let Some(path) = written {
-                        bar.suspend(|| println!("  wrote {path}"));
+                        text.push_str(&format!("\n  wrote {path}"));
                     }
+                    bar.suspend(|| print_text(&(text + "\n")))?;
                 }
             }
             Err(error) => {
                 describe_refusal(&mut line, &error);
                 let message = error.to_string();
-                bar.suspend(|| eprintln!("tensorfs: {message}"));
+                bar.suspend(|| say(&message));
                 first_refusal.get_or_insert((line["class"].clone(), message));
             }
         }
@@ -87,14 +79,15 @@ fn report(args: &args::Verify) -> Outcome {
             "source": tree.source, "ok": ok, "class": class, "error": error, "sets": sets, "notes": notes,
         }))?;
     } else {
-        notes.iter().for_each(|note| println!("  note: {note}"));
+        let lines = notes.iter().map(|note| format!("  note: {note}\n"));
+        print_text(&lines.collect::<String>())?;
     }
     if first_refusal.is_none() && strict {
-        eprintln!(
-            "tensorfs: {}: tail: unproven: nothing tells whether the last pieces are there; give \
+        say(&format!(
+            "{}: tail: unproven: nothing tells whether the last pieces are there; give \
              --expect-shards or --reference",
-            tree.source.display()
-        );
+            shown_path(&tree.source)
+        ));
     }
     if ok { Ok(()) } else { Err(Failure::Told) }
 }
@@ -188,13 +181,16 @@ fn write_manifest_if_asked(
 
 /// Writes a file so that it is there whole or not at all.
 fn write_whole(path: &Path, text: &[u8]) -> std::io::Result<()> {
-    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
-    let written = File::create(&temporary).and_then(|mut file| {
+    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+    let temporary = path.with_extension(format!("{}-{nanos}.tmp", std::process::id()));
+    // Fails where something is there already, a link that somebody left for us too.
+    let written = File::create_new(&temporary).and_then(|mut file| {
         file.write_all(text)?;
         file.sync_all()?;
         std::fs::rename(&temporary, path)
     });
-    if written.is_err() {
+    let taken = written.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::AlreadyExists);
+    if written.is_err() && !taken {
         let _ = std::fs::remove_file(&temporary);
     }
     written

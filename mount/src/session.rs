@@ -237,7 +237,7 @@ impl Running {
     /// Looks at the root of the mount, from another process: a process that waits for its own
     /// mount could not be killed, because its end would wait for the answer.
     fn wait_for_answer(&self) -> io::Result<()> {
-        let mut probe = Command::new(std::env::current_exe()?)
+        let mut probe = Command::new("/proc/self/exe")
             .arg0("tensorfs")
             .env(PROBE, &self.target)
             .stdin(Stdio::null())

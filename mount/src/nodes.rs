@@ -369,7 +369,7 @@ impl Nodes {
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let _one_at_a_time = lock(&self.refresh);
         let listing = self.listing(folder)?;
-        let replaced = find(&listing, name).is_none_or(|node| node.is_replaced());
+        let replaced = find(&listing, name).is_some_and(|node| node.is_replaced());
         if replaced || self.tree().differs(folder) {
             // The source is asked without a lock on the tree, which every request needs.
             let mut tree = Tree::clone(&self.tree());

@@ -113,14 +113,12 @@ impl Candidate {
 /// leave notes with whole tensors (all offsets 0) in files that are numbered or named by a
 /// weight map; those are read as what they are named.
 fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
-    let header =
-        |loaded: &Result<Loaded>| loaded.as_ref().ok().map(|file| file.shard.header.clone());
     let noted: Vec<(&String, bool)> = weights
         .iter()
         .filter(|(name, _)| !names::is_dcp_shard(name))
         .filter_map(|(name, loaded)| {
-            let header = header(loaded).filter(|h| dcp::is_shard(h.metadata.as_ref()))?;
-            Some((name, dcp::is_whole(&header)))
+            let header = &loaded.as_ref().ok()?.shard.header;
+            dcp::is_shard(header.metadata.as_ref()).then(|| (name, dcp::is_whole(header)))
         })
         .collect();
     let pieces = noted.iter().any(|(_, whole)| !whole);

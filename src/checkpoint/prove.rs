@@ -69,7 +69,7 @@ impl Tree {
         let names = winners.iter().chain(&losers).flat_map(Candidate::files);
         proved.weights = names.chain(weights.keys()).cloned().collect();
         if let Some(only) = only {
-            winners.retain(|set| set.output == only || set.files().any(|file| file == only));
+            winners.retain(|set| set.files().any(|file| file == only));
             // Of a set that loses its name, one file was named: that settles the name.
             if winners.is_empty() {
                 winners = losers.into_iter().filter(|set| set.files().any(|f| f == only)).collect();

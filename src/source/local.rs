@@ -144,8 +144,10 @@ impl Source {
     /// Closes the file unless it is pinned; a later read opens it again. An open file would
     /// keep its space on disk after it is deleted.
     pub fn release(&self) {
+        // Under the lock, so that a pin that comes now finds the file closed and opens it.
+        let mut file = self.file.write().unwrap_or_else(PoisonError::into_inner);
         if self.pins.load(Ordering::SeqCst) == 0 {
-            self.close();
+            *file = None;
         }
     }
 

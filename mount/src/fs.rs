@@ -128,7 +128,10 @@ impl Shared {
         };
         // Taken before the lock: the source may have to be opened for it.
         let whole = match &opened.file {
-            OpenFile::Whole(source) if !source.is_empty() => source.file().ok(),
+            // A proved file that has changed is answered with EIO, which the kernel would not.
+            OpenFile::Whole(source) if !source.is_empty() && !source.is_changed() => {
+                source.file().ok()
+            }
             _ => None,
         };
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
@@ -137,9 +140,10 @@ impl Shared {
             _ => None,
         };
         let by_us = matches!(serving.get(&ino), Some(Serving::ByUs));
-        let by_kernel = match whole {
-            Some(_) if known.is_some() => known,
-            Some(file) if !by_us => self.backing(&file, &reply),
+        // The kernel takes one way at a time: while it serves the file to others, to this one too.
+        let by_kernel = match (known, whole) {
+            (Some(backing), _) => Some(backing),
+            (None, Some(file)) if !by_us => self.backing(&file, &reply),
             _ => None,
         };
         match by_kernel {
@@ -202,10 +206,13 @@ impl Shared {
     fn sweep(self: &Arc<Self>) {
         if !self.sweeping.swap(true, Ordering::Relaxed) {
             let shared = self.clone();
-            offload(move || {
-                shared.watcher.sweep();
+            let started = offload(move || {
+                guarded(|| shared.watcher.sweep());
                 shared.sweeping.store(false, Ordering::Relaxed);
             });
+            if !started {
+                self.sweeping.store(false, Ordering::Relaxed);
+            }
         }
     }
 
@@ -225,7 +232,7 @@ impl Shared {
         }
     }
 
-    fn source_xattr(&self, node: &Node) -> String {
+    fn source_xattr(&self, node: &Node) -> Option<String> {
         let mut folder = self.nodes.tree().folders[node.folder].path.clone();
         let mut member = None;
         match &node.kind {
@@ -244,7 +251,9 @@ impl Shared {
             NodeKind::File { content: Content::Text(_), .. } => {}
         }
         let view = &self.common.view;
-        serde_json::json!({ "source": folder, "file": member, "view": view }).to_string()
+        // A path that is not UTF-8 cannot stand in JSON.
+        let folder = folder.to_str()?;
+        Some(serde_json::json!({ "source": folder, "file": member, "view": view }).to_string())
     }
 
     /// The extended attributes of `node` that the caller may see.
@@ -262,7 +271,7 @@ impl Shared {
             _ => true,
         };
         if access::may_read_folder(&folder, uid, gid) && may_read_files() {
-            found.push((XATTR_SOURCE, self.source_xattr(node)));
+            found.extend(self.source_xattr(node).map(|source| (XATTR_SOURCE, source)));
         }
         if let NodeKind::File { version, .. } = &node.kind {
             found.push((XATTR_VERSION, version.clone()));
@@ -508,31 +517,44 @@ impl Filesystem for TensorFs {
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        guarded(|| match nix::sys::statvfs::statvfs(&self.0.common.source) {
-            Ok(fs) => {
-                // Nothing can be written, so nothing is free.
-                let frsize = fs.fragment_size();
-                reply.statfs(fs.blocks(), 0, 0, fs.files(), 0, 4096, 255, frsize as u32);
-            }
-            Err(_) => reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
+        let shared = self.0.clone();
+        offload(move || {
+            guarded(|| match nix::sys::statvfs::statvfs(&shared.common.source) {
+                Ok(fs) => {
+                    // Nothing can be written, so nothing is free.
+                    let frsize = fs.fragment_size();
+                    reply.statfs(fs.blocks(), 0, 0, fs.files(), 0, 4096, 255, frsize as u32);
+                }
+                Err(_) => reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
+            });
         });
     }
 
     fn getxattr(&self, req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        guarded(|| {
-            let Some(node) = self.0.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let found = self.0.xattrs(req.uid(), req.gid(), &node);
-            let value = found.iter().find(|(key, _)| name == *key).map(|(_, v)| v.as_bytes());
-            reply_xattr(value, size, reply);
+        let (shared, uid, gid, name) = (self.0.clone(), req.uid(), req.gid(), name.to_owned());
+        offload(move || {
+            guarded(|| {
+                let Some(node) = shared.nodes.node(ino.0) else {
+                    return reply.error(Errno::ESTALE);
+                };
+                let found = shared.xattrs(uid, gid, &node);
+                let value = found.iter().find(|(key, _)| name == *key).map(|(_, v)| v.as_bytes());
+                reply_xattr(value, size, reply);
+            });
         });
     }
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        guarded(|| {
-            let Some(node) = self.0.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let found = self.0.xattrs(req.uid(), req.gid(), &node);
-            let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
-            reply_xattr(Some(names.as_bytes()), size, reply);
+        let (shared, uid, gid) = (self.0.clone(), req.uid(), req.gid());
+        offload(move || {
+            guarded(|| {
+                let Some(node) = shared.nodes.node(ino.0) else {
+                    return reply.error(Errno::ESTALE);
+                };
+                let found = shared.xattrs(uid, gid, &node);
+                let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
+                reply_xattr(Some(names.as_bytes()), size, reply);
+            });
         });
     }
 }

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use sha2::{Digest, Sha256};
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Shown, Tree};
 use tensorfs::error::shown_path;
+use tensorfs::format::{manifest, names};
 use tensorfs::io::{Engine, Read};
 use tensorfs::reader::Reader;
 use tensorfs::source::{Identity, Pin, Source};
@@ -47,6 +48,7 @@ pub(crate) struct Node {
 
 /// What a node is.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "nearly all nodes are files")]
 pub(crate) enum NodeKind {
     /// A folder.
     Folder,
@@ -58,6 +60,8 @@ pub(crate) enum NodeKind {
         version: String,
         /// The open file, while somebody has it open.
         open: Mutex<Weak<Opened>>,
+        /// What its source was when it was opened last.
+        last: Mutex<Option<Identity>>,
     },
 }
 
@@ -65,8 +69,9 @@ pub(crate) enum NodeKind {
 pub(crate) struct Opened {
     /// What is read.
     pub(crate) file: OpenFile,
-    _pins: Vec<Pin>,
+    // Dropped before the pins: a watch must not open again what they close.
     _watched: Watched,
+    _pins: Vec<Pin>,
 }
 
 impl std::fmt::Debug for Opened {
@@ -226,7 +231,9 @@ impl Nodes {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
                 let nodes = self.clone();
-                offload(move || nodes.prove_or_fail(head));
+                if !offload(move || nodes.prove_or_fail(head)) {
+                    self.give_up(head);
+                }
             }
         }
     }
@@ -238,10 +245,15 @@ impl Nodes {
             Ok(outcomes) => log_refusals(outcomes),
             Err(_) => {
                 tracing::error!("a folder could not be proved because of a bug in tensorfs");
-                let waiters = lock(&self.progress).insert(head, Progress::Unproved);
-                drop(waiters);
+                self.give_up(head);
             }
         }
+    }
+
+    /// Drops those who wait for the proof of a family; the next look tries again.
+    fn give_up(&self, head: FolderId) {
+        let waiters = lock(&self.progress).insert(head, Progress::Unproved);
+        drop(waiters);
     }
 
     /// Proves a family and lists its folders, then lets all who wait for it go on. Returns the
@@ -274,21 +286,8 @@ impl Nodes {
             .into_iter()
             .map(|file| (file.name.clone(), file_node(tree, folder, file)))
             .collect();
-        let mut listing: Listing = Vec::new();
-        let mut by_ino = write(&self.by_ino);
-        for (name, mut node) in made {
-            while let Some(other) = by_ino.get(&node.ino) {
-                if same_file(other, &node) {
-                    node = other.clone();
-                    break;
-                }
-                node = Arc::new(renumbered(&node));
-            }
-            node.listed.store(true, Ordering::Relaxed);
-            by_ino.insert(node.ino, node.clone());
-            listing.push((name, node));
-        }
-        drop(by_ino);
+        let mut listing: Listing =
+            made.into_iter().map(|(name, node)| (name, self.registered(node))).collect();
         for (name, child) in &tree.folders[folder].children {
             listing.push((name.clone(), self.folders[*child].clone()));
         }
@@ -331,10 +330,13 @@ impl Nodes {
 
     /// Drops a node that no folder shows and the kernel does not know.
     fn drop_if_unused(&self, node: &Node) -> bool {
+        // Under the lock, so that no listing takes the node up again meanwhile.
+        let mut by_ino = write(&self.by_ino);
         let unused = node.lookups.load(Ordering::Relaxed) == 0
             && !node.listed.load(Ordering::Relaxed)
-            && matches!(node.kind, NodeKind::File { .. });
-        unused && write(&self.by_ino).remove(&node.ino).is_some()
+            && matches!(node.kind, NodeKind::File { .. })
+            && by_ino.get(&node.ino).is_some_and(|known| std::ptr::eq(known.as_ref(), node));
+        unused && by_ino.remove(&node.ino).is_some()
     }
 
     /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
@@ -342,7 +344,11 @@ impl Nodes {
         let Some(listed) = read(&self.listings)[folder].clone() else { return Entry::Absent };
         let found = find(&listed.entries, name);
         match found {
-            Some(node) if node.is_replaced() => Entry::Stale,
+            Some(node) if node.is_replaced() => {
+                // A file that is no part of a checkpoint may go and come back by itself.
+                let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
+                if gone { Entry::Absent } else { Entry::Stale }
+            }
             Some(node) if name != ERROR_FILE => Entry::Found(node),
             found => {
                 if listed.refused && self.may_ask(folder) && self.tree().differs(folder) {
@@ -369,6 +375,9 @@ impl Nodes {
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let _one_at_a_time = lock(&self.refresh);
         let listing = self.listing(folder)?;
+        if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
+            return if node.is_replaced() { self.renew(folder, name) } else { Some(node) };
+        }
         let replaced = find(&listing, name).is_some_and(|node| node.is_replaced());
         if replaced || self.tree().differs(folder) {
             // The source is asked without a lock on the tree, which every request needs.
@@ -381,6 +390,44 @@ impl Nodes {
         }
         let listing = self.listing(folder)?;
         find(&listing, name)
+    }
+}
+
+impl Nodes {
+    /// A new node for a file that is no part of a checkpoint, and was replaced.
+    fn renew(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
+        let tree = self.tree();
+        let file = tree.file_now(folder, name)?;
+        let content = Content::Whole { file, proved: None };
+        let node = file_node(&tree, folder, Shown { name: name.to_owned(), content });
+        let mut shown: Listing = self.listing(folder)?.to_vec();
+        let entry = shown.iter_mut().find(|(other, _)| other == name)?;
+        let node = self.registered(node);
+        let old = std::mem::replace(&mut entry.1, node.clone());
+        if let Some(listed) = &mut write(&self.listings)[folder] {
+            listed.entries = Arc::new(shown);
+        }
+        if !Arc::ptr_eq(&old, &node) {
+            old.listed.store(false, Ordering::Relaxed);
+            self.drop_if_unused(&old);
+        }
+        Some(node)
+    }
+
+    /// Makes `node` known by its inode number; where that file in that version is known
+    /// already, it is that node, and where another file has the number, the next one.
+    fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
+        let mut by_ino = write(&self.by_ino);
+        while let Some(other) = by_ino.get(&node.ino) {
+            if same_file(other, &node) {
+                node = other.clone();
+                break;
+            }
+            node = Arc::new(renumbered(&node));
+        }
+        node.listed.store(true, Ordering::Relaxed);
+        by_ino.insert(node.ino, node.clone());
+        node
     }
 }
 
@@ -405,12 +452,14 @@ fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
 }
 
 /// Runs `work` on a thread of its own: what may wait for the source must not keep a thread that
-/// takes requests.
-pub(crate) fn offload(work: impl FnOnce() + Send + 'static) {
-    // Where no thread can be had, dropping the work answers its request with EIO.
-    if let Err(e) = std::thread::Builder::new().name("offload".to_owned()).spawn(work) {
+/// takes requests. Where no thread can be had it is dropped, which answers its request with EIO;
+/// returns whether it runs.
+pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
+    let started = std::thread::Builder::new().name("offload".to_owned()).spawn(work);
+    if let Err(e) = &started {
         tracing::error!("cannot start a thread: {e}");
     }
+    started.is_ok()
 }
 
 fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
@@ -442,7 +491,7 @@ impl Node {
     /// # Errors
     /// `Error::Changed` where another file stands in its place.
     pub(crate) fn open(&self, watcher: &Arc<Watcher>) -> Result<(Arc<Opened>, bool)> {
-        let NodeKind::File { content, open, .. } = &self.kind else {
+        let NodeKind::File { content, open, last, .. } = &self.kind else {
             return Err(Error::usage("a folder cannot be read"));
         };
         // Held while the file is opened, so that it is opened and watched once.
@@ -453,7 +502,7 @@ impl Node {
                 let file = self.open_file(content)?;
                 let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
                 let _watched = watcher.watch(self.ino, file.sources());
-                let opened = Arc::new(Opened { file, _pins: pins, _watched });
+                let opened = Arc::new(Opened { file, _watched, _pins: pins });
                 *shared = Arc::downgrade(&opened);
                 opened
             }
@@ -463,7 +512,21 @@ impl Node {
         for source in opened.file.sources() {
             unchanged &= source.check().is_ok();
         }
+        if let OpenFile::Whole(source) = &opened.file {
+            let now = source.identity();
+            unchanged &= lock(last).replace(now).is_none_or(|before| before == now);
+        }
         Ok((opened, unchanged))
+    }
+
+    /// Whether it is a file of the source that no checkpoint depends on.
+    fn is_plain(&self) -> bool {
+        let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
+        else {
+            return false;
+        };
+        let name = file.name.to_string_lossy();
+        names::weight_map_output(&name).is_none() && !name.ends_with(manifest::SUFFIX)
     }
 
     fn open_file(&self, content: &Content) -> Result<OpenFile> {
@@ -542,7 +605,12 @@ fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
     };
     let digest = hash.finalize();
     let version = digest[8..24].iter().map(|byte| format!("{byte:02x}")).collect();
-    let kind = NodeKind::File { content: shown.content, version, open: Mutex::default() };
+    let kind = NodeKind::File {
+        content: shown.content,
+        version,
+        open: Mutex::default(),
+        last: Mutex::default(),
+    };
     Arc::new(Node::new(ino_of(&digest), folder, len, newest, kind))
 }
 
@@ -562,6 +630,7 @@ fn renumbered(node: &Node) -> Node {
             content: content.clone(),
             version: version.clone(),
             open: Mutex::default(),
+            last: Mutex::default(),
         },
     };
     let ino = node.ino.wrapping_add(1).max(ROOT + 1);

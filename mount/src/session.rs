@@ -319,16 +319,19 @@ fn unmount_on_signal(target: &Path, minor: Option<u32>) {
             Err(e) => tracing::error!("{}: cannot unmount: {e}", target.display()),
         }
     }
-    let seconds = DRAIN_TIMEOUT.as_secs();
-    std::thread::spawn(move || {
+    let drain = || {
         // Long enough for a connection without open files to have ended the process.
         std::thread::sleep(Duration::from_secs(1));
+        let seconds = DRAIN_TIMEOUT.as_secs();
         let status = format!("files are still open; they fail after {seconds} seconds");
         tracing::warn!("{status}, or at once after another signal");
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status)]);
         std::thread::sleep(DRAIN_TIMEOUT);
         std::process::exit(0);
-    });
-    let _ = ending_signals().wait();
+    };
+    match std::thread::Builder::new().name("drain".to_owned()).spawn(drain) {
+        Ok(_) => drop(ending_signals().wait()),
+        Err(_) => drain(),
+    }
     std::process::exit(0);
 }

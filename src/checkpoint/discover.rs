@@ -39,6 +39,11 @@ impl Kind {
 /// The weight files of a folder, opened; those that could not be, with the reason.
 pub(super) type Weights = BTreeMap<String, Result<Loaded>>;
 
+/// Whether the file says of its tensors where in whole ones they lie.
+pub(super) fn is_noted(loaded: &Loaded) -> bool {
+    dcp::is_shard(loaded.shard.header.metadata.as_ref())
+}
+
 /// A set of files that stand for one checkpoint, not yet proved.
 pub(super) struct Candidate {
     /// Name of the file that it is shown as.
@@ -117,8 +122,8 @@ fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
         .iter()
         .filter(|(name, _)| !names::is_dcp_shard(name))
         .filter_map(|(name, loaded)| {
-            let header = &loaded.as_ref().ok()?.shard.header;
-            dcp::is_shard(header.metadata.as_ref()).then(|| (name, dcp::is_whole(header)))
+            let loaded = loaded.as_ref().ok()?;
+            is_noted(loaded).then(|| (name, dcp::is_whole(&loaded.shard.header)))
         })
         .collect();
     let pieces = noted.iter().any(|(_, whole)| !whole);

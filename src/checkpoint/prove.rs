@@ -4,14 +4,17 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::catalog::Catalog;
+use serde_json::Value;
+
+use crate::catalog::{Catalog, Tensor};
 use crate::error::{Class, Error, Fault, Result};
 use crate::format::manifest::{self, Reference};
+use crate::format::names;
 use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::{Arrangement, View};
 
-use super::discover::{Candidate, Discovered, Kind, Weights, discover, open_weights};
+use super::discover::{Candidate, Discovered, Kind, Weights, discover, is_noted, open_weights};
 use super::load::{Loaded, read_reference};
 use super::tree::{Folder, FolderId, Tree};
 use super::{Checkpoint, Tail};
@@ -139,7 +142,9 @@ fn prove_set(
         Kind::WeightMap | Kind::Numbered | Kind::Single => Catalog::of_whole_tensors(headers, map),
     };
     let catalog = catalog.map_err(refused)?;
-    let tail = prove_tail(folder, &candidate, &catalog, view, judged)?;
+    refuse_doubles(&candidate, &catalog).map_err(refused)?;
+    let noted = loaded.iter().any(|file| is_noted(file));
+    let tail = prove_tail(folder, &candidate, &catalog, view, judged, noted)?;
     let mut layout = None;
     if candidate.kind != Kind::Single && view.arrangement == Arrangement::Single {
         // A checkpoint that cannot be laid out is refused here, not when it is first read.
@@ -161,6 +166,23 @@ fn prove_set(
     })
 }
 
+/// Refuses files that merely carry a sharding note, hold whole tensors, and hold the same ones:
+/// they are two checkpoints, not one saved with replicas.
+fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Result<(), Fault> {
+    let named = candidate.members.iter().any(|name| names::is_dcp_shard(name));
+    let whole = |tensor: &Tensor| tensor.pieces.iter().all(|piece| piece.shape == tensor.shape);
+    if candidate.kind != Kind::Dcp || named || !catalog.tensors.iter().all(whole) {
+        return Ok(());
+    }
+    let double = catalog.tensors.iter().find(|tensor| !tensor.replicas.is_empty());
+    double.map_or(Ok(()), |tensor| {
+        let first = &catalog.shard(tensor.pieces[0].shard).name;
+        let second = &catalog.shard(tensor.replicas[0].shard).name;
+        let message = format!("lies whole in {first} and in {second}; are these two checkpoints?");
+        Err(Fault::new(Class::DuplicateTensor, message).tensor(&tensor.name).in_file(second))
+    })
+}
+
 /// Compares the catalog with what is known from outside the shards.
 fn prove_tail(
     folder: &Folder,
@@ -168,9 +190,14 @@ fn prove_tail(
     catalog: &Catalog,
     view: &View,
     judged: bool,
+    noted: bool,
 ) -> Result<Tail> {
     let refused = |fault: Fault| Error::refused(&folder.path, fault);
-    let mut proven = candidate.kind != Kind::Dcp;
+    // Files with a sharding note may be pieces that lack what comes after them, also where all
+    // of them begin at 0.
+    let total_size = candidate.map.as_ref().and_then(|(_, map)| map.metadata.get("total_size"));
+    let total_fits = total_size.and_then(Value::as_u64) == Some(catalog.data_len());
+    let mut proven = !noted || (candidate.kind == Kind::WeightMap && total_fits);
     let mut compare = |path: &Path, hint: &str| -> Result<()> {
         let known = read_reference(path)?;
         check_reference(catalog, &known, path, hint).map_err(refused)?;

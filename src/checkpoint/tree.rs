@@ -151,6 +151,12 @@ impl Tree {
         }
     }
 
+    /// The file `name` of `folder` as it is now, where it is one that may be read.
+    pub fn file_now(&self, folder: FolderId, name: &OsStr) -> Option<File> {
+        let (path, identity) = look_at(&self.bounds, &self.folders[folder].path.join(name))?;
+        Some(File { name: name.to_owned(), path, identity })
+    }
+
     /// Whether a file of the family of `folder` is no longer what it was: gone, back, or
     /// another one.
     pub fn differs(&self, folder: FolderId) -> bool {

@@ -41,7 +41,7 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     let (total, variant) = rest;
     let inner = stem.strip_suffix(SUFFIX);
     let plain = inner.unwrap_or(stem);
-    let known = suffixed || inner.is_some();
+    let known = suffixed || (inner.is_some() && variant.is_empty());
     if !known || plain.is_empty() || is_dcp_shard(name) {
         return None;
     }
@@ -161,6 +161,7 @@ mod tests {
             "model-2-of-3.safetensors",
             "model-00002-of-00003.bin",
             "model-00002-of-00003",
+            "model.safetensors-00002-of-00003.lock",
             "-00002-of-00003.safetensors",
             "model-00002-of-00003x.safetensors",
             "model-00002x-of-00003.safetensors",

@@ -2,6 +2,7 @@
 //! file descriptors.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -42,20 +43,40 @@ fn open_sources() -> &'static Open {
     })
 }
 
-/// Notes that `source` was opened, and closes the one opened longest ago where that makes one
-/// too many. A closed source is opened again when it is read.
+/// Notes that `source` was opened, and closes another one where that makes one too many: the
+/// one opened longest ago that can be opened again. It is when it is read.
 pub(super) fn opened(source: &Arc<Source>) {
+    if source.counted.swap(true, Ordering::SeqCst) {
+        return;
+    }
     let open = open_sources();
     let evicted = {
         let mut sources = open.sources.lock().unwrap_or_else(PoisonError::into_inner);
         sources.push_back(Arc::downgrade(source));
-        if sources.len() as u64 > open.max {
-            sources.retain(|source| source.strong_count() > 0);
+        if sources.len() as u64 <= open.max {
+            return;
         }
-        let excess = sources.len() as u64 > open.max;
-        if excess { sources.pop_front() } else { None }
+        sources.retain(|source| {
+            let source = source.upgrade();
+            let stays = source.as_ref().is_some_and(|source| source.is_open());
+            if !stays && let Some(source) = source {
+                source.counted.store(false, Ordering::SeqCst);
+            }
+            stays
+        });
+        if sources.len() as u64 <= open.max {
+            return;
+        }
+        let last = sources.len() - 1;
+        let mut others = sources.range(..last).filter_map(Weak::upgrade);
+        let evicted = others.find(|source| source.may_close());
+        if let Some(evicted) = &evicted {
+            sources.retain(|source| !std::ptr::eq(source.as_ptr(), Arc::as_ptr(evicted)));
+            evicted.counted.store(false, Ordering::SeqCst);
+        }
+        evicted
     };
-    if let Some(source) = evicted.and_then(|source| source.upgrade()) {
+    if let Some(source) = evicted {
         source.close();
     }
 }

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::SystemTime;
 
 use nix::libc;
 
@@ -22,6 +23,9 @@ pub struct Identity {
     pub ino: u64,
     /// Length in bytes.
     pub len: u64,
+    /// When the inode was made, where the file system says: a deleted file's number may go to
+    /// the next one.
+    born: Option<SystemTime>,
     /// Time of the last change of the bytes, in seconds and nanoseconds.
     pub mtime: (i64, i64),
     ctime: (i64, i64),
@@ -37,6 +41,7 @@ impl Identity {
             dev: meta.dev(),
             ino: meta.ino(),
             len: meta.size(),
+            born: meta.created().ok(),
             mtime: (meta.mtime(), meta.mtime_nsec()),
             ctime: (meta.ctime(), meta.ctime_nsec()),
             nlink: meta.nlink(),
@@ -47,7 +52,7 @@ impl Identity {
 
     /// Whether both are states of one inode.
     pub fn same_inode(&self, other: &Identity) -> bool {
-        (self.dev, self.ino) == (other.dev, other.ino)
+        (self.dev, self.ino, self.born) == (other.dev, other.ino, other.born)
     }
 
     /// Whether the bytes are the same, as far as size and modification time tell.
@@ -60,10 +65,12 @@ impl Identity {
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
-    /// Device and inode number.
-    inode: (u64, u64),
+    /// What it was when it was opened first.
+    first: Identity,
     file: RwLock<Option<Arc<File>>>,
     identity: Mutex<Identity>,
+    /// Whether it stands among the open sources.
+    pub(super) counted: AtomicBool,
     /// Number of pins.
     pins: AtomicUsize,
     /// Whether a new name has explained a change time before: it does so once.
@@ -78,9 +85,10 @@ impl Source {
         let (file, identity) = open_regular(path)?;
         let source = Arc::new(Source {
             path: path.to_owned(),
-            inode: (identity.dev, identity.ino),
+            first: identity,
             file: RwLock::new(Some(Arc::new(file))),
             identity: Mutex::new(identity),
+            counted: AtomicBool::new(false),
             pins: AtomicUsize::new(0),
             moved: AtomicBool::new(false),
             changed: OnceLock::new(),
@@ -118,6 +126,10 @@ impl Source {
         let (file, identity) = open_regular(&self.path)?;
         if !identity.same_inode(&self.identity()) {
             // Not marked as changed: the old file may still be whole, only out of reach.
+            tracing::error!(
+                "{}: replaced while it was closed for want of file descriptors; raise the limit",
+                self.path.display()
+            );
             return Err(Error::Changed {
                 path: self.path.clone(),
                 detail: "was replaced while it was closed for want of file descriptors".to_owned(),
@@ -149,6 +161,15 @@ impl Source {
         if self.pins.load(Ordering::SeqCst) == 0 {
             *file = None;
         }
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.file.read().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// Whether closing it loses nothing: nobody relies on it, or it can be opened again.
+    pub(super) fn may_close(&self) -> bool {
+        self.pins.load(Ordering::SeqCst) == 0 || self.is_at_path()
     }
 
     pub(super) fn close(&self) {
@@ -211,7 +232,7 @@ impl Source {
     /// Whether the path still leads to this file.
     pub fn is_at_path(&self) -> bool {
         let there = std::fs::symlink_metadata(&self.path);
-        there.is_ok_and(|meta| (meta.dev(), meta.ino()) == self.inode)
+        there.is_ok_and(|meta| Identity::of(&meta).same_inode(&self.first))
     }
 
     fn set_changed(&self, detail: String) -> Error {
@@ -247,22 +268,28 @@ impl Drop for Pin {
 /// there now is refused without being opened for reading, which could block or have effects.
 fn open_regular(path: &Path) -> Result<(File, Identity)> {
     let open_error = |e| Error::io(path, "open", e);
-    let handle = std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC)
-        .open(path)
-        .map_err(open_error)?;
-    let meta = handle.metadata().map_err(open_error)?;
-    if !meta.is_file() {
-        let reason = io::Error::new(io::ErrorKind::NotFound, "not a regular file");
-        return Err(open_error(reason));
+    for _ in 0..OPEN_TRIES {
+        let handle = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC)
+            .open(path)
+            .map_err(open_error)?;
+        let meta = handle.metadata().map_err(open_error)?;
+        if !meta.is_file() {
+            let reason = io::Error::new(io::ErrorKind::NotFound, "not a regular file");
+            return Err(open_error(reason));
+        }
+        let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
+        // A folder on the way may have become a link since the path was resolved and found
+        // allowed; or the file was replaced this very moment, and the next try meets the new one.
+        if std::fs::read_link(&link).map_err(open_error)? == path {
+            let file = File::open(&link).map_err(open_error)?;
+            return Ok((file, Identity::of(&meta)));
+        }
     }
-    let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
-    // A folder on the way may have become a link since the path was resolved and found allowed.
-    if std::fs::read_link(&link).map_err(open_error)? != path {
-        let reason = io::Error::new(io::ErrorKind::NotFound, "it leads somewhere else now");
-        return Err(open_error(reason));
-    }
-    let file = File::open(&link).map_err(open_error)?;
-    Ok((file, Identity::of(&meta)))
+    let reason = io::Error::new(io::ErrorKind::NotFound, "it leads somewhere else now");
+    Err(open_error(reason))
 }
+
+/// How often a file that is replaced while it is opened is tried again.
+const OPEN_TRIES: usize = 10;

@@ -13,6 +13,7 @@ use clap::{CommandFactory, Parser};
 use serde_json::Value;
 use tensorfs::Class;
 use tensorfs::checkpoint::{Set, Tree};
+use tensorfs::error::shown_path;
 
 use crate::args::{self, Cli, Command};
 use crate::options::Options;
@@ -84,7 +85,7 @@ fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
             let json = serde_json::json!({
-                "source": args.source,
+                "source": shown_path(&args.source),
                 "ok": false,
                 "class": failure.class().as_str(),
                 "error": failure.message(),
@@ -229,7 +230,7 @@ pub(crate) fn prove_all(tree: &Tree) -> Result<(Vec<Found>, Vec<String>), Failur
         for (id, proved) in tree.prove(head) {
             let directory = &tree.folders[id].relative;
             notes.extend(proved.notes.iter().map(|note| {
-                let place = directory.display().to_string();
+                let place = shown_path(directory);
                 if place.is_empty() { note.clone() } else { format!("{place}: {note}") }
             }));
             let sets = proved.sets.into_iter().filter(|set| set.shown_at_parent.is_none());

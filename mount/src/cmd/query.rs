@@ -65,6 +65,9 @@ pub(super) fn inspect(args: &args::Inspect) -> Outcome {
         |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| *n == placed.tensor.name);
     let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
     if let (Some(name), false) = (&args.tensor, found) {
+        if let Some((_, _, error)) = refused.into_iter().next() {
+            return Err(Failure::Error(error));
+        }
         let source = args.source.source.display();
         return Err(Failure::Failed(format!(
             "{source}: no tensor {}",
@@ -135,13 +138,13 @@ fn print_answer(
             "ok": false,
             "class": error.class().as_str(),
             "error": error.to_string(),
-            "file": error.path(),
+            "file": error.path().map(shown_path),
             "tensor": error.tensor(),
         })
     });
     let first = refused.first().map(|(_, _, error)| error);
     print_json(&json!({
-        "source": path,
+        "source": shown_path(&path),
         "ok": refused.is_empty(),
         "class": first.map(|error| error.class().as_str()),
         "error": first.map(Error::to_string),

@@ -42,7 +42,7 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
             Ok((checkpoint, verified))
         });
         let mut line = json!({
-            "directory": directory.display().to_string(),
+            "directory": shown_path(directory),
             "name": set.name,
             "kind": set.kind.as_str(),
         });
@@ -76,7 +76,7 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
             .as_ref()
             .map_or((Value::Null, Value::Null), |(c, e)| (c.clone(), json!(e)));
         print_json(&json!({
-            "source": tree.source, "ok": ok, "class": class, "error": error, "sets": sets, "notes": notes,
+            "source": shown_path(&tree.source), "ok": ok, "class": class, "error": error, "sets": sets, "notes": notes,
         }))?;
     } else {
         let lines = notes.iter().map(|note| format!("  note: {note}\n"));
@@ -112,7 +112,7 @@ fn describe_refusal(line: &mut Value, error: &Error) {
     line["ok"] = json!(false);
     line["class"] = json!(error.class().as_str());
     line["error"] = json!(error.to_string());
-    line["file"] = json!(error.path());
+    line["file"] = json!(error.path().map(shown_path));
     line["tensor"] = json!(error.tensor());
     line["notes"] = json!([]);
 }
@@ -123,7 +123,7 @@ fn told(checkpoint: &Checkpoint, verified: Verified, started: Instant) -> String
     let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
     let mut text = format!(
         "{}: ok: {} tensors, {} in {} shards, read at {speed}/s",
-        checkpoint.directory.join(&checkpoint.name).display(),
+        shown_path(&checkpoint.directory.join(&checkpoint.name)),
         catalog.tensors.len(),
         human(catalog.data_len()),
         catalog.shards.len(),

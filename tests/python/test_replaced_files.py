@@ -1,0 +1,139 @@
+"""Files of the source that are replaced in the ways that look alike: each test is an incident."""
+
+import errno
+import json
+import os
+import resource
+
+import checkpoints
+from mounts import BIN, Mount, TestCase, pread_all, run, tensorfs, wait_until
+from test_regressions import FILE, SHARD_LEN, numbered_set, shard_name, write_one
+
+NOTED = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0]}}), "format": "pt"}
+
+
+class ReplacedFiles(TestCase):
+    # A shard removed and written anew often gets the inode number of the old one, and was taken for the old one
+    # written to in place: EIO until the next mount.
+    def test_a_shard_removed_and_written_anew_is_proved_again(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        shard = source / shard_name(2, 3)
+        with Mount(source) as m:
+            (m.path / FILE).read_bytes()
+            shard.unlink()
+            write_one(shard, "t2", 777)
+            new = checkpoints.random_bytes(777, SHARD_LEN)
+            wait_until(lambda: new in self.read(m.path / FILE), 3, "the new shard is shown")
+
+    # The same for a single file, which the kernel then served with the old size and unproved.
+    def test_a_whole_file_removed_and_written_anew_is_shown_with_its_size(self):
+        source = self.tmp / "one"
+        source.mkdir()
+        for passthrough in ("auto", "never"):
+            write_one(source / FILE, "w", 1)
+            with self.subTest(passthrough), Mount(source, f"passthrough={passthrough}") as m:
+                (m.path / FILE).read_bytes()
+                (source / FILE).unlink()
+                write_one(source / FILE, "w", 2, length=2 * SHARD_LEN)
+                new = (source / FILE).read_bytes()
+                wait_until(lambda: self.read(m.path / FILE) == new, 3, "the new file is shown")
+                self.assertEqual((m.path / FILE).stat().st_size, len(new))
+
+    # Old pages of a plain file were kept beside new ones when its modification time was put back between two opens.
+    def test_a_plain_file_with_its_time_put_back_is_not_mixed(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        plain = source / "notes.txt"
+        plain.write_bytes(b"A" * 4_000_000)
+        with Mount(source, "passthrough=never") as m:
+            with open(m.path / "notes.txt", "rb") as file:
+                file.read(300_000)
+            stat = plain.stat()
+            with open(plain, "r+b") as file:
+                file.write(b"B" * 4_000_000)
+            os.utime(plain, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
+
+    # Every look at a log file that grew proved the whole checkpoint again.
+    def test_a_growing_log_file_is_shown_as_it_is_and_proves_nothing(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        log = source / "train.log"
+        log.write_text("step 0\n")
+        with Mount(source, f"log={self.tmp / 'log'}", env={**os.environ, "TENSORFS_LOG": "info"}) as m:
+            inode = (m.path / FILE).stat().st_ino
+            for step in range(1, 6):
+                with open(log, "a") as file:
+                    file.write(f"step {step}\n")
+                wait_until(lambda: self.read(m.path / "train.log") == log.read_bytes(), 3, "the log grows")
+            self.assertEqual((m.path / FILE).stat().st_ino, inode)
+            log.unlink()
+            wait_until(lambda: not (m.path / "train.log").exists(), 3, "the log is gone")
+            log.write_text("again\n")
+            wait_until(lambda: self.read(m.path / "train.log") == b"again\n", 3, "the log is back")
+        self.assertNotIn("proving", (self.tmp / "log").read_text())
+
+    # Files opened again and again were counted as many open files, and one that was held open was closed for them.
+    def test_an_open_file_keeps_its_replaced_shard_however_often_others_are_opened(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))}
+        with Mount(source, **limit) as m:
+            descriptor = os.open(m.path / FILE, os.O_RDONLY)
+            old = pread_all(descriptor, os.fstat(descriptor).st_size, 0)
+            write_one(source / "new", "t1", 5)
+            os.replace(source / "new", source / shard_name(1, 3))
+            for _ in range(150):
+                self.read(m.path / FILE)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self.assertEqual(pread_all(descriptor, len(old), 0), old)
+            os.close(descriptor)
+
+    def read(self, path):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            self.assertIn(error.errno, (errno.ENOENT, errno.EIO, errno.ESTALE))
+            return b""
+
+
+class Names(TestCase):
+    # Two files that each hold a whole checkpoint, with a sharding note, were shown as one.
+    def test_two_whole_checkpoints_with_sharding_notes_are_not_merged(self):
+        source = self.tmp / "two"
+        source.mkdir()
+        write_one(source / FILE, "w", 1, NOTED)
+        write_one(source / "ema.safetensors", "w", 2, NOTED)
+        outcome = tensorfs("verify", source, "--json")
+        self.assertEqual(outcome.code, 1)
+        self.assertEqual(outcome.json()["class"], "duplicate_tensor")
+
+    # A file with a sharding note that begins at 0 may lack what comes after it: that is not proven.
+    def test_a_numbered_file_with_a_sharding_note_has_an_unproven_tail(self):
+        source = self.tmp / "noted"
+        source.mkdir()
+        write_one(source / shard_name(1, 1), "w", 1, NOTED)
+        self.assertEqual(tensorfs("verify", source, "--json").json()["sets"][0]["tail"], "unproven")
+
+    # A lock file beside a download was taken for a shard.
+    def test_a_lock_file_is_no_shard(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        (source / "model.safetensors-00001-of-00002.lock").write_text("")
+        self.assertEqual(tensorfs("ls", source, "--json").json()["refused"], [])
+
+    # Paths that are not UTF-8 ended every --json command with a panic.
+    def test_a_path_that_is_not_utf8_is_no_panic(self):
+        folder = os.path.join(os.fsencode(self.tmp), b"bad\xff")
+        os.mkdir(folder)
+        write_one(os.path.join(folder, os.fsencode(FILE)), "w", 1)
+        for command in ("ls", "inspect", "verify"):
+            outcome = run(BIN, command, "--json", os.fsdecode(folder))
+            self.assertEqual(outcome.code, 0, outcome.stderr)
+            self.assertEqual(len(outcome.json()["sets"]), 1)
+            self.assertEqual(run(BIN, command, "--json", os.fsdecode(folder + b"/none")).code, 1)
+        with Mount(os.fsdecode(folder)) as m:
+            self.assertNotIn("user.tensorfs.source", os.listxattr(m.path / FILE))
+
+    # `inspect` of a tensor said that there is none, where its checkpoint was refused.
+    def test_inspect_says_the_refusal_and_not_that_there_is_no_tensor(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        (source / shard_name(3, 3)).unlink()
+        outcome = tensorfs("inspect", source, "t1", "--json")
+        self.assertEqual(outcome.json()["class"], "shard_missing")

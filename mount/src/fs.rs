@@ -280,7 +280,7 @@ impl Shared {
     }
 }
 
-/// What a handler needs to reply from another thread.
+/// The attributes of `node`.
 fn attr_of(common: &Common, node: &Node) -> FileAttr {
     let (kind, bits) = match node.kind {
         NodeKind::Folder => (FileType::Directory, 0o555),

@@ -485,8 +485,8 @@ impl Node {
         *lock(&self.mtime)
     }
 
-    /// Opens the file for reading, once for all who have it open. `watch` is told of its
-    /// sources. Also returns whether what the kernel may have cached of it is still right.
+    /// Opens the file for reading, once for all who have it open; `watcher` watches its
+    /// sources as long. Also returns whether what the kernel may have cached of it is still right.
     ///
     /// # Errors
     /// `Error::Changed` where another file stands in its place.

@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use nix::libc;
 
 use super::descriptors;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown_path};
 
 /// What tells one state of a file from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,7 +128,7 @@ impl Source {
             // Not marked as changed: the old file may still be whole, only out of reach.
             tracing::error!(
                 "{}: replaced while it was closed for want of file descriptors; raise the limit",
-                self.path.display()
+                shown_path(&self.path)
             );
             return Err(Error::Changed {
                 path: self.path.clone(),
@@ -237,7 +237,7 @@ impl Source {
 
     fn set_changed(&self, detail: String) -> Error {
         if self.changed.set(detail.clone()).is_ok() {
-            tracing::error!("{}: {detail}; reads of it fail from now on", self.path.display());
+            tracing::error!("{}: {detail}; reads of it fail from now on", shown_path(&self.path));
         }
         self.changed_error(&detail)
     }

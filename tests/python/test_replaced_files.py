@@ -131,6 +131,15 @@ class Names(TestCase):
         with Mount(os.fsdecode(folder)) as m:
             self.assertNotIn("user.tensorfs.source", os.listxattr(m.path / FILE))
 
+    # Commands on a mount opened a FIFO of the source that is named like weights, and waited for its writer.
+    def test_a_fifo_in_the_source_keeps_no_command_on_the_mount(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        os.mkfifo(source / "pipe.safetensors")
+        with Mount(source) as m:
+            outcome = run(BIN, "ls", "--json", m.path, timeout=10)
+            self.assertEqual(outcome.code, 0, outcome.stderr)
+            self.assertEqual([found["name"] for found in outcome.json()["sets"]], [FILE])
+
     # `inspect` of a tensor said that there is none, where its checkpoint was refused.
     def test_inspect_says_the_refusal_and_not_that_there_is_no_tensor(self):
         source = numbered_set(self.tmp / "ck", 1)

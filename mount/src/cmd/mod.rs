@@ -181,20 +181,22 @@ pub(crate) fn behind_mount(path: &Path) -> Option<Behind> {
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.
 fn can_read(source: &Path) -> bool {
-    if !source.is_dir() {
+    let Ok(entries) = std::fs::read_dir(source) else {
         return std::fs::File::open(source).is_ok();
-    }
-    let Ok(entries) = std::fs::read_dir(source) else { return false };
-    let weights = entries.filter_map(Result::ok).filter(|entry| {
-        entry.file_name().to_str().is_some_and(tensorfs::format::names::is_weights)
-    });
-    weights.map(|entry| entry.path()).all(|path| std::fs::File::open(path).is_ok())
+    };
+    let is_weights = |path: &Path| {
+        let name = path.file_name().and_then(std::ffi::OsStr::to_str);
+        // A FIFO of such a name would keep whoever opens it.
+        name.is_some_and(tensorfs::format::names::is_weights) && path.is_file()
+    };
+    let mut paths = entries.filter_map(Result::ok).map(|entry| entry.path());
+    paths.all(|path| !is_weights(&path) || std::fs::File::open(path).is_ok())
 }
 
-/// Scans the source of a query; on a mount, the source behind it, looked at the same way.
+/// Scans the source of a query; on a mount, the source behind it, looked at the same way unless
+/// `-o` says how.
 pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
     if let Some(behind) = behind_mount(&args.source) {
-        // What was typed counts first; follow= adds up.
         let mut view = options.view;
         let mounted = Options::parse(&[behind.options], true).map_err(Failure::Failed)?.view;
         if args.options.is_empty() {

@@ -235,11 +235,15 @@ impl Source {
         there.is_ok_and(|meta| Identity::of(&meta).same_inode(&self.first))
     }
 
+    /// Marks the file as changed, for ever. The line in the log stands there before any read
+    /// fails for it.
     fn set_changed(&self, detail: String) -> Error {
-        if self.changed.set(detail.clone()).is_ok() {
-            tracing::error!("{}: {detail}; reads of it fail from now on", shown_path(&self.path));
-        }
-        self.changed_error(&detail)
+        let detail = self.changed.get_or_init(|| {
+            let path = shown_path(&self.path);
+            tracing::error!("{path}: {detail}; reads of it fail from now on");
+            detail
+        });
+        self.changed_error(detail)
     }
 
     fn changed_error(&self, detail: &str) -> Error {

@@ -496,7 +496,13 @@ impl Node {
         };
         // Held while the file is opened, so that it is opened and watched once.
         let mut shared = lock(open);
-        let opened = match shared.upgrade() {
+        // A plain file may be written to: who opens it afterwards gets the new bytes, even while
+        // somebody still has the old ones open.
+        let plain = matches!(content, Content::Whole { proved: None, .. });
+        let usable = |opened: &Arc<Opened>| {
+            !plain || opened.file.sources().iter().all(|source| source.check().is_ok())
+        };
+        let opened = match shared.upgrade().filter(usable) {
             Some(opened) => opened,
             None => {
                 let file = self.open_file(content)?;

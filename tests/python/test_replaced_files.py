@@ -53,6 +53,19 @@ class ReplacedFiles(TestCase):
             os.utime(plain, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
 
+    # The same while somebody still had the file open: the next open shared his, and failed for ever.
+    def test_a_plain_file_written_to_while_it_is_open_is_opened_with_its_new_bytes(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        plain = source / "notes.txt"
+        plain.write_bytes(b"A" * 4_000_000)
+        with Mount(source, "passthrough=never") as m, open(m.path / "notes.txt", "rb") as held:
+            held.read(300_000)
+            stat = plain.stat()
+            with open(plain, "r+b") as file:
+                file.write(b"B" * 4_000_000)
+            os.utime(plain, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
+
     # Every look at a log file that grew proved the whole checkpoint again.
     def test_a_growing_log_file_is_shown_as_it_is_and_proves_nothing(self):
         source = numbered_set(self.tmp / "ck", 1)

@@ -2,6 +2,7 @@
 
 pub mod catalog;
 pub mod checkpoint;
+pub mod counters;
 pub mod dtype;
 pub mod error;
 pub mod format;

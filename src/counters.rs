@@ -1,0 +1,134 @@
+//! What a running mount has done, in numbers: plain atomic counters that anyone may add to and
+//! read while they change.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+/// Number of classes of latency: class `n` counts what took from 2^(n-1) to 2^n microseconds.
+const LATENCY_CLASSES: usize = 32;
+
+/// A number that only grows, or goes up and down.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds `n`.
+    pub fn add(&self, n: u64) {
+        self.0.fetch_add(n, Ordering::Relaxed);
+    }
+
+    /// Takes `n` away.
+    pub fn sub(&self, n: u64) {
+        self.0.fetch_sub(n, Ordering::Relaxed);
+    }
+
+    /// The value now.
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// How long something took, as a histogram with classes of powers of two.
+#[derive(Debug, Default)]
+pub struct Latency {
+    classes: [Counter; LATENCY_CLASSES],
+}
+
+impl Latency {
+    /// Counts one duration.
+    pub fn add(&self, time: Duration) {
+        let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let class = (u64::BITS - micros.leading_zeros()) as usize;
+        self.classes[class.min(LATENCY_CLASSES - 1)].add(1);
+    }
+
+    /// The least power of two of microseconds that at least `percent` of the durations stay
+    /// below; 0 where nothing was counted.
+    pub fn percentile_us(&self, percent: u64) -> u64 {
+        let counts = self.classes.each_ref().map(Counter::get);
+        let total: u64 = counts.iter().sum();
+        let wanted = (total * percent).div_ceil(100);
+        let mut seen = 0;
+        for (class, count) in counts.iter().enumerate() {
+            seen += count;
+            if total > 0 && seen >= wanted {
+                return 1 << class;
+            }
+        }
+        0
+    }
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// The counters of one mount, or of one reader without a mount. Bytes and numbers since
+        /// the start, but for those named "now".
+        #[derive(Debug, Default)]
+        pub struct Counters {
+            $($(#[$doc])* pub $name: Counter,)*
+            /// Time from a read's arrival to its answer, where it had to wait for the source.
+            pub wait: Latency,
+        }
+
+        impl Counters {
+            /// All counters as a JSON object; latencies as percentiles in microseconds.
+            pub fn to_json(&self) -> Value {
+                json!({
+                    $(stringify!($name): self.$name.get(),)*
+                    "wait_us": {
+                        "p50": self.wait.percentile_us(50),
+                        "p99": self.wait.percentile_us(99),
+                        "max": self.wait.percentile_us(100),
+                    },
+                })
+            }
+        }
+    };
+}
+
+counters! {
+    /// Reads answered, with bytes or an error.
+    reads,
+    /// Reads answered with an error.
+    read_errors,
+    /// Bytes that answers held.
+    bytes_served,
+    /// Of them, bytes copied from pages of the source that the kernel had cached.
+    bytes_from_page_cache,
+    /// Of them, bytes that were read from the source for this answer or were being read.
+    bytes_from_source,
+    /// Of them, bytes that had been read ahead, or were left from an earlier read.
+    bytes_from_cache,
+    /// Reads that found all their bytes in memory.
+    hits,
+    /// Reads that waited for the source.
+    misses,
+    /// Bytes read from sources, for whatever reason.
+    source_bytes,
+    /// Reads of sources.
+    source_reads,
+    /// Of them, those past the kernel's page cache (O_DIRECT).
+    source_reads_direct,
+    /// Reads of sources that failed.
+    source_errors,
+    /// Reads of sources that did not come back within the deadline.
+    source_timeouts,
+    /// Reads of sources under way now.
+    source_reads_now,
+    /// Reads of sources past their deadline that the kernel has not given back, now.
+    source_stuck_now,
+    /// Bytes read ahead of the readers.
+    prefetched_bytes,
+    /// Of them, bytes that readers asked for afterwards.
+    prefetch_used_bytes,
+    /// Of them, bytes thrown away unread.
+    prefetch_wasted_bytes,
+    /// Bytes put into the kernel's page cache before anyone asked.
+    stored_bytes,
+    /// Memory held by the cache and by reads under way, now.
+    cache_bytes_now,
+    /// Reads that wait for memory, now.
+    reads_queued_now,
+}

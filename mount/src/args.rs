@@ -110,6 +110,20 @@ Mount options:
   log=FILE           where the daemon logs (default: the system log)
   passthrough=auto|never
                      whether the kernel may serve whole files by itself
+  cache=SIZE         memory for what was read ahead
+  readahead=SIZE     how far the kernel reads ahead (default: 4M); needs root
+  max_request=SIZE   largest read that the kernel asks for, up to 16M (default: 1M);
+                     above 1M it raises a limit of the whole system, as root
+  io=auto|uring|pread
+                     what reads the source: io_uring where it can be had, or threads
+  direct=auto|always|never
+                     whether the source is read past the page cache (auto: what is
+                     not in it)
+  io-timeout=SECONDS fail a read of the source that takes longer (default: 60);
+                     0 waits for ever
+  assemble=DIR       write files that are read often into DIR, and serve those
+  assemble-size=SIZE how much DIR may hold
+Sizes are bytes, or a number with K, M, G or T.
 What mount(8), systemd and SELinux add (ro, nofail, _netdev, x-*, context=...)
 is accepted. A comma in a value is written `\\,`.";
 

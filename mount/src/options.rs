@@ -1,6 +1,7 @@
 //! Mount options (`-o`): ours, and those that mount(8), systemd and SELinux add.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use tensorfs::error::quoted;
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
@@ -15,8 +16,45 @@ pub enum Passthrough {
     Never,
 }
 
+/// What reads sources.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// io_uring where it can be had and the file system is local, threads elsewhere.
+    #[default]
+    Auto,
+    /// io_uring; for tests and comparisons.
+    Uring,
+    /// Threads that call pread(2).
+    Pread,
+}
+
+/// Whether sources are read past the kernel's page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// What is not cached yet is.
+    #[default]
+    Auto,
+    /// Wherever the file system can.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// How long a read of a source may take where `io-timeout=` does not say.
+const IO_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Smallest cache: a few requests of the kernel.
+const CACHE_MIN: u64 = 4 << 20;
+
+/// Largest readahead window: one fault may read half of it before the byte that was wanted.
+const READAHEAD_MAX: u64 = 1 << 30;
+
+/// Sizes that a request of the kernel may be given: what it takes at least, and what fuser does
+/// at most.
+const REQUEST_SIZES: std::ops::RangeInclusive<u64> = 128 << 10..=16 << 20;
+
 /// All options of a mount.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// What is shown, and how.
     pub view: View,
@@ -42,6 +80,49 @@ pub struct Options {
     pub rw: bool,
     /// SELinux contexts, for the kernel.
     pub contexts: Vec<String>,
+    /// Bytes that the cache of blocks may hold.
+    pub cache: Option<u64>,
+    /// What reads sources.
+    pub io: Backend,
+    /// Whether sources are read past the kernel's page cache.
+    pub direct: Direct,
+    /// How long a read of a source may take before it fails; none: as long as it takes.
+    pub io_timeout: Option<Duration>,
+    /// Readahead window of the kernel, in bytes; 0 turns readahead off.
+    pub readahead: Option<u64>,
+    /// Largest read request of the kernel, in bytes.
+    pub max_request: Option<u64>,
+    /// Folder that hot virtual files are written into as real ones.
+    pub assemble: Option<PathBuf>,
+    /// Bytes that this folder may hold.
+    pub assemble_size: Option<u64>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            view: View::default(),
+            uid: None,
+            gid: None,
+            umask: 0,
+            allow_other: false,
+            fsname: None,
+            log: None,
+            passthrough: Passthrough::default(),
+            noexec: false,
+            noatime: false,
+            rw: false,
+            contexts: Vec::new(),
+            cache: None,
+            io: Backend::default(),
+            direct: Direct::default(),
+            io_timeout: Some(IO_TIMEOUT),
+            readahead: None,
+            max_request: None,
+            assemble: None,
+            assemble_size: None,
+        }
+    }
 }
 
 /// Options that make no difference here: defaults, and what only mount(8) acts on.
@@ -98,6 +179,9 @@ impl Options {
         let mut seen = Vec::new();
         for option in strings.iter().flat_map(|s| split(s.as_ref())).filter(|o| !o.is_empty()) {
             options.apply(&option, &mut seen, sloppy)?;
+        }
+        if options.assemble_size.is_some() && options.assemble.is_none() {
+            return Err("option assemble-size needs assemble=DIR".to_owned());
         }
         Ok(options)
     }
@@ -189,6 +273,50 @@ impl Options {
             "reference" => self.view.reference = Some(not_empty()?.into()),
             "fsname" => self.fsname = Some(not_empty()?),
             "log" => self.log = Some(not_empty()?.into()),
+            _ => return self.set_reading(key, value),
+        }
+        Ok(())
+    }
+
+    /// The options that say how bytes get from the sources to the readers.
+    fn set_reading(&mut self, key: &str, value: &str) -> Result<(), String> {
+        let bad = |expected: &str| {
+            format!("option {}: expected {expected}", quoted(&format!("{key}={value}")))
+        };
+        let size_in = |sizes: std::ops::RangeInclusive<u64>, expected: &str| {
+            size(value).filter(|size| sizes.contains(size)).map(Some).ok_or_else(|| bad(expected))
+        };
+        match key {
+            "cache" => self.cache = size_in(CACHE_MIN..=u64::MAX, "a size from 4M, like 256M")?,
+            "io" => {
+                self.io = match value {
+                    "auto" => Backend::Auto,
+                    "uring" => Backend::Uring,
+                    "pread" => Backend::Pread,
+                    _ => return Err(bad("auto, uring or pread")),
+                }
+            }
+            "direct" => {
+                self.direct = match value {
+                    "auto" => Direct::Auto,
+                    "always" => Direct::Always,
+                    "never" => Direct::Never,
+                    _ => return Err(bad("auto, always or never")),
+                }
+            }
+            "io-timeout" => {
+                let seconds = value.parse::<u32>().map_err(|_| bad("seconds, or 0 for none"))?;
+                self.io_timeout = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
+            }
+            "readahead" => {
+                self.readahead = size_in(0..=READAHEAD_MAX, "a size up to 1G, like 4M, or 0")?;
+            }
+            "max_request" => {
+                self.max_request = size_in(REQUEST_SIZES, "a size from 128K to 16M")?;
+            }
+            "assemble" if value.is_empty() => return Err(bad("a folder")),
+            "assemble" => self.assemble = Some(value.into()),
+            "assemble-size" => self.assemble_size = size_in(1..=u64::MAX, "a size, like 100G")?,
             _ => return Err(format!("unknown option {}", quoted(&format!("{key}={value}")))),
         }
         Ok(())
@@ -198,7 +326,7 @@ impl Options {
     pub fn make_absolute(&mut self) -> std::io::Result<()> {
         let paths = self.view.follow.iter_mut();
         let paths = paths.chain(self.view.reference.as_mut()).chain(self.log.as_mut());
-        for path in paths {
+        for path in paths.chain(self.assemble.as_mut()) {
             *path = std::path::absolute(&*path)?;
         }
         Ok(())
@@ -207,7 +335,7 @@ impl Options {
 
 /// Whether `key` is one of our options with a value that may be given once.
 fn is_own(key: &str) -> bool {
-    const OWN: [&str; 11] = [
+    const OWN: [&str; 19] = [
         "layout",
         "index",
         "prefer",
@@ -219,8 +347,32 @@ fn is_own(key: &str) -> bool {
         "reference",
         "fsname",
         "log",
+        "cache",
+        "io",
+        "direct",
+        "io-timeout",
+        "readahead",
+        "max_request",
+        "assemble",
+        "assemble-size",
     ];
     OWN.contains(&key)
+}
+
+/// Bytes of a size: a whole number, or one with a suffix, where `64M` is `64MiB`.
+fn size(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, suffix) = text.split_at(digits);
+    let suffix = suffix.to_ascii_lowercase();
+    let shift = match suffix.strip_suffix("ib").unwrap_or(&suffix) {
+        "" if suffix.is_empty() => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
 /// Splits at commas; `\,` is a comma inside a value and `\\` a backslash. Commas inside the
@@ -294,5 +446,49 @@ mod tests {
         assert!(parse("umask=888").unwrap_err().contains("octal"));
         assert!(parse("uid").unwrap_err().contains("needs a value"));
         assert!(parse("expect-shards=0").unwrap_err().contains("a number from 1"));
+    }
+
+    #[test]
+    fn how_sources_are_read_can_be_said() {
+        let options = parse(
+            "cache=64M,io=pread,direct=never,io-timeout=5,readahead=1MiB,max_request=4M,\
+             assemble=/a\\,b,assemble-size=2g",
+        );
+        let options = options.unwrap();
+        assert_eq!(options.cache, Some(64 << 20));
+        assert_eq!((options.io, options.direct), (Backend::Pread, Direct::Never));
+        assert_eq!(options.io_timeout, Some(Duration::from_secs(5)));
+        assert_eq!((options.readahead, options.max_request), (Some(1 << 20), Some(4 << 20)));
+        assert_eq!(options.assemble, Some("/a,b".into()));
+        assert_eq!(options.assemble_size, Some(2 << 30));
+    }
+
+    #[test]
+    fn a_read_has_a_deadline_unless_it_is_turned_off() {
+        assert_eq!(parse("").unwrap().io_timeout, Some(Duration::from_secs(60)));
+        assert_eq!(parse("io-timeout=0").unwrap().io_timeout, None);
+        for bad in ["io-timeout=-1", "io-timeout=", "io-timeout=1m", "io-timeout=99999999999"] {
+            assert!(parse(bad).unwrap_err().contains("expected seconds"), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_size_is_a_number_with_or_without_a_suffix() {
+        for (text, bytes) in [("0", 0), ("17", 17), ("4k", 4096), ("4KiB", 4096), ("2T", 2 << 40)] {
+            assert_eq!(size(text), Some(bytes), "{text}");
+        }
+        for text in ["", "M", "-1", "+1", "1.5G", "4KB", "4 K", "1P", "4ib", "99999999T", "0x10"] {
+            assert_eq!(size(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_size_that_cannot_work_is_refused() {
+        for bad in ["cache=1M", "readahead=2G", "max_request=64K", "max_request=17M", "cache=big"] {
+            assert!(parse(bad).unwrap_err().contains("expected a size"), "{bad}");
+        }
+        assert_eq!(parse("readahead=0").unwrap().readahead, Some(0));
+        assert!(parse("assemble-size=1G").unwrap_err().contains("assemble=DIR"));
+        assert!(parse("assemble-size=0,assemble=/a").unwrap_err().contains("a size"));
     }
 }

@@ -6,6 +6,8 @@ mod attach;
 mod cmd;
 mod daemon;
 mod fs;
+#[expect(dead_code, reason = "the session does not set the knobs yet")]
+mod kernel;
 mod log;
 mod mount_helper;
 mod mountinfo;

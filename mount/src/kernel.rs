@@ -1,0 +1,454 @@
+//! The kernel's side of a mount: how far it reads ahead, how large its requests are, and how
+//! many are under way. Each knob is set where that is allowed, read back, and reported.
+//!
+//! Nothing here touches the mount itself, only files of the kernel that tell about it.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use nix::unistd::{SysconfVar, sysconf};
+use serde_json::{Value, json};
+
+use crate::options::Options;
+
+/// Readahead window where `readahead=` does not say, in bytes: a few requests of the largest
+/// size that the kernel makes unasked.
+pub(crate) const READAHEAD: u64 = 4 << 20;
+
+/// Largest request where `max_request=` does not say, in bytes: what kernels allow unasked.
+pub(crate) const MAX_REQUEST: u64 = 1 << 20;
+
+/// Pages of a request where the kernel has no limit that could be raised.
+const PAGES_FIXED: u64 = 256;
+
+/// A feature of the FUSE protocol.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Feature {
+    /// Not asked for.
+    Off,
+    /// Asked for and there.
+    On,
+    /// Asked for and not there, with the reason.
+    Refused(String),
+}
+
+/// What the INIT handshake settled, as the session knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct Init {
+    /// Requests that may be under way in the background, as asked for.
+    pub max_background: u16,
+    /// Of those, how many keep the kernel from reading further ahead, as asked for.
+    pub congestion_threshold: u16,
+    /// Whether parts of one O_DIRECT read are requested at once.
+    pub async_dio: Feature,
+    /// Whether each thread has a descriptor of its own.
+    pub clone_fd: Feature,
+    /// Whether the kernel serves whole files by itself.
+    pub passthrough: Feature,
+}
+
+/// One knob: what was wanted and what it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Knob {
+    /// Its name, that of its option where it has one.
+    pub name: &'static str,
+    /// What was wanted: bytes, a number, or whether.
+    pub wanted: Value,
+    /// What it is; null where nobody says.
+    pub got: Value,
+    /// Why it is not what was wanted, or why nobody says.
+    pub why_not: Option<String>,
+    /// What that costs, where it costs anything.
+    pub cost: Option<&'static str>,
+}
+
+/// All knobs of a mount.
+#[derive(Clone, Debug)]
+pub(crate) struct Report {
+    /// One entry for each.
+    pub knobs: Vec<Knob>,
+}
+
+/// Where the kernel shows its knobs.
+struct Places {
+    sys: PathBuf,
+    sysctl: PathBuf,
+}
+
+impl Places {
+    fn real() -> Places {
+        Places { sys: "/sys".into(), sysctl: "/proc/sys".into() }
+    }
+}
+
+/// Before mount(2), because a connection keeps the limit that it was made under: raises the
+/// kernel's limit on the size of requests where `max_request=` needs it. It is a limit of the
+/// whole system, so it is never lowered.
+pub(crate) fn before_mount(options: &Options) -> Knob {
+    request_size(&Places::real(), options.max_request)
+}
+
+/// Once the mount answers, because INIT resets the window: sets what is left and reports all.
+/// `minor` names the connection; `request` is what `before_mount` returned.
+pub(crate) fn after_init(
+    minor: Option<u32>,
+    options: &Options,
+    init: &Init,
+    request: Knob,
+) -> Report {
+    report(&Places::real(), minor, options, init, request)
+}
+
+/// Sets the readahead window of the mount with the device number `0:minor`.
+pub(crate) fn set_readahead(minor: Option<u32>, bytes: u64) -> Knob {
+    readahead(&Places::real(), minor, bytes)
+}
+
+fn report(
+    places: &Places,
+    minor: Option<u32>,
+    options: &Options,
+    init: &Init,
+    request: Knob,
+) -> Report {
+    let flag = |name, feature: &Feature, cost| match feature {
+        Feature::Off => Knob::new(name, json!(false), json!(false)),
+        Feature::On => Knob::new(name, json!(true), json!(true)),
+        Feature::Refused(why) => {
+            Knob::new(name, json!(true), json!(false)).because(why.clone()).costs(cost)
+        }
+    };
+    Report {
+        knobs: vec![
+            readahead(places, minor, options.readahead.unwrap_or(READAHEAD)),
+            request,
+            background(places, minor, "max_background", init.max_background),
+            background(places, minor, "congestion_threshold", init.congestion_threshold),
+            flag("async_dio", &init.async_dio, "the parts of an O_DIRECT read wait for each other"),
+            flag("clone_fd", &init.clone_fd, "threads wait for each other when they reply"),
+            flag("passthrough", &init.passthrough, "whole files are copied by the daemon"),
+        ],
+    }
+}
+
+fn request_size(places: &Places, asked: Option<u64>) -> Knob {
+    let wanted = asked.unwrap_or(MAX_REQUEST);
+    let path = places.sysctl.join("fs/fuse/max_pages_limit");
+    let pages = wanted.div_ceil(page());
+    let (limit, why) = match read(&path) {
+        Ok(limit) if limit < pages && asked.is_some() => {
+            let written = write(&path, pages);
+            let limit = read(&path).unwrap_or(limit);
+            let why = written.err().map_or("it is as high as it goes".to_owned(), |e| reason(&e));
+            (limit, format!("{}: {why}", path.display()))
+        }
+        Ok(limit) => (limit, format!("{} is {limit} pages", path.display())),
+        // Kernels before 6.13.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            (PAGES_FIXED, format!("{}: there is no such limit to raise", path.display()))
+        }
+        Err(e) => (PAGES_FIXED, format!("{}: {}", path.display(), reason(&e))),
+    };
+    let got = wanted.min(limit.saturating_mul(page()));
+    let knob = Knob::new("max_request", json!(wanted), json!(got));
+    if got < wanted { knob.because(why).costs("a large read takes more requests") } else { knob }
+}
+
+fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
+    let knob = Knob::new("readahead", json!(wanted), Value::Null);
+    let cost = "cold reads of mapped files wait more often";
+    let Some(minor) = minor else {
+        return knob.because("the mount is not in the mount table".to_owned()).costs(cost);
+    };
+    let path = places.sys.join(format!("class/bdi/0:{minor}/read_ahead_kb"));
+    // The kernel counts pages, and rounds down.
+    let kib = (wanted.div_ceil(page()) * page()) >> 10;
+    let written = write(&path, kib);
+    let got = match read(&path) {
+        Ok(got) => got << 10,
+        Err(e) => return knob.because(format!("{}: {}", path.display(), reason(&e))).costs(cost),
+    };
+    let knob = Knob { got: json!(got), ..knob };
+    if got == kib << 10 {
+        return knob;
+    }
+    let why = written.err().map_or("the kernel took another value".to_owned(), |e| reason(&e));
+    let knob = knob.because(format!("{}: {why}", path.display()));
+    knob.costs(if got < wanted { cost } else { "more is read than was asked for" })
+}
+
+/// A limit that INIT asked for, as the control file system of FUSE shows it where that is
+/// mounted. The kernel may allow a user less than was asked for.
+fn background(places: &Places, minor: Option<u32>, name: &'static str, asked: u16) -> Knob {
+    let knob = Knob::new(name, json!(asked), Value::Null);
+    let Some(minor) = minor else {
+        return knob.because("the mount is not in the mount table".to_owned());
+    };
+    let path = places.sys.join(format!("fs/fuse/connections/{minor}/{name}"));
+    match read(&path) {
+        Ok(got) if got < asked.into() => Knob { got: json!(got), ..knob }
+            .because("the kernel allows a user no more".to_owned())
+            .costs("fewer reads are under way at once"),
+        Ok(got) => Knob { got: json!(got), ..knob },
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            knob.because("fusectl is not mounted, so this cannot be seen".to_owned())
+        }
+        Err(e) => knob.because(format!("{}: {}", path.display(), reason(&e))),
+    }
+}
+
+impl Knob {
+    fn new(name: &'static str, wanted: Value, got: Value) -> Knob {
+        Knob { name, wanted, got, why_not: None, cost: None }
+    }
+
+    fn because(self, why: String) -> Knob {
+        Knob { why_not: Some(why), ..self }
+    }
+
+    fn costs(self, cost: &'static str) -> Knob {
+        Knob { cost: Some(cost), ..self }
+    }
+
+    /// What is worse than it could be, for people.
+    pub(crate) fn degraded(&self) -> Option<String> {
+        let (cost, why) = (self.cost?, self.why_not.as_deref()?);
+        let is = match (self.got.as_u64(), self.wanted.as_u64()) {
+            (Some(got), Some(wanted)) if self.is_size() => {
+                format!("is {}, not {}", shown_size(got), shown_size(wanted))
+            }
+            (Some(got), Some(wanted)) => format!("is {got}, not {wanted}"),
+            (None, Some(_)) => "cannot be set".to_owned(),
+            _ => "is off".to_owned(),
+        };
+        Some(format!("{} {is} ({why}): {cost}", self.name))
+    }
+
+    fn is_size(&self) -> bool {
+        matches!(self.name, "readahead" | "max_request")
+    }
+}
+
+impl Report {
+    /// Name, wanted, got and why not, for each knob.
+    pub(crate) fn to_json(&self) -> Value {
+        let knobs = self.knobs.iter().map(|knob| {
+            json!({
+                "name": knob.name,
+                "wanted": knob.wanted,
+                "got": knob.got,
+                "why_not": knob.why_not,
+                "cost": knob.cost,
+            })
+        });
+        knobs.collect()
+    }
+
+    /// All that is worse than it could be, on one line.
+    pub(crate) fn degraded(&self) -> Option<String> {
+        let lines: Vec<_> = self.knobs.iter().filter_map(Knob::degraded).collect();
+        (!lines.is_empty()).then(|| format!("slower than it could be: {}", lines.join("; ")))
+    }
+
+    /// Warns once where something is worse than it could be.
+    pub(crate) fn log(&self) {
+        if let Some(line) = self.degraded() {
+            tracing::warn!("{line}");
+        }
+    }
+}
+
+/// `bytes` in the largest unit that is exact.
+pub(crate) fn shown_size(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let exact = units.iter().find(|(shift, _)| bytes >> shift << shift == bytes && bytes > 0);
+    exact.map_or(format!("{bytes} B"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
+}
+
+/// The number in a file of the kernel.
+pub(crate) fn read(path: &Path) -> io::Result<u64> {
+    let text = std::fs::read_to_string(path)?;
+    text.trim().parse().map_err(|_| io::Error::other(format!("not a number: {}", text.trim())))
+}
+
+/// Writes a number to a file of the kernel, which is never made.
+fn write(path: &Path, number: u64) -> io::Result<()> {
+    let mut file = File::options().write(true).truncate(true).open(path)?;
+    file.write_all(number.to_string().as_bytes())
+}
+
+/// What the system says, without its number.
+pub(crate) fn reason(error: &io::Error) -> String {
+    let text = error.to_string();
+    text.split_once(" (os error").map_or(text.as_str(), |(text, _)| text).to_owned()
+}
+
+/// Bytes of a page.
+pub(crate) fn page() -> u64 {
+    let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
+    page.and_then(|page| u64::try_from(page).ok()).unwrap_or(4096)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The files of a kernel whose mount has the minor number 51.
+    struct Kernel {
+        folder: tempfile::TempDir,
+        places: Places,
+    }
+
+    fn kernel() -> Kernel {
+        let folder = tempfile::tempdir().unwrap();
+        let places = Places { sys: folder.path().join("sys"), sysctl: folder.path().join("ctl") };
+        let kernel = Kernel { folder, places };
+        kernel.put("sys/class/bdi/0:51/read_ahead_kb", "128\n");
+        kernel.put("ctl/fs/fuse/max_pages_limit", "256\n");
+        kernel
+    }
+
+    impl Kernel {
+        fn put(&self, path: &str, text: &str) {
+            let path = self.folder.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+
+        fn get(&self, path: &str) -> String {
+            std::fs::read_to_string(self.folder.path().join(path)).unwrap().trim().to_owned()
+        }
+
+        /// Puts a folder in the place of a file, which nobody can read or write, not even root.
+        fn close(&self, path: &str) {
+            let path = self.folder.path().join(path);
+            std::fs::remove_file(&path).unwrap();
+            std::fs::create_dir(path).unwrap();
+        }
+
+        fn report(&self, minor: Option<u32>, options: &Options) -> Report {
+            let request = request_size(&self.places, options.max_request);
+            report(&self.places, minor, options, &init(), request)
+        }
+    }
+
+    fn init() -> Init {
+        Init {
+            max_background: 128,
+            congestion_threshold: 96,
+            async_dio: Feature::On,
+            clone_fd: Feature::On,
+            passthrough: Feature::Off,
+        }
+    }
+
+    fn options(text: &str) -> Options {
+        Options::parse(&[text], false).unwrap()
+    }
+
+    #[test]
+    fn the_window_is_written_and_read_back() {
+        let kernel = kernel();
+        let report = kernel.report(Some(51), &options(""));
+        assert_eq!(kernel.get("sys/class/bdi/0:51/read_ahead_kb"), "4096");
+        assert_eq!(report.knobs[0].got, json!(4 << 20));
+        assert_eq!(report.degraded(), None);
+        let knob = readahead(&kernel.places, Some(51), 5000);
+        assert_eq!((knob.got.as_u64().unwrap() % page(), knob.cost), (0, None));
+        let report = kernel.report(Some(51), &options("readahead=0"));
+        assert_eq!(kernel.get("sys/class/bdi/0:51/read_ahead_kb"), "0");
+        assert_eq!(report.degraded(), None);
+    }
+
+    #[test]
+    fn a_window_that_cannot_be_set_is_reported_on_one_line() {
+        let kernel = kernel();
+        for minor in [None, Some(52)] {
+            let report = kernel.report(minor, &options(""));
+            assert_eq!(report.knobs[0].got, Value::Null);
+            let line = report.degraded().unwrap();
+            assert!(line.contains("readahead cannot be set (") && !line.contains('\n'), "{line}");
+        }
+        kernel.close("sys/class/bdi/0:51/read_ahead_kb");
+        assert!(kernel.report(Some(51), &options("")).degraded().is_some());
+    }
+
+    #[test]
+    fn a_window_that_stays_as_it_was_is_reported_with_its_size() {
+        let mut knob = Knob::new("readahead", json!(4 << 20), json!(128 << 10));
+        knob = knob.because("/x: Permission denied".to_owned()).costs("it waits");
+        let line = knob.degraded().unwrap();
+        assert_eq!(line, "readahead is 128 KiB, not 4 MiB (/x: Permission denied): it waits");
+    }
+
+    #[test]
+    fn the_limit_of_requests_is_raised_where_asked_and_never_lowered() {
+        let kernel = kernel();
+        let limit = || kernel.get("ctl/fs/fuse/max_pages_limit");
+        assert_eq!(request_size(&kernel.places, None).got, json!(1 << 20));
+        assert_eq!(limit(), "256");
+        let knob = request_size(&kernel.places, Some(4 << 20));
+        assert_eq!((knob.got, knob.why_not), (json!(4 << 20), None));
+        assert_eq!(limit(), (4 * 1024 * 1024 / page()).to_string());
+        request_size(&kernel.places, Some(2 << 20));
+        request_size(&kernel.places, None);
+        assert_eq!(limit(), (4 * 1024 * 1024 / page()).to_string());
+    }
+
+    #[test]
+    fn a_kernel_without_a_limit_to_raise_has_its_fixed_one() {
+        let kernel = kernel();
+        std::fs::remove_file(kernel.places.sysctl.join("fs/fuse/max_pages_limit")).unwrap();
+        assert_eq!(request_size(&kernel.places, None).degraded(), None);
+        let knob = request_size(&kernel.places, Some(16 << 20));
+        assert_eq!(knob.got, json!(PAGES_FIXED * page()));
+        assert!(knob.degraded().unwrap().contains("no such limit to raise"));
+    }
+
+    #[test]
+    fn a_limit_that_was_lowered_is_only_raised_on_demand() {
+        let kernel = kernel();
+        kernel.put("ctl/fs/fuse/max_pages_limit", "32\n");
+        assert_eq!(request_size(&kernel.places, None).got, json!(32 * page()));
+        assert_eq!(kernel.get("ctl/fs/fuse/max_pages_limit"), "32");
+        assert_eq!(request_size(&kernel.places, Some(1 << 20)).got, json!(1 << 20));
+    }
+
+    #[test]
+    fn what_cannot_be_seen_is_not_claimed_and_not_called_slow() {
+        let kernel = kernel();
+        let report = kernel.report(Some(51), &options(""));
+        assert_eq!((&report.knobs[2].got, report.knobs[2].cost), (&Value::Null, None));
+        assert!(report.knobs[2].why_not.as_deref().unwrap().contains("fusectl"));
+        kernel.put("sys/fs/fuse/connections/51/max_background", "12\n");
+        kernel.put("sys/fs/fuse/connections/51/congestion_threshold", "96\n");
+        let report = kernel.report(Some(51), &options(""));
+        assert_eq!((&report.knobs[2].got, &report.knobs[3].got), (&json!(12), &json!(96)));
+        assert!(report.degraded().unwrap().contains("max_background is 12, not 128"));
+    }
+
+    #[test]
+    fn a_refused_feature_is_reported_with_its_reason() {
+        let kernel = kernel();
+        let init = Init { passthrough: Feature::Refused("not root".into()), ..init() };
+        let request = request_size(&kernel.places, None);
+        let report = report(&kernel.places, Some(51), &options(""), &init, request);
+        let line = report.degraded().unwrap();
+        assert!(line.contains("passthrough is off (not root): whole files"), "{line}");
+        let json = report.to_json();
+        assert_eq!(json[6]["wanted"], json!(true));
+        assert_eq!(json[6]["got"], json!(false));
+        assert_eq!(json[6]["why_not"], json!("not root"));
+        assert_eq!(json[0]["name"], json!("readahead"));
+    }
+
+    #[test]
+    fn a_size_is_shown_in_its_largest_exact_unit() {
+        for (bytes, shown) in
+            [(0, "0 B"), (1023, "1023 B"), (1 << 17, "128 KiB"), (6 << 30, "6 GiB")]
+        {
+            assert_eq!(shown_size(bytes), shown);
+        }
+    }
+}

@@ -23,6 +23,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Make small checkpoints, mount them, read them through the mount and compare every byte
     Demo(Demo),
+    /// Say what this machine has for mounting and reading, and what it lacks
+    Doctor(Doctor),
     /// Mount a checkpoint, or a tree of them
     Mount(Mount),
     /// Take a mount off
@@ -67,6 +69,14 @@ pub(crate) struct Demo {
     /// Leave the checkpoints where they were made
     #[arg(long)]
     pub keep: bool,
+}
+
+/// Arguments of `doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `mount`.

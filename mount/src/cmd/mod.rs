@@ -1,6 +1,7 @@
 //! The commands, one file each, and what they share.
 
 mod demo;
+mod doctor;
 mod query;
 mod umount;
 mod verify;
@@ -61,6 +62,7 @@ pub(crate) type Outcome = Result<(), Failure>;
 pub(crate) fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Mount(args) => mount(&args),
         Command::Umount(args) => umount::run(&args),
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Engine, Read};
+use crate::io::{Read, read_all};
 use crate::layout::{Extent, Layout};
 use crate::source::Source;
 
@@ -19,7 +19,6 @@ pub struct Reader {
     layout: Arc<Layout>,
     /// By shard number.
     sources: Vec<Arc<Source>>,
-    engine: Engine,
 }
 
 /// A read that goes straight to its place: offset in the window, and what to read.
@@ -45,12 +44,12 @@ impl Reader {
     /// Those of `Checkpoint::layout`.
     pub fn open(checkpoint: &Checkpoint) -> Result<Reader> {
         let sources = checkpoint.sources().to_vec();
-        Ok(Reader::new(checkpoint.layout()?, sources, Engine::default()))
+        Ok(Reader::new(checkpoint.layout()?, sources))
     }
 
     /// A reader of `layout`, whose shards are `sources` in the catalog's order.
-    pub fn new(layout: Arc<Layout>, sources: Vec<Arc<Source>>, engine: Engine) -> Reader {
-        Reader { layout, sources, engine }
+    pub fn new(layout: Arc<Layout>, sources: Vec<Arc<Source>>) -> Reader {
+        Reader { layout, sources }
     }
 
     /// The layout.
@@ -108,7 +107,7 @@ impl Reader {
             reads.push(Read { source, offset: range.start, target });
             free = rest;
         }
-        self.engine.run(&mut reads)?;
+        read_all(&mut reads)?;
         drop(reads);
         let mut rest = scratch.as_slice();
         for Spread { tensor_at, range, runs, part, .. } in &spread {

@@ -8,7 +8,7 @@ use crate::catalog::{Piece, Tensor};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Class, Fault, Result};
 use crate::format::manifest;
-use crate::io::{Engine, Read};
+use crate::io::{Read, read_all};
 use crate::source::Source;
 
 /// Bytes read at a time.
@@ -44,7 +44,7 @@ pub fn verify(checkpoint: &Checkpoint, progress: &mut dyn FnMut(u64)) -> Result<
         let mut at = 0;
         while at < shard.file_len {
             let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - at) as usize];
-            Engine::default().run(&mut [Read { source, offset: at, target: chunk }])?;
+            read_all(&mut [Read { source, offset: at, target: chunk }])?;
             if let Some(hash) = &mut hash {
                 hash.update(&chunk);
             }
@@ -97,7 +97,7 @@ fn compare_replica(
         (vec![0; CHUNK_LEN.min(len) as usize], vec![0; CHUNK_LEN.min(len) as usize]);
     while at < len {
         let chunk = CHUNK_LEN.min(len - at) as usize;
-        Engine::default().run(&mut [
+        read_all(&mut [
             Read { source: source(used), offset: used.range.start + at, target: &mut a[..chunk] },
             Read {
                 source: source(replica),

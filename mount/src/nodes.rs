@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Shown, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::format::{manifest, names};
-use tensorfs::io::{Engine, Read};
+use tensorfs::io::{Read, read_all};
 use tensorfs::reader::Reader;
 use tensorfs::source::{Identity, Pin, Source};
 use tensorfs::{Error, Result};
@@ -99,7 +99,7 @@ impl OpenFile {
             OpenFile::Whole(source) => {
                 let len = (buf.len() as u64).min(source.len().saturating_sub(offset)) as usize;
                 let target = &mut buf[..len];
-                Engine::default().run(&mut [Read { source, offset, target }])?;
+                read_all(&mut [Read { source, offset, target }])?;
                 Ok(len)
             }
             OpenFile::Text(text) => {

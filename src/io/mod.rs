@@ -1,11 +1,36 @@
-//! Moving bytes: a batch of reads, each from a place in a source to a place in memory.
+//! Moving bytes: reads of sources, each from a place in a file to a place in memory.
+//!
+//! `read_all` reads on the calling thread. An `Engine` reads on threads of its own, a lane of
+//! them per device, and answers by callback; each of its reads has a deadline.
 
-mod pread;
+mod buffer;
+mod cached;
+mod lane;
+mod pool;
+mod queue;
+#[cfg(test)]
+mod tests;
+mod transfer;
+mod watch;
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
-use crate::error::Result;
+use serde_json::{Value, json};
+
+pub use buffer::{Budget, Buffer, Filled, Lease};
+
+use crate::counters::Counters;
+use crate::error::{Error, Result};
 use crate::source::Source;
+use lane::Lane;
+use watch::Watch;
+
+/// How long a read may take by default.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One read: `target.len()` bytes at `offset` of `source`.
 pub struct Read<'a> {
@@ -17,36 +42,247 @@ pub struct Read<'a> {
     pub target: &'a mut [u8],
 }
 
-/// What carries out reads.
-#[derive(Clone, Copy, Debug, Default)]
-pub enum Engine {
-    /// One `pread(2)` after the other, on the calling thread.
+/// Carries out all `reads` one after the other on the calling thread, and confirms afterwards
+/// that no source changed meanwhile.
+///
+/// # Errors
+/// The first failure; the targets then hold bytes that mean nothing.
+pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
+    for read in reads.iter_mut() {
+        read.source.read_exact_at(read.target, read.offset)?;
+    }
+    for source in distinct(reads) {
+        source.check()?;
+    }
+    Ok(())
+}
+
+/// The sources of `reads`; reads of one source mostly follow each other.
+fn distinct<'a>(reads: &'a [Read<'_>]) -> impl Iterator<Item = &'a Arc<Source>> {
+    let mut last: Option<&Arc<Source>> = None;
+    reads
+        .iter()
+        .map(|read| read.source)
+        .filter(move |source| !last.replace(source).is_some_and(|last| Arc::ptr_eq(last, source)))
+}
+
+/// Who waits for a fetch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// A reader, now.
+    Demand,
+    /// No one yet.
+    Prefetch,
+}
+
+/// How reads are handed to the kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// io_uring for local file systems where the kernel allows it, else threads.
     #[default]
+    Auto,
+    /// The same; that it is not to be had is said louder.
+    Uring,
+    /// Threads with `pread(2)`.
     Pread,
 }
 
-impl Engine {
-    /// Carries out all `reads`, and confirms afterwards that no source changed meanwhile.
-    ///
-    /// # Errors
-    /// The first failure; the targets then hold bytes that mean nothing.
-    pub fn run(self, reads: &mut [Read<'_>]) -> Result<()> {
+/// Whether reads go past the kernel's page cache (O_DIRECT).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// Those of a local file system that the cache does not hold.
+    #[default]
+    Auto,
+    /// All, unless the file system refuses it.
+    Always,
+    /// None.
+    Never,
+}
+
+impl Direct {
+    fn name(self) -> &'static str {
         match self {
-            Engine::Pread => pread::run(reads)?,
+            Direct::Auto => "auto",
+            Direct::Always => "always",
+            Direct::Never => "never",
         }
-        check_sources(reads)
     }
 }
 
-/// A read counts only if its file was still the same after it.
-fn check_sources(reads: &[Read<'_>]) -> Result<()> {
-    let mut last: Option<&Arc<Source>> = None;
-    for read in reads {
-        // Reads of one source mostly follow each other; a repeated check is only slower.
-        if !last.is_some_and(|last| Arc::ptr_eq(last, read.source)) {
-            read.source.check()?;
-            last = Some(read.source);
+/// How an engine reads.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// How reads are handed to the kernel.
+    pub backend: Backend,
+    /// Whether they go past the page cache.
+    pub direct: Direct,
+    /// How long a fetch may take from its submission on; none: for ever.
+    pub timeout: Option<Duration>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        let (backend, direct) = (Backend::default(), Direct::default());
+        Settings { backend, direct, timeout: Some(TIMEOUT) }
+    }
+}
+
+/// What a fetch calls back.
+pub type Done = Box<dyn FnOnce(Result<Filled>) + Send>;
+
+/// Bytes to be read by an engine.
+pub struct Fetch {
+    /// Where they are.
+    pub source: Arc<Source>,
+    /// Which ones; not empty.
+    pub range: Range<u64>,
+    /// Who waits for them.
+    pub class: Class,
+    /// The memory for it: at least `Buffer::len_for` the range. It is taken when the read is
+    /// sent.
+    pub lease: Lease,
+    /// Called once, on a thread of the engine.
+    pub done: Done,
+}
+
+/// Names a fetch under way.
+#[derive(Clone)]
+pub struct Ticket {
+    lane: Weak<Lane>,
+    id: u64,
+}
+
+impl fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Ticket({})", self.id)
+    }
+}
+
+/// What reads. Clones are handles of one engine, which ends with the last of them.
+#[derive(Clone)]
+pub struct Engine(Arc<Inner>);
+
+struct Inner {
+    settings: Settings,
+    counters: Arc<Counters>,
+    /// By device.
+    lanes: Mutex<HashMap<u64, Arc<Lane>>>,
+    watch: Arc<Watch>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.watch.close();
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine({:?})", self.0.settings)
+    }
+}
+
+impl Engine {
+    /// An engine. Its threads start when they are needed first, so the process may still fork.
+    pub fn start(settings: Settings, counters: Arc<Counters>) -> Engine {
+        let (lanes, watch) = (Mutex::default(), Arc::default());
+        Engine(Arc::new(Inner { settings, counters, lanes, watch }))
+    }
+
+    /// Reads what the kernel's page cache holds, on the calling thread: never from the disk,
+    /// never waiting. Returns whether that was everything; else the targets hold bytes that
+    /// mean nothing.
+    ///
+    /// # Errors
+    /// `Error::Changed` where a source is no longer what it was.
+    pub fn read_cached(&self, reads: &mut [Read<'_>]) -> Result<bool> {
+        if self.0.settings.direct == Direct::Always {
+            return Ok(false);
+        }
+        let mut files = Vec::with_capacity(reads.len());
+        for read in reads.iter() {
+            read.source.check_known()?;
+            let range = read.offset..read.offset + read.target.len() as u64;
+            // Asked of all before the first is copied: RWF_NOWAIT by itself starts readahead.
+            match open_if_cached(read.source, &range) {
+                Some(file) => files.push(file),
+                None => return Ok(false),
+            }
+        }
+        for (read, file) in reads.iter_mut().zip(&files) {
+            if !cached::copy_cached(file, read.offset, read.target) {
+                return Ok(false);
+            }
+        }
+        let mut last: Option<&Arc<Source>> = None;
+        for (read, file) in reads.iter().zip(&files) {
+            if !last.is_some_and(|last| Arc::ptr_eq(last, read.source)) {
+                read.source.check_open(file)?;
+                last = Some(read.source);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether the kernel's page cache holds all of `range`, as far as it says. Never waits.
+    pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
+        open_if_cached(source, range).is_some()
+    }
+
+    /// Takes a fetch in. Never waits for a source. `done` is called exactly once, on another
+    /// thread, also when the engine ends before; on this one only if the process cannot start
+    /// a single thread.
+    pub fn submit(&self, fetch: Fetch) -> Ticket {
+        if let Err(e) = self.0.watch.start() {
+            tracing::error!("cannot start the thread that keeps deadlines: {e}");
+            lane::answer(fetch.done, Err(Error::io(fetch.source.path(), "read", e)));
+            return Ticket { lane: Weak::new(), id: 0 };
+        }
+        let lane = self.lane(&fetch.source);
+        let id = lane.submit(fetch);
+        if self.0.settings.timeout.is_some() {
+            self.0.watch.submitted();
+        }
+        Ticket { lane: Arc::downgrade(&lane), id }
+    }
+
+    /// A reader waits for it now: a fetch that was not sent yet goes before those that no one
+    /// waits for.
+    pub fn promote(&self, ticket: &Ticket) {
+        if let Some(lane) = ticket.lane.upgrade() {
+            lane.promote(ticket.id);
         }
     }
-    Ok(())
+
+    /// What is used to read, for people.
+    pub fn describe(&self) -> Value {
+        let lanes: Vec<Arc<Lane>> = self.lock_lanes().values().cloned().collect();
+        json!({
+            "timeout_s": self.0.settings.timeout.map(|timeout| timeout.as_secs_f64()),
+            "lanes": lanes.iter().map(|lane| lane.describe()).collect::<Vec<_>>(),
+        })
+    }
+
+    fn lock_lanes(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Lane>>> {
+        self.0.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lane(&self, source: &Arc<Source>) -> Arc<Lane> {
+        let mut lanes = self.lock_lanes();
+        let inner = &self.0;
+        let lane = lanes.entry(source.identity().dev).or_insert_with(|| {
+            let lane = Lane::new(source, inner.settings, inner.counters.clone(), &inner.watch);
+            let lane = Arc::new(lane);
+            inner.watch.add(lane.clone());
+            lane
+        });
+        lane.clone()
+    }
+}
+
+/// The open file of a local source whose `range` the page cache holds.
+fn open_if_cached(source: &Arc<Source>, range: &Range<u64>) -> Option<Arc<std::fs::File>> {
+    let file = source.file_system().is_local().then(|| source.open_file())??;
+    let (cached, pages) = cached::cached_pages(&file, range)?;
+    (cached >= pages).then_some(file)
 }

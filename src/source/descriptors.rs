@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -28,35 +28,23 @@ pub fn raise_limit() -> u64 {
     }
 }
 
-/// Sources with an open descriptor, oldest first.
+/// What is open, oldest first.
+#[derive(Default)]
 struct Open {
-    sources: Mutex<VecDeque<Weak<Source>>>,
-    max: u64,
+    /// Sources with an open descriptor.
+    sources: VecDeque<Weak<Source>>,
+    /// Those with a second one, for O_DIRECT.
+    direct: VecDeque<Weak<Source>>,
 }
 
-fn open_sources() -> &'static Open {
-    static OPEN: OnceLock<Open> = OnceLock::new();
-    OPEN.get_or_init(|| {
-        let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(RESERVED, |(soft, _)| soft);
-        let max = limit.saturating_sub(RESERVED).max(OPEN_MIN);
-        Open { sources: Mutex::new(VecDeque::new()), max }
-    })
-}
-
-/// Notes that `source` was opened, and closes another one where that makes one too many: the
-/// one opened longest ago that can be opened again. It is when it is read.
-pub(super) fn opened(source: &Arc<Source>) {
-    if source.counted.swap(true, Ordering::SeqCst) {
-        return;
+impl Open {
+    fn len(&self) -> u64 {
+        (self.sources.len() + self.direct.len()) as u64
     }
-    let open = open_sources();
-    let evicted = {
-        let mut sources = open.sources.lock().unwrap_or_else(PoisonError::into_inner);
-        sources.push_back(Arc::downgrade(source));
-        if sources.len() as u64 <= open.max {
-            return;
-        }
-        sources.retain(|source| {
+
+    /// Strikes out those that were closed in other ways.
+    fn tidy(&mut self) {
+        self.sources.retain(|source| {
             let source = source.upgrade();
             let stays = source.as_ref().is_some_and(|source| source.is_open());
             if !stays && let Some(source) = source {
@@ -64,19 +52,77 @@ pub(super) fn opened(source: &Arc<Source>) {
             }
             stays
         });
-        if sources.len() as u64 <= open.max {
+        self.direct.retain(|source| source.upgrade().is_some_and(|s| s.is_open_direct()));
+    }
+}
+
+/// Most descriptors of sources.
+fn open_max() -> u64 {
+    static MAX: OnceLock<u64> = OnceLock::new();
+    *MAX.get_or_init(|| {
+        let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(RESERVED, |(soft, _)| soft);
+        limit.saturating_sub(RESERVED).max(OPEN_MIN)
+    })
+}
+
+fn open_sources() -> MutexGuard<'static, Open> {
+    static OPEN: OnceLock<Mutex<Open>> = OnceLock::new();
+    OPEN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn is(weak: &Weak<Source>, source: &Arc<Source>) -> bool {
+    std::ptr::eq(weak.as_ptr(), Arc::as_ptr(source))
+}
+
+/// Notes that `source` was opened, and closes others where that makes too many: a second
+/// descriptor first, then the one opened longest ago that can be opened again. It is when it
+/// is read.
+pub(super) fn opened(source: &Arc<Source>) {
+    if source.counted.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    open_sources().sources.push_back(Arc::downgrade(source));
+    make_room(source);
+}
+
+/// Likewise for a second descriptor, for O_DIRECT.
+pub(super) fn opened_direct(source: &Arc<Source>) {
+    {
+        let mut open = open_sources();
+        if open.direct.iter().any(|other| is(other, source)) {
             return;
         }
-        let last = sources.len() - 1;
-        let mut others = sources.range(..last).filter_map(Weak::upgrade);
-        let evicted = others.find(|source| source.may_close());
-        if let Some(evicted) = &evicted {
-            sources.retain(|source| !std::ptr::eq(source.as_ptr(), Arc::as_ptr(evicted)));
-            evicted.counted.store(false, Ordering::SeqCst);
-        }
-        evicted
-    };
-    if let Some(source) = evicted {
-        source.close();
+        open.direct.push_back(Arc::downgrade(source));
     }
+    make_room(source);
+}
+
+/// Closes descriptors of others than `newest` until the limit is kept, or nothing may go.
+fn make_room(newest: &Arc<Source>) {
+    let others: Vec<Arc<Source>> = {
+        let mut open = open_sources();
+        if open.len() <= open_max() {
+            return;
+        }
+        open.tidy();
+        while open.len() > open_max()
+            && let Some(at) = open.direct.iter().position(|other| !is(other, newest))
+        {
+            let evicted = open.direct.remove(at).and_then(|source| source.upgrade());
+            if let Some(evicted) = evicted {
+                evicted.close_direct();
+            }
+        }
+        if open.len() <= open_max() {
+            return;
+        }
+        open.sources.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
+    };
+    // Not under the lock: this may ask the file system, and that may never answer.
+    let Some(evicted) = others.iter().find(|source| source.may_close()) else {
+        return;
+    };
+    open_sources().sources.retain(|source| !is(source, evicted));
+    evicted.counted.store(false, Ordering::SeqCst);
+    evicted.close();
 }

@@ -6,12 +6,13 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
 use std::time::SystemTime;
 
 use nix::libc;
 
 use super::descriptors;
+use super::file_system::FileSystem;
 use crate::error::{Error, Result, shown_path};
 
 /// What tells one state of a file from another.
@@ -61,13 +62,26 @@ impl Identity {
     }
 }
 
+/// The descriptors of a source.
+#[derive(Debug, Default)]
+struct Open {
+    file: Option<Arc<File>>,
+    /// The same inode past the page cache; never open without `file`.
+    direct: Option<Arc<File>>,
+}
+
 /// An open regular file, closed and opened again as descriptors allow.
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
     /// What it was when it was opened first.
     first: Identity,
-    file: RwLock<Option<Arc<File>>>,
+    file_system: FileSystem,
+    open: RwLock<Open>,
+    /// Whether the file system is known to refuse O_DIRECT.
+    no_direct: AtomicBool,
+    /// Whether its reads do not come back in time.
+    stalled: AtomicBool,
     identity: Mutex<Identity>,
     /// Whether it stands among the open sources.
     pub(super) counted: AtomicBool,
@@ -86,7 +100,10 @@ impl Source {
         let source = Arc::new(Source {
             path: path.to_owned(),
             first: identity,
-            file: RwLock::new(Some(Arc::new(file))),
+            file_system: FileSystem::of(&file),
+            open: RwLock::new(Open { file: Some(Arc::new(file)), direct: None }),
+            no_direct: AtomicBool::new(false),
+            stalled: AtomicBool::new(false),
             identity: Mutex::new(identity),
             counted: AtomicBool::new(false),
             pins: AtomicUsize::new(0),
@@ -117,10 +134,19 @@ impl Source {
         self.len() == 0
     }
 
+    /// The file system that it lies on.
+    pub fn file_system(&self) -> FileSystem {
+        self.file_system
+    }
+
+    /// The open file, if it is open now. Never waits for the file system.
+    pub fn open_file(&self) -> Option<Arc<File>> {
+        self.open.read().unwrap_or_else(PoisonError::into_inner).file.clone()
+    }
+
     /// The open file, opened again where it was closed in between.
     pub fn file(self: &Arc<Self>) -> Result<Arc<File>> {
-        let open = self.file.read().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(file) = open {
+        if let Some(file) = self.open_file() {
             return Ok(file);
         }
         let (file, identity) = open_regular(&self.path)?;
@@ -136,9 +162,54 @@ impl Source {
             });
         }
         let file = Arc::new(file);
-        *self.file.write().unwrap_or_else(PoisonError::into_inner) = Some(file.clone());
+        self.lock_open().file = Some(file.clone());
         descriptors::opened(self);
         Ok(file)
+    }
+
+    /// A descriptor of the inode of `file`, which is this source's, that reads past the page
+    /// cache. None where the file system refuses that, or no descriptor is to be had now.
+    pub fn direct_file(self: &Arc<Self>, file: &Arc<File>) -> Option<Arc<File>> {
+        if self.no_direct.load(Ordering::Relaxed) {
+            return None;
+        }
+        if let Some(direct) = &self.open.read().unwrap_or_else(PoisonError::into_inner).direct {
+            return Some(direct.clone());
+        }
+        let direct = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let direct = match direct {
+            Ok(direct) => Arc::new(direct),
+            Err(e) => {
+                if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) {
+                    self.refuse_direct();
+                }
+                return None;
+            }
+        };
+        let mut open = self.lock_open();
+        // Closed meanwhile: then this descriptor lasts for one read only.
+        if open.file.as_ref().is_some_and(|open| Arc::ptr_eq(open, file)) && open.direct.is_none() {
+            open.direct = Some(direct.clone());
+            drop(open);
+            descriptors::opened_direct(self);
+        }
+        Some(direct)
+    }
+
+    /// Notes that the file system refuses O_DIRECT for this file.
+    pub fn refuse_direct(&self) {
+        self.no_direct.store(true, Ordering::Relaxed);
+        self.close_direct();
+    }
+
+    /// Notes whether reads of it come back in time; returns what was noted before.
+    pub fn set_stalled(&self, stalled: bool) -> bool {
+        // Mostly nothing changes, and a load does not take the cache line from others.
+        let before = self.stalled.load(Ordering::Relaxed);
+        if before == stalled { before } else { self.stalled.swap(stalled, Ordering::Relaxed) }
     }
 
     /// Keeps the file open until the pin is dropped: whoever deletes or replaces it meanwhile
@@ -157,14 +228,24 @@ impl Source {
     /// keep its space on disk after it is deleted.
     pub fn release(&self) {
         // Under the lock, so that a pin that comes now finds the file closed and opens it.
-        let mut file = self.file.write().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.lock_open();
         if self.pins.load(Ordering::SeqCst) == 0 {
-            *file = None;
+            let closed = std::mem::take(&mut *open);
+            drop(open);
+            drop(closed);
         }
     }
 
+    fn lock_open(&self) -> RwLockWriteGuard<'_, Open> {
+        self.open.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn is_open(&self) -> bool {
-        self.file.read().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.open_file().is_some()
+    }
+
+    pub(super) fn is_open_direct(&self) -> bool {
+        self.open.read().unwrap_or_else(PoisonError::into_inner).direct.is_some()
     }
 
     /// Whether closing it loses nothing: nobody relies on it, or it can be opened again.
@@ -173,7 +254,13 @@ impl Source {
     }
 
     pub(super) fn close(&self) {
-        *self.file.write().unwrap_or_else(PoisonError::into_inner) = None;
+        let closed = std::mem::take(&mut *self.lock_open());
+        drop(closed);
+    }
+
+    pub(super) fn close_direct(&self) {
+        let closed = self.lock_open().direct.take();
+        drop(closed);
     }
 
     /// Reads exactly `buf.len()` bytes at `offset`.
@@ -182,28 +269,45 @@ impl Source {
     /// # Errors
     /// `Error::Changed` where the file ends before, `Error::Io` where the read fails.
     pub fn read_exact_at(self: &Arc<Self>, buf: &mut [u8], offset: u64) -> Result<()> {
-        if let Some(detail) = self.changed.get() {
-            return Err(self.changed_error(detail));
-        }
+        self.check_known()?;
         self.file()?.read_exact_at(buf, offset).map_err(|e| match e.kind() {
-            io::ErrorKind::UnexpectedEof => self.set_changed(format!(
-                "ends before byte {}, it had {} bytes when it was opened",
-                offset + buf.len() as u64,
-                self.len()
-            )),
+            io::ErrorKind::UnexpectedEof => self.ends_before(offset + buf.len() as u64),
             _ => Error::io(&self.path, "read", e),
         })
+    }
+
+    /// Marks the file as changed because it ends before byte `end`.
+    pub fn ends_before(&self, end: u64) -> Error {
+        let len = self.len();
+        self.set_changed(format!("ends before byte {end}, it had {len} bytes when it was opened"))
+    }
+
+    /// Fails if the file is known to have changed; does not look at it.
+    pub fn check_known(&self) -> Result<()> {
+        self.changed.get().map_or(Ok(()), |detail| Err(self.changed_error(detail)))
     }
 
     /// Confirms that the file is still the one that was opened.
     ///
     /// Once it is not, this and all reads fail, even if it is changed back.
     pub fn check(self: &Arc<Self>) -> Result<()> {
-        if let Some(detail) = self.changed.get() {
-            return Err(self.changed_error(detail));
-        }
-        let meta = self.file()?.metadata().map_err(|e| Error::io(&self.path, "stat", e))?;
+        self.check_known()?;
+        self.check_open(&*self.file()?)
+    }
+
+    /// Likewise by `file`, an open descriptor of it: opens nothing.
+    ///
+    /// # Errors
+    /// Those of `check`.
+    pub fn check_open(&self, file: &File) -> Result<()> {
+        self.check_known()?;
+        let meta = file.metadata().map_err(|e| Error::io(&self.path, "stat", e))?;
         let now = Identity::of(&meta);
+        if self.identity() == now {
+            return Ok(());
+        }
+        // Not under the lock: this may wait for the file system.
+        let at_path = self.is_at_path();
         let mut known = self.identity.lock().unwrap_or_else(PoisonError::into_inner);
         if *known == now {
             return Ok(());
@@ -212,7 +316,7 @@ impl Source {
             let detail = format!("has {} bytes, it had {} when it was opened", now.len, known.len);
             return Err(self.set_changed(detail));
         }
-        if known.mtime != now.mtime || !self.explains_ctime(&known, &now) {
+        if known.mtime != now.mtime || !self.explains_ctime(&known, &now, at_path) {
             return Err(self.set_changed("was written to while it was in use".to_owned()));
         }
         *known = now;
@@ -222,11 +326,11 @@ impl Source {
     /// Whether a new change time with old size and modification time has a cause that leaves
     /// the bytes alone: links, mode, owner, or a new name. Otherwise the modification time was
     /// set back after a write.
-    fn explains_ctime(&self, known: &Identity, now: &Identity) -> bool {
+    fn explains_ctime(&self, known: &Identity, now: &Identity, at_path: bool) -> bool {
         known.nlink != now.nlink
             || known.mode != now.mode
             || known.owner != now.owner
-            || (!self.is_at_path() && !self.moved.swap(true, Ordering::Relaxed))
+            || (!at_path && !self.moved.swap(true, Ordering::Relaxed))
     }
 
     /// Whether the path still leads to this file.

@@ -1,8 +1,10 @@
 //! A shard's identity and its bytes: local files; remote sources arrive beside them.
 
 mod descriptors;
+mod file_system;
 mod local;
 pub mod resolve;
 
 pub use descriptors::raise_limit;
+pub use file_system::FileSystem;
 pub use local::{Identity, Pin, Source};

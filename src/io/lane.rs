@@ -1,0 +1,269 @@
+//! A lane: the reads of one device, and the threads that carry them out.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::queue::{Failed, Queue};
+use super::watch::Watch;
+use super::{Done, Fetch, Filled, Settings};
+use crate::counters::Counters;
+use crate::error::{Error, Result, shown_path};
+use crate::source::{FileSystem, Source};
+
+pub(super) use super::queue::Job;
+
+/// How long a thread without work stays.
+const IDLE_MAX: Duration = Duration::from_secs(10);
+
+/// The reads of one device.
+pub(super) struct Lane {
+    dev: u64,
+    file_system: FileSystem,
+    pub(super) settings: Settings,
+    pub(super) counters: Arc<Counters>,
+    watch: Weak<Watch>,
+    state: Mutex<State>,
+    /// For threads of the pool: there is work, or the end.
+    work: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) queue: Queue,
+    /// Set when the engine is gone.
+    pub(super) closed: bool,
+    threads: usize,
+    /// Threads with a job, until they ask for the next.
+    busy: usize,
+    /// Threads that wait for work, and how many of them were called and have not come yet.
+    idle: usize,
+    called: usize,
+    /// Why no thread could be started when one was needed last.
+    no_thread: Option<String>,
+}
+
+/// What a thread of the pool does next.
+enum Turn {
+    Carry(Job),
+    End,
+}
+
+impl Lane {
+    pub(super) fn new(
+        source: &Source,
+        settings: Settings,
+        counters: Arc<Counters>,
+        watch: &Arc<Watch>,
+    ) -> Lane {
+        Lane {
+            dev: source.identity().dev,
+            file_system: source.file_system(),
+            settings,
+            counters,
+            watch: Arc::downgrade(watch),
+            state: Mutex::default(),
+            work: Condvar::new(),
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a fetch in; its number.
+    pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
+        let id = self.lock().queue.push(fetch, Instant::now());
+        self.wake();
+        id
+    }
+
+    pub(super) fn promote(&self, id: u64) {
+        self.lock().queue.promote(id);
+    }
+
+    /// Sees to it that someone takes the work that can be done now, if there is any.
+    pub(super) fn wake(self: &Arc<Self>) {
+        {
+            let mut state = self.lock();
+            if !state.queue.has_work() {
+                return;
+            }
+            if state.idle > state.called {
+                state.called += 1;
+                self.work.notify_one();
+                return;
+            }
+            // A thread on its way to the queue takes it, and calls further ones.
+            if state.busy < state.threads {
+                return;
+            }
+            state.threads += 1;
+        }
+        let lane = self.clone();
+        let started = std::thread::Builder::new()
+            .name("tensorfs-read".to_owned())
+            .spawn(move || lane.work_in_pool());
+        if let Err(e) = started {
+            self.thread_failed(&e);
+        }
+    }
+
+    /// A thread could not be started. While there is another one, that does the work.
+    fn thread_failed(&self, e: &io::Error) {
+        let mut state = self.lock();
+        state.threads -= 1;
+        state.no_thread = Some(e.to_string());
+        let last = state.threads == 0;
+        drop(state);
+        tracing::warn!("cannot start a thread to read with: {e}");
+        if last && let Some(watch) = self.watch.upgrade() {
+            watch.call();
+        }
+    }
+
+    /// What a thread of the pool does until nothing is to do for a while.
+    fn work_in_pool(self: &Arc<Self>) {
+        let mut busy = false;
+        while let Turn::Carry(job) = self.next_turn(busy) {
+            busy = true;
+            // Others may be able to go as well.
+            self.wake();
+            let id = job.id;
+            let result = catch_unwind(AssertUnwindSafe(|| super::pool::carry_out(self, job)));
+            let result =
+                result.unwrap_or_else(|_| Err(Error::Usage { message: BROKEN.to_owned() }));
+            self.finish(id, result);
+        }
+    }
+
+    /// Waits for a job; `busy` says whether this thread had one.
+    fn next_turn(&self, busy: bool) -> Turn {
+        let mut state = self.lock();
+        state.busy -= usize::from(busy);
+        loop {
+            if state.closed {
+                state.threads -= 1;
+                return Turn::End;
+            }
+            if let Some(job) = state.queue.pick() {
+                self.counters.source_reads_now.add(1);
+                state.busy += 1;
+                return Turn::Carry(job);
+            }
+            state.idle += 1;
+            let waited = self.work.wait_timeout(state, IDLE_MAX);
+            let (after, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = after;
+            state.idle -= 1;
+            if state.called > 0 {
+                state.called -= 1;
+            } else if timeout.timed_out() {
+                state.threads -= 1;
+                return Turn::End;
+            }
+        }
+    }
+
+    /// Answers a fetch that has come back, unless it was answered already.
+    pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<Filled>) {
+        let done = self.lock().queue.finish(id);
+        let Some(done) = done else {
+            self.counters.source_stuck_now.sub(1);
+            drop(result);
+            self.wake();
+            return;
+        };
+        self.counters.source_reads_now.sub(1);
+        if result.is_err() {
+            self.counters.source_errors.add(1);
+        }
+        answer(done, result);
+    }
+
+    /// Answers fetches that are overdue with an error. When the next one will be.
+    pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
+        let no_thread = {
+            let mut state = self.lock();
+            if state.threads > 0 { None } else { state.no_thread.take() }
+        };
+        if let Some(reason) = no_thread {
+            let failed = self.lock().queue.fail_queued();
+            for Failed { source, done, .. } in failed {
+                let e = io::Error::other(format!("no thread can be started: {reason}"));
+                answer(done, Err(Error::io(source.path(), "read", e)));
+            }
+        }
+        let timeout = self.settings.timeout?;
+        let (overdue, oldest) = {
+            let mut state = self.lock();
+            let stuck = state.queue.stuck();
+            let overdue = state.queue.expire(now, timeout);
+            let stuck = (state.queue.stuck() - stuck) as u64;
+            self.counters.source_stuck_now.add(stuck);
+            self.counters.source_reads_now.sub(stuck);
+            (overdue, state.queue.oldest())
+        };
+        for Failed { source, offset, done } in overdue {
+            self.counters.source_timeouts.add(1);
+            let seconds = timeout.as_secs_f64();
+            if !source.set_stalled(true) {
+                let path = shown_path(source.path());
+                tracing::error!(
+                    "{path}: the bytes at {offset} did not come within {seconds} s; reads that \
+                     wait so long fail"
+                );
+            }
+            let message = format!("the bytes at {offset} did not come within {seconds} s");
+            let e = io::Error::new(io::ErrorKind::TimedOut, message);
+            answer(done, Err(Error::io(source.path(), "read", e)));
+        }
+        oldest.map(|oldest| oldest + timeout)
+    }
+
+    /// Ends the lane: its threads go, and whoever waits gets an error.
+    pub(super) fn close(&self) {
+        let (failed, stuck) = {
+            let mut state = self.lock();
+            state.closed = true;
+            let stuck = state.queue.stuck();
+            let failed = state.queue.fail_all();
+            (failed, (state.queue.stuck() - stuck) as u64)
+        };
+        self.counters.source_stuck_now.add(stuck);
+        self.counters.source_reads_now.sub(stuck);
+        self.work.notify_all();
+        for Failed { source, done, .. } in failed {
+            let e = io::Error::other("the reader was closed");
+            answer(done, Err(Error::io(source.path(), "read", e)));
+        }
+    }
+
+    /// What it is and does, for people.
+    pub(super) fn describe(&self) -> Value {
+        let state = self.lock();
+        json!({
+            "device": format!("{}:{}", nix::sys::stat::major(self.dev), nix::sys::stat::minor(self.dev)),
+            "file_system": self.file_system.name(),
+            "local": self.file_system.is_local(),
+            "backend": "pread",
+            "direct": self.settings.direct.name(),
+            "threads": state.threads,
+            "queued": state.queue.queued(),
+            "in_flight": state.queue.in_flight(),
+            "stuck": state.queue.stuck(),
+        })
+    }
+}
+
+const BROKEN: &str = "reading failed by an error in tensorfs: see the log for the panic";
+
+/// Calls back. What the callback does is not the lane's: if it panics, the lane goes on.
+pub(super) fn answer(done: Done, result: Result<Filled>) {
+    if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
+        tracing::error!("a reader's callback panicked");
+    }
+}

@@ -1,0 +1,27 @@
+//! The backend that works everywhere: `pread(2)`, one call per thread.
+
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use super::Filled;
+use super::lane::{Job, Lane};
+use super::transfer::{Next, Transfer};
+use crate::error::Result;
+
+/// Carries out one fetch, however long the kernel takes.
+pub(super) fn carry_out(lane: &Arc<Lane>, job: Job) -> Result<Filled> {
+    let mut transfer = Transfer::begin(job, lane.settings.direct)?;
+    loop {
+        let (file, offset, target) = transfer.next();
+        let result = file.read_at(target, offset);
+        lane.counters.source_reads.add(1);
+        lane.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
+        if transfer.is_direct() {
+            lane.counters.source_reads_direct.add(1);
+        }
+        match transfer.advance(result) {
+            Next::Read => {}
+            Next::End(result) => return result.and_then(|()| transfer.finish()),
+        }
+    }
+}

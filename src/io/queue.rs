@@ -1,0 +1,247 @@
+//! The fetches of one device: which goes next, which are under way, which are overdue. Decides
+//! and counts; whoever asks does the reading and calls the callbacks.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::buffer::{Lease, Share};
+use super::{Class, Done, Fetch};
+use crate::source::Source;
+
+/// Most reads of a device that the kernel has at a time, overdue ones included: so many threads
+/// and buffers a device that answers no more can keep.
+pub(super) const SENT_MAX: usize = 32;
+
+/// Most of one source, so that one that answers no more leaves room for the others.
+pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
+
+/// A source with so many overdue reads gets no more.
+pub(super) const STUCK_MAX_OF_ONE: usize = 4;
+
+/// A fetch for a backend to carry out.
+pub(super) struct Job {
+    pub(super) id: u64,
+    pub(super) source: Arc<Source>,
+    pub(super) range: Range<u64>,
+    pub(super) lease: Lease,
+}
+
+/// A fetch that was not answered in time, or never will be.
+pub(super) struct Failed {
+    pub(super) source: Arc<Source>,
+    pub(super) offset: u64,
+    pub(super) done: Done,
+}
+
+/// A fetch from its submission until it has left the kernel.
+struct Flight {
+    source: Arc<Source>,
+    range: Range<u64>,
+    since: Instant,
+    place: Place,
+    /// None once it was answered because it is overdue.
+    done: Option<Done>,
+}
+
+enum Place {
+    Queued(Class, Lease),
+    Sent(Arc<Share>),
+}
+
+/// The fetches of one source.
+#[derive(Default)]
+struct OfSource {
+    /// By class.
+    queued: [BTreeSet<u64>; 2],
+    /// Which of them stands among the ready ones, by class.
+    ready: [Option<u64>; 2],
+    sent: usize,
+    stuck: usize,
+}
+
+impl OfSource {
+    fn may_send(&self) -> bool {
+        self.stuck < STUCK_MAX_OF_ONE && self.sent < SENT_MAX_OF_ONE
+    }
+}
+
+/// All fetches of a device. Numbers are given in the order of submission.
+#[derive(Default)]
+pub(super) struct Queue {
+    next_id: u64,
+    flights: BTreeMap<u64, Flight>,
+    /// By the address of the source, which its flights keep alive.
+    sources: HashMap<usize, OfSource>,
+    /// By class: the first fetch of each source that may send one.
+    ready: [BTreeSet<u64>; 2],
+    sent: usize,
+    stuck: usize,
+}
+
+fn key(source: &Arc<Source>) -> usize {
+    Arc::as_ptr(source) as usize
+}
+
+impl Queue {
+    /// Takes a fetch in and gives it a number.
+    pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
+        let Fetch { source, range, class, lease, done } = fetch;
+        let id = self.next_id;
+        self.next_id += 1;
+        let key = key(&source);
+        self.sources.entry(key).or_default().queued[class as usize].insert(id);
+        let place = Place::Queued(class, lease);
+        self.flights.insert(id, Flight { source, range, since: now, place, done: Some(done) });
+        self.refresh(key);
+        id
+    }
+
+    /// Moves a queued fetch among those that a reader waits for.
+    pub(super) fn promote(&mut self, id: u64) {
+        let Some(flight) = self.flights.get_mut(&id) else {
+            return;
+        };
+        if let Place::Queued(class @ Class::Prefetch, _) = &mut flight.place {
+            *class = Class::Demand;
+            let key = key(&flight.source);
+            let of_source = self.sources.entry(key).or_default();
+            of_source.queued[Class::Prefetch as usize].remove(&id);
+            of_source.queued[Class::Demand as usize].insert(id);
+            self.refresh(key);
+        }
+    }
+
+    /// Whether `pick` would find one.
+    pub(super) fn has_work(&self) -> bool {
+        self.sent < SENT_MAX && self.ready.iter().any(|ready| !ready.is_empty())
+    }
+
+    /// The fetch to send next, which from now on counts as sent.
+    pub(super) fn pick(&mut self) -> Option<Job> {
+        if self.sent >= SENT_MAX {
+            return None;
+        }
+        let id = *self.ready.iter().find_map(|ready| ready.first())?;
+        let flight = self.flights.get_mut(&id)?;
+        let (source, range) = (flight.source.clone(), flight.range.clone());
+        let (key, class) = match &flight.place {
+            Place::Queued(class, _) => (key(&source), *class),
+            Place::Sent(_) => return None,
+        };
+        let of_source = self.sources.entry(key).or_default();
+        of_source.queued[class as usize].remove(&id);
+        of_source.sent += 1;
+        self.sent += 1;
+        let lease = match &flight.place {
+            Place::Queued(_, lease) => Place::Sent(lease.share()),
+            Place::Sent(_) => return None,
+        };
+        let Place::Queued(_, lease) = std::mem::replace(&mut flight.place, lease) else {
+            return None;
+        };
+        self.refresh(key);
+        Some(Job { id, source, range, lease })
+    }
+
+    /// Strikes out a sent fetch that has come back; whom to answer, unless that is done.
+    pub(super) fn finish(&mut self, id: u64) -> Option<Done> {
+        let flight = self.flights.remove(&id)?;
+        let key = key(&flight.source);
+        let of_source = self.sources.entry(key).or_default();
+        of_source.sent -= 1;
+        self.sent -= 1;
+        if flight.done.is_none() {
+            of_source.stuck -= 1;
+            self.stuck -= 1;
+        }
+        self.refresh(key);
+        flight.done
+    }
+
+    /// The fetches that were submitted `timeout` ago or before. Those that were sent stay, as
+    /// stuck ones, and their memory no longer counts.
+    pub(super) fn expire(&mut self, now: Instant, timeout: Duration) -> Vec<Failed> {
+        let overdue = |flight: &Flight| now.duration_since(flight.since) >= timeout;
+        let unanswered = self.flights.iter().filter(|(_, flight)| flight.done.is_some());
+        let ids: Vec<u64> =
+            unanswered.take_while(|(_, flight)| overdue(flight)).map(|(id, _)| *id).collect();
+        ids.into_iter().filter_map(|id| self.give_up(id)).collect()
+    }
+
+    /// All fetches that were not answered yet; likewise.
+    pub(super) fn fail_all(&mut self) -> Vec<Failed> {
+        let ids: Vec<u64> = self.flights.keys().copied().collect();
+        ids.into_iter().filter_map(|id| self.give_up(id)).collect()
+    }
+
+    /// The fetches that were not sent yet.
+    pub(super) fn fail_queued(&mut self) -> Vec<Failed> {
+        let queued = |flight: &Flight| matches!(flight.place, Place::Queued(..));
+        let ids: Vec<u64> =
+            self.flights.iter().filter(|(_, f)| queued(f)).map(|(id, _)| *id).collect();
+        ids.into_iter().filter_map(|id| self.give_up(id)).collect()
+    }
+
+    fn give_up(&mut self, id: u64) -> Option<Failed> {
+        let flight = self.flights.get_mut(&id)?;
+        let done = flight.done.take()?;
+        let (source, offset) = (flight.source.clone(), flight.range.start);
+        let of_source = self.sources.entry(key(&source)).or_default();
+        match &flight.place {
+            Place::Sent(share) => {
+                share.forfeit();
+                of_source.stuck += 1;
+                self.stuck += 1;
+            }
+            Place::Queued(class, _) => {
+                of_source.queued[*class as usize].remove(&id);
+                self.flights.remove(&id);
+            }
+        }
+        self.refresh(key(&source));
+        Some(Failed { source, offset, done })
+    }
+
+    /// When the oldest fetch that was not answered was submitted.
+    pub(super) fn oldest(&self) -> Option<Instant> {
+        self.flights.values().find(|flight| flight.done.is_some()).map(|flight| flight.since)
+    }
+
+    /// How many are queued.
+    pub(super) fn queued(&self) -> usize {
+        self.flights.len() - self.sent
+    }
+
+    /// How many the kernel has, without the stuck ones.
+    pub(super) fn in_flight(&self) -> usize {
+        self.sent - self.stuck
+    }
+
+    /// How many the kernel has and does not give back.
+    pub(super) fn stuck(&self) -> usize {
+        self.stuck
+    }
+
+    /// Sets right what of the source stands among the ready ones, after any change of it.
+    fn refresh(&mut self, key: usize) {
+        let Some(of_source) = self.sources.get_mut(&key) else {
+            return;
+        };
+        let may_send = of_source.may_send();
+        for class in 0..self.ready.len() {
+            let first = of_source.queued[class].first().copied().filter(|_| may_send);
+            let before = std::mem::replace(&mut of_source.ready[class], first);
+            if before != first {
+                if let Some(before) = before {
+                    self.ready[class].remove(&before);
+                }
+                self.ready[class].extend(first);
+            }
+        }
+        if of_source.sent == 0 && of_source.queued.iter().all(BTreeSet::is_empty) {
+            self.sources.remove(&key);
+        }
+    }
+}

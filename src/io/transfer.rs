@@ -1,0 +1,121 @@
+//! One fetch on its way: which system call comes next, and what its result means. Backends only
+//! carry the calls out.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use nix::libc;
+
+use super::buffer::{ALIGN, Buffer, Filled, pages_around};
+use super::lane::Job;
+use super::{Direct, cached};
+use crate::error::{Error, Result, shown_path};
+use crate::source::Source;
+
+/// Of so many parts of a range one may be absent from the page cache, and it is still read
+/// through the cache.
+const CACHED_PARTS: u64 = 8;
+
+/// A fetch that is being read.
+pub(super) struct Transfer {
+    source: Arc<Source>,
+    /// Held open by this, whoever closes the source.
+    file: Arc<File>,
+    /// The descriptor for O_DIRECT, where it is read so.
+    direct: Option<Arc<File>>,
+    buffer: Buffer,
+    /// Offset in the file of the buffer's first byte.
+    start: u64,
+    /// The buffer is filled up to here.
+    have: usize,
+    /// Where in the buffer the wanted bytes lie.
+    wanted: Range<usize>,
+}
+
+/// What is to be done next.
+pub(super) enum Next {
+    /// Another read.
+    Read,
+    /// Nothing: all bytes are there, or it failed.
+    End(Result<()>),
+}
+
+impl Transfer {
+    /// Opens what is needed and decides how to read. May wait for the file system.
+    pub(super) fn begin(job: Job, direct: Direct) -> Result<Transfer> {
+        let Job { source, range, lease, .. } = job;
+        source.check_known()?;
+        let file = source.file()?;
+        let direct = match direct {
+            Direct::Never => None,
+            Direct::Always => source.direct_file(&file),
+            Direct::Auto if !source.file_system().is_local() => None,
+            Direct::Auto => {
+                let cached = cached::cached_pages(&file, &range);
+                let mostly = cached.is_some_and(|(n, of)| (of - n.min(of)) * CACHED_PARTS <= of);
+                if mostly { None } else { source.direct_file(&file) }
+            }
+        };
+        let around = pages_around(&range);
+        let start = around.start;
+        let len = (around.end - start) as usize;
+        let buffer =
+            Buffer::try_new(len, lease).map_err(|e| Error::io(source.path(), "read", e))?;
+        let wanted = (range.start - start) as usize..(range.end - start) as usize;
+        let have = if direct.is_some() { 0 } else { wanted.start };
+        Ok(Transfer { source, file, direct, buffer, start, have, wanted })
+    }
+
+    /// Whether it reads past the page cache.
+    pub(super) fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// The next read: of which file, from which offset, into which memory.
+    pub(super) fn next(&mut self) -> (&File, u64, &mut [u8]) {
+        let end = if self.direct.is_some() { self.buffer.len() } else { self.wanted.end };
+        let file = self.direct.as_ref().unwrap_or(&self.file);
+        (file, self.start + self.have as u64, &mut self.buffer[self.have..end])
+    }
+
+    /// Takes the result of the read.
+    pub(super) fn advance(&mut self, result: io::Result<usize>) -> Next {
+        match result {
+            Ok(0) if self.have < self.wanted.end => {
+                Next::End(Err(self.source.ends_before(self.start + self.wanted.end as u64)))
+            }
+            Ok(n) => {
+                self.have += n;
+                if self.have >= self.wanted.end {
+                    return Next::End(Ok(()));
+                }
+                // The next direct read could not begin here.
+                if !(self.have as u64).is_multiple_of(ALIGN) {
+                    self.direct = None;
+                }
+                Next::Read
+            }
+            Err(e) => match e.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => Next::Read,
+                Some(libc::EINVAL | libc::EOPNOTSUPP) if self.direct.is_some() => {
+                    self.source.refuse_direct();
+                    self.direct = None;
+                    self.have = self.have.max(self.wanted.start);
+                    Next::Read
+                }
+                _ => Next::End(Err(Error::io(self.source.path(), "read", e))),
+            },
+        }
+    }
+
+    /// The bytes, if the file is still what it was.
+    pub(super) fn finish(self) -> Result<Filled> {
+        self.source.check_open(&self.file)?;
+        if self.source.set_stalled(false) {
+            tracing::info!("{}: is read again", shown_path(self.source.path()));
+        }
+        Ok(Filled::new(self.buffer, self.wanted))
+    }
+}

@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut file = File::create_new(&out)?;
     let mut chunk = vec![0; 8 << 20];
     let mut at = 0;
-    while at < reader.layout().len() {
+    while at < reader.len() {
         let len = reader.read_at(at, &mut chunk)?;
         file.write_all(&chunk[..len])?;
         at += len as u64;

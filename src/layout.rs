@@ -144,6 +144,17 @@ impl Layout {
         self.tensors.iter().map(|placed| (placed.tensor as usize, placed.start))
     }
 
+    /// The bytes of the tensor that `offset` lies in, or of the header.
+    pub fn tensor_at(&self, offset: u64) -> Range<u64> {
+        let header_len = self.header.len() as u64;
+        let at = self.tensors.partition_point(|placed| placed.start + placed.len <= offset);
+        match self.tensors.get(at) {
+            Some(placed) if offset >= header_len => placed.start..placed.start + placed.len,
+            Some(_) => 0..header_len,
+            None => offset.min(header_len)..self.len,
+        }
+    }
+
     /// Calls `visit` for the extents of bytes `range`, which is clamped to the file.
     ///
     /// `Header` and `Run` extents and the runs of `Scatter` ones cover the range once.

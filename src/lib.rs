@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod cache;
 pub mod catalog;
 pub mod checkpoint;
 pub mod counters;
@@ -9,6 +10,7 @@ pub mod format;
 pub mod gather;
 pub mod io;
 pub mod layout;
+pub mod prefetch;
 pub mod reader;
 pub mod source;
 pub mod verify;

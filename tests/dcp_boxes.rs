@@ -79,7 +79,7 @@ fn open(tensors: &[Cut]) -> (tempfile::TempDir, tensorfs::Result<Arc<Checkpoint>
 
 fn read_all(checkpoint: &Checkpoint) -> (Reader, Vec<u8>) {
     let reader = Reader::open(checkpoint).unwrap();
-    let mut file = vec![0; reader.layout().len() as usize];
+    let mut file = vec![0; reader.len() as usize];
     assert_eq!(reader.read_at(0, &mut file).unwrap(), file.len());
     (reader, file)
 }

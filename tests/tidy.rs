@@ -34,7 +34,8 @@ const RANKS: &[(u32, &[&str])] = &[
 ];
 
 /// Imports allowed within one rank, as (importer, imported). Must stay free of cycles.
-const SAME_RANK: &[(&str, &str)] = &[("dtype", "error"), ("layout", "gather"), ("io", "source")];
+const SAME_RANK: &[(&str, &str)] =
+    &[("dtype", "error"), ("layout", "gather"), ("io", "source"), ("cache", "reader")];
 
 /// The only places that may name a crate. A trailing `/` means the folder.
 const CRATE_HOMES: &[(&str, &[&str])] = &[

@@ -4,7 +4,6 @@
 //! proved is proved on a thread of its own and answered from there. A panic in a handler is
 //! answered with EIO and does not end the thread.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -22,10 +21,12 @@ use fuser::{
     ReplyXattr, Request,
 };
 use tensorfs::Error;
+use tensorfs::cache::Cache;
 use tensorfs::checkpoint::Content;
 
 use crate::access;
 use crate::nodes::{Entry, Node, NodeKind, Nodes, OpenFile, Opened, offload};
+use crate::push::Pusher;
 use crate::watch::Watcher;
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
@@ -78,6 +79,8 @@ struct Shared {
     nodes: Arc<Nodes>,
     common: Common,
     watcher: Arc<Watcher>,
+    cache: Cache,
+    pusher: Pusher,
     passthrough: AtomicBool,
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     next_handle: AtomicU64,
@@ -86,18 +89,21 @@ struct Shared {
     sweeping: AtomicBool,
 }
 
-thread_local! {
-    /// The reply of the last read on this thread, kept to be used again.
-    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
-
 impl TensorFs {
     /// A file system that shows `nodes`.
-    pub(crate) fn new(nodes: Arc<Nodes>, common: Common, watcher: Arc<Watcher>) -> TensorFs {
+    pub(crate) fn new(
+        nodes: Arc<Nodes>,
+        common: Common,
+        watcher: Arc<Watcher>,
+        cache: Cache,
+        pusher: Pusher,
+    ) -> TensorFs {
         TensorFs(Arc::new(Shared {
             nodes,
             common,
             watcher,
+            cache,
+            pusher,
             passthrough: AtomicBool::new(false),
             handles: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(1),
@@ -121,7 +127,8 @@ impl Shared {
         if node.is_replaced() {
             return reply.error(Errno::ESTALE);
         }
-        let (opened, unchanged) = match node.open(&self.watcher) {
+        let on_storm = || self.pusher.on_storm(ino);
+        let (opened, unchanged) = match node.open(&self.watcher, &self.cache, on_storm) {
             Ok(opened) => opened,
             Err(Error::Changed { .. }) => return reply.error(Errno::ESTALE),
             Err(error) => return reply.error(logged(&error)),
@@ -129,8 +136,9 @@ impl Shared {
         // Taken before the lock: the source may have to be opened for it.
         let whole = match &opened.file {
             // A proved file that has changed is answered with EIO, which the kernel would not.
-            OpenFile::Whole(source) if !source.is_empty() && !source.is_changed() => {
-                source.file().ok()
+            OpenFile::Whole(file) if !file.reader().is_empty() => {
+                let source = &file.reader().sources()[0];
+                (!source.is_changed()).then(|| source.file().ok()).flatten()
             }
             _ => None,
         };
@@ -185,20 +193,26 @@ impl Shared {
         let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
-        BUFFER.with_borrow_mut(|buffer| {
-            if buffer.len() < size as usize {
-                buffer.resize(size as usize, 0);
+        let file = match &handle.opened.file {
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => file,
+            OpenFile::Text(text) => {
+                let start = offset.min(text.len() as u64) as usize;
+                let end = (start + size as usize).min(text.len());
+                return reply.data(&text[start..end]);
             }
-            match handle.opened.file.read_at(offset, &mut buffer[..size as usize]) {
-                Ok(len) => reply.data(&buffer[..len]),
-                Err(error) => {
-                    reply.error(logged_as_eio(&error));
-                    if matches!(error, Error::Changed { .. }) {
-                        self.sweep();
-                    }
+        };
+        let shared = self.clone();
+        let answer = move |outcome: Result<&[u8], &Error>| match outcome {
+            Ok(bytes) => reply.data(bytes),
+            Err(error) => {
+                reply.error(logged_as_eio(error));
+                if matches!(error, Error::Changed { .. }) {
+                    shared.sweep();
                 }
             }
-        });
+        };
+        let end = offset.saturating_add(u64::from(size));
+        self.cache.read(file, offset..end, Box::new(answer));
     }
 
     /// Makes the kernel forget what it has cached of changed sources; not on this thread,

@@ -13,6 +13,7 @@ mod mount_helper;
 mod mountinfo;
 mod nodes;
 mod options;
+mod push;
 mod session;
 mod watch;
 

@@ -14,10 +14,10 @@ use std::sync::{
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
+use tensorfs::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Shown, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::format::{manifest, names};
-use tensorfs::io::{Read, read_all};
 use tensorfs::reader::Reader;
 use tensorfs::source::{Identity, Pin, Source};
 use tensorfs::{Error, Result};
@@ -76,46 +76,26 @@ pub(crate) struct Opened {
 
 impl std::fmt::Debug for Opened {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.file.fmt(f)
+        self.file.sources().fmt(f)
     }
 }
 
 /// A file that can be read.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) enum OpenFile {
     /// The tensors of a checkpoint as one file.
-    Virtual(Arc<Reader>),
+    Virtual(Arc<CachedFile>),
     /// A file of the source as it is.
-    Whole(Arc<Source>),
+    Whole(Arc<CachedFile>),
     /// Text made here.
     Text(Arc<[u8]>),
 }
 
 impl OpenFile {
-    /// Reads from `offset` on into `buf`; fewer bytes than asked only at the end of the file.
-    pub(crate) fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize> {
-        match self {
-            OpenFile::Virtual(reader) => reader.read_at(offset, buf),
-            OpenFile::Whole(source) => {
-                let len = (buf.len() as u64).min(source.len().saturating_sub(offset)) as usize;
-                let target = &mut buf[..len];
-                read_all(&mut [Read { source, offset, target }])?;
-                Ok(len)
-            }
-            OpenFile::Text(text) => {
-                let from = text.get(offset.min(text.len() as u64) as usize..).unwrap_or_default();
-                let len = buf.len().min(from.len());
-                buf[..len].copy_from_slice(&from[..len]);
-                Ok(len)
-            }
-        }
-    }
-
     /// The source files that its bytes come from.
     pub(crate) fn sources(&self) -> &[Arc<Source>] {
         match self {
-            OpenFile::Virtual(reader) => reader.sources(),
-            OpenFile::Whole(source) => std::slice::from_ref(source),
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.reader().sources(),
             OpenFile::Text(_) => &[],
         }
     }
@@ -490,7 +470,12 @@ impl Node {
     ///
     /// # Errors
     /// `Error::Changed` where another file stands in its place.
-    pub(crate) fn open(&self, watcher: &Arc<Watcher>) -> Result<(Arc<Opened>, bool)> {
+    pub(crate) fn open(
+        &self,
+        watcher: &Arc<Watcher>,
+        cache: &Cache,
+        on_storm: impl FnOnce() -> OnStorm,
+    ) -> Result<(Arc<Opened>, bool)> {
         let NodeKind::File { content, open, last, .. } = &self.kind else {
             return Err(Error::usage("a folder cannot be read"));
         };
@@ -505,7 +490,7 @@ impl Node {
         let opened = match shared.upgrade().filter(usable) {
             Some(opened) => opened,
             None => {
-                let file = self.open_file(content)?;
+                let file = open_file(content, cache, on_storm)?;
                 let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
                 let _watched = watcher.watch(self.ino, file.sources());
                 let opened = Arc::new(Opened { file, _watched, _pins: pins });
@@ -518,8 +503,8 @@ impl Node {
         for source in opened.file.sources() {
             unchanged &= source.check().is_ok();
         }
-        if let OpenFile::Whole(source) = &opened.file {
-            let now = source.identity();
+        if let OpenFile::Whole(file) = &opened.file {
+            let now = file.reader().sources()[0].identity();
             unchanged &= lock(last).replace(now).is_none_or(|before| before == now);
         }
         Ok((opened, unchanged))
@@ -533,22 +518,6 @@ impl Node {
         };
         let name = file.name.to_string_lossy();
         names::weight_map_output(&name).is_none() && !name.ends_with(manifest::SUFFIX)
-    }
-
-    fn open_file(&self, content: &Content) -> Result<OpenFile> {
-        Ok(match content {
-            Content::Virtual(checkpoint) => OpenFile::Virtual(Arc::new(Reader::open(checkpoint)?)),
-            Content::Whole { proved: Some(source), .. } => OpenFile::Whole(source.clone()),
-            Content::Whole { file, proved: None } => {
-                let source = Source::open(&file.path)?;
-                if !source.identity().same_bytes(&file.identity) {
-                    let detail = "was replaced since it was looked at".to_owned();
-                    return Err(Error::Changed { path: file.path.clone(), detail });
-                }
-                OpenFile::Whole(source)
-            }
-            Content::Text(text) => OpenFile::Text(text.clone()),
-        })
     }
 
     /// Whether the source now holds another file in its place.
@@ -566,6 +535,29 @@ impl Node {
             Content::Text(_) => false,
         }
     }
+}
+
+fn open_file(
+    content: &Content,
+    cache: &Cache,
+    on_storm: impl FnOnce() -> OnStorm,
+) -> Result<OpenFile> {
+    let whole = |source| OpenFile::Whole(cache.open(Reader::whole(source), None));
+    Ok(match content {
+        Content::Virtual(checkpoint) => {
+            OpenFile::Virtual(cache.open(Reader::open(checkpoint)?, Some(on_storm())))
+        }
+        Content::Whole { proved: Some(source), .. } => whole(source.clone()),
+        Content::Whole { file, proved: None } => {
+            let source = Source::open(&file.path)?;
+            if !source.identity().same_bytes(&file.identity) {
+                let detail = "was replaced since it was looked at".to_owned();
+                return Err(Error::Changed { path: file.path.clone(), detail });
+            }
+            whole(source)
+        }
+        Content::Text(text) => OpenFile::Text(text.clone()),
+    })
 }
 
 fn folder_node(tree: &Tree, id: FolderId) -> Node {

@@ -12,8 +12,11 @@ use fuser::{Config, INodeNo, Session, SessionACL};
 use nix::libc;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
+use tensorfs::cache::{BUDGET_MIN, Cache};
 use tensorfs::checkpoint::Tree;
+use tensorfs::counters::Counters;
 use tensorfs::error::shown_path;
+use tensorfs::io::{Budget, Engine, Settings};
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
 use crate::attach::{self, Attached, Detach};
@@ -21,10 +24,14 @@ use crate::fs::{Common, TensorFs};
 use crate::mountinfo;
 use crate::nodes::Nodes;
 use crate::options::{Options, Passthrough};
+use crate::push;
 use crate::watch::Watcher;
 
 /// How long a fresh mount may take to answer its first request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Memory that a mount takes for what is read ahead, in bytes: the kernel's page cache is the cache.
+const CACHE_DEFAULT: u64 = 64 << 20;
 
 /// Environment variable that makes a process the probe of the mount that it names.
 const PROBE: &str = "TENSORFS_PROBE";
@@ -35,9 +42,9 @@ pub(crate) fn probe() -> Option<bool> {
     Some(std::fs::metadata(target).is_ok())
 }
 
-/// Fewest and most threads that take requests: one that waits for a slow disk must not keep
-/// the others from being taken.
-const THREADS: std::ops::RangeInclusive<usize> = 8..=32;
+/// Fewest and most threads that take requests. None of them waits, so more than cores are of
+/// no use.
+const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and the folder that it is to be mounted on, checked.
 pub(crate) struct Plan {
@@ -188,10 +195,13 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         view: view_json(&options.view),
         source: nodes.tree().folders[0].path.clone(),
     };
-    let fs = TensorFs::new(nodes, common, watcher.clone());
+    let counters = Arc::new(Counters::default());
+    let cache = start_cache(&options, &counters).map_err(undo)?;
+    let (pusher, tasks) = push::pusher();
+    let fs = TensorFs::new(nodes, common, watcher.clone(), cache.clone(), pusher);
     let mut config = Config::default();
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    config.n_threads = Some((2 * cores).clamp(*THREADS.start(), *THREADS.end()));
+    config.n_threads = Some(cores.clamp(*THREADS.start(), *THREADS.end()));
     // The kernel enforces who gets in; `All` only means that fuser adds no check of its own.
     let session = Session::from_fd(fs, fd, SessionACL::All, config).map_err(undo)?;
     let notifier = session.notifier();
@@ -200,7 +210,10 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
             tracing::warn!("the kernel keeps old pages of a changed file: {e}");
         }
     };
-    watcher.start(Box::new(forget)).map_err(undo)?;
+    let storer = session.notifier();
+    let store = move |ino, at, bytes: &[u8]| storer.store(INodeNo(ino), at, bytes);
+    let start_push = tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()));
+    start_push.and_then(|()| watcher.start(Box::new(forget))).map_err(undo)?;
     let serve = std::thread::Builder::new().name("serve".to_owned());
     let server = serve.spawn(move || session.run()).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
@@ -212,6 +225,15 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
             Err(format!("{}: the mount does not answer: {e}", running.target.display()))
         }
     }
+}
+
+/// The cache that all reads of a mount go through.
+fn start_cache(options: &Options, counters: &Arc<Counters>) -> io::Result<Cache> {
+    let settings = Settings::default();
+    let timeout = settings.timeout;
+    let budget = Budget::new(CACHE_DEFAULT.max(BUDGET_MIN), counters.clone());
+    let engine = Engine::start(settings, counters.clone());
+    Cache::start(engine, budget, counters.clone(), timeout)
 }
 
 /// The view as JSON, for those who find the source behind a mount.

@@ -226,7 +226,7 @@ impl Engine {
 
     /// Whether the kernel's page cache holds all of `range`, as far as it says. Never waits.
     pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
-        open_if_cached(source, range).is_some()
+        self.0.settings.direct != Direct::Always && open_if_cached(source, range).is_some()
     }
 
     /// Takes a fetch in. Never waits for a source. `done` is called exactly once, on another

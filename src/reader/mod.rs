@@ -6,26 +6,45 @@ use std::sync::Arc;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Read, read_all};
+use crate::io::{Engine, Read, read_all};
 use crate::layout::{Extent, Layout};
 use crate::source::Source;
+
+pub use block::{BlockPlan, Done, Loaded};
+
+mod block;
 
 /// Most bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: u64 = 8 << 20;
 
-/// An open virtual file.
+/// An open virtual file, or a file of the source as it is.
 #[derive(Debug)]
 pub struct Reader {
-    layout: Arc<Layout>,
+    /// `None` for a whole file.
+    layout: Option<Arc<Layout>>,
     /// By shard number.
     sources: Vec<Arc<Source>>,
+    len: u64,
 }
+
+/// How reads of sources are carried out: `false` where they were not, because it would have
+/// taken the disk.
+type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
 
 /// A read that goes straight to its place: offset in the window, and what to read.
 struct Direct<'a> {
     at: u64,
     source: &'a Arc<Source>,
     range: Range<u64>,
+}
+
+impl Direct<'_> {
+    /// Whether bytes `range` of `source` at `at` follow it on both sides.
+    fn goes_on(&self, at: u64, source: &Arc<Source>, range: &Range<u64>) -> bool {
+        Arc::ptr_eq(self.source, source)
+            && self.range.end == range.start
+            && self.at + (self.range.end - self.range.start) == at
+    }
 }
 
 /// A read whose bytes are spread over the window afterwards.
@@ -43,18 +62,29 @@ impl Reader {
     /// # Errors
     /// Those of `Checkpoint::layout`.
     pub fn open(checkpoint: &Checkpoint) -> Result<Reader> {
-        let sources = checkpoint.sources().to_vec();
-        Ok(Reader::new(checkpoint.layout()?, sources))
+        Ok(Reader::new(checkpoint.layout()?, checkpoint.sources().to_vec()))
     }
 
     /// A reader of `layout`, whose shards are `sources` in the catalog's order.
     pub fn new(layout: Arc<Layout>, sources: Vec<Arc<Source>>) -> Reader {
-        Reader { layout, sources }
+        let len = layout.len();
+        Reader { layout: Some(layout), sources, len }
     }
 
-    /// The layout.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+    /// A reader of `source` as it is.
+    pub fn whole(source: Arc<Source>) -> Reader {
+        let len = source.len();
+        Reader { layout: None, sources: vec![source], len }
+    }
+
+    /// Length of the file in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether the file has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// The sources, in the catalog's order.
@@ -62,36 +92,64 @@ impl Reader {
         &self.sources
     }
 
-    /// Reads bytes of the virtual file from `offset` on into `buf`.
+    /// The bytes of the tensor, or of the header, that `offset` lies in; of a whole file all.
+    pub fn tensor_at(&self, offset: u64) -> Range<u64> {
+        match &self.layout {
+            Some(layout) => layout.tensor_at(offset),
+            None => 0..self.len,
+        }
+    }
+
+    /// Reads bytes of the virtual file from `offset` on into `buf`, on this thread.
     ///
     /// Returns how many: fewer than `buf.len()` only at the end of the file.
     /// # Errors
     /// Those of the sources; `buf` then holds bytes that mean nothing.
     pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize> {
-        let len = (buf.len() as u64).min(self.layout.len().saturating_sub(offset));
-        let mut rest = &mut buf[..len as usize];
+        let len = (buf.len() as u64).min(self.len.saturating_sub(offset)) as usize;
+        self.read_windows(offset, &mut buf[..len], &|reads| read_all(reads).map(|()| true))?;
+        Ok(len)
+    }
+
+    /// Reads like `read_at`, but only what the kernel has in memory: never waits. `false`
+    /// where that is not all of it. `offset` and `buf` lie inside the file.
+    ///
+    /// # Errors
+    /// Those of the sources; `buf` then holds bytes that mean nothing.
+    pub fn read_cached(&self, engine: &Engine, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        self.read_windows(offset, buf, &|reads| engine.read_cached(reads))
+    }
+
+    fn read_windows(&self, offset: u64, buf: &mut [u8], carry: Carry<'_>) -> Result<bool> {
         let mut at = offset;
-        while !rest.is_empty() {
-            let (window, after) = rest.split_at_mut(rest.len().min(WINDOW_LEN_MAX as usize));
-            self.read_window(at, window)?;
+        for window in buf.chunks_mut(WINDOW_LEN_MAX as usize) {
+            if !self.read_window(at, window, carry)? {
+                return Ok(false);
+            }
             at += window.len() as u64;
-            rest = after;
         }
-        Ok(len as usize)
+        Ok(true)
     }
 
     /// Fills `window`, which lies inside the file at `start`.
-    fn read_window(&self, start: u64, window: &mut [u8]) -> Result<()> {
-        let mut direct = Vec::new();
+    fn read_window(&self, start: u64, window: &mut [u8], carry: Carry<'_>) -> Result<bool> {
+        let Some(layout) = &self.layout else {
+            let source = &self.sources[0];
+            return carry(&mut [Read { source, offset: start, target: window }]);
+        };
+        let mut direct: Vec<Direct<'_>> = Vec::new();
         let mut spread = Vec::new();
         let end = start + window.len() as u64;
-        self.layout.extents(start..end, &mut |extent| match extent {
+        layout.extents(start..end, &mut |extent| match extent {
             Extent::Header { at, bytes } => {
                 window[(at - start) as usize..][..bytes.len()].copy_from_slice(bytes);
             }
             Extent::Run { at, shard, range } => {
-                let source = &self.sources[shard.0 as usize];
-                direct.push(Direct { at: at - start, source, range });
+                let (at, source) = (at - start, &self.sources[shard.0 as usize]);
+                match direct.last_mut() {
+                    Some(last) if last.goes_on(at, source, &range) => last.range.end = range.end,
+                    _ => direct.push(Direct { at, source, range }),
+                }
             }
             Extent::Scatter { tensor_at, shard, range, runs, part } => {
                 let source = &self.sources[shard.0 as usize];
@@ -107,7 +165,9 @@ impl Reader {
             reads.push(Read { source, offset: range.start, target });
             free = rest;
         }
-        read_all(&mut reads)?;
+        if !reads.is_empty() && !carry(&mut reads)? {
+            return Ok(false);
+        }
         drop(reads);
         let mut rest = scratch.as_slice();
         for Spread { tensor_at, range, runs, part, .. } in &spread {
@@ -121,7 +181,7 @@ impl Reader {
             };
             runs.scatter(part, bytes, target, target_start);
         }
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -1,0 +1,103 @@
+//! Putting tensors into the kernel's page cache before they are asked for: a program that maps
+//! a file and touches it page by page would wait for each page.
+//!
+//! One thread does it. It may wait for pages that reads hold, so nothing that answers reads
+//! may wait for it.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
+
+use tensorfs::cache::{Cache, CachedFile, OnStorm};
+use tensorfs::counters::Counters;
+
+/// Puts bytes of an inode, from an offset on, into the kernel's page cache.
+pub(crate) type Store = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
+
+/// Makes the kernel forget what it has cached of an inode.
+pub(crate) type Forget = Box<dyn Fn(u64) + Send>;
+
+/// Bytes put into the page cache at a time.
+const STEP: u64 = 1 << 20;
+
+/// Size of a page of the page cache.
+const PAGE: u64 = 4096;
+
+/// Tensors that may wait for their turn; more are left to page faults.
+const QUEUE_MAX: usize = 16;
+
+struct Task {
+    file: Weak<CachedFile>,
+    ino: u64,
+    range: Range<u64>,
+}
+
+/// Takes tensors to be put into the page cache.
+#[derive(Clone)]
+pub(crate) struct Pusher(SyncSender<Task>);
+
+/// The other end, until it is started.
+pub(crate) struct Tasks(Receiver<Task>);
+
+/// A pusher, and what it sends to.
+pub(crate) fn pusher() -> (Pusher, Tasks) {
+    let (send, receive) = sync_channel(QUEUE_MAX);
+    (Pusher(send), Tasks(receive))
+}
+
+impl Pusher {
+    /// What to call when inode `ino` is asked for page by page.
+    pub(crate) fn on_storm(&self, ino: u64) -> OnStorm {
+        let send = self.0.clone();
+        Box::new(move |file, range| {
+            let file = Arc::downgrade(file);
+            // A full queue means that the kernel is being fed already.
+            let _ = send.try_send(Task { file, ino, range });
+        })
+    }
+}
+
+impl Tasks {
+    /// Starts the thread that puts what is sent into the page cache with `store`.
+    pub(crate) fn start(
+        self,
+        cache: Cache,
+        counters: Arc<Counters>,
+        store: Store,
+        forget: Forget,
+    ) -> std::io::Result<()> {
+        let run = move || {
+            while let Ok(task) = self.0.recv() {
+                let Some(file) = task.file.upgrade() else { continue };
+                push(&cache, &counters, &file, &task, &store);
+                // What changed since it was read must not stay.
+                if file.reader().sources().iter().any(|source| source.check().is_err()) {
+                    forget(task.ino);
+                }
+            }
+        };
+        std::thread::Builder::new().name("push".to_owned()).spawn(run)?;
+        Ok(())
+    }
+}
+
+/// Puts the whole pages of a tensor into the page cache, until one cannot be read or stored.
+fn push(cache: &Cache, counters: &Counters, file: &Arc<CachedFile>, task: &Task, store: &Store) {
+    let end = task.range.end / PAGE * PAGE;
+    let mut at = task.range.start.next_multiple_of(PAGE);
+    while at < end {
+        let step = at..(at + STEP).min(end);
+        let (send, receive) = sync_channel(1);
+        let answer = move |outcome: Result<&[u8], &tensorfs::Error>| {
+            let _ = send.send(outcome.ok().map(<[u8]>::to_vec));
+        };
+        cache.read(file, step.clone(), Box::new(answer));
+        let Ok(Some(bytes)) = receive.recv() else { return };
+        if let Err(e) = store(task.ino, at, &bytes) {
+            tracing::debug!("a tensor is not put into the page cache: {e}");
+            return;
+        }
+        counters.stored_bytes.add(bytes.len() as u64);
+        at = step.end;
+    }
+}

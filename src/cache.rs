@@ -1,0 +1,671 @@
+//! Blocks of virtual files in memory, under a hard bound: what was read ahead, what is being
+//! read, and the reads that wait for it.
+//!
+//! Nothing here waits. A read that finds its bytes is answered at once; else its answer is kept
+//! beside the blocks that it needs and given by the thread that brings the last of them. Where
+//! memory is used up a read waits in a queue and holds none.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use lru::LruCache;
+
+use self::blocks::{Block, Cover, Data, FileBlocks, Pending, Piece, Waiter};
+use crate::counters::{Counter, Counters};
+use crate::error::{Error, Result};
+use crate::io::{Budget, Class, Engine, Lease};
+use crate::prefetch::{Advice, Planner, Request, StreamId};
+use crate::reader::{BlockPlan, Loaded, Reader};
+use crate::source::Source;
+
+mod blocks;
+
+/// Time between two looks for reads that waited too long and blocks that nobody wants.
+const TICK: Duration = Duration::from_millis(250);
+
+/// How long a block that nobody asks for stays.
+const IDLE_TIME: Duration = Duration::from_secs(5);
+
+/// How old a block has to be to make way for one that is read ahead.
+const STALE_TIME: Duration = Duration::from_secs(2);
+
+/// Smallest budget: a few of the largest blocks.
+pub const BUDGET_MIN: u64 = 16 << 20;
+
+/// Called once with the bytes of a read.
+pub type Answer = Box<dyn FnOnce(std::result::Result<&[u8], &Error>) + Send>;
+
+/// The blocks of all open files of a mount.
+#[derive(Clone)]
+pub struct Cache(Arc<Inner>);
+
+struct Inner {
+    engine: Engine,
+    budget: Budget,
+    counters: Arc<Counters>,
+    /// How long a read may wait for memory.
+    timeout: Option<Duration>,
+    started: Instant,
+    next_file: AtomicU64,
+    state: Mutex<State>,
+    clock: Thread,
+    /// Whether the clock waits to be woken.
+    clock_stands: AtomicBool,
+}
+
+struct State {
+    files: HashMap<u64, FileBlocks>,
+    /// Blocks that are there, by file and start, and when they were asked for last.
+    idle: LruCache<(u64, u64), Instant>,
+    /// Reads that wait for memory, oldest first.
+    queue: VecDeque<Ask>,
+    /// Bytes under way by source: none may take all the memory.
+    loading: HashMap<usize, u64>,
+}
+
+/// A read to be answered.
+struct Ask {
+    file: Arc<CachedFile>,
+    range: Range<u64>,
+    since: Instant,
+    answer: Answer,
+}
+
+/// Bytes of a read that no block holds, and what it takes to read them.
+struct Hole {
+    start: u64,
+    plan: BlockPlan,
+    lease: Lease,
+}
+
+/// An open file whose reads go through a cache. Its blocks go with it.
+pub struct CachedFile {
+    id: u64,
+    reader: Reader,
+    planner: Arc<Mutex<Planner>>,
+    cache: Weak<Inner>,
+    /// Bytes that answers held.
+    pub bytes_served: Counter,
+    on_storm: Option<OnStorm>,
+}
+
+/// Called with a file and the bytes of its tensor that is asked for page by page; must not wait.
+pub type OnStorm = Box<dyn Fn(&Arc<CachedFile>, Range<u64>) + Send + Sync>;
+
+thread_local! {
+    /// Bytes from the kernel's page cache on their way to an answer.
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Cache {
+    /// A cache that reads with `engine` and holds what `budget` allows. A read fails that waits
+    /// longer than `timeout` for memory.
+    ///
+    /// # Errors
+    /// Where no thread can be started.
+    pub fn start(
+        engine: Engine,
+        budget: Budget,
+        counters: Arc<Counters>,
+        timeout: Option<Duration>,
+    ) -> io::Result<Cache> {
+        let (send, receive) = std::sync::mpsc::channel::<Weak<Inner>>();
+        let clock = std::thread::Builder::new()
+            .name("cache".to_owned())
+            .spawn(move || receive.recv().map(|inner| keep_time(&inner)))?;
+        let state = State {
+            files: HashMap::new(),
+            idle: LruCache::unbounded(),
+            queue: VecDeque::new(),
+            loading: HashMap::new(),
+        };
+        let inner = Arc::new(Inner {
+            engine,
+            budget,
+            counters,
+            timeout,
+            started: Instant::now(),
+            next_file: AtomicU64::new(0),
+            state: Mutex::new(state),
+            clock: clock.thread().clone(),
+            clock_stands: AtomicBool::new(false),
+        });
+        let _ = send.send(Arc::downgrade(&inner));
+        Ok(Cache(inner))
+    }
+
+    /// A file to be read through the cache.
+    pub fn open(&self, reader: Reader, on_storm: Option<OnStorm>) -> Arc<CachedFile> {
+        let id = self.0.next_file.fetch_add(1, Ordering::Relaxed);
+        let planner = Arc::new(Mutex::new(Planner::new(reader.len())));
+        let cache = Arc::downgrade(&self.0);
+        Arc::new(CachedFile {
+            id,
+            reader,
+            planner,
+            cache,
+            bytes_served: Counter::default(),
+            on_storm,
+        })
+    }
+
+    /// Reads bytes `range` of `file`, cut at its end. Never waits: `answer` is called on this
+    /// thread if the bytes are in memory, else on the one that brings the last of them. It
+    /// must not wait for another read.
+    pub fn read(&self, file: &Arc<CachedFile>, range: Range<u64>, answer: Answer) {
+        let inner = &self.0;
+        inner.counters.reads.add(1);
+        let range = range.start..range.end.min(file.reader.len());
+        if range.is_empty() {
+            return answer(Ok(&[]));
+        }
+        let ask = Ask { file: file.clone(), range, since: Instant::now(), answer };
+        let known = lock(&inner.state).of(file).end_of_overlap(&ask.range).is_some();
+        let ask = if known { Some(ask) } else { inner.from_page_cache(ask) };
+        if let Some(refused) = ask.and_then(|ask| inner.admit(ask)) {
+            inner.enqueue(refused);
+        }
+    }
+
+    /// The memory bound in bytes, and what is in use of it.
+    pub fn memory(&self) -> (u64, u64) {
+        (self.0.budget.limit(), self.0.budget.used())
+    }
+}
+
+/// Looks after `inner` until it is dropped.
+fn keep_time(inner: &Weak<Inner>) {
+    loop {
+        let Some(this) = inner.upgrade() else { return };
+        let busy = this.tick();
+        this.clock_stands.store(!busy, Ordering::SeqCst);
+        drop(this);
+        if busy {
+            std::thread::sleep(TICK);
+        } else {
+            std::thread::park();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.clock.unpark();
+    }
+}
+
+impl Inner {
+    fn start_clock(&self) {
+        if self.clock_stands.swap(false, Ordering::SeqCst) {
+            self.clock.unpark();
+        }
+    }
+
+    /// Answers a read whose bytes the kernel has in memory; else gives it back.
+    fn from_page_cache(&self, ask: Ask) -> Option<Ask> {
+        BUFFER.with_borrow_mut(|buffer| {
+            let len = (ask.range.end - ask.range.start) as usize;
+            if buffer.len() < len {
+                buffer.resize(len, 0);
+            }
+            let bytes = &mut buffer[..len];
+            match ask.file.reader.read_cached(&self.engine, ask.range.start, bytes) {
+                Ok(true) => {
+                    self.counters.hits.add(1);
+                    self.counters.bytes_from_page_cache.add(len as u64);
+                    self.answer(ask, Ok(bytes));
+                    None
+                }
+                Ok(false) => Some(ask),
+                Err(error) => {
+                    self.answer(ask, Err(&error));
+                    None
+                }
+            }
+        })
+    }
+
+    /// Gives a read its answer.
+    fn answer(&self, ask: Ask, outcome: std::result::Result<&[u8], &Error>) {
+        match outcome {
+            Ok(bytes) => {
+                self.counters.bytes_served.add(bytes.len() as u64);
+                ask.file.bytes_served.add(bytes.len() as u64);
+            }
+            Err(_) => self.counters.read_errors.add(1),
+        }
+        (ask.answer)(outcome);
+    }
+
+    /// Answers a read, or lets it wait for blocks that are being read. Gives it back where
+    /// there is no memory for them.
+    fn admit(self: &Arc<Self>, ask: Ask) -> Option<Ask> {
+        let (file, range) = (ask.file.clone(), ask.range.clone());
+        let mut state = lock(&self.state);
+        let covers = state.of(&file).covers(&range);
+        let mut holes = Vec::new();
+        for cover in &covers {
+            let Cover::Hole(hole) = cover else { continue };
+            let plan = file.reader.plan_block(hole.clone());
+            let need = plan.memory();
+            if need > self.budget.limit() / 2 {
+                drop(state);
+                self.read_alone(ask);
+                return None;
+            }
+            let may = state.may_load(&plan, self.budget.limit());
+            let lease = may.then(|| self.lease(&mut state, need, Duration::ZERO)).flatten();
+            let Some(lease) = lease else { return Some(ask) };
+            holes.push(Hole { start: hole.start, plan, lease });
+        }
+        let (pending, late) = self.wait_for(&mut state, ask, &covers);
+        for hole in &holes {
+            state.load(&hole.plan);
+        }
+        let complete = lock(&pending).left == 0;
+        drop(state);
+        if complete {
+            self.counters.hits.add(1);
+            self.finish(&pending);
+        } else {
+            self.counters.misses.add(1);
+        }
+        for hole in holes {
+            self.fetch(&file, hole, Class::Demand);
+        }
+        self.look_ahead(&file, &range, late);
+        None
+    }
+
+    /// Notes down which blocks a read takes its bytes from. Also returns whether one of them
+    /// is being read ahead, but not there yet.
+    fn wait_for(
+        &self,
+        state: &mut State,
+        ask: Ask,
+        covers: &[Cover],
+    ) -> (Arc<Mutex<Pending>>, bool) {
+        let (id, planner, now) = (ask.file.id, ask.file.planner.clone(), ask.since);
+        let pending = Arc::new(Mutex::new(Pending { ask: Some(ask), pieces: Vec::new(), left: 0 }));
+        let mut this = lock(&pending);
+        let (mut late, mut used) = (false, 0);
+        let State { files, idle, .. } = state;
+        let file = files.entry(id).or_insert_with(|| FileBlocks::new(planner));
+        for (piece, cover) in covers.iter().enumerate() {
+            let waiter = || Waiter { pending: pending.clone(), piece };
+            let (start, part, there) = match cover {
+                Cover::Block(start, part, ready) => (*start, part, ready.clone()),
+                Cover::Hole(hole) => {
+                    let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
+                    let block = Block { end: hole.end, asked: 0, ahead: false, data };
+                    file.blocks.insert(hole.start, block);
+                    (hole.start, hole, None)
+                }
+            };
+            let within = (part.start - start) as usize..(part.end - start) as usize;
+            let Some(block) = file.blocks.get_mut(&start) else {
+                // It made way for another part of this very read.
+                this.pieces.push(Piece { block: there, within });
+                continue;
+            };
+            let fresh =
+                (part.end - part.start).min((block.end - start).saturating_sub(block.asked));
+            block.asked += part.end - part.start;
+            if block.ahead {
+                used += fresh;
+            }
+            let ready = match &mut block.data {
+                Data::Ready(loaded) => {
+                    self.counters.bytes_from_cache.add(within.len() as u64);
+                    Some(loaded.clone())
+                }
+                Data::Loading { waiters, tickets } => {
+                    self.counters.bytes_from_source.add(within.len() as u64);
+                    tickets.drain(..).for_each(|ticket| self.engine.promote(&ticket));
+                    late |= block.ahead;
+                    waiters.push(waiter());
+                    this.left += 1;
+                    None
+                }
+            };
+            if ready.is_some() {
+                if block.asked >= block.end - start {
+                    // The kernel keeps what it was given; here it would be kept twice.
+                    file.blocks.remove(&start);
+                    idle.pop(&(id, start));
+                } else {
+                    idle.put((id, start), now);
+                }
+            }
+            this.pieces.push(Piece { block: ready, within });
+        }
+        if used > 0 {
+            self.counters.prefetch_used_bytes.add(used);
+            lock(&file.planner).judge(used, 0);
+        }
+        drop(this);
+        (pending, late)
+    }
+
+    /// Answers a read whose pieces are all there.
+    fn finish(&self, pending: &Mutex<Pending>) {
+        let mut this = lock(pending);
+        let Some(ask) = this.ask.take() else { return };
+        let pieces = std::mem::take(&mut this.pieces);
+        drop(this);
+        let bytes =
+            |piece: &Piece| -> Arc<Loaded> { piece.block.clone().expect("all pieces are there") };
+        match pieces.as_slice() {
+            [piece] => self.answer(ask, Ok(&bytes(piece)[piece.within.clone()])),
+            pieces => {
+                let len = (ask.range.end - ask.range.start) as usize;
+                let mut joined = Vec::with_capacity(len);
+                for piece in pieces {
+                    joined.extend_from_slice(&bytes(piece)[piece.within.clone()]);
+                }
+                self.answer(ask, Ok(&joined));
+            }
+        }
+    }
+
+    /// Reads a block, and gives it to those who wait for it.
+    fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, class: Class) {
+        let Hole { start, plan, lease, .. } = hole;
+        let charges: Vec<(usize, u64)> =
+            plan.sources().map(|(source, len)| (key(source), len)).collect();
+        let (this, of) = (self.clone(), file.clone());
+        let done = Box::new(move |outcome| this.loaded(&of, start, outcome, &charges));
+        let tickets = file.reader.fetch_block(&self.engine, plan, class, lease, done);
+        if matches!(class, Class::Prefetch) {
+            let mut state = lock(&self.state);
+            let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
+            if let Some(Block { data: Data::Loading { tickets: kept, waiters }, .. }) = block {
+                if waiters.is_empty() {
+                    *kept = tickets;
+                } else {
+                    tickets.iter().for_each(|ticket| self.engine.promote(ticket));
+                }
+            }
+        }
+    }
+
+    /// A block is there, or could not be read.
+    fn loaded(
+        self: &Arc<Self>,
+        file: &CachedFile,
+        start: u64,
+        outcome: Result<Loaded>,
+        charges: &[(usize, u64)],
+    ) {
+        let outcome = outcome.map(Arc::new);
+        let mut state = lock(&self.state);
+        state.unload(charges);
+        let State { files, idle, .. } = &mut *state;
+        let blocks = files.get_mut(&file.id).map(|file| &mut file.blocks);
+        let Some(blocks) = blocks else { return };
+        let Some(block) = blocks.get_mut(&start) else { return };
+        let Data::Loading { waiters, .. } = &mut block.data else { return };
+        let waiters = std::mem::take(waiters);
+        match &outcome {
+            Ok(loaded) if block.asked < block.end - start => {
+                block.data = Data::Ready(loaded.clone());
+                idle.put((file.id, start), Instant::now());
+            }
+            Ok(_) | Err(_) => drop(blocks.remove(&start)),
+        }
+        drop(state);
+        self.start_clock();
+        let outcome = outcome.as_ref();
+        for waiter in waiters {
+            self.bring(&waiter, outcome);
+        }
+        if let Err(error) = outcome {
+            tracing::debug!("{error}");
+        }
+        self.pump();
+    }
+
+    /// Brings a read one of its pieces.
+    fn bring(&self, waiter: &Waiter, outcome: std::result::Result<&Arc<Loaded>, &Error>) {
+        let mut this = lock(&waiter.pending);
+        let since = this.ask.as_ref().map(|ask| ask.since);
+        match outcome {
+            Ok(loaded) => {
+                if let Some(piece) = this.pieces.get_mut(waiter.piece) {
+                    piece.block = Some(loaded.clone());
+                }
+                this.left -= 1;
+                let complete = this.left == 0;
+                drop(this);
+                if complete {
+                    self.finish(&waiter.pending);
+                }
+            }
+            Err(error) => {
+                let ask = this.ask.take();
+                this.pieces.clear();
+                drop(this);
+                if let Some(ask) = ask {
+                    self.answer(ask, Err(error));
+                }
+            }
+        }
+        if let Some(since) = since {
+            self.counters.wait.add(since.elapsed());
+        }
+    }
+
+    /// Memory of `need` bytes, for which blocks make way that nobody has asked for since `age`.
+    fn lease(&self, state: &mut State, need: u64, age: Duration) -> Option<Lease> {
+        loop {
+            if let Some(lease) = self.budget.try_lease(need) {
+                return Some(lease);
+            }
+            self.evict(state, age).then_some(())?;
+        }
+    }
+
+    /// Drops the block that was asked for last longest ago, if that is longer than `age`.
+    fn evict(&self, state: &mut State, age: Duration) -> bool {
+        let Some((_, since)) = state.idle.peek_lru() else { return false };
+        if since.elapsed() < age {
+            return false;
+        }
+        let Some(((id, start), _)) = state.idle.pop_lru() else { return false };
+        let Some(file) = state.files.get_mut(&id) else { return true };
+        if let Some(block) = file.blocks.remove(&start) {
+            self.waste(&file.planner, start, &block);
+        }
+        true
+    }
+
+    /// Counts what of a block was read ahead for nothing.
+    fn waste(&self, planner: &Mutex<Planner>, start: u64, block: &Block) {
+        let wasted = (block.end - start).saturating_sub(block.asked);
+        if block.ahead && wasted > 0 {
+            self.counters.prefetch_wasted_bytes.add(wasted);
+            lock(planner).judge(0, wasted);
+        }
+    }
+
+    fn enqueue(&self, ask: Ask) {
+        self.counters.reads_queued_now.add(1);
+        lock(&self.state).queue.push_back(ask);
+        self.start_clock();
+    }
+
+    /// Lets reads go on that wait for memory, if there is some now.
+    fn pump(self: &Arc<Self>) {
+        let mut at = 0;
+        while self.budget.used() < self.budget.limit() {
+            let Some(ask) = lock(&self.state).queue.remove(at) else { return };
+            match self.admit(ask) {
+                None => self.counters.reads_queued_now.sub(1),
+                // One of another source may fit.
+                Some(ask) => {
+                    let mut state = lock(&self.state);
+                    let place = at.min(state.queue.len());
+                    state.queue.insert(place, ask);
+                    at += 1;
+                }
+            }
+        }
+    }
+
+    /// Ends reads that waited too long for memory and drops blocks that nobody asks for.
+    /// Returns whether there is anything left to look after.
+    fn tick(self: &Arc<Self>) -> bool {
+        let mut late = Vec::new();
+        let mut state = lock(&self.state);
+        while self.evict(&mut state, IDLE_TIME) {}
+        if let Some(timeout) = self.timeout {
+            while state.queue.front().is_some_and(|ask| ask.since.elapsed() >= timeout) {
+                late.extend(state.queue.pop_front());
+            }
+        }
+        drop(state);
+        for ask in late {
+            self.counters.reads_queued_now.sub(1);
+            let path = ask.file.reader.sources()[0].path().to_owned();
+            let reason = "no memory for it within the deadline: other reads hold all of it";
+            let source = io::Error::new(io::ErrorKind::TimedOut, reason);
+            tracing::error!("{}: a read waited too long for memory", path.display());
+            self.answer(ask, Err(&Error::Io { path, action: "read", source }));
+        }
+        self.pump();
+        let state = lock(&self.state);
+        !state.queue.is_empty() || !state.idle.is_empty()
+    }
+
+    /// Reads without blocks, on a thread of its own: what takes more memory than there is
+    /// because thousands of shards have a part in it.
+    fn read_alone(self: &Arc<Self>, ask: Ask) {
+        let this = self.clone();
+        let read = move || {
+            let mut bytes = vec![0; (ask.range.end - ask.range.start) as usize];
+            let outcome = ask.file.reader.read_at(ask.range.start, &mut bytes);
+            this.answer(ask, outcome.as_ref().map(|_| bytes.as_slice()));
+        };
+        // Where no thread can be had the read is dropped, which answers it with an error.
+        if let Err(e) = std::thread::Builder::new().name("read".to_owned()).spawn(read) {
+            tracing::error!("cannot start a thread: {e}");
+        }
+    }
+
+    /// Reads ahead what is likely to be asked for next.
+    fn look_ahead(self: &Arc<Self>, file: &Arc<CachedFile>, range: &Range<u64>, late: bool) {
+        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let request = Request { range: range.clone(), late, now };
+        let most = self.budget.limit() / 8 * 3;
+        let tensor_at = |offset| file.reader.tensor_at(offset);
+        let Advice { ahead, push } = lock(&file.planner).observe(&request, most, &tensor_at);
+        if let Some((stream, ahead)) = ahead {
+            self.read_ahead(file, stream, ahead);
+        }
+        if let (Some(range), Some(on_storm)) = (push, &file.on_storm) {
+            on_storm(file, range);
+        }
+    }
+
+    fn read_ahead(self: &Arc<Self>, file: &Arc<CachedFile>, stream: StreamId, range: Range<u64>) {
+        let mut at = range.start;
+        while at < range.end {
+            let end = (at + file.reader.block_len(at)).min(range.end);
+            let plan = file.reader.plan_block(at..end);
+            // From there the read itself takes it, with one copy less.
+            if plan.is_cached(&self.engine) {
+                at = end;
+                continue;
+            }
+            let need = plan.memory();
+            let mut state = lock(&self.state);
+            if let Some(over) = state.of(file).end_of_overlap(&(at..end)) {
+                at = over;
+                continue;
+            }
+            let limit = self.budget.limit();
+            let room = state.queue.is_empty() && state.may_load(&plan, limit / 4 * 3);
+            let room = room && self.budget.used() + need <= limit / 4 * 3;
+            let lease = room.then(|| self.lease(&mut state, need, STALE_TIME)).flatten();
+            let Some(lease) = lease else {
+                drop(state);
+                return lock(&file.planner).cut_short(stream, at);
+            };
+            let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
+            let block = Block { end, asked: 0, ahead: true, data };
+            state.of(file).blocks.insert(at, block);
+            state.load(&plan);
+            drop(state);
+            self.counters.prefetched_bytes.add(end - at);
+            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
+            at = end;
+        }
+    }
+}
+
+/// Names a source.
+fn key(source: &Arc<Source>) -> usize {
+    Arc::as_ptr(source) as usize
+}
+
+impl State {
+    /// The blocks of `file`.
+    fn of(&mut self, file: &CachedFile) -> &mut FileBlocks {
+        self.files.entry(file.id).or_insert_with(|| FileBlocks::new(file.planner.clone()))
+    }
+
+    /// Whether the sources of `plan` have few enough bytes under way: one that stalls must
+    /// leave memory to the others.
+    fn may_load(&self, plan: &BlockPlan, limit: u64) -> bool {
+        plan.sources().all(|(source, len)| {
+            let under_way = self.loading.get(&key(source)).copied().unwrap_or(0);
+            under_way == 0 || under_way + len <= limit / 2
+        })
+    }
+
+    fn load(&mut self, plan: &BlockPlan) {
+        for (source, len) in plan.sources() {
+            *self.loading.entry(key(source)).or_default() += len;
+        }
+    }
+
+    fn unload(&mut self, charges: &[(usize, u64)]) {
+        for (source, len) in charges {
+            if let Some(under_way) = self.loading.get_mut(source) {
+                *under_way -= len;
+                if *under_way == 0 {
+                    self.loading.remove(source);
+                }
+            }
+        }
+    }
+}
+
+impl CachedFile {
+    /// What is read.
+    pub fn reader(&self) -> &Reader {
+        &self.reader
+    }
+}
+
+impl Drop for CachedFile {
+    fn drop(&mut self) {
+        let Some(cache) = self.cache.upgrade() else { return };
+        let mut state = lock(&cache.state);
+        let Some(file) = state.files.remove(&self.id) else { return };
+        for (start, block) in file.blocks {
+            state.idle.pop(&(self.id, start));
+            cache.waste(&file.planner, start, &block);
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! The blocks of one file, by offset, and what covers a range of it.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use super::Ask;
+use crate::io::Ticket;
+use crate::prefetch::Planner;
+use crate::reader::Loaded;
+
+/// The blocks of one file.
+pub(super) struct FileBlocks {
+    /// By start.
+    pub(super) blocks: BTreeMap<u64, Block>,
+    pub(super) planner: Arc<Mutex<Planner>>,
+}
+
+/// Some bytes of a file.
+pub(super) struct Block {
+    pub(super) end: u64,
+    /// How many bytes of it were asked for.
+    pub(super) asked: u64,
+    /// Whether it is read ahead, and not for a reader who waits.
+    pub(super) ahead: bool,
+    pub(super) data: Data,
+}
+
+pub(super) enum Data {
+    /// Being read.
+    Loading { waiters: Vec<Waiter>, tickets: Vec<Ticket> },
+    /// There.
+    Ready(Arc<Loaded>),
+}
+
+/// Piece number `piece` of a read waits for a block.
+pub(super) struct Waiter {
+    pub(super) pending: Arc<Mutex<Pending>>,
+    pub(super) piece: usize,
+}
+
+/// A read that waits for blocks.
+pub(super) struct Pending {
+    pub(super) ask: Option<Ask>,
+    pub(super) pieces: Vec<Piece>,
+    /// Pieces that are not there.
+    pub(super) left: usize,
+}
+
+/// A part of a read: bytes `within` of a block.
+pub(super) struct Piece {
+    pub(super) block: Option<Arc<Loaded>>,
+    pub(super) within: Range<usize>,
+}
+
+/// What a part of a range is covered by.
+pub(super) enum Cover {
+    /// A block, by its start, and its bytes where they are there: it may be dropped meanwhile.
+    Block(u64, Range<u64>, Option<Arc<Loaded>>),
+    /// No block.
+    Hole(Range<u64>),
+}
+
+impl FileBlocks {
+    pub(super) fn new(planner: Arc<Mutex<Planner>>) -> FileBlocks {
+        FileBlocks { blocks: BTreeMap::new(), planner }
+    }
+
+    /// End of the first block that holds bytes of `range`, if one does.
+    pub(super) fn end_of_overlap(&self, range: &Range<u64>) -> Option<u64> {
+        let before = self.blocks.range(..=range.start).next_back();
+        let before = before.filter(|(_, block)| block.end > range.start);
+        let found = before.or_else(|| self.blocks.range(range.clone()).next());
+        found.map(|(_, block)| block.end)
+    }
+
+    /// The blocks that hold bytes of `range`, and the holes between them, in order.
+    pub(super) fn covers(&self, range: &Range<u64>) -> Vec<Cover> {
+        let mut covers = Vec::new();
+        let mut at = range.start;
+        let before = self.blocks.range(..=at).next_back().map_or(at, |(start, _)| *start);
+        for (&start, block) in self.blocks.range(before..range.end) {
+            if block.end <= at {
+                continue;
+            }
+            if start > at {
+                covers.push(Cover::Hole(at..start));
+                at = start;
+            }
+            let end = block.end.min(range.end);
+            let ready = match &block.data {
+                Data::Ready(loaded) => Some(loaded.clone()),
+                Data::Loading { .. } => None,
+            };
+            covers.push(Cover::Block(start, at..end, ready));
+            at = end;
+        }
+        if at < range.end {
+            covers.push(Cover::Hole(at..range.end));
+        }
+        covers
+    }
+}

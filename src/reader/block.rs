@@ -1,0 +1,282 @@
+//! Reading one block of a virtual file without waiting: which reads of sources it takes, and
+//! putting their bytes where they belong as they come in.
+
+use std::ops::{Deref, Range};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::Reader;
+use crate::error::Result;
+use crate::gather::{Part, Runs};
+use crate::io::{Buffer, Class, Engine, Fetch, Filled, Lease, Ticket};
+use crate::layout::Extent;
+use crate::source::Source;
+
+/// Bytes of a source between two wanted ranges that are read along rather than skipped.
+const GAP_MAX: u64 = 64 << 10;
+
+/// Longest read that wanted ranges are merged into.
+const MERGED_LEN_MAX: u64 = 8 << 20;
+
+/// Usual length of a block.
+const BLOCK_LEN: u64 = 1 << 20;
+
+/// Longest block, where many shards have a part in it.
+const BLOCK_LEN_MAX: u64 = 8 << 20;
+
+/// Shortest read of a shard that is worth its own way to the disk.
+const PART_LEN: u64 = 256 << 10;
+
+/// The bytes of a block.
+#[derive(Debug)]
+pub enum Loaded {
+    /// As they were read.
+    Read(Filled),
+    /// Put together from several reads.
+    Gathered(Buffer),
+}
+
+impl Deref for Loaded {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Loaded::Read(filled) => filled,
+            Loaded::Gathered(buffer) => buffer,
+        }
+    }
+}
+
+/// Called with the outcome of a block.
+pub type Done = Box<dyn FnOnce(Result<Loaded>) + Send>;
+
+/// The reads that a block takes.
+#[derive(Debug)]
+pub struct BlockPlan {
+    /// Length of the block.
+    len: u64,
+    /// Bytes of the header: offset in the block, and where they are in the header.
+    header: Option<(u64, Range<u64>)>,
+    fetches: Vec<Planned>,
+}
+
+/// One read of a source and what of it is used where.
+#[derive(Debug)]
+struct Planned {
+    source: Arc<Source>,
+    range: Range<u64>,
+    uses: Vec<Use>,
+}
+
+/// Some bytes of a source, `range`, and their place in a block.
+#[derive(Debug)]
+struct Use {
+    range: Range<u64>,
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    /// One after the other from this offset in the block on.
+    Run(u64),
+    /// Spread over it. The block begins `before` bytes before the tensor, or `after` bytes
+    /// after its start.
+    Scatter { before: u64, after: u64, runs: Runs, part: Part },
+}
+
+impl BlockPlan {
+    /// Memory that the reads take, in bytes.
+    pub fn memory(&self) -> u64 {
+        let reads: u64 = self.fetches.iter().map(|fetch| Buffer::len_for(&fetch.range)).sum();
+        if self.is_one_read() { reads } else { reads + self.len }
+    }
+
+    /// Whether the bytes of the block are those of one read.
+    fn is_one_read(&self) -> bool {
+        let [Planned { range, uses, .. }] = self.fetches.as_slice() else { return false };
+        let [Use { place: Place::Run(0), .. }] = uses.as_slice() else { return false };
+        range.end - range.start == self.len
+    }
+
+    /// The sources and how many bytes of each are read.
+    pub fn sources(&self) -> impl Iterator<Item = (&Arc<Source>, u64)> {
+        self.fetches.iter().map(|fetch| (&fetch.source, fetch.range.end - fetch.range.start))
+    }
+
+    /// Whether the kernel has all its bytes in memory.
+    pub fn is_cached(&self, engine: &Engine) -> bool {
+        self.fetches.iter().all(|fetch| engine.is_cached(&fetch.source, &fetch.range))
+    }
+}
+
+impl Reader {
+    /// A good length for a block that begins at `offset`.
+    pub fn block_len(&self, offset: u64) -> u64 {
+        let Some(layout) = &self.layout else { return BLOCK_LEN };
+        // How many parts shards have in a block of usual length, and how many bytes.
+        let (mut parts, mut bytes) = (0, 0);
+        layout.extents(offset..offset + BLOCK_LEN, &mut |extent| {
+            if let Extent::Scatter { range, .. } = extent {
+                parts += 1;
+                bytes += range.end - range.start;
+            }
+        });
+        if bytes < BLOCK_LEN / 2 {
+            return BLOCK_LEN;
+        }
+        (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
+    }
+
+    /// The reads that bytes `range` take; the range lies inside the file.
+    pub fn plan_block(&self, range: Range<u64>) -> BlockPlan {
+        let mut plan =
+            BlockPlan { len: range.end - range.start, header: None, fetches: Vec::new() };
+        let mut wanted: Vec<(usize, Use)> = Vec::new();
+        let Some(layout) = &self.layout else {
+            let source = self.sources[0].clone();
+            let uses = vec![Use { range: range.clone(), place: Place::Run(0) }];
+            plan.fetches.push(Planned { source, range, uses });
+            return plan;
+        };
+        let start = range.start;
+        layout.extents(range, &mut |extent| match extent {
+            Extent::Header { at, bytes } => {
+                plan.header = Some((at - start, at..at + bytes.len() as u64));
+            }
+            Extent::Run { at, shard, range } => {
+                wanted.push((shard.0 as usize, Use { range, place: Place::Run(at - start) }));
+            }
+            Extent::Scatter { tensor_at, shard, range, runs, part } => {
+                let before = tensor_at.saturating_sub(start);
+                let after = start.saturating_sub(tensor_at);
+                let place = Place::Scatter { before, after, runs: runs.clone(), part };
+                wanted.push((shard.0 as usize, Use { range, place }));
+            }
+        });
+        wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
+        let mut last_shard = None;
+        for (shard, wanted) in wanted {
+            let last = plan.fetches.last_mut().filter(|_| last_shard == Some(shard));
+            match last.filter(|last| last.takes(&wanted)) {
+                Some(last) => last.take(wanted),
+                None => {
+                    let (source, range) = (self.sources[shard].clone(), wanted.range.clone());
+                    plan.fetches.push(Planned { source, range, uses: vec![wanted] });
+                }
+            }
+            last_shard = Some(shard);
+        }
+        plan
+    }
+
+    /// Reads a block; `done` is called once all its bytes are there, or with the first error.
+    /// `lease` holds the memory that the plan takes.
+    pub fn fetch_block(
+        &self,
+        engine: &Engine,
+        plan: BlockPlan,
+        class: Class,
+        mut lease: Lease,
+        done: Done,
+    ) -> Vec<Ticket> {
+        if plan.is_one_read() {
+            let done = Box::new(move |outcome: Result<Filled>| done(outcome.map(Loaded::Read)));
+            let fetch =
+                plan.fetches.into_iter().map(|Planned { source, range, .. }| (source, range));
+            let fetch = fetch.map(|(source, range)| (source, range, lease.split(lease.len())));
+            let mut done = Some(done);
+            let submitted = fetch.filter_map(|(source, range, lease)| {
+                let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
+                Some(engine.submit(Fetch { source, range, class, lease, done }))
+            });
+            return submitted.collect();
+        }
+        let mut buffer = Buffer::new(plan.len as usize, lease.split(plan.len));
+        if let (Some((at, range)), Some(layout)) = (plan.header, &self.layout) {
+            let bytes = &layout.header()[range.start as usize..range.end as usize];
+            buffer[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        }
+        if plan.fetches.is_empty() {
+            done(Ok(Loaded::Gathered(buffer)));
+            return Vec::new();
+        }
+        let left = plan.fetches.len();
+        let block = Arc::new(Mutex::new(Block { buffer: Some(buffer), left, done: Some(done) }));
+        let submit = |Planned { source, range, uses }: Planned| {
+            let lease = lease.split(Buffer::len_for(&range));
+            let (block, start) = (block.clone(), range.start);
+            let done = Box::new(move |outcome| Block::add(&block, outcome, start, &uses));
+            engine.submit(Fetch { source, range, class, lease, done })
+        };
+        plan.fetches.into_iter().map(submit).collect()
+    }
+}
+
+impl Planned {
+    fn takes(&self, wanted: &Use) -> bool {
+        wanted.range.start <= self.range.end + GAP_MAX
+            && wanted.range.end.max(self.range.end) - self.range.start <= MERGED_LEN_MAX
+    }
+
+    /// Adds bytes; where they follow the last ones in the file as in the source, both are one.
+    fn take(&mut self, wanted: Use) {
+        self.range.end = self.range.end.max(wanted.range.end);
+        if let (Some(last), Place::Run(at)) = (self.uses.last_mut(), &wanted.place)
+            && let Place::Run(before) = last.place
+            && last.range.end == wanted.range.start
+            && before + (last.range.end - last.range.start) == *at
+        {
+            last.range.end = wanted.range.end;
+            return;
+        }
+        self.uses.push(wanted);
+    }
+}
+
+/// A block that is being put together.
+struct Block {
+    buffer: Option<Buffer>,
+    /// Reads that are not back.
+    left: usize,
+    /// Taken by the last read, or by the first that fails.
+    done: Option<Done>,
+}
+
+impl Block {
+    /// Puts the bytes of one read, which began at `start` of its source, in their places.
+    fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: &[Use]) {
+        let mut this = block.lock().unwrap_or_else(PoisonError::into_inner);
+        this.left -= 1;
+        let finished = match outcome {
+            Ok(bytes) => {
+                if let Some(buffer) = &mut this.buffer {
+                    uses.iter().for_each(|part| part.copy(&bytes, start, buffer));
+                }
+                (this.left == 0).then(|| this.buffer.take()).flatten().map(Ok)
+            }
+            Err(error) => {
+                this.buffer = None;
+                Some(Err(error))
+            }
+        };
+        let Some(outcome) = finished else { return };
+        let done = this.done.take();
+        drop(this);
+        if let Some(done) = done {
+            done(outcome.map(Loaded::Gathered));
+        }
+    }
+}
+
+impl Use {
+    /// Copies the bytes out of a read that began at `start` of the source.
+    fn copy(&self, read: &[u8], start: u64, block: &mut [u8]) {
+        let Range { start: from, end } = self.range;
+        let bytes = &read[(from - start) as usize..(end - start) as usize];
+        match &self.place {
+            Place::Run(at) => block[*at as usize..][..bytes.len()].copy_from_slice(bytes),
+            Place::Scatter { before, after, runs, part } => {
+                runs.scatter(part, bytes, &mut block[*before as usize..], *after);
+            }
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Reads through the cache: the same bytes as read directly, whoever reads what at the same
+//! time, and never more memory than allowed.
+
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{byte, write_shard};
+use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
+use tensorfs::checkpoint::Checkpoint;
+use tensorfs::counters::Counters;
+use tensorfs::io::{Backend, Budget, Direct, Engine, Settings};
+use tensorfs::reader::Reader;
+use tensorfs::{Dtype, Error};
+
+const SHARDS: usize = 3;
+const TENSORS: usize = 4;
+const TENSOR_LEN: u64 = 3_000_001;
+
+/// Numbered shards of uneven tensors; the second half of them are cut by columns.
+fn write_rows(folder: &Path) {
+    for shard in 0..SHARDS {
+        let named: Vec<_> = (0..TENSORS).map(|t| format!("shard{shard}.tensor{t}")).collect();
+        let data = |name: &str| {
+            let pattern: Vec<u8> = (0..9973).map(|at| byte(name, at)).collect();
+            pattern.iter().copied().cycle().take(TENSOR_LEN as usize).collect::<Vec<u8>>()
+        };
+        let tensors: Vec<_> =
+            named.iter().map(|name| (name.as_str(), Dtype::U8, [TENSOR_LEN], data(name))).collect();
+        let tensors: Vec<_> =
+            tensors.iter().map(|(n, d, s, b)| (*n, *d, s.as_slice(), b.clone())).collect();
+        let name = format!("model-{:05}-of-{SHARDS:05}.safetensors", shard + 1);
+        write_shard(&folder.join(name), &BTreeMap::new(), &tensors);
+    }
+}
+
+/// DCP shards of one tensor cut by columns, with rows of 2 KiB.
+fn write_columns(folder: &Path) {
+    const ROWS: u64 = 3000;
+    const ROW: u64 = 2048;
+    for rank in 0..4u64 {
+        let offsets = serde_json::json!({ "w": { "saved_offsets": [0, rank * ROW] } });
+        let metadata = BTreeMap::from([
+            ("DCP_SHARDING_INFO".to_owned(), offsets.to_string()),
+            ("DCP_VERSION".to_owned(), "1.0".to_owned()),
+        ]);
+        let data: Vec<u8> = (0..ROWS * ROW).map(|at| byte("w", at ^ rank << 40)).collect();
+        let name = common::dcp_name(rank as usize);
+        write_shard(&folder.join(name), &metadata, &[("w", Dtype::U8, &[ROWS, ROW], data)]);
+    }
+}
+
+struct Fixture {
+    _folder: tempfile::TempDir,
+    whole: Vec<u8>,
+    cache: Cache,
+    file: Arc<CachedFile>,
+    counters: Arc<Counters>,
+}
+
+fn fixture(write: fn(&Path), settings: Settings) -> Fixture {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path());
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let reader = Reader::open(&checkpoint).unwrap();
+    let mut whole = vec![0; reader.len() as usize];
+    assert_eq!(reader.read_at(0, &mut whole).unwrap(), whole.len());
+    let counters = Arc::new(Counters::default());
+    let timeout = settings.timeout;
+    let engine = Engine::start(settings, counters.clone());
+    let budget = Budget::new(BUDGET_MIN, counters.clone());
+    let cache = Cache::start(engine, budget, counters.clone(), timeout).unwrap();
+    let file = cache.open(reader, None);
+    Fixture { _folder: folder, whole, cache, file, counters }
+}
+
+/// How the bytes of sources are read: none of them from the page cache where that is possible,
+/// so that blocks, waiters and reading ahead are used although the files are fresh.
+fn ways() -> Vec<Settings> {
+    let of = |backend, direct| Settings { backend, direct, ..Settings::default() };
+    vec![
+        of(Backend::Auto, Direct::Auto),
+        of(Backend::Auto, Direct::Always),
+        of(Backend::Pread, Direct::Always),
+        of(Backend::Pread, Direct::Never),
+    ]
+}
+
+impl Fixture {
+    fn read(&self, offset: u64, len: u64) -> Vec<u8> {
+        let (send, receive) = channel();
+        let answer = move |outcome: Result<&[u8], &Error>| {
+            send.send(outcome.map(<[u8]>::to_vec).map_err(ToString::to_string)).unwrap();
+        };
+        self.cache.read(&self.file, offset..offset + len, Box::new(answer));
+        let answered = receive.recv_timeout(Duration::from_secs(60));
+        answered.expect("an answer").expect("bytes")
+    }
+
+    fn assert_reads(&self, offset: u64, len: u64) {
+        let end = (offset + len).min(self.whole.len() as u64);
+        let expected = self.whole.get(offset as usize..end as usize).unwrap_or_default();
+        let read = self.read(offset, len);
+        assert!(read == expected, "bytes {offset}..{end} differ, {} of them", read.len());
+    }
+}
+
+#[test]
+fn a_file_read_in_order_has_the_right_bytes_and_is_read_ahead_of() {
+    for write in [write_rows as fn(&Path), write_columns] {
+        for settings in ways() {
+            let direct = matches!(settings.direct, Direct::Always);
+            let fixture = fixture(write, settings);
+            // Lengths that fit no block.
+            let mut at = 0;
+            while at < fixture.whole.len() as u64 {
+                fixture.assert_reads(at, 300_007);
+                at += 300_007;
+            }
+            fixture.assert_reads(at + 5, 10);
+            let used = fixture.counters.prefetch_used_bytes.get();
+            let read = fixture.counters.bytes_from_page_cache.get();
+            assert!(used + read > fixture.whole.len() as u64 / 2, "{used} used, {read} cached");
+            assert!(!direct || fixture.counters.source_reads_direct.get() > 0);
+        }
+    }
+}
+
+#[test]
+fn readers_at_random_places_all_get_the_right_bytes_within_the_bound() {
+    for write in [write_rows as fn(&Path), write_columns] {
+        for settings in ways() {
+            let fixture = fixture(write, settings);
+            let most = Mutex::new(0);
+            std::thread::scope(|scope| {
+                for thread in 0..8u64 {
+                    let (fixture, most) = (&fixture, &most);
+                    scope.spawn(move || {
+                        let mut seed = thread + 1;
+                        for _ in 0..24 {
+                            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(99991);
+                            let offset = (seed >> 16) % fixture.whole.len() as u64;
+                            let len = [4096, 131_072, 1 << 20][(seed >> 40) as usize % 3];
+                            fixture.assert_reads(offset, len);
+                            let held = fixture.counters.cache_bytes_now.get();
+                            let mut most = most.lock().unwrap();
+                            *most = held.max(*most);
+                        }
+                    });
+                }
+            });
+            let most = *most.lock().unwrap();
+            assert!(most <= BUDGET_MIN, "{most} bytes were held");
+            assert_eq!(fixture.counters.reads_queued_now.get(), 0);
+            assert_eq!(fixture.counters.read_errors.get(), 0);
+        }
+    }
+}
+
+#[test]
+fn many_reads_of_the_same_bytes_at_once_read_the_source_once() {
+    let settings =
+        Settings { direct: Direct::Always, backend: Backend::Pread, ..Settings::default() };
+    let fixture = fixture(write_rows, settings);
+    let (send, receive) = channel();
+    for _ in 0..100 {
+        let send = send.clone();
+        let answer = move |outcome: Result<&[u8], &Error>| {
+            send.send(outcome.unwrap().to_vec()).unwrap();
+        };
+        fixture.cache.read(&fixture.file, 5_000_000..6_000_000, Box::new(answer));
+    }
+    for _ in 0..100 {
+        let read = receive.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(read == fixture.whole[5_000_000..6_000_000]);
+    }
+}
+
+#[test]
+fn a_source_cut_short_fails_the_reads_of_it_and_no_others() {
+    for settings in ways() {
+        let fixture = fixture(write_rows, settings);
+        let shard = fixture._folder.path().join("model-00002-of-00003.safetensors");
+        let header = safetensors_header_len(&fixture.whole);
+        std::fs::OpenOptions::new().write(true).open(shard).unwrap().set_len(1000).unwrap();
+        fixture.assert_reads(header, TENSOR_LEN);
+        let (send, receive) = channel();
+        let answer = move |outcome: Result<&[u8], &Error>| {
+            send.send(outcome.map(<[u8]>::len).map_err(ToString::to_string)).unwrap();
+        };
+        let from = header + 6 * TENSOR_LEN;
+        fixture.cache.read(&fixture.file, from..from + 5000, Box::new(answer));
+        let outcome = receive.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(outcome.unwrap_err().contains("model-00002-of-00003"));
+    }
+}
+
+fn safetensors_header_len(file: &[u8]) -> u64 {
+    8 + u64::from_le_bytes(*file.first_chunk().unwrap())
+}

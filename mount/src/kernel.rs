@@ -150,7 +150,7 @@ fn request_size(places: &Places, asked: Option<u64>) -> Knob {
         }
         Err(e) => (PAGES_FIXED, format!("{}: {}", path.display(), reason(&e))),
     };
-    let got = wanted.min(limit.saturating_mul(page()));
+    let got = limit.min(pages).saturating_mul(page());
     let knob = Knob::new("max_request", json!(wanted), json!(got));
     if got < wanted { knob.because(why).costs("a large read takes more requests") } else { knob }
 }

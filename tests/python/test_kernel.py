@@ -1,0 +1,147 @@
+"""The kernel's side of a mount: the readahead window and the size of requests, where they may be set and where not."""
+
+import os
+import pwd
+import shutil
+import unittest
+from pathlib import Path
+
+from manifest import by_id
+from mounts import BIN, Mount, MountFailed, TestCase, needs_root, run
+
+LIMIT = Path("/proc/sys/fs/fuse/max_pages_limit")
+DEFAULT_KIB = 4096
+UNASKED_KIB = 128
+WARNING = "slower than it could be"
+
+# Containers have a /sys that is read-only.
+writable = unittest.skipUnless(os.access("/sys/class/bdi", os.W_OK), "/sys is read-only")
+
+# Mounts, prints the window, and unmounts: all in a mount namespace of its own, made by what is put before it.
+MOUNT = """
+"$@" mount "$SOURCE" "$TARGET" -o "log=$LOG"
+device=$(awk -v target="$TARGET" '$5 == target { print $3 }' /proc/self/mountinfo)
+cat "/sys/class/bdi/$device/read_ahead_kb"
+"$@" umount "$TARGET"
+"""
+
+
+def window(path):
+    """The readahead window of the mount on `path` in KiB, found without a look at the mount itself."""
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    device = next(fields[2] for fields in reversed(lines) if fields[4] == str(path))
+    return int(Path(f"/sys/class/bdi/{device}/read_ahead_kb").read_text())
+
+
+class Kernel(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = self.copy(by_id("hf_three_shards").source, "model")
+
+    @needs_root
+    @writable
+    def test_the_window_is_larger_than_what_fuse_has_unasked(self):
+        with Mount(self.source) as m:
+            self.assertEqual(window(m.path), DEFAULT_KIB)
+            self.assertNotIn("readahead", m.log())
+
+    @needs_root
+    @writable
+    def test_the_window_is_what_the_option_says(self):
+        for option, kib in (("readahead=1M", 1024), ("readahead=16MiB", 16384), ("readahead=0", 0)):
+            with self.subTest(option), Mount(self.source, option) as m:
+                self.assertEqual(window(m.path), kib)
+                self.assertNotIn("readahead", m.log())
+
+    @needs_root
+    @writable
+    def test_the_window_is_set_before_a_mount_in_the_background_returns(self):
+        with Mount(self.source, "readahead=2M", background=True) as m:
+            self.assertEqual(window(m.path), 2048)
+
+    @needs_root
+    @unittest.skipUnless(os.access(LIMIT, os.W_OK), "there is no limit that could be raised")
+    def test_the_limit_of_requests_is_raised_on_demand_and_never_lowered(self):
+        before = int(LIMIT.read_text())
+        self.addCleanup(lambda: LIMIT.write_text(str(before)))
+        with Mount(self.source):
+            self.assertEqual(int(LIMIT.read_text()), before)
+        with Mount(self.source, "max_request=2M") as m:
+            self.assertGreaterEqual(int(LIMIT.read_text()), 512)
+            self.assertNotIn("max_request", m.log())
+        raised = int(LIMIT.read_text())
+        for option in ("max_request=1M", "max_request=128K"):
+            with Mount(self.source, option):
+                self.assertEqual(int(LIMIT.read_text()), raised)
+
+    def within(self, script, *become):
+        """What a mount says after `script` in a namespace of its own: the window, and its log."""
+        binary, target, log = self.tmp / "tensorfs", self.tmp / "mnt", self.tmp / "logs" / "log"
+        for folder in (target, log.parent):
+            folder.mkdir()
+            shutil.chown(folder, "nobody" if become else None, None if become else "root")
+        shutil.copy(BIN, binary)
+        env = {"SOURCE": str(self.source), "TARGET": str(target), "LOG": str(log), "FREE": str(self.tmp / "free")}
+        env["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"
+        outcome = run("unshare", "-m", "sh", "-ec", script + MOUNT, "sh", *become, binary, env=env)
+        self.assert_done(outcome)
+        return int(outcome.stdout), log.read_text() if log.exists() else ""
+
+    @needs_root
+    def test_where_the_kernel_files_are_read_only_one_line_says_so(self):
+        kib, log = self.within("mount -o remount,ro,bind /sys\n")
+        self.assertEqual(kib, UNASKED_KIB)
+        self.assertEqual(log.count(WARNING), 1, log)
+        self.assertIn("readahead is 128 KiB, not 4 MiB", log)
+        self.assertIn("Read-only file system", log)
+
+    @needs_root
+    def test_a_user_mounts_with_the_window_that_fuse_has_and_is_told_once(self):
+        if not shutil.which("fusermount3") or not shutil.which("setpriv"):
+            self.skipTest("fusermount3 or setpriv is not installed")
+        user = pwd.getpwnam("nobody")
+        become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+        kib, log = self.within('mknod -m 666 "$FREE" c 10 229\nmount --bind "$FREE" /dev/fuse\n', *become)
+        self.assertEqual(kib, UNASKED_KIB)
+        self.assertEqual(log.count(WARNING), 1, log)
+        self.assertIn("readahead is 128 KiB, not 4 MiB", log)
+        self.assertIn("Permission denied", log)
+
+
+class Options(TestCase):
+    def test_an_option_that_makes_no_sense_is_refused_with_what_it_may_be(self):
+        place = self.tmp / "mnt"
+        place.mkdir()
+        source = by_id("hf_three_shards").source
+        for option, expected in {
+            "cache=1": "from 4M", "cache=lots": "from 4M", "readahead=2G": "up to 1G", "readahead=": "up to 1G",
+            "max_request=64K": "from 128K to 16M", "max_request=32M": "from 128K to 16M", "io=epoll": "uring",
+            "direct=maybe": "always", "io-timeout=soon": "seconds", "assemble-size=1G": "needs assemble=DIR",
+            "assemble=": "a folder", "io": "needs a value", "cache=4M,cache=8M": "given twice",
+        }.items():
+            with self.subTest(option), self.assertRaises(MountFailed) as failed:
+                self.enter(Mount(source, option, at=place))
+            self.assertEqual(failed.exception.code, 2)
+            self.assertIn(expected, failed.exception.stderr)
+            self.assert_not_mounted(place)
+
+    def test_the_helper_takes_the_options_of_an_fstab_line(self):
+        place = self.tmp / "mnt"
+        place.mkdir()
+        options = "ro,cache=64M,io=pread,direct=never,io-timeout=0,readahead=1M,max_request=1M"
+        with_folder = f"{options},assemble={self.tmp / 'files'},assemble-size=1G"
+        for text in (options, with_folder):
+            outcome = run(BIN.with_name("mount.tensorfs"), by_id("hf_three_shards").source, place, "-f", "-o", text)
+            self.assert_done(outcome)
+
+    def test_every_option_of_the_readme_is_in_the_help(self):
+        readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+        shown = run(BIN, "mount", "--help").stdout
+        table = readme.split("## Mount options")[1].split("##")[0]
+        names = {line.split("`")[1].split("=")[0] for line in table.splitlines() if line.startswith("| `")}
+        self.assertGreater(len(names), 15)
+        self.assertEqual({name for name in names if name not in shown}, set())
+
+
+if __name__ == "__main__":
+    unittest.main()

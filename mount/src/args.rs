@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -29,6 +30,10 @@ pub(crate) enum Command {
     Mount(Mount),
     /// Take a mount off
     Umount(Umount),
+    /// Show the running mounts: what they have served, from where and how fast
+    Status(Status),
+    /// Watch the running mounts
+    Top(Top),
     /// List the checkpoints of a source and their tensors
     Ls(Ls),
     /// Show where the data of tensors lies
@@ -148,6 +153,33 @@ pub(crate) struct Umount {
     /// Take it off now, let open files fail
     #[arg(short, long, conflicts_with = "lazy")]
     pub force: bool,
+}
+
+/// Arguments of `status`.
+#[derive(Debug, Args)]
+pub(crate) struct Status {
+    /// Only the mounts on these folders
+    #[arg(value_name = "MNT")]
+    pub targets: Vec<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `top`.
+#[derive(Debug, Args)]
+pub(crate) struct Top {
+    /// Time between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    pub interval: Duration,
+    /// Print one table, of one interval, and end
+    #[arg(long)]
+    pub once: bool,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected 0.1 to 3600".to_owned())
 }
 
 /// Arguments of `ls`.

@@ -4,6 +4,7 @@ mod access;
 mod args;
 mod attach;
 mod cmd;
+mod control;
 mod daemon;
 mod fs;
 #[expect(dead_code, reason = "the session does not set the knobs yet")]
@@ -27,6 +28,9 @@ pub use options::Options;
 pub fn main() -> ExitCode {
     if let Some(answers) = session::probe() {
         return if answers { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    if let Some(found) = cmd::status::probe() {
+        return found;
     }
     let mut args = std::env::args_os();
     let name = args.next();

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub(crate) const FSTYPE: &str = "fuse.tensorfs";
 
 /// One line of the mount table.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Mount {
     /// Minor number of its device, which also names the FUSE connection.
     pub minor: u32,
@@ -17,6 +17,17 @@ pub(crate) struct Mount {
     pub target: PathBuf,
     /// Type, for example `fuse.tensorfs`.
     pub fstype: String,
+    /// Device name: of our mounts the source, or what `fsname=` says.
+    pub source: String,
+    /// User that a FUSE mount belongs to.
+    pub owner: Option<u32>,
+}
+
+/// All mounts of ours.
+pub(crate) fn ours() -> std::io::Result<Vec<Mount>> {
+    let table = std::fs::read("/proc/self/mountinfo")?;
+    let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
+    Ok(mounts.filter(|mount| mount.fstype == FSTYPE).collect())
 }
 
 /// The mounts on `target`, the one on top last.
@@ -48,8 +59,13 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     let device = std::str::from_utf8(fields.nth(2)?).ok()?;
     let minor = device.split_once(':')?.1.parse().ok()?;
     let target = PathBuf::from(unescape(fields.nth(1)?));
-    let fstype = fields.skip_while(|field| *field != b"-").nth(1)?;
-    Some(Mount { minor, target, fstype: String::from_utf8_lossy(fstype).into_owned() })
+    let mut fields = fields.skip_while(|field| *field != b"-");
+    let fstype = String::from_utf8_lossy(fields.nth(1)?).into_owned();
+    let source = unescape(fields.next()?).to_string_lossy().into_owned();
+    let mut flags = fields.next().unwrap_or_default().split(|&byte| byte == b',');
+    let owner = flags.find_map(|flag| flag.strip_prefix(b"user_id="));
+    let owner = owner.and_then(|owner| std::str::from_utf8(owner).ok()?.parse().ok());
+    Some(Mount { minor, target, fstype, source, owner })
 }
 
 /// Undoes the octal escapes (`\040`) of the mount table.
@@ -102,6 +118,7 @@ mod tests {
         assert_eq!(mount.minor, 51);
         assert_eq!(mount.target.as_os_str().as_bytes(), br"/mnt/a b\c");
         assert_eq!(mount.fstype, "fuse.tensorfs");
+        assert_eq!((mount.source.as_str(), mount.owner), ("/data/x y", Some(0)));
         let optional = b"43 28 0:51 / /mnt ro shared:1 master:2 - fuse.tensorfs x ro";
         assert_eq!(parse_line(optional).unwrap().fstype, "fuse.tensorfs");
         assert_eq!(parse_line(b""), None);

@@ -20,6 +20,7 @@ use tensorfs::io::{Budget, Engine, Settings};
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
 use crate::attach::{self, Attached, Detach};
+use crate::control::{self, Control};
 use crate::fs::{Common, TensorFs};
 use crate::mountinfo;
 use crate::nodes::Nodes;
@@ -59,6 +60,7 @@ pub(crate) struct Plan {
 pub(crate) struct Running {
     target: PathBuf,
     minor: Option<u32>,
+    control: Option<Control>,
     server: std::thread::JoinHandle<io::Result<()>>,
 }
 
@@ -187,12 +189,13 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         format!("{}: {e}", target.display())
     };
     let watcher = Watcher::new();
+    let view = view_json(&options.view);
     let common = Common {
         uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
         gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
         umask: options.umask,
         passthrough: options.passthrough == Passthrough::Auto && !by_fusermount,
-        view: view_json(&options.view),
+        view: view.clone(),
         source: nodes.tree().folders[0].path.clone(),
     };
     let counters = Arc::new(Counters::default());
@@ -217,9 +220,12 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let serve = std::thread::Builder::new().name("serve".to_owned());
     let server = serve.spawn(move || session.run()).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let running = Running { target, minor, server };
+    let mut running = Running { target, minor, control: None, server };
     match running.wait_for_answer() {
-        Ok(()) => Ok(running),
+        Ok(()) => {
+            running.control = minor.and_then(|minor| control(&running.target, source, minor, view));
+            Ok(running)
+        }
         Err(e) => {
             let _ = attach::detach(&running.target, Detach::Force);
             Err(format!("{}: the mount does not answer: {e}", running.target.display()))
@@ -234,6 +240,16 @@ fn start_cache(options: &Options, counters: &Arc<Counters>) -> io::Result<Cache>
     let budget = Budget::new(CACHE_DEFAULT.max(BUDGET_MIN), counters.clone());
     let engine = Engine::start(settings, counters.clone());
     Cache::start(engine, budget, counters.clone(), timeout)
+}
+
+/// The control socket; the mount goes on without one.
+fn control(target: &Path, source: PathBuf, minor: u32, view: serde_json::Value) -> Option<Control> {
+    let counters = tensorfs::counters::Counters::default();
+    let status = move || serde_json::json!({ "options": view, "counters": counters.to_json() });
+    let facts = control::Facts { target: target.to_owned(), source, minor };
+    control::serve(facts, status)
+        .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
+        .ok()
 }
 
 /// The view as JSON, for those who find the source behind a mount.
@@ -288,7 +304,7 @@ impl Running {
     /// # Errors
     /// What ended the connection, if not an unmount.
     pub(crate) fn serve(self) -> Result<(), String> {
-        let Running { target, minor, server } = self;
+        let Running { target, minor, control: _until_the_end, server } = self;
         let place = target.clone();
         std::thread::spawn(move || unmount_on_signal(&place, minor));
         let ended = server.join();
@@ -349,11 +365,11 @@ fn unmount_on_signal(target: &Path, minor: Option<u32>) {
         tracing::warn!("{status}, or at once after another signal");
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status)]);
         std::thread::sleep(DRAIN_TIMEOUT);
-        std::process::exit(0);
+        control::exit();
     };
     match std::thread::Builder::new().name("drain".to_owned()).spawn(drain) {
         Ok(_) => drop(ending_signals().wait()),
         Err(_) => drain(),
     }
-    std::process::exit(0);
+    control::exit();
 }

@@ -3,6 +3,8 @@
 mod demo;
 mod doctor;
 mod query;
+pub(crate) mod status;
+mod top;
 mod umount;
 mod verify;
 
@@ -65,6 +67,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Mount(args) => mount(&args),
         Command::Umount(args) => umount::run(&args),
+        Command::Status(args) => status::run(&args),
+        Command::Top(args) => top::run(&args),
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),
         Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
         Command::Verify(args) => in_json(&args.source, verify::run(&args)),

@@ -1,0 +1,426 @@
+//! The control socket of a mount, both ends: its daemon answers one line of JSON to one line of
+//! JSON, for the mount's owner and for root.
+//!
+//! A socket is named by the mount's device and the daemon's pid (`51-1234.sock`), so that the
+//! mount table leads to it in whatever namespace it is looked at.
+
+use std::fs::{DirBuilder, Permissions};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::sockopt::{PeerCredentials, ReceiveTimeout, SendTimeout};
+use nix::sys::socket::{
+    AddressFamily, Shutdown, SockFlag, SockType, UnixAddr, UnixCredentials, connect, getsockopt,
+    setsockopt, shutdown, socket,
+};
+use nix::sys::time::TimeVal;
+use nix::unistd::geteuid;
+use serde_json::{Value, json};
+
+/// How long a client may take over one request.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Connections at once; one more ends the oldest, so that silent ones keep nobody out.
+const CLIENTS_MAX: usize = 16;
+
+/// Longest request, in bytes.
+const REQUEST_MAX: usize = 4096;
+
+/// Longest reply that a client takes, in bytes: who answers may be another user's program.
+const REPLY_MAX: usize = 16 << 20;
+
+/// Age from which a socket that refuses is surely not one that is just being made.
+const MAKING_TIME: Duration = Duration::from_secs(1);
+
+/// What a mount is, for the name of its socket and as the base of every reply.
+pub(crate) struct Facts {
+    /// Where it is mounted.
+    pub target: PathBuf,
+    /// What is mounted.
+    pub source: PathBuf,
+    /// Minor number of its device.
+    pub minor: u32,
+}
+
+/// The sockets of this process, for an end that drops nothing.
+static OPEN: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// The socket of a running mount; removed when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Control {
+    path: PathBuf,
+    listener: Arc<UnixListener>,
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).retain(|path| *path != self.path);
+        // Wakes the thread, which finds that there is nothing more to accept.
+        let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
+    }
+}
+
+/// Ends the process with success, wherever it is, and removes its sockets.
+pub(crate) fn exit() -> ! {
+    for path in OPEN.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        let _ = std::fs::remove_file(path);
+    }
+    std::process::exit(0)
+}
+
+/// Answers what clients ask about `mount` with what `status`, which must not block, returns.
+///
+/// # Errors
+/// Why there is no socket.
+pub(crate) fn serve(
+    mount: Facts,
+    status: impl Fn() -> Value + Send + Sync + 'static,
+) -> io::Result<Control> {
+    let mut failure = io::ErrorKind::NotFound.into();
+    for folder in folders(geteuid().as_raw()) {
+        match make_folder(&folder).and_then(|()| listen(&folder, mount.minor)) {
+            Ok((path, listener)) => return start(mount, status, path, listener),
+            Err(e) => failure = io::Error::new(e.kind(), format!("{}: {e}", folder.display())),
+        }
+    }
+    Err(failure)
+}
+
+/// Where the sockets of user `uid` may lie, the best place first.
+fn folders(uid: u32) -> Vec<PathBuf> {
+    if uid == 0 {
+        return vec!["/run/tensorfs".into()];
+    }
+    let mut bases = Vec::new();
+    if uid == geteuid().as_raw() {
+        bases.extend(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
+    }
+    bases.push(format!("/run/user/{uid}").into());
+    // A folder that others may write to, or that is left over from another user's session, is
+    // no place.
+    bases.retain(|base| base.is_absolute() && is_private(base, uid).is_ok());
+    bases.dedup();
+    let mut folders: Vec<_> = bases.into_iter().map(|base| base.join("tensorfs")).collect();
+    folders.push(format!("/tmp/tensorfs-{uid}").into());
+    folders
+}
+
+fn make_folder(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
+        _ => is_private(folder, geteuid().as_raw()),
+    }
+}
+
+/// Whether `folder` is a folder, not a link to one, where only user `uid` gets in.
+fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
+    let meta = std::fs::symlink_metadata(folder)?;
+    let problem = match () {
+        () if !meta.is_dir() => "not a folder",
+        () if meta.uid() != uid => "belongs to another user",
+        () if meta.mode() & 0o077 != 0 => "open to other users; its mode should be 0700",
+        () => return Ok(()),
+    };
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
+}
+
+fn listen(folder: &Path, minor: u32) -> io::Result<(PathBuf, UnixListener)> {
+    sweep(folder);
+    let path = folder.join(format!("{minor}-{}.sock", std::process::id()));
+    // No other mount can have both numbers now.
+    let _ = std::fs::remove_file(&path);
+    let listener = UnixListener::bind(&path)?;
+    let ready = std::fs::set_permissions(&path, Permissions::from_mode(0o600))
+        .and_then(|()| listener.set_nonblocking(true));
+    if let Err(e) = ready {
+        let _ = std::fs::remove_file(&path);
+        return Err(e);
+    }
+    Ok((path, listener))
+}
+
+/// Removes the sockets in a folder of ours that killed daemons have left.
+fn sweep(folder: &Path) {
+    for (_, path) in sockets(folder) {
+        remove_if_stale(&path);
+    }
+}
+
+/// Removes a socket of ours whose daemon is gone.
+fn remove_if_stale(path: &Path) {
+    let age = |meta: std::fs::Metadata| {
+        SystemTime::now()
+            .duration_since(meta.modified().ok()?)
+            .ok()
+            .filter(|_| meta.uid() == euid())
+    };
+    let old = std::fs::symlink_metadata(path).ok().and_then(age).is_some_and(|a| a > MAKING_TIME);
+    // A refusal comes at once.
+    if old && matches!(reach(path, Duration::from_millis(1)), Err(Errno::ECONNREFUSED)) {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+fn euid() -> u32 {
+    geteuid().as_raw()
+}
+
+/// The sockets in `folder`, each with the minor number of its mount.
+fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
+    let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
+    let named = sockets.filter_map(|entry| {
+        let name = entry.file_name();
+        let (minor, _) = name.to_str()?.strip_suffix(".sock")?.split_once('-')?;
+        Some((minor.parse().ok()?, entry.path()))
+    });
+    named.collect()
+}
+
+fn start(
+    mount: Facts,
+    status: impl Fn() -> Value + Send + Sync + 'static,
+    path: PathBuf,
+    listener: UnixListener,
+) -> io::Result<Control> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
+    let control = Control { path, listener: Arc::new(listener) };
+    let listener = control.listener.clone();
+    let since = (SystemTime::now(), Instant::now());
+    let answer = move |request: &[u8]| {
+        let request: Value = serde_json::from_slice(request).unwrap_or_default();
+        match request.get("do").and_then(Value::as_str) {
+            Some("status") => with_facts(&mount, since, status()),
+            _ => json!({ "error": "expected {\"do\":\"status\"}" }),
+        }
+    };
+    let thread = std::thread::Builder::new().name("control".to_owned());
+    thread
+        .spawn(move || Server { listener, clients: Vec::new(), answer: Box::new(answer) }.run())?;
+    Ok(control)
+}
+
+/// `status` with what it leaves out and we know.
+fn with_facts(mount: &Facts, since: (SystemTime, Instant), mut status: Value) -> Value {
+    let Some(object) = status.as_object_mut() else { return status };
+    let started = since.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    for (key, value) in [
+        ("target", json!(mount.target.display().to_string())),
+        ("source", json!(mount.source.display().to_string())),
+        ("pid", json!(std::process::id())),
+        ("started_unix", json!(started)),
+        ("uptime_s", json!(since.1.elapsed().as_secs())),
+    ] {
+        object.entry(key).or_insert(value);
+    }
+    status
+}
+
+/// Makes the reply to a request.
+type Answer = Box<dyn Fn(&[u8]) -> Value + Send>;
+
+/// One thread for all clients: nothing that one of them does or leaves undone makes it wait.
+struct Server {
+    listener: Arc<UnixListener>,
+    /// The oldest first.
+    clients: Vec<Client>,
+    answer: Answer,
+}
+
+/// A connection: the request as far as it has come, then the reply as far as it is not sent.
+struct Client {
+    stream: UnixStream,
+    deadline: Instant,
+    request: Vec<u8>,
+    reply: Option<Vec<u8>>,
+}
+
+impl Server {
+    fn run(mut self) {
+        loop {
+            match self.wait() {
+                Ok(false) => {}
+                Ok(true) => match self.accept() {
+                    Ok(()) => {}
+                    Err(e) if e.raw_os_error() == Some(nix::libc::EINVAL) => return,
+                    // For one, no descriptor is free: the others' ends bring one.
+                    Err(e) => {
+                        tracing::debug!("control socket: {e}");
+                        std::thread::sleep(Duration::from_millis(100));
+                    }
+                },
+                Err(e) => {
+                    tracing::warn!("the control socket answers no longer: {e}");
+                    return;
+                }
+            }
+            let answer = &self.answer;
+            let now = Instant::now();
+            self.clients.retain_mut(|client| {
+                client.deadline > now && matches!(client.advance(answer), Err(e) if waits(&e))
+            });
+        }
+    }
+
+    /// Waits for a client that can be served, or one whose time is over. Says whether one wants
+    /// to be let in.
+    fn wait(&self) -> io::Result<bool> {
+        let listener = PollFd::new(self.listener.as_fd(), PollFlags::POLLIN);
+        let clients = self.clients.iter().map(|client| {
+            let wanted =
+                if client.reply.is_some() { PollFlags::POLLOUT } else { PollFlags::POLLIN };
+            PollFd::new(client.stream.as_fd(), wanted)
+        });
+        let mut all: Vec<_> = std::iter::once(listener).chain(clients).collect();
+        let next = self.clients.iter().map(|client| client.deadline).min();
+        let timeout = next.map_or(PollTimeout::NONE, |deadline| {
+            // Rounded up: a rest of microseconds would be polled for again and again.
+            let rest = deadline.saturating_duration_since(Instant::now()).as_millis() + 1;
+            PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX)
+        });
+        match poll(&mut all, timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        Ok(all[0].any().unwrap_or(true))
+    }
+
+    fn accept(&mut self) -> io::Result<()> {
+        loop {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(e) if waits(&e) => return Ok(()),
+                Err(e) => return Err(e),
+            };
+            let peer = getsockopt(&stream, PeerCredentials);
+            if !peer.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == euid()) {
+                continue;
+            }
+            stream.set_nonblocking(true)?;
+            if self.clients.len() == CLIENTS_MAX {
+                self.clients.remove(0);
+            }
+            let deadline = Instant::now() + CLIENT_TIMEOUT;
+            self.clients.push(Client { stream, deadline, request: Vec::new(), reply: None });
+        }
+    }
+}
+
+/// Whether `e` only says that there is nothing to do now.
+fn waits(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
+
+impl Client {
+    /// Does what can be done now. An error that `waits` knows means that there is more to do;
+    /// otherwise the connection is to be closed.
+    fn advance(&mut self, answer: &Answer) -> io::Result<()> {
+        let mut piece = [0; 512];
+        while self.reply.is_none() {
+            let len = self.stream.read(&mut piece)?;
+            self.request.extend_from_slice(&piece[..len]);
+            let line = self.request.split(|&byte| byte == b'\n').next().unwrap_or_default();
+            let is_whole = line.len() < self.request.len();
+            if line.len() > REQUEST_MAX || (len == 0 && !is_whole) {
+                return Ok(());
+            }
+            if is_whole {
+                self.reply = Some(format!("{}\n", answer(line)).into_bytes());
+            }
+        }
+        let reply = self.reply.get_or_insert_default();
+        while !reply.is_empty() {
+            let sent = self.stream.write(reply)?;
+            reply.drain(..sent);
+        }
+        Ok(())
+    }
+}
+
+/// What a client found at the socket of a mount.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// The daemon of that pid says this; the pid is 0 where it lies in no namespace of ours.
+    Answer(i32, Value),
+    /// A daemon that does not answer in time.
+    Silence,
+    /// Only the socket: its daemon was killed.
+    Leftover,
+    /// No socket.
+    Nothing,
+}
+
+/// All sockets of user `owner`, each with the minor number of its mount.
+pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
+    let folders = folders(owner).into_iter();
+    folders.filter(|folder| is_private(folder, owner).is_ok()).flat_map(|f| sockets(&f)).collect()
+}
+
+/// Asks for the status of a mount of user `owner` at the sockets that are named for it, until
+/// `deadline`; removes those of ours that killed daemons have left.
+pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Found {
+    let mut found = Found::Nothing;
+    for path in paths {
+        match ask_at(path, owner, deadline) {
+            Ok((pid, status)) => return Found::Answer(pid, status),
+            Err(e) => match e.raw_os_error() {
+                Some(nix::libc::ECONNREFUSED) => {
+                    remove_if_stale(path);
+                    if matches!(found, Found::Nothing) {
+                        found = Found::Leftover;
+                    }
+                }
+                Some(nix::libc::ENOENT | nix::libc::EACCES) => {}
+                _ => found = Found::Silence,
+            },
+        }
+    }
+    found
+}
+
+fn ask_at(path: &Path, owner: u32, deadline: Instant) -> io::Result<(i32, Value)> {
+    let rest = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    let (mut stream, peer) = reach(path, rest())?;
+    // The owner of the folder can put there what they like, but cannot be somebody else.
+    if peer.uid() != owner {
+        return Err(Errno::EACCES.into());
+    }
+    stream.write_all(b"{\"do\":\"status\"}\n")?;
+    let mut reply = Vec::new();
+    let mut piece = vec![0; 64 << 10];
+    while reply.last() != Some(&b'\n') {
+        if Instant::now() >= deadline || reply.len() > REPLY_MAX {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(rest()))?;
+        match stream.read(&mut piece) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(len) => reply.extend_from_slice(&piece[..len]),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok((peer.pid(), serde_json::from_slice(&reply)?))
+}
+
+/// Connects, for `limit` at most: a daemon that is stopped accepts nobody, and connecting waits
+/// once enough others do.
+fn reach(path: &Path, limit: Duration) -> nix::Result<(UnixStream, UnixCredentials)> {
+    let flags = SockFlag::SOCK_CLOEXEC;
+    let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    let limit = i64::try_from(limit.as_micros()).unwrap_or(i64::MAX);
+    let time = TimeVal::new(limit / 1_000_000, limit % 1_000_000);
+    setsockopt(&stream, SendTimeout, &time)?;
+    setsockopt(&stream, ReceiveTimeout, &time)?;
+    connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
+    let peer = getsockopt(&stream, PeerCredentials)?;
+    Ok((UnixStream::from(stream), peer))
+}

@@ -350,8 +350,8 @@ impl Client {
 pub(crate) enum Found {
     /// The daemon of that pid says this; the pid is 0 where it lies in no namespace of ours.
     Answer(i32, Value),
-    /// A daemon that does not answer in time.
-    Silence,
+    /// A daemon of that pid that does not answer in time.
+    Silence(i32),
     /// Only the socket: its daemon was killed.
     Leftover,
     /// No socket.
@@ -370,29 +370,54 @@ pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Found {
     let mut found = Found::Nothing;
     for path in paths {
         match ask_at(path, owner, deadline) {
-            Ok((pid, status)) => return Found::Answer(pid, status),
-            Err(e) => match e.raw_os_error() {
-                Some(nix::libc::ECONNREFUSED) => {
-                    remove_if_stale(path);
-                    if matches!(found, Found::Nothing) {
-                        found = Found::Leftover;
-                    }
+            Found::Answer(pid, status) => return Found::Answer(pid, status),
+            Found::Silence(pid) => found = Found::Silence(pid),
+            Found::Leftover => {
+                remove_if_stale(path);
+                if matches!(found, Found::Nothing) {
+                    found = Found::Leftover;
                 }
-                Some(nix::libc::ENOENT | nix::libc::EACCES) => {}
-                _ => found = Found::Silence,
-            },
+            }
+            Found::Nothing => {}
         }
     }
     found
 }
 
-fn ask_at(path: &Path, owner: u32, deadline: Instant) -> io::Result<(i32, Value)> {
-    let rest = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    let (mut stream, peer) = reach(path, rest())?;
-    // The owner of the folder can put there what they like, but cannot be somebody else.
-    if peer.uid() != owner {
-        return Err(Errno::EACCES.into());
+fn ask_at(path: &Path, owner: u32, deadline: Instant) -> Found {
+    loop {
+        let (stream, peer) = match reach(path, rest_until(deadline)) {
+            Ok(reached) => reached,
+            Err(Errno::ECONNREFUSED) => return Found::Leftover,
+            Err(Errno::EAGAIN) => return Found::Silence(0),
+            Err(_) => return Found::Nothing,
+        };
+        // The owner of the folder can put there what they like, but cannot be somebody else.
+        if peer.uid() != owner {
+            return Found::Nothing;
+        }
+        match converse(stream, deadline) {
+            Ok(status) => return Found::Answer(peer.pid(), status),
+            // Too many others, or the daemon ends: the next time tells.
+            Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(_) => return Found::Silence(peer.pid()),
+        }
     }
+}
+
+fn is_hung_up(e: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(e.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// The time until `deadline`; at least a little, since none would mean without a limit.
+fn rest_until(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+}
+
+fn converse(mut stream: UnixStream, deadline: Instant) -> io::Result<Value> {
     stream.write_all(b"{\"do\":\"status\"}\n")?;
     let mut reply = Vec::new();
     let mut piece = vec![0; 64 << 10];
@@ -400,7 +425,7 @@ fn ask_at(path: &Path, owner: u32, deadline: Instant) -> io::Result<(i32, Value)
         if Instant::now() >= deadline || reply.len() > REPLY_MAX {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        stream.set_read_timeout(Some(rest()))?;
+        stream.set_read_timeout(Some(rest_until(deadline)))?;
         match stream.read(&mut piece) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(len) => reply.extend_from_slice(&piece[..len]),
@@ -408,7 +433,8 @@ fn ask_at(path: &Path, owner: u32, deadline: Instant) -> io::Result<(i32, Value)
             Err(e) => return Err(e),
         }
     }
-    Ok((peer.pid(), serde_json::from_slice(&reply)?))
+    // Bytes that are not JSON are no answer either.
+    serde_json::from_slice(&reply).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
 /// Connects, for `limit` at most: a daemon that is stopped accepts nobody, and connecting waits
@@ -423,4 +449,95 @@ fn reach(path: &Path, limit: Duration) -> nix::Result<(UnixStream, UnixCredentia
     connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
     let peer = getsockopt(&stream, PeerCredentials)?;
     Ok((UnixStream::from(stream), peer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn serve_in(folder: &Path, minor: u32) -> Control {
+        let (path, listener) = listen(folder, minor).unwrap();
+        let facts = Facts { target: "/mnt/a".into(), source: "/data".into(), minor };
+        start(facts, || json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
+    }
+
+    fn ask_in(folder: &Path) -> Found {
+        let paths: Vec<_> = sockets(folder).into_iter().map(|(_, path)| path).collect();
+        ask(euid(), &paths, Instant::now() + CLIENT_TIMEOUT)
+    }
+
+    fn said(stream: &mut UnixStream) -> String {
+        let mut text = String::new();
+        let _ = stream.read_to_string(&mut text);
+        text
+    }
+
+    #[test]
+    fn a_status_is_told_with_what_the_mount_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let _control = serve_in(folder.path(), 51);
+        let Found::Answer(pid, status) = ask_in(folder.path()) else { panic!() };
+        assert_eq!(pid, std::process::id() as i32);
+        assert_eq!(status["counters"]["reads"], 7);
+        assert_eq!((&status["target"], &status["source"]), (&json!("/mnt/a"), &json!("/data")));
+        assert!(status["started_unix"].as_u64().unwrap() > 0);
+    }
+
+    #[test]
+    fn clients_that_say_nothing_keep_nobody_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = serve_in(folder.path(), 51);
+        let silent: Vec<_> = (0..50).map(|_| UnixStream::connect(&control.path).unwrap()).collect();
+        let started = Instant::now();
+        assert!(matches!(ask_in(folder.path()), Found::Answer(..)));
+        assert!(started.elapsed() < CLIENT_TIMEOUT / 2);
+        // Each is let go in the end.
+        for mut stream in silent {
+            assert_eq!(said(&mut stream), "");
+        }
+        assert!(started.elapsed() < CLIENT_TIMEOUT * 2);
+    }
+
+    #[test]
+    fn a_bad_request_gets_an_error_and_an_endless_one_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = serve_in(folder.path(), 51);
+        for request in ["{}\n", "status\n", "\n", "{\"do\":\"stop\"}\n"] {
+            let mut stream = UnixStream::connect(&control.path).unwrap();
+            stream.write_all(request.as_bytes()).unwrap();
+            assert!(said(&mut stream).contains("expected"), "{request}");
+        }
+        let mut stream = UnixStream::connect(&control.path).unwrap();
+        let _ = stream.write_all(&[b'x'; 2 * REQUEST_MAX]);
+        assert_eq!(said(&mut stream), "");
+    }
+
+    #[test]
+    fn a_socket_goes_with_its_mount_and_a_leftover_with_the_next_one() {
+        let folder = tempfile::tempdir().unwrap();
+        drop(serve_in(folder.path(), 51));
+        assert!(sockets(folder.path()).is_empty());
+        // std leaves the file of a listener that is dropped.
+        drop(UnixListener::bind(folder.path().join("9-1.sock")).unwrap());
+        assert!(matches!(ask_in(folder.path()), Found::Leftover));
+        std::thread::sleep(MAKING_TIME + Duration::from_millis(100));
+        let _one = serve_in(folder.path(), 51);
+        let _two = serve_in(folder.path(), 52);
+        let mut left: Vec<_> = sockets(folder.path()).into_iter().map(|(of, _)| of).collect();
+        left.sort_unstable();
+        assert_eq!(left, [51, 52]);
+    }
+
+    #[test]
+    fn a_folder_that_others_may_enter_or_a_link_to_one_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        make_folder(&path).unwrap();
+        make_folder(&path).unwrap();
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(make_folder(&link).unwrap_err().to_string().contains("not a folder"));
+        std::fs::set_permissions(&path, Permissions::from_mode(0o750)).unwrap();
+        assert!(make_folder(&path).unwrap_err().to_string().contains("0700"));
+    }
 }

@@ -161,8 +161,22 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
     seen
 }
 
-/// Asks the daemons of `mounts`, all at the same time.
+/// Asks the daemons of `mounts`, all at the same time. Leaves out what was unmounted meanwhile.
 fn ask(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
+    let mut seen = ask_each(mounts, limit, probe);
+    if seen.iter().any(|one| one.state != State::Running) {
+        let table = mountinfo::ours().unwrap_or_default();
+        seen.retain(|one| {
+            one.state == State::Running
+                || table
+                    .iter()
+                    .any(|mount| (mount.minor, &mount.target) == (one.minor, &one.target))
+        });
+    }
+    seen
+}
+
+fn ask_each(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let mut owners: Vec<u32> = mounts.iter().filter_map(|mount| mount.owner).collect();
     owners.sort_unstable();
     owners.dedup();
@@ -193,7 +207,7 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     }
     let state = match control::ask(owner, sockets, deadline) {
         Found::Answer(pid, said) => return describe(mount, State::Running, pid, said),
-        Found::Silence => State::NoAnswer,
+        Found::Silence(pid) => return describe(mount, State::NoAnswer, pid, Value::Null),
         Found::Leftover => State::Dead,
         // The kernel tells whether it is dead only those that it lets in.
         Found::Nothing if probe && is_ours => probe_from_outside(&mount.target, deadline),
@@ -442,5 +456,46 @@ fn compact(value: &Value) -> String {
                 .join(", ")
         }
         other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_daemon_says_is_shown_whatever_its_shape() {
+        let said = json!({
+            "uptime_s": 90,
+            "options": { "layout": "single", "follow": ["/a", "/b"], "cache": null, "noexec": true },
+            "counters": { "hits": 3, "misses": 1, "wait_us": { "p50": 512, "p99": 8192, "max": 3000000 } },
+            "cache": { "budget": 64_000_000, "used": 1_000_000 },
+            "kernel": { "readahead": { "wanted": 4096, "got": 128, "why": "no root" }, "splice": true },
+            "engine": { "lanes": [{ "device": "8:1", "in flight": 2 }, { "device": "8:2" }] },
+            "open_files": 2,
+            "files": [{ "path": "model.safetensors\u{1b}[2J", "open": 1 }],
+        });
+        let mount = Mount { target: "/mnt/a".into(), ..Mount::default() };
+        let text = block(&describe(mount, State::Running, 0, said));
+        for part in [
+            "running, for 2 minutes",
+            "follow=/a follow=/b layout=single noexec\n",
+            "3 of 4 reads (75.0 %)",
+            "half below 512 us, 99 % below 8.2 ms, all below 3.0 s",
+            "1.00 MB of 64.00 MB cache used",
+            "readahead: got 128, wanted 4096, why no root\n",
+            "  engine    device 8:1, in flight 2\n",
+            "open      2 files",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert!(!text.contains('\u{1b}'));
+    }
+
+    #[test]
+    fn a_mount_that_says_nothing_is_shown_as_it_is() {
+        let mount = Mount { target: "/mnt/a".into(), source: "/data".into(), ..Mount::default() };
+        let text = block(&describe(mount, State::NotYours, 0, Value::Null));
+        assert_eq!(text, "/mnt/a\n  state     not yours: another user's\n  source    /data\n");
     }
 }

@@ -269,3 +269,42 @@ fn short(bytes: u64) -> String {
     }
     format!("{value:.1}T")
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn seen(at: Instant, served: u64, hits: u64, facts: Value) -> Seen {
+        let mut facts = facts;
+        facts["counters"] = json!({ "bytes_served": served, "hits": hits, "misses": 1 });
+        Seen { minor: 51, target: "/mnt/a".into(), state: State::Running, facts, at }
+    }
+
+    #[test]
+    fn the_table_shows_what_happened_between_two_looks() {
+        let start = Instant::now();
+        let files = |served: u64| json!([{ "path": "/m", "open": 3, "bytes_served": served }]);
+        let old = seen(start, 1_000_000_000, 5, json!({ "files": files(0) }));
+        let facts = json!({ "files": files(1_000_000_000), "memory": { "rss": 64_000_000 } });
+        let new = seen(start + Duration::from_secs(2), 3_000_000_000, 9, facts);
+        let lines = table(&[old], &[new]);
+        let words: Vec<_> = lines[1].split_whitespace().collect();
+        assert_eq!(
+            words,
+            ["1.000", "-", "100%", "-", "-", "-", "-", "-", "-", "-", "-", "64.0M", "/mnt/a"]
+        );
+        assert_eq!(lines[3..], ["    GB/s   OPEN  FILE", "   0.500      3  /mnt/a/m"]);
+        assert_eq!(lines[0].split("  MOUNT").next().map(str::len), lines[1].find("  /mnt"));
+    }
+
+    #[test]
+    fn a_first_look_and_another_daemon_have_no_rates() {
+        let now = Instant::now();
+        let old = seen(now, 9, 9, json!({ "pid": 1 }));
+        let new = || seen(now, 5, 5, json!({ "pid": 2 }));
+        assert!(table(&[], &[new()])[1].trim_start().starts_with("- "));
+        assert!(table(&[old], &[new()])[1].trim_start().starts_with("- "));
+    }
+}

@@ -339,7 +339,7 @@ class Top(Status):
 
 @needs_root
 @unittest.skipUnless(device_is_for_everybody(), "/dev/fuse is for root only; done again in a namespace below")
-class StatusWithoutRights(TestCase):
+class StatusOfAUser(TestCase):
     """Copies binary and checkpoint to where `nobody` can read them."""
 
     def setUp(self):
@@ -426,7 +426,7 @@ class StatusWithoutRights(TestCase):
 @unittest.skipIf(device_is_for_everybody(), "/dev/fuse is for everybody: done above")
 class StatusInANamespace(TestCase):
     def test_a_user_has_sockets_where_the_device_is_for_everybody(self):
-        command = NAMESPACE.replace("WithoutRights", "StatusWithoutRights")
+        command = NAMESPACE.replace("WithoutRights", "StatusOfAUser")
         words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", command]
         outcome = run(*words, self.tmp / "fuse", sys.executable, Path(__file__).parent, timeout=100)
         self.assert_done(outcome)

@@ -424,22 +424,35 @@ pub(super) fn duration(micros: u64) -> String {
     }
 }
 
-/// A report of any shape, in lines: one for each key, one for each object of a list.
+/// A report of any shape, in lines: one for each key of an object, one for each object of a list.
 fn rows(report: &Value) -> Vec<String> {
     match report {
         Value::Null => Vec::new(),
-        Value::Object(object) => object.iter().flat_map(|(key, value)| row(key, value)).collect(),
+        Value::Object(object) => {
+            let known = object.iter().filter(|(_, value)| !value.is_null());
+            known.flat_map(|(key, value)| row(key, value)).collect()
+        }
+        Value::Array(list) if list.iter().all(Value::is_object) => list.iter().map(knob).collect(),
         other => vec![compact(other)],
     }
 }
 
 fn row(key: &str, value: &Value) -> Vec<String> {
     match value {
-        Value::Null => Vec::new(),
-        Value::Array(list) if list.iter().all(Value::is_object) => {
-            list.iter().map(compact).collect()
-        }
+        Value::Array(list) if list.iter().all(Value::is_object) => rows(value),
         other => vec![format!("{key}: {}", compact(other))],
+    }
+}
+
+/// What was wanted and what was got, where an object tells of that.
+fn knob(object: &Value) -> String {
+    let text = |key: &str| object.get(key).filter(|value| !value.is_null()).map(compact);
+    let Some(name) = text("name") else { return compact(object) };
+    let got = text("got").unwrap_or_else(|| "not known".to_owned());
+    match (text("wanted").filter(|wanted| *wanted != got), text("why_not")) {
+        (Some(wanted), Some(why)) => format!("{name}: {got} instead of {wanted}: {why}"),
+        (Some(wanted), None) => format!("{name}: {got} instead of {wanted}"),
+        (None, _) => format!("{name}: {got}"),
     }
 }
 
@@ -470,8 +483,11 @@ mod tests {
             "options": { "layout": "single", "follow": ["/a", "/b"], "cache": null, "noexec": true },
             "counters": { "hits": 3, "misses": 1, "wait_us": { "p50": 512, "p99": 8192, "max": 3000000 } },
             "cache": { "budget": 64_000_000, "used": 1_000_000 },
-            "kernel": { "readahead": { "wanted": 4096, "got": 128, "why": "no root" }, "splice": true },
-            "engine": { "lanes": [{ "device": "8:1", "in flight": 2 }, { "device": "8:2" }] },
+            "kernel": [
+                { "name": "readahead", "wanted": 4096, "got": 128, "why_not": "not root" },
+                { "name": "splice", "wanted": true, "got": true, "why_not": null },
+            ],
+            "engine": { "timeout_s": 60, "lanes": [{ "device": "8:1", "in flight": 2 }, { "device": "8:2" }] },
             "open_files": 2,
             "files": [{ "path": "model.safetensors\u{1b}[2J", "open": 1 }],
         });
@@ -483,7 +499,8 @@ mod tests {
             "3 of 4 reads (75.0 %)",
             "half below 512 us, 99 % below 8.2 ms, all below 3.0 s",
             "1.00 MB of 64.00 MB cache used",
-            "readahead: got 128, wanted 4096, why no root\n",
+            "  kernel    readahead: 128 instead of 4096: not root\n  kernel    splice: true\n",
+            "  engine    timeout_s: 60\n",
             "  engine    device 8:1, in flight 2\n",
             "open      2 files",
         ] {

@@ -171,7 +171,7 @@ impl Cache {
         }
         let ask = Ask { file: file.clone(), range, since: Instant::now(), answer };
         let known = lock(&inner.state).of(file).end_of_overlap(&ask.range).is_some();
-        let ask = if known { Some(ask) } else { inner.from_page_cache(ask) };
+        let ask = if known { Some(ask) } else { inner.answer_from_page_cache(ask) };
         if let Some(refused) = ask.and_then(|ask| inner.admit(ask)) {
             inner.enqueue(refused);
         }
@@ -212,7 +212,7 @@ impl Inner {
     }
 
     /// Answers a read whose bytes the kernel has in memory; else gives it back.
-    fn from_page_cache(&self, ask: Ask) -> Option<Ask> {
+    fn answer_from_page_cache(&self, ask: Ask) -> Option<Ask> {
         BUFFER.with_borrow_mut(|buffer| {
             let len = (ask.range.end - ask.range.start) as usize;
             if buffer.len() < len {

@@ -21,12 +21,13 @@ use fuser::{
     ReplyXattr, Request,
 };
 use tensorfs::Error;
-use tensorfs::cache::Cache;
 use tensorfs::checkpoint::Content;
 
 use crate::access;
+use crate::kernel::{Feature, Init};
 use crate::nodes::{Entry, Node, NodeKind, Nodes, OpenFile, Opened, offload};
 use crate::push::Pusher;
+use crate::service::Service;
 use crate::watch::Watcher;
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
@@ -34,6 +35,9 @@ const TTL: Duration = Duration::from_secs(1);
 
 /// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.
 const MAX_BACKGROUND: u16 = 128;
+
+/// Of those, so many keep it from reading further ahead.
+const CONGESTION: u16 = 96;
 
 /// Extended attribute with the source of a file.
 pub(crate) const XATTR_SOURCE: &str = "user.tensorfs.source";
@@ -52,6 +56,10 @@ pub(crate) struct Common {
     pub umask: u32,
     /// Whether the kernel may serve whole files by itself.
     pub passthrough: bool,
+    /// Whether it was mounted with root's rights, which that takes.
+    pub is_root: bool,
+    /// Largest request in bytes.
+    pub max_request: u32,
     /// The view as JSON, for `user.tensorfs.source`.
     pub view: serde_json::Value,
     /// The source.
@@ -60,6 +68,7 @@ pub(crate) struct Common {
 
 /// An open file.
 struct Handle {
+    ino: u64,
     opened: Arc<Opened>,
     /// Kept while the kernel serves the file by itself.
     _backing: Option<Arc<BackingId>>,
@@ -79,7 +88,7 @@ struct Shared {
     nodes: Arc<Nodes>,
     common: Common,
     watcher: Arc<Watcher>,
-    cache: Cache,
+    service: Arc<Service>,
     pusher: Pusher,
     passthrough: AtomicBool,
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
@@ -95,14 +104,14 @@ impl TensorFs {
         nodes: Arc<Nodes>,
         common: Common,
         watcher: Arc<Watcher>,
-        cache: Cache,
+        service: Arc<Service>,
         pusher: Pusher,
     ) -> TensorFs {
         TensorFs(Arc::new(Shared {
             nodes,
             common,
             watcher,
-            cache,
+            service,
             pusher,
             passthrough: AtomicBool::new(false),
             handles: RwLock::new(HashMap::new()),
@@ -114,11 +123,31 @@ impl TensorFs {
 }
 
 impl Shared {
-    fn handle(&self, opened: Arc<Opened>, backing: Option<Arc<BackingId>>) -> FileHandle {
+    fn handle(
+        &self,
+        node: &Node,
+        opened: Arc<Opened>,
+        backing: Option<Arc<BackingId>>,
+    ) -> FileHandle {
+        self.service.opened(node.ino, &node.path, opened.file.cached());
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        let handle = Arc::new(Handle { opened, _backing: backing });
+        let handle = Arc::new(Handle { ino: node.ino, opened, _backing: backing });
         self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(fh, handle);
         FileHandle(fh)
+    }
+
+    /// Asks the kernel to serve whole files by itself.
+    fn passthrough(&self, config: &mut KernelConfig) -> Feature {
+        if !self.common.passthrough {
+            return Feature::Off;
+        }
+        if !self.common.is_root {
+            return Feature::Refused("mounted without root".to_owned());
+        }
+        // Depth 1: the files lie on a disk file system, and an overlay may lie on us.
+        let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
+            && config.set_max_stack_depth(1).is_ok();
+        if can { Feature::On } else { Feature::Refused("the kernel is too old".to_owned()) }
     }
 
     fn open_file(&self, ino: u64, reply: ReplyOpen) {
@@ -128,7 +157,7 @@ impl Shared {
             return reply.error(Errno::ESTALE);
         }
         let on_storm = || self.pusher.on_storm(ino);
-        let (opened, unchanged) = match node.open(&self.watcher, &self.cache, on_storm) {
+        let (opened, unchanged) = match node.open(&self.watcher, &self.service.cache, on_storm) {
             Ok(opened) => opened,
             Err(Error::Changed { .. }) => return reply.error(Errno::ESTALE),
             Err(error) => return reply.error(logged(&error)),
@@ -157,12 +186,12 @@ impl Shared {
         match by_kernel {
             Some(backing) => {
                 serving.insert(ino, Serving::ByKernel(Arc::downgrade(&backing)));
-                let fh = self.handle(opened, Some(backing.clone()));
+                let fh = self.handle(&node, opened, Some(backing.clone()));
                 reply.opened_passthrough(fh, FopenFlags::empty(), &backing);
             }
             None => {
                 serving.insert(ino, Serving::ByUs);
-                let fh = self.handle(opened, None);
+                let fh = self.handle(&node, opened, None);
                 // Without the flag the kernel drops what it has cached.
                 let keep = FopenFlags::FOPEN_KEEP_CACHE;
                 reply.opened(fh, if unchanged { keep } else { FopenFlags::empty() });
@@ -212,7 +241,7 @@ impl Shared {
             }
         };
         let end = offset.saturating_add(u64::from(size));
-        self.cache.read(file, offset..end, Box::new(answer));
+        self.service.cache.read(file, offset..end, Box::new(answer));
     }
 
     /// Makes the kernel forget what it has cached of changed sources; not on this thread,
@@ -366,20 +395,21 @@ impl Filesystem for TensorFs {
             InitFlags::FUSE_READDIRPLUS_AUTO,
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
         ];
-        for flag in wanted {
-            // An older kernel does without.
-            let _ = config.add_capabilities(flag);
-        }
+        let granted = wanted.map(|flag| config.add_capabilities(flag).is_ok());
         let _ = config.set_max_background(MAX_BACKGROUND);
-        if self.0.common.passthrough {
-            // Depth 1: the files lie on a disk file system, and an overlay may lie on us.
-            let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
-                && config.set_max_stack_depth(1).is_ok();
-            self.0.passthrough.store(can, Ordering::Relaxed);
-            if !can {
-                tracing::info!("this kernel cannot serve whole files by itself");
-            }
-        }
+        let _ = config.set_congestion_threshold(CONGESTION);
+        // What a request may carry; reads and writes share it, and the system may allow more.
+        let _ = config.set_max_write(self.0.common.max_request);
+        let passthrough = self.0.passthrough(config);
+        self.0.passthrough.store(passthrough == Feature::On, Ordering::Relaxed);
+        let too_old = || Feature::Refused("the kernel is too old".to_owned());
+        let _ = self.0.service.init.set(Init {
+            max_background: MAX_BACKGROUND,
+            congestion_threshold: CONGESTION,
+            async_dio: if granted[0] { Feature::On } else { too_old() },
+            clone_fd: Feature::Off,
+            passthrough,
+        });
         Ok(())
     }
 
@@ -474,6 +504,9 @@ impl Filesystem for TensorFs {
             let mut handles = self.0.handles.write().unwrap_or_else(PoisonError::into_inner);
             let handle = handles.remove(&fh.0);
             drop(handles);
+            if let Some(handle) = &handle {
+                self.0.service.closed(handle.ino);
+            }
             // Closing files may wait for the source.
             drop(handle);
             reply.ok();

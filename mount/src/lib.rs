@@ -7,7 +7,6 @@ mod cmd;
 mod control;
 mod daemon;
 mod fs;
-#[expect(dead_code, reason = "the session does not set the knobs yet")]
 mod kernel;
 mod log;
 mod mount_helper;
@@ -15,6 +14,7 @@ mod mountinfo;
 mod nodes;
 mod options;
 mod push;
+mod service;
 mod session;
 mod watch;
 

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
@@ -34,6 +35,8 @@ pub(crate) struct Node {
     pub(crate) ino: u64,
     /// Folder of the source that it is, or lies in.
     pub(crate) folder: FolderId,
+    /// Path in the mount.
+    pub(crate) path: PathBuf,
     /// Length in bytes.
     pub(crate) len: u64,
     /// What it is.
@@ -92,6 +95,14 @@ pub(crate) enum OpenFile {
 }
 
 impl OpenFile {
+    /// The file in the cache, but for text.
+    pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
+        match self {
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => Some(file),
+            OpenFile::Text(_) => None,
+        }
+    }
+
     /// The source files that its bytes come from.
     pub(crate) fn sources(&self) -> &[Arc<Source>] {
         match self {
@@ -448,10 +459,18 @@ fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
 }
 
 impl Node {
-    fn new(ino: u64, folder: FolderId, len: u64, mtime: (i64, i64), kind: NodeKind) -> Node {
+    fn new(
+        ino: u64,
+        folder: FolderId,
+        path: PathBuf,
+        len: u64,
+        mtime: (i64, i64),
+        kind: NodeKind,
+    ) -> Node {
         Node {
             ino,
             folder,
+            path,
             len,
             kind,
             mtime: Mutex::new(system_time(mtime)),
@@ -566,7 +585,7 @@ fn folder_node(tree: &Tree, id: FolderId) -> Node {
     hash.update(b"folder");
     hash.update(folder.relative.as_os_str().as_encoded_bytes());
     let ino = if id == 0 { ROOT } else { ino_of(&hash.finalize()) };
-    Node::new(ino, id, 4096, folder.newest(), NodeKind::Folder)
+    Node::new(ino, id, folder.relative.clone(), 4096, folder.newest(), NodeKind::Folder)
 }
 
 fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
@@ -609,7 +628,7 @@ fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
         open: Mutex::default(),
         last: Mutex::default(),
     };
-    Arc::new(Node::new(ino_of(&digest), folder, len, newest, kind))
+    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest, kind))
 }
 
 /// Whether both are one file in one version: the version covers path and content.
@@ -632,7 +651,10 @@ fn renumbered(node: &Node) -> Node {
         },
     };
     let ino = node.ino.wrapping_add(1).max(ROOT + 1);
-    Node { mtime: Mutex::new(node.mtime()), ..Node::new(ino, node.folder, node.len, (0, 0), kind) }
+    Node {
+        mtime: Mutex::new(node.mtime()),
+        ..Node::new(ino, node.folder, node.path.clone(), node.len, (0, 0), kind)
+    }
 }
 
 fn ino_of(digest: &[u8]) -> u64 {

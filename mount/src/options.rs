@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use tensorfs::cache::BUDGET_MIN;
 use tensorfs::error::quoted;
+use tensorfs::io::{Backend, Direct};
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
 /// Whether the kernel may serve whole files by itself.
@@ -16,35 +18,11 @@ pub enum Passthrough {
     Never,
 }
 
-/// What reads sources.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Backend {
-    /// io_uring where it can be had and the file system is local, threads elsewhere.
-    #[default]
-    Auto,
-    /// io_uring; for tests and comparisons.
-    Uring,
-    /// Threads that call pread(2).
-    Pread,
-}
-
-/// Whether sources are read past the kernel's page cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Direct {
-    /// What is not cached yet is.
-    #[default]
-    Auto,
-    /// Wherever the file system can.
-    Always,
-    /// Never.
-    Never,
-}
-
 /// How long a read of a source may take where `io-timeout=` does not say.
 const IO_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Smallest cache: a few requests of the kernel.
-const CACHE_MIN: u64 = 4 << 20;
+const CACHE_MIN: u64 = BUDGET_MIN;
 
 /// Largest readahead window: one fault may read half of it before the byte that was wanted.
 const READAHEAD_MAX: u64 = 1 << 30;
@@ -287,7 +265,7 @@ impl Options {
             size(value).filter(|size| sizes.contains(size)).map(Some).ok_or_else(|| bad(expected))
         };
         match key {
-            "cache" => self.cache = size_in(CACHE_MIN..=u64::MAX, "a size from 4M, like 256M")?,
+            "cache" => self.cache = size_in(CACHE_MIN..=u64::MAX, "a size from 16M, like 256M")?,
             "io" => {
                 self.io = match value {
                     "auto" => Backend::Auto,

@@ -1,38 +1,36 @@
 //! One mount from the first check to the last request: what `mount --foreground` does.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fuser::{Config, INodeNo, Session, SessionACL};
 use nix::libc;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
-use tensorfs::cache::{BUDGET_MIN, Cache};
 use tensorfs::checkpoint::Tree;
-use tensorfs::counters::Counters;
 use tensorfs::error::shown_path;
-use tensorfs::io::{Budget, Engine, Settings};
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
 use crate::attach::{self, Attached, Detach};
 use crate::control::{self, Control};
 use crate::fs::{Common, TensorFs};
+use crate::kernel;
 use crate::mountinfo;
 use crate::nodes::Nodes;
 use crate::options::{Options, Passthrough};
 use crate::push;
+use crate::service::Service;
 use crate::watch::Watcher;
 
 /// How long a fresh mount may take to answer its first request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Memory that a mount takes for what is read ahead, in bytes: the kernel's page cache is the cache.
-const CACHE_DEFAULT: u64 = 64 << 20;
 
 /// Environment variable that makes a process the probe of the mount that it names.
 const PROBE: &str = "TENSORFS_PROBE";
@@ -61,7 +59,7 @@ pub(crate) struct Running {
     target: PathBuf,
     minor: Option<u32>,
     control: Option<Control>,
-    server: std::thread::JoinHandle<io::Result<()>>,
+    server: JoinHandle<io::Result<()>>,
 }
 
 /// Checks source and target, and proves what has to be proved before the mount may stand.
@@ -173,12 +171,8 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let Plan { target, nodes, options } = plan;
     let source = nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| source.display().to_string());
+    let request = kernel::before_mount(&options);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
-    if by_fusermount && options.passthrough == Passthrough::Auto {
-        tracing::warn!(
-            "mounted without root: whole files are served by the daemon, not by the kernel"
-        );
-    }
     let ours = mountinfo::at(&target).unwrap_or_default();
     if ours.iter().filter(|mount| mount.fstype == mountinfo::FSTYPE).count() > 1 {
         let _ = attach::detach(&target, Detach::Lazy);
@@ -190,64 +184,67 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     };
     let watcher = Watcher::new();
     let view = view_json(&options.view);
+    let service = Service::start(&options, &view).map_err(undo)?;
     let common = Common {
         uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
         gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
         umask: options.umask,
-        passthrough: options.passthrough == Passthrough::Auto && !by_fusermount,
-        view: view.clone(),
+        passthrough: options.passthrough == Passthrough::Auto,
+        is_root: !by_fusermount,
+        max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
+        view,
         source: nodes.tree().folders[0].path.clone(),
     };
-    let counters = Arc::new(Counters::default());
-    let cache = start_cache(&options, &counters).map_err(undo)?;
     let (pusher, tasks) = push::pusher();
-    let fs = TensorFs::new(nodes, common, watcher.clone(), cache.clone(), pusher);
+    let fs = TensorFs::new(nodes, common, watcher.clone(), service.clone(), pusher);
+    let server = serve(fs, fd, &watcher, &service, tasks).map_err(undo)?;
+    let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
+    let mut running = Running { target, minor, control: None, server };
+    if let Err(e) = running.wait_for_answer() {
+        let _ = attach::detach(&running.target, Detach::Force);
+        return Err(format!("{}: the mount does not answer: {e}", running.target.display()));
+    }
+    if let Some(init) = service.init.get() {
+        let report = kernel::after_init(minor, &options, init, request);
+        report.log();
+        service.report(&report);
+    }
+    running.control = minor.and_then(|minor| control(&running.target, source, minor, &service));
+    Ok(running)
+}
+
+/// Starts the threads that answer the kernel.
+fn serve(
+    fs: TensorFs,
+    fd: OwnedFd,
+    watcher: &Arc<Watcher>,
+    service: &Service,
+    tasks: push::Tasks,
+) -> io::Result<JoinHandle<io::Result<()>>> {
     let mut config = Config::default();
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     config.n_threads = Some(cores.clamp(*THREADS.start(), *THREADS.end()));
     // The kernel enforces who gets in; `All` only means that fuser adds no check of its own.
-    let session = Session::from_fd(fs, fd, SessionACL::All, config).map_err(undo)?;
+    let session = Session::from_fd(fs, fd, SessionACL::All, config)?;
     let notifier = session.notifier();
     let forget = move |ino| {
         if let Err(e) = notifier.inval_inode(INodeNo(ino), 0, 0) {
             tracing::warn!("the kernel keeps old pages of a changed file: {e}");
         }
     };
-    let storer = session.notifier();
-    let store = move |ino, at, bytes: &[u8]| storer.store(INodeNo(ino), at, bytes);
-    let start_push = tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()));
-    start_push.and_then(|()| watcher.start(Box::new(forget))).map_err(undo)?;
-    let serve = std::thread::Builder::new().name("serve".to_owned());
-    let server = serve.spawn(move || session.run()).map_err(undo)?;
-    let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let mut running = Running { target, minor, control: None, server };
-    match running.wait_for_answer() {
-        Ok(()) => {
-            running.control = minor.and_then(|minor| control(&running.target, source, minor, view));
-            Ok(running)
-        }
-        Err(e) => {
-            let _ = attach::detach(&running.target, Detach::Force);
-            Err(format!("{}: the mount does not answer: {e}", running.target.display()))
-        }
-    }
-}
-
-/// The cache that all reads of a mount go through.
-fn start_cache(options: &Options, counters: &Arc<Counters>) -> io::Result<Cache> {
-    let settings = Settings::default();
-    let timeout = settings.timeout;
-    let budget = Budget::new(CACHE_DEFAULT.max(BUDGET_MIN), counters.clone());
-    let engine = Engine::start(settings, counters.clone());
-    Cache::start(engine, budget, counters.clone(), timeout)
+    let notifier = session.notifier();
+    let store = move |ino, at, bytes: &[u8]| notifier.store(INodeNo(ino), at, bytes);
+    let (cache, counters) = (service.cache.clone(), service.counters.clone());
+    tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()))?;
+    watcher.start(Box::new(forget))?;
+    std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
 }
 
 /// The control socket; the mount goes on without one.
-fn control(target: &Path, source: PathBuf, minor: u32, view: serde_json::Value) -> Option<Control> {
-    let counters = tensorfs::counters::Counters::default();
-    let status = move || serde_json::json!({ "options": view, "counters": counters.to_json() });
+fn control(target: &Path, source: PathBuf, minor: u32, service: &Arc<Service>) -> Option<Control> {
     let facts = control::Facts { target: target.to_owned(), source, minor };
-    control::serve(facts, status)
+    let service = service.clone();
+    control::serve(facts, move || service.status())
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
         .ok()
 }

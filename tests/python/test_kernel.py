@@ -114,10 +114,10 @@ class Options(TestCase):
         place.mkdir()
         source = by_id("hf_three_shards").source
         for option, expected in {
-            "cache=1": "from 4M", "cache=lots": "from 4M", "readahead=2G": "up to 1G", "readahead=": "up to 1G",
+            "cache=1": "from 16M", "cache=lots": "from 16M", "readahead=2G": "up to 1G", "readahead=": "up to 1G",
             "max_request=64K": "from 128K to 16M", "max_request=32M": "from 128K to 16M", "io=epoll": "uring",
             "direct=maybe": "always", "io-timeout=soon": "seconds", "assemble-size=1G": "needs assemble=DIR",
-            "assemble=": "a folder", "io": "needs a value", "cache=4M,cache=8M": "given twice",
+            "assemble=": "a folder", "io": "needs a value", "cache=16M,cache=32M": "given twice",
         }.items():
             with self.subTest(option), self.assertRaises(MountFailed) as failed:
                 self.enter(Mount(source, option, at=place))

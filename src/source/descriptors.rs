@@ -9,8 +9,9 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::Source;
 
-/// Descriptors left to everything that is not a shard.
-const RESERVED: u64 = 128;
+/// Descriptors left to everything else: also to reads under way, whose file stays open for them
+/// when its shard makes way for another.
+const RESERVED: u64 = 192;
 
 /// Fewest shards kept open, whatever the limit.
 const OPEN_MIN: u64 = 32;

@@ -1,0 +1,577 @@
+//! Hot virtual files, written once into a folder in the background (`-o assemble=DIR`), so that
+//! later opens are served by the kernel from one real file.
+//!
+//! A copy is used only after its bytes were read back and compared, and only while it is the
+//! very file that was verified. Whatever fails here never fails a reader: the daemon goes on
+//! serving the file itself.
+
+mod copy;
+mod entry;
+mod folder;
+mod record;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+use tensorfs::Error;
+use tensorfs::error::shown_path;
+use tensorfs::reader::Reader;
+
+use entry::{Entry, Failure, Stage};
+use folder::{Folder, Partial};
+use record::{Record, Stamp, fingerprint, now};
+
+/// Time until something that failed is tried again, be it a full disk or a source.
+const BACK_OFF: Duration = Duration::from_secs(5 * 60);
+
+/// Time until a file that another process writes is looked at again.
+const BUSY_BACK_OFF: Duration = Duration::from_secs(10);
+
+/// Readers that were answered so short ago are there still: the work takes a small part of the
+/// time then.
+const RECENT: Duration = Duration::from_millis(100);
+
+/// How many times as long as a step the pause after it is, while there are readers.
+const YIELD_FACTOR: u32 = 4;
+
+/// Longest pause after a step.
+const YIELD_MAX: Duration = Duration::from_secs(1);
+
+/// Age that a source must have: a change within one tick of the file system's clock cannot be
+/// told from the state before it.
+const SETTLED: Duration = Duration::from_millis(100);
+
+/// Shortest time between two notes that a copy was opened.
+const TOUCH_INTERVAL: Duration = Duration::from_secs(60);
+
+/// How long `stop` waits for the work under way.
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Work for the thread.
+enum Job {
+    Write { version: String, reader: Arc<Reader> },
+    Verify { record: Record },
+    Touch { version: String },
+}
+
+#[derive(Default)]
+struct State {
+    entries: HashMap<String, Entry>,
+    queue: VecDeque<Job>,
+    stopping: bool,
+    /// What is being written.
+    partial: Option<PathBuf>,
+    /// Until when the folder is left alone, because it failed.
+    resting: Option<Instant>,
+}
+
+impl State {
+    /// Takes what is to be written off the queue. Readers ask for it again.
+    fn cancel_writes(&mut self) {
+        let jobs = std::mem::take(&mut self.queue);
+        for job in jobs {
+            if let Job::Write { version, .. } = job {
+                self.entries.entry(version).and_modify(|entry| entry.stage = Stage::Absent);
+            } else {
+                self.queue.push_back(job);
+            }
+        }
+    }
+}
+
+/// Assembles hot files, and knows the copies that there are.
+pub(crate) struct Assembler {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What callers share with the thread.
+struct Shared {
+    folder: Folder,
+    started: Instant,
+    /// When a reader was last answered, in milliseconds after `started`; 0 for never.
+    last_served: AtomicU64,
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+impl Assembler {
+    /// Begins to assemble into `dir`, which is made where it is not there. It may take `limit`
+    /// bytes. `apart` are folders that it must neither lie in nor hold: the source and the mount.
+    ///
+    /// Copies that earlier runs left are used where they are what was verified; others are
+    /// verified again in the background first.
+    ///
+    /// # Errors
+    /// One line that says why the folder cannot be used.
+    pub(crate) fn start(
+        dir: &Path,
+        limit: Option<u64>,
+        apart: &[&Path],
+    ) -> Result<Assembler, String> {
+        let folder = Folder::open(dir, limit, apart)?;
+        let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(dir));
+        let shared = Arc::new(Shared {
+            folder,
+            started: Instant::now(),
+            last_served: AtomicU64::new(0),
+            state: Mutex::default(),
+            wake: Condvar::new(),
+        });
+        shared.take_over().map_err(|failure| fail(&failure))?;
+        let worker = shared.clone();
+        let thread = std::thread::Builder::new().name("assemble".to_owned());
+        let thread = thread.spawn(move || worker.work()).map_err(|e| fail(&e))?;
+        Ok(Assembler { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// The verified copy of `version`, which `reader` reads, opened for reading.
+    ///
+    /// The copy is not evicted as long as the file is open, be it by the kernel alone. Looks at
+    /// metadata only.
+    pub(crate) fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
+        self.shared.ready(version, reader)
+    }
+
+    /// Counts that `version` was opened, and is served by us.
+    pub(crate) fn opened(&self, version: &str, reader: &Arc<Reader>) {
+        self.shared.count(version, reader, 1, 0);
+    }
+
+    /// Counts `bytes` of `version` that were served by us.
+    pub(crate) fn served(&self, version: &str, reader: &Arc<Reader>, bytes: u64) {
+        let now = self.shared.started.elapsed().as_millis() as u64;
+        self.shared.last_served.store(now.max(1), Ordering::Relaxed);
+        self.shared.count(version, reader, 0, bytes);
+    }
+
+    /// Ends the assembling because the kernel does not take files of this folder.
+    pub(crate) fn give_up(&self, why: &io::Error) {
+        let mut state = self.shared.lock();
+        if !std::mem::replace(&mut state.stopping, true) {
+            let dir = shown_path(self.shared.folder.path());
+            tracing::warn!("{dir}: the kernel does not serve files from here: {why}");
+        }
+        self.shared.wake.notify_all();
+    }
+
+    /// What there is, for `status`.
+    pub(crate) fn status(&self) -> Value {
+        self.shared.status()
+    }
+
+    /// Ends the work under way and removes what it has written, within about a second.
+    pub(crate) fn stop(&self) {
+        self.shared.lock().stopping = true;
+        self.shared.wake.notify_all();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(thread) = thread else { return };
+        let started = Instant::now();
+        while !thread.is_finished() && started.elapsed() < STOP_TIMEOUT {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        // It may wait for a disk; what it writes to must not stay.
+        let partial = self.shared.lock().partial.take();
+        if let Some(path) = partial {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Drop for Assembler {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over what is in the folder.
+    fn take_over(&self) -> Result<(), Failure> {
+        let locked = self.folder.lock()?;
+        let records = locked.sweep().map_err(|e| Failure::Folder("look at", e))?;
+        drop(locked);
+        let mut state = self.lock();
+        for record in records {
+            let known = self.folder.open_copy(&record.version).map(|(_, stamp)| stamp);
+            let mut entry = Entry::new(record.stamp.len);
+            let version = record.version.clone();
+            match known {
+                Ok(stamp) if stamp == record.stamp => {
+                    entry.stage = Stage::Ready { record, open: Weak::new(), touched: None };
+                }
+                _ => {
+                    entry.stage = Stage::Queued;
+                    state.queue.push_back(Job::Verify { record });
+                }
+            }
+            state.entries.insert(version, entry);
+        }
+        let (copies, again) = (state.entries.len(), state.queue.len());
+        drop(state);
+        let dir = shown_path(self.folder.path());
+        tracing::info!(
+            "assembling in {dir}: {copies} copies, {again} of them to be verified again"
+        );
+        Ok(())
+    }
+
+    fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
+        let state = self.lock();
+        let known = match state.entries.get(version).map(|entry| &entry.stage) {
+            _ if state.stopping => return None,
+            Some(Stage::Ready { record, open, .. }) => Some((record.clone(), open.upgrade())),
+            Some(Stage::Queued | Stage::Writing | Stage::Verifying) => return None,
+            Some(Stage::Absent | Stage::Failed { .. }) | None => None,
+        };
+        drop(state);
+        let ours = known.is_some();
+        // Another process may have written it.
+        let (record, open) = match known {
+            Some(known) => known,
+            None => (self.folder.record(version)?, None),
+        };
+        match fingerprint(reader) {
+            Ok(sources) if sources == record.sources => {}
+            Ok(_) => {
+                // Its sources were written to since, with all that the version covers set back.
+                self.forget(version, &record);
+                return None;
+            }
+            Err(_) => return None,
+        }
+        let found = match open {
+            Some(file) => file.metadata().map(|meta| (file, Stamp::of(&meta))),
+            None => self.folder.open_copy(version).map(|(file, stamp)| (Arc::new(file), stamp)),
+        };
+        match found {
+            Ok((file, stamp)) if stamp == record.stamp => {
+                self.opened_copy(version, record, &file);
+                return Some(file);
+            }
+            // Somebody else evicts it just now, or has.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => self.forget(version, &record),
+            Ok(_) if ours => {
+                let dir = shown_path(self.folder.path());
+                tracing::error!("{dir}: the copy {version} was touched; it is verified again");
+                self.verify_again(record);
+            }
+            Ok(_) => {}
+            Err(e) => {
+                let dir = shown_path(self.folder.path());
+                tracing::error!("{dir}: cannot open the copy {version}: {e}");
+                self.forget(version, &record);
+            }
+        }
+        None
+    }
+
+    /// Notes that the copy was opened.
+    fn opened_copy(&self, version: &str, record: Record, file: &Arc<File>) {
+        let mut state = self.lock();
+        let state = &mut *state;
+        let entry = state.entries.entry(version.to_owned());
+        let entry = entry.or_insert_with(|| Entry::new(record.stamp.len));
+        let before = match &entry.stage {
+            Stage::Ready { touched, .. } => *touched,
+            Stage::Absent | Stage::Failed { .. } => None,
+            // Somebody else has just found it touched.
+            Stage::Queued | Stage::Writing | Stage::Verifying => return,
+        };
+        let mut touched = before;
+        if before.is_none_or(|before| before.elapsed() >= TOUCH_INTERVAL) {
+            touched = Some(Instant::now());
+            // Not here: it writes to the disk.
+            state.queue.push_back(Job::Touch { version: version.to_owned() });
+            self.wake.notify_all();
+        }
+        entry.stage = Stage::Ready { record, open: Arc::downgrade(file), touched };
+    }
+
+    /// Forgets a copy that is there no more or not of this content. It may be made anew.
+    fn forget(&self, version: &str, record: &Record) {
+        let mut state = self.lock();
+        let Some(entry) = state.entries.get_mut(version) else { return };
+        if matches!(&entry.stage, Stage::Ready { record: known, .. } if known == record) {
+            *entry = Entry::new(entry.len);
+        }
+    }
+
+    fn verify_again(&self, record: Record) {
+        let mut state = self.lock();
+        let Some(entry) = state.entries.get_mut(&record.version) else { return };
+        if matches!(&entry.stage, Stage::Ready { .. }) {
+            (entry.stage, entry.done) = (Stage::Queued, 0);
+            state.queue.push_back(Job::Verify { record });
+            self.wake.notify_all();
+        }
+    }
+
+    /// Counts, and has the file written once it is hot.
+    fn count(&self, version: &str, reader: &Arc<Reader>, opens: u64, served: u64) {
+        let mut state = self.lock();
+        let state = &mut *state;
+        if !state.entries.contains_key(version) {
+            state.entries.insert(version.to_owned(), Entry::new(reader.layout().len()));
+        }
+        let Some(entry) = state.entries.get_mut(version) else { return };
+        entry.opens += opens;
+        entry.served += served;
+        let resting = state.resting.is_some_and(|until| Instant::now() < until);
+        if entry.is_hot() && !state.stopping && !resting && entry.may_start() {
+            (entry.stage, entry.done) = (Stage::Queued, 0);
+            let job = Job::Write { version: version.to_owned(), reader: reader.clone() };
+            state.queue.push_back(job);
+            self.wake.notify_all();
+        }
+    }
+
+    /// What the thread does until the end.
+    fn work(&self) {
+        while let Some(job) = self.next_job() {
+            match job {
+                Job::Touch { version } => self.folder.touch(&version),
+                Job::Write { version, reader } => {
+                    let started = Instant::now();
+                    let written = self.write(&version, &reader);
+                    if let Ok(record) = &written {
+                        self.say_written(record, started.elapsed());
+                    }
+                    self.finish(&version, written);
+                }
+                Job::Verify { record } => {
+                    let version = record.version.clone();
+                    let verified = self.verify(record);
+                    self.finish(&version, verified);
+                }
+            }
+        }
+    }
+
+    fn next_job(&self) -> Option<Job> {
+        let mut state = self.lock();
+        loop {
+            if state.stopping {
+                return None;
+            }
+            match state.queue.pop_front() {
+                Some(job) => return Some(job),
+                None => state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    fn say_written(&self, record: &Record, took: Duration) {
+        let Record { source, stamp, .. } = record;
+        let (dir, seconds) = (shown_path(self.folder.path()), took.as_secs_f64());
+        let bytes = stamp.len;
+        tracing::info!("{source}: assembled in {dir}: {bytes} bytes in {seconds:.1} s");
+    }
+
+    /// Writes and verifies the copy of `version`.
+    fn write(&self, version: &str, reader: &Reader) -> Result<Record, Failure> {
+        let sources = fingerprint(reader).map_err(Failure::Source)?;
+        self.settle(reader)?;
+        if let Some(record) = self.folder.record(version)
+            && record.sources == sources
+            && self.folder.open_copy(version).is_ok_and(|(_, stamp)| stamp == record.stamp)
+        {
+            return Ok(record);
+        }
+        let partial = self.begin(version, reader.layout().len())?;
+        self.set_stage(version, Stage::Writing);
+        let pace = |done, took| self.pace(version, done, took);
+        let sha256 = copy::fill(&partial, reader, &pace)?;
+        self.set_stage(version, Stage::Verifying);
+        if copy::checksum(&partial.file, partial.len, &pace)? != sha256 {
+            return Err(Failure::Differs);
+        }
+        if fingerprint(reader).map_err(Failure::Source)? != sources {
+            let path = reader.sources().first().map(|source| source.path().to_owned());
+            let detail = "was touched while it was assembled".to_owned();
+            return Err(Failure::Source(Error::Changed { path: path.unwrap_or_default(), detail }));
+        }
+        let source = reader.sources().first().and_then(|source| source.path().parent());
+        let source = source.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
+        let locked = self.folder.lock()?;
+        let record = locked.publish(partial, |stamp| Record {
+            version: version.to_owned(),
+            sha256,
+            sources,
+            source,
+            stamp,
+            written: now(),
+        });
+        record.map_err(|e| Failure::Folder("write to", e))
+    }
+
+    /// Makes room, and takes it.
+    fn begin(&self, version: &str, len: u64) -> Result<Partial, Failure> {
+        let fail = |e| Failure::Folder("look at", e);
+        let locked = self.folder.lock()?;
+        locked.sweep().map_err(fail)?;
+        if locked.is_being_written(version).map_err(fail)? {
+            return Err(Failure::Busy);
+        }
+        for evicted in locked.make_room(len)? {
+            tracing::info!("{}: evicted the copy {evicted}", shown_path(self.folder.path()));
+            // One that is to be written or verified is in the queue still.
+            let queued = |entry: &Entry| matches!(entry.stage, Stage::Queued);
+            let mut state = self.lock();
+            if state.entries.get(&evicted).is_some_and(|entry| !queued(entry)) {
+                state.entries.remove(&evicted);
+            }
+        }
+        // Named before it exists, so that `stop` finds it.
+        {
+            let mut state = self.lock();
+            if state.stopping {
+                return Err(Failure::Stopped);
+            }
+            state.partial = Some(self.folder.partial_path(version));
+        }
+        locked.begin(version, len)
+    }
+
+    /// Verifies a copy that is no more the file that was verified, by its checksum.
+    fn verify(&self, record: Record) -> Result<Record, Failure> {
+        self.set_stage(&record.version, Stage::Verifying);
+        let fail = |e| Failure::Folder("verify a copy in", e);
+        let opened = self.folder.open_copy(&record.version).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::WouldBlock => Failure::Gone,
+            _ => fail(e),
+        });
+        let (file, stamp) = opened?;
+        let pace = |done, took| self.pace(&record.version, done, took);
+        let same = stamp.len == record.stamp.len
+            && copy::checksum(&file, stamp.len, &pace)? == record.sha256
+            && Stamp::of(&file.metadata().map_err(fail)?) == stamp;
+        let locked = self.folder.lock()?;
+        if !same {
+            locked.remove(&record.version).map_err(fail)?;
+            return Err(Failure::Differs);
+        }
+        let record = Record { stamp, ..record };
+        locked.write_record(&record).map_err(fail)?;
+        Ok(record)
+    }
+
+    /// Waits until the sources have been as they are for a moment.
+    fn settle(&self, reader: &Reader) -> Result<(), Failure> {
+        let ages = reader.sources().iter().filter_map(|source| {
+            let meta = source.file().ok()?.metadata().ok()?;
+            let seconds = Duration::from_secs(u64::try_from(meta.ctime()).ok()?);
+            let nanos = Duration::from_nanos(u64::try_from(meta.ctime_nsec()).ok()?);
+            // One from the future tells nothing.
+            (SystemTime::UNIX_EPOCH + seconds + nanos).elapsed().ok()
+        });
+        match ages.min() {
+            Some(age) if age < SETTLED => self.sleep(SETTLED - age),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes progress, and yields to readers.
+    fn pace(&self, version: &str, done: u64, took: Duration) -> Result<(), Failure> {
+        if let Some(entry) = self.lock().entries.get_mut(version) {
+            entry.done = done;
+        }
+        let served = Duration::from_millis(self.last_served.load(Ordering::Relaxed));
+        let busy = !served.is_zero() && self.started.elapsed().saturating_sub(served) < RECENT;
+        let pause = if busy { (took * YIELD_FACTOR).min(YIELD_MAX) } else { Duration::ZERO };
+        self.sleep(pause)
+    }
+
+    /// Sleeps, unless the end comes.
+    fn sleep(&self, pause: Duration) -> Result<(), Failure> {
+        let deadline = Instant::now() + pause;
+        let mut state = self.lock();
+        loop {
+            if state.stopping {
+                return Err(Failure::Stopped);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            let woken = self.wake.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn set_stage(&self, version: &str, stage: Stage) {
+        if let Some(entry) = self.lock().entries.get_mut(version) {
+            (entry.stage, entry.done) = (stage, 0);
+        }
+    }
+
+    /// Notes how the work on `version` ended.
+    fn finish(&self, version: &str, outcome: Result<Record, Failure>) {
+        let mut state = self.lock();
+        let state = &mut *state;
+        state.partial = None;
+        let Some(entry) = state.entries.get_mut(version) else { return };
+        let failure = match outcome {
+            Ok(record) => {
+                entry.done = entry.len;
+                entry.stage = Stage::Ready { record, open: Weak::new(), touched: None };
+                return;
+            }
+            Err(Failure::Stopped | Failure::Gone) => {
+                entry.stage = Stage::Absent;
+                return;
+            }
+            Err(failure) => failure,
+        };
+        let back_off = match failure {
+            Failure::TooLarge { .. } => None,
+            Failure::Busy => Some(BUSY_BACK_OFF),
+            _ => Some(BACK_OFF),
+        };
+        let again = back_off.map(|time| Instant::now() + time);
+        entry.stage = Stage::Failed { again };
+        let why = failure.to_string();
+        // Said once, however often it is tried.
+        if entry.failure != why && !matches!(failure, Failure::Busy) {
+            let dir = shown_path(self.folder.path());
+            tracing::warn!("{version} is not assembled in {dir}: {why}");
+        }
+        entry.failure = why;
+        if matches!(failure, Failure::Folder(..) | Failure::Differs) {
+            state.resting = again;
+            state.cancel_writes();
+        }
+    }
+
+    fn status(&self) -> Value {
+        let usage = self.folder.usage();
+        let state = self.lock();
+        let known = state.entries.iter();
+        let mut files: Vec<Value> =
+            known.filter_map(|(version, entry)| entry.to_json(version)).collect();
+        files.sort_by(|a, b| a["version"].as_str().cmp(&b["version"].as_str()));
+        let (budget, used) = usage.as_ref().map_or((None, None), |(b, u)| (Some(b), Some(u)));
+        let resting = state.resting.map(|until| until.saturating_duration_since(Instant::now()));
+        json!({
+            "dir": self.folder.path().to_string_lossy(),
+            "budget": budget,
+            "used": used,
+            "resting_s": resting.map_or(0, |rest| rest.as_secs()),
+            "files": files,
+        })
+    }
+}

@@ -1,0 +1,80 @@
+//! Writing the bytes of a virtual file into a copy, and reading a copy back.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use sha2::{Digest, Sha256};
+use tensorfs::reader::Reader;
+
+use super::entry::Failure;
+use super::folder::Partial;
+use super::record::hex;
+
+/// Bytes read and written at a time.
+const STEP: usize = 8 << 20;
+
+/// Written bytes that the kernel may hold back before they are sent to the disk: more would
+/// make other writers wait, and push out what others have cached.
+const FLUSH: u64 = 64 << 20;
+
+/// Called after every step with the bytes done and the time that the step took; may wait, or
+/// end the work.
+pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), Failure>;
+
+/// Writes all bytes of `reader` into `partial`; their checksum.
+pub(super) fn fill(partial: &Partial, reader: &Reader, pace: Pace<'_>) -> Result<String, Failure> {
+    let fail = |e| Failure::Folder("write to", e);
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; STEP];
+    let (mut at, mut flushed) = (0, 0);
+    while at < partial.len {
+        let started = Instant::now();
+        let wanted = (partial.len - at).min(STEP as u64) as usize;
+        let len = reader.read_at(at, &mut buffer[..wanted]).map_err(Failure::Source)?;
+        if len == 0 {
+            let why = format!("the file ends at {at} of {} bytes", partial.len);
+            return Err(fail(io::Error::other(why)));
+        }
+        hash.update(&buffer[..len]);
+        partial.file.write_all_at(&buffer[..len], at).map_err(fail)?;
+        at += len as u64;
+        if at - flushed >= FLUSH {
+            partial.file.sync_data().map_err(fail)?;
+            forget_cached(&partial.file);
+            flushed = at;
+        }
+        pace(at, started.elapsed())?;
+    }
+    partial.file.sync_all().map_err(fail)?;
+    Ok(hex(&hash.finalize()))
+}
+
+/// The checksum of the first `len` bytes of a file, read from the medium where it can be.
+pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, Failure> {
+    forget_cached(file);
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; STEP];
+    let mut at = 0;
+    while at < len {
+        let started = Instant::now();
+        let wanted = (len - at).min(STEP as u64) as usize;
+        let read = file.read_exact_at(&mut buffer[..wanted], at);
+        read.map_err(|e| Failure::Folder("read back from", e))?;
+        hash.update(&buffer[..wanted]);
+        at += wanted as u64;
+        pace(at, started.elapsed())?;
+    }
+    Ok(hex(&hash.finalize()))
+}
+
+/// Drops what the kernel has cached of a file and has on the medium, so that a read comes from
+/// there. A tmpfs has no medium.
+fn forget_cached(file: &File) {
+    let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    if let Err(e) = posix_fadvise(file, 0, 0, advice) {
+        tracing::debug!("the page cache of a copy stays: {e}");
+    }
+}

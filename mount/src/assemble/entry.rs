@@ -1,0 +1,135 @@
+//! How far the copy of one file has come, and why it may have failed.
+
+use std::fs::File;
+use std::io;
+use std::sync::Weak;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use tensorfs::Error;
+
+use super::record::Record;
+
+/// A file is hot once it was opened this often, and `HOT_PART` of its bytes were served.
+const HOT_OPENS: u64 = 2;
+
+/// See `HOT_OPENS`: one part in so many. Tools look at headers often, and read the rest rarely.
+const HOT_PART: u64 = 2;
+
+/// Why a copy was not made, or not taken.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The daemon ends.
+    Stopped,
+    /// Another process writes the same file.
+    Busy,
+    /// The copy was removed by somebody else.
+    Gone,
+    /// It is larger than the budget.
+    TooLarge { len: u64, budget: u64 },
+    /// There is no room that could be made.
+    NoRoom { len: u64, budget: u64 },
+    /// A source changed or could not be read.
+    Source(Error),
+    /// What could not be done with the folder.
+    Folder(&'static str, io::Error),
+    /// A copy does not hold the bytes that it should.
+    Differs,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Failure::Stopped => write!(f, "the daemon ends"),
+            Failure::Busy => write!(f, "another process writes it"),
+            Failure::Gone => write!(f, "it was removed"),
+            Failure::TooLarge { len, budget } => {
+                write!(f, "its {len} bytes are more than the budget of {budget}")
+            }
+            Failure::NoRoom { len, budget } => {
+                write!(f, "no room for its {len} bytes in a budget of {budget}")
+            }
+            Failure::Source(error) => error.fmt(f),
+            Failure::Folder(what, error) => write!(f, "cannot {what} the folder: {error}"),
+            Failure::Differs => write!(f, "the copy reads back with other bytes"),
+        }
+    }
+}
+
+/// How far the copy of a file has come.
+pub(super) enum Stage {
+    /// There is none.
+    Absent,
+    /// It is to be written, or verified once more.
+    Queued,
+    /// Its bytes are being written.
+    Writing,
+    /// Its bytes are being read back.
+    Verifying,
+    /// It may be used.
+    Ready {
+        /// What it was when it was verified.
+        record: Record,
+        /// The open copy, while somebody has it.
+        open: Weak<File>,
+        /// When the record was last touched.
+        touched: Option<Instant>,
+    },
+    /// It could not be made; when that may be tried again.
+    Failed { again: Option<Instant> },
+}
+
+/// What is known of one version of a file.
+pub(super) struct Entry {
+    pub(super) len: u64,
+    pub(super) opens: u64,
+    pub(super) served: u64,
+    /// Bytes written or verified.
+    pub(super) done: u64,
+    pub(super) stage: Stage,
+    /// Why it failed last.
+    pub(super) failure: String,
+}
+
+impl Entry {
+    /// A file that nobody has opened yet.
+    pub(super) fn new(len: u64) -> Entry {
+        Entry { len, opens: 0, served: 0, done: 0, stage: Stage::Absent, failure: String::new() }
+    }
+
+    /// Whether a copy is worth its space.
+    pub(super) fn is_hot(&self) -> bool {
+        self.len > 0 && self.opens >= HOT_OPENS && self.served >= self.len.div_ceil(HOT_PART)
+    }
+
+    /// Whether a copy may be begun now.
+    pub(super) fn may_start(&self) -> bool {
+        match self.stage {
+            Stage::Absent => true,
+            Stage::Failed { again } => again.is_some_and(|again| Instant::now() >= again),
+            _ => false,
+        }
+    }
+
+    /// For `status`; `None` where there is nothing to say.
+    pub(super) fn to_json(&self, version: &str) -> Option<Value> {
+        let state = match self.stage {
+            Stage::Absent => return None,
+            Stage::Queued => "queued",
+            Stage::Writing => "writing",
+            Stage::Verifying => "verifying",
+            Stage::Ready { .. } => "ready",
+            Stage::Failed { .. } => "failed",
+        };
+        let progress = match self.stage {
+            Stage::Ready { .. } => 1.0,
+            _ => self.done as f64 / self.len.max(1) as f64,
+        };
+        let mut file =
+            json!({ "version": version, "len": self.len, "state": state, "progress": progress });
+        if matches!(self.stage, Stage::Failed { .. }) {
+            file["error"] = json!(self.failure);
+        }
+        Some(file)
+    }
+}

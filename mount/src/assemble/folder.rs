@@ -1,0 +1,501 @@
+//! The folder of assembled copies: its checks, its lock, its files and its budget.
+//!
+//! Several daemons may share it. What changes its entries is done under the lock of the folder,
+//! which is held briefly; a copy being written is locked by its writer, and a copy that is open
+//! by whoever has it open. The locks are flock(2)'s, so they end with the process.
+
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, FlockArg};
+use nix::libc;
+use nix::sys::statfs;
+use tensorfs::error::shown_path;
+
+use super::entry::Failure;
+use super::record::{Record, Stamp};
+
+/// Marks a folder as ours, so that files of others are never taken for copies; its lock is the
+/// folder's.
+const MARKER: &str = ".tensorfs-assemble";
+
+/// How long the lock of the folder is waited for: its holders do little under it.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Without a budget, this part of the file system stays free, and at least `RESERVE_MIN`.
+const RESERVE_PART: u64 = 10;
+
+/// See `RESERVE_PART`.
+const RESERVE_MIN: u64 = 1 << 30;
+
+/// File systems that may keep an open or a stat waiting for another machine or process.
+const REMOTE: [statfs::FsType; 6] = [
+    statfs::NFS_SUPER_MAGIC,
+    statfs::FUSE_SUPER_MAGIC,
+    statfs::SMB_SUPER_MAGIC,
+    statfs::AFS_SUPER_MAGIC,
+    statfs::CODA_SUPER_MAGIC,
+    statfs::NCP_SUPER_MAGIC,
+];
+
+/// Likewise those without a name in the library: CIFS, SMB2, 9P, Ceph, Lustre.
+const REMOTE_NUMBERS: [u32; 5] = [0xff53_4d42, 0xfe53_4d42, 0x0102_1997, 0x00c3_6400, 0x0bd0_0bd0];
+
+/// A folder of assembled copies.
+#[derive(Debug)]
+pub(super) struct Folder {
+    path: PathBuf,
+    limit: Option<u64>,
+}
+
+/// The folder while its lock is held.
+pub(super) struct Locked<'a> {
+    folder: &'a Folder,
+    /// Closing it ends the lock.
+    _lock: File,
+}
+
+/// A file being written. Unless it is published, it is removed when dropped.
+pub(super) struct Partial {
+    pub(super) path: PathBuf,
+    /// Locked as long as it is open.
+    pub(super) file: File,
+    pub(super) len: u64,
+}
+
+/// What a file name in the folder stands for.
+#[derive(Debug, PartialEq, Eq)]
+enum Kind {
+    Copy,
+    Record,
+    Partial,
+    /// A record being written.
+    NewRecord,
+}
+
+/// A file of ours in the folder.
+struct Found {
+    kind: Kind,
+    version: String,
+    path: PathBuf,
+    len: u64,
+}
+
+impl Folder {
+    /// The folder at `path`, made where it is not there; it must be apart from all of `others`.
+    ///
+    /// # Errors
+    /// One line that says why it cannot be used.
+    pub(super) fn open(
+        path: &Path,
+        limit: Option<u64>,
+        others: &[&Path],
+    ) -> Result<Folder, String> {
+        let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(path));
+        let path = place_of(path).map_err(|e| fail(&e))?;
+        // Before it is made: nothing is to be left in the source.
+        for other in others {
+            if lies_in(&path, other) || lies_in(other, &path) {
+                let other = shown_path(other);
+                return Err(fail(&format!("lies in {other}, or that in it; name another folder")));
+            }
+        }
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(fail(&e)),
+            _ => {}
+        }
+        let meta = std::fs::metadata(&path).map_err(|e| fail(&e))?;
+        if !meta.is_dir() {
+            return Err(fail(&"not a folder"));
+        }
+        if meta.uid() != nix::unistd::geteuid().as_raw() {
+            return Err(fail(&format!("belongs to user {}, not to us", meta.uid())));
+        }
+        if meta.mode() & 0o022 != 0 {
+            let mode = meta.mode() & 0o7777;
+            return Err(fail(&format!("mode {mode:o} lets others write to it; make it 700")));
+        }
+        let kind = statfs::statfs(&path).map_err(|e| fail(&e))?.filesystem_type();
+        #[expect(clippy::cast_possible_truncation, reason = "magic numbers have 32 bits")]
+        let number = kind.0 as u32;
+        if REMOTE.contains(&kind) || REMOTE_NUMBERS.contains(&number) {
+            return Err(fail(&"needs a local disk or a tmpfs, and this is neither"));
+        }
+        let folder = Folder { path, limit };
+        folder.mark().map_err(|e| fail(&e))?;
+        Ok(folder)
+    }
+
+    /// Makes the folder ours, unless it holds something else.
+    fn mark(&self) -> io::Result<()> {
+        let marker = self.path.join(MARKER);
+        if std::fs::symlink_metadata(&marker).is_ok_and(|meta| meta.is_file()) {
+            return Ok(());
+        }
+        for entry in std::fs::read_dir(&self.path)? {
+            let name = entry?.file_name();
+            if name != "lost+found" && name != MARKER {
+                let why = "holds other files; name an empty folder, or one that does not exist";
+                return Err(io::Error::other(why));
+            }
+        }
+        OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&marker)?;
+        Ok(())
+    }
+
+    /// Its path.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn copy_path(&self, version: &str) -> PathBuf {
+        self.path.join(format!("{version}.safetensors"))
+    }
+
+    fn record_path(&self, version: &str) -> PathBuf {
+        self.path.join(format!("{version}.json"))
+    }
+
+    /// Where this process writes `version`.
+    pub(super) fn partial_path(&self, version: &str) -> PathBuf {
+        self.path.join(format!("{version}.partial-{}", std::process::id()))
+    }
+
+    /// Takes the lock of the folder; does not wait for ever.
+    pub(super) fn lock(&self) -> Result<Locked<'_>, Failure> {
+        let fail = |e| Failure::Folder("lock", e);
+        let marker = self.path.join(MARKER);
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(false).mode(0o600);
+        let file = options.custom_flags(libc::O_NOFOLLOW).open(marker).map_err(fail)?;
+        let started = Instant::now();
+        while !flock(&file, FlockArg::LockExclusiveNonblock).map_err(fail)? {
+            if started.elapsed() > LOCK_TIMEOUT {
+                return Err(fail(io::Error::other("another process keeps it locked")));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(Locked { folder: self, _lock: file })
+    }
+
+    /// The record of the copy of `version`, if there is one.
+    pub(super) fn record(&self, version: &str) -> Option<Record> {
+        if !is_version(version) {
+            return None;
+        }
+        let record = Record::parse(&std::fs::read(self.record_path(version)).ok()?)?;
+        (record.version == version).then_some(record)
+    }
+
+    /// Opens the copy of `version`, and keeps it from being evicted while it is open. With its
+    /// state.
+    pub(super) fn open_copy(&self, version: &str) -> io::Result<(File, Stamp)> {
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+        let file = options.open(self.copy_path(version))?;
+        if !flock(&file, FlockArg::LockSharedNonblock)? {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        let meta = file.metadata()?;
+        if !meta.is_file() {
+            return Err(io::Error::other("not a regular file"));
+        }
+        Ok((file, Stamp::of(&meta)))
+    }
+
+    /// Notes that the copy of `version` was opened now, for those who look for the one that was
+    /// not for longest.
+    pub(super) fn touch(&self, version: &str) {
+        // Fails where the copy was evicted, which is no loss.
+        let record = File::open(self.record_path(version));
+        let _ = record.and_then(|record| record.set_modified(SystemTime::now()));
+    }
+
+    /// Bytes that all files here may take, where `used` are taken now.
+    fn budget(&self, used: u64) -> io::Result<u64> {
+        let fs = nix::sys::statvfs::statvfs(&self.path)?;
+        let available = used + fs.blocks_available() * fs.fragment_size();
+        let reserve = (fs.blocks() * fs.fragment_size() / RESERVE_PART).max(RESERVE_MIN);
+        Ok(match self.limit {
+            Some(limit) => limit.min(available),
+            None => available.saturating_sub(reserve),
+        })
+    }
+
+    /// Bytes that all files here may take, and those that they take.
+    pub(super) fn usage(&self) -> io::Result<(u64, u64)> {
+        let used = used(&self.files()?);
+        Ok((self.budget(used)?, used))
+    }
+
+    /// The files of ours in the folder.
+    fn files(&self) -> io::Result<Vec<Found>> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let Some((kind, version)) = name.to_str().and_then(parse_name) else { continue };
+            // One that another process has removed meanwhile is none.
+            let Ok(meta) = entry.metadata() else { continue };
+            let version = version.to_owned();
+            found.push(Found { kind, version, path: entry.path(), len: meta.len() });
+        }
+        Ok(found)
+    }
+}
+
+impl Locked<'_> {
+    /// Removes what processes that are gone have left unfinished, then returns the records of
+    /// all copies.
+    pub(super) fn sweep(&self) -> io::Result<Vec<Record>> {
+        let files = self.folder.files()?;
+        let mut records = Vec::new();
+        for file in &files {
+            let stale = match file.kind {
+                Kind::Partial => is_unlocked(&file.path),
+                Kind::NewRecord => true,
+                Kind::Record => !self.folder.copy_path(&file.version).exists(),
+                Kind::Copy => match self.folder.record(&file.version) {
+                    Some(record) => {
+                        records.push(record);
+                        false
+                    }
+                    // Its writer died before it could write down what it had verified.
+                    None => true,
+                },
+            };
+            if stale {
+                tracing::info!("removing {}, which is incomplete", file.path.display());
+                std::fs::remove_file(&file.path)?;
+            }
+        }
+        Ok(records)
+    }
+
+    /// Whether another process writes `version` now.
+    pub(super) fn is_being_written(&self, version: &str) -> io::Result<bool> {
+        let files = self.folder.files()?;
+        let mut partials =
+            files.iter().filter(|file| file.kind == Kind::Partial && file.version == version);
+        Ok(partials.any(|file| !is_unlocked(&file.path)))
+    }
+
+    /// Makes room for `len` bytes: removes the copies that were not opened for longest and that
+    /// nobody has open, if that is enough. Returns their versions.
+    pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, Failure> {
+        let fail = |e| Failure::Folder("look at", e);
+        let files = self.folder.files().map_err(fail)?;
+        let used = used(&files);
+        let budget = self.folder.budget(used).map_err(fail)?;
+        if self.folder.limit.is_some_and(|limit| len > limit) {
+            return Err(Failure::TooLarge { len, budget });
+        }
+        let over = (used + len).saturating_sub(budget);
+        let mut copies: Vec<(SystemTime, &Found)> = files
+            .iter()
+            .filter(|file| file.kind == Kind::Copy)
+            .map(|file| (self.opened_at(&file.version), file))
+            .collect();
+        copies.sort_by_key(|(opened, _)| *opened);
+        let mut freed = 0;
+        let mut evicted = Vec::new();
+        for (_, file) in copies {
+            if freed >= over {
+                break;
+            }
+            // Locked until all are found: whoever opens one now goes without it.
+            if let Some(lock) = unopened(&file.path) {
+                freed += file.len;
+                evicted.push((lock, file.version.clone()));
+            }
+        }
+        if freed < over {
+            return Err(Failure::NoRoom { len, budget });
+        }
+        for (_, version) in &evicted {
+            self.remove(version).map_err(|e| Failure::Folder("evict from", e))?;
+        }
+        Ok(evicted.into_iter().map(|(_, version)| version).collect())
+    }
+
+    fn opened_at(&self, version: &str) -> SystemTime {
+        let meta = std::fs::metadata(self.folder.record_path(version));
+        meta.and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+    }
+
+    /// Begins a file of `len` bytes, whose space is taken at once.
+    pub(super) fn begin(&self, version: &str, len: u64) -> Result<Partial, Failure> {
+        let fail = |e| Failure::Folder("write to", e);
+        if !is_version(version) {
+            return Err(fail(io::Error::other("a version that is no file name")));
+        }
+        let path = self.folder.partial_path(version);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        let file = options.open(&path).map_err(fail)?;
+        // Removed by `Partial` from here on.
+        let partial = Partial { path, file, len };
+        if !flock(&partial.file, FlockArg::LockExclusiveNonblock).map_err(fail)? {
+            return Err(Failure::Busy);
+        }
+        let size = i64::try_from(len).map_err(|_| fail(Errno::EFBIG.into()))?;
+        match nix::fcntl::fallocate(&partial.file, FallocateFlags::empty(), 0, size) {
+            // A file system without it: the length at least counts against the budget.
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => partial.file.set_len(len).map_err(fail)?,
+            other => other.map_err(|e| fail(e.into()))?,
+        }
+        Ok(partial)
+    }
+
+    /// Gives a file that was written and verified its name, then writes down what it is.
+    pub(super) fn publish(
+        &self,
+        partial: Partial,
+        record: impl FnOnce(Stamp) -> Record,
+    ) -> io::Result<Record> {
+        partial.file.set_permissions(PermissionsExt::from_mode(0o400))?;
+        partial.file.sync_all()?;
+        // Asked for first, since nothing may fail between the new name and the record.
+        let version = parse_name(&partial.path.file_name().unwrap_or_default().to_string_lossy())
+            .map(|(_, version)| version.to_owned())
+            .ok_or_else(|| io::Error::other("not a partial file"))?;
+        // A record of an older copy must not stand beside the new one.
+        remove_if_there(&self.folder.record_path(&version))?;
+        std::fs::rename(&partial.path, self.folder.copy_path(&version))?;
+        let written = (|| {
+            let record = record(Stamp::of(&partial.file.metadata()?));
+            self.write_record(&record)?;
+            Ok(record)
+        })();
+        if written.is_err() {
+            let _ = self.remove(&version);
+        }
+        written
+    }
+
+    /// Writes a record so that it is there whole or not at all, also after a loss of power.
+    pub(super) fn write_record(&self, record: &Record) -> io::Result<()> {
+        let new = self.folder.path.join(format!("{}.record-new", record.version));
+        let mut file =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+        let mut text = format!("{:#}", record.to_json());
+        text.push('\n');
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&new, self.folder.record_path(&record.version))?;
+        File::open(&self.folder.path)?.sync_all()
+    }
+
+    /// Removes the copy of `version`; the record first, without which the copy is not used.
+    pub(super) fn remove(&self, version: &str) -> io::Result<()> {
+        remove_if_there(&self.folder.record_path(version))?;
+        remove_if_there(&self.folder.copy_path(version))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // By then it has its name, or is to go.
+        let _ = remove_if_there(&self.path);
+    }
+}
+
+/// Where `path` leads, absolute; its last part need not exist.
+fn place_of(path: &Path) -> io::Result<PathBuf> {
+    match std::fs::canonicalize(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            let path = std::path::absolute(path)?;
+            match (path.parent(), path.file_name()) {
+                (Some(parent), Some(name)) => Ok(std::fs::canonicalize(parent)?.join(name)),
+                _ => Err(e),
+            }
+        }
+        place => place,
+    }
+}
+
+/// Whether `path` is `folder` or lies in it, also where it is reached another way.
+fn lies_in(path: &Path, folder: &Path) -> bool {
+    let inode = |meta: Metadata| (meta.dev(), meta.ino());
+    let Ok(folder) = std::fs::metadata(folder).map(inode) else { return false };
+    path.ancestors().any(|above| std::fs::metadata(above).is_ok_and(|meta| inode(meta) == folder))
+}
+
+/// Bytes that copies take, also those being written. Records are nothing against them.
+fn used(files: &[Found]) -> u64 {
+    let copies = files.iter().filter(|file| matches!(file.kind, Kind::Copy | Kind::Partial));
+    copies.map(|file| file.len).sum()
+}
+
+/// What a file name stands for, and the version in it.
+fn parse_name(name: &str) -> Option<(Kind, &str)> {
+    let (version, rest) = name.split_once('.')?;
+    let kind = match rest {
+        "safetensors" => Kind::Copy,
+        "json" => Kind::Record,
+        "record-new" => Kind::NewRecord,
+        _ if rest.starts_with("partial-") => Kind::Partial,
+        _ => return None,
+    };
+    is_version(version).then_some((kind, version))
+}
+
+/// Whether `version` is one, and so a plain file name.
+fn is_version(version: &str) -> bool {
+    let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    (16..=64).contains(&version.len()) && version.bytes().all(digit)
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Whether nobody writes the partial file at `path`: its writer is gone.
+fn is_unlocked(path: &Path) -> bool {
+    File::open(path).is_ok_and(|file| {
+        flock(&file, FlockArg::LockExclusiveNonblock).is_ok_and(|unlocked| unlocked)
+    })
+}
+
+/// The file at `path`, locked, if nobody has it open as a copy.
+fn unopened(path: &Path) -> Option<File> {
+    let file = File::open(path).ok()?;
+    flock(&file, FlockArg::LockExclusiveNonblock).ok()?.then_some(file)
+}
+
+/// Locks an open file until it is closed, also by the kernel where that serves it; false where
+/// another has it locked.
+#[expect(deprecated, reason = "what replaces it unlocks before the kernel has let go of the file")]
+fn flock(file: &File, how: FlockArg) -> io::Result<bool> {
+    match nix::fcntl::flock(file.as_raw_fd(), how) {
+        Ok(()) => Ok(true),
+        Err(Errno::EWOULDBLOCK) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_with_a_version_are_ours() {
+        let version = "0123456789abcdef0123456789abcdef";
+        let parsed = |rest: &str| parse_name(&format!("{version}{rest}")).map(|(kind, _)| kind);
+        assert_eq!(parsed(".safetensors"), Some(Kind::Copy));
+        assert_eq!(parsed(".json"), Some(Kind::Record));
+        assert_eq!(parsed(".partial-17"), Some(Kind::Partial));
+        assert_eq!(parsed(".record-new"), Some(Kind::NewRecord));
+        assert_eq!(parsed(".txt"), None);
+        assert_eq!(parse_name("model.safetensors"), None);
+        assert_eq!(parse_name("../../../../etc/passwd.json"), None);
+    }
+}

@@ -26,6 +26,7 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::error::shown_path;
 use tensorfs::reader::Reader;
+use tensorfs::source::Source;
 
 use entry::{Entry, Failure, Stage};
 use folder::{Folder, Partial};
@@ -384,6 +385,9 @@ impl Shared {
 
     /// Writes and verifies the copy of `version`.
     fn write(&self, version: &str, reader: &Reader) -> Result<Record, Failure> {
+        // Nobody else may have them open, and closed ones are not found again once replaced.
+        let pins: tensorfs::Result<Vec<_>> = reader.sources().iter().map(Source::pin).collect();
+        let _pins = pins.map_err(Failure::Source)?;
         let sources = fingerprint(reader).map_err(Failure::Source)?;
         self.settle(reader)?;
         if let Some(record) = self.folder.record(version)

@@ -60,7 +60,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Work for the thread.
 enum Job {
-    Write { version: String, reader: Arc<Reader> },
+    Write { version: String, reader: Reader },
     Verify { record: Record },
     Touch { version: String },
 }
@@ -145,12 +145,12 @@ impl Assembler {
     }
 
     /// Counts that `version` was opened, and is served by us.
-    pub(crate) fn opened(&self, version: &str, reader: &Arc<Reader>) {
+    pub(crate) fn opened(&self, version: &str, reader: &Reader) {
         self.shared.count(version, reader, 1, 0);
     }
 
     /// Counts `bytes` of `version` that were served by us.
-    pub(crate) fn served(&self, version: &str, reader: &Arc<Reader>, bytes: u64) {
+    pub(crate) fn served(&self, version: &str, reader: &Reader, bytes: u64) {
         let now = self.shared.started.elapsed().as_millis() as u64;
         self.shared.last_served.store(now.max(1), Ordering::Relaxed);
         self.shared.count(version, reader, 0, bytes);
@@ -323,11 +323,11 @@ impl Shared {
     }
 
     /// Counts, and has the file written once it is hot.
-    fn count(&self, version: &str, reader: &Arc<Reader>, opens: u64, served: u64) {
+    fn count(&self, version: &str, reader: &Reader, opens: u64, served: u64) {
         let mut state = self.lock();
         let state = &mut *state;
         if !state.entries.contains_key(version) {
-            state.entries.insert(version.to_owned(), Entry::new(reader.layout().len()));
+            state.entries.insert(version.to_owned(), Entry::new(reader.len()));
         }
         let Some(entry) = state.entries.get_mut(version) else { return };
         entry.opens += opens;
@@ -396,7 +396,7 @@ impl Shared {
         {
             return Ok(record);
         }
-        let partial = self.begin(version, reader.layout().len())?;
+        let partial = self.begin(version, reader.len())?;
         self.set_stage(version, Stage::Writing);
         let pace = |done, took| self.pace(version, done, took);
         let sha256 = copy::fill(&partial, reader, &pace)?;

@@ -18,7 +18,7 @@ mod block;
 const WINDOW_LEN_MAX: u64 = 8 << 20;
 
 /// An open virtual file, or a file of the source as it is.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Reader {
     /// `None` for a whole file.
     layout: Option<Arc<Layout>>,

@@ -47,8 +47,8 @@ impl Place {
         self.root.path().join("copies")
     }
 
-    fn reader(&self) -> Arc<Reader> {
-        Arc::new(Reader::open(&Checkpoint::open(&self.source()).unwrap()).unwrap())
+    fn reader(&self) -> Reader {
+        Reader::open(&Checkpoint::open(&self.source()).unwrap()).unwrap()
     }
 
     fn start(&self, limit: Option<u64>) -> Assembler {
@@ -70,7 +70,7 @@ impl Place {
 }
 
 fn whole(reader: &Reader) -> Vec<u8> {
-    let mut bytes = vec![0; reader.layout().len() as usize];
+    let mut bytes = vec![0; reader.len() as usize];
     reader.read_at(0, &mut bytes).unwrap();
     bytes
 }
@@ -82,9 +82,9 @@ fn content(file: &File) -> Vec<u8> {
 }
 
 /// Opens and reads so much that the file is hot.
-fn heat(assembler: &Assembler, version: &str, reader: &Arc<Reader>) {
+fn heat(assembler: &Assembler, version: &str, reader: &Reader) {
     assembler.opened(version, reader);
-    assembler.served(version, reader, reader.layout().len());
+    assembler.served(version, reader, reader.len());
     assembler.opened(version, reader);
 }
 
@@ -99,7 +99,7 @@ fn wait<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-fn assembled(assembler: &Assembler, version: &str, reader: &Arc<Reader>) -> Arc<File> {
+fn assembled(assembler: &Assembler, version: &str, reader: &Reader) -> Arc<File> {
     heat(assembler, version, reader);
     wait("the copy", || assembler.ready(version, reader))
 }
@@ -134,7 +134,7 @@ fn a_hot_file_becomes_one_real_file_with_the_same_bytes() {
 fn a_file_is_hot_once_it_was_opened_twice_and_half_of_it_was_read() {
     let place = Place::new();
     let (assembler, reader) = (place.start(None), place.reader());
-    let len = reader.layout().len();
+    let len = reader.len();
     assembler.opened(VERSION, &reader);
     assembler.served(VERSION, &reader, 5 * len);
     assert_eq!(state(&assembler, VERSION), None);
@@ -238,7 +238,7 @@ fn a_source_that_changes_while_it_is_assembled_leaves_nothing() {
 fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
     let place = Place::new();
     let reader = place.reader();
-    let len = reader.layout().len();
+    let len = reader.len();
     let assembler = place.start(Some(2 * len));
     let third = "33333333333333333333333333333333";
     drop(assembled(&assembler, VERSION, &reader));

@@ -1,7 +1,6 @@
 //! Memory for reads: page-aligned, under one hard limit, used again instead of returned.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
@@ -9,19 +8,19 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nix::libc;
-
+use super::arena::Arena;
 use crate::counters::Counters;
 
 /// What O_DIRECT asks of offsets, lengths and memory, everywhere where it works at all.
 pub(super) const ALIGN: u64 = 4096;
 
-/// From this size on memory is kept for the next read: mapping it anew means a page fault for
-/// every 4 KiB.
+/// From this size on memory comes out of the arena, and is kept for the next read.
 const KEPT_MIN: usize = 64 << 10;
 
-/// A kept buffer may be larger than asked for by this part of its size.
-const SLACK_PART: usize = 8;
+/// The arena is larger than the limit by this part of it and so many bytes: buffers of unlike
+/// sizes leave gaps, and overdue reads keep theirs.
+const SPARE_PART: u64 = 4;
+const SPARE: u64 = 8 << 20;
 
 /// Memory for reads, bounded. Clones share the limit.
 #[derive(Clone)]
@@ -35,32 +34,10 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Bytes of leases. Together with `idle_bytes` never over the limit.
+    /// Bytes of leases.
     used: u64,
-    idle_bytes: u64,
-    /// Memory in no one's hands, by its size.
-    idle: BTreeMap<usize, Vec<Pages>>,
-}
-
-impl State {
-    /// Takes idle memory out until no more than `bytes` stay, for the caller to free.
-    fn shrink(&mut self, bytes: u64) -> Vec<Pages> {
-        let mut taken = Vec::new();
-        while self.idle_bytes > bytes
-            && let Some(mut largest) = self.idle.last_entry()
-        {
-            match largest.get_mut().pop() {
-                Some(pages) => {
-                    self.idle_bytes -= pages.len as u64;
-                    taken.push(pages);
-                }
-                None => {
-                    largest.remove();
-                }
-            }
-        }
-        taken
-    }
+    /// Made for the first large buffer.
+    arena: Option<Arena>,
 }
 
 impl Shared {
@@ -73,19 +50,20 @@ impl Shared {
         self.counters.cache_bytes_now.sub(bytes);
     }
 
-    /// Idle memory of at least `len` bytes and not much more. What it has more than `share`
-    /// goes over to it, under one lock with the rest: the sum stays.
-    fn take_idle(&self, len: usize, share: &Share) -> Option<Pages> {
+    /// Memory out of the arena.
+    fn take(&self, len: usize) -> Option<NonNull<u8>> {
         let mut state = self.lock();
-        let largest = len + len / SLACK_PART;
-        let pages = state.idle.range_mut(len..=largest).find_map(|(_, pages)| pages.pop())?;
-        let idle = pages.len as u64;
-        let more = idle.saturating_sub(share.bytes.load(Ordering::Relaxed));
-        share.bytes.fetch_add(more, Ordering::Relaxed);
-        state.idle_bytes -= idle;
-        state.used += more;
-        self.counters.cache_bytes_now.add(more);
-        Some(pages)
+        if state.arena.is_none() {
+            let bytes = self.limit.saturating_add(self.limit / SPARE_PART).saturating_add(SPARE);
+            state.arena = Arena::new(usize::try_from(bytes).ok()?);
+        }
+        let arena = state.arena.as_mut()?;
+        let start = arena.take(len)?;
+        // Gaps between buffers have memory behind them, too.
+        if arena.touched() as u64 > self.limit {
+            arena.trim();
+        }
+        Some(start)
     }
 }
 
@@ -107,22 +85,20 @@ impl Budget {
 
     /// The right to `bytes` of memory, if the limit allows.
     pub fn try_lease(&self, bytes: u64) -> Option<Lease> {
-        let freed = {
+        {
             let mut state = self.0.lock();
-            let used = state.used.checked_add(bytes).filter(|used| *used <= self.0.limit)?;
-            state.used = used;
-            state.shrink(self.0.limit - used)
-        };
-        drop(freed);
+            state.used = state.used.checked_add(bytes).filter(|used| *used <= self.0.limit)?;
+        }
         self.0.counters.cache_bytes_now.add(bytes);
         let share = Share { budget: self.0.clone(), bytes: AtomicU64::new(bytes) };
         Some(Lease(Arc::new(share)))
     }
 
-    /// Frees the memory that is kept for reads to come.
+    /// Returns the memory that is kept for reads to come to the system, as far as it is free.
     pub fn trim(&self) {
-        let freed = self.0.lock().shrink(0);
-        drop(freed);
+        if let Some(arena) = &mut self.0.lock().arena {
+            arena.trim();
+        }
     }
 }
 
@@ -192,10 +168,18 @@ impl Lease {
     }
 }
 
-/// Page-aligned memory, all of it written at least once (with zeros).
+/// Page-aligned memory, all of it initialised.
 struct Pages {
     start: NonNull<u8>,
     len: usize,
+    /// Where it goes when it is dropped.
+    home: Home,
+}
+
+enum Home {
+    /// The arena of this budget, which lives at least as long.
+    Arena(Arc<Shared>),
+    Heap,
 }
 
 // SAFETY: memory that `Pages` alone owns, like a Box.
@@ -209,41 +193,37 @@ impl Pages {
     }
 
     /// `len` bytes, a multiple of the page size and not zero.
-    fn new(len: usize) -> io::Result<Pages> {
-        if len < KEPT_MIN {
-            // SAFETY: the layout's size is not zero.
-            let start = unsafe { alloc_zeroed(Pages::layout(len)) };
-            let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-            return Ok(Pages { start, len });
+    fn new(len: usize, budget: &Arc<Shared>) -> io::Result<Pages> {
+        if len >= KEPT_MIN
+            && let Some(start) = budget.take(len)
+        {
+            return Ok(Pages { start, len, home: Home::Arena(budget.clone()) });
         }
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new private mapping; no memory in use is touched.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Pages { start, len })
+        // SAFETY: the layout's size is not zero.
+        let start = unsafe { alloc_zeroed(Pages::layout(len)) };
+        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Pages { start, len, home: Home::Heap })
     }
 }
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        if self.len < KEPT_MIN {
+        match &self.home {
+            Home::Arena(budget) => {
+                if let Some(arena) = &mut budget.lock().arena {
+                    arena.give_back(self.start, self.len);
+                }
+            }
             // SAFETY: allocated with this layout, and dropped once.
-            unsafe { dealloc(self.start.as_ptr(), Pages::layout(self.len)) };
-        } else {
-            // SAFETY: the whole mapping made by `new`, which nothing refers to any more.
-            unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+            Home::Heap => unsafe { dealloc(self.start.as_ptr(), Pages::layout(self.len)) },
         }
     }
 }
 
 /// Page-aligned memory under a budget.
 pub struct Buffer {
-    /// None only while it is dropped.
-    pages: Option<Pages>,
+    /// Dropped before the lease: no one leases bytes that are still in use.
+    pages: Pages,
     lease: Lease,
     len: usize,
 }
@@ -258,14 +238,9 @@ impl Buffer {
     /// Likewise, where the lack of memory is no reason to end the process.
     pub(super) fn try_new(len: usize, mut lease: Lease) -> io::Result<Buffer> {
         let wanted = len.next_multiple_of(ALIGN as usize).max(ALIGN as usize);
-        let budget = &lease.0.budget;
-        let kept = if wanted < KEPT_MIN { None } else { budget.take_idle(wanted, &lease.0) };
-        let pages = match kept {
-            Some(pages) => pages,
-            None => Pages::new(wanted)?,
-        };
+        let pages = Pages::new(wanted, &lease.0.budget)?;
         lease.shrink(pages.len as u64);
-        Ok(Buffer { pages: Some(pages), lease, len })
+        Ok(Buffer { pages, lease, len })
     }
 
     /// Bytes to lease for a read of `range`, wherever it begins: the pages around it.
@@ -279,8 +254,9 @@ impl Buffer {
         self.lease.len()
     }
 
-    fn pages(&self) -> &Pages {
-        self.pages.as_ref().expect("the pages stay until drop")
+    /// Writes its memory off: it is never used again, and no longer counts.
+    pub(super) fn write_off(&self) {
+        self.lease.0.forfeit();
     }
 }
 
@@ -293,40 +269,15 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes of the pages, initialised when they were mapped or allocated.
-        unsafe { std::slice::from_raw_parts(self.pages().start.as_ptr(), self.len) }
+        // SAFETY: `len` bytes of the pages, initialised when they were made.
+        unsafe { std::slice::from_raw_parts(self.pages.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above; `&mut self` is the only access.
-        unsafe { std::slice::from_raw_parts_mut(self.pages().start.as_ptr(), self.len) }
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        let Some(pages) = self.pages.take() else {
-            return;
-        };
-        let budget = &self.lease.0.budget;
-        let bytes = self.lease.0.bytes.swap(0, Ordering::Relaxed);
-        let len = pages.len as u64;
-        let freed = {
-            let mut state = budget.lock();
-            state.used -= bytes;
-            let fits = state.used + state.idle_bytes + len <= budget.limit;
-            if pages.len >= KEPT_MIN && fits {
-                state.idle_bytes += len;
-                state.idle.entry(pages.len).or_default().push(pages);
-                None
-            } else {
-                Some(pages)
-            }
-        };
-        drop(freed);
-        budget.counters.cache_bytes_now.sub(bytes);
+        unsafe { std::slice::from_raw_parts_mut(self.pages.start.as_ptr(), self.len) }
     }
 }
 

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::queue::{Failed, Queue};
+use super::uring::{self, Ring, Waker};
 use super::watch::Watch;
-use super::{Done, Fetch, Filled, Settings};
+use super::{Backend, Done, Fetch, Filled, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
 use crate::source::{FileSystem, Source};
@@ -36,6 +37,8 @@ pub(super) struct State {
     pub(super) queue: Queue,
     /// Set when the engine is gone.
     pub(super) closed: bool,
+    ring: RingState,
+    /// Threads of the pool.
     threads: usize,
     /// Threads with a job, until they ask for the next.
     busy: usize,
@@ -46,10 +49,28 @@ pub(super) struct State {
     no_thread: Option<String>,
 }
 
-/// What a thread of the pool does next.
-enum Turn {
-    Carry(Job),
+/// What a thread does next.
+pub(super) enum Work {
+    Job(Job),
+    /// Nothing now; only for the thread of a ring.
+    None,
     End,
+}
+
+/// Where io_uring is used.
+#[derive(Default)]
+enum RingState {
+    /// It will be, from the first fetch on.
+    Wanted,
+    /// Its thread sets it up.
+    Starting,
+    /// It is; `asleep` while its thread waits and was not called.
+    On { waker: Arc<Waker>, asleep: bool },
+    /// It is not, for this reason.
+    Off(String),
+    /// It never would be.
+    #[default]
+    Never,
 }
 
 impl Lane {
@@ -59,13 +80,17 @@ impl Lane {
         counters: Arc<Counters>,
         watch: &Arc<Watch>,
     ) -> Lane {
+        let mut state = State::default();
+        if source.file_system().is_local() && settings.backend != Backend::Pread {
+            state.ring = RingState::Wanted;
+        }
         Lane {
             dev: source.identity().dev,
             file_system: source.file_system(),
             settings,
             counters,
             watch: Arc::downgrade(watch),
-            state: Mutex::default(),
+            state: Mutex::new(state),
             work: Condvar::new(),
         }
     }
@@ -87,35 +112,93 @@ impl Lane {
 
     /// Sees to it that someone takes the work that can be done now, if there is any.
     pub(super) fn wake(self: &Arc<Self>) {
-        {
+        let with_ring = {
             let mut state = self.lock();
             if !state.queue.has_work() {
                 return;
             }
-            if state.idle > state.called {
-                state.called += 1;
-                self.work.notify_one();
-                return;
-            }
-            // A thread on its way to the queue takes it, and calls further ones.
-            if state.busy < state.threads {
-                return;
+            let (waits, comes) = (state.idle > state.called, state.busy < state.threads);
+            match &mut state.ring {
+                RingState::Starting => return,
+                RingState::On { asleep: false, .. } => return,
+                RingState::On { waker, asleep } => {
+                    *asleep = false;
+                    return waker.wake();
+                }
+                ring @ RingState::Wanted => *ring = RingState::Starting,
+                RingState::Off(_) | RingState::Never if waits => {
+                    state.called += 1;
+                    return self.work.notify_one();
+                }
+                // A thread on its way to the queue takes it, and calls further ones.
+                RingState::Off(_) | RingState::Never if comes => return,
+                RingState::Off(_) | RingState::Never => {}
             }
             state.threads += 1;
-        }
+            matches!(state.ring, RingState::Starting)
+        };
         let lane = self.clone();
-        let started = std::thread::Builder::new()
-            .name("tensorfs-read".to_owned())
-            .spawn(move || lane.work_in_pool());
+        let thread = std::thread::Builder::new().name("tensorfs-read".to_owned());
+        let started =
+            thread.spawn(move || if with_ring { lane.work() } else { lane.work_in_pool() });
         if let Err(e) = started {
             self.thread_failed(&e);
         }
+    }
+
+    /// What the lane's first thread does: all of it in a ring, or what any thread of the pool
+    /// does where there is none.
+    fn work(self: &Arc<Self>) {
+        let ended = Ring::new().and_then(|ring| {
+            let waker = ring.waker();
+            self.lock().ring = RingState::On { waker, asleep: false };
+            uring::run(self, ring)
+        });
+        if let Err(e) = ended {
+            let reason = format!("io_uring is not to be had: {e}");
+            if self.settings.backend == Backend::Uring {
+                tracing::warn!("{reason}; reading with threads instead");
+            } else {
+                tracing::info!("{reason}; reading with threads instead");
+            }
+            self.lock().ring = RingState::Off(reason);
+            self.work_in_pool();
+        } else {
+            self.lock().threads -= 1;
+        }
+    }
+
+    /// The next job for the thread of the ring. With none, the thread waits in the kernel from
+    /// now on; `drained` says whether nothing is there to come back.
+    pub(super) fn next_for_ring(&self, drained: bool) -> Work {
+        let mut state = self.lock();
+        if state.closed && drained {
+            return Work::End;
+        }
+        if let Some(job) = state.queue.pick() {
+            self.counters.source_reads_now.add(1);
+            return Work::Job(job);
+        }
+        if let RingState::On { asleep, .. } = &mut state.ring {
+            *asleep = true;
+        }
+        Work::None
+    }
+
+    /// Counts one system call that read, or failed to.
+    pub(super) fn count_read(&self, direct: bool, result: &io::Result<usize>) {
+        self.counters.source_reads.add(1);
+        self.counters.source_reads_direct.add(u64::from(direct));
+        self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
     }
 
     /// A thread could not be started. While there is another one, that does the work.
     fn thread_failed(&self, e: &io::Error) {
         let mut state = self.lock();
         state.threads -= 1;
+        if matches!(state.ring, RingState::Starting) {
+            state.ring = RingState::Wanted;
+        }
         state.no_thread = Some(e.to_string());
         let last = state.threads == 0;
         drop(state);
@@ -128,7 +211,7 @@ impl Lane {
     /// What a thread of the pool does until nothing is to do for a while.
     fn work_in_pool(self: &Arc<Self>) {
         let mut busy = false;
-        while let Turn::Carry(job) = self.next_turn(busy) {
+        while let Work::Job(job) = self.next_turn(busy) {
             busy = true;
             // Others may be able to go as well.
             self.wake();
@@ -141,18 +224,18 @@ impl Lane {
     }
 
     /// Waits for a job; `busy` says whether this thread had one.
-    fn next_turn(&self, busy: bool) -> Turn {
+    fn next_turn(&self, busy: bool) -> Work {
         let mut state = self.lock();
         state.busy -= usize::from(busy);
         loop {
             if state.closed {
                 state.threads -= 1;
-                return Turn::End;
+                return Work::End;
             }
             if let Some(job) = state.queue.pick() {
                 self.counters.source_reads_now.add(1);
                 state.busy += 1;
-                return Turn::Carry(job);
+                return Work::Job(job);
             }
             state.idle += 1;
             let waited = self.work.wait_timeout(state, IDLE_MAX);
@@ -163,7 +246,7 @@ impl Lane {
                 state.called -= 1;
             } else if timeout.timed_out() {
                 state.threads -= 1;
-                return Turn::End;
+                return Work::End;
             }
         }
     }
@@ -235,6 +318,9 @@ impl Lane {
         };
         self.counters.source_stuck_now.add(stuck);
         self.counters.source_reads_now.sub(stuck);
+        if let RingState::On { waker, .. } = &self.lock().ring {
+            waker.wake();
+        }
         self.work.notify_all();
         for Failed { source, done, .. } in failed {
             let e = io::Error::other("the reader was closed");
@@ -245,13 +331,24 @@ impl Lane {
     /// What it is and does, for people.
     pub(super) fn describe(&self) -> Value {
         let state = self.lock();
+        let (backend, why) = match &state.ring {
+            RingState::On { .. } => ("io_uring", None),
+            RingState::Wanted | RingState::Starting => ("not started", None),
+            RingState::Off(reason) => ("pread", Some(reason.clone())),
+            RingState::Never if self.settings.backend == Backend::Pread => {
+                ("pread", Some("asked for".to_owned()))
+            }
+            RingState::Never => ("pread", Some("the file system may wait for others".to_owned())),
+        };
+        let threads = state.threads;
         json!({
             "device": format!("{}:{}", nix::sys::stat::major(self.dev), nix::sys::stat::minor(self.dev)),
             "file_system": self.file_system.name(),
             "local": self.file_system.is_local(),
-            "backend": "pread",
+            "backend": backend,
+            "why": why,
             "direct": self.settings.direct.name(),
-            "threads": state.threads,
+            "threads": threads,
             "queued": state.queue.queued(),
             "in_flight": state.queue.in_flight(),
             "stuck": state.queue.stuck(),

@@ -3,6 +3,7 @@
 //! `read_all` reads on the calling thread. An `Engine` reads on threads of its own, a lane of
 //! them per device, and answers by callback; each of its reads has a deadline.
 
+mod arena;
 mod buffer;
 mod cached;
 mod lane;
@@ -11,6 +12,7 @@ mod queue;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod uring;
 mod watch;
 
 use std::collections::HashMap;

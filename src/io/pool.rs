@@ -14,11 +14,7 @@ pub(super) fn carry_out(lane: &Arc<Lane>, job: Job) -> Result<Filled> {
     loop {
         let (file, offset, target) = transfer.next();
         let result = file.read_at(target, offset);
-        lane.counters.source_reads.add(1);
-        lane.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
-        if transfer.is_direct() {
-            lane.counters.source_reads_direct.add(1);
-        }
+        lane.count_read(transfer.is_direct(), &result);
         match transfer.advance(result) {
             Next::Read => {}
             Next::End(result) => return result.and_then(|()| transfer.finish()),

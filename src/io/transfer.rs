@@ -110,6 +110,11 @@ impl Transfer {
         }
     }
 
+    /// Writes its memory off, which the kernel may go on using.
+    pub(super) fn write_off(&self) {
+        self.buffer.write_off();
+    }
+
     /// The bytes, if the file is still what it was.
     pub(super) fn finish(self) -> Result<Filled> {
         self.source.check_open(&self.file)?;

@@ -1,0 +1,98 @@
+//! `faultfs SRC MNT`: mirrors a folder and misbehaves on command, as the source of mounts under
+//! test.
+//!
+//! Prints `ready` once it is mounted; then each line on stdin is a command that is answered by one
+//! line on stdout:
+//!
+//! - `stall GLOB`: reads of files whose path below SRC matches are answered after `resume`;
+//! - `eio GLOB`: they fail; `delay GLOB MS`: they are answered later; `short GLOB`: they get less
+//!   than they asked for;
+//! - `stall-open`, `eio-getattr`, `delay-lookup` and so on: the same for other requests;
+//! - `no-direct GLOB`: opens with `O_DIRECT` fail;
+//! - `resume` ends all stalls, `ok` all faults;
+//! - `counts GLOB`, `ranges GLOB`: JSON of what was asked for since the start or `reset`;
+//! - `parked GLOB`: the number of requests that are held back.
+//!
+//! It ends, and takes the mount off, when stdin does, on SIGTERM, and with its parent.
+
+mod faults;
+mod mirror;
+
+use std::io::{BufRead, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+
+use fuser::{Config, MountOption};
+use nix::mount::{MntFlags, umount2};
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::{SigSet, Signal};
+
+use faults::Faults;
+use mirror::Mirror;
+
+/// Threads that take requests; none of them waits for anything but the disk.
+const THREADS: usize = 4;
+
+fn main() -> ExitCode {
+    let Err(why) = run();
+    eprintln!("faultfs: {why}");
+    ExitCode::FAILURE
+}
+
+fn run() -> Result<std::convert::Infallible, String> {
+    let arguments: Vec<_> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let [source, target] = arguments.as_slice() else {
+        return Err("usage: faultfs SRC MNT".to_owned());
+    };
+    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
+    signals.thread_block().map_err(|e| e.to_string())?;
+    set_pdeathsig(Signal::SIGTERM).map_err(|e| e.to_string())?;
+    let source = source.canonicalize().map_err(|e| format!("{}: {e}", source.display()))?;
+
+    let faults = Arc::new(Faults::default());
+    let mut config = Config::default();
+    config.mount_options = vec![
+        MountOption::FSName("faultfs".to_owned()),
+        MountOption::Subtype("faultfs".to_owned()),
+        MountOption::RO,
+    ];
+    config.n_threads = Some(THREADS);
+    let session = fuser::spawn_mount(Mirror::new(&source, faults.clone()), target, &config)
+        .map_err(|e| format!("{}: cannot mount: {e}", target.display()))?;
+    std::thread::spawn({
+        let faults = faults.clone();
+        move || faults.answer_parked()
+    });
+    std::thread::spawn({
+        let (faults, target) = (faults.clone(), target.clone());
+        move || {
+            let _ = signals.wait();
+            end(&faults, &target);
+        }
+    });
+    serve_commands(&faults);
+    // The session has to live until here: its end takes the mount off.
+    let _session = session;
+    end(&faults, target)
+}
+
+/// Answers lines until there are no more.
+fn serve_commands(faults: &Faults) {
+    let mut out = std::io::stdout().lock();
+    let mut say = |line: &str| writeln!(out, "{line}").and_then(|()| out.flush());
+    let mut said = say("ready");
+    for line in std::io::stdin().lock().lines() {
+        let (Ok(line), Ok(())) = (line, said) else { return };
+        said = say(&faults.command(&line).unwrap_or_else(|why| format!("error: {why}")));
+    }
+}
+
+/// Fails what is held back, takes the mount off, and ends the process, which ends what is open.
+fn end(faults: &Faults, target: &Path) -> ! {
+    faults.end();
+    if umount2(target, MntFlags::MNT_DETACH).is_err() {
+        let _ = Command::new("fusermount3").args(["-u", "-z", "--"]).arg(target).status();
+    }
+    std::process::exit(0);
+}

@@ -1,13 +1,17 @@
 """A long run under load: every byte that any of many readers gets is checked, then the daemon is killed under them.
 
     python tests/python/soak.py --seconds 60 --threads 64 --gb 2
+    python tests/python/soak.py --seconds 3600 --gb 8 --storm 400 --faults --options cache=64M,io-timeout=2
 
 Builds a Hugging Face set and a column-sharded DCP set whose bytes follow from their place, so that no second copy is
-needed to check them. Ends non-zero on a wrong byte, an error before the kill, or a reader that hangs after it.
+needed to check them. Ends non-zero on a wrong byte, an error that nothing explains, a reader that hangs, or a daemon
+that holds more descriptors or threads after the load than before it, or more memory than it may.
 """
 
 import argparse
+import collections
 import dataclasses
+import errno
 import json
 import mmap
 import multiprocessing
@@ -25,7 +29,8 @@ import numpy as np
 
 import oracle
 from checkpoints import FORMAT, dcp_name, write_weight_map
-from mounts import Mount, is_root, pread_all
+from faults import FaultyMount, Held, status_of
+from mounts import Mount, is_root, pread_all, process_gone
 
 FILE = "model.safetensors"
 RANKS = 4
@@ -36,6 +41,15 @@ BLOCK = 32 << 20
 READERS_PER_PROCESS = 8
 ERROR_SECONDS = 1
 HANG_SECONDS = 15
+PAGE = 4096
+STORM_FAULTS = 200
+STORM_SECONDS = 300
+# How long threads that have nothing to do may stay.
+SETTLE_SECONDS = 20
+# What a daemon may hold besides its cache, and the cache that it has where no option says.
+SLACK = 64 << 20
+DEFAULT_CACHE = 256 << 20
+RUNNING, PAUSED, ENDING = range(3)
 
 
 def pattern(seed, start, end):
@@ -149,25 +163,46 @@ def read_mapped(descriptor, start, end):
         return np.frombuffer(mapped[start - base :], np.uint8)
 
 
-def reader_process(targets, read, n_threads, first, counts, wrong):
-    """Reads until every thread got an error; counts bytes and wrong windows in shared memory."""
+@dataclasses.dataclass
+class Shared:
+    """What readers and the soak have in common: counts per thread, and what is going on."""
+
+    counts: multiprocessing.RawArray
+    wrong: multiprocessing.RawArray
+    errors: multiprocessing.RawArray
+    phase: multiprocessing.RawValue
+
+    @classmethod
+    def of(cls, n_threads):
+        arrays = [multiprocessing.RawArray("Q", n_threads) for _ in range(3)]
+        return cls(*arrays, multiprocessing.RawValue("i", PAUSED))
+
+
+def reader_process(targets, read, slots, shared, faulty):
+    """Reads until every thread got an error; one that a fault of the source explains counts and ends nothing."""
 
     def loop(slot):
-        rng = random.Random(slot)
+        rng = random.Random()
         files = [(target, os.open(target.path, os.O_RDONLY)) for target in targets]
-        try:
-            while True:
-                target, descriptor = rng.choice(files)
-                start, end = target.window(rng)
+        while True:
+            while shared.phase.value == PAUSED:
+                time.sleep(0.02)
+            target, descriptor = rng.choice(files)
+            start, end = target.window(rng)
+            try:
                 if rng.random() < 0.5:
                     os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
                 found = read(descriptor, start, end)
-                wrong[slot] += not np.array_equal(found, target.expected(start, end))
-                counts[slot] += end - start
-        except OSError:
-            return
+            except OSError as error:
+                if shared.phase.value == ENDING or not faulty or error.errno != errno.EIO:
+                    return
+                shared.errors[slot] += 1
+                time.sleep(0.01)
+                continue
+            shared.wrong[slot] += not np.array_equal(found, target.expected(start, end))
+            shared.counts[slot] += end - start
 
-    threads = [threading.Thread(target=loop, args=(first + i,)) for i in range(n_threads)]
+    threads = [threading.Thread(target=loop, args=(slot,)) for slot in slots]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -176,15 +211,123 @@ def reader_process(targets, read, n_threads, first, counts, wrong):
     os._exit(0)
 
 
+@dataclasses.dataclass
+class Storm:
+    """What came of a storm: the number of page faults, and what went wrong."""
+
+    faults: int
+    problem: str
+
+
+def storm(target, n_threads, n_faults, seconds):
+    """Threads of one process that fault single pages of a mapping at random, each `n_faults` of them."""
+    done, wrong = (multiprocessing.RawArray("Q", n_threads) for _ in range(2))
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=storm_process, args=(target, n_threads, n_faults, done, wrong))
+    process.start()
+    process.join(seconds)
+    problem = ""
+    if process.is_alive():
+        process.kill()
+        process.join(5)
+        problem = f"page faults hang: {sum(done)} of {n_threads * n_faults} within {seconds} s"
+    elif process.exitcode:
+        problem = f"the faulting process ended with {process.exitcode}"
+    elif any(wrong):
+        problem = f"{sum(wrong)} pages with wrong bytes"
+    return Storm(sum(done), problem)
+
+
+def storm_process(target, n_threads, n_faults, done, wrong):
+    # With the kernel's reading around a fault, and without.
+    mappings = [np.memmap(target.path, np.uint8, "r") for _ in range(2)]
+    mappings[1]._mmap.madvise(mmap.MADV_RANDOM)
+
+    def loop(slot):
+        rng = random.Random(slot)
+        page = np.empty(PAGE, np.uint8)
+        for _ in range(n_faults):
+            start = rng.randrange(target.data_start, target.size - PAGE) // PAGE * PAGE
+            # numpy lets other threads run while it copies, so that all of them fault at once.
+            np.copyto(page, mappings[slot % 2][start : start + PAGE])
+            wrong[slot] += not np.array_equal(page, target.expected(start, start + PAGE))
+            done[slot] += 1
+
+    threading.stack_size(1 << 18)
+    threads = [threading.Thread(target=loop, args=(slot,)) for slot in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)
+
+
+class Faults(threading.Thread):
+    """Makes the source misbehave and kills readers, at random, until it is stopped."""
+
+    def __init__(self, faults, stall_seconds, kill_a_reader):
+        super().__init__()
+        self._faults = faults
+        self._stall_seconds = stall_seconds
+        self._kill_a_reader = kill_a_reader
+        self._stopped = threading.Event()
+        self.counts = collections.Counter()
+        self.failure = None
+
+    def run(self):
+        try:
+            while not self._stopped.wait(random.uniform(0.2, 1)):
+                self._one_fault()
+            self._faults.tell("ok")
+        except Exception as error:
+            self.failure = error
+
+    def _one_fault(self):
+        kind = random.choice(["stall", "stall", "eio", "eio", "delay", "short", "kill", "kill"])
+        self.counts[kind] += 1
+        if kind == "kill":
+            return self._kill_a_reader()
+        glob = random.choice(["hf/*", "dcp/*", f"hf/model-{random.randint(1, HF_SHARDS):05}-*", f"dcp/{dcp_name(1)}"])
+        self._faults.tell(kind, glob, *([random.randint(1, 50)] if kind == "delay" else []))
+        self._stopped.wait(random.uniform(0.05, self._stall_seconds if kind == "stall" else 0.5))
+        self._faults.tell("ok")
+
+    def stop(self):
+        self._stopped.set()
+        self.join()
+
+
+class Samples(threading.Thread):
+    """The most that a daemon held at any time, by looking every second."""
+
+    def __init__(self, pid):
+        super().__init__()
+        self._pid = pid
+        self._stopped = threading.Event()
+        self.most = Held.by(pid)
+
+    def run(self):
+        while not self._stopped.wait(1) and not process_gone(self._pid):
+            now = dataclasses.astuple(Held.by(self._pid))
+            self.most = Held(*map(max, now, dataclasses.astuple(self.most)))
+
+    def stop(self):
+        self._stopped.set()
+        self.join()
+
+
 class Soak:
-    def __init__(self, home, seconds, n_threads, n_bytes):
+    def __init__(self, home, seconds, n_threads, n_bytes, options=(), faults=False, storm_threads=0):
         self.home = Path(home)
         self.seconds = seconds
         self.n_threads = n_threads
         self.n_bytes = n_bytes
+        self.options = options
+        self.faults = faults
+        self.storm_threads = storm_threads
         self.problems = []
-        self.counts = multiprocessing.RawArray("Q", n_threads)
-        self.wrong = multiprocessing.RawArray("Q", n_threads)
+        self.shared = Shared.of(n_threads)
+        self.readers = []
 
     def run(self):
         source = self.home / "tree"
@@ -194,14 +337,27 @@ class Soak:
             "dcp": build_dcp(source / "dcp", self.n_bytes // 2),
         }
         drop_caches()
-        with Mount(source, watchdog=self.seconds * 2 + 120) as m:
+        watchdog = int(self.seconds * 2 + 2 * STORM_SECONDS)
+        with self.mount(source, watchdog) as m:
             self.check_sequentially(m, "cold")
+            if self.storm_threads:
+                self.storm(m)
             self.read_then_kill(m)
             place = m.path
             self.expect(m.umount().code == 0, "umount of the dead mount failed")
-            with Mount(source, at=place) as again:
+            with Mount(source, *self.options, at=place) as again:
                 self.check_sequentially(again, "after the kill")
         return not self.problems
+
+    def mount(self, source, watchdog):
+        if self.faults:
+            return FaultyMount(source, *self.options, watchdog=watchdog)
+        return Mount(source, *self.options, watchdog=watchdog)
+
+    def option(self, name):
+        """The value of a mount option, or None."""
+        values = [option.partition("=")[2] for option in self.options if option.startswith(f"{name}=")]
+        return values[-1] if values else None
 
     def expect(self, condition, problem):
         if not condition:
@@ -224,36 +380,110 @@ class Soak:
             rate = (target.size - target.data_start) / seconds / 1e9
             print(f"{Path(target.path).parent.name}, {when}: read and compared at {rate:.2f} GB/s")
 
+    def storm(self, m):
+        for target in self.targets(m):
+            drop_caches()
+            begin = time.monotonic()
+            outcome = storm(target, self.storm_threads, STORM_FAULTS, STORM_SECONDS)
+            seconds = time.monotonic() - begin
+            self.expect(not outcome.problem, outcome.problem)
+            name = Path(target.path).parent.name
+            print(f"{name}, cold: {self.storm_threads} threads, {outcome.faults} page faults in {seconds:.1f} s")
+
     def read_then_kill(self, m):
-        processes = self.start_readers(self.targets(m))
+        targets = self.targets(m)
+        self.start_readers(targets)
+        # Time for all of them to open the files.
+        time.sleep(2)
+        before, samples = Held.by(m.pid), Samples(m.pid)
+        samples.start()
+        self.shared.phase.value = RUNNING
         begin = time.monotonic()
-        early = connection.wait([p.sentinel for p in processes], timeout=self.seconds)
-        self.expect(not early, f"{len(early)} reader processes ended before the kill")
-        total, seconds = sum(self.counts), time.monotonic() - begin
+        faults = self.start_faults(m, targets)
+        while time.monotonic() < begin + self.seconds and m.alive() and not self.ended_early():
+            time.sleep(0.2)
+        if faults:
+            faults.stop()
+            self.expect(faults.failure is None, f"injecting faults failed: {faults.failure}")
+        self.expect(m.alive(), "the daemon died")
+        self.expect(not self.ended_early(), f"{len(self.ended_early())} reader processes ended before the kill")
+        total, seconds, errors = sum(self.shared.counts), time.monotonic() - begin, sum(self.shared.errors)
+        samples.stop()
+        print(f"{self.n_threads} readers: {total / 1e9:.2f} GB in {seconds:.1f} s, {sum(self.shared.wrong)} wrong reads")
+        if faults:
+            print(f"faults: {dict(faults.counts)}; reads that failed for them: {errors}")
+        self.check_held(m, before, samples.most)
+        self.kill_under_load(m)
+
+    def start_faults(self, m, targets):
+        if not self.faults:
+            return None
+        timeout = float(self.option("io-timeout") or 0)
+        faults = Faults(m.faults, max(timeout, 1) * 1.5, lambda: self.replace_a_reader(targets))
+        faults.start()
+        return faults
+
+    def check_held(self, m, before, most):
+        """What the daemon holds after the load, when nobody reads, against what it held before it."""
+        self.shared.phase.value = PAUSED
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while Held.by(m.pid).grown(before) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        after = Held.by(m.pid)
+        for name in ("descriptors", "threads"):
+            print(f"{name}: {getattr(before, name)} before, {getattr(most, name)} at most, {getattr(after, name)} after")
+        resident = [held.resident >> 20 for held in (before, most, after)]
+        print("resident: {} MiB before, {} at most, {} after; peak {}".format(*resident, after.peak >> 20))
+        self.expect(not after.grown(before), f"the daemon holds more than before: {after.grown(before)}")
+        budget = size_of(self.option("cache")) or DEFAULT_CACHE
+        self.expect(after.peak <= budget + SLACK, f"the daemon took {after.peak >> 20} MiB")
+        status = status_of(m)
+        if status is not None:
+            print(f"status: {json.dumps(status)}")
+
+    def kill_under_load(self, m):
+        self.shared.phase.value = RUNNING
+        time.sleep(0.5)
+        self.shared.phase.value = ENDING
         killed = time.monotonic()
         m.kill()
-        slowest = self.wait_for_end(processes, killed)
-        self.expect(not any(self.wrong), f"{sum(self.wrong)} reads with wrong bytes")
-        self.expect(min(self.counts) > 0, "a reader that read nothing")
-        print(f"{self.n_threads} readers: {total / 1e9:.2f} GB in {seconds:.1f} s, {sum(self.wrong)} wrong reads")
+        slowest = self.wait_for_end(killed)
+        self.expect(not any(self.shared.wrong), f"{sum(self.shared.wrong)} reads with wrong bytes")
+        self.expect(min(self.shared.counts) > 0, "a reader that read nothing")
         print(f"killed: the last reader had its error after {slowest:.3f} s")
 
     def start_readers(self, targets):
-        """Every second process reads through mappings; there a dead daemon is a SIGBUS."""
-        context = multiprocessing.get_context("fork")
-        processes = []
-        for number, first in enumerate(range(0, self.n_threads, READERS_PER_PROCESS)):
-            read = read_mapped if number % 2 else read_by_pread
-            count = min(READERS_PER_PROCESS, self.n_threads - first)
-            process = context.Process(
-                target=reader_process, args=(targets, read, count, first, self.counts, self.wrong)
-            )
-            process.start()
-            processes.append(process)
-        return processes
+        for first in range(0, self.n_threads, READERS_PER_PROCESS):
+            self.readers.append(None)
+            self.start_reader(targets, len(self.readers) - 1)
 
-    def wait_for_end(self, processes, killed):
-        waiting = {process.sentinel: process for process in processes}
+    def start_reader(self, targets, number):
+        """Every second process reads through mappings; there a dead daemon is a SIGBUS, and so is a bad source."""
+        first = number * READERS_PER_PROCESS
+        slots = range(first, min(first + READERS_PER_PROCESS, self.n_threads))
+        read = read_mapped if number % 2 else read_by_pread
+        process = multiprocessing.get_context("fork").Process(
+            target=reader_process, args=(targets, read, slots, self.shared, self.faults)
+        )
+        process.start()
+        self.readers[number] = process
+
+    def replace_a_reader(self, targets):
+        """Kills a process in the middle of its reads, and starts all that have ended again."""
+        victim = random.choice(self.readers)
+        victim.kill()
+        victim.join(HANG_SECONDS)
+        self.expect(not victim.is_alive(), "a killed reader hangs")
+        for number, process in enumerate(self.readers):
+            if not process.is_alive():
+                self.start_reader(targets, number)
+
+    def ended_early(self):
+        """Readers that should not have ended. Faults end those with mappings."""
+        return [p for p in self.readers if not p.is_alive() and not (self.faults and p.exitcode < 0)]
+
+    def wait_for_end(self, killed):
+        waiting = {process.sentinel: process for process in self.readers}
         slowest = 0
         while waiting and time.monotonic() < killed + HANG_SECONDS:
             for sentinel in connection.wait(list(waiting), timeout=1):
@@ -267,17 +497,23 @@ class Soak:
         return slowest
 
 
+def size_of(text):
+    """Bytes of a size like `64M`; 0 for none."""
+    factor = "KMGT".find(text[-1:].upper()) + 1 if text else 0
+    return int(text[:-1] if factor else text) << (10 * factor) if text else 0
+
+
 def drop_caches():
     if is_root:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
 
 
-def soak(seconds, n_threads, n_bytes, folder=None):
+def soak(folder, *arguments):
     """Runs in a temporary folder below `folder`; True when nothing was wrong."""
     home = tempfile.mkdtemp(prefix="tensorfs-test-", dir=folder)
     try:
-        return Soak(home, seconds, n_threads, n_bytes).run()
+        return Soak(home, *arguments).run()
     finally:
         shutil.rmtree(home)
 
@@ -288,8 +524,13 @@ def main():
     parser.add_argument("--threads", type=int, default=64)
     parser.add_argument("--gb", type=float, default=2, help="size of both checkpoints together")
     parser.add_argument("--folder", help="where to build them (default: the temporary folder)")
-    options = parser.parse_args()
-    good = soak(options.seconds, options.threads, int(options.gb * 1e9), options.folder)
+    parser.add_argument("--options", default="", help="options of the mount, like cache=64M,io-timeout=2")
+    parser.add_argument("--faults", action="store_true", help="let the source stall and fail, and kill readers")
+    parser.add_argument("--storm", type=int, default=0, metavar="THREADS", help="page faults at random, cold, at first")
+    given = parser.parse_args()
+    options = [option for option in given.options.split(",") if option]
+    size = int(given.gb * 1e9)
+    good = soak(given.folder, given.seconds, given.threads, size, options, given.faults, given.storm)
     print("nothing wrong" if good else "FAILED")
     return 0 if good else 1
 

@@ -21,7 +21,7 @@ mod mirror;
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use fuser::{Config, MountOption};
 use nix::mount::{MntFlags, umount2};
@@ -90,6 +90,9 @@ fn serve_commands(faults: &Faults) {
 
 /// Fails what is held back, takes the mount off, and ends the process, which ends what is open.
 fn end(faults: &Faults, target: &Path) -> ! {
+    static ENDING: Mutex<()> = Mutex::new(());
+    // Never let go: a second caller waits for the end that the first one makes.
+    let _once = ENDING.lock();
     faults.end();
     if umount2(target, MntFlags::MNT_DETACH).is_err() {
         let _ = Command::new("fusermount3").args(["-u", "-z", "--"]).arg(target).status();

@@ -1,0 +1,444 @@
+"""What a mount has to survive: sources that misbehave on command, readers in processes of their own, limits on the
+daemon; and figures of what a daemon holds.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+from mounts import BIN, Child, Mount, detach, run, tensorfs, wait_until
+
+FAULTFS = Path(os.environ.get("TENSORFS_FAULTFS", BIN.with_name("faultfs"))).resolve()
+
+# How long a source may misbehave: a daemon that reads from it cannot be killed meanwhile.
+FAULTS_SECONDS = 60
+
+SYS_IO_URING_SETUP = 425
+
+# Prints a line per range as soon as it is read: number, errno, sha256, seconds.
+READER = """
+import hashlib, json, mmap, os, sys, threading, time
+path, how, ranges = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+lock = threading.Lock()
+
+def read(offset, length):
+    flags = os.O_DIRECT if how == "direct" else 0
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        if how == "mmap":
+            base = offset // 4096 * 4096
+            with mmap.mmap(descriptor, offset + length - base, prot=mmap.PROT_READ, offset=base) as mapped:
+                return mapped[offset - base :]
+        if how == "random":
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        buffer = mmap.mmap(-1, max(length, 1))
+        done = 0
+        while done < length:
+            count = os.preadv(descriptor, [memoryview(buffer)[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return buffer[:done]
+    finally:
+        os.close(descriptor)
+
+def work(number):
+    begin = time.monotonic()
+    try:
+        error, digest = 0, hashlib.sha256(read(*ranges[number])).hexdigest()
+    except OSError as e:
+        error, digest = e.errno, "-"
+    with lock:
+        print(number, error, digest, time.monotonic() - begin, flush=True)
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(len(ranges))]
+print("started", flush=True)
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+# Reads at random, compares with a file that holds the right bytes, and goes on until a line comes or, with `end`, until
+# every thread has met an error. Prints numbers of reads and of wrong ones, and errno -> number of errors, as JSON.
+LOAD = """
+import collections, json, mmap, os, random, sys, threading, time
+path, right, n_threads, how, after_error = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5]
+size = os.stat(right).st_size
+whole = mmap.mmap(os.open(right, os.O_RDONLY), size, prot=mmap.PROT_READ)
+reads, wrong, errors = [0] * n_threads, [0] * n_threads, collections.Counter()
+stop = False
+
+def work(slot):
+    rng = random.Random(slot)
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if how == "direct" else 0))
+    buffer = mmap.mmap(-1, 1 << 18)
+    while not stop:
+        offset = rng.randrange(size) // 4096 * 4096
+        try:
+            if how != "direct" and rng.random() < 0.5:
+                os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_DONTNEED)
+            count = os.preadv(descriptor, [buffer], offset)
+        except OSError as e:
+            errors[e.errno] += 1
+            if after_error == "end":
+                return
+            time.sleep(0.01)
+            continue
+        reads[slot] += 1
+        wrong[slot] += count == 0 or buffer[:count] != whole[offset : offset + count]
+
+threads = [threading.Thread(target=work, args=(slot,)) for slot in range(n_threads)]
+for thread in threads:
+    thread.start()
+
+def wait_for_stop():
+    global stop
+    sys.stdin.readline()
+    stop = True
+
+while not all(reads) and not errors:
+    time.sleep(0.005)
+print("ready", flush=True)
+threading.Thread(target=wait_for_stop, daemon=True).start()
+for thread in threads:
+    thread.join()
+print(json.dumps({"reads": sum(reads), "wrong": sum(wrong), "errors": errors}), flush=True)
+os._exit(0)
+"""
+
+
+class FaultFs:
+    """`faultfs` over a folder, mounted at `path`; `tell` gives it commands, see tests/faultfs/src/main.rs."""
+
+    def __init__(self, source, seconds=FAULTS_SECONDS):
+        self.source = Path(source)
+        self._seconds = seconds
+        self._home = Path(tempfile.mkdtemp(prefix="tensorfs-test-"))
+        self.path = self._home / "source"
+        self.path.mkdir()
+        self._process = None
+        self._watchdog = None
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def start(self):
+        if not FAULTFS.exists():
+            raise AssertionError(f"{FAULTFS} is not there: cargo build -p tensorfs-faultfs, or set TENSORFS_FAULTFS")
+        self._process = subprocess.Popen(
+            [FAULTFS, self.source, self.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        # When it ends it fails what it holds back, and lets go everybody who waits for it.
+        self._watchdog = subprocess.Popen(
+            ["/bin/sh", "-c", f"sleep {self._seconds}; kill {self._process.pid}"], start_new_session=True
+        )
+        line = self._line(10)
+        if line != "ready":
+            self.stop()
+            raise AssertionError(f"faultfs did not start: {line!r}")
+
+    def tell(self, *words):
+        """Carries out a command; returns its answer."""
+        self._process.stdin.write(" ".join(str(word) for word in words) + "\n")
+        answer = self._line(10)
+        if not answer or answer.startswith("error"):
+            raise AssertionError(f"faultfs answered {answer!r} to {words}")
+        return answer
+
+    def _line(self, seconds):
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise AssertionError(f"no answer from faultfs within {seconds} s")
+        return self._process.stdout.readline().strip()
+
+    def parked(self, glob="*"):
+        """Number of requests that are held back."""
+        return int(self.tell("parked", glob))
+
+    def counts(self, glob="*"):
+        """Path -> what was asked of it."""
+        return json.loads(self.tell("counts", glob))
+
+    def ranges(self, glob="*"):
+        """Path -> [offset, size] of its last reads."""
+        return json.loads(self.tell("ranges", glob))
+
+    def running(self):
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self):
+        if self._process:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            # A forked process may have kept the other end of the pipe.
+            self._process.terminate()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process.stdout.close()
+        if self._watchdog:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._watchdog.pid, signal.SIGKILL)
+            self._watchdog.wait()
+        detach(self.path)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+            self._home.rmdir()
+
+
+class FaultyMount(Mount):
+    """A mount whose source is `m.faults`, a `FaultFs` over a folder."""
+
+    def __init__(self, source, *options, watchdog=FAULTS_SECONDS, **kwargs):
+        self.faults = FaultFs(source, watchdog)
+        super().__init__(self.faults.path, *options, watchdog=watchdog, **kwargs)
+
+    def __enter__(self):
+        self.faults.start()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.faults.stop()
+            raise
+
+    def stop(self):
+        try:
+            # A daemon of which a thread waits for the source cannot end.
+            if self.faults.running():
+                self.faults.tell("ok")
+            return super().stop()
+        finally:
+            self.faults.stop()
+
+
+@dataclasses.dataclass(frozen=True)
+class Got:
+    """What came of one read."""
+
+    errno: int
+    sha256: str
+    seconds: float
+
+
+class Reading(Child):
+    """Reads ranges of a file in a process of its own, a thread per range.
+
+    `how`: `pread`, `random` (without the kernel's readahead), `direct` (O_DIRECT) or `mmap`.
+    """
+
+    def __init__(self, path, ranges, how="pread"):
+        self.ranges = list(ranges)
+        super().__init__(READER, path, how, json.dumps(self.ranges))
+        # Imports take their time on a busy machine.
+        self.line()
+
+    def __exit__(self, *_):
+        """Does not wait for a read that hangs, unlike its base: what it waits for is to be let go after this."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=2)
+
+    def finish(self, seconds=20):
+        try:
+            return super().finish(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"reads hang: not all back within {seconds} s") from None
+
+    def finished(self, seconds):
+        """`Got` per range; fails when a read is not back in time."""
+        code, out, err = self.finish(seconds)
+        if code:
+            raise AssertionError(f"the reader ended with {code}: {err}")
+        found = {}
+        for line in out.splitlines():
+            number, errno, digest, took = line.split()
+            found[int(number)] = Got(int(errno), digest, float(took))
+        return [found[number] for number in range(len(self.ranges))]
+
+
+class Load(Child):
+    """Threads that read a file at random and compare with `right`: `with Load(path, right, 16) as load:`.
+
+    They go on until `stopped`; with `after_error="end"` each until its first error.
+    """
+
+    def __init__(self, path, right, n_threads, how="pread", after_error="go on"):
+        super().__init__(LOAD, path, right, n_threads, how, after_error)
+        if self.line() != "ready":
+            raise AssertionError(f"the readers did not start: {self.finish()}")
+
+    __exit__ = Reading.__exit__
+
+    def stopped(self, seconds=20):
+        """Stops it; what it has counted."""
+        with contextlib.suppress(BrokenPipeError):
+            self.tell()
+        return self.ended(seconds)
+
+    def ended(self, seconds=20):
+        """What it has counted, once all its threads have ended."""
+        line = self.line(seconds)
+        if not line:
+            raise AssertionError(f"the readers ended badly: {self.finish()}")
+        # Until then it has the file open.
+        self.process.wait(seconds)
+        return json.loads(line)
+
+
+def read_ranges(path, ranges, how="pread", seconds=20):
+    """Reads ranges in parallel in another process; `Got` per range."""
+    with Reading(path, ranges, how) as child:
+        return child.finished(seconds)
+
+
+def digest_of(data, offset, length):
+    return hashlib.sha256(data[offset : offset + length]).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a process holds: numbers of descriptors and threads, memory now and at its peak in bytes."""
+
+    descriptors: int
+    threads: int
+    resident: int
+    peak: int
+
+    @classmethod
+    def by(cls, pid):
+        status = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(re.findall(r"(?m)^(\w+):\s+(\d+)", status))
+        return cls(
+            len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]), int(fields["VmRSS"]) << 10,
+            int(fields["VmHWM"]) << 10,
+        )
+
+    def grown(self, before):
+        """Which of descriptors and threads there are more of than before, as text; '' for none."""
+        pairs = [(name, getattr(before, name), getattr(self, name)) for name in ("descriptors", "threads")]
+        return ", ".join(f"{name}: {then} -> {now}" for name, then, now in pairs if now > then)
+
+
+def status_of(m):
+    """What `tensorfs status --json` says of a mount; None where the command does not exist."""
+    outcome = tensorfs("status", "--json", m.path)
+    if outcome.code == 2 and "unrecognized subcommand" in outcome.stderr:
+        return None
+    if outcome.code:
+        raise AssertionError(f"status ended with {outcome.code}: {outcome.stderr}")
+    return outcome.json()
+
+
+def values_of(status, key):
+    """All values of `key`, however deep."""
+    if isinstance(status, list):
+        return [value for item in status for value in values_of(item, key)]
+    if not isinstance(status, dict):
+        return []
+    return [value for name, item in status.items() for value in ([item] if name == key else values_of(item, key))]
+
+
+def without_io_uring():
+    """For `preexec_fn`: the kernel answers EPERM when this process or its children ask for an io_uring."""
+    load, equal, give = 0x20, 0x15, 0x06
+    program = [
+        # The number of the system call; it is the same on all machines.
+        (load, 0, 0, 0),
+        (equal, 0, 1, SYS_IO_URING_SETUP),
+        (give, 0, 0, 0x0005_0000 | 1),
+        (give, 0, 0, 0x7FFF_0000),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, mode_filter, filters, 0, 0):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+class Cgroup:
+    """A memory cgroup below the root of whichever version the machine has: `Mount(..., preexec_fn=group.enter)`."""
+
+    def __init__(self, limit):
+        self.limit = limit
+        self.path = None
+
+    def __enter__(self):
+        base, limit_file = self._hierarchy()
+        self.path = base / f"tensorfs-test-{os.getpid()}-{time.monotonic_ns()}"
+        self._limit_file = limit_file
+        try:
+            self.path.mkdir()
+            (self.path / limit_file).write_text(str(self.limit))
+        except OSError as error:
+            self.__exit__()
+            raise unittest.SkipTest(f"no memory cgroup can be made here: {error}") from None
+        return self
+
+    def __exit__(self, *_):
+        if self.path.exists():
+            # A process that has just ended may count for a moment longer.
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: not (self.path / "cgroup.procs").read_text(), 5, "the cgroup is empty")
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    @staticmethod
+    def _hierarchy():
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, path, kind, options, *_ = line.split()
+            if kind == "cgroup" and "memory" in options.split(","):
+                return Path(path), "memory.limit_in_bytes"
+            if kind == "cgroup2" and "memory" in Path(path, "cgroup.controllers").read_text().split():
+                with contextlib.suppress(OSError):
+                    Path(path, "cgroup.subtree_control").write_text("+memory")
+                return Path(path), "memory.max"
+        raise unittest.SkipTest("no memory cgroups here")
+
+    def enter(self):
+        """Puts the calling process in."""
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+    def killed(self):
+        """Number of processes that were killed for memory."""
+        for name in ("memory.oom_control", "memory.events"):
+            if (self.path / name).exists():
+                return int(re.search(r"(?m)^oom_kill (\d+)", (self.path / name).read_text())[1])
+        raise AssertionError(f"nothing counts kills in {self.path}")
+
+    def pressed(self):
+        """How often the limit was reached."""
+        if (self.path / "memory.failcnt").exists():
+            return int((self.path / "memory.failcnt").read_text())
+        return int(re.search(r"(?m)^max (\d+)", (self.path / "memory.events").read_text())[1])
+
+
+@contextlib.contextmanager
+def file_system(kind, place, *words):
+    """Mounts a file system on the new folder `place`: `file_system("tmpfs", path)`."""
+    place.mkdir()
+    outcome = run("mount", "-t", kind, *words, "tensorfs-test", place)
+    if outcome.code:
+        raise unittest.SkipTest(f"no {kind} here: {outcome.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        detach(place)

@@ -1,0 +1,517 @@
+"""What a mount has to survive: right bytes or an error, never a hang, and nothing left behind."""
+
+import atexit
+import contextlib
+import errno
+import functools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import checkpoints
+import oracle
+import soak
+from faults import (
+    Cgroup, FaultyMount, Held, Load, Reading, digest_of, file_system, read_ranges, status_of, values_of,
+    without_io_uring,
+)
+from mounts import Child, Mount, TestCase, is_root, needs_root, process_gone, run, wait_until
+from reading import raw_summary
+
+FILE = "model.safetensors"
+STALLED_SHARD = "model-00002-of-00003.safetensors"
+STALLED = f"a/{STALLED_SHARD}"
+
+MIB = 1 << 20
+# What a daemon may hold besides its cache.
+SLACK = 64 * MIB
+
+LOAD_ALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import reading
+print(sorted(reading.genuine_summary(sys.argv[2], sys.argv[3]).items()))
+"""
+
+
+@functools.cache
+def home():
+    folder = Path(tempfile.mkdtemp(prefix="tensorfs-test-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
+
+
+@functools.cache
+def tree():
+    """A source with two checkpoints: `a` of three shards and `b` of two. Nobody writes to it."""
+    folder = home() / "tree"
+    checkpoints.hf_set(folder / "a", 3, 24, seed=11)
+    checkpoints.hf_set(folder / "b", 2, 4, seed=12)
+    return folder
+
+
+@functools.cache
+def whole(name):
+    """The bytes that the mount must show for a checkpoint of `tree`."""
+    return checkpoints.hf_whole(tree() / name)
+
+
+@functools.cache
+def right_file(name):
+    """The same in a file."""
+    path = home() / f"{name}.right"
+    path.write_bytes(whole(name))
+    return path
+
+
+@functools.cache
+def large():
+    """A checkpoint of 256 MiB and its contents as soak.py has them."""
+    folder = home() / "large"
+    return folder, soak.build_hf(folder, 256 * MIB)
+
+
+def make_cold(folder):
+    """Drops the files of a folder from the page cache."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def inside(shard, length=1 << 16, n=1):
+    """`n` aligned ranges of checkpoint `a` that lie in the largest tensor of a shard, far from its borders."""
+    header = oracle.read_header(whole("a"))
+    start, end = header.tensors[f"layers.{shard}.F32"]["data_offsets"]
+    start, end = header.data_start + start + MIB, header.data_start + end - MIB - length
+    return [[(start + (end - start) * i // n) // 4096 * 4096, length] for i in range(n)]
+
+
+class Survival(TestCase):
+    def assert_right(self, path, ranges, name="a", how="random", seconds=20):
+        """Every range is read rightly; returns the longest time that one took."""
+        found = read_ranges(path, ranges, how, seconds)
+        for (offset, length), got in zip(ranges, found):
+            self.assertEqual(got.errno, 0, f"{os.strerror(got.errno)} at {offset} of {path}")
+            self.assertEqual(got.sha256, digest_of(whole(name), offset, length), f"wrong bytes at {offset} of {path}")
+        return max(got.seconds for got in found)
+
+    def assert_whole(self, m, name="a", seconds=30):
+        """The whole file is right, through the page cache and past it, read as one range and as many."""
+        size = len(whole(name))
+        parts = [[start, min(MIB, size - start)] for start in range(0, size, MIB)]
+        self.assert_right(m.path / name / FILE, [[0, size]], name, "pread", seconds)
+        self.assert_right(m.path / name / FILE, parts, name, "direct", seconds)
+
+    def assert_ends(self, m, seconds=10):
+        """The daemon serves nobody any more: it is gone, or only threads that the kernel holds are left."""
+        wait_until(lambda: process_gone(m.pid), seconds, "the daemon ends")
+
+    def assert_status(self, m, key, check):
+        """What status says of `key`, where there is the command."""
+        status = status_of(m)
+        if status is not None:
+            values = values_of(status, key)
+            self.assertTrue(values and check(values), f"{key} of the status: {values}")
+
+    def assert_nothing_grew(self, m, before):
+        # Threads that have nothing to do end after a while.
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not Held.by(m.pid).grown(before), 15, "everything is given back")
+        self.assertEqual(Held.by(m.pid).grown(before), "")
+
+
+class Stalls(Survival):
+    """A source of which one shard does not answer."""
+
+    def setUp(self):
+        super().setUp()
+        # Built before anything is timed.
+        whole("a"), whole("b")
+
+    def assert_timed_out(self, found, timeout):
+        for got in found:
+            self.assertEqual(got.errno, errno.EIO)
+            self.assertGreater(got.seconds, timeout * 0.7)
+            self.assertLess(got.seconds, timeout * 3 + 6)
+
+    def test_a_read_that_stalls_fails_after_the_deadline_and_works_again_after_it(self):
+        with FaultyMount(tree(), "io-timeout=2") as m:
+            path = m.path / "a" / FILE
+            m.faults.tell("stall", STALLED)
+            self.assert_timed_out(read_ranges(path, inside(2), "random", 15), 2)
+            self.assertIn(STALLED_SHARD, m.log())
+            self.assert_status(m, "source_timeouts", lambda values: max(values) > 0)
+            m.faults.tell("resume")
+            self.assert_right(path, inside(2, n=4))
+            self.assert_whole(m)
+            self.assert_status(m, "source_stuck_now", lambda values: max(values) == 0)
+
+    def test_a_mapping_of_a_stalled_file_gets_sigbus_and_not_for_ever(self):
+        with FaultyMount(tree(), "io-timeout=1") as m:
+            m.faults.tell("stall", STALLED)
+            with Reading(m.path / "a" / FILE, inside(2), "mmap") as child:
+                code, _, err = child.finish(15)
+            self.assertEqual(code, -signal.SIGBUS, err)
+            m.faults.tell("resume")
+            self.assert_right(m.path / "a" / FILE, inside(2), how="mmap")
+
+    def test_everything_else_is_read_while_64_readers_wait_for_a_stalled_shard(self):
+        with FaultyMount(tree(), "io-timeout=4") as m:
+            path = m.path / "a" / FILE
+            m.faults.tell("stall", STALLED)
+            with Reading(path, inside(2, 1 << 14, 64), "direct") as stuck:
+                wait_until(lambda: m.faults.parked(STALLED), 5, "the source stalls")
+                # Less than the deadline, so that nobody has waited for it.
+                for shard in (1, 3):
+                    self.assertLess(self.assert_right(path, inside(shard, n=4)), 3)
+                    self.assertLess(self.assert_right(path, inside(shard, n=4), how="direct"), 3)
+                everything = [[0, len(whole("b"))]]
+                self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "pread"), 3)
+                self.assert_done(run("cat", m.path / "a/config.json", timeout=3))
+                self.assert_done(run("ls", "-lR", m.path, timeout=3))
+                self.assert_timed_out(stuck.finished(30), 4)
+            self.assertGreater(m.faults.parked(STALLED), 0)
+            m.faults.tell("resume")
+            self.assert_right(path, inside(2, 1 << 14, 64), how="direct")
+
+    def test_reading_on_towards_a_stalled_shard_gives_all_the_bytes_before_it(self):
+        header = oracle.read_header(whole("a"))
+        borders = [e["data_offsets"][0] for name, e in header.tensors.items() if name.startswith("layers.2.")]
+        end = header.data_start + min(borders)
+        with FaultyMount(tree(), "io-timeout=1") as m:
+            m.faults.tell("stall", STALLED)
+            self.assert_right(m.path / "a" / FILE, [[0, end]], how="pread")
+
+    def test_readers_of_a_stalled_file_do_not_pile_up_in_the_daemon(self):
+        with FaultyMount(tree(), "io-timeout=1", "cache=16M") as m:
+            path = m.path / "a" / FILE
+            self.assert_whole(m)
+            before = Held.by(m.pid)
+            m.faults.tell("stall", STALLED)
+            parked = []
+            for _ in range(3):
+                self.assert_timed_out(read_ranges(path, inside(2, 1 << 16, 64), "direct", 20), 1)
+                parked.append(m.faults.parked(STALLED))
+            # A lane has 64 reads under way; one source gets half of them, and no more once they are overdue.
+            self.assertLessEqual(max(parked), 32, parked)
+            self.assertLess(Held.by(m.pid).peak, 16 * MIB + SLACK)
+            m.faults.tell("resume")
+            wait_until(lambda: not m.faults.parked(), 5, "the source answers")
+            self.assert_right(path, inside(2, n=8))
+            self.assert_nothing_grew(m, before)
+
+    def test_a_mount_whose_source_stalls_can_be_unmounted(self):
+        for words in ((), ("--lazy",)):
+            with self.subTest(words=words), FaultyMount(tree(), "io-timeout=1") as m:
+                m.faults.tell("stall", STALLED)
+                self.assert_timed_out(read_ranges(m.path / "a" / FILE, inside(2, n=4), "direct", 15), 1)
+                self.assertGreater(m.faults.parked(STALLED), 0)
+                self.assert_done(m.umount(*words))
+                self.assert_not_mounted(m.path)
+                self.assert_ends(m)
+
+    def test_sigterm_ends_a_mount_whose_source_stalls_under_its_readers(self):
+        with FaultyMount(tree(), "io-timeout=2") as m:
+            m.faults.tell("stall", STALLED)
+            with Reading(m.path / "a" / FILE, inside(2, n=16), "direct") as stuck:
+                wait_until(lambda: m.faults.parked(STALLED), 5, "the source stalls")
+                m.kill(signal.SIGTERM)
+                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+                self.assertTrue(all(got.errno for got in stuck.finished(15)))
+            self.assert_ends(m, 15)
+
+    def test_other_files_are_read_while_one_cannot_be_opened_or_looked_at(self):
+        for request in ("open", "getattr", "lookup"):
+            with self.subTest(request=request), FaultyMount(tree(), "io-timeout=1") as m:
+                m.faults.tell(f"stall-{request}", STALLED)
+                with Reading(m.path / "a" / FILE, inside(2), "random") as stuck:
+                    wait_until(lambda: m.faults.parked(STALLED), 5, "the source stalls")
+                    everything = [[0, len(whole("b"))]]
+                    self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "pread"), 3)
+                    self.assert_done(run("cat", m.path / "a/config.json", timeout=3))
+                    m.faults.tell("resume")
+                    (got,) = stuck.finished(10)
+                self.assertIn(got.errno, (0, errno.EIO, errno.ESTALE, errno.ENOENT))
+                self.assert_right(m.path / "a" / FILE, inside(2, n=2))
+
+    def test_a_checkpoint_that_stalls_while_it_is_proved_keeps_nobody_from_the_others(self):
+        with FaultyMount(tree(), "io-timeout=1") as m:
+            m.faults.tell("stall", "b/*")
+            with Reading(m.path / "b" / FILE, [[0, 4096]]) as stuck:
+                wait_until(lambda: m.faults.parked("b/*"), 5, "the source stalls")
+                self.assertLess(self.assert_right(m.path / "a" / FILE, inside(2, n=2)), 3)
+                m.faults.tell("resume")
+                (got,) = stuck.finished(10)
+            self.assertIn(got.errno, (0, errno.EIO, errno.ENOENT))
+            wait_until(lambda: (m.path / "b" / FILE).exists(), 5, "the checkpoint is shown")
+            self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "pread")
+
+
+class Errors(Survival):
+    """A source that fails and recovers."""
+
+    def test_reads_of_a_failing_source_are_eio_and_right_again_once_it_recovers(self):
+        with FaultyMount(tree()) as m:
+            path = m.path / "a" / FILE
+            m.faults.tell("eio", STALLED)
+            for how in ("random", "direct"):
+                self.assertEqual({got.errno for got in read_ranges(path, inside(2, n=4), how)}, {errno.EIO})
+                self.assert_right(path, inside(1, n=2), how=how)
+            self.assertIn(STALLED_SHARD, m.log())
+            self.assert_status(m, "source_errors", lambda values: max(values) > 0)
+            m.faults.tell("ok")
+            self.assert_right(path, inside(2, n=4))
+            self.assert_whole(m)
+
+    def test_a_mapping_of_a_failing_source_gets_sigbus_and_the_next_one_the_bytes(self):
+        with FaultyMount(tree()) as m:
+            m.faults.tell("eio", STALLED)
+            with Reading(m.path / "a" / FILE, inside(2), "mmap") as child:
+                self.assertEqual(child.finish()[0], -signal.SIGBUS)
+            m.faults.tell("ok")
+            self.assert_right(m.path / "a" / FILE, inside(2), how="mmap")
+
+    def test_a_source_that_cannot_be_opened_or_looked_at_for_a_while_is_shown_again(self):
+        for request in ("open", "getattr", "lookup"):
+            with self.subTest(request=request), FaultyMount(tree()) as m:
+                path = m.path / "a" / FILE
+                m.faults.tell(f"eio-{request}", STALLED)
+                (got,) = read_ranges(path, inside(2))
+                self.assertIn(got.errno, (0, errno.EIO, errno.ESTALE, errno.ENOENT))
+                m.faults.tell("ok")
+                wait_until(path.exists, 5, "the file is shown")
+                self.assert_right(path, inside(2, n=2))
+
+    def test_descriptors_outlive_errors_that_come_and_go_under_16_threads(self):
+        with FaultyMount(tree()) as m, Load(m.path / "a" / FILE, right_file("a"), 16) as load:
+            for _ in range(10):
+                m.faults.tell("eio", "a/*")
+                time.sleep(0.05)
+                m.faults.tell("ok")
+                time.sleep(0.05)
+            counts = load.stopped()
+            self.assertEqual(counts["wrong"], 0)
+            self.assertEqual(set(counts["errors"]), {str(errno.EIO)})
+            self.assert_whole(m)
+
+    def test_reads_that_the_source_answers_in_parts_are_put_together(self):
+        with FaultyMount(tree()) as m:
+            m.faults.tell("short", "*")
+            self.assert_whole(m)
+            self.assertGreater(m.faults.counts(STALLED)[STALLED]["reads"], 3)
+
+    def test_a_slow_source_is_read_rightly(self):
+        with FaultyMount(tree(), "io-timeout=5") as m:
+            m.faults.tell("delay", "*", 20)
+            self.assert_whole(m)
+
+    def test_a_source_that_goes_away_is_an_error_and_no_hang(self):
+        with FaultyMount(tree()) as m, Load(m.path / "a" / FILE, right_file("a"), 16, "direct", "end") as load:
+            m.faults.stop()
+            counts = load.ended()
+            self.assertEqual(counts["wrong"], 0)
+            self.assertTrue(m.alive())
+            self.assert_done(m.umount())
+            self.assert_ends(m)
+
+
+class Storms(Survival):
+    """Many readers at once."""
+
+    def test_400_threads_fault_at_random_in_a_cold_mapping(self):
+        folder, contents = large()
+        make_cold(folder)
+        with Mount(folder) as m:
+            target = soak.Target.of(m.path / FILE, contents)
+            outcome = soak.storm(target, 400, 20, seconds=30)
+            self.assertEqual(outcome.problem, "")
+            self.assertEqual(outcome.faults, 400 * 20)
+            self.assertTrue(m.alive())
+
+    def test_8_processes_load_at_once_with_the_genuine_package(self):
+        right = repr(sorted(raw_summary(right_file("a")).items()))
+        here = Path(__file__).parent
+        make_cold(tree())
+        with Mount(tree()) as m, contextlib.ExitStack() as stack:
+            loaders = [
+                stack.enter_context(Child(LOAD_ALL, here, m.path / "a" / FILE, backend))
+                for backend in ("mmap", "pread") * 4
+            ]
+            for loader in loaders:
+                code, out, err = loader.finish(40)
+                self.assertEqual(code, 0, err)
+                self.assertTrue(out.strip() == right, "other tensors than were saved")
+
+    def test_memory_stays_within_the_cache_and_its_slack_under_64_readers(self):
+        folder, contents = large()
+        make_cold(folder)
+        with Mount(folder, "cache=16M") as m:
+            target = soak.Target.of(m.path / FILE, contents)
+            step = (target.size - target.data_start) // 64
+            ranges = [[target.data_start + i * step, step] for i in range(64)]
+            for how in ("direct", "pread"):
+                self.assertEqual({got.errno for got in read_ranges(m.path / FILE, ranges, how, 60)}, {0})
+            self.assertLess(Held.by(m.pid).peak, 16 * MIB + SLACK)
+
+
+class Limits(Survival):
+    """A daemon that does not get what it would like to have."""
+
+    @needs_root
+    def test_a_small_cgroup_slows_the_daemon_at_most(self):
+        folder, contents = large()
+        make_cold(folder)
+        with Cgroup(96 * MIB) as group, Mount(folder, "cache=32M", preexec_fn=group.enter) as m:
+            with Mount(tree(), "cache=32M", preexec_fn=group.enter) as other:
+                self.assert_whole(other)
+            target = soak.Target.of(m.path / FILE, contents)
+            step = (target.size - target.data_start) // 32
+            ranges = [[target.data_start + i * step, step] for i in range(32)]
+            for got, (start, length) in zip(read_ranges(m.path / FILE, ranges, "pread", 60), ranges):
+                self.assertEqual(got.sha256, oracle.sha256(target.expected(start, start + length).tobytes()))
+            self.assertEqual(group.killed(), 0)
+            self.assertTrue(m.alive())
+
+    def test_without_io_uring_by_option_everything_is_right(self):
+        with Mount(tree(), "io=pread") as m:
+            self.assert_whole(m)
+            self.assert_status(m, "backend", lambda values: set(values) == {"pread"})
+
+    @needs_root
+    def test_where_the_kernel_refuses_io_uring_everything_is_right(self):
+        probe = "import ctypes; c = ctypes.CDLL(None, use_errno=True); c.syscall(425, 1, 0); print(ctypes.get_errno())"
+        refused = run(sys.executable, "-c", probe, preexec_fn=without_io_uring)
+        self.assertEqual(refused.stdout.strip(), str(errno.EPERM))
+        with Mount(tree(), preexec_fn=without_io_uring) as m:
+            self.assert_whole(m)
+            self.assert_status(m, "backend", lambda values: set(values) == {"pread"})
+
+    def test_every_way_of_reading_gives_the_same_bytes(self):
+        for io in ("auto", "pread"):
+            for direct in ("auto", "always", "never"):
+                with self.subTest(io=io, direct=direct):
+                    make_cold(tree() / "b")
+                    with Mount(tree(), f"io={io}", f"direct={direct}") as m:
+                        self.assert_whole(m, "b")
+
+    @needs_root
+    def test_file_systems_in_memory_are_read_whether_or_not_they_take_o_direct(self):
+        for kind in ("tmpfs", "ramfs"):
+            with file_system(kind, self.tmp / kind) as place:
+                shutil.copytree(tree(), place / "tree")
+                for direct in ("auto", "always", "never"):
+                    with self.subTest(kind=kind, direct=direct), Mount(place / "tree", f"direct={direct}") as m:
+                        self.assert_whole(m, "b")
+
+    def test_a_source_that_refuses_o_direct_is_read_without(self):
+        for direct in ("auto", "always"):
+            with self.subTest(direct=direct), FaultyMount(tree(), f"direct={direct}") as m:
+                m.faults.tell("no-direct", "*")
+                self.assert_whole(m)
+
+    def test_without_passthrough_whole_files_are_right_under_16_threads(self):
+        alone = self.tmp / "alone"
+        alone.mkdir()
+        shutil.copy(right_file("a"), alone / FILE)
+        with Mount(alone, "passthrough=never") as m, Load(m.path / FILE, right_file("a"), 16) as load:
+            self.assertEqual((m.path / FILE).read_bytes(), whole("a"))
+            time.sleep(0.3)
+            counts = load.stopped()
+            self.assertEqual((counts["wrong"], counts["errors"]), (0, {}))
+
+
+class Departures(Survival):
+    """Readers that are killed, and mounts that are taken off under theirs."""
+
+    def test_50_readers_killed_in_the_middle_leave_nothing_behind(self):
+        rng = random.Random(1)
+        with Mount(tree()) as m:
+            path = m.path / "a" / FILE
+            self.assert_whole(m)
+            before = Held.by(m.pid)
+            for _ in range(10):
+                readers = [
+                    subprocess.Popen(
+                        ["dd", f"if={path}", "of=/dev/null", "bs=4M", *flags],
+                        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    )
+                    for flags in (["iflag=direct"],) * 4 + (["iflag=nocache"],)
+                ]
+                for reader in readers:
+                    time.sleep(rng.random() * 0.01)
+                    reader.kill()
+                for reader in readers:
+                    reader.wait(10)
+            self.assertTrue(m.alive())
+            self.assert_whole(m)
+            self.assert_nothing_grew(m, before)
+
+    def test_a_busy_mount_refuses_umount_and_goes_on(self):
+        for command in (["umount"], None):
+            if command and not is_root:
+                command = ["fusermount3", "-u"]
+            with self.subTest(command=command), Mount(tree()) as m:
+                with Load(m.path / "a" / FILE, right_file("a"), 16, "direct") as load:
+                    outcome = run(*command, m.path, timeout=10) if command else m.umount()
+                    self.assertNotEqual(outcome.code, 0)
+                    counts = load.stopped()
+                self.assertEqual((counts["wrong"], counts["errors"]), (0, {}))
+                self.assertTrue(m.mounted())
+
+    def test_a_mount_taken_off_lazily_serves_16_threads_to_the_end(self):
+        for command in (["umount", "-l"], None):
+            if command and not is_root:
+                command = ["fusermount3", "-u", "-z"]
+            with self.subTest(command=command), Mount(tree()) as m:
+                with Load(m.path / "a" / FILE, right_file("a"), 16, "direct") as load:
+                    self.assert_done(run(*command, m.path, timeout=10) if command else m.umount("--lazy"))
+                    self.assert_not_mounted(m.path)
+                    time.sleep(0.2)
+                    counts = load.stopped()
+                self.assertEqual((counts["wrong"], counts["errors"]), (0, {}))
+                self.assert_ends(m)
+
+    @needs_root
+    def test_a_mount_taken_off_by_force_fails_16_threads_and_ends(self):
+        with Mount(tree()) as m, Load(m.path / "a" / FILE, right_file("a"), 16, "direct", "end") as load:
+            self.assert_done(m.umount("--force"))
+            self.assertEqual(load.ended(5)["wrong"], 0)
+            self.assert_not_mounted(m.path)
+            self.assert_ends(m)
+
+    def test_two_signals_end_a_mount_under_16_threads(self):
+        with Mount(tree()) as m, Load(m.path / "a" / FILE, right_file("a"), 16, "direct", "end") as load:
+            m.kill(signal.SIGTERM)
+            wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+            m.kill(signal.SIGTERM)
+            self.assertEqual(load.ended(5)["wrong"], 0)
+            self.assert_ends(m)
+
+    def test_rounds_of_everything_leave_descriptors_threads_and_memory_as_they_were(self):
+        with FaultyMount(tree(), "io-timeout=1", "cache=16M") as m:
+            path = m.path / "a" / FILE
+
+            def one_round():
+                m.faults.tell("eio", STALLED)
+                read_ranges(path, inside(2, n=8), "direct")
+                m.faults.tell("ok")
+                m.faults.tell("delay", "*", 1)
+                self.assert_right(path, inside(2, n=16), how="mmap")
+                self.assert_right(path, inside(3, n=16), how="direct")
+                m.faults.tell("ok")
+                self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "direct")
+
+            one_round()
+            before = Held.by(m.pid)
+            for _ in range(6):
+                one_round()
+            self.assert_nothing_grew(m, before)
+            self.assertLess(Held.by(m.pid).peak, 16 * MIB + SLACK)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -179,6 +180,15 @@ class FaultFs:
         """Path -> [offset, size] of its last reads."""
         return json.loads(self.tell("ranges", glob))
 
+    @contextlib.contextmanager
+    def lifted(self):
+        """Ends all faults with the block: whoever waits for the source can be ended only then."""
+        try:
+            yield self
+        finally:
+            if self.running():
+                self.tell("ok")
+
     def running(self):
         return self._process is not None and self._process.poll() is None
 
@@ -227,6 +237,46 @@ class FaultyMount(Mount):
             return super().stop()
         finally:
             self.faults.stop()
+
+
+class FaultyDisk:
+    """A disk with ext4 that holds a copy of `folder`, mounted on the new folder `place`. It misbehaves as `faults`,
+    on which its blocks lie, is told: for that every file in it is `*`. Needs root.
+    """
+
+    def __init__(self, folder, place):
+        self._folder = Path(folder)
+        self._place = Path(place)
+        self._home = tempfile.mkdtemp(prefix="tensorfs-test-")
+        self.faults = FaultFs(self._home)
+
+    def __enter__(self):
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self):
+        self._place.mkdir()
+        size = sum(path.stat().st_size for path in self._folder.rglob("*")) * 5 // 4 + (8 << 20)
+        image = Path(self._home, "image")
+        with open(image, "wb") as file:
+            file.truncate(size)
+        made = run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", "-d", self._folder, image)
+        self.faults.start()
+        mounted = run("mount", "-o", "loop,ro", self.faults.path / "image", self._place)
+        if made.code or mounted.code:
+            raise unittest.SkipTest(f"no loop device with ext4 here: {made.stderr}{mounted.stderr}".strip())
+
+    def __exit__(self, *_):
+        with self.faults.lifted():
+            pass
+        if run("umount", self._place).code:
+            detach(self._place)
+        self.faults.stop()
+        shutil.rmtree(self._home)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import checkpoints
 import oracle
 import soak
 from faults import (
-    Cgroup, FaultyMount, Held, Load, Reading, digest_of, file_system, read_ranges, status_of, values_of,
+    Cgroup, FaultyDisk, FaultyMount, Held, Load, Reading, digest_of, file_system, read_ranges, status_of, values_of,
     without_io_uring,
 )
 from mounts import Child, Mount, TestCase, is_root, needs_root, process_gone, run, wait_until
@@ -253,6 +253,59 @@ class Stalls(Survival):
             self.assertIn(got.errno, (0, errno.EIO, errno.ENOENT))
             wait_until(lambda: (m.path / "b" / FILE).exists(), 5, "the checkpoint is shown")
             self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "pread")
+
+
+@needs_root
+class Disks(Survival):
+    """A local disk, with a lane and perhaps an io_uring of its own, that stalls and fails; another one is well."""
+
+    @contextlib.contextmanager
+    def mounted(self, *options):
+        """(the faults of the disk with `a`, a mount of `a` on it and of `b` elsewhere)"""
+        source = self.tmp / f"source-{time.monotonic_ns()}"
+        source.mkdir()
+        shutil.copytree(tree() / "b", source / "b")
+        with FaultyDisk(tree() / "a", source / "a") as disk, Mount(source, *options) as m, disk.faults.lifted() as faults:
+            whole("a"), whole("b")
+            # The places of the blocks are known from now on, the bytes are not.
+            self.assert_whole(m)
+            make_cold(source / "a")
+            make_cold(m.path / "a")
+            yield faults, m
+
+    def test_a_disk_that_stalls_fails_reads_after_the_deadline_and_keeps_no_other_disk_waiting(self):
+        for io in ("auto", "pread"):
+            with self.subTest(io=io), self.mounted(f"io={io}", "io-timeout=2") as (faults, m):
+                path = m.path / "a" / FILE
+                faults.tell("stall", "*")
+                with Reading(path, inside(2, n=16), "direct") as stuck:
+                    wait_until(faults.parked, 5, "the disk stalls")
+                    everything = [[0, len(whole("b"))]]
+                    self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "direct"), 1.5)
+                    found = stuck.finished(20)
+                self.assertEqual({got.errno for got in found}, {errno.EIO})
+                self.assertGreater(min(got.seconds for got in found), 1.4)
+                self.assertGreater(faults.parked(), 0)
+                faults.tell("resume")
+                self.assert_right(path, inside(2, n=16), how="direct")
+
+    def test_a_disk_that_fails_and_recovers_is_eio_and_then_right(self):
+        for io in ("auto", "pread"):
+            with self.subTest(io=io), self.mounted(f"io={io}") as (faults, m):
+                path = m.path / "a" / FILE
+                faults.tell("eio", "*")
+                self.assertEqual({got.errno for got in read_ranges(path, inside(2, n=4), "direct")}, {errno.EIO})
+                faults.tell("ok")
+                self.assert_right(path, inside(2, n=4), how="direct")
+
+    def test_a_mount_whose_disk_stalls_can_be_unmounted_and_ended(self):
+        with self.mounted("io-timeout=1") as (faults, m):
+            faults.tell("stall", "*")
+            self.assertEqual({got.errno for got in read_ranges(m.path / "a" / FILE, inside(2, n=4), "direct")},
+                             {errno.EIO})
+            self.assert_done(m.umount())
+            self.assert_not_mounted(m.path)
+            self.assert_ends(m)
 
 
 class Errors(Survival):

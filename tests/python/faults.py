@@ -387,6 +387,15 @@ class Held:
         return ", ".join(f"{name}: {then} -> {now}" for name, then, now in pairs if now > then)
 
 
+def open_files(m):
+    """Files of its source that the daemon of a mount has open."""
+    found = []
+    for entry in Path(f"/proc/{m.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry))
+    return [path for path in found if path.startswith(f"{m.source}/")]
+
+
 def status_of(m):
     """What `tensorfs status --json` says of a mount; None where the command does not exist."""
     outcome = tensorfs("status", "--json", m.path)

@@ -12,6 +12,7 @@ import argparse
 import collections
 import dataclasses
 import errno
+import functools
 import json
 import mmap
 import multiprocessing
@@ -44,6 +45,8 @@ HANG_SECONDS = 15
 PAGE = 4096
 STORM_FAULTS = 200
 STORM_SECONDS = 300
+# Pages that a thread faults in one go.
+STORM_BATCH = 20
 # How long threads that have nothing to do may stay.
 SETTLE_SECONDS = 20
 # What a daemon may hold besides its cache, and the cache that it has where no option says.
@@ -220,7 +223,7 @@ class Storm:
 
 
 def storm(target, n_threads, n_faults, seconds):
-    """Threads of one process that fault single pages of a mapping at random, each `n_faults` of them."""
+    """Threads of one process that fault single pages of a mapping at random, each `n_faults` of them, in batches."""
     done, wrong = (multiprocessing.RawArray("Q", n_threads) for _ in range(2))
     context = multiprocessing.get_context("fork")
     process = context.Process(target=storm_process, args=(target, n_threads, n_faults, done, wrong))
@@ -243,15 +246,19 @@ def storm_process(target, n_threads, n_faults, done, wrong):
     mappings = [np.memmap(target.path, np.uint8, "r") for _ in range(2)]
     mappings[1]._mmap.madvise(mmap.MADV_RANDOM)
 
+    n_pages = target.size // PAGE
+    pages = [mapping[: n_pages * PAGE].reshape(n_pages, PAGE) for mapping in mappings]
+
     def loop(slot):
         rng = random.Random(slot)
-        page = np.empty(PAGE, np.uint8)
-        for _ in range(n_faults):
-            start = rng.randrange(target.data_start, target.size - PAGE) // PAGE * PAGE
-            # numpy lets other threads run while it copies, so that all of them fault at once.
-            np.copyto(page, mappings[slot % 2][start : start + PAGE])
-            wrong[slot] += not np.array_equal(page, target.expected(start, start + PAGE))
-            done[slot] += 1
+        found = np.empty((STORM_BATCH, PAGE), np.uint8)
+        for _ in range(n_faults // STORM_BATCH):
+            wanted = [rng.randrange(target.data_start // PAGE, n_pages) for _ in range(STORM_BATCH)]
+            # numpy lets other threads run while it gathers, so that all of them fault at once.
+            np.take(pages[slot % 2], wanted, axis=0, out=found, mode="clip")
+            for number, page in zip(wanted, found):
+                wrong[slot] += not np.array_equal(page, target.expected(number * PAGE, (number + 1) * PAGE))
+            done[slot] += STORM_BATCH
 
     threading.stack_size(1 << 18)
     threads = [threading.Thread(target=loop, args=(slot,)) for slot in range(n_threads)]
@@ -265,11 +272,12 @@ def storm_process(target, n_threads, n_faults, done, wrong):
 class Faults(threading.Thread):
     """Makes the source misbehave and kills readers, at random, until it is stopped."""
 
-    def __init__(self, faults, stall_seconds, kill_a_reader):
+    def __init__(self, faults, stall_seconds, kill_a_reader, start_the_ended):
         super().__init__()
         self._faults = faults
         self._stall_seconds = stall_seconds
         self._kill_a_reader = kill_a_reader
+        self._start_the_ended = start_the_ended
         self._stopped = threading.Event()
         self.counts = collections.Counter()
         self.failure = None
@@ -283,14 +291,16 @@ class Faults(threading.Thread):
             self.failure = error
 
     def _one_fault(self):
-        kind = random.choice(["stall", "stall", "eio", "eio", "delay", "short", "kill", "kill"])
-        self.counts[kind] += 1
-        if kind == "kill":
-            return self._kill_a_reader()
+        kind = random.choice(["stall", "stall", "eio", "delay", "short"])
         glob = random.choice(["hf/*", "dcp/*", f"hf/model-{random.randint(1, HF_SHARDS):05}-*", f"dcp/{dcp_name(1)}"])
         self._faults.tell(kind, glob, *([random.randint(1, 50)] if kind == "delay" else []))
+        self.counts[kind] += 1
         self._stopped.wait(random.uniform(0.05, self._stall_seconds if kind == "stall" else 0.5))
+        if random.random() < 0.4:
+            self.counts["kill"] += 1
+            self._kill_a_reader()
         self._faults.tell("ok")
+        self._start_the_ended()
 
     def stop(self):
         self._stopped.set()
@@ -419,7 +429,8 @@ class Soak:
         if not self.faults:
             return None
         timeout = float(self.option("io-timeout") or 0)
-        faults = Faults(m.faults, max(timeout, 1) * 1.5, lambda: self.replace_a_reader(targets))
+        start_the_ended = functools.partial(self.start_the_ended, targets)
+        faults = Faults(m.faults, max(timeout, 1) * 1.5, self.kill_a_reader, start_the_ended)
         faults.start()
         return faults
 
@@ -468,14 +479,14 @@ class Soak:
         process.start()
         self.readers[number] = process
 
-    def replace_a_reader(self, targets):
-        """Kills a process in the middle of its reads, and starts all that have ended again."""
-        victim = random.choice(self.readers)
-        victim.kill()
-        victim.join(HANG_SECONDS)
-        self.expect(not victim.is_alive(), "a killed reader hangs")
+    def kill_a_reader(self):
+        """In the middle of its reads, which may keep it for as long as the source stalls."""
+        random.choice(self.readers).kill()
+
+    def start_the_ended(self, targets):
+        """Starts the readers again that were killed, or met a fault through a mapping."""
         for number, process in enumerate(self.readers):
-            if not process.is_alive():
+            if process.exitcode is not None:
                 self.start_reader(targets, number)
 
     def ended_early(self):

@@ -68,16 +68,17 @@ pub(crate) struct Common {
 
 /// An open file.
 struct Handle {
-    ino: u64,
+    node: Arc<Node>,
     opened: Arc<Opened>,
     /// Kept while the kernel serves the file by itself.
-    _backing: Option<Arc<BackingId>>,
+    backing: Option<Arc<BackingId>>,
 }
 
 /// How the kernel serves an inode. It allows one way at a time, so the first open decides.
 enum Serving {
     ByKernel(Weak<BackingId>),
-    ByUs,
+    /// Number of open handles.
+    ByUs(usize),
 }
 
 /// The file system of one mount.
@@ -125,13 +126,13 @@ impl TensorFs {
 impl Shared {
     fn handle(
         &self,
-        node: &Node,
+        node: Arc<Node>,
         opened: Arc<Opened>,
         backing: Option<Arc<BackingId>>,
     ) -> FileHandle {
         self.service.opened(node.ino, &node.path, opened.file.cached());
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        let handle = Arc::new(Handle { ino: node.ino, opened, _backing: backing });
+        let handle = Arc::new(Handle { node, opened, backing });
         self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(fh, handle);
         FileHandle(fh)
     }
@@ -169,29 +170,40 @@ impl Shared {
                 let source = &file.reader().sources()[0];
                 (!source.is_changed()).then(|| source.file().ok()).flatten()
             }
-            _ => None,
+            OpenFile::Virtual(file) if unchanged => self.service.copy_of(&node, file),
+            OpenFile::Virtual(_) | OpenFile::Whole(_) | OpenFile::Text(_) => None,
         };
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let known = match serving.get(&ino) {
             Some(Serving::ByKernel(backing)) => backing.upgrade(),
             _ => None,
         };
-        let by_us = matches!(serving.get(&ino), Some(Serving::ByUs));
+        let by_us = match serving.get(&ino) {
+            Some(Serving::ByUs(handles)) => *handles,
+            _ => 0,
+        };
+        if known.is_some() && !unchanged && matches!(opened.file, OpenFile::Virtual(_)) {
+            // The copy has the old bytes, and another way cannot be had while it is open.
+            return reply.error(Errno::EIO);
+        }
         // The kernel takes one way at a time: while it serves the file to others, to this one too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
-            (None, Some(file)) if !by_us => self.backing(&file, &reply),
+            (None, Some(file)) if by_us == 0 => self.backing(&node, &file, &reply),
             _ => None,
         };
         match by_kernel {
             Some(backing) => {
                 serving.insert(ino, Serving::ByKernel(Arc::downgrade(&backing)));
-                let fh = self.handle(&node, opened, Some(backing.clone()));
+                let fh = self.handle(node, opened, Some(backing.clone()));
                 reply.opened_passthrough(fh, FopenFlags::empty(), &backing);
             }
             None => {
-                serving.insert(ino, Serving::ByUs);
-                let fh = self.handle(&node, opened, None);
+                serving.insert(ino, Serving::ByUs(by_us + 1));
+                if let OpenFile::Virtual(file) = &opened.file {
+                    self.service.read_by_us(&node, file, None);
+                }
+                let fh = self.handle(node, opened, None);
                 // Without the flag the kernel drops what it has cached.
                 let keep = FopenFlags::FOPEN_KEEP_CACHE;
                 reply.opened(fh, if unchanged { keep } else { FopenFlags::empty() });
@@ -199,14 +211,23 @@ impl Shared {
         }
     }
 
+    /// Notes that a handle is closed; after the last one the kernel may take the file over.
+    fn closed_by_us(&self, ino: u64) {
+        let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Serving::ByUs(handles)) = serving.get_mut(&ino) {
+            *handles = handles.saturating_sub(1);
+        }
+    }
+
     /// Registers a whole file with the kernel, where it takes files.
-    fn backing(&self, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
+    fn backing(&self, node: &Node, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
         if !self.passthrough.load(Ordering::Relaxed) {
             return None;
         }
         match reply.open_backing(file) {
             Ok(backing) => Some(Arc::new(backing)),
             Err(e) => {
+                self.service.copy_refused(node, &e);
                 // This file may lie on a file system that cannot; rights lack for all files.
                 if e.kind() == io::ErrorKind::PermissionDenied
                     && self.passthrough.swap(false, Ordering::Relaxed)
@@ -223,7 +244,7 @@ impl Shared {
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
         let file = match &handle.opened.file {
-            OpenFile::Virtual(file) | OpenFile::Whole(file) => file,
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.clone(),
             OpenFile::Text(text) => {
                 let start = offset.min(text.len() as u64) as usize;
                 let end = (start + size as usize).min(text.len());
@@ -232,7 +253,12 @@ impl Shared {
         };
         let shared = self.clone();
         let answer = move |outcome: Result<&[u8], &Error>| match outcome {
-            Ok(bytes) => reply.data(bytes),
+            Ok(bytes) => {
+                reply.data(bytes);
+                if let OpenFile::Virtual(file) = &handle.opened.file {
+                    shared.service.read_by_us(&handle.node, file, Some(bytes.len()));
+                }
+            }
             Err(error) => {
                 reply.error(logged_as_eio(error));
                 if matches!(error, Error::Changed { .. }) {
@@ -241,7 +267,7 @@ impl Shared {
             }
         };
         let end = offset.saturating_add(u64::from(size));
-        self.service.cache.read(file, offset..end, Box::new(answer));
+        self.service.cache.read(&file, offset..end, Box::new(answer));
     }
 
     /// Makes the kernel forget what it has cached of changed sources; not on this thread,
@@ -505,7 +531,10 @@ impl Filesystem for TensorFs {
             let handle = handles.remove(&fh.0);
             drop(handles);
             if let Some(handle) = &handle {
-                self.0.service.closed(handle.ino);
+                self.0.service.closed(handle.node.ino);
+                if handle.backing.is_none() {
+                    self.0.closed_by_us(handle.node.ino);
+                }
             }
             // Closing files may wait for the source.
             drop(handle);

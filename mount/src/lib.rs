@@ -2,7 +2,6 @@
 
 mod access;
 mod args;
-#[allow(dead_code, reason = "the adapter is to use it")]
 mod assemble;
 mod attach;
 mod cmd;

@@ -479,6 +479,14 @@ impl Node {
         }
     }
 
+    /// Content version; folders have none.
+    pub(crate) fn version(&self) -> Option<&str> {
+        match &self.kind {
+            NodeKind::File { version, .. } => Some(version),
+            NodeKind::Folder => None,
+        }
+    }
+
     /// Time of the last change.
     pub(crate) fn mtime(&self) -> SystemTime {
         *lock(&self.mtime)

@@ -1,18 +1,23 @@
 //! What a mount serves reads with: engine, cache and counters, and what `status` says of them.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+use nix::unistd::geteuid;
 use serde_json::{Value, json};
 use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
+use tensorfs::checkpoint::Content;
 use tensorfs::counters::Counters;
 use tensorfs::io::{Budget, Engine, Settings};
 
+use crate::assemble::Assembler;
 use crate::kernel::{Init, Report};
-use crate::options::Options;
+use crate::nodes::{Node, NodeKind};
+use crate::options::{Options, Passthrough};
 
 /// Memory that a mount takes for what is read ahead where `cache=` does not say, in bytes: the
 /// kernel's page cache is the cache, this only has to keep the disk busy.
@@ -26,6 +31,8 @@ pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
     pub(crate) cache: Cache,
     engine: Engine,
+    /// Writes hot virtual files as real ones.
+    pub(crate) assembler: Option<Assembler>,
     /// The options in force.
     options: Value,
     /// What the INIT handshake settled.
@@ -53,18 +60,33 @@ impl FileUse {
 }
 
 impl Service {
-    /// Starts what `options` ask for.
+    /// Starts what `options` ask for. Nothing of ours is to lie in `places`, the source and the
+    /// mount.
     ///
     /// # Errors
-    /// Where no thread can be started.
-    pub(crate) fn start(options: &Options, view: &Value) -> io::Result<Arc<Service>> {
+    /// One line that says what is wrong.
+    pub(crate) fn start(
+        options: &Options,
+        view: &Value,
+        places: &[&Path],
+    ) -> Result<Arc<Service>, String> {
+        let passthrough = options.passthrough == Passthrough::Auto && geteuid().is_root();
+        let assembler = match &options.assemble {
+            Some(_) if !passthrough => {
+                tracing::warn!("nothing is assembled: only root's mounts use copies");
+                None
+            }
+            Some(folder) => Some(Assembler::start(folder, options.assemble_size, places)?),
+            None => None,
+        };
         let counters = Arc::new(Counters::default());
         let settings =
             Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
         let limit = options.cache.unwrap_or(CACHE_DEFAULT).max(BUDGET_MIN);
         let engine = Engine::start(settings, counters.clone());
         let budget = Budget::new(limit, counters.clone());
-        let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout)?;
+        let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout);
+        let cache = cache.map_err(|e| format!("cannot start a thread: {e}"))?;
         let seconds = options.io_timeout.map(|timeout: Duration| timeout.as_secs_f64());
         let mut shown = view.clone();
         if let Some(shown) = shown.as_object_mut() {
@@ -78,6 +100,7 @@ impl Service {
             counters,
             cache,
             engine,
+            assembler,
             options: shown,
             init: OnceLock::new(),
             kernel: OnceLock::new(),
@@ -88,6 +111,28 @@ impl Service {
     /// Takes note of what the kernel has granted.
     pub(crate) fn report(&self, report: &Report) {
         let _ = self.kernel.set(report.to_json());
+    }
+
+    /// A real file with the bytes of the virtual file `node`, where there is one.
+    pub(crate) fn copy_of(&self, node: &Node, file: &CachedFile) -> Option<Arc<File>> {
+        self.assembler.as_ref()?.ready(node.version()?, file.reader())
+    }
+
+    /// Takes note that the virtual file `node` was opened, or `served` bytes of it were.
+    pub(crate) fn read_by_us(&self, node: &Node, file: &CachedFile, served: Option<usize>) {
+        let (Some(assembler), Some(version)) = (&self.assembler, node.version()) else { return };
+        match served {
+            Some(bytes) => assembler.served(version, file.reader(), bytes as u64),
+            None => assembler.opened(version, file.reader()),
+        }
+    }
+
+    /// Takes note that the kernel does not take the copy of `node`.
+    pub(crate) fn copy_refused(&self, node: &Node, error: &io::Error) {
+        let of_ours = matches!(&node.kind, NodeKind::File { content: Content::Virtual(_), .. });
+        if let Some(assembler) = self.assembler.as_ref().filter(|_| of_ours) {
+            assembler.give_up(error);
+        }
     }
 
     /// Takes note that the file `path` of the mount is opened.
@@ -114,6 +159,13 @@ impl Service {
         }
     }
 
+    /// Ends what goes on in the background and leaves nothing half-written.
+    pub(crate) fn stop(&self) {
+        if let Some(assembler) = &self.assembler {
+            assembler.stop();
+        }
+    }
+
     /// What `tensorfs status` shows. Never waits for the source.
     pub(crate) fn status(&self) -> Value {
         let (budget, used) = self.cache.memory();
@@ -132,6 +184,7 @@ impl Service {
             "cache": { "budget": budget, "used": used },
             "kernel": self.kernel.get(),
             "engine": self.engine.describe(),
+            "assemble": self.assembler.as_ref().map(Assembler::status),
             "open_files": open,
             "files": shown.collect::<Vec<_>>(),
         })

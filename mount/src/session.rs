@@ -54,10 +54,10 @@ pub(crate) struct Plan {
 }
 
 /// A mount that answers.
-#[derive(Debug)]
 pub(crate) struct Running {
     target: PathBuf,
     minor: Option<u32>,
+    service: Arc<Service>,
     control: Option<Control>,
     server: JoinHandle<io::Result<()>>,
 }
@@ -171,6 +171,8 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let Plan { target, nodes, options } = plan;
     let source = nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| source.display().to_string());
+    let view = view_json(&options.view);
+    let service = Service::start(&options, &view, &[&source, &target])?;
     let request = kernel::before_mount(&options);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
     let ours = mountinfo::at(&target).unwrap_or_default();
@@ -183,8 +185,6 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         format!("{}: {e}", target.display())
     };
     let watcher = Watcher::new();
-    let view = view_json(&options.view);
-    let service = Service::start(&options, &view).map_err(undo)?;
     let common = Common {
         uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
         gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
@@ -199,17 +199,18 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let fs = TensorFs::new(nodes, common, watcher.clone(), service.clone(), pusher);
     let server = serve(fs, fd, &watcher, &service, tasks).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let mut running = Running { target, minor, control: None, server };
+    let mut running = Running { target, minor, service, control: None, server };
     if let Err(e) = running.wait_for_answer() {
         let _ = attach::detach(&running.target, Detach::Force);
         return Err(format!("{}: the mount does not answer: {e}", running.target.display()));
     }
-    if let Some(init) = service.init.get() {
+    if let Some(init) = running.service.init.get() {
         let report = kernel::after_init(minor, &options, init, request);
         report.log();
-        service.report(&report);
+        running.service.report(&report);
     }
-    running.control = minor.and_then(|minor| control(&running.target, source, minor, &service));
+    running.control =
+        minor.and_then(|minor| control(&running.target, source, minor, &running.service));
     Ok(running)
 }
 
@@ -301,10 +302,12 @@ impl Running {
     /// # Errors
     /// What ended the connection, if not an unmount.
     pub(crate) fn serve(self) -> Result<(), String> {
-        let Running { target, minor, control: _until_the_end, server } = self;
+        let Running { target, minor, service, control: _until_the_end, server } = self;
         let place = target.clone();
-        std::thread::spawn(move || unmount_on_signal(&place, minor));
+        let of_signal = service.clone();
+        std::thread::spawn(move || unmount_on_signal(&place, minor, &of_signal));
         let ended = server.join();
+        service.stop();
         match ended {
             Ok(Ok(())) => Ok(()),
             Ok(Err(e)) => Err(format!("{}: the connection ended: {e}", target.display())),
@@ -337,7 +340,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// At the first signal takes the mount off the tree. Files that are still open are served until
 /// the last one is closed, for `DRAIN_TIMEOUT` at most or until a second signal; then their
 /// readers get errors. The process ends with the last file.
-fn unmount_on_signal(target: &Path, minor: Option<u32>) {
+fn unmount_on_signal(target: &Path, minor: Option<u32>, service: &Service) {
     let Ok(signal) = ending_signals().wait() else { return };
     tracing::info!("{signal}: unmounting {}", target.display());
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
@@ -354,6 +357,7 @@ fn unmount_on_signal(target: &Path, minor: Option<u32>) {
             Err(e) => tracing::error!("{}: cannot unmount: {e}", target.display()),
         }
     }
+    service.stop();
     let drain = || {
         // Long enough for a connection without open files to have ended the process.
         std::thread::sleep(Duration::from_secs(1));

@@ -234,9 +234,10 @@ impl Faults {
 
 impl State {
     fn fault(&self, request: Request, path: &Path, of: impl Fn(Fault) -> bool) -> Option<Fault> {
-        let found = self.rules.iter().find(|rule| {
-            rule.request == request && of(rule.fault) && matches(&rule.glob, path)
-        });
+        let found = self
+            .rules
+            .iter()
+            .find(|rule| rule.request == request && of(rule.fault) && matches(&rule.glob, path));
         found.map(|rule| rule.fault)
     }
 }
@@ -349,7 +350,8 @@ mod tests {
 
     #[test]
     fn commands_that_mean_nothing_are_refused() {
-        for line in ["", "stall", "stall a 3", "delay a", "delay a x", "short-open a", "eio-write a"]
+        for line in
+            ["", "stall", "stall a 3", "delay a", "delay a x", "short-open a", "eio-write a"]
         {
             assert!(Faults::default().command(line).is_err(), "{line}");
         }

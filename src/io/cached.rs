@@ -2,9 +2,12 @@
 //! without waiting.
 
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::libc;
 
@@ -41,8 +44,11 @@ fn page_len() -> u64 {
     })
 }
 
+/// Whether the kernel has no cachestat(2), as far as is known.
+static NO_CACHESTAT: AtomicBool = AtomicBool::new(false);
+
 /// How many pages of `range` the cache holds, and of how many; None where the kernel does not
-/// say: before 6.5, and of files that are neither the caller's nor open for writing.
+/// say: of files that are neither the caller's nor writable by it.
 pub(super) fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
     let page = page_len();
     let around = pages_around(range);
@@ -50,14 +56,54 @@ pub(super) fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)
         // A length of zero would mean up to the end.
         return Some((0, 0));
     }
+    let pages = around.start / page..around.end.div_ceil(page);
+    let cached = if NO_CACHESTAT.load(Ordering::Relaxed) {
+        mincore_pages(file, &pages)
+    } else {
+        cachestat_pages(file, &around).or_else(|| mincore_pages(file, &pages))
+    };
+    cached.map(|cached| (cached, pages.end - pages.start))
+}
+
+/// As cachestat(2) says.
+fn cachestat_pages(file: &File, around: &Range<u64>) -> Option<u64> {
     let asked = CachestatRange { off: around.start, len: around.end - around.start };
     let mut found = Cachestat::default();
     // SAFETY: both structures are laid out as the system call wants them and outlive it.
     let rc = unsafe {
         libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const asked, &raw mut found, 0)
     };
-    let pages = around.end.div_ceil(page) - around.start / page;
-    (rc == 0).then_some((found.cached, pages))
+    if rc != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+        NO_CACHESTAT.store(true, Ordering::Relaxed);
+    }
+    (rc == 0).then_some(found.cached)
+}
+
+/// As mincore(2) says of a mapping made for it, for kernels before 6.5. The mapping is never
+/// looked into.
+fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
+    // Of what is someone else's it says that all of it is there.
+    // SAFETY: no memory is passed.
+    let user = unsafe { libc::geteuid() };
+    if user != 0 && user != file.metadata().ok()?.uid() {
+        return None;
+    }
+    let mut found = vec![0_u8; usize::try_from(pages.end - pages.start).ok()?];
+    let len = found.len() * usize::try_from(page_len()).ok()?;
+    let at = libc::off_t::try_from(pages.start * page_len()).ok()?;
+    let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED);
+    // SAFETY: a new mapping of a file that no reference is made to; `found` has a byte for each
+    // of its pages; the mapping is removed as it was made.
+    let rc = unsafe {
+        let start = libc::mmap(std::ptr::null_mut(), len, protection, flags, file.as_raw_fd(), at);
+        if start == libc::MAP_FAILED {
+            return None;
+        }
+        let rc = libc::mincore(start, len, found.as_mut_ptr());
+        libc::munmap(start, len);
+        rc
+    };
+    (rc == 0).then(|| found.iter().map(|page| u64::from(page & 1)).sum())
 }
 
 /// Copies the bytes at `offset` as far as they can be had at once. Returns whether that is all.
@@ -77,4 +123,31 @@ pub(super) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
         }
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn both_ways_of_asking_say_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        File::create(&path).unwrap().write_all(&[1; 40_000]).unwrap();
+        let file = File::open(&path).unwrap();
+        assert_eq!(mincore_pages(&file, &(2..9)), Some(7));
+        file.sync_all().unwrap();
+        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+        nix::fcntl::posix_fadvise(&file, 0, 0, advice).unwrap();
+        let Some(cached) = cachestat_pages(&file, &(0..40_960)) else {
+            eprintln!("skipped: no cachestat here");
+            return;
+        };
+        assert_eq!(mincore_pages(&file, &(0..10)), Some(cached));
+        file.read_exact_at(&mut [0; 100], 0).unwrap();
+        assert_eq!(mincore_pages(&file, &(0..10)), cachestat_pages(&file, &(0..40_960)));
+    }
 }

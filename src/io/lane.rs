@@ -2,12 +2,14 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::queue::{Failed, Queue};
+use super::transfer::Transfer;
 use super::uring::{self, Ring, Waker};
 use super::watch::Watch;
 use super::{Backend, Done, Fetch, Filled, Settings};
@@ -27,6 +29,8 @@ pub(super) struct Lane {
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
     watch: Weak<Watch>,
+    /// Whether the file system has refused O_DIRECT.
+    direct_refused: AtomicBool,
     state: Mutex<State>,
     /// For threads of the pool: there is work, or the end.
     work: Condvar,
@@ -90,6 +94,7 @@ impl Lane {
             settings,
             counters,
             watch: Arc::downgrade(watch),
+            direct_refused: AtomicBool::new(false),
             state: Mutex::new(state),
             work: Condvar::new(),
         }
@@ -186,9 +191,12 @@ impl Lane {
     }
 
     /// Counts one system call that read, or failed to.
-    pub(super) fn count_read(&self, direct: bool, result: &io::Result<usize>) {
+    pub(super) fn count_read(&self, transfer: &Transfer, result: &io::Result<usize>) {
         self.counters.source_reads.add(1);
-        self.counters.source_reads_direct.add(u64::from(direct));
+        self.counters.source_reads_direct.add(u64::from(transfer.is_direct()));
+        if transfer.is_refused() {
+            self.direct_refused.store(true, Ordering::Relaxed);
+        }
         self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
     }
 
@@ -348,6 +356,7 @@ impl Lane {
             "backend": backend,
             "why": why,
             "direct": self.settings.direct.name(),
+            "direct_refused": self.direct_refused.load(Ordering::Relaxed),
             "threads": threads,
             "queued": state.queue.queued(),
             "in_flight": state.queue.in_flight(),

@@ -14,7 +14,7 @@ pub(super) fn carry_out(lane: &Arc<Lane>, job: Job) -> Result<Filled> {
     loop {
         let (file, offset, target) = transfer.next();
         let result = file.read_at(target, offset);
-        lane.count_read(transfer.is_direct(), &result);
+        lane.count_read(&transfer, &result);
         match transfer.advance(result) {
             Next::Read => {}
             Next::End(result) => return result.and_then(|()| transfer.finish()),

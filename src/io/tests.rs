@@ -316,6 +316,68 @@ fn when_the_engine_ends_every_fetch_is_answered_and_its_threads_go() {
     }
 }
 
+#[test]
+fn an_error_of_the_disk_keeps_its_number_and_file_and_o_direct_is_not_insisted_on() {
+    // A regular file whose unmapped parts cannot be read.
+    let path = PathBuf::from(format!("/proc/{}/mem", std::process::id()));
+    let source = Source::open(&path).unwrap();
+    let (engine, counters) = engine(Backend::Auto, Direct::Always);
+    let error = get(&engine, &source, 0..10).unwrap_err();
+    assert!(error.to_string().contains("/mem: cannot read"), "{error}");
+    let Error::Io { source: reason, .. } = error else { panic!("{error}") };
+    assert_eq!(reason.raw_os_error(), Some(nix::libc::EIO));
+    assert_eq!(counters.source_errors.get(), 1);
+
+    static BYTES: [u8; 5] = *b"right";
+    let at = BYTES.as_ptr() as u64;
+    assert_eq!(*get(&engine, &source, at..at + 5).unwrap(), BYTES);
+    let lane = &engine.describe()["lanes"][0];
+    assert_eq!((lane["backend"].as_str(), lane["local"].as_bool()), (Some("pread"), Some(false)));
+    assert_eq!(lane["direct_refused"], true);
+    assert_eq!(counters.source_reads_direct.get(), 0);
+}
+
+#[test]
+fn a_fetch_past_its_deadline_fails_at_once_and_its_memory_lives_until_it_is_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let contents = bytes(48 << 20, 1);
+    let (path, source) = file(&folder, "a", &contents);
+    for backend in BACKENDS {
+        make_cold(&path);
+        let counters = Arc::new(Counters::default());
+        // Too short for the disk, mostly.
+        let timeout = Some(Duration::from_micros(500));
+        let settings = Settings { backend, timeout, ..Settings::default() };
+        let engine = Engine::start(settings, counters.clone());
+        let budget = Budget::new(64 << 20, counters.clone());
+        let results: Vec<_> = (0..48_usize)
+            .map(|n| {
+                let range = (n as u64) << 20..(n as u64 + 1) << 20;
+                let (fetch, result) = fetch(&source, range, Class::Demand, &budget);
+                engine.submit(fetch);
+                (n, result)
+            })
+            .collect();
+        let mut late = 0;
+        for (n, result) in results {
+            match result.recv_timeout(PATIENCE).expect("an answer") {
+                Ok(filled) => assert!(*filled == contents[n << 20..(n + 1) << 20]),
+                Err(Error::Io { source, .. }) => {
+                    assert_eq!(source.kind(), std::io::ErrorKind::TimedOut);
+                    late += 1;
+                }
+                Err(e) => panic!("{e}"),
+            }
+            assert!(result.recv_timeout(PATIENCE).is_err(), "a second answer");
+        }
+        wait_until("all reads back", || counters.source_stuck_now.get() == 0);
+        wait_until("all memory back", || budget.used() == 0);
+        assert_eq!((late, counters.source_timeouts.get()), (late, late));
+        assert_eq!((counters.source_reads_now.get(), counters.cache_bytes_now.get()), (0, 0));
+        assert!(late > 0, "a disk that answers within 500 us");
+    }
+}
+
 /// A queue with fetches of `n` sources, and what their callbacks said.
 fn queue_of(n: usize, each: u64) -> (Queue, Vec<Arc<Source>>, Budget, TempDir, Arc<AtomicUsize>) {
     let folder = tempfile::tempdir().unwrap();

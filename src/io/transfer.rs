@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nix::libc;
 
@@ -17,6 +18,10 @@ use crate::source::Source;
 /// Of so many parts of a range one may be absent from the page cache, and it is still read
 /// through the cache.
 const CACHED_PARTS: u64 = 8;
+
+/// How often the kernel may say that it could not read now, and with what pause after the first.
+const AGAIN_MAX: u32 = 100;
+const AGAIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// A fetch that is being read.
 pub(super) struct Transfer {
@@ -32,6 +37,10 @@ pub(super) struct Transfer {
     have: usize,
     /// Where in the buffer the wanted bytes lie.
     wanted: Range<usize>,
+    /// Whether it would be read past the page cache if that were possible.
+    refused: bool,
+    /// How often the kernel said that it could not read now.
+    again: u32,
 }
 
 /// What is to be done next.
@@ -48,16 +57,14 @@ impl Transfer {
         let Job { source, range, lease, .. } = job;
         source.check_known()?;
         let file = source.file()?;
-        let direct = match direct {
-            Direct::Never => None,
-            Direct::Always => source.direct_file(&file),
-            Direct::Auto if !source.file_system().is_local() => None,
-            Direct::Auto => {
-                let cached = cached::cached_pages(&file, &range);
-                let mostly = cached.is_some_and(|(n, of)| (of - n.min(of)) * CACHED_PARTS <= of);
-                if mostly { None } else { source.direct_file(&file) }
-            }
+        let past_cache = match direct {
+            Direct::Never => false,
+            Direct::Always => true,
+            Direct::Auto if !source.file_system().is_local() => false,
+            Direct::Auto => !is_mostly_cached(&file, &range),
         };
+        let direct = if past_cache { source.direct_file(&file) } else { None };
+        let refused = past_cache && direct.is_none();
         let around = pages_around(&range);
         let start = around.start;
         let len = (around.end - start) as usize;
@@ -65,12 +72,17 @@ impl Transfer {
             Buffer::try_new(len, lease).map_err(|e| Error::io(source.path(), "read", e))?;
         let wanted = (range.start - start) as usize..(range.end - start) as usize;
         let have = if direct.is_some() { 0 } else { wanted.start };
-        Ok(Transfer { source, file, direct, buffer, start, have, wanted })
+        Ok(Transfer { source, file, direct, buffer, start, have, wanted, refused, again: 0 })
     }
 
     /// Whether it reads past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.is_some()
+    }
+
+    /// Whether the file system refused to read past the page cache.
+    pub(super) fn is_refused(&self) -> bool {
+        self.refused
     }
 
     /// The next read: of which file, from which offset, into which memory.
@@ -98,10 +110,18 @@ impl Transfer {
                 Next::Read
             }
             Err(e) => match e.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => Next::Read,
+                Some(libc::EINTR) => Next::Read,
+                Some(libc::EAGAIN) if self.again < AGAIN_MAX => {
+                    if self.again > 0 {
+                        std::thread::sleep(AGAIN_PAUSE);
+                    }
+                    self.again += 1;
+                    Next::Read
+                }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if self.direct.is_some() => {
                     self.source.refuse_direct();
                     self.direct = None;
+                    self.refused = true;
                     self.have = self.have.max(self.wanted.start);
                     Next::Read
                 }
@@ -123,4 +143,9 @@ impl Transfer {
         }
         Ok(Filled::new(self.buffer, self.wanted))
     }
+}
+
+fn is_mostly_cached(file: &File, range: &Range<u64>) -> bool {
+    let cached = cached::cached_pages(file, range);
+    cached.is_some_and(|(cached, of)| of.saturating_sub(cached) * CACHED_PARTS <= of)
 }

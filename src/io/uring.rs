@@ -1,14 +1,14 @@
 //! The backend for local file systems: one thread per lane, all its reads in one io_uring.
 
-use std::fs::File;
-use std::io::{self, Write};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use nix::libc;
+use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::lane::{Job, Lane, Work};
 use super::queue::SENT_MAX;
@@ -28,28 +28,21 @@ const SUBMIT_TRIES: u32 = 200;
 const SUBMIT_PAUSE: Duration = Duration::from_millis(10);
 
 /// Wakes the thread that waits in a ring.
-#[derive(Debug)]
-pub(super) struct Waker(File);
+pub(super) struct Waker(EventFd);
 
 impl Waker {
     fn new() -> io::Result<Waker> {
-        // SAFETY: no memory is passed.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a new descriptor that nothing else owns.
-        Ok(Waker(unsafe { File::from_raw_fd(fd) }))
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Waker(EventFd::from_value_and_flags(0, flags)?))
     }
 
     pub(super) fn wake(&self) {
         // It fails only where 2^64 - 2 calls wait: then it is awake anyway.
-        let _ = (&self.0).write(&1_u64.to_ne_bytes());
+        let _ = self.0.write(1);
     }
 
     fn clear(&self) {
-        let mut count = [0; 8];
-        let _ = io::Read::read(&mut &self.0, &mut count);
+        let _ = self.0.read();
     }
 }
 
@@ -115,7 +108,7 @@ impl Ring {
 
     /// Watches for `Waker::wake`, once.
     fn poll(&mut self) -> io::Result<()> {
-        let fd = types::Fd(self.waker.0.as_raw_fd());
+        let fd = types::Fd(self.waker.0.as_fd().as_raw_fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WAKE);
         self.push(&entry)
     }
@@ -234,7 +227,9 @@ fn take(lane: &Arc<Lane>, ring: &mut Ring, job: Job) -> io::Result<()> {
     };
     match Transfer::begin(job, lane.settings.direct) {
         Ok(transfer) => {
-            ring.slots[at] = Some(Slot { id, transfer, on_worker: false });
+            // Through the page cache this thread would wait and copy for all of them.
+            let on_worker = !transfer.is_direct();
+            ring.slots[at] = Some(Slot { id, transfer, on_worker });
             ring.send(at)
         }
         Err(e) => {
@@ -257,15 +252,111 @@ fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::R
     };
     // The kernel would have had to wait, and this ring cannot: a thread of the kernel can.
     slot.on_worker |= result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
-    lane.count_read(slot.transfer.is_direct(), &result);
+    lane.count_read(&slot.transfer, &result);
     match slot.transfer.advance(result) {
-        Next::Read => ring.send(at),
+        Next::Read => {
+            slot.on_worker |= !slot.transfer.is_direct();
+            ring.send(at)
+        }
         Next::End(result) => {
             if let Some(Slot { id, transfer, .. }) = ring.slots[at].take() {
                 ring.free.push(at);
                 lane.finish(id, result.and_then(|()| transfer.finish()));
             }
             Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::path::Path;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::counters::Counters;
+    use crate::io::{Backend, Budget, Buffer, Class, Engine, Fetch, Settings};
+    use crate::source::Source;
+
+    /// Makes a system call fail with EPERM on this thread and those that it starts.
+    fn refuse(call: libc::c_long) {
+        let code = |code: u32, k: u32, jt, jf| libc::sock_filter { code: code as u16, jt, jf, k };
+        let (load, equal) =
+            (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ);
+        let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        let mut filter = [
+            code(load, 0, 0, 0),
+            code(equal | libc::BPF_K, call as u32, 0, 1),
+            code(libc::BPF_RET | libc::BPF_K, refused, 0, 0),
+            code(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0, 0),
+        ];
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+        // SAFETY: the program and its filter outlive the calls.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let mode = libc::SECCOMP_MODE_FILTER;
+            assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program), 0);
+        }
+    }
+
+    fn engine() -> Engine {
+        let settings = Settings { backend: Backend::Uring, ..Settings::default() };
+        Engine::start(settings, Arc::default())
+    }
+
+    /// The bytes of a file in `folder` as the engine gets them.
+    fn read_in(folder: &Path, engine: &Engine) -> Result<Vec<u8>, String> {
+        let path = folder.canonicalize().unwrap().join("a");
+        File::create(&path).unwrap().write_all(b"right bytes").unwrap();
+        let (source, range) = (Source::open(&path).unwrap(), 6..11);
+        let budget = Budget::new(1 << 20, Arc::new(Counters::default()));
+        let lease = budget.try_lease(Buffer::len_for(&range)).unwrap();
+        let (sender, receiver) = channel();
+        let done = Box::new(move |result: crate::Result<crate::io::Filled>| {
+            sender.send(result.map(|b| b.to_vec()).map_err(|e| e.to_string())).unwrap();
+        });
+        engine.submit(Fetch { source, range, class: Class::Demand, lease, done });
+        receiver.recv_timeout(Duration::from_secs(30)).unwrap()
+    }
+
+    #[test]
+    fn where_io_uring_is_refused_threads_read_instead_and_the_engine_says_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let engine = engine();
+        let refused = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                refuse(libc::SYS_io_uring_setup);
+                read_in(folder.path(), &engine)
+            });
+            thread.join().unwrap()
+        });
+        assert_eq!(refused.as_deref(), Ok(b"bytes".as_slice()));
+        let lane = &engine.describe()["lanes"][0];
+        assert_eq!(lane["backend"], "pread");
+        assert!(lane["why"].as_str().unwrap().contains("not permitted"), "{lane}");
+    }
+
+    #[test]
+    fn where_no_thread_can_be_started_the_fetch_fails_at_once_and_later_ones_need_not() {
+        let folder = tempfile::tempdir().unwrap();
+        // The second time the thread that keeps deadlines runs already.
+        for watched in [false, true] {
+            let engine = engine();
+            if watched && Path::new("/dev/shm").is_dir() {
+                read_in(tempfile::tempdir_in("/dev/shm").unwrap().path(), &engine).unwrap();
+            }
+            let refused = std::thread::scope(|scope| {
+                let thread = scope.spawn(|| {
+                    refuse(libc::SYS_clone3);
+                    refuse(libc::SYS_clone);
+                    read_in(folder.path(), &engine)
+                });
+                thread.join().unwrap()
+            });
+            assert!(refused.unwrap_err().contains("not permitted"));
+            assert_eq!(read_in(folder.path(), &engine).as_deref(), Ok(b"bytes".as_slice()));
         }
     }
 }

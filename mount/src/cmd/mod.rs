@@ -3,6 +3,7 @@
 mod demo;
 mod doctor;
 mod query;
+mod saved;
 pub(crate) mod status;
 mod top;
 mod umount;

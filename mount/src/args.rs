@@ -22,6 +22,8 @@ pub(crate) struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Measure reads through a mount against those of a real consolidated file
+    Bench(crate::cmd::bench::Args),
     /// Make small checkpoints, mount them, read them through the mount and compare every byte
     Demo(Demo),
     /// Say what this machine has for mounting and reading, and what it lacks

@@ -325,7 +325,7 @@ pub(crate) fn block_signals() {
 
 /// The signals that end a mount. One that was ignored when the program started, as nohup does
 /// with SIGHUP, stays so: the kernel would hand it to `wait` all the same.
-fn ending_signals() -> SigSet {
+pub(crate) fn ending_signals() -> SigSet {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);

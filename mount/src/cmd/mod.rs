@@ -1,5 +1,6 @@
 //! The commands, one file each, and what they share.
 
+pub(crate) mod bench;
 mod demo;
 mod doctor;
 mod query;
@@ -64,6 +65,7 @@ pub(crate) type Outcome = Result<(), Failure>;
 
 pub(crate) fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
+        Command::Bench(args) => bench::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Mount(args) => mount(&args),

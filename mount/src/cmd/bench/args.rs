@@ -1,0 +1,231 @@
+//! The command line of `tensorfs bench`: what is asked for, and the cases.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+
+/// Arguments of `bench`.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = CASES_HELP)]
+pub(crate) struct Args {
+    /// Checkpoint folder, tree of them (the largest is measured), or one file of a checkpoint
+    #[arg(required_unless_present = "make", conflicts_with = "make")]
+    pub(super) source: Option<PathBuf>,
+    /// The real file to measure against; without it one is written, and removed afterwards
+    #[arg(long, value_name = "FILE")]
+    pub(super) against: Option<PathBuf>,
+    /// Only these cases, separated by commas; see --help
+    #[arg(long, value_name = "CASES", value_delimiter = ',', value_parser = Case::parse,
+          default_value = Case::DEFAULT)]
+    pub(super) cases: Vec<Case>,
+    /// How often each side of a case is measured
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) runs: u32,
+    /// Make a checkpoint with random weights and measure that
+    #[arg(long, value_enum)]
+    pub(super) make: Option<Made>,
+    /// Size of the checkpoint to make
+    #[arg(long, requires = "make", default_value = "4G", value_parser = parse_size)]
+    pub(super) size: u64,
+    /// Mount options, as for `mount`
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub(super) options: Vec<String>,
+    /// Print JSON, with all single runs
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Leave the files that were written where they are
+    #[arg(long)]
+    pub(super) keep: bool,
+    /// Folder for the files that are written; on the file system of the source
+    #[arg(long, value_name = "DIR")]
+    pub(super) dir: Option<PathBuf>,
+    /// How the page cache is emptied
+    #[arg(long, value_enum, default_value_t = Evict::Auto)]
+    pub(super) evict: Evict,
+    /// Seconds that one run may take (default: 60, and one more for each 20 MB)
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) time_limit: Option<u64>,
+}
+
+/// A checkpoint that can be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Made {
+    /// Shards with a weight map, as transformers saves
+    Hf,
+    /// torch DCP, cut by columns: rows of 2 KiB in each shard
+    DcpColumns,
+    /// torch DCP, cut by rows
+    DcpRows,
+}
+
+/// How the page cache is emptied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Evict {
+    /// As root drop-caches, else fadvise
+    Auto,
+    /// All that the machine has cached: needs root, and slows down whatever else runs
+    DropCaches,
+    /// Only the files that are measured
+    Fadvise,
+}
+
+/// How the bytes are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pattern {
+    Read,
+    Read4,
+    Direct,
+    Mmap,
+    MmapShuffled,
+    Load,
+}
+
+/// What the page cache holds when a run begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// Nothing.
+    Cold,
+    /// All that the mount shows, and the real file.
+    Warm,
+    /// The shards but nothing of the mount, and the real file.
+    SourceCached,
+    /// Nothing, and the kernel serves the mount from an assembled file.
+    Assembled,
+}
+
+/// One thing that is measured.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Case {
+    pub(super) name: String,
+    pub(super) pattern: Pattern,
+    pub(super) state: State,
+}
+
+const CASES_HELP: &str = "\
+Cases, each cold (nothing in the page cache) unless it says else:
+  read           one thread, from start to end, 1 MiB at a time
+  read4          four threads, a quarter each, 1 MiB at a time
+  direct         O_DIRECT, 8 MiB at a time
+  mmap           mapped shared; copied to a buffer from start to end
+  mmap-shuffled  likewise, tensor by tensor in random order
+  load           safetensors.numpy.load_file by $TENSORFS_PYTHON or python3
+  source-cached  `read`: the shards are cached, what the mount shows is not
+  reread         `read`: everything is cached
+  assembled      `read` after -o assemble=, where this tensorfs has it
+Any pattern (the first six) also goes as PATTERN:warm, PATTERN:source-cached
+and PATTERN:assembled. The real file is cached in the first two of these.
+
+Every run on the mount has a fresh mount and a fresh daemon. Mount and real
+file take turns, so that both meet the same noise. Readers are processes of
+their own, with a time limit.
+
+As root, cold means `sync` and 3 into /proc/sys/vm/drop_caches, for the whole
+machine; --evict=fadvise leaves other files alone. Where the kernel tells what
+is cached (cachestat, Linux 6.5) each run is checked and the exceptions noted.
+
+GB is 1e9 bytes. `pairs` is the median ratio of runs that followed each other;
+`noise` is the range of the real file's own runs over their median.";
+
+impl Case {
+    /// All cases worth measuring.
+    const DEFAULT: &str = "read,read4,direct,mmap,mmap-shuffled,load,source-cached,reread,\
+                           mmap:warm,load:warm,assembled";
+
+    fn parse(name: &str) -> Result<Case, String> {
+        let (pattern, state) = match name {
+            "source-cached" | "assembled" => ("read", name),
+            "reread" => ("read", "warm"),
+            _ => name.split_once(':').unwrap_or((name, "cold")),
+        };
+        let pattern = Pattern::ALL.into_iter().find(|known| known.as_str() == pattern);
+        let state = State::ALL.into_iter().find(|known| known.as_str() == state);
+        match (pattern, state) {
+            (Some(pattern), Some(state)) => Ok(Case { name: name.to_owned(), pattern, state }),
+            _ => Err("no such case; --help lists them".to_owned()),
+        }
+    }
+}
+
+impl Pattern {
+    const ALL: [Pattern; 6] = [
+        Pattern::Read,
+        Pattern::Read4,
+        Pattern::Direct,
+        Pattern::Mmap,
+        Pattern::MmapShuffled,
+        Pattern::Load,
+    ];
+
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Pattern::Read => "read",
+            Pattern::Read4 => "read4",
+            Pattern::Direct => "direct",
+            Pattern::Mmap => "mmap",
+            Pattern::MmapShuffled => "mmap-shuffled",
+            Pattern::Load => "load",
+        }
+    }
+
+    /// The pattern called `name`.
+    pub(super) fn named(name: &str) -> Option<Pattern> {
+        Pattern::ALL.into_iter().find(|known| known.as_str() == name)
+    }
+}
+
+impl State {
+    const ALL: [State; 4] = [State::Cold, State::Warm, State::SourceCached, State::Assembled];
+
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            State::Cold => "cold",
+            State::Warm => "warm",
+            State::SourceCached => "source-cached",
+            State::Assembled => "assembled",
+        }
+    }
+}
+
+/// A size: `4G` and `4GiB` are powers of 1024, `4GB` of 1000.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let power = |prefix: &str| "KMGT".find(prefix).map_or(0, |at| at as u32 + 1);
+    let factor = match unit.split_at_checked(1) {
+        None if unit.is_empty() => Some(1),
+        Some((prefix, "" | "iB")) if power(prefix) > 0 => Some(1024u64.pow(power(prefix))),
+        Some((prefix, "B")) if power(prefix) > 0 => Some(1000u64.pow(power(prefix))),
+        _ => None,
+    };
+    let size = number.parse::<u64>().ok().zip(factor).and_then(|(n, factor)| n.checked_mul(factor));
+    size.filter(|size| *size > 0).ok_or_else(|| "expected a size like 512M or 4G".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_binary_and_decimal_units() {
+        let sizes = [("1", 1), ("2K", 2048), ("3MiB", 3 << 20), ("4GB", 4_000_000_000)];
+        for (text, size) in sizes {
+            assert_eq!(parse_size(text), Ok(size));
+        }
+        for text in ["", "G", "4X", "4GG", "-1", "0", "99999999999T", "1\u{e9}"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_default_case_is_known_and_a_wrong_one_is_not() {
+        for name in Case::DEFAULT.split(',') {
+            assert!(Case::parse(name).is_ok(), "{name}");
+        }
+        let reread = Case::parse("reread").unwrap();
+        assert_eq!((reread.pattern, reread.state), (Pattern::Read, State::Warm));
+        for name in ["", "reads", "read:hot", "reread:warm"] {
+            assert!(Case::parse(name).is_err(), "{name}");
+        }
+    }
+}

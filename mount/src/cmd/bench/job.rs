@@ -1,0 +1,364 @@
+//! What a child of the bench does: reads a file in one of the ways that are measured, or copies,
+//! compares, evicts and makes files.
+//!
+//! Whatever touches the mount does so here: a mount that hangs keeps a child, which the bench
+//! kills, and never the bench.
+//!
+//! A reader says `ready` on standard output and waits for a line on standard input. Every job
+//! ends with one line of JSON: what it found, or `{"error": ...}`, or `{"skip": ...}`.
+
+use std::fs::File;
+use std::io::{self, BufRead, Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use nix::libc;
+use nix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+use tensorfs::format::safetensors::{Header, PREFIX_LEN};
+
+use super::args::{Args, Pattern};
+use super::make;
+use super::map::Map;
+
+/// Environment variable that makes the process a child, and says what it does.
+pub(super) const JOB: &str = "TENSORFS_BENCH_JOB";
+
+/// Environment variable with the number that tensors are shuffled by.
+pub(super) const SEED: &str = "TENSORFS_BENCH_SEED";
+
+/// The line by which a reader says that it waits.
+pub(super) const READY: &str = "ready";
+
+/// Bytes of a buffered read, and of a copy out of a mapping.
+const READ_LEN: usize = 1 << 20;
+
+/// Bytes of an O_DIRECT read.
+const DIRECT_LEN: usize = 8 << 20;
+
+/// Where O_DIRECT wants its memory to begin.
+const DIRECT_ALIGN: usize = 4096;
+
+/// Threads of `read4`.
+const THREADS: u64 = 4;
+
+/// Distance of the bytes that a digest looks at: one in each page.
+const DIGEST_STEP: u64 = 4096;
+
+/// Does the job called `name` and prints its outcome. Returns whether it went well.
+pub(super) fn run(name: &str, args: &Args) -> bool {
+    let source = args.source.as_deref().unwrap_or(Path::new(""));
+    let other = args.against.as_deref().unwrap_or(Path::new(""));
+    let done = match (name, args.make) {
+        ("make", Some(made)) => {
+            let folder = args.dir.as_deref().unwrap_or(Path::new(""));
+            make::make(folder, made, args.size).map(|()| json!({}))
+        }
+        ("copy", _) => copy(source, other),
+        ("compare", _) => compare(source, other),
+        ("evict", _) => File::open(source).and_then(|file| evict(&file)).map(|()| json!({})),
+        (name, _) => match Pattern::named(name) {
+            Some(pattern) => measure(pattern, source),
+            None => Err(io::Error::other(format!("no job {name}"))),
+        },
+    };
+    let line = match &done {
+        Ok(found) => found.clone(),
+        Err(e) if e.kind() == io::ErrorKind::Unsupported => json!({ "skip": e.to_string() }),
+        Err(e) => json!({ "error": e.to_string() }),
+    };
+    // Nobody listens any more when the bench has been stopped.
+    let _ = writeln!(io::stdout(), "{line}");
+    done.is_ok()
+}
+
+/// Drops what the page cache holds of `file`, as far as it is clean and nobody maps it.
+pub(super) fn evict(file: &File) -> io::Result<()> {
+    Ok(posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
+}
+
+fn copy(from: &Path, to: &Path) -> io::Result<Value> {
+    let (mut from, mut to) = (File::open(from)?, File::create_new(to)?);
+    let mut buffer = vec![0; DIRECT_LEN];
+    loop {
+        let len = from.read(&mut buffer)?;
+        if len == 0 {
+            // Pages that are not written yet cannot be dropped.
+            to.sync_all()?;
+            return Ok(json!({}));
+        }
+        to.write_all(&buffer[..len])?;
+    }
+}
+
+fn compare(a: &Path, b: &Path) -> io::Result<Value> {
+    let (a, b) = (File::open(a)?, File::open(b)?);
+    let (len, other) = (a.metadata()?.len(), b.metadata()?.len());
+    if len != other {
+        return Ok(json!({ "difference": format!("{len} bytes and {other} bytes") }));
+    }
+    let (mut ours, mut theirs) = (vec![0; READ_LEN], vec![0; READ_LEN]);
+    for start in (0..len).step_by(READ_LEN) {
+        let part = (len - start).min(READ_LEN as u64) as usize;
+        a.read_exact_at(&mut ours[..part], start)?;
+        b.read_exact_at(&mut theirs[..part], start)?;
+        if ours[..part] != theirs[..part] {
+            let at = ours.iter().zip(&theirs).position(|(a, b)| a != b).unwrap_or(0) as u64;
+            return Ok(json!({ "difference": format!("byte {} differs", start + at) }));
+        }
+    }
+    Ok(json!({ "difference": null }))
+}
+
+/// What the bytes that were read add up to, in whatever order they were read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Digest {
+    sum: u64,
+    bytes: u64,
+}
+
+impl Digest {
+    /// Adds `bytes`, which stand at `offset` of the file.
+    fn add(&mut self, offset: u64, bytes: &[u8]) {
+        let first = offset.next_multiple_of(DIGEST_STEP) - offset;
+        for at in (first..bytes.len() as u64).step_by(DIGEST_STEP as usize) {
+            let place = (offset + at).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let byte = u64::from(bytes[at as usize]) + 1;
+            self.sum = self.sum.wrapping_add(place.rotate_left(23).wrapping_mul(byte));
+        }
+        self.bytes += bytes.len() as u64;
+    }
+
+    fn merge(self, other: Digest) -> Digest {
+        Digest { sum: self.sum.wrapping_add(other.sum), bytes: self.bytes + other.bytes }
+    }
+}
+
+/// Waits for the word to begin, reads all of `path`, and says how long that took.
+fn measure(pattern: Pattern, path: &Path) -> io::Result<Value> {
+    let mut buffer = vec![1; DIRECT_LEN + DIRECT_ALIGN];
+    let seed = std::env::var(SEED).ok().and_then(|seed| seed.parse().ok()).unwrap_or(0);
+    writeln!(io::stdout(), "{READY}")?;
+    if io::stdin().lock().read_line(&mut String::new())? == 0 {
+        return Err(io::Error::other("told to end"));
+    }
+    let (started, cpu) = (Instant::now(), own_cpu()?);
+    let digest = match pattern {
+        Pattern::Read => read(path, &mut buffer[..READ_LEN])?,
+        Pattern::Read4 => read_in_parts(path)?,
+        Pattern::Direct => read_direct(path, &mut buffer)?,
+        Pattern::Mmap => {
+            let map = Map::new(&File::open(path)?)?;
+            copy_out(&map, 0, std::fs::metadata(path)?.len(), &mut buffer[..READ_LEN])
+        }
+        Pattern::MmapShuffled => read_shuffled(path, seed, &mut buffer[..READ_LEN])?,
+        Pattern::Load => return Err(io::Error::other("`load` is read by Python")),
+    };
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(json!({
+        "seconds": seconds,
+        "bytes": digest.bytes,
+        "digest": format!("{:016x}", digest.sum),
+        "cpu_seconds": (own_cpu()? - cpu).as_secs_f64(),
+    }))
+}
+
+fn own_cpu() -> io::Result<Duration> {
+    Ok(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)?.into())
+}
+
+fn read(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
+    let mut file = File::open(path)?;
+    let mut digest = Digest::default();
+    loop {
+        match file.read(buffer)? {
+            0 => return Ok(digest),
+            len => digest.add(digest.bytes, &buffer[..len]),
+        }
+    }
+}
+
+fn read_in_parts(path: &Path) -> io::Result<Digest> {
+    let len = std::fs::metadata(path)?.len();
+    let part = len.div_ceil(THREADS).next_multiple_of(READ_LEN as u64);
+    let read_part = |number: u64| -> io::Result<Digest> {
+        let file = File::open(path)?;
+        let mut buffer = vec![0; READ_LEN];
+        let mut digest = Digest::default();
+        let end = len.min((number + 1) * part);
+        for start in (number * part..end).step_by(READ_LEN) {
+            let bytes = &mut buffer[..(end - start).min(READ_LEN as u64) as usize];
+            file.read_exact_at(bytes, start)?;
+            digest.add(start, bytes);
+        }
+        Ok(digest)
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..THREADS).map(|number| scope.spawn(move || read_part(number))).collect();
+        let joined = threads.into_iter().map(|thread| match thread.join() {
+            Ok(digest) => digest,
+            Err(_) => Err(io::Error::other("a reader failed by a bug")),
+        });
+        joined.collect::<io::Result<Vec<_>>>()
+    })
+    .map(|digests| digests.into_iter().fold(Digest::default(), Digest::merge))
+}
+
+fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
+    let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = file.map_err(|e| match e.raw_os_error() {
+        Some(libc::EINVAL) => io::Error::new(io::ErrorKind::Unsupported, "O_DIRECT is refused"),
+        _ => e,
+    })?;
+    let aligned = buffer.as_ptr().align_offset(DIRECT_ALIGN);
+    let buffer = &mut buffer[aligned..][..DIRECT_LEN];
+    let len = file.metadata()?.len();
+    let mut digest = Digest::default();
+    // A read may end early at the end of the file only: from there the place is not aligned.
+    while digest.bytes < len {
+        match file.read_at(buffer, digest.bytes)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => digest.add(digest.bytes, &buffer[..read]),
+        }
+    }
+    Ok(digest)
+}
+
+/// Copies `len` bytes at `start` of a mapping into `buffer`, piece by piece.
+fn copy_out(map: &Map, start: u64, len: u64, buffer: &mut [u8]) -> Digest {
+    let mut digest = Digest::default();
+    for at in (0..len).step_by(buffer.len()) {
+        let part = (len - at).min(buffer.len() as u64) as usize;
+        map.copy((start + at) as usize, &mut buffer[..part]);
+        digest.add(start + at, &buffer[..part]);
+    }
+    digest
+}
+
+fn read_shuffled(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<Digest> {
+    let file = File::open(path)?;
+    let mut ranges = tensors(&file)?;
+    shuffle(&mut ranges, seed);
+    let map = Map::new(&file)?;
+    let copied = ranges.iter().map(|&(start, len)| copy_out(&map, start, len, buffer));
+    Ok(copied.fold(Digest::default(), Digest::merge))
+}
+
+/// Offset and length of the tensors of a safetensors file.
+fn tensors(file: &File) -> io::Result<Vec<(u64, u64)>> {
+    let wrong = |what: String| io::Error::other(format!("not a safetensors file: {what}"));
+    let mut prefix = [0; PREFIX_LEN as usize];
+    file.read_exact_at(&mut prefix, 0)?;
+    let len = file.metadata()?.len();
+    let header_len = u64::from_le_bytes(prefix);
+    if header_len > len {
+        return Err(wrong(format!("a header of {header_len} bytes")));
+    }
+    let mut text = vec![0; header_len as usize];
+    file.read_exact_at(&mut text, PREFIX_LEN)?;
+    let header = Header::parse(&text, len).map_err(|fault| wrong(format!("{fault:?}")))?;
+    let start = header.data_start();
+    let range = |at: &std::ops::Range<u64>| (start + at.start, at.end - at.start);
+    Ok(header.tensors.iter().map(|tensor| range(&tensor.data_offsets)).collect())
+}
+
+/// Puts `items` in an order that only `seed` decides.
+fn shuffle<T>(items: &mut [T], seed: u64) {
+    let mut state = seed;
+    for at in (1..items.len()).rev() {
+        // The generator of Knuth's MMIX; its upper bits are the good ones.
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        items.swap(at, ((state >> 33) % (at as u64 + 1)) as usize);
+    }
+}
+
+/// What Python runs for `load`, with the path as its argument. A dtype that numpy does not
+/// know stands in by integers of its size: the bytes are the same.
+pub(super) const LOAD: &str = r#"
+import json, sys, time
+try:
+    import numpy, safetensors.numpy
+except ImportError:
+    print(json.dumps({"skip": "no safetensors and numpy"}))
+    sys.exit()
+try:
+    import ml_dtypes
+except ImportError:
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        numpy.sctypeDict.setdefault(name, numpy.uint8 if "8_" in name else numpy.uint16)
+print("ready", flush=True)
+if not sys.stdin.readline():
+    sys.exit()
+start, cpu = time.perf_counter(), time.process_time()
+try:
+    tensors = safetensors.numpy.load_file(sys.argv[1])
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    print(json.dumps({"seconds": seconds, "bytes": total, "cpu_seconds": cpu}))
+except Exception as error:
+    print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+"#;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(bytes).unwrap();
+        file
+    }
+
+    #[test]
+    fn every_way_of_reading_adds_up_to_the_same() {
+        let bytes: Vec<u8> =
+            (0..9_000_001u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let file = file(&bytes);
+        let mut buffer = vec![0; DIRECT_LEN + DIRECT_ALIGN];
+        let expected = read(file.path(), &mut buffer[..READ_LEN]).unwrap();
+        assert_eq!(expected.bytes, bytes.len() as u64);
+        assert_eq!(read_in_parts(file.path()).unwrap(), expected);
+        let map = Map::new(file.as_file()).unwrap();
+        let len = bytes.len() as u64;
+        assert_eq!(copy_out(&map, 0, len, &mut buffer[..READ_LEN]), expected);
+        let halves = [(5_000_000, len - 5_000_000), (0, 5_000_000)];
+        let parts = halves.map(|(start, len)| copy_out(&map, start, len, &mut buffer[..READ_LEN]));
+        assert_eq!(parts[0].merge(parts[1]), expected);
+        match read_direct(file.path(), &mut buffer) {
+            Ok(digest) => assert_eq!(digest, expected),
+            Err(e) => assert_eq!(e.kind(), io::ErrorKind::Unsupported),
+        }
+    }
+
+    #[test]
+    fn a_difference_is_found_and_named() {
+        let mut bytes = vec![7; 3 * READ_LEN + 5];
+        let first = file(&bytes);
+        bytes[2 * READ_LEN + 3] = 8;
+        let second = file(&bytes);
+        let same = compare(first.path(), first.path()).unwrap();
+        assert_eq!(same["difference"], Value::Null);
+        let other = compare(first.path(), second.path()).unwrap();
+        assert_eq!(other["difference"], format!("byte {} differs", 2 * READ_LEN + 3));
+        let shorter = compare(first.path(), file(b"x").path()).unwrap();
+        assert!(shorter["difference"].as_str().unwrap().contains("1 bytes"), "{shorter}");
+    }
+
+    #[test]
+    fn shuffling_loses_nothing_and_depends_on_the_seed_only() {
+        let shuffled = |seed| {
+            let mut items: Vec<u32> = (0..100).collect();
+            shuffle(&mut items, seed);
+            items
+        };
+        assert_eq!(shuffled(3), shuffled(3));
+        assert_ne!(shuffled(3), shuffled(4));
+        let mut sorted = shuffled(3);
+        sorted.sort_unstable();
+        assert!(sorted.into_iter().eq(0..100));
+    }
+}

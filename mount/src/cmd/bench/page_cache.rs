@@ -1,0 +1,71 @@
+//! What the page cache holds before a run: nothing, or all of it, and whether that is so.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+
+use nix::unistd::{geteuid, sync};
+
+use super::args::Evict;
+use super::worker::Trouble;
+use super::{job, map};
+
+/// The kernel's switch for dropping all clean pages, folders and inodes.
+const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
+
+/// How the page cache is emptied, decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Method {
+    /// All that the machine has cached.
+    DropCaches,
+    /// The files that are measured.
+    Fadvise,
+}
+
+impl Method {
+    /// The method that `wanted` comes to here.
+    pub(super) fn choose(wanted: Evict) -> Result<Method, Trouble> {
+        let may = geteuid().is_root() && File::options().write(true).open(DROP_CACHES).is_ok();
+        match wanted {
+            Evict::Fadvise => Ok(Method::Fadvise),
+            Evict::Auto if !may => Ok(Method::Fadvise),
+            Evict::DropCaches if !may => Err(Trouble::Failed(format!(
+                "{DROP_CACHES} cannot be written; be root, or give --evict=fadvise"
+            ))),
+            Evict::Auto | Evict::DropCaches => Ok(Method::DropCaches),
+        }
+    }
+
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Method::DropCaches => "drop-caches",
+            Method::Fadvise => "fadvise",
+        }
+    }
+
+    /// Empties the page cache, of `files` at least.
+    pub(super) fn evict(self, files: &[PathBuf]) -> Result<(), Trouble> {
+        match self {
+            Method::DropCaches => {
+                sync();
+                fs::write(DROP_CACHES, "3")?;
+            }
+            Method::Fadvise => {
+                for path in files {
+                    File::open(path).and_then(|file| job::evict(&file))?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Part of `files` that is cached, from 0 to 1, where the kernel tells.
+pub(super) fn cached_part(files: &[PathBuf]) -> Option<f64> {
+    let (mut cached, mut len) = (0, 0);
+    for path in files {
+        let file = File::open(path).ok()?;
+        cached += map::cached(&file)?;
+        len += file.metadata().ok()?.len();
+    }
+    Some((cached as f64 / len.max(1) as f64).min(1.0))
+}

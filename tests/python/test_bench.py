@@ -1,0 +1,141 @@
+"""`tensorfs bench`: that it runs, refuses what it should, and cleans up. What it measures decides nothing here."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import unittest
+
+from mounts import BIN, FIXTURES, TestCase, daemon_of, mount_table, process_gone, run, wait_until
+
+CASES = "read,read4,direct,mmap,mmap-shuffled,source-cached,reread,mmap:warm"
+
+
+class Bench(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.temporary = self.tmp / "tmp"
+        self.temporary.mkdir()
+        self.env = {**os.environ, "TMPDIR": str(self.temporary)}
+        self.source = self.copy(FIXTURES / "hf/gpt2_tiny")
+
+    def bench(self, *args):
+        # Never by drop-caches, which slows down everything else on the machine.
+        return run(BIN, "bench", *args, "--evict=fadvise", "--dir", self.temporary, env=self.env, timeout=120)
+
+    def assert_nothing_left(self):
+        self.assertEqual(list(self.temporary.iterdir()), [])
+        self.assertEqual([m.path for m in mount_table() if m.path.startswith(f"{self.tmp}/")], [])
+
+    def test_every_case_has_runs_on_both_sides_and_their_figures(self):
+        outcome = self.bench(self.source, "--json", "--runs=2", f"--cases={CASES}", "-o", "passthrough=never")
+        self.assert_done(outcome)
+        found = outcome.json()
+        self.assertTrue(found["ok"])
+        self.assertEqual(found["evict"]["method"], "fadvise")
+        self.assertEqual(found["mount"]["options"], ["passthrough=never"])
+        self.assertEqual(found["source"]["shards"], 3)
+        self.assertGreater(found["machine"]["cores"], 0)
+        self.assertEqual([case["case"] for case in found["cases"]], CASES.split(","))
+        for case in found["cases"]:
+            with self.subTest(case["case"]):
+                if case["case"] == "direct" and case["skipped"]:
+                    continue
+                self.assertIsNone(case["failed"])
+                order = [(one["round"], one["side"]) for one in case["runs"]]
+                self.assertEqual(order, [(0, "mount"), (0, "file"), (1, "file"), (1, "mount")])
+                self.assertEqual(len({(one["bytes"], one["digest"]) for one in case["runs"]}), 1)
+                for figure in ("gb_per_s", "reader_cpu_s_per_gb"):
+                    self.assertEqual(set(case["mount"][figure]), {"median", "min", "max", "mad"})
+                self.assertGreater(case["ratio_of_medians"], 0)
+                self.assertGreater(case["ratio_of_pairs"]["median"], 0)
+                self.assertGreaterEqual(case["daemon_cpu_s_per_gb"]["min"], 0)
+                self.assertGreater(case["daemon_peak_bytes"], 1 << 20)
+        self.assert_nothing_left()
+
+    def test_load_by_numpy_reads_what_numpy_has_no_type_for(self):
+        outcome = self.bench("--make=dcp-columns", "--size=2M", "--json", "--runs=1", "--cases=load")
+        self.assert_done(outcome)
+        (case,) = outcome.json()["cases"]
+        if not case["skipped"]:
+            self.assertEqual({one["bytes"] for one in case["runs"]}, {case["runs"][0]["bytes"]})
+            self.assertGreater(case["runs"][0]["bytes"], 1_500_000)
+        self.assert_nothing_left()
+
+    def test_a_made_checkpoint_of_each_kind_is_measured_and_kept_if_asked(self):
+        for made, kind in (("hf", "weight_map"), ("dcp-columns", "dcp"), ("dcp-rows", "dcp")):
+            with self.subTest(made):
+                outcome = self.bench(f"--make={made}", "--size=2M", "--runs=1", "--cases=read", "--keep")
+                self.assert_done(outcome)
+                self.assertIn(f"({kind}, ", outcome.stdout)
+                self.assertRegex(outcome.stdout, r"(?m)^read +\d")
+                (file,) = self.temporary.glob("*/consolidated.safetensors")
+                (config,) = self.temporary.glob("*/config.json")
+                against = self.bench(config.parent, "--against", file, "--runs=1", "--cases=mmap")
+                self.assert_done(against)
+                self.assertTrue(file.exists())
+                for folder in (file.parent, config.parent):
+                    shutil.rmtree(folder)
+                self.assert_nothing_left()
+
+    def test_a_file_with_other_bytes_is_refused(self):
+        other = self.tmp / "other.safetensors"
+        other.write_bytes(b"not these")
+        outcome = self.bench(self.source, "--against", other)
+        self.assert_refused(outcome)
+        self.assertIn("other.safetensors: not what the mount shows", outcome.stderr)
+        self.assertTrue(other.exists())
+        self.assert_nothing_left()
+
+    def test_what_makes_no_sense_is_a_usage_error(self):
+        for args in (
+            [],
+            [self.source, "--make=hf"],
+            [self.source, "--cases=reads"],
+            [self.source, "--runs=0"],
+            [self.source, "-o", "layout=original"],
+            ["--make=hf", "--size=4X"],
+        ):
+            with self.subTest(args=args):
+                self.assertEqual(self.bench(*args).code, 2)
+        refused = self.bench(FIXTURES / "bad/dcp/hole_middle", "--json")
+        self.assert_refused(refused)
+        self.assertEqual((refused.json()["ok"], refused.json()["class"]), (False, "dcp_hole"))
+        self.assert_nothing_left()
+
+    def start(self, *args):
+        command = [BIN, "bench", "--make=hf", "--size=4M", "--runs=100000", "--evict=fadvise", *args]
+        bench = subprocess.Popen(
+            command, env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.addCleanup(bench.communicate)
+        self.addCleanup(bench.kill)
+        return bench
+
+    def daemon(self):
+        """The daemon of the bench's mount of the moment, or None. Never looks at the mount itself."""
+        ours = [m.path for m in mount_table() if m.path.startswith(f"{self.temporary}/")]
+        return daemon_of(ours[0]) if ours else None
+
+    def test_ctrl_c_leaves_neither_mount_nor_files(self):
+        bench = self.start("--cases=read")
+        wait_until(self.daemon, 20, "the bench mounts")
+        bench.send_signal(signal.SIGINT)
+        self.assertEqual(bench.communicate(timeout=20)[1].strip(), "tensorfs: stopped")
+        self.assertEqual(bench.returncode, 1)
+        self.assert_nothing_left()
+
+    def test_a_daemon_that_hangs_is_ended_and_does_not_hold_up_the_bench(self):
+        bench = self.start("--cases=read", "--time-limit=2")
+        pid = wait_until(self.daemon, 20, "the bench mounts")
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: process_gone(pid), 40, "the bench ends the daemon that hangs")
+        # Where no reader waited for it, the bench goes on.
+        bench.send_signal(signal.SIGINT)
+        self.assertEqual(bench.wait(30), 1)
+        self.assert_nothing_left()
+
+
+if __name__ == "__main__":
+    unittest.main()

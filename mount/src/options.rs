@@ -338,7 +338,7 @@ fn is_own(key: &str) -> bool {
 }
 
 /// Bytes of a size: a whole number, or one with a suffix, where `64M` is `64MiB`.
-fn size(text: &str) -> Option<u64> {
+pub(crate) fn size(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, suffix) = text.split_at(digits);
     let suffix = suffix.to_ascii_lowercase();

@@ -49,7 +49,7 @@ static NO_CACHESTAT: AtomicBool = AtomicBool::new(false);
 
 /// How many pages of `range` the cache holds, and of how many; None where the kernel does not
 /// say: of files that are neither the caller's nor writable by it.
-pub(super) fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
+pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
     let page = page_len();
     let around = pages_around(range);
     if around.is_empty() {

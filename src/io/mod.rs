@@ -24,6 +24,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 pub use buffer::{Budget, Buffer, Filled, Lease};
+pub use cached::cached_pages;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};

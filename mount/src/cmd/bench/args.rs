@@ -187,35 +187,14 @@ impl State {
     }
 }
 
-/// A size: `4G` and `4GiB` are powers of 1024, `4GB` of 1000.
 fn parse_size(text: &str) -> Result<u64, String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let power = |prefix: &str| "KMGT".find(prefix).map_or(0, |at| at as u32 + 1);
-    let factor = match unit.split_at_checked(1) {
-        None if unit.is_empty() => Some(1),
-        Some((prefix, "" | "iB")) if power(prefix) > 0 => Some(1024u64.pow(power(prefix))),
-        Some((prefix, "B")) if power(prefix) > 0 => Some(1000u64.pow(power(prefix))),
-        _ => None,
-    };
-    let size = number.parse::<u64>().ok().zip(factor).and_then(|(n, factor)| n.checked_mul(factor));
-    size.filter(|size| *size > 0).ok_or_else(|| "expected a size like 512M or 4G".to_owned())
+    let size = crate::options::size(text).filter(|size| *size > 0);
+    size.ok_or_else(|| "expected a size like 512M or 4G".to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_have_binary_and_decimal_units() {
-        let sizes = [("1", 1), ("2K", 2048), ("3MiB", 3 << 20), ("4GB", 4_000_000_000)];
-        for (text, size) in sizes {
-            assert_eq!(parse_size(text), Ok(size));
-        }
-        for text in ["", "G", "4X", "4GG", "-1", "0", "99999999999T", "1\u{e9}"] {
-            assert!(parse_size(text).is_err(), "{text}");
-        }
-    }
 
     #[test]
     fn every_default_case_is_known_and_a_wrong_one_is_not() {

@@ -1,13 +1,11 @@
-//! Memory maps of files, and how much of a file the page cache holds.
+//! Memory maps of whole files.
 
 use std::ffi::c_void;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 
-use nix::libc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 /// A whole file, mapped shared and for reading, as safetensors maps it.
@@ -50,39 +48,4 @@ impl Drop for Map {
         // SAFETY: this is the mapping that `new` made, and nothing refers to it any more.
         let _ = unsafe { munmap(self.start, self.len) };
     }
-}
-
-/// Number of cachestat(2), the same on all architectures that Rust knows; libc names it only
-/// for some.
-const CACHESTAT: libc::c_long = 451;
-
-/// `struct cachestat_range`; a length of 0 means to the end.
-#[repr(C)]
-struct Range {
-    offset: u64,
-    len: u64,
-}
-
-/// `struct cachestat`, in pages.
-#[repr(C)]
-#[derive(Default)]
-struct Stat {
-    cached: u64,
-    dirty: u64,
-    writeback: u64,
-    evicted: u64,
-    recently_evicted: u64,
-}
-
-/// Bytes of `file` in the page cache, in whole pages, where the kernel tells (from 6.5 on, and to
-/// those who own the file or may write it).
-pub(super) fn cached(file: &File) -> Option<u64> {
-    let range = Range { offset: 0, len: 0 };
-    let mut stat = Stat::default();
-    // SAFETY: both structures are those of the kernel, live, and ours alone during the call.
-    let outcome = unsafe {
-        libc::syscall(CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0u32)
-    };
-    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok()??;
-    (outcome == 0).then(|| stat.cached * page as u64)
 }

@@ -4,10 +4,11 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 
 use nix::unistd::{geteuid, sync};
+use tensorfs::io::cached_pages;
 
 use super::args::Evict;
+use super::job;
 use super::worker::Trouble;
-use super::{job, map};
 
 /// The kernel's switch for dropping all clean pages, folders and inodes.
 const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
@@ -61,11 +62,11 @@ impl Method {
 
 /// Part of `files` that is cached, from 0 to 1, where the kernel tells.
 pub(super) fn cached_part(files: &[PathBuf]) -> Option<f64> {
-    let (mut cached, mut len) = (0, 0);
+    let (mut cached, mut all) = (0, 0);
     for path in files {
         let file = File::open(path).ok()?;
-        cached += map::cached(&file)?;
-        len += file.metadata().ok()?.len();
+        let (found, pages) = cached_pages(&file, &(0..file.metadata().ok()?.len()))?;
+        (cached, all) = (cached + found, all + pages);
     }
-    Some((cached as f64 / len.max(1) as f64).min(1.0))
+    Some(cached as f64 / all.max(1) as f64)
 }

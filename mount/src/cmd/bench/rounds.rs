@@ -4,6 +4,8 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use nix::unistd::geteuid;
+
 use super::args::{Case, Pattern, State};
 use super::mounted::Mounted;
 use super::report::{Measured, Run, Side};
@@ -134,7 +136,11 @@ fn on_mount(
     };
     let reset = mounted.reset_peak();
     let cpu = mounted.cpu();
-    let mut run = begin(reader, &subject.shards)?;
+    let read = match assembled {
+        Some(assembled) => files_below(assembled.folder.path()),
+        None => subject.shards.clone(),
+    };
+    let mut run = begin(reader, &read)?;
     let taken = mounted.cpu().zip(cpu).map(|(after, before)| after.saturating_sub(before));
     run.daemon_cpu = taken.map(|taken| taken.as_secs_f64());
     run.daemon_peak = mounted.peak().filter(|_| reset);
@@ -198,17 +204,21 @@ impl Assembled {
         if Options::parse(&["assemble=/x"], false).is_err() {
             return Err(Trouble::Skip("this tensorfs has no option assemble=".to_owned()));
         }
+        if !geteuid().is_root() {
+            return Err(Trouble::Skip("needs root, as the kernel's passthrough does".to_owned()));
+        }
         let folder = Scratch::beside(&subject.shards, dir, subject.bytes, false)?;
         let option = format!("assemble={}", escape(&folder.path().display().to_string()));
         let options = [&subject.options[..], &[option]].concat();
         let mounted = Mounted::start(&subject.source, &options, subject.limit)?;
         let assembled = Assembled { mounted, folder };
         progress("waiting until the file is assembled");
-        let deadline = Instant::now() + 2 * subject.limit;
+        let deadline = Instant::now() + subject.limit;
         while !assembled.is_served_by_the_kernel(subject)? {
             if Instant::now() > deadline {
-                let seconds = (2 * subject.limit).as_secs();
-                return Err(Trouble::Failed(format!("not assembled after {seconds} s")));
+                let seconds = subject.limit.as_secs();
+                let reason = format!("after {seconds} s the daemon still serves the file");
+                return Err(Trouble::Skip(reason));
             }
             std::thread::sleep(ASSEMBLE_LOOK);
         }

@@ -1,5 +1,6 @@
 //! Reads of a virtual file: the extents of a layout, turned into reads of its sources.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,6 +17,11 @@ mod block;
 
 /// Most bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: u64 = 8 << 20;
+
+thread_local! {
+    /// Bytes of column pieces on their way to their places.
+    static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
 
 /// An open virtual file, or a file of the source as it is.
 #[derive(Clone, Debug)]
@@ -157,7 +163,11 @@ impl Reader {
             }
         });
         let scratch_len: u64 = spread.iter().map(|s| s.range.end - s.range.start).sum();
-        let mut scratch = vec![0; scratch_len as usize];
+        let mut scratch = SCRATCH.take();
+        // Never shrunk: fresh memory costs more than what is copied through it.
+        if scratch.len() < scratch_len as usize {
+            scratch.resize(scratch_len as usize, 0);
+        }
         let mut reads = targets(&mut direct, window);
         let mut free = scratch.as_mut_slice();
         for Spread { source, range, .. } in &spread {
@@ -165,10 +175,12 @@ impl Reader {
             reads.push(Read { source, offset: range.start, target });
             free = rest;
         }
-        if !reads.is_empty() && !carry(&mut reads)? {
+        let there = reads.is_empty() || carry(&mut reads)?;
+        drop(reads);
+        if !there {
+            SCRATCH.set(scratch);
             return Ok(false);
         }
-        drop(reads);
         let mut rest = scratch.as_slice();
         for Spread { tensor_at, range, runs, part, .. } in &spread {
             let (bytes, after) = rest.split_at((range.end - range.start) as usize);
@@ -181,6 +193,7 @@ impl Reader {
             };
             runs.scatter(part, bytes, target, target_start);
         }
+        SCRATCH.set(scratch);
         Ok(true)
     }
 }

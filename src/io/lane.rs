@@ -1,5 +1,6 @@
 //! A lane: the reads of one device, and the threads that carry them out.
 
+use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::pool;
 use super::queue::{Failed, Queue};
 use super::transfer::Transfer;
 use super::uring::{self, Ring, Waker};
@@ -42,7 +44,9 @@ pub(super) struct State {
     /// Set when the engine is gone.
     pub(super) closed: bool,
     ring: RingState,
-    /// Threads of the pool.
+    /// What the ring's thread leaves to the pool.
+    handed: VecDeque<(u64, Transfer)>,
+    /// Threads, that of the ring included.
     threads: usize,
     /// Threads with a job, until they ask for the next.
     busy: usize,
@@ -56,6 +60,8 @@ pub(super) struct State {
 /// What a thread does next.
 pub(super) enum Work {
     Job(Job),
+    /// What the ring's thread has begun and left to the pool.
+    Handed(u64, Transfer),
     /// Nothing now; only for the thread of a ring.
     None,
     End,
@@ -117,38 +123,79 @@ impl Lane {
 
     /// Sees to it that someone takes the work that can be done now, if there is any.
     pub(super) fn wake(self: &Arc<Self>) {
-        let with_ring = {
+        let (mut start, mut pool) = (false, false);
+        {
             let mut state = self.lock();
-            if !state.queue.has_work() {
-                return;
-            }
-            let (waits, comes) = (state.idle > state.called, state.busy < state.threads);
+            let has_work = state.queue.has_work();
             match &mut state.ring {
-                RingState::Starting => return,
-                RingState::On { asleep: false, .. } => return,
+                _ if !has_work => {}
+                RingState::Starting | RingState::On { asleep: false, .. } => {}
                 RingState::On { waker, asleep } => {
                     *asleep = false;
-                    return waker.wake();
+                    waker.wake();
                 }
-                ring @ RingState::Wanted => *ring = RingState::Starting,
-                RingState::Off(_) | RingState::Never if waits => {
-                    state.called += 1;
-                    return self.work.notify_one();
+                ring @ RingState::Wanted => {
+                    *ring = RingState::Starting;
+                    start = true;
                 }
-                // A thread on its way to the queue takes it, and calls further ones.
-                RingState::Off(_) | RingState::Never if comes => return,
-                RingState::Off(_) | RingState::Never => {}
+                RingState::Off(_) | RingState::Never => pool = true,
+            }
+            state.threads += usize::from(start);
+            pool |= !state.handed.is_empty();
+        }
+        if start {
+            let lane = self.clone();
+            self.start_thread(move || lane.work());
+        }
+        if pool {
+            self.call_pool();
+        }
+    }
+
+    /// Calls a thread of the pool, or starts one. Returns whether one comes.
+    fn call_pool(self: &Arc<Self>) -> bool {
+        {
+            let mut state = self.lock();
+            if state.idle > state.called {
+                state.called += 1;
+                self.work.notify_one();
+                return true;
+            }
+            // A thread on its way to the queue takes it, and calls further ones.
+            if state.busy < state.threads {
+                return true;
             }
             state.threads += 1;
-            matches!(state.ring, RingState::Starting)
-        };
-        let lane = self.clone();
-        let thread = std::thread::Builder::new().name("tensorfs-read".to_owned());
-        let started =
-            thread.spawn(move || if with_ring { lane.work() } else { lane.work_in_pool() });
-        if let Err(e) = started {
-            self.thread_failed(&e);
         }
+        let lane = self.clone();
+        self.start_thread(move || lane.work_in_pool())
+    }
+
+    /// Starts a thread, which is counted already.
+    fn start_thread(&self, work: impl FnOnce() + Send + 'static) -> bool {
+        let thread = std::thread::Builder::new().name("tensorfs-read".to_owned());
+        let started = thread.spawn(work);
+        if let Err(e) = &started {
+            self.thread_failed(e);
+        }
+        started.is_ok()
+    }
+
+    /// Leaves a read to the pool, on behalf of the ring's thread: one through the page cache
+    /// waits and copies, and this thread is there for all.
+    pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
+        self.lock().handed.push_back((id, transfer));
+        if !self.call_pool() {
+            let handed = self.lock().handed.pop_front();
+            if let Some((id, transfer)) = handed {
+                self.carry(id, || pool::carry(self, transfer));
+            }
+        }
+    }
+
+    /// Reads and answers.
+    pub(super) fn carry(self: &Arc<Self>, id: u64, read: impl FnOnce() -> Result<Filled>) {
+        self.finish(id, guarded(read));
     }
 
     /// What the lane's first thread does: all of it in a ring, or what any thread of the pool
@@ -156,8 +203,14 @@ impl Lane {
     fn work(self: &Arc<Self>) {
         let ended = Ring::new().and_then(|ring| {
             let waker = ring.waker();
-            self.lock().ring = RingState::On { waker, asleep: false };
-            uring::run(self, ring)
+            {
+                let mut state = self.lock();
+                state.ring = RingState::On { waker, asleep: false };
+                state.busy += 1;
+            }
+            let ended = uring::run(self, ring);
+            self.lock().busy -= 1;
+            ended
         });
         if let Err(e) = ended {
             let reason = format!("io_uring is not to be had: {e}");
@@ -190,6 +243,13 @@ impl Lane {
         Work::None
     }
 
+    /// The thread of the ring has come back from the kernel: it needs no call.
+    pub(super) fn ring_is_awake(&self) {
+        if let RingState::On { asleep, .. } = &mut self.lock().ring {
+            *asleep = false;
+        }
+    }
+
     /// Counts one system call that read, or failed to.
     pub(super) fn count_read(&self, transfer: &Transfer, result: &io::Result<usize>) {
         self.counters.source_reads.add(1);
@@ -219,28 +279,39 @@ impl Lane {
     /// What a thread of the pool does until nothing is to do for a while.
     fn work_in_pool(self: &Arc<Self>) {
         let mut busy = false;
-        while let Work::Job(job) = self.next_turn(busy) {
+        loop {
+            let work = self.next_for_pool(busy);
             busy = true;
-            // Others may be able to go as well.
-            self.wake();
-            let id = job.id;
-            let result = catch_unwind(AssertUnwindSafe(|| super::pool::carry_out(self, job)));
-            let result =
-                result.unwrap_or_else(|_| Err(Error::Usage { message: BROKEN.to_owned() }));
-            self.finish(id, result);
+            match work {
+                Work::Job(job) => {
+                    // Others may be able to go as well.
+                    self.wake();
+                    self.carry(job.id, || pool::begin(self, job));
+                }
+                Work::Handed(id, transfer) => {
+                    self.wake();
+                    self.carry(id, || pool::carry(self, transfer));
+                }
+                Work::None | Work::End => return,
+            }
         }
     }
 
-    /// Waits for a job; `busy` says whether this thread had one.
-    fn next_turn(&self, busy: bool) -> Work {
+    /// Waits for something to do; `busy` says whether this thread had something.
+    fn next_for_pool(&self, busy: bool) -> Work {
         let mut state = self.lock();
         state.busy -= usize::from(busy);
         loop {
+            if let Some((id, transfer)) = state.handed.pop_front() {
+                state.busy += 1;
+                return Work::Handed(id, transfer);
+            }
             if state.closed {
                 state.threads -= 1;
                 return Work::End;
             }
-            if let Some(job) = state.queue.pick() {
+            let for_pool = matches!(state.ring, RingState::Off(_) | RingState::Never);
+            if for_pool && let Some(job) = state.queue.pick() {
                 self.counters.source_reads_now.add(1);
                 state.busy += 1;
                 return Work::Job(job);
@@ -261,7 +332,17 @@ impl Lane {
 
     /// Answers a fetch that has come back, unless it was answered already.
     pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<Filled>) {
-        let done = self.lock().queue.finish(id);
+        let (done, ring_waits) = {
+            let mut state = self.lock();
+            let done = state.queue.finish(id);
+            let asleep = matches!(state.ring, RingState::On { asleep: true, .. });
+            (done, asleep && state.queue.has_work())
+        };
+        // A thread of the pool goes on by itself. That of the ring does not know what the pool
+        // made room for.
+        if ring_waits {
+            self.wake();
+        }
         let Some(done) = done else {
             self.counters.source_stuck_now.sub(1);
             drop(result);
@@ -312,7 +393,7 @@ impl Lane {
             let e = io::Error::new(io::ErrorKind::TimedOut, message);
             answer(done, Err(Error::io(source.path(), "read", e)));
         }
-        oldest.map(|oldest| oldest + timeout)
+        oldest?.checked_add(timeout)
     }
 
     /// Ends the lane: its threads go, and whoever waits gets an error.
@@ -365,7 +446,13 @@ impl Lane {
     }
 }
 
-const BROKEN: &str = "reading failed by an error in tensorfs: see the log for the panic";
+/// Does `work`; a panic in it fails one read, and no more.
+pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        let message = "reading failed by an error in tensorfs: see the log for the panic";
+        Err(Error::Usage { message: message.to_owned() })
+    })
+}
 
 /// Calls back. What the callback does is not the lane's: if it panics, the lane goes on.
 pub(super) fn answer(done: Done, result: Result<Filled>) {

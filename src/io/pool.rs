@@ -9,8 +9,12 @@ use super::transfer::{Next, Transfer};
 use crate::error::Result;
 
 /// Carries out one fetch, however long the kernel takes.
-pub(super) fn carry_out(lane: &Arc<Lane>, job: Job) -> Result<Filled> {
-    let mut transfer = Transfer::begin(job, lane.settings.direct)?;
+pub(super) fn begin(lane: &Arc<Lane>, job: Job) -> Result<Filled> {
+    carry(lane, Transfer::begin(job, lane.settings.direct)?)
+}
+
+/// Likewise what was begun already.
+pub(super) fn carry(lane: &Arc<Lane>, mut transfer: Transfer) -> Result<Filled> {
     loop {
         let (file, offset, target) = transfer.next();
         let result = file.read_at(target, offset);

@@ -10,9 +10,12 @@ use super::buffer::{Lease, Share};
 use super::{Class, Done, Fetch};
 use crate::source::Source;
 
-/// Most reads of a device that the kernel has at a time, overdue ones included: so many threads
-/// and buffers a device that answers no more can keep.
-pub(super) const SENT_MAX: usize = 32;
+/// Most reads of a device that the kernel has at a time, overdue ones included.
+pub(super) const SENT_MAX: usize = 64;
+
+/// With so many overdue reads a device gets no more: so many threads and buffers one source
+/// that answers no more can keep.
+pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 
 /// Most of one source, so that one that answers no more leaves room for the others.
 pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
@@ -113,14 +116,18 @@ impl Queue {
         }
     }
 
+    fn may_send(&self) -> bool {
+        self.sent < SENT_MAX && self.stuck < STUCK_MAX
+    }
+
     /// Whether `pick` would find one.
     pub(super) fn has_work(&self) -> bool {
-        self.sent < SENT_MAX && self.ready.iter().any(|ready| !ready.is_empty())
+        self.may_send() && self.ready.iter().any(|ready| !ready.is_empty())
     }
 
     /// The fetch to send next, which from now on counts as sent.
     pub(super) fn pick(&mut self) -> Option<Job> {
-        if self.sent >= SENT_MAX {
+        if !self.may_send() {
             return None;
         }
         let id = *self.ready.iter().find_map(|ready| ready.first())?;

@@ -275,6 +275,29 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
 }
 
 #[test]
+fn more_fetches_than_can_be_sent_at_a_time_all_come_however_they_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let contents = bytes(1 << 20, 2);
+    let sources: Vec<_> = (0..4).map(|n| file(&folder, &n.to_string(), &contents).1).collect();
+    for (backend, direct) in BACKENDS.iter().flat_map(|b| DIRECTS.map(|d| (*b, d))) {
+        let (engine, _) = engine(backend, direct);
+        let budget = budget(256 << 20);
+        let results: Vec<_> = (0..10 * SENT_MAX)
+            .map(|n| {
+                let range = n as u64..n as u64 + 200_000;
+                let (fetch, result) = fetch(&sources[n % 4], range, Class::Prefetch, &budget);
+                engine.submit(fetch);
+                result
+            })
+            .collect();
+        for (n, result) in results.into_iter().enumerate() {
+            let filled = result.recv_timeout(PATIENCE).expect("an answer").unwrap();
+            assert!(*filled == contents[n..n + 200_000]);
+        }
+    }
+}
+
+#[test]
 fn a_callback_that_panics_ends_neither_its_thread_nor_the_engine() {
     let folder = tempfile::tempdir().unwrap();
     let contents = bytes(100_000, 1);

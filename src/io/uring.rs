@@ -1,4 +1,4 @@
-//! The backend for local file systems: one thread per lane, all its reads in one io_uring.
+//! The backend for reads past the page cache: one thread per lane, all of them in one io_uring.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -10,13 +10,13 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use nix::libc;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::lane::{Job, Lane, Work};
+use super::lane::{Job, Lane, Work, guarded};
 use super::queue::SENT_MAX;
 use super::transfer::{Next, Transfer};
 use crate::error::Error;
 
 /// Entries of the submission queue: every read, the poll, and room.
-const ENTRIES: u32 = 64;
+const ENTRIES: u32 = 128;
 
 /// What marks the completion of the poll; others are slots.
 const WAKE: u64 = u64::MAX;
@@ -202,11 +202,12 @@ fn serve(lane: &Arc<Lane>, ring: &mut Ring) -> io::Result<()> {
         loop {
             match lane.next_for_ring(ring.sent == 0) {
                 Work::Job(job) => take(lane, ring, job)?,
-                Work::None => break,
+                Work::None | Work::Handed(..) => break,
                 Work::End => return Ok(()),
             }
         }
         ring.submit_and_wait()?;
+        lane.ring_is_awake();
         back.extend(ring.uring.completion().map(|entry| (entry.user_data(), entry.result())));
         for (at, result) in back.drain(..) {
             if at == WAKE {
@@ -222,15 +223,16 @@ fn serve(lane: &Arc<Lane>, ring: &mut Ring) -> io::Result<()> {
 /// Begins a job and sends its first read.
 fn take(lane: &Arc<Lane>, ring: &mut Ring, job: Job) -> io::Result<()> {
     let id = job.id;
-    let Some(at) = ring.free.pop() else {
-        return Err(io::Error::other("more reads than slots"));
-    };
-    match Transfer::begin(job, lane.settings.direct) {
-        Ok(transfer) => {
-            // Through the page cache this thread would wait and copy for all of them.
-            let on_worker = !transfer.is_direct();
-            ring.slots[at] = Some(Slot { id, transfer, on_worker });
+    let at = ring.free.pop().expect("the queue gives out no more than there are slots");
+    match guarded(|| Transfer::begin(job, lane.settings.direct)) {
+        Ok(transfer) if transfer.is_direct() => {
+            ring.slots[at] = Some(Slot { id, transfer, on_worker: false });
             ring.send(at)
+        }
+        Ok(transfer) => {
+            ring.free.push(at);
+            lane.hand_over(id, transfer);
+            Ok(())
         }
         Err(e) => {
             ring.free.push(at);
@@ -253,19 +255,18 @@ fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::R
     // The kernel would have had to wait, and this ring cannot: a thread of the kernel can.
     slot.on_worker |= result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
     lane.count_read(&slot.transfer, &result);
-    match slot.transfer.advance(result) {
-        Next::Read => {
-            slot.on_worker |= !slot.transfer.is_direct();
-            ring.send(at)
-        }
-        Next::End(result) => {
-            if let Some(Slot { id, transfer, .. }) = ring.slots[at].take() {
-                ring.free.push(at);
-                lane.finish(id, result.and_then(|()| transfer.finish()));
-            }
-            Ok(())
+    let next = slot.transfer.advance(result);
+    if matches!(next, Next::Read) && slot.transfer.is_direct() {
+        return ring.send(at);
+    }
+    if let Some(Slot { id, transfer, .. }) = ring.slots[at].take() {
+        ring.free.push(at);
+        match next {
+            Next::Read => lane.hand_over(id, transfer),
+            Next::End(result) => lane.carry(id, || result.and_then(|()| transfer.finish())),
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]

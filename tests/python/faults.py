@@ -365,7 +365,9 @@ def digest_of(data, offset, length):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a process holds: numbers of descriptors and threads, memory now and at its peak in bytes."""
+    """What a daemon holds: numbers of threads and of descriptors without those of source files, memory now and at its
+    peak in bytes.
+    """
 
     descriptors: int
     threads: int
@@ -373,13 +375,11 @@ class Held:
     peak: int
 
     @classmethod
-    def by(cls, pid):
-        status = Path(f"/proc/{pid}/status").read_text()
+    def by(cls, m):
+        status = Path(f"/proc/{m.pid}/status").read_text()
         fields = dict(re.findall(r"(?m)^(\w+):\s+(\d+)", status))
-        return cls(
-            len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]), int(fields["VmRSS"]) << 10,
-            int(fields["VmHWM"]) << 10,
-        )
+        n_descriptors = len(os.listdir(f"/proc/{m.pid}/fd")) - len(open_files(m))
+        return cls(n_descriptors, int(fields["Threads"]), int(fields["VmRSS"]) << 10, int(fields["VmHWM"]) << 10)
 
     def grown(self, before):
         """Which of descriptors and threads there are more of than before, as text; '' for none."""
@@ -431,6 +431,15 @@ def without_io_uring():
     no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
     if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, mode_filter, filters, 0, 0):
         raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def io_uring_works():
+    """Whether the kernel lets this process have an io_uring."""
+    libc = ctypes.CDLL(None)
+    ring = libc.syscall(SYS_IO_URING_SETUP, 1, ctypes.create_string_buffer(120))
+    if ring >= 0:
+        os.close(ring)
+    return ring >= 0
 
 
 class Cgroup:

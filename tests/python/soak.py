@@ -31,7 +31,7 @@ import numpy as np
 import oracle
 from checkpoints import FORMAT, dcp_name, write_weight_map
 from faults import FaultyMount, Held, status_of
-from mounts import Mount, is_root, pread_all, process_gone
+from mounts import Mount, is_root, pread_all
 
 FILE = "model.safetensors"
 RANKS = 4
@@ -310,15 +310,15 @@ class Faults(threading.Thread):
 class Samples(threading.Thread):
     """The most that a daemon held at any time, by looking every second."""
 
-    def __init__(self, pid):
+    def __init__(self, m):
         super().__init__()
-        self._pid = pid
+        self._mount = m
         self._stopped = threading.Event()
-        self.most = Held.by(pid)
+        self.most = Held.by(m)
 
     def run(self):
-        while not self._stopped.wait(1) and not process_gone(self._pid):
-            now = dataclasses.astuple(Held.by(self._pid))
+        while not self._stopped.wait(1) and self._mount.alive():
+            now = dataclasses.astuple(Held.by(self._mount))
             self.most = Held(*map(max, now, dataclasses.astuple(self.most)))
 
     def stop(self):
@@ -405,7 +405,7 @@ class Soak:
         self.start_readers(targets)
         # Time for all of them to open the files.
         time.sleep(2)
-        before, samples = Held.by(m.pid), Samples(m.pid)
+        before, samples = Held.by(m), Samples(m)
         samples.start()
         self.shared.phase.value = RUNNING
         begin = time.monotonic()
@@ -438,9 +438,9 @@ class Soak:
         """What the daemon holds after the load, when nobody reads, against what it held before it."""
         self.shared.phase.value = PAUSED
         deadline = time.monotonic() + SETTLE_SECONDS
-        while Held.by(m.pid).grown(before) and time.monotonic() < deadline:
+        while Held.by(m).grown(before) and time.monotonic() < deadline:
             time.sleep(0.2)
-        after = Held.by(m.pid)
+        after = Held.by(m)
         for name in ("descriptors", "threads"):
             print(f"{name}: {getattr(before, name)} before, {getattr(most, name)} at most, {getattr(after, name)} after")
         resident = [held.resident >> 20 for held in (before, most, after)]

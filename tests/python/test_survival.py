@@ -18,8 +18,8 @@ import checkpoints
 import oracle
 import soak
 from faults import (
-    Cgroup, FaultyDisk, FaultyMount, Held, Load, Reading, digest_of, file_system, open_files, read_ranges, status_of,
-    values_of, without_io_uring,
+    Cgroup, FaultyDisk, FaultyMount, Held, Load, Reading, digest_of, file_system, io_uring_works, open_files, read_ranges,
+    status_of, values_of, without_io_uring,
 )
 from mounts import Child, Mount, TestCase, is_root, needs_root, process_gone, run, wait_until
 from reading import raw_summary
@@ -97,7 +97,8 @@ def inside(shard, length=1 << 16, n=1):
 class Survival(TestCase):
     def setUp(self):
         super().setUp()
-        # What the kernel has cached of the source is served without the engine.
+        # Before anything is timed; and what the kernel has cached of the source is served without the engine.
+        whole("a"), whole("b")
         make_cold(tree())
 
     def assert_right(self, path, ranges, name="a", how="random", seconds=20):
@@ -131,17 +132,12 @@ class Survival(TestCase):
         wait_until(lambda: not open_files(m), 5, "the files of the source are closed")
         # Threads that have nothing to do end after a while.
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not Held.by(m.pid).grown(before), 15, "everything is given back")
-        self.assertEqual(Held.by(m.pid).grown(before), "")
+            wait_until(lambda: not Held.by(m).grown(before), 15, "everything is given back")
+        self.assertEqual(Held.by(m).grown(before), "")
 
 
 class Stalls(Survival):
     """A source of which one shard does not answer."""
-
-    def setUp(self):
-        super().setUp()
-        # Built before anything is timed.
-        whole("a"), whole("b")
 
     def assert_timed_out(self, found, timeout):
         for got in found:
@@ -202,7 +198,7 @@ class Stalls(Survival):
         with FaultyMount(tree(), "io-timeout=1", "cache=16M") as m:
             path = m.path / "a" / FILE
             self.assert_whole(m)
-            before = Held.by(m.pid)
+            before = Held.by(m)
             m.faults.tell("stall", STALLED)
             parked = []
             for _ in range(3):
@@ -210,7 +206,7 @@ class Stalls(Survival):
                 parked.append(m.faults.parked(STALLED))
             # A lane has 64 reads under way; one source gets half of them, and no more once they are overdue.
             self.assertLessEqual(max(parked), 32, parked)
-            self.assertLess(Held.by(m.pid).peak, 16 * MIB + SLACK)
+            self.assertLess(Held.by(m).peak, 16 * MIB + SLACK)
             m.faults.tell("resume")
             wait_until(lambda: not m.faults.parked(), 5, "the source answers")
             self.assert_right(path, inside(2, n=8))
@@ -273,12 +269,20 @@ class Disks(Survival):
         source.mkdir()
         shutil.copytree(tree() / "b", source / "b")
         with FaultyDisk(tree() / "a", source / "a") as disk, Mount(source, *options) as m, disk.faults.lifted() as faults:
-            whole("a"), whole("b")
             # The places of the blocks are known from now on, the bytes are not.
             self.assert_whole(m)
             make_cold(source / "a")
             make_cold(m.path / "a")
-            yield faults, m
+            with contextlib.ExitStack() as stack:
+                # Nor are the names and inodes forgotten meanwhile.
+                for path in (source / "a").glob("*.*"):
+                    stack.enter_context(open(path, "rb"))
+                yield faults, m
+
+    def test_a_local_disk_is_read_by_io_uring_where_the_kernel_has_it(self):
+        backend = "io_uring" if io_uring_works() else "pread"
+        with self.mounted() as (_, m):
+            self.assert_status(m, "backend", lambda values: set(values) == {backend})
 
     def test_a_disk_that_stalls_fails_reads_after_the_deadline_and_keeps_no_other_disk_waiting(self):
         for io in ("auto", "pread"):
@@ -421,7 +425,7 @@ class Storms(Survival):
             ranges = [[target.data_start + i * step, step] for i in range(64)]
             for how in ("direct", "pread"):
                 self.assertEqual({got.errno for got in read_ranges(m.path / FILE, ranges, how, 60)}, {0})
-            self.assertLess(Held.by(m.pid).peak, 16 * MIB + SLACK)
+            self.assertLess(Held.by(m).peak, 16 * MIB + SLACK)
 
 
 class Limits(Survival):
@@ -496,7 +500,7 @@ class Departures(Survival):
         with Mount(tree()) as m:
             path = m.path / "a" / FILE
             self.assert_whole(m)
-            before = Held.by(m.pid)
+            before = Held.by(m)
             for _ in range(10):
                 readers = [
                     subprocess.Popen(
@@ -570,8 +574,8 @@ class Departures(Survival):
                 self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "direct")
 
             one_round()
-            before = Held.by(m.pid)
+            before = Held.by(m)
             for _ in range(3):
                 one_round()
             self.assert_nothing_grew(m, before)
-            self.assertLess(Held.by(m.pid).peak, 16 * MIB + SLACK)
+            self.assertLess(Held.by(m).peak, 16 * MIB + SLACK)

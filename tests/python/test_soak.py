@@ -17,4 +17,5 @@ class Soak(TestCase):
         self.soak("--seconds", "5", "--threads", "16", "--options", "cache=16M")
 
     def test_16_threads_see_no_wrong_byte_of_a_source_that_stalls_and_fails_and_nothing_is_leaked(self):
-        self.soak("--seconds", "6", "--threads", "16", "--faults", "--storm", "50", "--options", "cache=16M,io-timeout=1")
+        words = ["--seconds", "6", "--threads", "16", "--faults", "--storm", "50"]
+        self.soak(*words, "--options", "cache=16M,io-timeout=1")

@@ -268,7 +268,8 @@ class Disks(Survival):
         source = self.tmp / f"source-{time.monotonic_ns()}"
         source.mkdir()
         shutil.copytree(tree() / "b", source / "b")
-        with FaultyDisk(tree() / "a", source / "a") as disk, Mount(source, *options) as m, disk.faults.lifted() as faults:
+        disk = FaultyDisk(tree() / "a", source / "a")
+        with disk, Mount(source, *options) as m, disk.faults.lifted() as faults:
             # The places of the blocks are known from now on, the bytes are not.
             self.assert_whole(m)
             make_cold(source / "a")

@@ -321,7 +321,9 @@ mod tests {
         let answered = Arc::new(AtomicU64::new(0));
         let ask = |path: &str| {
             let answered = answered.clone();
-            let job = move |_| drop(answered.fetch_add(1, Ordering::SeqCst));
+            let job = move |_| {
+                answered.fetch_add(1, Ordering::SeqCst);
+            };
             faults.meet(Request::Read, Path::new(path), Box::new(job));
         };
         let wait_for = |n| {

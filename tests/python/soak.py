@@ -49,6 +49,7 @@ STORM_SECONDS = 300
 STORM_BATCH = 20
 # How long threads that have nothing to do may stay.
 SETTLE_SECONDS = 20
+WARM_UP_SECONDS = 2
 # What a daemon may hold besides its cache, and the cache that it has where no option says.
 SLACK = 64 << 20
 DEFAULT_CACHE = 256 << 20
@@ -403,8 +404,11 @@ class Soak:
     def read_then_kill(self, m):
         targets = self.targets(m)
         self.start_readers(targets)
-        # Time for all of them to open the files.
-        time.sleep(2)
+        # What is made when it is first needed is no leak.
+        self.shared.phase.value = RUNNING
+        time.sleep(WARM_UP_SECONDS)
+        self.shared.phase.value = PAUSED
+        time.sleep(1)
         before, samples = Held.by(m), Samples(m)
         samples.start()
         self.shared.phase.value = RUNNING

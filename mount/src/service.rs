@@ -21,7 +21,7 @@ use crate::options::{Options, Passthrough};
 
 /// Memory that a mount takes for what is read ahead where `cache=` does not say, in bytes: the
 /// kernel's page cache is the cache, this only has to keep the disk busy.
-const CACHE_DEFAULT: u64 = 64 << 20;
+const CACHE_DEFAULT: u64 = 128 << 20;
 
 /// Files that `status` names, those read most first.
 const FILES_SHOWN: usize = 20;

@@ -24,7 +24,7 @@ const BLOCK_LEN: u64 = 1 << 20;
 const BLOCK_LEN_MAX: u64 = 8 << 20;
 
 /// Shortest read of a shard that is worth its own way to the disk.
-const PART_LEN: u64 = 256 << 10;
+const PART_LEN: u64 = 1 << 20;
 
 /// The bytes of a block.
 #[derive(Debug)]

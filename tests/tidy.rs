@@ -70,6 +70,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/io/cached.rs",
     "src/io/uring.rs",
     "src/device/cuda.rs",
+    "mount/src/allocator.rs",
     "mount/src/attach.rs",
     "mount/src/cmd/bench/map.rs",
 ];

@@ -128,7 +128,7 @@ Mount options:
   passthrough=auto|never
                      whether the kernel may serve whole files by itself
   cache=SIZE         memory for what was read ahead
-  readahead=SIZE     how far the kernel reads ahead (default: 4M); needs root
+  readahead=SIZE     how far the kernel reads ahead (default: 2M); needs root
   max_request=SIZE   largest read that the kernel asks for, up to 16M (default: 1M);
                      above 1M it raises a limit of the whole system, as root
   io=auto|uring|pread

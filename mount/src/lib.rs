@@ -1,6 +1,7 @@
 //! The `tensorfs` command, the mount(8) helper, and the FUSE side of tensorfs.
 
 mod access;
+mod allocator;
 mod args;
 mod assemble;
 mod attach;
@@ -27,6 +28,7 @@ pub use options::Options;
 
 /// Runs the command that the process was started as.
 pub fn main() -> ExitCode {
+    allocator::keep_small();
     if let Some(answers) = session::probe() {
         return if answers { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }

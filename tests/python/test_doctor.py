@@ -99,7 +99,7 @@ class Doctor(TestCase):
         self.assert_done(outcome)
         self.assertEqual(states(outcome)["readahead"], "degraded")
         found = {check["name"]: check["found"] for check in outcome.json()["checks"]}
-        self.assertIn("128 KiB, not 4 MiB", found["readahead"])
+        self.assertIn("128 KiB, not 2 MiB", found["readahead"])
         self.assertIn("cannot be raised", found["max_pages_limit"])
 
     @needs_root

@@ -10,7 +10,7 @@ from manifest import by_id
 from mounts import BIN, Mount, MountFailed, TestCase, needs_root, run
 
 LIMIT = Path("/proc/sys/fs/fuse/max_pages_limit")
-DEFAULT_KIB = 4096
+DEFAULT_KIB = 2048
 UNASKED_KIB = 128
 WARNING = "slower than it could be"
 
@@ -92,7 +92,7 @@ class Kernel(TestCase):
         kib, log = self.within("mount -o remount,ro,bind /sys\n")
         self.assertEqual(kib, UNASKED_KIB)
         self.assertEqual(log.count(WARNING), 1, log)
-        self.assertIn("readahead is 128 KiB, not 4 MiB", log)
+        self.assertIn("readahead is 128 KiB, not 2 MiB", log)
         self.assertIn("Read-only file system", log)
 
     @needs_root
@@ -104,7 +104,7 @@ class Kernel(TestCase):
         kib, log = self.within('mknod -m 666 "$FREE" c 10 229\nmount --bind "$FREE" /dev/fuse\n', *become)
         self.assertEqual(kib, UNASKED_KIB)
         self.assertEqual(log.count(WARNING), 1, log)
-        self.assertIn("readahead is 128 KiB, not 4 MiB", log)
+        self.assertIn("readahead is 128 KiB, not 2 MiB", log)
         self.assertIn("Permission denied", log)
 
 

@@ -76,6 +76,8 @@ struct Stream {
     began: u64,
     /// `next` when the window grew last.
     grown: u64,
+    /// Start of the tensor that its last read lies in.
+    tensor: u64,
     /// Number of the last read of it.
     last: u64,
 }
@@ -102,6 +104,10 @@ pub struct Planner {
     used: u64,
     wasted: u64,
     storm: Option<Storm>,
+    /// How often a stream went from one tensor into the next, and how often one began
+    /// somewhere else.
+    onward: u32,
+    elsewhere: u32,
 }
 
 impl Planner {
@@ -115,6 +121,8 @@ impl Planner {
             used: 0,
             wasted: 0,
             storm: None,
+            onward: 0,
+            elsewhere: 0,
         }
     }
 
@@ -179,6 +187,7 @@ impl Planner {
             }
             return at;
         }
+        self.elsewhere += u32::from(!self.streams.is_empty());
         let window = if wasteful { WINDOW_MIN } else { (self.window / 2).max(WINDOW_MIN) };
         let small = end - start < SMALL;
         let stream = Stream {
@@ -189,6 +198,7 @@ impl Planner {
             run: if small || wasteful { 0 } else { SMALL_RUN },
             began: start,
             grown: start,
+            tensor: start,
             last: reads,
         };
         if self.streams.len() < STREAMS_MAX {
@@ -208,6 +218,7 @@ impl Planner {
         tensor_at: &dyn Fn(u64) -> Range<u64>,
     ) -> Option<(StreamId, Range<u64>)> {
         let wasteful = self.is_wasteful();
+        let limit = self.limit(at, tensor_at);
         let stream = &mut self.streams[at];
         let window = stream.window.min(most);
         stream.planned = stream.planned.max(stream.next);
@@ -216,20 +227,35 @@ impl Planner {
         if stream.run < needed || stream.planned - stream.next > window / 2 {
             return None;
         }
-        let mut limit = (stream.next + window).min(self.len);
-        let tensor = tensor_at(stream.next - 1);
-        let near_end = stream.next - tensor.start >= (tensor.end - tensor.start) / 4 * 3;
-        // Whoever has read the tensor before from its start goes through them in order.
-        let in_order = || tensor.start > 0 && tensor_at(tensor.start - 1).start >= stream.began;
-        if tensor.end < limit && !near_end && !in_order() {
-            limit = tensor.end;
-        }
+        let limit = limit.min(stream.next + window);
         if limit <= stream.planned {
             return None;
         }
         let ahead = stream.planned..limit;
         stream.planned = limit;
         Some((stream.id, ahead))
+    }
+
+    /// Where reading ahead for a stream has to end.
+    fn limit(&mut self, at: usize, tensor_at: &dyn Fn(u64) -> Range<u64>) -> u64 {
+        let Stream { next, began, tensor: before, .. } = self.streams[at];
+        let tensor = tensor_at(next - 1);
+        if tensor.start > before {
+            self.streams[at].tensor = tensor.start;
+            self.onward += 1;
+        }
+        if self.onward + self.elsewhere > 64 {
+            self.onward /= 2;
+            self.elsewhere /= 2;
+        }
+        // What another reader began with has been read.
+        let others = self.streams.iter().filter(|s| s.began >= next && s.next - s.began > SLACK);
+        let limit = others.map(|s| s.began).min().unwrap_or(self.len);
+        let near_end = next - tensor.start >= (tensor.end - tensor.start) / 4 * 3;
+        // Whoever has read the tensor before from its start goes through them in order.
+        let in_order = || tensor.start > 0 && tensor_at(tensor.start - 1).start >= began;
+        let goes_on = (near_end && self.onward >= self.elsewhere) || in_order();
+        if goes_on { limit } else { limit.min(tensor.end) }
     }
 
     /// The rest of a tensor that is asked for page by page.
@@ -380,6 +406,34 @@ mod tests {
             }
         }
         assert!(planned.iter().all(|&planned| planned >= 90 * MIB), "{planned:?}");
+    }
+
+    #[test]
+    fn where_another_reader_began_there_is_nothing_to_read_ahead() {
+        let mut planner = planner();
+        let mut ahead = Vec::new();
+        for at in 0..60 {
+            ahead.extend(read(&mut planner, at * MIB, MIB, true));
+            ahead.extend(read(&mut planner, (61 + at) * MIB, MIB, true));
+        }
+        let mut ends: Vec<u64> =
+            ahead.iter().filter(|a| a.start < 61 * MIB).map(|a| a.end).collect();
+        ends.sort();
+        assert_eq!(ends.last(), Some(&(61 * MIB)));
+    }
+
+    #[test]
+    fn tensors_in_any_order_are_read_ahead_of_to_their_ends_only() {
+        let mut planner = planner();
+        let mut past = 0;
+        for tensor in [7, 3, 20, 11, 30, 1, 25, 9, 16, 5] {
+            for at in 0..64 {
+                if let Some(ahead) = read(&mut planner, (tensor * 64 + at) * MIB, MIB, true) {
+                    past += ahead.end.saturating_sub((tensor + 1) * 64 * MIB);
+                }
+            }
+        }
+        assert!(past <= 2 * WINDOW_MAX, "{past} bytes for nothing");
     }
 
     #[test]

@@ -127,7 +127,7 @@ Mount options:
   log=FILE           where the daemon logs (default: the system log)
   passthrough=auto|never
                      whether the kernel may serve whole files by itself
-  cache=SIZE         memory for what was read ahead
+  cache=SIZE         memory for what is read from the source (default: 128M)
   readahead=SIZE     how far the kernel reads ahead (default: 2M); needs root
   max_request=SIZE   largest read that the kernel asks for, up to 16M (default: 1M);
                      above 1M it raises a limit of the whole system, as root

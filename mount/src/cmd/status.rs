@@ -295,7 +295,7 @@ fn block(seen: &Seen) -> String {
         line(label, said);
     }
     line("memory", memory_text(seen));
-    for key in ["kernel", "engine"] {
+    for key in ["kernel", "engine", "assemble"] {
         for row in rows(facts.get(key).unwrap_or(&Value::Null)) {
             line(key, row);
         }

@@ -123,6 +123,8 @@ their own, with a time limit.
 As root, cold means `sync` and 3 into /proc/sys/vm/drop_caches, for the whole
 machine; --evict=fadvise leaves other files alone. Where the kernel tells what
 is cached (cachestat, Linux 6.5) each run is checked and the exceptions noted.
+Memory for the file is taken and given back before each run: hosts take free
+memory away from virtual machines, and its first use is slow.
 
 GB is 1e9 bytes. `pairs` is the median ratio of runs that followed each other;
 `noise` is the range of the real file's own runs over their median.";

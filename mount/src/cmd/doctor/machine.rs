@@ -113,7 +113,7 @@ fn cachestat(release: &str, status: &Status) -> Check {
     match version(release) {
         Some(version) if version < (6, 5) => Check::missing(
             name,
-            "too old a kernel: what is in the page cache is found out by reading",
+            "too old a kernel: mincore tells what is cached, of your own files only",
             "Linux 6.5 has it",
         ),
         Some(_) if status.is_filtered() == Some(false) => {

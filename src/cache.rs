@@ -252,6 +252,11 @@ impl Inner {
     fn admit(self: &Arc<Self>, ask: Ask) -> Option<Ask> {
         let (file, range) = (ask.file.clone(), ask.range.clone());
         let mut state = lock(&self.state);
+        // Read anew, which fails: a change must not be hidden by what was read before it.
+        for start in state.of(&file).outdated(&range) {
+            state.of(&file).blocks.remove(&start);
+            state.idle.pop(&(file.id, start));
+        }
         let covers = state.of(&file).covers(&range);
         let mut holes = Vec::new();
         for cover in &covers {
@@ -325,7 +330,7 @@ impl Inner {
                 used += fresh;
             }
             let ready = match &mut block.data {
-                Data::Ready(loaded) => {
+                Data::Ready(loaded, _) => {
                     self.counters.bytes_from_cache.add(within.len() as u64);
                     Some(loaded.clone())
                 }
@@ -381,10 +386,10 @@ impl Inner {
     /// Reads a block, and gives it to those who wait for it.
     fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, class: Class) {
         let Hole { start, plan, lease, .. } = hole;
-        let charges: Vec<(usize, u64)> =
-            plan.sources().map(|(source, len)| (key(source), len)).collect();
+        let charges: Vec<(Arc<Source>, u64)> =
+            plan.sources().map(|(source, len)| (source.clone(), len)).collect();
         let (this, of) = (self.clone(), file.clone());
-        let done = Box::new(move |outcome| this.loaded(&of, start, outcome, &charges));
+        let done = Box::new(move |outcome| this.loaded(&of, start, outcome, charges));
         let tickets = file.reader.fetch_block(&self.engine, plan, class, lease, done);
         if matches!(class, Class::Prefetch) {
             let mut state = lock(&self.state);
@@ -405,11 +410,11 @@ impl Inner {
         file: &CachedFile,
         start: u64,
         outcome: Result<Loaded>,
-        charges: &[(usize, u64)],
+        charges: Vec<(Arc<Source>, u64)>,
     ) {
         let outcome = outcome.map(Arc::new);
         let mut state = lock(&self.state);
-        state.unload(charges);
+        state.unload(&charges);
         let State { files, idle, .. } = &mut *state;
         let blocks = files.get_mut(&file.id).map(|file| &mut file.blocks);
         let Some(blocks) = blocks else { return };
@@ -418,7 +423,8 @@ impl Inner {
         let waiters = std::mem::take(waiters);
         match &outcome {
             Ok(loaded) if block.asked < block.end - start => {
-                block.data = Data::Ready(loaded.clone());
+                let sources = charges.into_iter().map(|(source, _)| source).collect();
+                block.data = Data::Ready(loaded.clone(), sources);
                 idle.put((file.id, start), Instant::now());
             }
             Ok(_) | Err(_) => drop(blocks.remove(&start)),
@@ -639,12 +645,13 @@ impl State {
         }
     }
 
-    fn unload(&mut self, charges: &[(usize, u64)]) {
+    fn unload(&mut self, charges: &[(Arc<Source>, u64)]) {
         for (source, len) in charges {
-            if let Some(under_way) = self.loading.get_mut(source) {
+            let source = key(source);
+            if let Some(under_way) = self.loading.get_mut(&source) {
                 *under_way -= len;
                 if *under_way == 0 {
-                    self.loading.remove(source);
+                    self.loading.remove(&source);
                 }
             }
         }

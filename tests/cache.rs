@@ -204,3 +204,26 @@ fn a_source_cut_short_fails_the_reads_of_it_and_no_others() {
 fn safetensors_header_len(file: &[u8]) -> u64 {
     8 + u64::from_le_bytes(*file.first_chunk().unwrap())
 }
+
+// What was read ahead was still served after the daemon had seen that its shard had changed.
+#[test]
+fn what_was_read_ahead_is_not_served_once_its_source_is_known_to_have_changed() {
+    let settings = Settings { direct: Direct::Always, ..Settings::default() };
+    let fixture = fixture(write_rows, settings);
+    let from = safetensors_header_len(&fixture.whole);
+    fixture.assert_reads(from, 1 << 20);
+    while fixture.counters.source_reads_now.get() > 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let ahead = fixture.counters.prefetched_bytes.get();
+    assert!(ahead >= 1 << 20, "{ahead} bytes were read ahead");
+    let shard = fixture._folder.path().join("model-00001-of-00003.safetensors");
+    let file = std::fs::OpenOptions::new().write(true).open(shard).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"other bytes", 2_000_000).unwrap();
+    assert!(fixture.file.reader().sources()[0].check().is_err());
+    let (send, receive) = channel();
+    let answer = move |outcome: Result<&[u8], &Error>| send.send(outcome.is_ok()).unwrap();
+    let next = from + (1 << 20);
+    fixture.cache.read(&fixture.file, next..next + 4096, Box::new(answer));
+    assert!(!receive.recv_timeout(Duration::from_secs(60)).unwrap());
+}

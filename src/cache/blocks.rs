@@ -8,6 +8,7 @@ use super::Ask;
 use crate::io::Ticket;
 use crate::prefetch::Planner;
 use crate::reader::Loaded;
+use crate::source::Source;
 
 /// The blocks of one file.
 pub(super) struct FileBlocks {
@@ -29,8 +30,8 @@ pub(super) struct Block {
 pub(super) enum Data {
     /// Being read.
     Loading { waiters: Vec<Waiter>, tickets: Vec<Ticket> },
-    /// There.
-    Ready(Arc<Loaded>),
+    /// There, read from these sources.
+    Ready(Arc<Loaded>, Vec<Arc<Source>>),
 }
 
 /// Piece number `piece` of a read waits for a block.
@@ -74,6 +75,18 @@ impl FileBlocks {
         found.map(|(_, block)| block.end)
     }
 
+    /// The starts of blocks in `range` whose bytes were read before a source of theirs changed.
+    pub(super) fn outdated(&self, range: &Range<u64>) -> Vec<u64> {
+        let before = self.blocks.range(..=range.start).next_back();
+        let first = before.map_or(range.start, |(start, _)| *start);
+        let changed = |block: &Block| match &block.data {
+            Data::Ready(_, sources) => sources.iter().any(|source| source.is_changed()),
+            Data::Loading { .. } => false,
+        };
+        let blocks = self.blocks.range(first..range.end);
+        blocks.filter(|(_, block)| changed(block)).map(|(start, _)| *start).collect()
+    }
+
     /// The blocks that hold bytes of `range`, and the holes between them, in order.
     pub(super) fn covers(&self, range: &Range<u64>) -> Vec<Cover> {
         let mut covers = Vec::new();
@@ -89,7 +102,7 @@ impl FileBlocks {
             }
             let end = block.end.min(range.end);
             let ready = match &block.data {
-                Data::Ready(loaded) => Some(loaded.clone()),
+                Data::Ready(loaded, _) => Some(loaded.clone()),
                 Data::Loading { .. } => None,
             };
             covers.push(Cover::Block(start, at..end, ready));

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -31,6 +31,10 @@ const TICK: Duration = Duration::from_millis(250);
 
 /// How long a block that nobody asks for stays.
 const IDLE_TIME: Duration = Duration::from_secs(5);
+
+/// Ticks without anything held, after which the memory goes back to the system: fresh memory
+/// costs more than keeping some for a while.
+const QUIET_TICKS: u32 = 20;
 
 /// How old a block has to be to make way for one that is read ahead.
 const STALE_TIME: Duration = Duration::from_secs(2);
@@ -54,6 +58,8 @@ struct Inner {
     started: Instant,
     next_file: AtomicU64,
     state: Mutex<State>,
+    /// Ticks since anything was held.
+    quiet: AtomicU32,
     clock: Thread,
     /// Whether the clock waits to be woken.
     clock_stands: AtomicBool,
@@ -137,6 +143,7 @@ impl Cache {
             started: Instant::now(),
             next_file: AtomicU64::new(0),
             state: Mutex::new(state),
+            quiet: AtomicU32::new(0),
             clock: clock.thread().clone(),
             clock_stands: AtomicBool::new(false),
         });
@@ -550,7 +557,17 @@ impl Inner {
         }
         self.pump();
         let state = lock(&self.state);
-        !state.queue.is_empty() || !state.idle.is_empty()
+        if !state.queue.is_empty() || !state.idle.is_empty() || self.budget.used() > 0 {
+            self.quiet.store(0, Ordering::Relaxed);
+            return true;
+        }
+        drop(state);
+        if self.quiet.fetch_add(1, Ordering::Relaxed) < QUIET_TICKS {
+            return true;
+        }
+        self.budget.trim();
+        self.quiet.store(0, Ordering::Relaxed);
+        false
     }
 
     /// Reads without blocks, on a thread of its own: what takes more memory than there is

@@ -245,6 +245,15 @@ class Stalls(Survival):
                 self.assertIn(got.errno, (0, errno.EIO, errno.ESTALE, errno.ENOENT))
                 self.assert_right(m.path / "a" / FILE, inside(2, n=2))
 
+    def test_a_file_that_cannot_be_opened_or_looked_at_fails_after_the_deadline(self):
+        for request in ("open", "getattr", "lookup"):
+            with self.subTest(request=request), FaultyMount(tree(), "io-timeout=1") as m:
+                m.faults.tell(f"stall-{request}", STALLED)
+                (got,) = read_ranges(m.path / "a" / FILE, inside(2), "random", 10)
+                self.assertNotEqual(got.errno, 0)
+                m.faults.tell("resume")
+                self.assert_right(m.path / "a" / FILE, inside(2, n=2))
+
     def test_a_checkpoint_that_stalls_while_it_is_proved_keeps_nobody_from_the_others(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", "b/*")

@@ -113,7 +113,7 @@ counters! {
     source_reads_direct,
     /// Reads of sources that failed.
     source_errors,
-    /// Reads of sources that did not come back within the deadline.
+    /// Reads of sources and other questions to them without an answer within the deadline.
     source_timeouts,
     /// Reads of sources under way now.
     source_reads_now,

@@ -136,7 +136,7 @@ Mount options:
   direct=auto|always|never
                      whether the source is read past the page cache (auto: what is
                      not in it)
-  io-timeout=SECONDS fail a read of the source that takes longer (default: 60);
+  io-timeout=SECONDS fail what the source takes longer to answer (default: 60);
                      0 waits for ever
   assemble=DIR       write files that are read often into DIR, and serve those
   assemble-size=SIZE how much DIR may hold

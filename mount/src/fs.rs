@@ -1,14 +1,13 @@
 //! The FUSE adapter: translate, call, reply.
 //!
-//! No handler waits for something that other requests can use up: a folder that has to be
-//! proved is proved on a thread of its own and answered from there. A panic in a handler is
-//! answered with EIO and does not end the thread.
+//! No handler waits: what has to ask the source is answered from another thread, with EIO where
+//! the source takes too long. A panic in a handler is answered with EIO and does not end the
+//! thread.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
@@ -21,11 +20,12 @@ use fuser::{
     ReplyXattr, Request,
 };
 use tensorfs::Error;
-use tensorfs::checkpoint::Content;
 
-use crate::access;
+use crate::asks::{Fail, Slot, guarded, offload};
+use crate::attributes;
 use crate::kernel::{Feature, Init};
-use crate::nodes::{Entry, Node, NodeKind, Nodes, OpenFile, Opened, offload};
+use crate::nodes::{Entry, Node, NodeKind, Nodes};
+use crate::open::{OpenFile, Opened};
 use crate::push::Pusher;
 use crate::service::Service;
 use crate::watch::Watcher;
@@ -39,11 +39,17 @@ const MAX_BACKGROUND: u16 = 128;
 /// Of those, so many keep it from reading further ahead.
 const CONGESTION: u16 = 96;
 
-/// Extended attribute with the source of a file.
-pub(crate) const XATTR_SOURCE: &str = "user.tensorfs.source";
+macro_rules! fail {
+    ($($reply:ty),*) => {
+        $(impl Fail for $reply {
+            fn fail(self) {
+                self.error(Errno::EIO);
+            }
+        })*
+    };
+}
 
-/// Extended attribute with the version of a file's content.
-pub(crate) const XATTR_VERSION: &str = "user.tensorfs.version";
+fail!(ReplyEntry, ReplyOpen, ReplyXattr, ReplyStatfs, ReplyDirectory, ReplyDirectoryPlus);
 
 /// What the files of a mount have in common.
 #[derive(Clone, Debug)]
@@ -72,6 +78,15 @@ struct Handle {
     opened: Arc<Opened>,
     /// Kept while the kernel serves the file by itself.
     backing: Option<Arc<BackingId>>,
+}
+
+/// A file that can be handed out.
+struct Ready {
+    opened: Arc<Opened>,
+    /// Whether what the kernel may have cached of it is still right.
+    unchanged: bool,
+    /// What the kernel may serve by itself.
+    whole: Option<Arc<File>>,
 }
 
 /// How the kernel serves an inode. It allows one way at a time, so the first open decides.
@@ -151,28 +166,39 @@ impl Shared {
         if can { Feature::On } else { Feature::Refused("the kernel is too old".to_owned()) }
     }
 
-    fn open_file(&self, ino: u64, reply: ReplyOpen) {
-        let Some(node) = self.nodes.node(ino) else { return reply.error(Errno::ESTALE) };
+    /// Opens a file. Only this part asks the source.
+    fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
         // ESTALE makes the kernel look the name up again, which finds the new file.
         if node.is_replaced() {
-            return reply.error(Errno::ESTALE);
+            return Err(Errno::ESTALE);
         }
-        let on_storm = || self.pusher.on_storm(ino);
-        let (opened, unchanged) = match node.open(&self.watcher, &self.service.cache, on_storm) {
-            Ok(opened) => opened,
-            Err(Error::Changed { .. }) => return reply.error(Errno::ESTALE),
-            Err(error) => return reply.error(logged(&error)),
-        };
-        // Taken before the lock: the source may have to be opened for it.
+        let on_storm = || self.pusher.on_storm(node.ino);
+        let opened = node.open(&self.watcher, &self.service, on_storm);
+        let (opened, unchanged) = opened.map_err(|error| match error {
+            Error::Changed { .. } => Errno::ESTALE,
+            Error::Io { .. } | Error::Refused { .. } | Error::Usage { .. } => logged(&error),
+        })?;
         let whole = match &opened.file {
             // A proved file that has changed is answered with EIO, which the kernel would not.
             OpenFile::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
                 (!source.is_changed()).then(|| source.file().ok()).flatten()
             }
-            OpenFile::Virtual(file) if unchanged => self.service.copy_of(&node, file),
+            OpenFile::Virtual(file) if unchanged => self.service.copy_of(node, file),
             OpenFile::Virtual(_) | OpenFile::Whole(_) | OpenFile::Text(_) => None,
         };
+        Ok(Ready { opened, unchanged, whole })
+    }
+
+    fn reply_open(&self, node: Arc<Node>, slot: Slot<ReplyOpen>) {
+        let ready = self.open_file(&node);
+        // Where it is too late nothing becomes of what was opened.
+        let Some(reply) = slot.take() else { return };
+        let Ready { opened, unchanged, whole } = match ready {
+            Ok(ready) => ready,
+            Err(errno) => return reply.error(errno),
+        };
+        let ino = node.ino;
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let known = match serving.get(&ino) {
             Some(Serving::ByKernel(backing)) => backing.upgrade(),
@@ -301,51 +327,26 @@ impl Shared {
         }
     }
 
-    fn source_xattr(&self, node: &Node) -> Option<String> {
-        let mut folder = self.nodes.tree().folders[node.folder].path.clone();
-        let mut member = None;
-        match &node.kind {
-            NodeKind::Folder => {
-                let tree = self.nodes.tree();
-                if tree.only.is_some() {
-                    folder = tree.source.clone();
+    /// Hands `then` the extended attributes that the caller may see.
+    fn ask_xattrs(
+        self: &Arc<Self>,
+        req: &Request,
+        ino: INodeNo,
+        reply: ReplyXattr,
+        then: impl FnOnce(&[(&'static str, String)], ReplyXattr) + Send + 'static,
+    ) {
+        guarded(|| {
+            let (shared, uid, gid) = (self.clone(), req.uid(), req.gid());
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let slot = self.service.asks.slot(&node.path, reply);
+            self.service.asks.ask(slot, move |slot| {
+                let found =
+                    attributes::of(&shared.nodes.tree(), &shared.common.view, &node, (uid, gid));
+                if let Some(reply) = slot.take() {
+                    then(&found, reply);
                 }
-            }
-            NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
-                member = checkpoint.catalog().shards.first().map(|shard| shard.name.clone());
-            }
-            NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-                member = file.name.to_str().map(str::to_owned);
-            }
-            NodeKind::File { content: Content::Text(_), .. } => {}
-        }
-        let view = &self.common.view;
-        // A path that is not UTF-8 cannot stand in JSON.
-        let folder = folder.to_str()?;
-        Some(serde_json::json!({ "source": folder, "file": member, "view": view }).to_string())
-    }
-
-    /// The extended attributes of `node` that the caller may see.
-    fn xattrs(&self, uid: u32, gid: u32, node: &Node) -> Vec<(&'static str, String)> {
-        let mut found = Vec::new();
-        let folder = self.nodes.tree().folders[node.folder].path.clone();
-        let may_read_files = || match &node.kind {
-            NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
-                let mut sources = checkpoint.sources().iter();
-                sources.all(|source| access::may_read_file(source.path(), uid, gid))
-            }
-            NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-                access::may_read_file(&file.path, uid, gid)
-            }
-            _ => true,
-        };
-        if access::may_read_folder(&folder, uid, gid) && may_read_files() {
-            found.extend(self.source_xattr(node).map(|source| (XATTR_SOURCE, source)));
-        }
-        if let NodeKind::File { version, .. } = &node.kind {
-            found.push((XATTR_VERSION, version.clone()));
-        }
-        found
+            });
+        });
     }
 }
 
@@ -396,13 +397,6 @@ fn logged_as_eio(error: &Error) -> Errno {
     Errno::EIO
 }
 
-/// Runs a handler; a panic drops its reply, which answers EIO.
-fn guarded(handler: impl FnOnce()) {
-    if catch_unwind(AssertUnwindSafe(handler)).is_err() {
-        tracing::error!("a request failed by a bug in tensorfs and was answered with EIO");
-    }
-}
-
 fn reply_xattr(value: Option<&[u8]>, size: u32, reply: ReplyXattr) {
     match value {
         None => reply.error(Errno::NO_XATTR),
@@ -444,16 +438,18 @@ impl Filesystem for TensorFs {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
             let (folder, name) = (node.folder, name.to_owned());
-            self.0.nodes.when_listed(folder, move |_| {
-                offload(move || {
-                    guarded(|| {
-                        let node = match shared.nodes.entry(folder, &name) {
-                            Entry::Found(node) => Some(node),
-                            Entry::Absent => None,
-                            Entry::Stale => shared.nodes.fresh_entry(folder, &name),
-                        };
+            let asks = shared.service.asks.clone();
+            let slot = asks.slot(&node.path.join(&name), reply);
+            self.0.nodes.when_listed(&self.0.service.asks, folder, move |_| {
+                asks.ask(slot, move |slot| {
+                    let node = match shared.nodes.entry(folder, &name) {
+                        Entry::Found(node) => Some(node),
+                        Entry::Absent => None,
+                        Entry::Stale => shared.nodes.fresh_entry(folder, &name),
+                    };
+                    if let Some(reply) = slot.take() {
                         shared.reply_entry(node.as_deref(), reply);
-                    });
+                    }
                 });
             });
         });
@@ -471,8 +467,12 @@ impl Filesystem for TensorFs {
     }
 
     fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        let shared = self.0.clone();
-        offload(move || guarded(|| shared.open_file(ino.0, reply)));
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let slot = self.0.service.asks.slot(&node.path, reply);
+            self.0.service.asks.ask(slot, move |slot| shared.reply_open(node, slot));
+        });
     }
 
     fn read(
@@ -536,8 +536,6 @@ impl Filesystem for TensorFs {
                     self.0.closed_by_us(handle.node.ino);
                 }
             }
-            // Closing files may wait for the source.
-            drop(handle);
             reply.ok();
         });
     }
@@ -548,12 +546,14 @@ impl Filesystem for TensorFs {
         ino: INodeNo,
         _fh: FileHandle,
         offset: u64,
-        mut reply: ReplyDirectory,
+        reply: ReplyDirectory,
     ) {
         guarded(|| {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            self.0.nodes.when_listed(node.folder, move |nodes| {
+            let slot = self.0.service.asks.slot(&node.path, reply);
+            self.0.nodes.when_listed(&self.0.service.asks, node.folder, move |nodes| {
+                let Some(mut reply) = slot.take() else { return };
                 for (at, name, node) in entries(nodes, &node, offset) {
                     let kind = attr_of(&shared.common, &node).kind;
                     if reply.add(INodeNo(node.ino), at, kind, name) {
@@ -571,12 +571,14 @@ impl Filesystem for TensorFs {
         ino: INodeNo,
         _fh: FileHandle,
         offset: u64,
-        mut reply: ReplyDirectoryPlus,
+        reply: ReplyDirectoryPlus,
     ) {
         guarded(|| {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            self.0.nodes.when_listed(node.folder, move |nodes| {
+            let slot = self.0.service.asks.slot(&node.path, reply);
+            self.0.nodes.when_listed(&self.0.service.asks, node.folder, move |nodes| {
+                let Some(mut reply) = slot.take() else { return };
                 for (at, name, node) in entries(nodes, &node, offset) {
                     let attr = attr_of(&shared.common, &node);
                     if reply.add(attr.ino, at, name, &TTL, &attr, Generation(0)) {
@@ -593,44 +595,36 @@ impl Filesystem for TensorFs {
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let shared = self.0.clone();
-        offload(move || {
-            guarded(|| match nix::sys::statvfs::statvfs(&shared.common.source) {
-                Ok(fs) => {
-                    // Nothing can be written, so nothing is free.
-                    let frsize = fs.fragment_size();
-                    reply.statfs(fs.blocks(), 0, 0, fs.files(), 0, 4096, 255, frsize as u32);
+        guarded(|| {
+            let source = self.0.common.source.clone();
+            let slot = self.0.service.asks.slot(&source, reply);
+            self.0.service.asks.ask(slot, move |slot| {
+                let found = nix::sys::statvfs::statvfs(&source);
+                let Some(reply) = slot.take() else { return };
+                match found {
+                    Ok(fs) => {
+                        // Nothing can be written, so nothing is free.
+                        let frsize = fs.fragment_size();
+                        reply.statfs(fs.blocks(), 0, 0, fs.files(), 0, 4096, 255, frsize as u32);
+                    }
+                    Err(_) => reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
                 }
-                Err(_) => reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
             });
         });
     }
 
     fn getxattr(&self, req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        let (shared, uid, gid, name) = (self.0.clone(), req.uid(), req.gid(), name.to_owned());
-        offload(move || {
-            guarded(|| {
-                let Some(node) = shared.nodes.node(ino.0) else {
-                    return reply.error(Errno::ESTALE);
-                };
-                let found = shared.xattrs(uid, gid, &node);
-                let value = found.iter().find(|(key, _)| name == *key).map(|(_, v)| v.as_bytes());
-                reply_xattr(value, size, reply);
-            });
+        let name = name.to_owned();
+        self.0.ask_xattrs(req, ino, reply, move |found, reply| {
+            let value = found.iter().find(|(key, _)| name == *key).map(|(_, v)| v.as_bytes());
+            reply_xattr(value, size, reply);
         });
     }
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let (shared, uid, gid) = (self.0.clone(), req.uid(), req.gid());
-        offload(move || {
-            guarded(|| {
-                let Some(node) = shared.nodes.node(ino.0) else {
-                    return reply.error(Errno::ESTALE);
-                };
-                let found = shared.xattrs(uid, gid, &node);
-                let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
-                reply_xattr(Some(names.as_bytes()), size, reply);
-            });
+        self.0.ask_xattrs(req, ino, reply, move |found, reply| {
+            let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
+            reply_xattr(Some(names.as_bytes()), size, reply);
         });
     }
 }

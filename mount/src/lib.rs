@@ -3,8 +3,10 @@
 mod access;
 mod allocator;
 mod args;
+mod asks;
 mod assemble;
 mod attach;
+mod attributes;
 mod cmd;
 mod control;
 mod daemon;
@@ -14,6 +16,7 @@ mod log;
 mod mount_helper;
 mod mountinfo;
 mod nodes;
+mod open;
 mod options;
 mod push;
 mod service;

@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{
@@ -15,15 +14,14 @@ use std::sync::{
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
-use tensorfs::cache::{Cache, CachedFile, OnStorm};
+use tensorfs::Result;
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Shown, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::format::{manifest, names};
-use tensorfs::reader::Reader;
-use tensorfs::source::{Identity, Pin, Source};
-use tensorfs::{Error, Result};
+use tensorfs::source::Identity;
 
-use crate::watch::{Watched, Watcher};
+use crate::asks::Asks;
+use crate::open::Opened;
 
 /// Inode number of the root.
 pub(crate) const ROOT: u64 = 1;
@@ -68,50 +66,6 @@ pub(crate) enum NodeKind {
     },
 }
 
-/// A file as all who have it open share it. Its sources stay open as long.
-pub(crate) struct Opened {
-    /// What is read.
-    pub(crate) file: OpenFile,
-    // Dropped before the pins: a watch must not open again what they close.
-    _watched: Watched,
-    _pins: Vec<Pin>,
-}
-
-impl std::fmt::Debug for Opened {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.file.sources().fmt(f)
-    }
-}
-
-/// A file that can be read.
-#[derive(Clone)]
-pub(crate) enum OpenFile {
-    /// The tensors of a checkpoint as one file.
-    Virtual(Arc<CachedFile>),
-    /// A file of the source as it is.
-    Whole(Arc<CachedFile>),
-    /// Text made here.
-    Text(Arc<[u8]>),
-}
-
-impl OpenFile {
-    /// The file in the cache, but for text.
-    pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
-        match self {
-            OpenFile::Virtual(file) | OpenFile::Whole(file) => Some(file),
-            OpenFile::Text(_) => None,
-        }
-    }
-
-    /// The source files that its bytes come from.
-    pub(crate) fn sources(&self) -> &[Arc<Source>] {
-        match self {
-            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.reader().sources(),
-            OpenFile::Text(_) => &[],
-        }
-    }
-}
-
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 
@@ -135,6 +89,23 @@ enum Progress {
     Proved,
 }
 
+/// The proof of a family. Where it ends without an outcome, by a panic or for want of a thread,
+/// those who wait for it are dropped, which answers EIO, and the next look tries again.
+struct Proving {
+    nodes: Arc<Nodes>,
+    head: FolderId,
+}
+
+impl Drop for Proving {
+    fn drop(&mut self) {
+        let mut progress = lock(&self.nodes.progress);
+        let Some(state @ Progress::Proving(_)) = progress.get_mut(&self.head) else { return };
+        let waiters = std::mem::replace(state, Progress::Unproved);
+        drop(progress);
+        drop(waiters);
+    }
+}
+
 /// What a name in a folder stands for.
 #[derive(Debug)]
 pub(crate) enum Entry {
@@ -149,8 +120,10 @@ pub(crate) enum Entry {
 /// All nodes of a mount.
 pub(crate) struct Nodes {
     tree: RwLock<Arc<Tree>>,
-    /// Held while replaced files are looked at again.
-    refresh: Mutex<()>,
+    /// By the folder at the top of a family: held while its replaced files are looked at again.
+    refresh: Vec<Mutex<()>>,
+    /// Held while what was looked at again becomes part of the tree; never asks the source.
+    renewing: Mutex<()>,
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
     /// Folder nodes by folder.
     folders: Vec<Arc<Node>>,
@@ -172,7 +145,8 @@ impl Nodes {
         let listings = vec![None; folders.len()];
         Nodes {
             tree: RwLock::new(Arc::new(tree)),
-            refresh: Mutex::new(()),
+            refresh: folders.iter().map(|_| Mutex::default()).collect(),
+            renewing: Mutex::default(),
             by_ino: RwLock::new(by_ino),
             folders,
             listings: RwLock::new(listings),
@@ -204,6 +178,7 @@ impl Nodes {
     /// that a folder that takes long to prove keeps no other request waiting.
     pub(crate) fn when_listed(
         self: &Arc<Self>,
+        asks: &Asks,
         folder: FolderId,
         then: impl FnOnce(&Nodes) + Send + 'static,
     ) {
@@ -221,30 +196,12 @@ impl Nodes {
             state @ Progress::Unproved => {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
-                let nodes = self.clone();
-                if !offload(move || nodes.prove_or_fail(head)) {
-                    self.give_up(head);
-                }
+                let proving = Proving { nodes: self.clone(), head };
+                asks.later(&self.folders[head].path, move || {
+                    log_refusals(proving.nodes.prove(proving.head));
+                });
             }
         }
-    }
-
-    /// Proves a family for those who wait for it. After a panic their replies are dropped, which
-    /// answers EIO, and the next look tries again.
-    fn prove_or_fail(&self, head: FolderId) {
-        match catch_unwind(AssertUnwindSafe(|| self.prove(head))) {
-            Ok(outcomes) => log_refusals(outcomes),
-            Err(_) => {
-                tracing::error!("a folder could not be proved because of a bug in tensorfs");
-                self.give_up(head);
-            }
-        }
-    }
-
-    /// Drops those who wait for the proof of a family; the next look tries again.
-    fn give_up(&self, head: FolderId) {
-        let waiters = lock(&self.progress).insert(head, Progress::Unproved);
-        drop(waiters);
     }
 
     /// Proves a family and lists its folders, then lets all who wait for it go on. Returns the
@@ -364,18 +321,16 @@ impl Nodes {
     /// Proves the family of `folder` again, from what stands in the source now, if `name` is
     /// stale; then the entry.
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
-        let _one_at_a_time = lock(&self.refresh);
         let listing = self.listing(folder)?;
         if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
             return if node.is_replaced() { self.renew(folder, name) } else { Some(node) };
         }
+        let head = self.tree().family_of(folder);
+        let _one_at_a_time = lock(&self.refresh[head]);
+        let listing = self.listing(folder)?;
         let replaced = find(&listing, name).is_some_and(|node| node.is_replaced());
         if replaced || self.tree().differs(folder) {
-            // The source is asked without a lock on the tree, which every request needs.
-            let mut tree = Tree::clone(&self.tree());
-            let head = tree.family_of(folder);
-            tree.look_again(head);
-            *write(&self.tree) = Arc::new(tree);
+            self.look_again(head);
             tracing::info!("files were replaced in the source; proving them again");
             log_refusals(self.prove(head));
         }
@@ -385,19 +340,35 @@ impl Nodes {
 }
 
 impl Nodes {
+    /// Looks again at the files of a family. Others go on meanwhile: the source is asked without
+    /// a lock on the tree, and they may look at families of theirs.
+    fn look_again(&self, head: FolderId) {
+        let mut looked = Tree::clone(&self.tree());
+        looked.look_again(head);
+        let _one_at_a_time = lock(&self.renewing);
+        let mut tree = Tree::clone(&self.tree());
+        for id in tree.family(head) {
+            std::mem::swap(&mut tree.folders[id], &mut looked.folders[id]);
+        }
+        *write(&self.tree) = Arc::new(tree);
+    }
+
     /// A new node for a file that is no part of a checkpoint, and was replaced.
     fn renew(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let tree = self.tree();
         let file = tree.file_now(folder, name)?;
         let content = Content::Whole { file, proved: None };
         let node = file_node(&tree, folder, Shown { name: name.to_owned(), content });
-        let mut shown: Listing = self.listing(folder)?.to_vec();
-        let entry = shown.iter_mut().find(|(other, _)| other == name)?;
         let node = self.registered(node);
-        let old = std::mem::replace(&mut entry.1, node.clone());
-        if let Some(listed) = &mut write(&self.listings)[folder] {
+        let old = {
+            let mut listings = write(&self.listings);
+            let listed = listings[folder].as_mut()?;
+            let mut shown: Listing = listed.entries.to_vec();
+            let entry = shown.iter_mut().find(|(other, _)| other == name)?;
+            let old = std::mem::replace(&mut entry.1, node.clone());
             listed.entries = Arc::new(shown);
-        }
+            old
+        };
         if !Arc::ptr_eq(&old, &node) {
             old.listed.store(false, Ordering::Relaxed);
             self.drop_if_unused(&old);
@@ -442,17 +413,6 @@ fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     lock.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` on a thread of its own: what may wait for the source must not keep a thread that
-/// takes requests. Where no thread can be had it is dropped, which answers its request with EIO;
-/// returns whether it runs.
-pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
-    let started = std::thread::Builder::new().name("offload".to_owned()).spawn(work);
-    if let Err(e) = &started {
-        tracing::error!("cannot start a thread: {e}");
-    }
-    started.is_ok()
-}
-
 fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
     let at = listing.binary_search_by(|(other, _)| other.as_os_str().cmp(name)).ok()?;
     Some(listing[at].1.clone())
@@ -492,51 +452,6 @@ impl Node {
         *lock(&self.mtime)
     }
 
-    /// Opens the file for reading, once for all who have it open; `watcher` watches its
-    /// sources as long. Also returns whether what the kernel may have cached of it is still right.
-    ///
-    /// # Errors
-    /// `Error::Changed` where another file stands in its place.
-    pub(crate) fn open(
-        &self,
-        watcher: &Arc<Watcher>,
-        cache: &Cache,
-        on_storm: impl FnOnce() -> OnStorm,
-    ) -> Result<(Arc<Opened>, bool)> {
-        let NodeKind::File { content, open, last, .. } = &self.kind else {
-            return Err(Error::usage("a folder cannot be read"));
-        };
-        // Held while the file is opened, so that it is opened and watched once.
-        let mut shared = lock(open);
-        // A plain file may be written to: who opens it afterwards gets the new bytes, even while
-        // somebody still has the old ones open.
-        let plain = matches!(content, Content::Whole { proved: None, .. });
-        let usable = |opened: &Arc<Opened>| {
-            !plain || opened.file.sources().iter().all(|source| source.check().is_ok())
-        };
-        let opened = match shared.upgrade().filter(usable) {
-            Some(opened) => opened,
-            None => {
-                let file = open_file(content, cache, on_storm)?;
-                let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
-                let _watched = watcher.watch(self.ino, file.sources());
-                let opened = Arc::new(Opened { file, _watched, _pins: pins });
-                *shared = Arc::downgrade(&opened);
-                opened
-            }
-        };
-        drop(shared);
-        let mut unchanged = true;
-        for source in opened.file.sources() {
-            unchanged &= source.check().is_ok();
-        }
-        if let OpenFile::Whole(file) = &opened.file {
-            let now = file.reader().sources()[0].identity();
-            unchanged &= lock(last).replace(now).is_none_or(|before| before == now);
-        }
-        Ok((opened, unchanged))
-    }
-
     /// Whether it is a file of the source that no checkpoint depends on.
     fn is_plain(&self) -> bool {
         let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
@@ -562,29 +477,6 @@ impl Node {
             Content::Text(_) => false,
         }
     }
-}
-
-fn open_file(
-    content: &Content,
-    cache: &Cache,
-    on_storm: impl FnOnce() -> OnStorm,
-) -> Result<OpenFile> {
-    let whole = |source| OpenFile::Whole(cache.open(Reader::whole(source), None));
-    Ok(match content {
-        Content::Virtual(checkpoint) => {
-            OpenFile::Virtual(cache.open(Reader::open(checkpoint)?, Some(on_storm())))
-        }
-        Content::Whole { proved: Some(source), .. } => whole(source.clone()),
-        Content::Whole { file, proved: None } => {
-            let source = Source::open(&file.path)?;
-            if !source.identity().same_bytes(&file.identity) {
-                let detail = "was replaced since it was looked at".to_owned();
-                return Err(Error::Changed { path: file.path.clone(), detail });
-            }
-            whole(source)
-        }
-        Content::Text(text) => OpenFile::Text(text.clone()),
-    })
 }
 
 fn folder_node(tree: &Tree, id: FolderId) -> Node {

@@ -14,6 +14,7 @@ use tensorfs::checkpoint::Content;
 use tensorfs::counters::Counters;
 use tensorfs::io::{Budget, Engine, Settings};
 
+use crate::asks::Asks;
 use crate::assemble::Assembler;
 use crate::kernel::{Init, Report};
 use crate::nodes::{Node, NodeKind};
@@ -30,6 +31,8 @@ const FILES_SHOWN: usize = 20;
 pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
     pub(crate) cache: Cache,
+    /// What the source is asked for besides reads.
+    pub(crate) asks: Asks,
     engine: Engine,
     /// Writes hot virtual files as real ones.
     pub(crate) assembler: Option<Assembler>,
@@ -86,7 +89,9 @@ impl Service {
         let engine = Engine::start(settings, counters.clone());
         let budget = Budget::new(limit, counters.clone());
         let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout);
-        let cache = cache.map_err(|e| format!("cannot start a thread: {e}"))?;
+        let no_thread = |e| format!("cannot start a thread: {e}");
+        let cache = cache.map_err(no_thread)?;
+        let asks = Asks::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
         let seconds = options.io_timeout.map(|timeout: Duration| timeout.as_secs_f64());
         let mut shown = view.clone();
         if let Some(shown) = shown.as_object_mut() {
@@ -99,6 +104,7 @@ impl Service {
         Ok(Arc::new(Service {
             counters,
             cache,
+            asks,
             engine,
             assembler,
             options: shown,

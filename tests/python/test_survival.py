@@ -254,6 +254,22 @@ class Stalls(Survival):
                 m.faults.tell("resume")
                 self.assert_right(m.path / "a" / FILE, inside(2, n=2))
 
+    def test_readers_that_cannot_open_a_stalled_file_do_not_pile_up_in_the_daemon(self):
+        with FaultyMount(tree(), "io-timeout=1") as m:
+            path = m.path / "a" / FILE
+            before = Held.by(m).threads
+            m.faults.tell("stall-open", STALLED)
+            self.assert_timed_out(read_ranges(path, inside(2, n=32), "random", 20), 1)
+            for _ in range(3):
+                # The source holds enough threads now, and nobody has to wait again.
+                found = read_ranges(path, inside(2, n=32), "random", 3)
+                self.assertEqual({got.errno for got in found}, {errno.EIO})
+                self.assertLess(Held.by(m).threads, before + 16)
+            self.assertEqual(m.log().count("the source has not answered"), 1)
+            m.faults.tell("resume")
+            wait_until(lambda: os.path.exists(path), 5, "the file is shown again")
+            self.assert_right(path, inside(2, n=2))
+
     def test_a_checkpoint_that_stalls_while_it_is_proved_keeps_nobody_from_the_others(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", "b/*")

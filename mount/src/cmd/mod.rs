@@ -22,7 +22,7 @@ use tensorfs::error::shown_path;
 
 use crate::args::{self, Cli, Command};
 use crate::options::Options;
-use crate::{daemon, fs, log, mountinfo};
+use crate::{attributes, daemon, log, mountinfo};
 
 /// Why a command did not do what it was asked for.
 pub(crate) enum Failure {
@@ -169,7 +169,7 @@ pub(crate) fn behind_mount(path: &Path) -> Option<Behind> {
     if !mountinfo::is_on_ours(path) {
         return None;
     }
-    let json = xattr::get(path, fs::XATTR_SOURCE).ok()??;
+    let json = xattr::get(path, attributes::XATTR_SOURCE).ok()??;
     let json: Value = serde_json::from_slice(&json).ok()?;
     let mut source = PathBuf::from(json.get("source")?.as_str()?);
     if let Some(file) = json.get("file").and_then(Value::as_str) {

@@ -1,0 +1,451 @@
+//! What is asked of the source, which may never answer: each question on a thread of its own,
+//! with a deadline for whoever waits for the reply.
+//!
+//! A thread that the source holds cannot be called back. It is left to finish, and what it
+//! finds out too late is thrown away. How many there are is bounded, for each file and in all:
+//! what finds no thread waits in a queue, until its deadline like everything else, and where
+//! all of them are held past their deadlines it fails at once.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tensorfs::counters::Counters;
+use tensorfs::error::shown_path;
+
+/// Most threads that ask about one file: one that stalls takes no more.
+const PLACE_MAX: usize = 4;
+
+/// Most threads in all.
+const THREADS_MAX: usize = 64;
+
+/// Stalls remembered, so that each is logged once.
+const TOLD_MAX: usize = 1024;
+
+/// A reply that can say that there is no answer.
+pub(crate) trait Fail: Send + 'static {
+    /// Replies with an error.
+    fn fail(self);
+}
+
+/// The questions of one mount.
+#[derive(Clone)]
+pub(crate) struct Asks(Arc<Inner>);
+
+struct Inner {
+    timeout: Option<Duration>,
+    counters: Arc<Counters>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    /// Replies with a deadline, by number: the first one is due first.
+    due: BTreeMap<u64, Due>,
+    /// Whether the timer sleeps until it is called.
+    parked: bool,
+    threads: usize,
+    /// By what they ask about.
+    places: HashMap<PathBuf, Threads>,
+    /// Numbers of replies that have failed, and whose threads are still held.
+    late: BTreeSet<u64>,
+    queue: VecDeque<Job>,
+    /// What has met its deadline, and no other answer since.
+    told: BTreeSet<PathBuf>,
+}
+
+/// Threads that ask about one file.
+#[derive(Default)]
+struct Threads {
+    all: usize,
+    /// Those past their deadline.
+    late: usize,
+}
+
+struct Due {
+    at: Instant,
+    /// Whether a thread asks for it.
+    asked: bool,
+    place: PathBuf,
+    reply: Arc<dyn Late>,
+}
+
+struct Job {
+    place: PathBuf,
+    /// Number of the reply, where somebody waits.
+    number: Option<u64>,
+    work: Box<dyn FnOnce() + Send>,
+}
+
+/// A reply that may have been given already.
+trait Late: Send + Sync {
+    /// Fails it; returns whether it was still to be given.
+    fn fail(&self) -> bool;
+}
+
+impl<R: Fail> Late for Mutex<Option<R>> {
+    fn fail(&self) -> bool {
+        let reply = lock(self).take();
+        reply.map(Fail::fail).is_some()
+    }
+}
+
+/// A reply until it is given or its deadline has passed.
+pub(crate) struct Slot<R: Fail> {
+    asks: Asks,
+    number: u64,
+    place: PathBuf,
+    reply: Arc<Mutex<Option<R>>>,
+}
+
+impl<R: Fail> Slot<R> {
+    /// The reply, unless it is too late.
+    pub(crate) fn take(self) -> Option<R> {
+        lock(&self.reply).take()
+    }
+}
+
+impl<R: Fail> Drop for Slot<R> {
+    fn drop(&mut self) {
+        let mut state = self.asks.lock();
+        let due = state.due.remove(&self.number);
+        if due.is_some() && !state.told.is_empty() {
+            state.told.remove(&self.place);
+        }
+        drop(state);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a handler; a panic drops its reply, which answers EIO.
+pub(crate) fn guarded(handler: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(handler)).is_err() {
+        tracing::error!("a request failed by a bug in tensorfs and was answered with EIO");
+    }
+}
+
+/// Runs `work`, which does not ask the source but may wait, on a thread of its own. Where none
+/// can be had it is dropped; returns whether it runs.
+pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
+    let thread = std::thread::Builder::new().name("offload".to_owned());
+    let started = thread.spawn(move || guarded(work));
+    if let Err(e) = &started {
+        tracing::error!("cannot start a thread: {e}");
+    }
+    started.is_ok()
+}
+
+impl Asks {
+    /// Starts the thread that keeps the deadlines.
+    ///
+    /// # Errors
+    /// Where no thread can be started.
+    pub(crate) fn start(
+        timeout: Option<Duration>,
+        counters: Arc<Counters>,
+    ) -> std::io::Result<Asks> {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let asks = Asks(Arc::new(Inner { timeout, counters, state, changed }));
+        if let Some(timeout) = timeout {
+            let asks = asks.clone();
+            let keep = move || asks.keep_deadlines(timeout);
+            std::thread::Builder::new().name("deadlines".to_owned()).spawn(keep)?;
+        }
+        Ok(asks)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.0.state)
+    }
+
+    /// A reply to a question about `place`, a path in the mount. Its deadline begins now.
+    pub(crate) fn slot<R: Fail>(&self, place: &Path, reply: R) -> Slot<R> {
+        let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some(reply))));
+        let mut state = self.lock();
+        let number = state.next;
+        state.next += 1;
+        if let Some(timeout) = self.0.timeout {
+            let at = Instant::now() + timeout;
+            let due = Due { at, asked: false, place: place.clone(), reply: reply.clone() };
+            state.due.insert(number, due);
+            if std::mem::take(&mut state.parked) {
+                self.0.changed.notify_one();
+            }
+        }
+        drop(state);
+        Slot { asks: self.clone(), number, place, reply }
+    }
+
+    /// Runs `work`, which asks the source for a reply, on a thread of its own, and not at all
+    /// once it is too late. Where no thread can be had the reply fails.
+    pub(crate) fn ask<R: Fail>(&self, slot: Slot<R>, work: impl FnOnce(Slot<R>) + Send + 'static) {
+        let (place, number) = (slot.place.clone(), Some(slot.number));
+        self.run(Job { place, number, work: Box::new(move || work(slot)) });
+    }
+
+    /// Likewise what nobody waits for: it is done however late.
+    pub(crate) fn later(&self, place: &Path, work: impl FnOnce() + Send + 'static) {
+        self.run(Job { place: place.to_owned(), number: None, work: Box::new(work) });
+    }
+
+    fn run(&self, job: Job) {
+        let mut state = self.lock();
+        if let Some(number) = job.number.filter(|_| self.0.timeout.is_some()) {
+            let gone = !state.due.contains_key(&number);
+            if gone || state.is_stuck(&job.place) {
+                let due = state.due.remove(&number);
+                drop(state);
+                if let Some(due) = due {
+                    due.reply.fail();
+                }
+                return;
+            }
+        }
+        if !state.has_room(&job.place) {
+            return state.queue.push_back(job);
+        }
+        state.begin(&job);
+        drop(state);
+        let (asks, number, place) = (self.clone(), job.number, job.place.clone());
+        let thread = std::thread::Builder::new().name("ask".to_owned());
+        if let Err(e) = thread.spawn(move || asks.work(job)) {
+            tracing::error!("cannot start a thread: {e}");
+            self.give_up(number, place);
+        }
+    }
+
+    /// Drops what now has room, because no thread can be had for it.
+    fn give_up(&self, mut number: Option<u64>, mut place: PathBuf) {
+        loop {
+            let next = self.lock().ended(number, &place);
+            let Some(job) = next else { return };
+            (number, place) = (job.number, job.place.clone());
+        }
+    }
+
+    /// A thread: does `job` and then what has waited for one.
+    fn work(&self, job: Job) {
+        let mut next = Some(job);
+        while let Some(Job { place, number, work }) = next {
+            guarded(work);
+            next = self.lock().ended(number, &place);
+        }
+    }
+
+    /// The timer: fails the replies that are due.
+    fn keep_deadlines(&self, timeout: Duration) {
+        let mut state = self.lock();
+        loop {
+            let now = Instant::now();
+            state = match state.due.first_key_value().map(|(_, due)| due.at) {
+                None => {
+                    state.parked = true;
+                    self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+                }
+                Some(at) if at > now => {
+                    let waited = self.0.changed.wait_timeout(state, at - now);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                Some(_) => {
+                    let (late, unasked) = state.expired(now);
+                    drop(state);
+                    late.into_iter().for_each(|due| self.fail(due, timeout));
+                    drop(unasked);
+                    self.lock()
+                }
+            };
+        }
+    }
+
+    fn fail(&self, due: Due, timeout: Duration) {
+        if !due.reply.fail() {
+            return;
+        }
+        self.0.counters.source_timeouts.add(1);
+        let mut state = self.lock();
+        if state.told.len() < TOLD_MAX && state.told.insert(due.place.clone()) {
+            drop(state);
+            let root = due.place.as_os_str().is_empty();
+            let path = shown_path(if root { Path::new(".") } else { &due.place });
+            let seconds = timeout.as_secs_f64();
+            tracing::error!("{path}: the source has not answered within {seconds} seconds");
+        }
+    }
+}
+
+impl State {
+    fn has_room(&self, place: &Path) -> bool {
+        self.threads < THREADS_MAX
+            && self.places.get(place).is_none_or(|threads| threads.all < PLACE_MAX)
+    }
+
+    /// Whether the source holds all the threads that could ask about `place`.
+    fn is_stuck(&self, place: &Path) -> bool {
+        self.late.len() >= THREADS_MAX
+            || self.places.get(place).is_some_and(|threads| threads.late >= PLACE_MAX)
+    }
+
+    fn begin(&mut self, job: &Job) {
+        self.threads += 1;
+        self.places.entry(job.place.clone()).or_default().all += 1;
+        if let Some(due) = job.number.and_then(|number| self.due.get_mut(&number)) {
+            due.asked = true;
+        }
+    }
+
+    /// Notes that the thread of a job is done with it, and gives it the next that has room.
+    fn ended(&mut self, number: Option<u64>, place: &Path) -> Option<Job> {
+        let was_late = number.is_some_and(|number| self.late.remove(&number));
+        self.threads -= 1;
+        if let Some(threads) = self.places.get_mut(place) {
+            threads.all -= 1;
+            threads.late -= usize::from(was_late);
+            if threads.all == 0 {
+                self.places.remove(place);
+            }
+        }
+        let at = self.queue.iter().position(|job| self.has_room(&job.place))?;
+        let job = self.queue.remove(at)?;
+        self.begin(&job);
+        Some(job)
+    }
+
+    /// Takes out what is due, and the jobs that nobody waits for any more. Neither may be
+    /// dropped under the lock, which they take.
+    fn expired(&mut self, now: Instant) -> (Vec<Due>, Vec<Job>) {
+        let mut late = Vec::new();
+        while let Some(first) = self.due.first_entry().filter(|first| first.get().at <= now) {
+            let (number, due) = first.remove_entry();
+            if due.asked {
+                self.late.insert(number);
+                self.places.entry(due.place.clone()).or_default().late += 1;
+            }
+            late.push(due);
+        }
+        let waits = |job: &Job| job.number.is_none_or(|number| self.due.contains_key(&number));
+        let (queue, unasked) = std::mem::take(&mut self.queue).into_iter().partition(waits);
+        self.queue = queue;
+        (late, unasked.into_iter().collect::<Vec<_>>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    /// Sends whether it was answered.
+    struct Answer(Sender<bool>);
+
+    impl Fail for Answer {
+        fn fail(self) {
+            let _ = self.0.send(false);
+        }
+    }
+
+    const TIMEOUT: Duration = Duration::from_millis(300);
+
+    fn asks() -> (Asks, Arc<Counters>) {
+        let counters = Arc::new(Counters::default());
+        (Asks::start(Some(TIMEOUT), counters.clone()).unwrap(), counters)
+    }
+
+    /// Asks about `place` a source that answers once `held` is dropped.
+    fn ask(asks: &Asks, place: &str, held: &Arc<Mutex<()>>) -> Receiver<bool> {
+        let (send, receive) = channel();
+        let slot = asks.slot(Path::new(place), Answer(send));
+        let held = held.clone();
+        asks.ask(slot, move |slot| {
+            drop(lock(&held));
+            if let Some(Answer(send)) = slot.take() {
+                let _ = send.send(true);
+            }
+        });
+        receive
+    }
+
+    fn wait_for(condition: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !condition() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_reply_in_time_is_given_and_one_that_is_late_fails_once() {
+        let (asks, counters) = asks();
+        let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
+        assert!(ask(&asks, "a", &free).recv().unwrap());
+        let held = lock(&stalled);
+        let start = Instant::now();
+        let late = ask(&asks, "b", &stalled);
+        assert!(!late.recv().unwrap());
+        assert!(start.elapsed() >= TIMEOUT);
+        assert_eq!(counters.source_timeouts.get(), 1);
+        drop(held);
+        // The sender is gone, and has sent nothing more.
+        assert!(late.recv().is_err());
+        wait_for(|| asks.lock().threads == 0);
+        assert!(ask(&asks, "b", &stalled).recv().unwrap());
+        assert!(asks.lock().told.is_empty());
+    }
+
+    #[test]
+    fn a_place_that_stalls_takes_few_threads_and_keeps_no_other_waiting() {
+        let (asks, counters) = asks();
+        let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
+        let held = lock(&stalled);
+        let late: Vec<_> = (0..50).map(|_| ask(&asks, "b", &stalled)).collect();
+        let start = Instant::now();
+        assert!(ask(&asks, "a", &free).recv().unwrap());
+        assert!(start.elapsed() < TIMEOUT);
+        assert!(late.iter().all(|late| !late.recv().unwrap()));
+        assert_eq!(counters.source_timeouts.get(), 50);
+        wait_for(|| asks.lock().queue.is_empty());
+        assert_eq!(asks.lock().threads, PLACE_MAX);
+        // From now on nobody waits for it.
+        let start = Instant::now();
+        assert!(!ask(&asks, "b", &stalled).recv().unwrap());
+        assert!(start.elapsed() < TIMEOUT);
+        assert_eq!(asks.lock().threads, PLACE_MAX);
+        drop(held);
+        wait_for(|| asks.lock().threads == 0);
+        assert!(asks.lock().places.is_empty() && asks.lock().late.is_empty());
+    }
+
+    #[test]
+    fn threads_are_bounded_and_what_waits_for_one_gets_it_or_fails() {
+        let (asks, _) = asks();
+        let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
+        let held = lock(&stalled);
+        let places = (0..THREADS_MAX).map(|n| ask(&asks, &n.to_string(), &stalled));
+        let late: Vec<_> = places.collect();
+        let (send, done) = channel();
+        asks.later(Path::new("proof"), move || send.send(()).unwrap());
+        assert!(!ask(&asks, "a", &free).recv().unwrap());
+        assert!(late.iter().all(|late| !late.recv().unwrap()));
+        assert_eq!(asks.lock().threads, THREADS_MAX);
+        assert!(done.try_recv().is_err());
+        drop(held);
+        done.recv().unwrap();
+        assert!(ask(&asks, "a", &free).recv().unwrap());
+    }
+
+    #[test]
+    fn a_panic_ends_neither_the_count_nor_those_who_wait() {
+        let (asks, _) = asks();
+        for _ in 0..PLACE_MAX + 1 {
+            asks.later(Path::new("a"), || panic!("on purpose"));
+        }
+        wait_for(|| asks.lock().threads == 0 && asks.lock().queue.is_empty());
+    }
+}

@@ -17,6 +17,9 @@ pub(crate) type Store = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Sen
 /// Makes the kernel forget what it has cached of an inode.
 pub(crate) type Forget = Box<dyn Fn(u64) + Send>;
 
+/// Looks whether the sources of an inode have changed, and then makes the kernel forget it.
+pub(crate) type Look = Box<dyn Fn(u64) + Send>;
+
 /// Bytes put into the page cache at a time.
 const STEP: u64 = 1 << 20;
 
@@ -65,14 +68,18 @@ impl Tasks {
         counters: Arc<Counters>,
         store: Store,
         forget: Forget,
+        look: Look,
     ) -> std::io::Result<()> {
         let run = move || {
             while let Ok(task) = self.0.recv() {
                 let Some(file) = task.file.upgrade() else { continue };
                 push(&cache, &counters, &file, &task, &store);
-                // What changed since it was read must not stay.
-                if file.reader().sources().iter().any(|source| source.check().is_err()) {
+                // What changed since it was read must not stay. Whether it has may take long to
+                // find out, and then the watcher forgets it.
+                if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
                     forget(task.ino);
+                } else {
+                    look(task.ino);
                 }
             }
         };

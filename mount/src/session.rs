@@ -236,8 +236,10 @@ fn serve(
     let notifier = session.notifier();
     let store = move |ino, at, bytes: &[u8]| notifier.store(INodeNo(ino), at, bytes);
     let (cache, counters) = (service.cache.clone(), service.counters.clone());
-    tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()))?;
-    watcher.start(Box::new(forget))?;
+    let of_push = watcher.clone();
+    let look = move |ino| of_push.look_at(ino);
+    tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()), Box::new(look))?;
+    watcher.start(Arc::new(forget))?;
     std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
 }
 

@@ -270,6 +270,31 @@ class Stalls(Survival):
             wait_until(lambda: os.path.exists(path), 5, "the file is shown again")
             self.assert_right(path, inside(2, n=2))
 
+    def test_a_change_is_seen_while_another_file_of_the_same_source_stalls(self):
+        source = self.tmp / "tree"
+        shutil.copytree(tree(), source)
+        with FaultyMount(source, "io-timeout=30") as m:
+            with open(m.path / "a" / FILE, "rb"), open(m.path / "b" / FILE, "rb") as reader:
+                size = len(whole("b"))
+                page = os.pread(reader.fileno(), 4096, size - 4096)
+                m.faults.tell("stall-getattr", STALLED)
+                wait_until(lambda: m.faults.parked(STALLED), 5, "the source stalls")
+                shard = source / "b/model-00002-of-00002.safetensors"
+                with open(shard, "r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    file.write(bytes([page[-1] ^ 1]))
+
+                def fails():
+                    try:
+                        return os.pread(reader.fileno(), 4096, size - 4096) != page
+                    except OSError as e:
+                        return e.errno == errno.EIO
+
+                wait_until(fails, 6, "the change is seen")
+                with self.assertRaises(OSError):
+                    os.pread(reader.fileno(), 4096, size - 4096)
+                m.faults.tell("resume")
+
     def test_a_checkpoint_that_stalls_while_it_is_proved_keeps_nobody_from_the_others(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", "b/*")

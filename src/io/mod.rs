@@ -283,6 +283,14 @@ impl Engine {
     }
 }
 
+/// Whether io_uring may be used here, found out by setting a ring up.
+///
+/// # Errors
+/// Why not, as the kernel says it.
+pub fn probe_uring() -> std::io::Result<()> {
+    uring::Ring::new().map(drop)
+}
+
 /// The open file of a local source whose `range` the page cache holds.
 fn open_if_cached(source: &Arc<Source>, range: &Range<u64>) -> Option<Arc<std::fs::File>> {
     let file = source.file_system().is_local().then(|| source.open_file())??;

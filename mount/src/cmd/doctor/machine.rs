@@ -23,7 +23,7 @@ pub(super) fn checks() -> Vec<Check> {
     let release = release.trim();
     vec![
         Check::ok("kernel", format!("Linux {release}")),
-        io_uring(&status),
+        io_uring(),
         cachestat(release, &status),
         huge_pages(),
         memory(),
@@ -68,44 +68,21 @@ impl Status {
     fn is_filtered(&self) -> Option<bool> {
         self.field("Seccomp").map(|mode| mode != "0")
     }
-
-    fn groups(&self) -> impl Iterator<Item = u64> {
-        let effective = self.field("Gid").and_then(|ids| ids.split_whitespace().nth(1));
-        let more = self.field("Groups").unwrap_or_default().split_whitespace();
-        effective.into_iter().chain(more).filter_map(|id| id.parse().ok())
-    }
 }
 
-fn io_uring(status: &Status) -> Check {
-    let sysctl = Path::new("/proc/sys/kernel");
-    let disabled = kernel::read(&sysctl.join("io_uring_disabled")).ok();
-    // A group of -1, which is no number here, is nobody's.
-    let group = kernel::read(&sysctl.join("io_uring_group")).ok();
-    io_uring_by(disabled, group, status)
-}
-
-fn io_uring_by(disabled: Option<u64>, group: Option<u64>, status: &Status) -> Check {
+fn io_uring() -> Check {
     let name = "io_uring";
-    let allowed = match disabled {
-        Some(0) => true,
-        Some(1) => status.is_admin() || group.is_some_and(|g| status.groups().any(|id| id == g)),
-        Some(_) => false,
-        None => {
-            let found = "this kernel does not tell whether it may be used; threads read where not";
-            return Check::unknown(name, found);
-        }
+    let Err(e) = tensorfs::io::probe_uring() else {
+        return Check::ok(name, "a ring could be set up: local sources are read by it");
     };
-    if !allowed {
-        let found = "turned off: threads read the sources, which takes more CPU";
-        return Check::missing(name, found, "sysctl kernel.io_uring_disabled=0, as root");
-    }
-    match status.is_filtered() {
-        Some(false) => Check::ok(name, "may be used by this user"),
-        _ => Check::unknown(
-            name,
-            "not turned off, but a system call filter may refuse it; threads read where it does",
-        ),
-    }
+    let disabled = kernel::read(Path::new("/proc/sys/kernel/io_uring_disabled")).unwrap_or(0);
+    let hint = if disabled > 0 {
+        "sysctl kernel.io_uring_disabled=0, as root"
+    } else {
+        "allow it in the system call filter of the container or service"
+    };
+    let found = format!("refused ({}): threads read, which takes more CPU", kernel::reason(&e));
+    Check::missing(name, found, hint)
 }
 
 fn cachestat(release: &str, status: &Status) -> Check {
@@ -271,34 +248,13 @@ fn container() -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::State;
     use super::*;
-
-    fn status(text: &str) -> Status {
-        Status(text.to_owned())
-    }
 
     #[test]
     fn a_kernel_release_has_a_version() {
         assert_eq!(version("6.18.44-fc-v657"), Some((6, 18)));
         assert_eq!(version("7.0-rc1"), Some((7, 0)));
         assert_eq!(version("weird"), None);
-    }
-
-    #[test]
-    fn io_uring_is_judged_by_its_switch_the_group_and_the_filter() {
-        let root =
-            status("Gid:\t0\t0\t0\t0\nGroups:\t0 \nCapEff:\t000001ffffffffff\nSeccomp:\t0\n");
-        let user = status("Gid:\t5\t5\t5\t5\nGroups:\t7 8 \nCapEff:\t0\nSeccomp:\t0\n");
-        let boxed = status("Gid:\t5\t5\t5\t5\nGroups:\t\nCapEff:\t0\nSeccomp:\t2\n");
-        let state = |disabled, group, status| io_uring_by(disabled, group, status).state;
-        assert_eq!(state(Some(0), None, &user), State::Ok);
-        assert_eq!(state(Some(1), None, &user), State::Missing);
-        assert_eq!(state(Some(1), Some(8), &user), State::Ok);
-        assert_eq!(state(Some(1), None, &root), State::Ok);
-        assert_eq!(state(Some(2), None, &root), State::Missing);
-        assert_eq!(state(Some(0), None, &boxed), State::Unknown);
-        assert_eq!(state(None, None, &user), State::Unknown);
     }
 
     #[test]

@@ -192,7 +192,7 @@ fn locked_memory() -> Check {
     match getrlimit(Resource::RLIMIT_MEMLOCK) {
         Ok((soft, _)) => {
             let most = limit(soft, |bytes| BinaryBytes(*bytes).to_string());
-            Check::ok(name, format!("at most {most}; buffers registered with io_uring count"))
+            Check::ok(name, format!("at most {most}; only rings before Linux 5.12 count"))
         }
         Err(e) => Check::unknown(name, e.desc()),
     }

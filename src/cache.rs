@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use lru::LruCache;
 
 use self::blocks::{Block, Cover, Data, FileBlocks, Pending, Piece, Waiter};
+use self::loading::Loading;
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
 use crate::io::{Budget, Class, Engine, Lease};
@@ -25,6 +26,7 @@ use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::Source;
 
 mod blocks;
+mod loading;
 
 /// Time between two looks for reads that waited too long and blocks that nobody wants.
 const TICK: Duration = Duration::from_millis(250);
@@ -71,8 +73,7 @@ struct State {
     idle: LruCache<(u64, u64), Instant>,
     /// Reads that wait for memory, oldest first.
     queue: VecDeque<Ask>,
-    /// Bytes under way by source: none may take all the memory.
-    loading: HashMap<usize, u64>,
+    loading: Loading,
 }
 
 /// A read to be answered.
@@ -133,7 +134,7 @@ impl Cache {
             files: HashMap::new(),
             idle: LruCache::unbounded(),
             queue: VecDeque::new(),
-            loading: HashMap::new(),
+            loading: Loading::default(),
         };
         let inner = Arc::new(Inner {
             engine,
@@ -178,7 +179,11 @@ impl Cache {
         }
         let ask = Ask { file: file.clone(), range, since: Instant::now(), answer };
         let known = lock(&inner.state).of(file).end_of_overlap(&ask.range).is_some();
+        let range = ask.range.clone();
         let ask = if known { Some(ask) } else { inner.answer_from_page_cache(ask) };
+        if ask.is_none() {
+            inner.watch_storm(file, range);
+        }
         if let Some(refused) = ask.and_then(|ask| inner.admit(ask)) {
             inner.enqueue(refused);
         }
@@ -275,14 +280,14 @@ impl Inner {
                 self.read_alone(ask);
                 return None;
             }
-            let may = state.may_load(&plan, self.budget.limit());
+            let may = state.loading.may_add(&plan, self.budget.limit());
             let lease = may.then(|| self.lease(&mut state, need, Duration::ZERO)).flatten();
             let Some(lease) = lease else { return Some(ask) };
             holes.push(Hole { start: hole.start, plan, lease });
         }
         let (pending, late) = self.wait_for(&mut state, ask, &covers);
         for hole in &holes {
-            state.load(&hole.plan);
+            state.loading.add(&hole.plan);
         }
         let complete = lock(&pending).left == 0;
         drop(state);
@@ -421,7 +426,7 @@ impl Inner {
     ) {
         let outcome = outcome.map(Arc::new);
         let mut state = lock(&self.state);
-        state.unload(&charges);
+        state.loading.remove(&charges);
         let State { files, idle, .. } = &mut *state;
         let blocks = files.get_mut(&file.id).map(|file| &mut file.blocks);
         let Some(blocks) = blocks else { return };
@@ -585,10 +590,25 @@ impl Inner {
         }
     }
 
+    /// Notices where a tensor in the source's page cache is asked for page by page.
+    fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
+        let Some(on_storm) = &file.on_storm else { return };
+        let request = Request { range, late: false, now: self.now() };
+        let tensor_at = |offset| file.reader.tensor_at(offset);
+        let push = lock(&file.planner).storm(&request, &tensor_at);
+        if let Some(range) = push {
+            on_storm(file, range);
+        }
+    }
+
+    /// Milliseconds since the cache was started.
+    fn now(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
     /// Reads ahead what is likely to be asked for next.
     fn look_ahead(self: &Arc<Self>, file: &Arc<CachedFile>, range: &Range<u64>, late: bool) {
-        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let request = Request { range: range.clone(), late, now };
+        let request = Request { range: range.clone(), late, now: self.now() };
         let most = self.budget.limit() / 8 * 3;
         let tensor_at = |offset| file.reader.tensor_at(offset);
         let Advice { ahead, push } = lock(&file.planner).observe(&request, most, &tensor_at);
@@ -617,7 +637,7 @@ impl Inner {
                 continue;
             }
             let limit = self.budget.limit();
-            let room = state.queue.is_empty() && state.may_load(&plan, limit / 4 * 3);
+            let room = state.queue.is_empty() && state.loading.may_add(&plan, limit / 4 * 3);
             let room = room && self.budget.used() + need <= limit / 4 * 3;
             let lease = room.then(|| self.lease(&mut state, need, STALE_TIME)).flatten();
             let Some(lease) = lease else {
@@ -627,7 +647,7 @@ impl Inner {
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
             let block = Block { end, asked: 0, ahead: true, data };
             state.of(file).blocks.insert(at, block);
-            state.load(&plan);
+            state.loading.add(&plan);
             drop(state);
             self.counters.prefetched_bytes.add(end - at);
             self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
@@ -636,42 +656,10 @@ impl Inner {
     }
 }
 
-/// Names a source.
-fn key(source: &Arc<Source>) -> usize {
-    Arc::as_ptr(source) as usize
-}
-
 impl State {
     /// The blocks of `file`.
     fn of(&mut self, file: &CachedFile) -> &mut FileBlocks {
         self.files.entry(file.id).or_insert_with(|| FileBlocks::new(file.planner.clone()))
-    }
-
-    /// Whether the sources of `plan` have few enough bytes under way: one that stalls must
-    /// leave memory to the others.
-    fn may_load(&self, plan: &BlockPlan, limit: u64) -> bool {
-        plan.sources().all(|(source, len)| {
-            let under_way = self.loading.get(&key(source)).copied().unwrap_or(0);
-            under_way == 0 || under_way + len <= limit / 2
-        })
-    }
-
-    fn load(&mut self, plan: &BlockPlan) {
-        for (source, len) in plan.sources() {
-            *self.loading.entry(key(source)).or_default() += len;
-        }
-    }
-
-    fn unload(&mut self, charges: &[(Arc<Source>, u64)]) {
-        for (source, len) in charges {
-            let source = key(source);
-            if let Some(under_way) = self.loading.get_mut(&source) {
-                *under_way -= len;
-                if *under_way == 0 {
-                    self.loading.remove(&source);
-                }
-            }
-        }
     }
 }
 

@@ -6,6 +6,7 @@
 //! read a tensor mostly reads it to its end, and who has gone from one into the next goes on.
 //! Pure: no I/O, no clock (the time is an argument), no threads.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Streams of one file at most: more readers than that share them.
@@ -33,7 +34,11 @@ const JUDGED_FROM: u64 = 32 << 20;
 /// A storm of page faults: so many reads of a few pages in one tensor within so short a time.
 const STORM_READS: u32 = 32;
 /// Milliseconds.
-const STORM_TIME: u64 = 100;
+const STORM_TIME: u64 = 250;
+/// How long a tensor that was pushed is not pushed again, in milliseconds.
+const PUSHED_TIME: u64 = 10_000;
+/// Pushed tensors remembered.
+const PUSHED_MAX: usize = 16;
 /// Largest read that counts for a storm.
 const STORM_READ_LEN: u64 = 16 << 10;
 
@@ -104,6 +109,8 @@ pub struct Planner {
     used: u64,
     wasted: u64,
     storm: Option<Storm>,
+    /// Tensors that were pushed, and when.
+    pushed: VecDeque<(Range<u64>, u64)>,
     /// How often a stream went from one tensor into the next, and how often one began
     /// somewhere else.
     onward: u32,
@@ -121,6 +128,7 @@ impl Planner {
             used: 0,
             wasted: 0,
             storm: None,
+            pushed: VecDeque::new(),
             onward: 0,
             elsewhere: 0,
         }
@@ -258,8 +266,22 @@ impl Planner {
         if goes_on { limit } else { limit.min(tensor.end) }
     }
 
-    /// The rest of a tensor that is asked for page by page.
-    fn storm(
+    /// `tensor`, unless it was pushed a short while ago and is on its way.
+    fn push_once(&mut self, tensor: Range<u64>, now: u64) -> Option<Range<u64>> {
+        self.pushed.retain(|(_, at)| now.saturating_sub(*at) < PUSHED_TIME);
+        if self.pushed.iter().any(|(pushed, _)| *pushed == tensor) {
+            return None;
+        }
+        if self.pushed.len() == PUSHED_MAX {
+            self.pushed.pop_front();
+        }
+        self.pushed.push_back((tensor.clone(), now));
+        Some(tensor)
+    }
+
+    /// The tensor that is asked for page by page, when that is noticed first. `observe` does
+    /// this too; by itself it is for reads that take nothing from the source.
+    pub fn storm(
         &mut self,
         request: &Request,
         tensor_at: &dyn Fn(u64) -> Range<u64>,
@@ -275,7 +297,8 @@ impl Planner {
             {
                 storm.reads += 1;
                 if storm.reads == STORM_READS {
-                    return Some(storm.tensor.clone());
+                    let tensor = storm.tensor.clone();
+                    return self.push_once(tensor, request.now);
                 }
             }
             storm => {
@@ -451,13 +474,15 @@ mod tests {
     fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
         let mut planner = planner();
         let mut pushed = Vec::new();
+        // The second half comes later, while the tensor is being pushed.
         for n in 0..200u64 {
             let at = 64 * MIB * 5 + (n * 7919 * 4096) % (64 * MIB);
-            let request = Request { range: at..at + 4096, late: false, now: n / 4 };
+            let now = if n < 100 { n / 4 } else { 300 + n / 4 };
+            let request = Request { range: at..at + 4096, late: false, now };
             pushed.extend(planner.observe(&request, u64::MAX, &tensor_at).push);
         }
         assert_eq!(pushed, [tensor_at(64 * MIB * 5)]);
-        let slow = |n: u64| Request { range: n * MIB..n * MIB + 4096, late: false, now: n * 50 };
+        let slow = |n: u64| Request { range: n * MIB..n * MIB + 4096, late: false, now: n * 100 };
         let mut planner = Planner::new(2500 * MIB);
         assert!((0..60).all(|n| planner.observe(&slow(n), u64::MAX, &tensor_at).push.is_none()));
     }

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::io::{Budget, Class, Engine, Lease};
 use crate::prefetch::{Advice, Planner, Request, StreamId};
 use crate::reader::{BlockPlan, Loaded, Reader};
-use crate::source::Source;
+use crate::source::{Source, release_unpinned};
 
 mod blocks;
 mod loading;
@@ -672,12 +672,16 @@ impl CachedFile {
 
 impl Drop for CachedFile {
     fn drop(&mut self) {
-        let Some(cache) = self.cache.upgrade() else { return };
-        let mut state = lock(&cache.state);
-        let Some(file) = state.files.remove(&self.id) else { return };
-        for (start, block) in file.blocks {
-            state.idle.pop(&(self.id, start));
-            cache.waste(&file.planner, start, &block);
+        if let Some(cache) = self.cache.upgrade() {
+            let mut state = lock(&cache.state);
+            if let Some(file) = state.files.remove(&self.id) {
+                for (start, block) in file.blocks {
+                    state.idle.pop(&(self.id, start));
+                    cache.waste(&file.planner, start, &block);
+                }
+            }
         }
+        // What was read ahead may have opened them again after whoever pinned them was gone.
+        release_unpinned(self.reader.sources());
     }
 }

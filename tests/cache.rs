@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{byte, write_shard};
 use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
@@ -17,6 +17,7 @@ use tensorfs::checkpoint::Checkpoint;
 use tensorfs::counters::Counters;
 use tensorfs::io::{Backend, Budget, Direct, Engine, Settings};
 use tensorfs::reader::Reader;
+use tensorfs::source::Source;
 use tensorfs::{Dtype, Error};
 
 const SHARDS: usize = 3;
@@ -221,6 +222,50 @@ fn what_was_read_ahead_is_not_served_once_its_source_is_known_to_have_changed() 
     let file = std::fs::OpenOptions::new().write(true).open(shard).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, b"other bytes", 2_000_000).unwrap();
     assert!(fixture.file.reader().sources()[0].check().is_err());
+    let (send, receive) = channel();
+    let answer = move |outcome: Result<&[u8], &Error>| send.send(outcome.is_ok()).unwrap();
+    let next = from + (1 << 20);
+    fixture.cache.read(&fixture.file, next..next + 4096, Box::new(answer));
+    assert!(!receive.recv_timeout(Duration::from_secs(60)).unwrap());
+}
+
+// Reading ahead opened the shards again behind whoever had closed them, and left them open.
+#[test]
+fn what_is_read_ahead_for_a_closed_file_leaves_no_source_open() {
+    for backend in [Backend::Auto, Backend::Pread] {
+        let settings = Settings { direct: Direct::Always, backend, ..Settings::default() };
+        let Fixture { _folder, cache, file, counters, .. } = fixture(write_rows, settings);
+        let sources = file.reader().sources().to_vec();
+        let is_open = || sources.iter().any(|source| source.open_file().is_some());
+        for round in 0..50 {
+            let pins: Vec<_> = sources.iter().map(Source::pin).collect();
+            let file = cache.open(file.reader().clone(), None);
+            let (send, receive) = channel();
+            let answer = move |outcome: Result<&[u8], &Error>| send.send(outcome.is_ok()).unwrap();
+            cache.read(&file, 1 << 20..2 << 20, Box::new(answer));
+            drop((file, pins));
+            assert!(receive.recv_timeout(Duration::from_secs(60)).unwrap());
+            let end = Instant::now() + Duration::from_secs(10);
+            while counters.cache_bytes_now.get() > 0 || is_open() {
+                assert!(Instant::now() < end, "round {round}: a source stays open");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_was_read_ahead_is_not_served_once_its_source_has_changed() {
+    let settings = Settings { direct: Direct::Always, ..Settings::default() };
+    let fixture = fixture(write_rows, settings);
+    let from = safetensors_header_len(&fixture.whole);
+    fixture.assert_reads(from, 1 << 20);
+    while fixture.counters.source_reads_now.get() > 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let shard = fixture._folder.path().join("model-00001-of-00003.safetensors");
+    let file = std::fs::OpenOptions::new().write(true).open(shard).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"other bytes", 2_000_000).unwrap();
     let (send, receive) = channel();
     let answer = move |outcome: Result<&[u8], &Error>| send.send(outcome.is_ok()).unwrap();
     let next = from + (1 << 20);

@@ -354,10 +354,36 @@ impl Source {
         Error::Changed { path: self.path.clone(), detail: detail.to_owned() }
     }
 
+    /// Whether the file is known to have changed, or is seen to have on a file system that
+    /// answers at once. Never waits.
+    pub fn is_changed_now(&self) -> bool {
+        let changed = |file: Arc<File>| self.check_open(&file).is_err();
+        self.is_changed() || (self.file_system.is_local() && self.open_file().is_some_and(changed))
+    }
+
     /// Whether the file is known to have changed.
     pub fn is_changed(&self) -> bool {
         self.changed.get().is_some()
     }
+}
+
+/// Runs `close`, which closes files of `sources`: on a thread of its own where that may have to
+/// wait, for ever perhaps, for whoever serves their file system.
+pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'static) {
+    if sources.iter().all(|source| source.file_system.is_local()) {
+        return close();
+    }
+    if let Err(e) = std::thread::Builder::new().name("close".to_owned()).spawn(close) {
+        tracing::error!("cannot start a thread: {e}");
+    }
+}
+
+/// Closes those of `sources` that are open but not pinned; does not wait for it.
+pub fn release_unpinned(sources: &[Arc<Source>]) {
+    let left = |source: &&Arc<Source>| source.pins.load(Ordering::SeqCst) == 0 && source.is_open();
+    let left: Vec<Arc<Source>> = sources.iter().filter(left).cloned().collect();
+    let closed = left.clone();
+    close_apart(&left, move || closed.iter().for_each(|source| source.release()));
 }
 
 /// Keeps a source open.

@@ -7,4 +7,4 @@ pub mod resolve;
 
 pub use descriptors::raise_limit;
 pub use file_system::FileSystem;
-pub use local::{Identity, Pin, Source};
+pub use local::{Identity, Pin, Source, close_apart, release_unpinned};

@@ -245,6 +245,7 @@ class Stalls(Survival):
                 self.assertIn(got.errno, (0, errno.EIO, errno.ESTALE, errno.ENOENT))
                 self.assert_right(m.path / "a" / FILE, inside(2, n=2))
 
+<<<<<<< HEAD
     def test_a_file_that_cannot_be_opened_or_looked_at_fails_after_the_deadline(self):
         for request in ("open", "getattr", "lookup"):
             with self.subTest(request=request), FaultyMount(tree(), "io-timeout=1") as m:
@@ -294,6 +295,19 @@ class Stalls(Survival):
                 with self.assertRaises(OSError):
                     os.pread(reader.fileno(), 4096, size - 4096)
                 m.faults.tell("resume")
+=======
+    def test_files_that_cannot_be_closed_keep_nobody_from_reading(self):
+        with FaultyMount(tree(), "io-timeout=1") as m:
+            self.assert_right(m.path / "a" / FILE, inside(2))
+            m.faults.tell("stall-flush", "a/*")
+            for _ in range(4):
+                self.assert_done(run("head", "-c", "4096", m.path / "a" / FILE, timeout=5))
+                time.sleep(0.2)
+            self.assertGreater(m.faults.parked("a/*"), 0)
+            self.assertLess(self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "pread"), 3)
+            m.faults.tell("resume")
+            wait_until(lambda: not open_files(m), 5, "the files of the source are closed")
+>>>>>>> 83a8939 (Files of a file system that may not answer are closed where nobody waits; nothing read ahead stays open)
 
     def test_a_checkpoint_that_stalls_while_it_is_proved_keeps_nobody_from_the_others(self):
         with FaultyMount(tree(), "io-timeout=1") as m:

@@ -18,6 +18,7 @@ pub(crate) enum Request {
     Getattr,
     Open,
     Read,
+    Flush,
 }
 
 /// What happens to a request.
@@ -104,6 +105,7 @@ impl Faults {
             Request::Getattr => counts.getattrs += 1,
             Request::Open => counts.opens += 1,
             Request::Read => counts.reads += 1,
+            Request::Flush => {}
         }
         let due = match fault {
             None | Some(Fault::NoDirect) => return now(state, job, Answer::Right),
@@ -257,6 +259,7 @@ fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault), Strin
             Some((fault, "open")) => (fault, Request::Open),
             Some((fault, "getattr")) => (fault, Request::Getattr),
             Some((fault, "lookup")) => (fault, Request::Lookup),
+            Some((fault, "flush")) => (fault, Request::Flush),
             Some(_) => return Err(format!("unknown request in {name}")),
         },
     };

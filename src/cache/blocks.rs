@@ -75,12 +75,13 @@ impl FileBlocks {
         found.map(|(_, block)| block.end)
     }
 
-    /// The starts of blocks in `range` whose bytes were read before a source of theirs changed.
+    /// The starts of blocks in `range` whose bytes were read before a source of theirs changed,
+    /// as far as one can tell without waiting.
     pub(super) fn outdated(&self, range: &Range<u64>) -> Vec<u64> {
         let before = self.blocks.range(..=range.start).next_back();
         let first = before.map_or(range.start, |(start, _)| *start);
         let changed = |block: &Block| match &block.data {
-            Data::Ready(_, sources) => sources.iter().any(|source| source.is_changed()),
+            Data::Ready(_, sources) => sources.iter().any(|source| source.is_changed_now()),
             Data::Loading { .. } => false,
         };
         let blocks = self.blocks.range(first..range.end);

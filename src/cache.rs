@@ -63,7 +63,7 @@ struct Inner {
     /// Ticks since anything was held.
     quiet: AtomicU32,
     clock: Thread,
-    /// Whether the clock waits to be woken.
+    /// Whether the clock is to be woken: it waits, or may have looked already.
     clock_stands: AtomicBool,
 }
 
@@ -199,8 +199,9 @@ impl Cache {
 fn keep_time(inner: &Weak<Inner>) {
     loop {
         let Some(this) = inner.upgrade() else { return };
+        // Before the look: whoever brings something during it wakes the clock.
+        this.clock_stands.store(true, Ordering::SeqCst);
         let busy = this.tick();
-        this.clock_stands.store(!busy, Ordering::SeqCst);
         drop(this);
         if busy {
             std::thread::sleep(TICK);
@@ -443,13 +444,16 @@ impl Inner {
         }
         drop(state);
         self.start_clock();
-        let outcome = outcome.as_ref();
+        let loaded = outcome;
+        let outcome = loaded.as_ref();
         for waiter in waiters {
             self.bring(&waiter, outcome);
         }
         if let Err(error) = outcome {
             tracing::debug!("{error}");
         }
+        // Its memory is for those who wait.
+        drop(loaded);
         self.pump();
     }
 

@@ -72,8 +72,8 @@ impl Tasks {
     ) -> std::io::Result<()> {
         let run = move || {
             while let Ok(task) = self.0.recv() {
+                push(&cache, &counters, &task, &store);
                 let Some(file) = task.file.upgrade() else { continue };
-                push(&cache, &counters, &file, &task, &store);
                 // What changed since it was read must not stay. Whether it has may take long to
                 // find out, and then the watcher forgets it.
                 if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
@@ -88,8 +88,9 @@ impl Tasks {
     }
 }
 
-/// Puts the whole pages of a tensor into the page cache, until one cannot be read or stored.
-fn push(cache: &Cache, counters: &Counters, file: &Arc<CachedFile>, task: &Task, store: &Store) {
+/// Puts the whole pages of a tensor into the page cache, until one cannot be read or stored, or
+/// nobody has the file open.
+fn push(cache: &Cache, counters: &Counters, task: &Task, store: &Store) {
     let end = task.range.end / PAGE * PAGE;
     let mut at = task.range.start.next_multiple_of(PAGE);
     while at < end {
@@ -98,7 +99,9 @@ fn push(cache: &Cache, counters: &Counters, file: &Arc<CachedFile>, task: &Task,
         let answer = move |outcome: Result<&[u8], &tensorfs::Error>| {
             let _ = send.send(outcome.ok().map(<[u8]>::to_vec));
         };
-        cache.read(file, step.clone(), Box::new(answer));
+        let Some(file) = task.file.upgrade() else { return };
+        cache.read(&file, step.clone(), Box::new(answer));
+        drop(file);
         let Ok(Some(bytes)) = receive.recv() else { return };
         if let Err(e) = store(task.ino, at, &bytes) {
             tracing::debug!("a tensor is not put into the page cache: {e}");

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use lru::LruCache;
 
+use self::alone::Alone;
 use self::blocks::{Block, Cover, Data, FileBlocks, Pending, Piece, Waiter};
 use self::loading::Loading;
 use crate::counters::{Counter, Counters};
@@ -25,6 +26,7 @@ use crate::prefetch::{Advice, Planner, Request, StreamId};
 use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::{Source, release_unpinned};
 
+mod alone;
 mod blocks;
 mod loading;
 
@@ -73,6 +75,8 @@ struct State {
     idle: LruCache<(u64, u64), Instant>,
     /// Reads that wait for memory, oldest first.
     queue: VecDeque<Ask>,
+    /// Reads without blocks that are under way.
+    alone: Vec<Alone>,
     loading: Loading,
 }
 
@@ -134,6 +138,7 @@ impl Cache {
             files: HashMap::new(),
             idle: LruCache::unbounded(),
             queue: VecDeque::new(),
+            alone: Vec::new(),
             loading: Loading::default(),
         };
         let inner = Arc::new(Inner {
@@ -277,9 +282,9 @@ impl Inner {
             let plan = file.reader.plan_block(hole.clone());
             let need = plan.memory();
             if need > self.budget.limit() / 2 {
+                let taken = state.take_alone(ask);
                 drop(state);
-                self.read_alone(ask);
-                return None;
+                return taken.map(|alone| self.read_alone(alone)).err();
             }
             let may = state.loading.may_add(&plan, self.budget.limit());
             let lease = may.then(|| self.lease(&mut state, need, Duration::ZERO)).flatten();
@@ -558,15 +563,15 @@ impl Inner {
         drop(state);
         for ask in late {
             self.counters.reads_queued_now.sub(1);
-            let path = ask.file.reader.sources()[0].path().to_owned();
             let reason = "no memory for it within the deadline: other reads hold all of it";
-            let source = io::Error::new(io::ErrorKind::TimedOut, reason);
-            tracing::error!("{}: a read waited too long for memory", path.display());
-            self.answer(ask, Err(&Error::Io { path, action: "read", source }));
+            let error = too_late(&ask, reason);
+            self.answer(ask, Err(&error));
         }
+        self.expire_alone();
         self.pump();
         let state = lock(&self.state);
-        if !state.queue.is_empty() || !state.idle.is_empty() || self.budget.used() > 0 {
+        let waits = !state.queue.is_empty() || !state.alone.is_empty();
+        if waits || !state.idle.is_empty() || self.budget.used() > 0 {
             self.quiet.store(0, Ordering::Relaxed);
             return true;
         }
@@ -577,21 +582,6 @@ impl Inner {
         self.budget.trim();
         self.quiet.store(0, Ordering::Relaxed);
         false
-    }
-
-    /// Reads without blocks, on a thread of its own: what takes more memory than there is
-    /// because thousands of shards have a part in it.
-    fn read_alone(self: &Arc<Self>, ask: Ask) {
-        let this = self.clone();
-        let read = move || {
-            let mut bytes = vec![0; (ask.range.end - ask.range.start) as usize];
-            let outcome = ask.file.reader.read_at(ask.range.start, &mut bytes);
-            this.answer(ask, outcome.as_ref().map(|_| bytes.as_slice()));
-        };
-        // Where no thread can be had the read is dropped, which answers it with an error.
-        if let Err(e) = std::thread::Builder::new().name("read".to_owned()).spawn(read) {
-            tracing::error!("cannot start a thread: {e}");
-        }
     }
 
     /// Notices where a tensor in the source's page cache is asked for page by page.
@@ -658,6 +648,13 @@ impl Inner {
             at = end;
         }
     }
+}
+
+/// Why a read is not answered in time.
+fn too_late(ask: &Ask, reason: &str) -> Error {
+    let path = ask.file.reader.sources()[0].path().to_owned();
+    let source = io::Error::new(io::ErrorKind::TimedOut, reason);
+    Error::Io { path, action: "read", source }
 }
 
 impl State {

@@ -157,6 +157,16 @@ class Stalls(Survival):
             self.assert_whole(m)
             self.assert_status(m, "source_stuck_now", lambda values: max(values) == 0)
 
+    @needs_root
+    def test_a_read_that_needs_more_memory_than_there_is_has_a_deadline_too(self):
+        with FaultyMount(tree(), "io-timeout=1", "cache=16M", "max_request=16M") as m:
+            path, ranges = m.path / "a" / FILE, inside(2, 12 * MIB)
+            self.assert_right(path, ranges, how="direct")
+            m.faults.tell("stall", STALLED)
+            self.assert_timed_out(read_ranges(path, ranges, "direct", 15), 1)
+            m.faults.tell("resume")
+            self.assert_right(path, ranges, how="direct")
+
     def test_a_mapping_of_a_stalled_file_gets_sigbus_and_not_for_ever(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", STALLED)
@@ -245,7 +255,6 @@ class Stalls(Survival):
                 self.assertIn(got.errno, (0, errno.EIO, errno.ESTALE, errno.ENOENT))
                 self.assert_right(m.path / "a" / FILE, inside(2, n=2))
 
-<<<<<<< HEAD
     def test_a_file_that_cannot_be_opened_or_looked_at_fails_after_the_deadline(self):
         for request in ("open", "getattr", "lookup"):
             with self.subTest(request=request), FaultyMount(tree(), "io-timeout=1") as m:
@@ -295,7 +304,7 @@ class Stalls(Survival):
                 with self.assertRaises(OSError):
                     os.pread(reader.fileno(), 4096, size - 4096)
                 m.faults.tell("resume")
-=======
+
     def test_files_that_cannot_be_closed_keep_nobody_from_reading(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             self.assert_right(m.path / "a" / FILE, inside(2))
@@ -307,7 +316,6 @@ class Stalls(Survival):
             self.assertLess(self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "pread"), 3)
             m.faults.tell("resume")
             wait_until(lambda: not open_files(m), 5, "the files of the source are closed")
->>>>>>> 83a8939 (Files of a file system that may not answer are closed where nobody waits; nothing read ahead stays open)
 
     def test_a_checkpoint_that_stalls_while_it_is_proved_keeps_nobody_from_the_others(self):
         with FaultyMount(tree(), "io-timeout=1") as m:

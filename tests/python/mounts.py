@@ -346,9 +346,15 @@ class Child:
 
     def line(self, seconds=20):
         """The next line it prints; '' when it ended."""
-        os.set_blocking(self.process.stdout.fileno(), True)
+        out = self.process.stdout.fileno()
+        os.set_blocking(out, True)
+        line, byte = b"", None
         with _alarm(seconds, "no line from the child"):
-            return self.process.stdout.readline().strip()
+            # Byte by byte: `communicate` does not return what a buffer has taken beyond the line.
+            while byte not in (b"", b"\n"):
+                byte = os.read(out, 1)
+                line += byte
+        return line.decode().strip()
 
     def tell(self, text=""):
         self.process.stdin.write(text + "\n")

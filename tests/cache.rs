@@ -165,6 +165,14 @@ fn readers_at_random_places_all_get_the_right_bytes_within_the_bound() {
 }
 
 #[test]
+fn a_read_that_needs_more_than_half_of_the_memory_gets_its_bytes_too() {
+    for write in [write_rows as fn(&Path), write_columns] {
+        let fixture = fixture(write, Settings { direct: Direct::Always, ..Settings::default() });
+        fixture.assert_reads(3, BUDGET_MIN - 4097);
+    }
+}
+
+#[test]
 fn many_reads_of_the_same_bytes_at_once_read_the_source_once() {
     let settings =
         Settings { direct: Direct::Always, backend: Backend::Pread, ..Settings::default() };

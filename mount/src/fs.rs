@@ -208,8 +208,8 @@ impl Shared {
             Some(Serving::ByUs(handles)) => *handles,
             _ => 0,
         };
-        if known.is_some() && !unchanged && matches!(opened.file, OpenFile::Virtual(_)) {
-            // The copy has the old bytes, and another way cannot be had while it is open.
+        if known.is_some() && whole.is_none() && matches!(opened.file, OpenFile::Virtual(_)) {
+            // The copy or the source has changed, and no other way can be had while it is open.
             return reply.error(Errno::EIO);
         }
         // The kernel takes one way at a time: while it serves the file to others, to this one too.

@@ -14,11 +14,11 @@ use std::sync::{
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
-use tensorfs::Result;
-use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Shown, Tree};
+use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::format::{manifest, names};
 use tensorfs::source::Identity;
+use tensorfs::{Class, Error, Fault, Result};
 
 use crate::asks::Asks;
 use crate::open::Opened;
@@ -129,6 +129,8 @@ pub(crate) struct Nodes {
     folders: Vec<Arc<Node>>,
     /// By folder; `None` until it was proved.
     listings: RwLock<Vec<Option<Listed>>>,
+    /// Number of shards of the sets whose last piece nothing proves, by folder and name.
+    shards_proved: Mutex<HashMap<(FolderId, String), usize>>,
     /// By the folder at the top of a family.
     progress: Mutex<HashMap<FolderId, Progress>>,
 }
@@ -150,6 +152,7 @@ impl Nodes {
             by_ino: RwLock::new(by_ino),
             folders,
             listings: RwLock::new(listings),
+            shards_proved: Mutex::default(),
             progress: Mutex::new(HashMap::new()),
         }
     }
@@ -209,7 +212,8 @@ impl Nodes {
     pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
         let tree = self.tree();
         let mut outcomes = Vec::new();
-        for (id, folder) in tree.prove(head) {
+        for (id, mut folder) in tree.prove(head) {
+            folder.sets.iter_mut().for_each(|set| self.refuse_fewer_shards(&tree, id, set));
             for note in &folder.notes {
                 tracing::warn!("{}: {note}", shown_path(&tree.folders[id].path));
             }
@@ -226,6 +230,28 @@ impl Nodes {
             waiters.into_iter().for_each(|then| then(self));
         }
         outcomes
+    }
+
+    /// Refuses a set that has fewer shards than this mount has proved before, where the shards
+    /// themselves cannot tell that one is gone.
+    fn refuse_fewer_shards(&self, tree: &Tree, folder: FolderId, set: &mut Set) {
+        let Ok(checkpoint) = &set.outcome else { return };
+        if checkpoint.tail != Tail::Unproven {
+            return;
+        }
+        let now = checkpoint.catalog().shards.len();
+        let mut proved = lock(&self.shards_proved);
+        let before = proved.entry((folder, set.name.clone())).or_insert(now);
+        if now >= *before {
+            *before = now;
+            return;
+        }
+        let message = format!(
+            "has {now} shard files, it had {before} before: whether the rest is the whole \
+             checkpoint cannot be seen; put the others back, or mount again"
+        );
+        let fault = Fault::new(Class::ShardMissing, message);
+        set.outcome = Err(Error::refused(&tree.folders[folder].path, fault));
     }
 
     /// Makes the nodes of what `folder` shows. Nodes of what has not changed stay.

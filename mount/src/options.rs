@@ -21,6 +21,17 @@ pub enum Passthrough {
 /// How long a read of a source may take where `io-timeout=` does not say.
 const IO_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Memory that a mount takes for what is read ahead where `cache=` does not say, in bytes: the
+/// kernel's page cache is the cache, this only has to keep the disk busy.
+pub(crate) const CACHE_DEFAULT: u64 = 128 << 20;
+
+/// Largest cache: more is a slip of the pen.
+const CACHE_MAX: u64 = 1 << 40;
+
+/// Requests of the largest size that the cache has to have room for: each takes memory beside
+/// it while it is answered.
+const REQUESTS_MIN: u64 = 32;
+
 /// Smallest cache: a few requests of the kernel.
 const CACHE_MIN: u64 = BUDGET_MIN;
 
@@ -161,6 +172,15 @@ impl Options {
         if options.assemble_size.is_some() && options.assemble.is_none() {
             return Err("option assemble-size needs assemble=DIR".to_owned());
         }
+        let cache = options.cache.unwrap_or(CACHE_DEFAULT);
+        let request = options.max_request.unwrap_or(0);
+        if cache / request.max(1) < REQUESTS_MIN {
+            let least = (request * REQUESTS_MIN) >> 20;
+            return Err(format!(
+                "a max_request of {} MiB needs a cache of {least} MiB: give cache={least}M or more",
+                request >> 20
+            ));
+        }
         Ok(options)
     }
 
@@ -205,6 +225,8 @@ impl Options {
             format!("option {}: expected {expected}", quoted(&format!("{key}={value}")))
         };
         let number = || value.parse::<u32>().map_err(|_| bad("a number"));
+        // The last one means "no one" to the kernel.
+        let id = || number().ok().filter(|id| *id < u32::MAX).ok_or_else(|| bad("a number"));
         let not_empty =
             || (!value.is_empty()).then(|| value.to_owned()).ok_or_else(|| bad("a name"));
         match key {
@@ -236,8 +258,8 @@ impl Options {
                     _ => return Err(bad("auto or never")),
                 }
             }
-            "uid" => self.uid = Some(number()?),
-            "gid" => self.gid = Some(number()?),
+            "uid" => self.uid = Some(id()?),
+            "gid" => self.gid = Some(id()?),
             "umask" => {
                 self.umask = u32::from_str_radix(value, 8)
                     .ok()
@@ -265,7 +287,9 @@ impl Options {
             size(value).filter(|size| sizes.contains(size)).map(Some).ok_or_else(|| bad(expected))
         };
         match key {
-            "cache" => self.cache = size_in(CACHE_MIN..=u64::MAX, "a size from 16M, like 256M")?,
+            "cache" => {
+                self.cache = size_in(CACHE_MIN..=CACHE_MAX, "a size from 16M to 1T, like 256M")?
+            }
             "io" => {
                 self.io = match value {
                     "auto" => Backend::Auto,
@@ -429,16 +453,24 @@ mod tests {
     #[test]
     fn how_sources_are_read_can_be_said() {
         let options = parse(
-            "cache=64M,io=pread,direct=never,io-timeout=5,readahead=1MiB,max_request=4M,\
+            "cache=128M,io=pread,direct=never,io-timeout=5,readahead=1MiB,max_request=4M,\
              assemble=/a\\,b,assemble-size=2g",
         );
         let options = options.unwrap();
-        assert_eq!(options.cache, Some(64 << 20));
+        assert_eq!(options.cache, Some(128 << 20));
         assert_eq!((options.io, options.direct), (Backend::Pread, Direct::Never));
         assert_eq!(options.io_timeout, Some(Duration::from_secs(5)));
         assert_eq!((options.readahead, options.max_request), (Some(1 << 20), Some(4 << 20)));
         assert_eq!(options.assemble, Some("/a,b".into()));
         assert_eq!(options.assemble_size, Some(2 << 30));
+    }
+
+    #[test]
+    fn large_requests_need_a_cache_that_has_room_for_them() {
+        let error = parse("cache=16M,max_request=16M").unwrap_err();
+        assert!(error.contains("cache=512M or more"), "{error}");
+        assert!(parse("max_request=4M").is_ok() && parse("cache=512M,max_request=16M").is_ok());
+        assert!(parse("uid=4294967295").is_err() && parse("cache=2T").is_err());
     }
 
     #[test]

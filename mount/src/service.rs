@@ -18,11 +18,7 @@ use crate::asks::Asks;
 use crate::assemble::Assembler;
 use crate::kernel::{Init, Report};
 use crate::nodes::{Node, NodeKind};
-use crate::options::{Options, Passthrough};
-
-/// Memory that a mount takes for what is read ahead where `cache=` does not say, in bytes: the
-/// kernel's page cache is the cache, this only has to keep the disk busy.
-const CACHE_DEFAULT: u64 = 128 << 20;
+use crate::options::{CACHE_DEFAULT, Options, Passthrough};
 
 /// Files that `status` names, those read most first.
 const FILES_SHOWN: usize = 20;

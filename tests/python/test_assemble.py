@@ -178,6 +178,26 @@ class ByTheKernel(Assembled):
             self.assertEqual((m.path / FILE).read_bytes(), content)
             wait_until(lambda: not copy.exists(), 20, "the corrupted copy is removed")
 
+    # Whoever opened it while somebody else had it open got the corrupted bytes.
+    def test_a_copy_corrupted_while_it_is_open_is_opened_by_nobody_else(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        with self.mount(source) as m:
+            content = self.assemble(m)
+            self.wait_for_kernel(m)
+            with open(m.path / FILE, "rb") as held:
+                held.read(1)
+                [copy] = self.copies()
+                self.flip(copy)
+                with self.assertRaises(OSError):
+                    (m.path / FILE).read_bytes()
+            wait_until(lambda: self.bytes_or_none(m) == content, 20, "the sources are read again")
+
+    def bytes_or_none(self, m):
+        try:
+            return (m.path / FILE).read_bytes()
+        except OSError:
+            return None
+
     def test_a_copy_corrupted_between_two_mounts_is_not_served(self):
         source = numbered_set(self.tmp / "ck", 1)
         with self.mount(source) as m:

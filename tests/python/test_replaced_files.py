@@ -66,6 +66,24 @@ class ReplacedFiles(TestCase):
             os.utime(plain, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
 
+    # The rest was proved anew and shown as a smaller tensor, without a word.
+    def test_the_last_rank_shard_removed_under_a_mount_refuses_the_set_until_it_is_back(self):
+        source = self.tmp / "dcp"
+        source.mkdir()
+        shards = [source / f"shard-{n:05}-model-00001-of-00001.safetensors" for n in (1, 2, 3)]
+        for number, shard in enumerate(shards):
+            note = {"w": {"saved_offsets": [number * SHARD_LEN]}}
+            write_one(shard, "w", number, {**NOTED, "DCP_SHARDING_INFO": json.dumps(note)})
+        with Mount(source, f"log={self.tmp / 'log'}") as m:
+            whole = (m.path / FILE).read_bytes()
+            shards[2].rename(self.tmp / "gone")
+            wait_until(lambda: self.read(m.path / FILE) != whole, 3, "the change is seen")
+            for _ in range(20):
+                self.assertIn(self.read(m.path / FILE), (b"", whole))
+            self.assertIn("has 2 shard files, it had 3 before", (self.tmp / "log").read_text())
+            (self.tmp / "gone").rename(shards[2])
+            wait_until(lambda: self.read(m.path / FILE) == whole, 5, "the set is shown again")
+
     # Every look at a log file that grew proved the whole checkpoint again.
     def test_a_growing_log_file_is_shown_as_it_is_and_proves_nothing(self):
         source = numbered_set(self.tmp / "ck", 1)

@@ -157,16 +157,6 @@ class Stalls(Survival):
             self.assert_whole(m)
             self.assert_status(m, "source_stuck_now", lambda values: max(values) == 0)
 
-    @needs_root
-    def test_a_read_that_needs_more_memory_than_there_is_has_a_deadline_too(self):
-        with FaultyMount(tree(), "io-timeout=1", "cache=16M", "max_request=16M") as m:
-            path, ranges = m.path / "a" / FILE, inside(2, 12 * MIB)
-            self.assert_right(path, ranges, how="direct")
-            m.faults.tell("stall", STALLED)
-            self.assert_timed_out(read_ranges(path, ranges, "direct", 15), 1)
-            m.faults.tell("resume")
-            self.assert_right(path, ranges, how="direct")
-
     def test_a_mapping_of_a_stalled_file_gets_sigbus_and_not_for_ever(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", STALLED)

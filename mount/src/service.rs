@@ -93,9 +93,8 @@ impl Service {
         if let Some(shown) = shown.as_object_mut() {
             shown.insert("cache".to_owned(), json!(limit));
             shown.insert("io-timeout".to_owned(), json!(seconds));
-            shown.insert("io".to_owned(), json!(format!("{:?}", options.io).to_lowercase()));
-            let direct = format!("{:?}", options.direct).to_lowercase();
-            shown.insert("direct".to_owned(), json!(direct));
+            shown.insert("io".to_owned(), json!(options.io.name()));
+            shown.insert("direct".to_owned(), json!(options.direct.name()));
         }
         Ok(Arc::new(Service {
             counters,

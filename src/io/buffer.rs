@@ -300,16 +300,6 @@ impl Filled {
         assert!(bytes.start <= bytes.end && bytes.end <= buffer.len, "the bytes lie in the buffer");
         Filled { buffer, bytes }
     }
-
-    /// The buffer, and where in it the bytes lie.
-    pub fn into_buffer(self) -> (Buffer, Range<usize>) {
-        (self.buffer, self.bytes)
-    }
-
-    /// Bytes that it counts against the budget.
-    pub fn leased(&self) -> u64 {
-        self.buffer.leased()
-    }
 }
 
 impl Deref for Filled {

@@ -102,8 +102,20 @@ pub enum Direct {
     Never,
 }
 
+impl Backend {
+    /// Its name, as the mount option has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backend::Auto => "auto",
+            Backend::Uring => "uring",
+            Backend::Pread => "pread",
+        }
+    }
+}
+
 impl Direct {
-    fn name(self) -> &'static str {
+    /// Its name, as the mount option has it.
+    pub fn name(self) -> &'static str {
         match self {
             Direct::Auto => "auto",
             Direct::Always => "always",

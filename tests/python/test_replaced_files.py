@@ -12,6 +12,13 @@ from test_regressions import FILE, SHARD_LEN, numbered_set, shard_name, write_on
 NOTED = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0]}}), "format": "pt"}
 
 
+def overwrite_and_put_the_time_back(path, content):
+    stat = path.stat()
+    with open(path, "r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
 class ReplacedFiles(TestCase):
     # A shard removed and written anew often gets the inode number of the old one, and was taken for the old one
     # written to in place: EIO until the next mount.
@@ -47,10 +54,7 @@ class ReplacedFiles(TestCase):
         with Mount(source, "passthrough=never") as m:
             with open(m.path / "notes.txt", "rb") as file:
                 file.read(300_000)
-            stat = plain.stat()
-            with open(plain, "r+b") as file:
-                file.write(b"B" * 4_000_000)
-            os.utime(plain, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            overwrite_and_put_the_time_back(plain, b"B" * 4_000_000)
             self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
 
     # The same while somebody still had the file open: the next open shared his, and failed for ever.
@@ -60,10 +64,7 @@ class ReplacedFiles(TestCase):
         plain.write_bytes(b"A" * 4_000_000)
         with Mount(source, "passthrough=never") as m, open(m.path / "notes.txt", "rb") as held:
             held.read(300_000)
-            stat = plain.stat()
-            with open(plain, "r+b") as file:
-                file.write(b"B" * 4_000_000)
-            os.utime(plain, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            overwrite_and_put_the_time_back(plain, b"B" * 4_000_000)
             self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
 
     # The rest was proved anew and shown as a smaller tensor, without a word.

@@ -10,9 +10,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder: PathBuf = std::env::args_os().nth(1).ok_or("which folder?")?.into();
     let checkpoint = Checkpoint::open(&folder)?;
     let catalog = checkpoint.catalog();
-    for tensor in &catalog.tensors {
+    for tensor in catalog.tensors() {
         println!("{} {} {:?}", tensor.name, tensor.dtype, tensor.shape);
-        for piece in &tensor.pieces {
+        for piece in tensor.pieces() {
             let shard = &catalog.shard(piece.shard).name;
             println!(
                 "  {:?} at {:?} in {shard} bytes {:?}",

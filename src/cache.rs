@@ -6,7 +6,7 @@
 //! memory is used up a read waits in a queue and holds none.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,16 +19,21 @@ use lru::LruCache;
 use self::alone::Alone;
 use self::blocks::{Block, Cover, Data, FileBlocks, Pending, Piece, Waiter};
 use self::loading::Loading;
+use self::queue::{Lack, Queue, Waiting};
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
 use crate::io::{Budget, Class, Engine, Lease};
-use crate::prefetch::{Advice, Planner, Request, StreamId};
+use crate::prefetch::Planner;
 use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::{Source, release_unpinned};
 
+mod ahead;
 mod alone;
 mod blocks;
 mod loading;
+mod queue;
+#[cfg(test)]
+mod tests;
 
 /// Time between two looks for reads that waited too long and blocks that nobody wants.
 const TICK: Duration = Duration::from_millis(250);
@@ -39,9 +44,6 @@ const IDLE_TIME: Duration = Duration::from_secs(5);
 /// Ticks without anything held, after which the memory goes back to the system: fresh memory
 /// costs more than keeping some for a while.
 const QUIET_TICKS: u32 = 20;
-
-/// How old a block has to be to make way for one that is read ahead.
-const STALE_TIME: Duration = Duration::from_secs(2);
 
 /// Smallest budget: a few of the largest blocks.
 pub const BUDGET_MIN: u64 = 16 << 20;
@@ -73,8 +75,8 @@ struct State {
     files: HashMap<u64, FileBlocks>,
     /// Blocks that are there, by file and start, and when they were asked for last.
     idle: LruCache<(u64, u64), Instant>,
-    /// Reads that wait for memory, oldest first.
-    queue: VecDeque<Ask>,
+    /// Reads that wait for memory.
+    queue: Queue,
     /// Reads without blocks that are under way.
     alone: Vec<Alone>,
     loading: Loading,
@@ -137,7 +139,7 @@ impl Cache {
         let state = State {
             files: HashMap::new(),
             idle: LruCache::unbounded(),
-            queue: VecDeque::new(),
+            queue: Queue::default(),
             alone: Vec::new(),
             loading: Loading::default(),
         };
@@ -189,8 +191,8 @@ impl Cache {
         if ask.is_none() {
             inner.watch_storm(file, range);
         }
-        if let Some(refused) = ask.and_then(|ask| inner.admit(ask)) {
-            inner.enqueue(refused);
+        if let Some(waiting) = ask.and_then(|ask| inner.admit(ask)) {
+            inner.enqueue(waiting);
         }
     }
 
@@ -267,29 +269,23 @@ impl Inner {
 
     /// Answers a read, or lets it wait for blocks that are being read. Gives it back where
     /// there is no memory for them.
-    fn admit(self: &Arc<Self>, ask: Ask) -> Option<Ask> {
+    fn admit(self: &Arc<Self>, ask: Ask) -> Option<Waiting> {
         let (file, range) = (ask.file.clone(), ask.range.clone());
-        let mut state = lock(&self.state);
-        // Read anew, which fails: a change must not be hidden by what was read before it.
-        for start in state.of(&file).outdated(&range) {
-            state.of(&file).blocks.remove(&start);
-            state.idle.pop(&(file.id, start));
-        }
-        let covers = state.of(&file).covers(&range);
+        self.drop_outdated(&file, &range);
+        let (mut state, covers, plans) = self.plan(&file, &range);
         let mut holes = Vec::new();
-        for cover in &covers {
-            let Cover::Hole(hole) = cover else { continue };
-            let plan = file.reader.plan_block(hole.clone());
+        for (start, plan) in plans {
             let need = plan.memory();
             if need > self.budget.limit() / 2 {
                 let taken = state.take_alone(ask);
                 drop(state);
-                return taken.map(|alone| self.read_alone(alone)).err();
+                let refused = taken.map(|alone| self.read_alone(alone)).err();
+                return refused.map(|ask| Waiting { ask, lack: Lack::Turn });
             }
-            let may = state.loading.may_add(&plan, self.budget.limit());
-            let lease = may.then(|| self.lease(&mut state, need, Duration::ZERO)).flatten();
-            let Some(lease) = lease else { return Some(ask) };
-            holes.push(Hole { start: hole.start, plan, lease });
+            match self.lease_in_turn(&mut state, &ask, &plan) {
+                Ok(lease) => holes.push(Hole { start, plan, lease }),
+                Err(lack) => return Some(Waiting { ask, lack }),
+            }
         }
         let (pending, late) = self.wait_for(&mut state, ask, &covers);
         for hole in &holes {
@@ -308,6 +304,46 @@ impl Inner {
         }
         self.look_ahead(&file, &range, late);
         None
+    }
+
+    /// Drops blocks in `range` that were read before a source of theirs changed, as far as one
+    /// can tell without waiting. They are read anew, which fails: a change must not be hidden
+    /// by what was read before it.
+    ///
+    /// Thousands of shards may have a part in a block, so they are looked at without the lock.
+    /// What is read meanwhile is checked when it comes.
+    fn drop_outdated(&self, file: &CachedFile, range: &Range<u64>) {
+        let ready = lock(&self.state).of(file).ready(range);
+        for (start, bytes, sources) in ready {
+            if sources.iter().any(|source| source.is_changed_now()) {
+                let mut state = lock(&self.state);
+                if state.of(file).remove_ready(start, &bytes) {
+                    state.idle.pop(&(file.id, start));
+                }
+            }
+        }
+    }
+
+    /// What covers `range`, and for each hole in that, by its start, the reads that it takes.
+    /// They are planned without the lock, until nothing has changed meanwhile.
+    fn plan(
+        &self,
+        file: &CachedFile,
+        range: &Range<u64>,
+    ) -> (MutexGuard<'_, State>, Vec<Cover>, Vec<(u64, BlockPlan)>) {
+        let (mut planned, mut plans) = (Vec::new(), Vec::new());
+        loop {
+            let mut state = lock(&self.state);
+            let covers = state.of(file).covers(range);
+            let holes: Vec<_> = covers.iter().filter_map(Cover::hole).cloned().collect();
+            if holes == planned {
+                return (state, covers, plans);
+            }
+            drop(state);
+            let plan = |hole: &Range<u64>| (hole.start, file.reader.plan_block(hole.clone()));
+            plans = holes.iter().map(plan).collect();
+            planned = holes;
+        }
     }
 
     /// Notes down which blocks a read takes its bytes from. Also returns whether one of them
@@ -492,13 +528,29 @@ impl Inner {
         }
     }
 
-    /// Memory of `need` bytes, for which blocks make way that nobody has asked for since `age`.
-    fn lease(&self, state: &mut State, need: u64, age: Duration) -> Option<Lease> {
+    /// Memory for a read, unless it has to wait.
+    fn lease_in_turn(
+        &self,
+        state: &mut State,
+        ask: &Ask,
+        plan: &BlockPlan,
+    ) -> std::result::Result<Lease, Lack> {
+        if state.queue.holds_back(ask.since, plan) {
+            return Err(Lack::Turn);
+        }
+        if let Some(source) = state.loading.refusing(plan, self.budget.limit()) {
+            return Err(Lack::Share(source));
+        }
+        self.lease(state, plan.memory()).ok_or(Lack::Memory)
+    }
+
+    /// Memory of `need` bytes, for which blocks make way that are there and nobody waits for.
+    fn lease(&self, state: &mut State, need: u64) -> Option<Lease> {
         loop {
             if let Some(lease) = self.budget.try_lease(need) {
                 return Some(lease);
             }
-            self.evict(state, age).then_some(())?;
+            self.evict(state, Duration::ZERO).then_some(())?;
         }
     }
 
@@ -525,9 +577,9 @@ impl Inner {
         }
     }
 
-    fn enqueue(&self, ask: Ask) {
+    fn enqueue(&self, waiting: Waiting) {
         self.counters.reads_queued_now.add(1);
-        lock(&self.state).queue.push_back(ask);
+        lock(&self.state).queue.insert(waiting);
         self.start_clock();
     }
 
@@ -535,14 +587,12 @@ impl Inner {
     fn pump(self: &Arc<Self>) {
         let mut at = 0;
         while self.budget.used() < self.budget.limit() {
-            let Some(ask) = lock(&self.state).queue.remove(at) else { return };
+            let Some(ask) = lock(&self.state).queue.take(at) else { return };
             match self.admit(ask) {
                 None => self.counters.reads_queued_now.sub(1),
                 // One of another source may fit.
-                Some(ask) => {
-                    let mut state = lock(&self.state);
-                    let place = at.min(state.queue.len());
-                    state.queue.insert(place, ask);
+                Some(waiting) => {
+                    lock(&self.state).queue.insert(waiting);
                     at += 1;
                 }
             }
@@ -556,9 +606,7 @@ impl Inner {
         let mut state = lock(&self.state);
         while self.evict(&mut state, IDLE_TIME) {}
         if let Some(timeout) = self.timeout {
-            while state.queue.front().is_some_and(|ask| ask.since.elapsed() >= timeout) {
-                late.extend(state.queue.pop_front());
-            }
+            late.extend(std::iter::from_fn(|| state.queue.take_overdue(timeout)));
         }
         drop(state);
         for ask in late {
@@ -582,71 +630,6 @@ impl Inner {
         self.budget.trim();
         self.quiet.store(0, Ordering::Relaxed);
         false
-    }
-
-    /// Notices where a tensor in the source's page cache is asked for page by page.
-    fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
-        let Some(on_storm) = &file.on_storm else { return };
-        let request = Request { range, late: false, now: self.now() };
-        let tensor_at = |offset| file.reader.tensor_at(offset);
-        let push = lock(&file.planner).storm(&request, &tensor_at);
-        if let Some(range) = push {
-            on_storm(file, range);
-        }
-    }
-
-    /// Milliseconds since the cache was started.
-    fn now(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
-    }
-
-    /// Reads ahead what is likely to be asked for next.
-    fn look_ahead(self: &Arc<Self>, file: &Arc<CachedFile>, range: &Range<u64>, late: bool) {
-        let request = Request { range: range.clone(), late, now: self.now() };
-        let most = self.budget.limit() / 8 * 3;
-        let tensor_at = |offset| file.reader.tensor_at(offset);
-        let Advice { ahead, push } = lock(&file.planner).observe(&request, most, &tensor_at);
-        if let Some((stream, ahead)) = ahead {
-            self.read_ahead(file, stream, ahead);
-        }
-        if let (Some(range), Some(on_storm)) = (push, &file.on_storm) {
-            on_storm(file, range);
-        }
-    }
-
-    fn read_ahead(self: &Arc<Self>, file: &Arc<CachedFile>, stream: StreamId, range: Range<u64>) {
-        let mut at = range.start;
-        while at < range.end {
-            let end = (at + file.reader.block_len(at)).min(range.end);
-            let plan = file.reader.plan_block(at..end);
-            // From there the read itself takes it, with one copy less.
-            if plan.is_cached(&self.engine) {
-                at = end;
-                continue;
-            }
-            let need = plan.memory();
-            let mut state = lock(&self.state);
-            if let Some(over) = state.of(file).end_of_overlap(&(at..end)) {
-                at = over;
-                continue;
-            }
-            let limit = self.budget.limit();
-            let room = state.queue.is_empty() && state.loading.may_add(&plan, limit / 4 * 3);
-            let room = room && self.budget.used() + need <= limit / 4 * 3;
-            let lease = room.then(|| self.lease(&mut state, need, STALE_TIME)).flatten();
-            let Some(lease) = lease else {
-                drop(state);
-                return lock(&file.planner).cut_short(stream, at);
-            };
-            let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
-            let block = Block { end, asked: 0, ahead: true, data };
-            state.of(file).blocks.insert(at, block);
-            state.loading.add(&plan);
-            drop(state);
-            self.counters.prefetched_bytes.add(end - at);
-            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
-            at = end;
-        }
     }
 }
 

@@ -75,14 +75,14 @@ macro_rules! counters {
         impl Counters {
             /// All counters as a JSON object; latencies as percentiles in microseconds.
             pub fn to_json(&self) -> Value {
-                json!({
-                    $(stringify!($name): self.$name.get(),)*
-                    "wait_us": {
-                        "p50": self.wait.percentile_us(50),
-                        "p99": self.wait.percentile_us(99),
-                        "max": self.wait.percentile_us(100),
-                    },
-                })
+                let mut all = serde_json::Map::new();
+                $(all.insert(stringify!($name).to_owned(), self.$name.get().into());)*
+                all.insert("wait_us".to_owned(), json!({
+                    "p50": self.wait.percentile_us(50),
+                    "p99": self.wait.percentile_us(99),
+                    "max": self.wait.percentile_us(100),
+                }));
+                Value::Object(all)
             }
         }
     };
@@ -127,6 +127,10 @@ counters! {
     prefetch_wasted_bytes,
     /// Bytes put into the kernel's page cache before anyone asked.
     stored_bytes,
+    /// Bytes of sources that were compared with their checksums (`verify=read`).
+    checked_bytes,
+    /// Tensors and headers that differ from their checksums.
+    checksum_mismatches,
     /// Memory held by the cache and by reads under way, now.
     cache_bytes_now,
     /// Reads that wait for memory, now.

@@ -23,6 +23,8 @@ pub enum Class {
     HeaderUtf8,
     /// The header is not JSON of the expected form.
     HeaderJson,
+    /// The header is not the binary form that bintensors prescribes.
+    HeaderDecode,
     /// One key twice in a header, a weight map or a metadata map.
     DuplicateKey,
     /// A dtype that the format does not have.
@@ -71,6 +73,8 @@ pub enum Class {
     DcpOverlap,
     /// The bytes of a file do not match a recorded hash.
     HashMismatch,
+    /// No checksums are recorded of a file that is to be compared with them.
+    NotRecorded,
     /// A file changed while it was in use.
     Changed,
     /// The operating system refused.
@@ -88,6 +92,7 @@ impl Class {
             Class::HeaderLength => "header_length",
             Class::HeaderUtf8 => "header_utf8",
             Class::HeaderJson => "header_json",
+            Class::HeaderDecode => "header_decode",
             Class::DuplicateKey => "duplicate_key",
             Class::UnknownDtype => "unknown_dtype",
             Class::Misaligned => "misaligned",
@@ -112,6 +117,7 @@ impl Class {
             Class::DcpHole => "dcp_hole",
             Class::DcpOverlap => "dcp_overlap",
             Class::HashMismatch => "hash_mismatch",
+            Class::NotRecorded => "not_recorded",
             Class::Changed => "changed",
             Class::Io => "io",
             Class::Usage => "usage",

@@ -62,11 +62,6 @@ impl Runs {
         Ok(Runs { base: base / 8, run_len: run / 8, n_runs, steps })
     }
 
-    /// A piece that is one run of `len` bytes at `base`.
-    pub fn single(base: u64, len: u64) -> Runs {
-        Runs { base, run_len: len, n_runs: 1, steps: Vec::new() }
-    }
-
     /// Length of each run in bytes.
     pub fn run_len(&self) -> u64 {
         self.run_len

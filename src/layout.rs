@@ -5,38 +5,43 @@
 //! tensor cut by columns into millions of runs takes as much memory as one cut by rows.
 //! Pure: no I/O, no clock, no threads. `reader` turns extents into reads.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::catalog::{Catalog, ShardId, Tensor};
+use crate::dtype::Dtype;
 use crate::error::{Class, Fault};
-use crate::format::safetensors;
+use crate::format::{Format, bintensors, safetensors};
 use crate::gather::{Part, Runs};
 
-/// Tensor data of a virtual file begins at a multiple of this many bytes: a page, so that a
-/// mapping of the file has its tensors where a mapping of the data would.
+/// Tensor data of a virtual safetensors file begins at a multiple of this many bytes: a page, so
+/// that a mapping of the file has its tensors where a mapping of the data would.
 pub const DATA_ALIGN: u64 = 4096;
 
-/// A virtual safetensors file.
+/// Boundary at which data begins in a file of the reference implementation.
+const SAVED_ALIGN: u64 = 8;
+
+/// A virtual file of all tensors of a checkpoint.
 #[derive(Debug)]
 pub struct Layout {
     header: Arc<[u8]>,
     tensors: Vec<Placed>,
+    /// Of all tensors, one after another; of each by first byte.
+    pieces: Vec<PlacedPiece>,
     len: u64,
 }
 
-/// A tensor at its place in the file.
+/// A tensor at its place in the file, which ends where the next one begins.
 #[derive(Debug)]
 struct Placed {
     /// Position in `Catalog::tensors`.
     tensor: u32,
+    /// Where in `pieces` its own end.
+    pieces_end: u32,
     /// Offset in the file.
     start: u64,
-    len: u64,
-    /// By first byte.
-    pieces: Vec<PlacedPiece>,
-    /// Largest last byte of this piece and all before it, to find pieces by range.
-    reach: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -44,7 +49,11 @@ struct PlacedPiece {
     shard: ShardId,
     /// Offset in the shard of the piece's first byte.
     source: u64,
-    runs: Runs,
+    /// Largest last byte of this piece and those of its tensor before it, to find pieces by
+    /// range.
+    reach: u64,
+    /// `None`: all bytes of the tensor in one run.
+    runs: Option<Box<Runs>>,
 }
 
 /// Some bytes of a virtual file and where they come from.
@@ -82,46 +91,63 @@ pub enum Extent<'a> {
 }
 
 impl Layout {
-    /// The layout of all tensors of `catalog` as one file.
+    /// The layout of all tensors of `catalog` as one file, as mounts show it.
     ///
-    /// Tensors stand by width of their dtype, widest first, so that each is aligned; then by
-    /// shard and offset of their first piece, so that within a dtype the order of the file is
-    /// the order on disk; then by name.
-    pub fn single(catalog: &Catalog) -> Result<Layout, Fault> {
-        let mut order: Vec<u32> = (0..catalog.tensors.len() as u32).collect();
-        order.sort_by_cached_key(|&at| {
-            let tensor = &catalog.tensors[at as usize];
-            let first = &tensor.pieces[0];
-            // `at` is the order by name.
-            (std::cmp::Reverse(tensor.dtype.bits()), first.shard, first.range.start, at)
+    /// In safetensors, tensors stand by width of their dtype, widest first, so that each is
+    /// aligned; then by shard and offset of their first piece, so that within a dtype the order
+    /// of the file is the order on disk; then by name. Bintensors are as `saved`.
+    pub fn single(catalog: &Catalog, format: Format) -> Result<Layout, Fault> {
+        if format == Format::Bintensors {
+            return Layout::saved(catalog, format);
+        }
+        let order = sorted(catalog, |tensor| {
+            let first = tensor.first_piece();
+            (Reverse(tensor.dtype.bits()), first.shard, first.range.start)
         });
-        let ordered = || order.iter().map(|&at| &catalog.tensors[at as usize]);
-        let entries = ordered().map(|t| (t.name.as_str(), t.dtype, t.shape.as_slice(), t.len));
-        let header = safetensors::encode(&catalog.metadata, entries, DATA_ALIGN).map_err(|len| {
-            Fault::new(
-                Class::HeaderTooLarge,
-                format!(
-                    "the header of one file would have {len} bytes or more, the format allows {}; \
-                     mount with -o layout=original",
-                    safetensors::HEADER_LEN_MAX
-                ),
-            )
-        })?;
+        let metadata = catalog.metadata.as_ref().filter(|metadata| !metadata.is_empty());
+        let header = safetensors_header(catalog, metadata, &order, DATA_ALIGN)?;
+        Layout::new(catalog, &order, header)
+    }
+
+    /// The layout that the reference implementation of `format` would save.
+    pub fn saved(catalog: &Catalog, format: Format) -> Result<Layout, Fault> {
+        let (order, header) = match format {
+            Format::Safetensors => {
+                let order = sorted(catalog, |tensor| Reverse(tensor.dtype));
+                let metadata = catalog.metadata.as_ref();
+                let header = safetensors_header(catalog, metadata, &order, SAVED_ALIGN)?;
+                (order, header)
+            }
+            Format::Bintensors => {
+                let order = sorted(catalog, |tensor| Reverse(bintensors::number_of(tensor.dtype)));
+                let entries = entries(catalog, &order);
+                let header = bintensors::encode(catalog.metadata.as_ref(), entries);
+                (order, header.map_err(|fault| located(catalog, fault))?)
+            }
+        };
+        Layout::new(catalog, &order, header)
+    }
+
+    /// The layout of `header` and the tensors at the positions `order`.
+    fn new(catalog: &Catalog, order: &[u32], header: Vec<u8>) -> Result<Layout, Fault> {
+        let ordered = || order.iter().map(|&at| catalog.tensor_at(at as usize));
         let mut end = header.len() as u64;
         let mut tensors = Vec::with_capacity(order.len());
-        for (&at, tensor) in order.iter().zip(ordered()) {
-            let placed = place(at, end, tensor).map_err(|fault| fault.tensor(&tensor.name))?;
+        let mut pieces = Vec::with_capacity(order.len());
+        for tensor in ordered() {
+            place(&tensor, &mut pieces).map_err(|fault| fault.tensor(tensor.name))?;
+            let (at, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
+            tensors.push(Placed { tensor: at, pieces_end, start: end });
             let message = "the file would have 2^64 bytes or more";
             end =
                 end.checked_add(tensor.len).ok_or_else(|| Fault::new(Class::Overflow, message))?;
-            tensors.push(placed);
         }
         // Kernel and programs count file sizes in signed 64 bits.
         if i64::try_from(end).is_err() {
             let message = format!("the file would have {end} bytes, more than a file can have");
             return Err(Fault::new(Class::Overflow, message));
         }
-        Ok(Layout { header: header.into(), tensors, len: end })
+        Ok(Layout { header: header.into(), tensors, pieces, len: end })
     }
 
     /// Length of the file in bytes.
@@ -144,15 +170,40 @@ impl Layout {
         self.tensors.iter().map(|placed| (placed.tensor as usize, placed.start))
     }
 
+    /// The tensors that bytes `range` belong to, as positions in `Catalog::tensors`.
+    pub fn tensors_in(&self, range: Range<u64>) -> impl Iterator<Item = usize> + '_ {
+        let first = self.first_at(range.start).unwrap_or(self.tensors.len());
+        let placed = self.tensors[first..].iter();
+        placed
+            .take_while(move |placed| placed.start < range.end)
+            .map(|placed| placed.tensor as usize)
+    }
+
     /// The bytes of the tensor that `offset` lies in, or of the header.
     pub fn tensor_at(&self, offset: u64) -> Range<u64> {
         let header_len = self.header.len() as u64;
-        let at = self.tensors.partition_point(|placed| placed.start + placed.len <= offset);
-        match self.tensors.get(at) {
-            Some(placed) if offset >= header_len => placed.start..placed.start + placed.len,
-            Some(_) => 0..header_len,
+        if offset < header_len {
+            return 0..header_len;
+        }
+        match self.first_at(offset) {
+            Some(at) => self.bytes_of(at),
             None => offset.min(header_len)..self.len,
         }
+    }
+
+    /// The first tensor that ends after `offset`.
+    fn first_at(&self, offset: u64) -> Option<usize> {
+        if offset >= self.len {
+            return None;
+        }
+        // The last tensor that begins at or before it; empty ones end before.
+        let after = self.tensors.partition_point(|placed| placed.start <= offset);
+        if after == 0 { (!self.tensors.is_empty()).then_some(0) } else { Some(after - 1) }
+    }
+
+    fn bytes_of(&self, at: usize) -> Range<u64> {
+        let end = self.tensors.get(at + 1).map_or(self.len, |next| next.start);
+        self.tensors[at].start..end
     }
 
     /// Calls `visit` for the extents of bytes `range`, which is clamped to the file.
@@ -165,52 +216,119 @@ impl Layout {
             let bytes = &self.header[range.start as usize..range.end.min(header_len) as usize];
             visit(Extent::Header { at: range.start, bytes });
         }
-        let first = self.tensors.partition_point(|placed| placed.start + placed.len <= range.start);
-        for placed in &self.tensors[first..] {
-            if placed.start >= range.end {
+        let Some(first) = self.first_at(range.start) else { return };
+        for at in first..self.tensors.len() {
+            let bytes = self.bytes_of(at);
+            if bytes.start >= range.end {
                 break;
             }
-            placed.extents(&range, visit);
+            self.extents_of(at, bytes, &range, visit);
         }
     }
-}
 
-fn place(at: u32, start: u64, tensor: &Tensor) -> Result<Placed, Fault> {
-    let mut pieces = Vec::with_capacity(tensor.pieces.len());
-    for piece in tensor.pieces.iter().filter(|_| tensor.len > 0) {
-        let runs = if piece.shape == tensor.shape {
-            Runs::single(0, tensor.len)
-        } else {
-            Runs::new(&tensor.shape, &piece.offset, &piece.shape, tensor.dtype.bits())?
-        };
-        pieces.push(PlacedPiece { shard: piece.shard, source: piece.range.start, runs });
-    }
-    pieces.sort_by_key(|piece| piece.runs.span().start);
-    let mut reach = Vec::with_capacity(pieces.len());
-    let mut furthest = 0;
-    for piece in &pieces {
-        furthest = piece.runs.span().end.max(furthest);
-        reach.push(furthest);
-    }
-    Ok(Placed { tensor: at, start, len: tensor.len, pieces, reach })
-}
-
-impl Placed {
-    fn extents<'a>(&'a self, range: &Range<u64>, visit: &mut dyn FnMut(Extent<'a>)) {
-        let wanted = range.start.saturating_sub(self.start)..(range.end - self.start).min(self.len);
-        let first = self.reach.partition_point(|&reach| reach <= wanted.start);
-        for piece in &self.pieces[first..] {
-            if piece.runs.span().start >= wanted.end {
+    fn extents_of<'a>(
+        &'a self,
+        at: usize,
+        bytes: Range<u64>,
+        range: &Range<u64>,
+        visit: &mut dyn FnMut(Extent<'a>),
+    ) {
+        let wanted = range.start.max(bytes.start) - bytes.start
+            ..range.end.min(bytes.end).saturating_sub(bytes.start);
+        let start = if at == 0 { 0 } else { self.tensors[at - 1].pieces_end };
+        let pieces = &self.pieces[start as usize..self.tensors[at].pieces_end as usize];
+        let first = pieces.partition_point(|piece| piece.reach <= wanted.start);
+        for PlacedPiece { shard, source, runs, .. } in &pieces[first..] {
+            let shard = *shard;
+            let Some(runs) = runs else {
+                let range = source + wanted.start..source + wanted.end;
+                visit(Extent::Run { at: bytes.start + wanted.start, shard, range });
+                break;
+            };
+            if runs.span().start >= wanted.end {
                 break;
             }
-            let Some(part) = piece.runs.part(&wanted) else { continue };
-            let range = piece.source + part.bytes.start..piece.source + part.bytes.end;
-            let shard = piece.shard;
+            let Some(part) = runs.part(&wanted) else { continue };
+            let range = source + part.bytes.start..source + part.bytes.end;
             visit(if part.is_contiguous() {
-                Extent::Run { at: self.start + part.at, shard, range }
+                Extent::Run { at: bytes.start + part.at, shard, range }
             } else {
-                Extent::Scatter { tensor_at: self.start, shard, range, runs: &piece.runs, part }
+                Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
             });
         }
     }
+}
+
+/// The positions of all tensors by `key`, then by name.
+fn sorted<K: Ord>(catalog: &Catalog, key: impl Fn(&Tensor<'_>) -> K) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..catalog.len() as u32).collect();
+    // `at` is the order by name.
+    order.sort_by_cached_key(|&at| (key(&catalog.tensor_at(at as usize)), at));
+    order
+}
+
+/// What a header says of the tensors at the positions `order`.
+fn entries<'a>(
+    catalog: &'a Catalog,
+    order: &'a [u32],
+) -> impl ExactSizeIterator<Item = (&'a str, Dtype, &'a [u64], u64)> {
+    order.iter().map(|&at| {
+        let tensor = catalog.tensor_at(at as usize);
+        (tensor.name, tensor.dtype, tensor.shape, tensor.len)
+    })
+}
+
+fn safetensors_header(
+    catalog: &Catalog,
+    metadata: Option<&BTreeMap<String, String>>,
+    order: &[u32],
+    align: u64,
+) -> Result<Vec<u8>, Fault> {
+    // Other formats have tensors of this name.
+    if catalog.tensor(safetensors::METADATA).is_some() {
+        let message = "safetensors keeps this name for metadata; rename the tensor, or show the \
+                       checkpoint with -o format=bintensors";
+        let fault = Fault::new(Class::HeaderJson, message).tensor(safetensors::METADATA);
+        return Err(located(catalog, fault));
+    }
+    safetensors::encode(metadata, entries(catalog, order), align).map_err(|len| {
+        Fault::new(
+            Class::HeaderTooLarge,
+            format!(
+                "the header of one file would have {len} bytes or more, the format allows {}; \
+                 mount with -o layout=original",
+                safetensors::HEADER_LEN_MAX
+            ),
+        )
+    })
+}
+
+/// `fault` with the file that the tensor lies in.
+fn located(catalog: &Catalog, fault: Fault) -> Fault {
+    let tensor = fault.tensor.as_deref().and_then(|name| catalog.tensor(name));
+    let file = tensor.map(|tensor| catalog.shard(tensor.first_piece().shard).name.as_str());
+    file.map_or_else(|| fault.clone(), |file| fault.clone().in_file(file))
+}
+
+/// Adds the pieces of `tensor`, which has bytes, to `placed`.
+fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault> {
+    let own = placed.len();
+    for piece in tensor.pieces().filter(|_| tensor.len > 0) {
+        let (runs, reach) = if piece.shape == tensor.shape {
+            (None, tensor.len)
+        } else {
+            let runs = Runs::new(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits())?;
+            let reach = runs.span().end;
+            (Some(Box::new(runs)), reach)
+        };
+        placed.push(PlacedPiece { shard: piece.shard, source: piece.range.start, reach, runs });
+    }
+    let own = &mut placed[own..];
+    own.sort_by_key(|piece| piece.runs.as_ref().map_or(0, |runs| runs.span().start));
+    let mut furthest = 0;
+    for piece in own {
+        furthest = piece.reach.max(furthest);
+        piece.reach = furthest;
+    }
+    Ok(())
 }

@@ -1,21 +1,48 @@
 //! Reading every byte of a checkpoint: what the proof cannot see.
+//!
+//! Each shard is read once, from its beginning on, and all hashes are made of that: the checksums
+//! that are compared with the recorded ones, those that replicas are compared by, and sha256.
+
+pub mod gate;
+mod mismatch;
+mod recorded;
+mod stored;
 
 use std::sync::Arc;
 
-use sha2::{Digest, Sha256};
+use sha2::{Digest as _, Sha256};
 
-use crate::catalog::{Piece, Tensor};
-use crate::checkpoint::Checkpoint;
+use crate::catalog::{Piece, Shard, Tensor};
+use crate::checkpoint::{Checkpoint, IndexedHeads, fingerprint};
 use crate::error::{Class, Fault, Result};
 use crate::format::manifest;
+use crate::hash::{Digest, Hasher};
+use crate::index::{ChunkHasher, ShardSums, now};
 use crate::io::{Read, read_all};
 use crate::source::Source;
+
+pub use mismatch::{Mismatch, Place};
+pub use recorded::Recorded;
+use stored::StoredPiece;
 
 /// Bytes read at a time.
 const CHUNK_LEN: u64 = 4 << 20;
 
+/// What to do beside reading.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Task<'a> {
+    /// The checksums that are known.
+    pub recorded: Option<&'a Recorded>,
+    /// What an index knows of the headers.
+    pub heads: Option<&'a IndexedHeads>,
+    /// Whether what differs from them is recorded anew.
+    pub anew: bool,
+    /// Whether the sha256 of every shard is wanted.
+    pub sha256: bool,
+}
+
 /// What was compared while reading.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct Verified {
     /// Bytes read.
     pub bytes: u64,
@@ -23,82 +50,232 @@ pub struct Verified {
     pub blobs: u64,
     /// Replicas that hold the bytes of the piece that is used.
     pub replicas: u64,
+    /// Headers and stored pieces that are what was recorded of them.
+    pub compared: u64,
+    /// Headers and stored pieces of which nothing was known.
+    pub unknown: u64,
+    /// What is to be recorded.
+    pub fresh: Vec<ShardSums>,
+    /// Name and sha256 of each shard, where that is wanted.
+    pub sha256: Vec<(String, String)>,
+    /// What is unusual but not wrong, a line each.
+    pub notes: Vec<String>,
+    /// The first of the bytes that are not what was recorded of them.
+    pub mismatch: Option<Mismatch>,
+}
+
+/// What was seen of one shard.
+struct Seen {
+    /// Its checksums, unless it has more chunks than can be counted.
+    sums: Option<ShardSums>,
+    /// The digests of the chunks that it was recorded by.
+    as_recorded: Option<Vec<Digest>>,
+    /// Of the bytes before the data.
+    head: Digest,
+    sha256: Option<String>,
 }
 
 /// Bytes that `verify` will read of `checkpoint`.
 pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
-    let catalog = checkpoint.catalog();
-    let replicas = catalog.tensors.iter().flat_map(|tensor| &tensor.replicas);
-    let replicas: u64 = replicas.map(|piece| 2 * (piece.range.end - piece.range.start)).sum();
-    catalog.shards.iter().map(|shard| shard.file_len).sum::<u64>() + replicas
+    let lens = checkpoint.catalog().shards.iter().map(|shard| shard.file_len);
+    lens.fold(0, u64::saturating_add)
 }
 
-/// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name and
-/// replicas with each other. Calls `progress` with the bytes read since the last call.
-pub fn verify(checkpoint: &Checkpoint, progress: &mut dyn FnMut(u64)) -> Result<Verified> {
+/// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name,
+/// replicas with each other, and everything with the checksums that were recorded of it. Calls
+/// `progress` with the bytes read since the last call.
+///
+/// # Errors
+/// Bytes that cannot be read, blobs and replicas that differ. What differs from its checksum is
+/// told in `Verified::mismatch`, once all was read.
+pub fn verify(
+    checkpoint: &Checkpoint,
+    task: &Task<'_>,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Verified> {
+    let catalog = checkpoint.catalog();
     let mut verified = Verified::default();
-    let mut buf = vec![0; CHUNK_LEN as usize];
-    for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.catalog().shards) {
-        let expected = blob_hash(source);
-        let mut hash = expected.is_some().then(Sha256::new);
-        let mut at = 0;
-        while at < shard.file_len {
-            let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - at) as usize];
-            read_all(&mut [Read { source, offset: at, target: chunk }])?;
-            if let Some(hash) = &mut hash {
-                hash.update(&chunk);
-            }
-            at += chunk.len() as u64;
-            progress(chunk.len() as u64);
-        }
+    let mut sums = Vec::with_capacity(catalog.shards.len());
+    let stored = stored::by_shard(catalog);
+    for ((source, shard), stored) in checkpoint.sources().iter().zip(&catalog.shards).zip(&stored) {
+        let known = task.recorded.and_then(|recorded| recorded.of(&shard.name));
+        let seen = read_shard(source, shard, stored, known, task.sha256, progress)?;
         verified.bytes += shard.file_len;
-        if let (Some(expected), Some(hash)) = (expected, hash) {
-            let found = hex(&hash.finalize());
-            if found != expected {
+        let name_of = |at: u32| catalog.tensor_at(at as usize).name.to_owned();
+        let named = stored::Named { shard, stored, name_of: &name_of };
+        let mismatched = verified.mismatch.is_some();
+        judge(&mut verified, task, &named, source, &seen);
+        if let Some(expected) = blob_hash(source) {
+            let found = seen.sha256.as_deref().unwrap_or_default();
+            if found == expected {
+                verified.blobs += 1;
+            } else if mismatched == verified.mismatch.is_some() {
+                // The checksums do not say it more closely.
                 let message = format!(
                     "its bytes have the sha256 {found}, the blob is named {expected}; download it again"
                 );
                 let fault = Fault::new(Class::HashMismatch, message).in_file(&shard.name);
                 return Err(checkpoint.refused(fault));
             }
-            verified.blobs += 1;
         }
+        if let Some(sha256) = seen.sha256.filter(|_| task.sha256) {
+            verified.sha256.push((shard.name.clone(), sha256));
+        }
+        sums.push(seen.sums);
     }
-    for tensor in &checkpoint.catalog().tensors {
-        for replica in &tensor.replicas {
-            verified.bytes += compare_replica(checkpoint, tensor, replica, progress)?;
-            verified.replicas += 1;
+    if verified.mismatch.is_none() {
+        for tensor in catalog.tensors() {
+            for replica in tensor.replicas() {
+                compare_replica(checkpoint, &sums, &tensor, &replica)?;
+                verified.replicas += 1;
+            }
         }
     }
     Ok(verified)
+}
+
+/// Reads one shard from its beginning to its end.
+fn read_shard(
+    source: &Arc<Source>,
+    shard: &Shard,
+    stored: &[StoredPiece],
+    known: Option<&Arc<ShardSums>>,
+    sha256: bool,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Seen> {
+    let cuts = stored::cuts(shard, stored).map(Arc::new);
+    let other = |known: &&Arc<ShardSums>| {
+        cuts.as_deref() != Some(&*known.cuts) && known.cuts.file_len() == shard.file_len
+    };
+    let mut own = cuts.clone().map(ChunkHasher::new);
+    let mut recorded = known.filter(other).map(|known| ChunkHasher::new(known.cuts.clone()));
+    let mut whole = (sha256 || blob_hash(source).is_some()).then(Sha256::new);
+    let mut head = Hasher::new();
+    let mut buf = vec![0; CHUNK_LEN.min(shard.file_len) as usize];
+    let mut at = 0;
+    while at < shard.file_len {
+        let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - at) as usize];
+        read_all(&mut [Read { source, offset: at, target: chunk }])?;
+        own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
+        let of_head = shard.data_start.saturating_sub(at).min(chunk.len() as u64);
+        head.update(&chunk[..of_head as usize]);
+        if let Some(hash) = &mut whole {
+            hash.update(&chunk);
+        }
+        at += chunk.len() as u64;
+        progress(chunk.len() as u64);
+    }
+    let fingerprint = fingerprint(&source.identity());
+    let recorded_now = now();
+    let sums = own.and_then(ChunkHasher::finish).zip(cuts).map(|(digests, cuts)| ShardSums {
+        name: shard.name.clone(),
+        fingerprint,
+        recorded: recorded_now,
+        cuts,
+        digests,
+    });
+    Ok(Seen {
+        sums,
+        as_recorded: recorded.and_then(ChunkHasher::finish),
+        head: head.finish(),
+        sha256: whole.map(|hash| format!("{:x}", hash.finalize())),
+    })
+}
+
+/// Compares a shard with what is known of it, and notes what is to be recorded.
+fn judge(
+    verified: &mut Verified,
+    task: &Task<'_>,
+    named: &stored::Named<'_>,
+    source: &Arc<Source>,
+    seen: &Seen,
+) {
+    let name = &named.shard.name;
+    let known = task.recorded.and_then(|recorded| recorded.of(name));
+    let now = fingerprint(&source.identity());
+    let mismatch = match known {
+        Some(known) if recorded::is_another_file(&known.fingerprint, &now) => {
+            verified.notes.push(format!(
+                "{name}: is another file than the one whose checksums were recorded on {}; \
+                 recorded anew",
+                mismatch::shown_time(known.recorded)
+            ));
+            None
+        }
+        Some(known) => {
+            let digests = seen.as_recorded.as_deref();
+            let digests = digests.or(seen.sums.as_ref().map(|sums| sums.digests.as_slice()));
+            let mismatch = Mismatch::find(named, known, &now, digests.unwrap_or_default());
+            if mismatch.is_none() {
+                verified.compared += known.cuts.len() as u64;
+                if known.fingerprint != now {
+                    // It was copied or touched, and is what it was.
+                    verified.fresh.push(ShardSums { fingerprint: now, ..(**known).clone() });
+                }
+                return;
+            }
+            mismatch
+        }
+        None => task.heads.and_then(|heads| {
+            Mismatch::find_in_head(named.shard, heads.head(name, &now)?, heads.made, seen.head)
+        }),
+    };
+    match mismatch {
+        Some(mismatch) if task.anew => {
+            verified.notes.push(format!("{}; recorded anew", mismatch.line()));
+        }
+        Some(mismatch) => {
+            match &mut verified.mismatch {
+                Some(first) => first.others += 1 + mismatch.others,
+                none => *none = Some(mismatch),
+            }
+            return;
+        }
+        None => {}
+    }
+    if let Some(sums) = &seen.sums {
+        verified.unknown += sums.cuts.len() as u64;
+        verified.fresh.push(sums.clone());
+    }
 }
 
 /// The text of a manifest of `checkpoint`, and the name under which it is found again.
 pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
     let catalog = checkpoint.catalog();
     let shards = catalog.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len));
-    let tensors = catalog.tensors.iter().map(|t| (t.name.as_str(), t.dtype, t.shape.as_slice()));
+    let tensors = catalog.tensors().map(|t| (t.name, t.dtype, t.shape));
     (manifest::file_name(&checkpoint.name), manifest::encode(shards, tensors))
 }
 
+/// Compares a replica with the piece that is used: by checksums where `sums` has both, and byte
+/// by byte to tell where they differ.
 fn compare_replica(
     checkpoint: &Checkpoint,
-    tensor: &Tensor,
-    replica: &Piece,
-    progress: &mut dyn FnMut(u64),
-) -> Result<u64> {
-    let used =
-        tensor.pieces.iter().find(|p| (&p.offset, &p.shape) == (&replica.offset, &replica.shape));
-    let Some(used) = used else { return Ok(0) };
-    let source = |piece: &Piece| &checkpoint.sources()[piece.shard.0 as usize];
-    let len = used.range.end - used.range.start;
+    sums: &[Option<ShardSums>],
+    tensor: &Tensor<'_>,
+    replica: &Piece<'_>,
+) -> Result<()> {
+    let used = tensor.pieces().find(|p| (p.offset, p.shape) == (replica.offset, replica.shape));
+    let Some(used) = used else { return Ok(()) };
+    // Both begin a part of their own, so their chunks are alike.
+    let digests = |piece: &Piece<'_>| {
+        let sums = sums[piece.shard.0 as usize].as_ref()?;
+        Some(sums.digests_of(piece.range.clone()).collect::<Vec<_>>())
+    };
+    if let Some(known) = digests(&used)
+        && digests(replica) == Some(known)
+    {
+        return Ok(());
+    }
+    let source = |piece: &Piece<'_>| &checkpoint.sources()[piece.shard.0 as usize];
+    let len = used.len();
     let mut at = 0;
     let (mut a, mut b) =
         (vec![0; CHUNK_LEN.min(len) as usize], vec![0; CHUNK_LEN.min(len) as usize]);
     while at < len {
         let chunk = CHUNK_LEN.min(len - at) as usize;
         read_all(&mut [
-            Read { source: source(used), offset: used.range.start + at, target: &mut a[..chunk] },
+            Read { source: source(&used), offset: used.range.start + at, target: &mut a[..chunk] },
             Read {
                 source: source(replica),
                 offset: replica.range.start + at,
@@ -106,22 +283,21 @@ fn compare_replica(
             },
         ])?;
         if let Some(byte) = (0..chunk).find(|&byte| a[byte] != b[byte]) {
-            let name = |piece: &Piece| &checkpoint.catalog().shard(piece.shard).name;
+            let name = |piece: &Piece<'_>| &checkpoint.catalog().shard(piece.shard).name;
             let message = format!(
                 "the box at {:?} of shape {:?} lies in {} and in {}, and its byte {} differs",
                 used.offset,
                 used.shape,
-                name(used),
+                name(&used),
                 name(replica),
                 at + byte as u64
             );
-            let fault = Fault::new(Class::DcpOverlap, message).tensor(&tensor.name);
+            let fault = Fault::new(Class::DcpOverlap, message).tensor(tensor.name);
             return Err(checkpoint.refused(fault));
         }
         at += chunk as u64;
-        progress(2 * chunk as u64);
     }
-    Ok(2 * len)
+    Ok(())
 }
 
 /// The sha256 that a hub blob has as its name.
@@ -131,8 +307,4 @@ fn blob_hash(source: &Arc<Source>) -> Option<String> {
     let in_blobs = path.parent()?.file_name()? == "blobs";
     let is_hash = name.len() == 64 && name.bytes().all(|b| b.is_ascii_hexdigit());
     (in_blobs && is_hash).then(|| name.to_ascii_lowercase())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::format::Format;
+
 /// How shards become files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arrangement {
@@ -37,6 +39,8 @@ pub enum Prefer {
 pub struct View {
     /// How shards become files.
     pub arrangement: Arrangement,
+    /// What the one file of a set is.
+    pub format: Format,
     /// What becomes of the weight map.
     pub map: MapPolicy,
     /// Whole file or sharded set.
@@ -47,4 +51,6 @@ pub struct View {
     pub expect_shards: Option<u64>,
     /// File that knows names, dtypes and shapes of all tensors.
     pub reference: Option<PathBuf>,
+    /// Folder that indexes are kept in; without one every start reads all headers.
+    pub index: Option<PathBuf>,
 }

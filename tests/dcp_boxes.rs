@@ -4,77 +4,34 @@
 
 mod common;
 
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 
+use common::boxes::checkpoint;
 use common::{Box_, Cut, bytes, dcp_name, read_naively, write_dcp};
 use proptest::prelude::*;
 use tensorfs::checkpoint::Checkpoint;
+use tensorfs::counters::Counters;
+use tensorfs::io::{Engine, Settings};
 use tensorfs::reader::Reader;
+use tensorfs::verify::gate::{Checker, Gate};
+use tensorfs::verify::{Recorded, Task, verify};
 use tensorfs::{Class, Dtype};
-
-const DTYPES: [Dtype; 8] = [
-    Dtype::Bool,
-    Dtype::F4,
-    Dtype::F6E2M3,
-    Dtype::F8E4M3,
-    Dtype::Bf16,
-    Dtype::I32,
-    Dtype::C64,
-    Dtype::U64,
-];
-
-/// A shape whose last dimension keeps cuts of sub-byte elements on bytes.
-fn shape() -> impl Strategy<Value = Vec<u64>> {
-    (prop::collection::vec(1u64..7, 0..4), 0u64..5)
-        .prop_map(|(outer, last)| outer.into_iter().chain([4 * last + 4]).collect())
-}
-
-/// Cuts `part` in two, again and again, at places chosen by `choices`.
-fn split(part: Box_, choices: &[(u8, u8)]) -> Vec<Box_> {
-    let Some(((dim, at), rest)) = choices.split_first() else { return vec![part] };
-    let dim = *dim as usize % part.shape.len();
-    // Along the last dimension only at multiples of 4: whole bytes for every dtype.
-    let step = if dim + 1 == part.shape.len() { 4 } else { 1 };
-    let places = part.shape[dim] / step;
-    if places < 2 {
-        return split(part, rest);
-    }
-    let at = step * (1 + u64::from(*at) % (places - 1));
-    let (mut low, mut high) = (part.clone(), part);
-    low.shape[dim] = at;
-    high.shape[dim] -= at;
-    high.offset[dim] += at;
-    let (left, right) = rest.split_at(rest.len() / 2);
-    split(low, left).into_iter().chain(split(high, right)).collect()
-}
-
-fn cut(number: usize) -> impl Strategy<Value = Cut> {
-    let choices = prop::collection::vec((any::<u8>(), any::<u8>()), 0..12);
-    let shards = prop::collection::vec(0usize..6, 13);
-    (0..DTYPES.len(), shape(), choices, shards).prop_map(move |(dtype, shape, choices, shards)| {
-        let whole = Box_ { offset: vec![0; shape.len()], shape: shape.clone() };
-        let mut boxes: Vec<(usize, Box_)> = Vec::new();
-        for (at, part) in split(whole, &choices).into_iter().enumerate() {
-            // A file holds one piece per name, so a shard that has one already passes it on.
-            let mut shard = shards[at];
-            while boxes.iter().any(|(other, _)| *other == shard) {
-                shard += 1;
-            }
-            boxes.push((shard, part));
-        }
-        Cut { name: format!("tensor.{number}"), dtype: DTYPES[dtype], shape, boxes }
-    })
-}
-
-fn checkpoint() -> impl Strategy<Value = Vec<Cut>> {
-    (cut(0), cut(1), cut(2)).prop_map(|(a, b, c)| vec![a, b, c])
-}
 
 fn open(tensors: &[Cut]) -> (tempfile::TempDir, tensorfs::Result<Arc<Checkpoint>>) {
     let folder = tempfile::tempdir().unwrap();
     write_dcp(folder.path(), tensors);
     let checkpoint = Checkpoint::open(folder.path());
     (folder, checkpoint)
+}
+
+fn flip(path: &Path, at: u64) {
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 16], at).unwrap();
 }
 
 fn read_all(checkpoint: &Checkpoint) -> (Reader, Vec<u8>) {
@@ -170,8 +127,71 @@ proptest! {
         let (_folder, checkpoint) = open(&again);
         let checkpoint = checkpoint.unwrap();
         prop_assert_eq!(read_all(&checkpoint).1, file);
-        let verified = tensorfs::verify::verify(&checkpoint, &mut |_| {}).unwrap();
+        let verified = verify(&checkpoint, &Task::default(), &mut |_| {}).unwrap();
         prop_assert_eq!(verified.replicas, 3);
+    }
+
+    #[test]
+    fn a_flipped_bit_is_named_and_keeps_its_tensor_alone_behind_the_gate(
+        tensors in checkpoint(),
+        which in any::<prop::sample::Index>(),
+        place in any::<prop::sample::Index>(),
+        ranges in prop::collection::vec((any::<u64>(), 1u64..9000), 30),
+    ) {
+        let (folder, checkpoint) = open(&tensors);
+        let store = folder.path().join("store");
+        let recorded = || Recorded::load(Some(&store), folder.path());
+        let check = |checkpoint: &Checkpoint| {
+            let recorded = recorded();
+            let task = Task { recorded: Some(&recorded), ..Task::default() };
+            let verified = verify(checkpoint, &task, &mut |_| {}).unwrap();
+            recorded.keep(verified.fresh.clone()).unwrap();
+            verified
+        };
+        let checkpoint = checkpoint.unwrap();
+        prop_assert!(check(&checkpoint).unknown > 0);
+        prop_assert!(check(&checkpoint).mismatch.is_none());
+        let pieces: Vec<(String, usize, Range<u64>)> = checkpoint
+            .catalog()
+            .tensors()
+            .flat_map(|t| t.pieces().map(move |p| (t.name.to_owned(), p.shard.0 as usize, p.range)))
+            .collect();
+        let (damaged, shard, range) = &pieces[which.index(pieces.len())];
+        let at = range.start + place.index((range.end - range.start) as usize) as u64;
+        flip(&folder.path().join(&checkpoint.catalog().shards[*shard].name), at);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let mismatch = check(&checkpoint).mismatch.unwrap();
+        prop_assert_eq!(mismatch.tensor(), Some(damaged.as_str()));
+        prop_assert_eq!(&mismatch.range, range);
+        prop_assert_eq!(mismatch.others, 0);
+
+        let gate = Arc::new(Gate::of_checkpoint(&checkpoint, &recorded()).unwrap());
+        let counters = Arc::new(Counters::default());
+        let engine = Engine::start(Settings::default(), counters.clone());
+        let checker = Checker::start(engine, counters, None).unwrap();
+        let layout = checkpoint.layout().unwrap();
+        let position = checkpoint.catalog().tensor(damaged).unwrap().position();
+        let (send, receive) = std::sync::mpsc::channel();
+        let mut asked = Vec::new();
+        for (start, len) in ranges {
+            let start = start % layout.len();
+            let range = start..start + len;
+            let (send, number) = (send.clone(), asked.len());
+            let answer = move |outcome: Result<(), &tensorfs::Error>| {
+                send.send((number, outcome.is_ok())).unwrap();
+            };
+            gate.when_checked(&checker, range.clone(), Box::new(answer));
+            asked.push(range);
+        }
+        drop(send);
+        let answers: Vec<(usize, bool)> = receive.iter().collect();
+        prop_assert_eq!(answers.len(), asked.len());
+        for (number, ok) in answers {
+            let range = asked[number].clone();
+            let touches = layout.tensors_in(range.clone()).any(|tensor| tensor == position);
+            prop_assert_eq!(ok, !touches, "{:?}", range);
+            prop_assert_eq!(gate.is_good(range), ok);
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,7 +12,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
     name = "tensorfs",
     version,
     arg_required_else_help = true,
-    after_help = "Exit status: 0 done, 1 failed or refused, 2 usage."
+    after_help = "Exit status: 0 done, 1 failed or refused, 2 usage.\n\
+                  Environment: TENSORFS_INDEX_DIR says where indexes are kept, TENSORFS_LOG what is \
+                  logged."
 )]
 pub(crate) struct Cli {
     /// What to do.
@@ -40,8 +43,14 @@ pub(crate) enum Command {
     Ls(Ls),
     /// Show where the data of tensors lies
     Inspect(Inspect),
+    /// Load tensors into memory, past any mount, and say how fast it went
+    Load(Load),
+    /// Show or make the index, from which the next start need not read all headers
+    Index(Index),
     /// Prove a checkpoint whole and read every byte of it
     Verify(Verify),
+    /// Write a checkpoint as one file in another format
+    Convert(Convert),
     /// Print a completion script
     Completions {
         /// For this shell
@@ -59,9 +68,12 @@ pub(crate) enum Command {
 pub(crate) struct Source {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
-    /// Options as for mount: prefer=, follow=, expect-shards=, reference=
+    /// Options as for mount: format=, prefer=, follow=, expect-shards=, reference=
     #[arg(short = 'o', value_name = "OPTIONS")]
     pub options: Vec<String>,
+    /// Folder of indexes and checksums; `none` for none
+    #[arg(long, value_name = "DIR")]
+    pub index_dir: Option<OsString>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -97,6 +109,9 @@ pub(crate) struct Mount {
     /// Mount options, separated by commas; see --help
     #[arg(short = 'o', value_name = "OPTIONS")]
     pub options: Vec<String>,
+    /// Folder of indexes and checksums; `none` for none
+    #[arg(long, value_name = "DIR")]
+    pub index_dir: Option<OsString>,
     /// Serve from this process instead of the background
     #[arg(short, long)]
     pub foreground: bool,
@@ -112,6 +127,8 @@ const OPTIONS_HELP: &str = "\
 Mount options:
   layout=single      one virtual file per checkpoint (default)
   layout=original    shards and weight map as they are, still proved
+  format=safetensors the virtual file is a safetensors file (default)
+  format=bintensors  it is NAME.bt, as the bintensors package would write it
   index=rewrite      the weight map sends every tensor to the virtual file (default)
   index=hide         no weight map
   prefer=file        a whole file wins over a sharded set of its name (default)
@@ -136,10 +153,17 @@ Mount options:
   direct=auto|always|never
                      whether the source is read past the page cache (auto: what is
                      not in it)
+  verify=none|read   whether each tensor is compared with the checksums that `tensorfs
+                     verify` has recorded before its first bytes are handed out
+                     (default: none)
   io-timeout=SECONDS fail what the source takes longer to answer (default: 60);
                      0 waits for ever
   assemble=DIR       write files that are read often into DIR, and serve those
   assemble-size=SIZE how much DIR may hold
+  index-dir=DIR      where indexes are kept, so that the next start need not read
+                     all headers, and checksums (default: $XDG_CACHE_HOME/tensorfs or
+                     ~/.cache/tensorfs, for root /var/cache/tensorfs); none: nowhere;
+                     $TENSORFS_INDEX_DIR is the same for all commands
 Sizes are bytes, or a number with K, M, G or T.
 What mount(8), systemd and SELinux add (ro, nofail, _netdev, x-*, context=...)
 is accepted. A comma in a value is written `\\,`.";
@@ -202,6 +226,41 @@ pub(crate) struct Inspect {
     pub tensor: Option<String>,
 }
 
+/// Arguments of `index`.
+#[derive(Debug, Args)]
+pub(crate) struct Index {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+    /// Read all headers again
+    #[arg(long)]
+    pub rebuild: bool,
+}
+
+/// Arguments of `load`.
+#[derive(Debug, Args)]
+pub(crate) struct Load {
+    /// What is loaded; of options also io=, direct= and io-timeout= count.
+    #[command(flatten)]
+    pub source: Source,
+    /// Whose memory it is loaded into
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub device: Device,
+    /// Write when each read was queued, read and moved, as Chrome and Perfetto show it
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// What tensors are loaded to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Device {
+    /// The memory of this machine.
+    Cpu,
+}
+
 /// Arguments of `verify`.
 #[derive(Debug, Args)]
 pub(crate) struct Verify {
@@ -217,12 +276,46 @@ pub(crate) struct Verify {
     /// Write a manifest beside the shards, which later proofs use
     #[arg(long)]
     pub write_manifest: bool,
+    /// Record the checksums of what differs from the recorded ones anew
+    #[arg(long)]
+    pub record: bool,
+    /// Print the sha256 of every shard as sha256sum does, and the report on standard error
+    #[arg(long)]
+    pub sha256: bool,
     /// Fail where nothing proves that the last pieces are there
     #[arg(long)]
     pub strict: bool,
     /// Whether to draw a progress bar
     #[arg(long, value_enum, default_value_t = When::Auto)]
     pub progress: When,
+}
+
+/// Arguments of `convert`.
+#[derive(Debug, Args)]
+pub(crate) struct Convert {
+    /// What is written anew.
+    #[command(flatten)]
+    pub source: Source,
+    /// File to write, or folder to write it into
+    pub out: PathBuf,
+    /// Format to write
+    #[arg(long, value_enum)]
+    pub to: To,
+    /// Replace a file that is there
+    #[arg(short, long)]
+    pub force: bool,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// Formats that checkpoints are written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum To {
+    /// As the bintensors package writes it.
+    Bintensors,
+    /// As the safetensors package writes it.
+    Safetensors,
 }
 
 /// When something is done.

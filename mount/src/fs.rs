@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use fuser::{
@@ -28,6 +28,7 @@ use crate::nodes::{Entry, Node, NodeKind, Nodes};
 use crate::open::{OpenFile, Opened};
 use crate::push::Pusher;
 use crate::service::Service;
+use crate::serving::Serving;
 use crate::watch::Watcher;
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
@@ -89,13 +90,6 @@ struct Ready {
     whole: Option<Arc<File>>,
 }
 
-/// How the kernel serves an inode. It allows one way at a time, so the first open decides.
-enum Serving {
-    ByKernel(Weak<BackingId>),
-    /// Number of open handles.
-    ByUs(usize),
-}
-
 /// The file system of one mount.
 pub(crate) struct TensorFs(Arc<Shared>);
 
@@ -109,7 +103,7 @@ struct Shared {
     passthrough: AtomicBool,
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     next_handle: AtomicU64,
-    serving: Mutex<HashMap<u64, Serving>>,
+    serving: Mutex<Serving<BackingId>>,
     /// Whether a thread looks at all open sources because a read met a changed one.
     sweeping: AtomicBool,
 }
@@ -132,7 +126,7 @@ impl TensorFs {
             passthrough: AtomicBool::new(false),
             handles: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(1),
-            serving: Mutex::new(HashMap::new()),
+            serving: Mutex::default(),
             sweeping: AtomicBool::new(false),
         }))
     }
@@ -172,13 +166,15 @@ impl Shared {
         if node.is_replaced() {
             return Err(Errno::ESTALE);
         }
-        let on_storm = || self.pusher.on_storm(node.ino);
+        let on_storm = || self.pusher.on_storm(node.ino, node.gate().cloned());
         let opened = node.open(&self.watcher, &self.service, on_storm);
         let (opened, unchanged) = opened.map_err(|error| match error {
             Error::Changed { .. } => Errno::ESTALE,
             Error::Io { .. } | Error::Refused { .. } | Error::Usage { .. } => logged(&error),
         })?;
         let whole = match &opened.file {
+            // The kernel compares nothing.
+            _ if node.gate().is_some() => None,
             // A proved file that has changed is answered with EIO, which the kernel would not.
             OpenFile::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
@@ -199,15 +195,8 @@ impl Shared {
             Err(errno) => return reply.error(errno),
         };
         let ino = node.ino;
-        let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = match serving.get(&ino) {
-            Some(Serving::ByKernel(backing)) => backing.upgrade(),
-            _ => None,
-        };
-        let by_us = match serving.get(&ino) {
-            Some(Serving::ByUs(handles)) => *handles,
-            _ => 0,
-        };
+        let mut serving = self.lock_serving();
+        let known = serving.by_kernel(ino);
         if known.is_some() && whole.is_none() && matches!(opened.file, OpenFile::Virtual(_)) {
             // The copy or the source has changed, and no other way can be had while it is open.
             return reply.error(Errno::EIO);
@@ -215,17 +204,17 @@ impl Shared {
         // The kernel takes one way at a time: while it serves the file to others, to this one too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
-            (None, Some(file)) if by_us == 0 => self.backing(&node, &file, &reply),
+            (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file, &reply),
             _ => None,
         };
         match by_kernel {
             Some(backing) => {
-                serving.insert(ino, Serving::ByKernel(Arc::downgrade(&backing)));
+                serving.opened_by_kernel(ino, &backing);
                 let fh = self.handle(node, opened, Some(backing.clone()));
                 reply.opened_passthrough(fh, FopenFlags::empty(), &backing);
             }
             None => {
-                serving.insert(ino, Serving::ByUs(by_us + 1));
+                serving.opened_by_us(ino);
                 if let OpenFile::Virtual(file) = &opened.file {
                     self.service.read_by_us(&node, file, None);
                 }
@@ -237,12 +226,8 @@ impl Shared {
         }
     }
 
-    /// Notes that a handle is closed; after the last one the kernel may take the file over.
-    fn closed_by_us(&self, ino: u64) {
-        let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Serving::ByUs(handles)) = serving.get_mut(&ino) {
-            *handles = handles.saturating_sub(1);
-        }
+    fn lock_serving(&self) -> MutexGuard<'_, Serving<BackingId>> {
+        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Registers a whole file with the kernel, where it takes files.
@@ -277,7 +262,7 @@ impl Shared {
                 return reply.data(&text[start..end]);
             }
         };
-        let shared = self.clone();
+        let (shared, gate) = (self.clone(), handle.node.gate().cloned());
         let answer = move |outcome: Result<&[u8], &Error>| match outcome {
             Ok(bytes) => {
                 reply.data(bytes);
@@ -293,7 +278,7 @@ impl Shared {
             }
         };
         let end = offset.saturating_add(u64::from(size));
-        self.service.cache.read(&file, offset..end, Box::new(answer));
+        self.service.read(gate.as_ref(), &file, offset..end, Box::new(answer));
     }
 
     /// Makes the kernel forget what it has cached of changed sources; not on this thread,
@@ -308,12 +293,6 @@ impl Shared {
             if !started {
                 self.sweeping.store(false, Ordering::Relaxed);
             }
-        }
-    }
-
-    fn forget(&self, ino: u64, times: u64) {
-        if self.nodes.forget(ino, times) {
-            self.serving.lock().unwrap_or_else(PoisonError::into_inner).remove(&ino);
         }
     }
 
@@ -386,13 +365,12 @@ fn logged(error: &Error) -> Errno {
     }
 }
 
-/// A read fails with EIO whatever the reason; a change was logged when it was first seen.
+/// A read fails with EIO whatever the reason; a change, or bytes that are not what was recorded
+/// of them, were logged when that was first seen.
 fn logged_as_eio(error: &Error) -> Errno {
     match error {
-        Error::Changed { .. } => tracing::debug!("{error}"),
-        Error::Io { .. } | Error::Refused { .. } | Error::Usage { .. } => {
-            tracing::error!("{error}");
-        }
+        Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),
+        Error::Io { .. } | Error::Usage { .. } => tracing::error!("{error}"),
     }
     Errno::EIO
 }
@@ -456,7 +434,9 @@ impl Filesystem for TensorFs {
     }
 
     fn forget(&self, _req: &Request, ino: INodeNo, nlookup: u64) {
-        guarded(|| self.0.forget(ino.0, nlookup));
+        guarded(|| {
+            self.0.nodes.forget(ino.0, nlookup);
+        });
     }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
@@ -533,10 +513,14 @@ impl Filesystem for TensorFs {
             if let Some(handle) = &handle {
                 self.0.service.closed(handle.node.ino);
                 if handle.backing.is_none() {
-                    self.0.closed_by_us(handle.node.ino);
+                    self.0.lock_serving().closed_by_us(handle.node.ino);
                 }
             }
             reply.ok();
+            let by_kernel = handle.filter(|handle| handle.backing.is_some());
+            if let Some(ino) = by_kernel.map(|handle| handle.node.ino) {
+                self.0.lock_serving().closed_by_kernel(ino);
+            }
         });
     }
 

@@ -7,6 +7,7 @@ mod asks;
 mod assemble;
 mod attach;
 mod attributes;
+mod checked;
 mod cmd;
 mod control;
 mod daemon;
@@ -20,6 +21,7 @@ mod open;
 mod options;
 mod push;
 mod service;
+mod serving;
 mod session;
 mod watch;
 

@@ -18,9 +18,11 @@ use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree
 use tensorfs::error::shown_path;
 use tensorfs::format::{manifest, names};
 use tensorfs::source::Identity;
+use tensorfs::verify::gate::Gate;
 use tensorfs::{Class, Error, Fault, Result};
 
 use crate::asks::Asks;
+use crate::checked::{self, Gates};
 use crate::open::Opened;
 
 /// Inode number of the root.
@@ -63,6 +65,8 @@ pub(crate) enum NodeKind {
         open: Mutex<Weak<Opened>>,
         /// What its source was when it was opened last.
         last: Mutex<Option<Identity>>,
+        /// What its bytes have to pass, where they are compared with checksums.
+        gate: Option<Arc<Gate>>,
     },
 }
 
@@ -133,14 +137,19 @@ pub(crate) struct Nodes {
     shards_proved: Mutex<HashMap<(FolderId, String), usize>>,
     /// By the folder at the top of a family.
     progress: Mutex<HashMap<FolderId, Progress>>,
+    /// Sets that came from an index, and sets whose headers were read.
+    indexed: [AtomicU64; 2],
+    /// Whether weights are compared with checksums as they are read.
+    checked: bool,
 }
 
 /// Time between two questions whether a refused set has become whole.
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
-    /// The nodes of `tree`; nothing is proved yet.
-    pub(crate) fn new(tree: Tree) -> Nodes {
+    /// The nodes of `tree`; nothing is proved yet. `checked`: weights are compared with checksums
+    /// as they are read.
+    pub(crate) fn new(tree: Tree, checked: bool) -> Nodes {
         let folders: Vec<Arc<Node>> =
             (0..tree.folders.len()).map(|id| Arc::new(folder_node(&tree, id))).collect();
         let by_ino = folders.iter().map(|node| (node.ino, node.clone())).collect();
@@ -154,6 +163,8 @@ impl Nodes {
             listings: RwLock::new(listings),
             shards_proved: Mutex::default(),
             progress: Mutex::new(HashMap::new()),
+            indexed: Default::default(),
+            checked,
         }
     }
 
@@ -217,9 +228,12 @@ impl Nodes {
             for note in &folder.notes {
                 tracing::warn!("{}: {note}", shown_path(&tree.folders[id].path));
             }
+            let origin = &self.indexed[usize::from(!folder.from_index())];
+            origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
+            let gates = self.checked.then(|| checked::admit(&tree, id, &mut folder));
             let shown = tree.shown(id, &folder);
             let refused = folder.sets.iter().any(|set| set.outcome.is_err());
-            self.list(&tree, id, shown, refused);
+            self.list(&tree, id, (shown, gates.as_ref()), refused);
             for set in folder.sets {
                 let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
                 outcomes.push((set.name, outcome));
@@ -230,6 +244,41 @@ impl Nodes {
             waiters.into_iter().for_each(|then| then(self));
         }
         outcomes
+    }
+
+    /// Makes the indexes of all families in the background, so that the first look into a folder
+    /// finds one.
+    pub(crate) fn index_rest(self: &Arc<Self>) {
+        let heads = self.tree().families();
+        if self.tree().view.index.is_none() || heads.len() < 2 {
+            return;
+        }
+        let nodes = Arc::downgrade(self);
+        let index = move || {
+            for head in heads {
+                let Some(nodes) = nodes.upgrade() else { return };
+                let listed = nodes.listing(head).is_some();
+                let tree = nodes.tree();
+                drop(nodes);
+                // What it proves is dropped: only the index stays, whatever the number of models.
+                if !listed {
+                    drop(tree.prove(head));
+                }
+            }
+        };
+        if let Err(e) = std::thread::Builder::new().name("index".to_owned()).spawn(index) {
+            tracing::warn!("no index is made in the background: {e}");
+        }
+    }
+
+    /// How many sets came from an index, for `tensorfs status`.
+    pub(crate) fn index_status(&self) -> serde_json::Value {
+        let [index, headers] = &self.indexed;
+        serde_json::json!({
+            "folder": self.tree().view.index.as_deref().map(shown_path),
+            "sets_from_index": index.load(Ordering::Relaxed),
+            "sets_from_headers": headers.load(Ordering::Relaxed),
+        })
     }
 
     /// Refuses a set that has fewer shards than this mount has proved before, where the shards
@@ -255,10 +304,18 @@ impl Nodes {
     }
 
     /// Makes the nodes of what `folder` shows. Nodes of what has not changed stay.
-    fn list(&self, tree: &Tree, folder: FolderId, shown: Vec<Shown>, refused: bool) {
+    fn list(
+        &self,
+        tree: &Tree,
+        folder: FolderId,
+        (shown, gates): (Vec<Shown>, Option<&Gates>),
+        refused: bool,
+    ) {
+        let gate = |file: &Shown| gates.and_then(|gates| gates.get(&file.name)).cloned();
         let made: Vec<(OsString, Arc<Node>)> = shown
             .into_iter()
-            .map(|file| (file.name.clone(), file_node(tree, folder, file)))
+            .filter(|file| gates.is_none_or(|gates| checked::may_show(file, gates)))
+            .map(|file| (file.name.clone(), file_node(tree, folder, gate(&file), file)))
             .collect();
         let mut listing: Listing =
             made.into_iter().map(|(name, node)| (name, self.registered(node))).collect();
@@ -384,7 +441,8 @@ impl Nodes {
         let tree = self.tree();
         let file = tree.file_now(folder, name)?;
         let content = Content::Whole { file, proved: None };
-        let node = file_node(&tree, folder, Shown { name: name.to_owned(), content });
+        let shown = Shown { name: name.to_owned(), content };
+        let node = file_node(&tree, folder, None, shown);
         let node = self.registered(node);
         let old = {
             let mut listings = write(&self.listings);
@@ -473,6 +531,14 @@ impl Node {
         }
     }
 
+    /// What its bytes have to pass, where they are compared with checksums.
+    pub(crate) fn gate(&self) -> Option<&Arc<Gate>> {
+        match &self.kind {
+            NodeKind::File { gate, .. } => gate.as_ref(),
+            NodeKind::Folder => None,
+        }
+    }
+
     /// Time of the last change.
     pub(crate) fn mtime(&self) -> SystemTime {
         *lock(&self.mtime)
@@ -514,7 +580,7 @@ fn folder_node(tree: &Tree, id: FolderId) -> Node {
     Node::new(ino, id, folder.relative.clone(), 4096, folder.newest(), NodeKind::Folder)
 }
 
-fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
+fn file_node(tree: &Tree, folder: FolderId, gate: Option<Arc<Gate>>, shown: Shown) -> Arc<Node> {
     let mut hash = Sha256::new();
     let path = tree.folders[folder].relative.join(&shown.name);
     hash.update(b"file");
@@ -526,14 +592,16 @@ fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
         {
             hash.update(number.to_le_bytes());
         }
+        // The inode number and the time of a deleted file may be those of the next one.
+        hash.update(identity.born().unwrap_or_default().to_le_bytes());
     };
     let len = match &shown.content {
         Content::Virtual(checkpoint) => {
             checkpoint.sources().iter().for_each(|source| add(&source.identity()));
             // A checkpoint without a layout is refused, so it has one.
-            let layout = checkpoint.layout().ok();
-            layout.as_ref().inspect(|layout| hash.update(layout.header()));
-            layout.map_or(0, |layout| layout.len())
+            let file = checkpoint.shown().ok();
+            file.inspect(|file| hash.update(file.header.0));
+            file.map_or(0, |file| file.len)
         }
         Content::Whole { file, proved } => {
             let identity = proved.as_ref().map_or(file.identity, |source| source.identity());
@@ -553,6 +621,7 @@ fn file_node(tree: &Tree, folder: FolderId, shown: Shown) -> Arc<Node> {
         version,
         open: Mutex::default(),
         last: Mutex::default(),
+        gate,
     };
     Arc::new(Node::new(ino_of(&digest), folder, path, len, newest, kind))
 }
@@ -569,11 +638,12 @@ fn same_file(a: &Node, b: &Node) -> bool {
 fn renumbered(node: &Node) -> Node {
     let kind = match &node.kind {
         NodeKind::Folder => NodeKind::Folder,
-        NodeKind::File { content, version, .. } => NodeKind::File {
+        NodeKind::File { content, version, gate, .. } => NodeKind::File {
             content: content.clone(),
             version: version.clone(),
             open: Mutex::default(),
             last: Mutex::default(),
+            gate: gate.clone(),
         },
     };
     let ino = node.ino.wrapping_add(1).max(ROOT + 1);

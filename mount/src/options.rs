@@ -1,10 +1,13 @@
 //! Mount options (`-o`): ours, and those that mount(8), systemd and SELinux add.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use tensorfs::cache::BUDGET_MIN;
 use tensorfs::error::quoted;
+use tensorfs::format::Format;
+use tensorfs::index::Store;
 use tensorfs::io::{Backend, Direct};
 use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
 
@@ -16,6 +19,54 @@ pub enum Passthrough {
     Auto,
     /// Never; for tests and comparisons.
     Never,
+}
+
+/// When weights are compared with their recorded checksums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// Never by a mount.
+    #[default]
+    None,
+    /// Each tensor whole, before its first bytes are handed out.
+    Read,
+}
+
+impl Verify {
+    /// Its name, as the option has it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Verify::None => "none",
+            Verify::Read => "read",
+        }
+    }
+}
+
+/// Where indexes are kept.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum IndexDir {
+    /// In the cache of the user.
+    #[default]
+    OfUser,
+    /// Nowhere: all headers are read at every start.
+    Nowhere,
+    /// In this folder.
+    At(PathBuf),
+}
+
+impl IndexDir {
+    /// What the value of an option means.
+    pub(crate) fn parse(value: &OsStr) -> IndexDir {
+        if value == "none" { IndexDir::Nowhere } else { IndexDir::At(value.into()) }
+    }
+
+    /// The folder, where there is one.
+    pub(crate) fn folder(&self) -> Option<PathBuf> {
+        match self {
+            IndexDir::OfUser => Some(Store::of_user()?.folder().to_owned()),
+            IndexDir::Nowhere => None,
+            IndexDir::At(folder) => Some(folder.clone()),
+        }
+    }
 }
 
 /// How long a read of a source may take where `io-timeout=` does not say.
@@ -85,6 +136,10 @@ pub struct Options {
     pub assemble: Option<PathBuf>,
     /// Bytes that this folder may hold.
     pub assemble_size: Option<u64>,
+    /// Where indexes are kept.
+    pub index_dir: IndexDir,
+    /// When weights are compared with their checksums.
+    pub verify: Verify,
 }
 
 impl Default for Options {
@@ -110,6 +165,8 @@ impl Default for Options {
             max_request: None,
             assemble: None,
             assemble_size: None,
+            index_dir: IndexDir::default(),
+            verify: Verify::default(),
         }
     }
 }
@@ -168,6 +225,11 @@ impl Options {
         let mut seen = Vec::new();
         for option in strings.iter().flat_map(|s| split(s.as_ref())).filter(|o| !o.is_empty()) {
             options.apply(&option, &mut seen, sloppy)?;
+        }
+        let original = options.view.arrangement == Arrangement::Original;
+        if original && options.view.format == Format::Bintensors {
+            let why = "option format=bintensors: layout=original shows files as they are";
+            return Err(why.to_owned());
         }
         if options.assemble_size.is_some() && options.assemble.is_none() {
             return Err("option assemble-size needs assemble=DIR".to_owned());
@@ -237,6 +299,13 @@ impl Options {
                     _ => return Err(bad("single or original")),
                 }
             }
+            "format" => {
+                self.view.format = match value {
+                    "safetensors" => Format::Safetensors,
+                    "bintensors" => Format::Bintensors,
+                    _ => return Err(bad("safetensors or bintensors")),
+                }
+            }
             "index" => {
                 self.view.map = match value {
                     "rewrite" => MapPolicy::Rewrite,
@@ -273,6 +342,7 @@ impl Options {
             "reference" => self.view.reference = Some(not_empty()?.into()),
             "fsname" => self.fsname = Some(not_empty()?),
             "log" => self.log = Some(not_empty()?.into()),
+            "index-dir" => self.index_dir = IndexDir::parse(OsStr::new(&not_empty()?)),
             _ => return self.set_reading(key, value),
         }
         Ok(())
@@ -306,6 +376,13 @@ impl Options {
                     _ => return Err(bad("auto, always or never")),
                 }
             }
+            "verify" => {
+                self.verify = match value {
+                    "none" => Verify::None,
+                    "read" => Verify::Read,
+                    _ => return Err(bad("none or read")),
+                }
+            }
             "io-timeout" => {
                 let seconds = value.parse::<u32>().map_err(|_| bad("seconds, or 0 for none"))?;
                 self.io_timeout = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
@@ -328,7 +405,11 @@ impl Options {
     pub fn make_absolute(&mut self) -> std::io::Result<()> {
         let paths = self.view.follow.iter_mut();
         let paths = paths.chain(self.view.reference.as_mut()).chain(self.log.as_mut());
-        for path in paths.chain(self.assemble.as_mut()) {
+        let index_dir = match &mut self.index_dir {
+            IndexDir::At(folder) => Some(folder),
+            IndexDir::OfUser | IndexDir::Nowhere => None,
+        };
+        for path in paths.chain(self.assemble.as_mut()).chain(index_dir) {
             *path = std::path::absolute(&*path)?;
         }
         Ok(())
@@ -337,8 +418,9 @@ impl Options {
 
 /// Whether `key` is one of our options with a value that may be given once.
 fn is_own(key: &str) -> bool {
-    const OWN: [&str; 19] = [
+    const OWN: [&str; 22] = [
         "layout",
+        "format",
         "index",
         "prefer",
         "passthrough",
@@ -357,6 +439,8 @@ fn is_own(key: &str) -> bool {
         "max_request",
         "assemble",
         "assemble-size",
+        "index-dir",
+        "verify",
     ];
     OWN.contains(&key)
 }
@@ -445,6 +529,7 @@ mod tests {
     #[test]
     fn a_bad_value_is_refused_with_what_it_may_be() {
         assert!(parse("layout=double").unwrap_err().contains("single or original"));
+        assert!(parse("verify=all").unwrap_err().contains("none or read"));
         assert!(parse("umask=888").unwrap_err().contains("octal"));
         assert!(parse("uid").unwrap_err().contains("needs a value"));
         assert!(parse("expect-shards=0").unwrap_err().contains("a number from 1"));
@@ -452,6 +537,7 @@ mod tests {
 
     #[test]
     fn how_sources_are_read_can_be_said() {
+        assert_eq!(parse("verify=read").unwrap().verify, Verify::Read);
         let options = parse(
             "cache=128M,io=pread,direct=never,io-timeout=5,readahead=1MiB,max_request=4M,\
              assemble=/a\\,b,assemble-size=2g",

@@ -10,6 +10,7 @@ use std::sync::{Arc, Weak};
 
 use tensorfs::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::counters::Counters;
+use tensorfs::verify::gate::Gate;
 
 /// Puts bytes of an inode, from an offset on, into the kernel's page cache.
 pub(crate) type Store = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
@@ -33,6 +34,7 @@ struct Task {
     file: Weak<CachedFile>,
     ino: u64,
     range: Range<u64>,
+    gate: Option<Arc<Gate>>,
 }
 
 /// Takes tensors to be put into the page cache.
@@ -49,13 +51,13 @@ pub(crate) fn pusher() -> (Pusher, Tasks) {
 }
 
 impl Pusher {
-    /// What to call when inode `ino` is asked for page by page.
-    pub(crate) fn on_storm(&self, ino: u64) -> OnStorm {
+    /// What to call when inode `ino`, whose bytes have to pass `gate`, is asked for page by page.
+    pub(crate) fn on_storm(&self, ino: u64, gate: Option<Arc<Gate>>) -> OnStorm {
         let send = self.0.clone();
         Box::new(move |file, range| {
-            let file = Arc::downgrade(file);
+            let (file, gate) = (Arc::downgrade(file), gate.clone());
             // A full queue means that the kernel is being fed already.
-            let _ = send.try_send(Task { file, ino, range });
+            let _ = send.try_send(Task { file, ino, range, gate });
         })
     }
 }
@@ -95,6 +97,9 @@ fn push(cache: &Cache, counters: &Counters, task: &Task, store: &Store) {
     let mut at = task.range.start.next_multiple_of(PAGE);
     while at < end {
         let step = at..(at + STEP).min(end);
+        if task.gate.as_ref().is_some_and(|gate| !gate.is_good(step.clone())) {
+            return;
+        }
         let (send, receive) = sync_channel(1);
         let answer = move |outcome: Result<&[u8], &tensorfs::Error>| {
             let _ = send.send(outcome.ok().map(<[u8]>::to_vec));

@@ -1,24 +1,27 @@
 //! What a mount serves reads with: engine, cache and counters, and what `status` says of them.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use nix::unistd::geteuid;
 use serde_json::{Value, json};
-use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
+use tensorfs::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
 use tensorfs::checkpoint::Content;
 use tensorfs::counters::Counters;
-use tensorfs::io::{Budget, Engine, Settings};
+use tensorfs::io::{Budget, Direct, Engine, Settings};
+use tensorfs::verify::gate::{Checker, Gate};
 
 use crate::asks::Asks;
 use crate::assemble::Assembler;
 use crate::kernel::{Init, Report};
 use crate::nodes::{Node, NodeKind};
-use crate::options::{CACHE_DEFAULT, Options, Passthrough};
+use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
 /// Files that `status` names, those read most first.
 const FILES_SHOWN: usize = 20;
@@ -30,6 +33,8 @@ pub(crate) struct Service {
     /// What the source is asked for besides reads.
     pub(crate) asks: Asks,
     engine: Engine,
+    /// Compares what is read with checksums, where that is asked for.
+    pub(crate) checker: Option<Checker>,
     /// Writes hot virtual files as real ones.
     pub(crate) assembler: Option<Assembler>,
     /// The options in force.
@@ -37,8 +42,16 @@ pub(crate) struct Service {
     /// What the INIT handshake settled.
     pub(crate) init: OnceLock<Init>,
     kernel: OnceLock<Value>,
-    /// By inode number.
-    files: Mutex<BTreeMap<u64, FileUse>>,
+    files: Mutex<Files>,
+}
+
+/// What was read of the files of a mount, by inode number.
+#[derive(Default)]
+struct Files {
+    open: BTreeMap<u64, FileUse>,
+    /// Of those that nobody has open the ones that may be shown: all others are forgotten, as
+    /// files come and go for as long as a mount lasts.
+    closed: BTreeMap<u64, FileUse>,
 }
 
 /// What was read of a file.
@@ -58,6 +71,38 @@ impl FileUse {
     }
 }
 
+impl Files {
+    fn opened(&mut self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
+        let closed = &mut self.closed;
+        let used = self.open.entry(ino).or_insert_with(|| closed.remove(&ino).unwrap_or_default());
+        used.open += 1;
+        used.path = path.display().to_string();
+        let Some(file) = file else { return };
+        if !std::ptr::eq(used.current.as_ptr(), Arc::as_ptr(file)) {
+            used.bytes_before = used.bytes_served();
+            used.current = Arc::downgrade(file);
+        }
+    }
+
+    fn closed(&mut self, ino: u64) {
+        let Entry::Occupied(mut entry) = self.open.entry(ino) else { return };
+        entry.get_mut().open -= 1;
+        if entry.get().open > 0 {
+            return;
+        }
+        let mut used = entry.remove();
+        used.bytes_before = used.bytes_served();
+        used.current = Weak::new();
+        self.closed.insert(ino, used);
+        if self.closed.len() > FILES_SHOWN {
+            let least = self.closed.iter().min_by_key(|(_, used)| used.bytes_before);
+            if let Some(ino) = least.map(|(ino, _)| *ino) {
+                self.closed.remove(&ino);
+            }
+        }
+    }
+}
+
 impl Service {
     /// Starts what `options` ask for. Nothing of ours is to lie in `places`, the source and the
     /// mount.
@@ -71,6 +116,10 @@ impl Service {
     ) -> Result<Arc<Service>, String> {
         let passthrough = options.passthrough == Passthrough::Auto && geteuid().is_root();
         let assembler = match &options.assemble {
+            Some(_) if options.verify == Verify::Read => {
+                tracing::warn!("nothing is assembled: with verify=read no copies are used");
+                None
+            }
             Some(_) if !passthrough => {
                 tracing::warn!("nothing is assembled: only root's mounts use copies");
                 None
@@ -87,6 +136,17 @@ impl Service {
         let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout);
         let no_thread = |e| format!("cannot start a thread: {e}");
         let cache = cache.map_err(no_thread)?;
+        let checker = match options.verify {
+            Verify::Read => {
+                // What is compared is what readers find in the page cache afterwards.
+                let always = settings.direct == Direct::Always;
+                let direct = if always { Direct::Always } else { Direct::Never };
+                let engine = Engine::start(Settings { direct, ..settings }, counters.clone());
+                let checker = Checker::start(engine, counters.clone(), options.io_timeout);
+                Some(checker.map_err(no_thread)?)
+            }
+            Verify::None => None,
+        };
         let asks = Asks::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
         let seconds = options.io_timeout.map(|timeout: Duration| timeout.as_secs_f64());
         let mut shown = view.clone();
@@ -95,18 +155,43 @@ impl Service {
             shown.insert("io-timeout".to_owned(), json!(seconds));
             shown.insert("io".to_owned(), json!(options.io.name()));
             shown.insert("direct".to_owned(), json!(options.direct.name()));
+            shown.insert("verify".to_owned(), json!(options.verify.name()));
         }
         Ok(Arc::new(Service {
             counters,
             cache,
             asks,
             engine,
+            checker,
             assembler,
             options: shown,
             init: OnceLock::new(),
             kernel: OnceLock::new(),
             files: Mutex::default(),
         }))
+    }
+
+    /// Reads bytes `range` of `file`, which have to pass `gate` where there is one. Never waits:
+    /// `answer` is called as that of `Cache::read` is, and dropped by a bug only.
+    pub(crate) fn read(
+        self: &Arc<Self>,
+        gate: Option<&Arc<Gate>>,
+        file: &Arc<CachedFile>,
+        range: Range<u64>,
+        answer: Answer,
+    ) {
+        let Some(gate) = gate else { return self.cache.read(file, range, answer) };
+        let Some(checker) = &self.checker else { return };
+        let (service, file, wanted) = (self.clone(), file.clone(), range.clone());
+        let checked = move |outcome: Result<(), &tensorfs::Error>| match outcome {
+            Ok(()) => service.cache.read(&file, wanted, answer),
+            Err(error) => {
+                service.counters.reads.add(1);
+                service.counters.read_errors.add(1);
+                answer(Err(error));
+            }
+        };
+        gate.when_checked(checker, range, Box::new(checked));
     }
 
     /// Takes note of what the kernel has granted.
@@ -138,26 +223,16 @@ impl Service {
 
     /// Takes note that the file `path` of the mount is opened.
     pub(crate) fn opened(&self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let used = files.entry(ino).or_default();
-        used.open += 1;
-        used.path = path.display().to_string();
-        let Some(file) = file else { return };
-        if !std::ptr::eq(used.current.as_ptr(), Arc::as_ptr(file)) {
-            used.bytes_before = used.bytes_served();
-            used.current = Arc::downgrade(file);
-        }
+        self.lock_files().opened(ino, path, file);
     }
 
     /// Takes note that a handle of it is closed, while its file still lives.
     pub(crate) fn closed(&self, ino: u64) {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(used) = files.get_mut(&ino) else { return };
-        used.open = used.open.saturating_sub(1);
-        if used.open == 0 {
-            used.bytes_before = used.bytes_served();
-            used.current = Weak::new();
-        }
+        self.lock_files().closed(ino);
+    }
+
+    fn lock_files(&self) -> MutexGuard<'_, Files> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends what goes on in the background and leaves nothing half-written.
@@ -167,13 +242,15 @@ impl Service {
         }
     }
 
-    /// What `tensorfs status` shows. Never waits for the source.
-    pub(crate) fn status(&self) -> Value {
+    /// What `tensorfs status` shows; `index` is what it says of indexes. Never waits for the
+    /// source.
+    pub(crate) fn status(&self, index: Value) -> Value {
         let (budget, used) = self.cache.memory();
-        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let open: usize = files.values().map(|used| used.open).sum();
+        let files = self.lock_files();
+        let open: usize = files.open.values().map(|used| used.open).sum();
+        let all = files.open.values().chain(files.closed.values());
         let mut shown: Vec<_> =
-            files.values().map(|used| (used.bytes_served(), used.open, &used.path)).collect();
+            all.map(|used| (used.bytes_served(), used.open, &used.path)).collect();
         shown.sort_by(|a, b| b.cmp(a));
         let shown = shown.iter().take(FILES_SHOWN);
         let shown = shown.map(
@@ -185,9 +262,36 @@ impl Service {
             "cache": { "budget": budget, "used": used },
             "kernel": self.kernel.get(),
             "engine": self.engine.describe(),
+            "checksums": self.checker.as_ref().map(Checker::describe),
+            "index": index,
             "assemble": self.assembler.as_ref().map(Assembler::status),
             "open_files": open,
             "files": shown.collect::<Vec<_>>(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_files_that_nobody_has_open_only_those_read_most_are_kept() {
+        let mut files = Files::default();
+        for ino in 0..1000 {
+            files.opened(ino, Path::new("/a"), None);
+            files.opened(ino, Path::new("/a"), None);
+            files.closed(ino);
+            files.open.get_mut(&ino).unwrap().bytes_before = ino * 7919 % 1000;
+            files.closed(ino);
+        }
+        assert!(files.open.is_empty());
+        let kept: Vec<u64> = files.closed.values().map(|used| used.bytes_before).collect();
+        assert_eq!((kept.len(), kept.iter().min()), (FILES_SHOWN, Some(&980)));
+        // Who opens one again goes on counting.
+        let ino = files.closed.first_key_value().map(|(ino, _)| *ino).unwrap();
+        files.opened(ino, Path::new("/a"), None);
+        assert_eq!(files.open[&ino].bytes_before, kept[0]);
+        assert_eq!(files.closed.len(), FILES_SHOWN - 1);
     }
 }

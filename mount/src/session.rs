@@ -24,7 +24,7 @@ use crate::fs::{Common, TensorFs};
 use crate::kernel;
 use crate::mountinfo;
 use crate::nodes::Nodes;
-use crate::options::{Options, Passthrough};
+use crate::options::{Options, Passthrough, Verify};
 use crate::push;
 use crate::service::Service;
 use crate::watch::Watcher;
@@ -68,14 +68,32 @@ pub(crate) struct Running {
 /// One line that says what is wrong.
 pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Plan, String> {
     let target = check_target(target)?;
-    let tree = Tree::scan(source, &options.view).map_err(|e| e.to_string())?;
+    let view = View { index: index_folder(&options, &target), ..options.view.clone() };
+    let checked = options.verify == Verify::Read;
+    if checked && view.index.is_none() {
+        let message =
+            "verify=read: there is no folder of checksums: give index-dir=DIR, or set HOME";
+        return Err(message.to_owned());
+    }
+    let tree = Tree::scan(source, &view).map_err(|e| e.to_string())?;
     check_nesting(&tree, &target)?;
     for line in &tree.skipped {
         tracing::warn!("{line}");
     }
-    let nodes = Arc::new(Nodes::new(tree));
+    let nodes = Arc::new(Nodes::new(tree, checked));
     prove_enough(&nodes, source)?;
     Ok(Plan { target, nodes, options })
+}
+
+/// Where indexes are kept; not in the mount itself, whose daemon cannot wait for itself.
+fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
+    let folder = options.index_dir.folder()?;
+    let there = folder.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
+    if folder.starts_with(target) || there.is_some_and(|there| there.starts_with(target)) {
+        tracing::warn!("{}: lies in the mount; no index is kept", shown_path(&folder));
+        return None;
+    }
+    Some(folder)
 }
 
 /// Proves the checkpoints until one is found whole: a single one has to be, of several at
@@ -96,7 +114,9 @@ fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
         }
     }
     match refusals.as_slice() {
-        [] => Err(format!("{}: no safetensors files here or below", shown_path(source))),
+        [] => {
+            Err(format!("{}: no safetensors or bintensors files here or below", shown_path(source)))
+        }
         [(_, error)] => Err(error.to_string()),
         [(_, error), more @ ..] => {
             Err(format!("{error}; and {} more checkpoints are refused", more.len()))
@@ -196,7 +216,7 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         source: nodes.tree().folders[0].path.clone(),
     };
     let (pusher, tasks) = push::pusher();
-    let fs = TensorFs::new(nodes, common, watcher.clone(), service.clone(), pusher);
+    let fs = TensorFs::new(nodes.clone(), common, watcher.clone(), service.clone(), pusher);
     let server = serve(fs, fd, &watcher, &service, tasks).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
     let mut running = Running { target, minor, service, control: None, server };
@@ -209,8 +229,9 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         report.log();
         running.service.report(&report);
     }
+    nodes.index_rest();
     running.control =
-        minor.and_then(|minor| control(&running.target, source, minor, &running.service));
+        minor.and_then(|minor| control(&running.target, source, minor, &running.service, nodes));
     Ok(running)
 }
 
@@ -244,10 +265,16 @@ fn serve(
 }
 
 /// The control socket; the mount goes on without one.
-fn control(target: &Path, source: PathBuf, minor: u32, service: &Arc<Service>) -> Option<Control> {
+fn control(
+    target: &Path,
+    source: PathBuf,
+    minor: u32,
+    service: &Arc<Service>,
+    nodes: Arc<Nodes>,
+) -> Option<Control> {
     let facts = control::Facts { target: target.to_owned(), source, minor };
     let service = service.clone();
-    control::serve(facts, move || service.status())
+    control::serve(facts, move || service.status(nodes.index_status()))
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
         .ok()
 }
@@ -263,6 +290,7 @@ fn view_json(view: &View) -> serde_json::Value {
             MapPolicy::Rewrite => "rewrite",
             MapPolicy::Hide => "hide",
         },
+        "format": view.format.as_str(),
         "prefer": match view.prefer {
             Prefer::File => "file",
             Prefer::Index => "index",

@@ -31,8 +31,11 @@ pub(super) enum Data {
     /// Being read.
     Loading { waiters: Vec<Waiter>, tickets: Vec<Ticket> },
     /// There, read from these sources.
-    Ready(Arc<Loaded>, Vec<Arc<Source>>),
+    Ready(Arc<Loaded>, Arc<[Arc<Source>]>),
 }
+
+/// The start of a block, its bytes, and the sources that they were read from.
+pub(super) type Ready = (u64, Arc<Loaded>, Arc<[Arc<Source>]>);
 
 /// Piece number `piece` of a read waits for a block.
 pub(super) struct Waiter {
@@ -62,6 +65,16 @@ pub(super) enum Cover {
     Hole(Range<u64>),
 }
 
+impl Cover {
+    /// The part that no block covers.
+    pub(super) fn hole(&self) -> Option<&Range<u64>> {
+        match self {
+            Cover::Hole(hole) => Some(hole),
+            Cover::Block(..) => None,
+        }
+    }
+}
+
 impl FileBlocks {
     pub(super) fn new(planner: Arc<Mutex<Planner>>) -> FileBlocks {
         FileBlocks { blocks: BTreeMap::new(), planner }
@@ -75,17 +88,21 @@ impl FileBlocks {
         found.map(|(_, block)| block.end)
     }
 
-    /// The starts of blocks in `range` whose bytes were read before a source of theirs changed,
-    /// as far as one can tell without waiting.
-    pub(super) fn outdated(&self, range: &Range<u64>) -> Vec<u64> {
+    /// The blocks that are there and hold bytes of `range`, by start.
+    pub(super) fn ready(&self, range: &Range<u64>) -> Vec<Ready> {
         let before = self.blocks.range(..=range.start).next_back();
         let first = before.map_or(range.start, |(start, _)| *start);
-        let changed = |block: &Block| match &block.data {
-            Data::Ready(_, sources) => sources.iter().any(|source| source.is_changed_now()),
-            Data::Loading { .. } => false,
+        let ready = |(start, block): (&u64, &Block)| match &block.data {
+            Data::Ready(loaded, sources) => Some((*start, loaded.clone(), sources.clone())),
+            Data::Loading { .. } => None,
         };
-        let blocks = self.blocks.range(first..range.end);
-        blocks.filter(|(_, block)| changed(block)).map(|(start, _)| *start).collect()
+        self.blocks.range(first..range.end).filter_map(ready).collect()
+    }
+
+    /// Drops the block at `start` if it is the one with these bytes. Returns whether it was.
+    pub(super) fn remove_ready(&mut self, start: u64, bytes: &Arc<Loaded>) -> bool {
+        let is = |block: &Block| matches!(&block.data, Data::Ready(b, _) if Arc::ptr_eq(b, bytes));
+        self.blocks.get(&start).is_some_and(is) && self.blocks.remove(&start).is_some()
     }
 
     /// The blocks that hold bytes of `range`, and the holes between them, in order.

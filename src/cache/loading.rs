@@ -11,18 +11,20 @@ use crate::source::Source;
 pub(super) struct Loading(HashMap<usize, u64>);
 
 /// Names a source.
-fn key(source: &Arc<Source>) -> usize {
+pub(super) fn key(source: &Arc<Source>) -> usize {
     Arc::as_ptr(source) as usize
 }
 
 impl Loading {
-    /// Whether the sources of `plan` have few enough bytes under way: one that stalls must
-    /// leave memory to the others.
-    pub(super) fn may_add(&self, plan: &BlockPlan, limit: u64) -> bool {
-        plan.sources().all(|(source, len)| {
-            let under_way = self.0.get(&key(source)).copied().unwrap_or(0);
-            under_way == 0 || under_way + len <= limit / 2
-        })
+    /// The first source of `plan` that has too many bytes under way already: one that stalls
+    /// must leave memory to the others.
+    pub(super) fn refusing(&self, plan: &BlockPlan, limit: u64) -> Option<usize> {
+        let mut sources = plan.sources().map(|(source, len)| (key(source), len));
+        let refusing = sources.find(|(source, len)| {
+            let under_way = self.0.get(source).copied().unwrap_or(0);
+            under_way > 0 && under_way + len > limit / 2
+        });
+        refusing.map(|(source, _)| source)
     }
 
     pub(super) fn add(&mut self, plan: &BlockPlan) {

@@ -1,9 +1,10 @@
 //! From the headers of the shards of one set to its catalog.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::coverage;
-use super::{Catalog, Piece, Shard, ShardHeader, ShardId, Tensor, named_some};
+use super::tensors::{Builder, Cut, ROWS_MAX, Tensors};
+use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{Class, Fault, quoted};
 use crate::format::dcp;
 use crate::format::names::natural_cmp;
@@ -14,13 +15,13 @@ use crate::format::weight_map::WeightMap;
 const NOTES_MAX: usize = 20;
 
 pub(super) fn of_whole_tensors(
-    mut shards: Vec<ShardHeader>,
+    shards: &[&ShardHeader],
     map: Option<&WeightMap>,
 ) -> Result<Catalog, Fault> {
-    sort_shards(&mut shards);
-    let mut catalog = empty_catalog(&shards);
+    let shards = sorted(shards);
+    let mut catalog = empty_catalog(&shards)?;
+    let mut kept: Vec<(&Entry, usize)> = Vec::new();
     let listed = |name: &str| map.and_then(|map| map.shard_of.get(name));
-    let mut holder: HashMap<&str, usize> = HashMap::new();
     for (at, shard) in shards.iter().enumerate() {
         for entry in &shard.header.tensors {
             match listed(&entry.name) {
@@ -38,37 +39,50 @@ pub(super) fn of_whole_tensors(
                 }),
                 None => {}
             }
-            if let Some(first) = holder.insert(&entry.name, at) {
-                let first = &shards[first].name;
-                let message = format!("lies in {first} and in {}", shard.name);
-                return Err(Fault::new(Class::DuplicateTensor, message)
-                    .tensor(&entry.name)
-                    .in_file(&shard.name));
-            }
-            catalog.tensors.push(whole(entry, ShardId(at as u32), shard));
+            kept.push((entry, at));
         }
+    }
+    kept.sort_unstable_by(|a, b| (&a.0.name, a.1).cmp(&(&b.0.name, b.1)));
+    if let Some([(entry, first), (_, second)]) =
+        kept.windows(2).find(|pair| pair[0].0.name == pair[1].0.name)
+    {
+        let (first, second) = (&shards[*first].name, &shards[*second].name);
+        let message = format!("lies in {first} and in {second}");
+        let fault = Fault::new(Class::DuplicateTensor, message);
+        return Err(fault.tensor(&entry.name).in_file(second));
     }
     if let Some(map) = map {
         check_map(map, &shards, |name, file| {
-            holder.get(name).is_some_and(|&at| shards[at].name == file)
+            let at = kept.binary_search_by(|(entry, _)| entry.name.as_str().cmp(name));
+            at.is_ok_and(|at| shards[kept[at].1].name == file)
         })?;
     }
-    catalog.tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    let mut tensors = Builder::default();
+    for (entry, at) in kept {
+        // In range: the header was validated against the length of its file.
+        let start = shards[at].header.data_start() + entry.data_offsets.start;
+        tensors.push_whole(&entry.name, entry.dtype, &entry.shape, (ShardId(at as u32), start));
+    }
+    catalog.columns = tensors.finish();
     Ok(catalog)
 }
 
 pub(super) fn of_dcp_shards(
-    mut shards: Vec<ShardHeader>,
+    shards: &[&ShardHeader],
     map: Option<&WeightMap>,
 ) -> Result<Catalog, Fault> {
-    sort_shards(&mut shards);
-    let mut catalog = empty_catalog(&shards);
-    let mut tensors: BTreeMap<&str, Vec<(&Entry, Piece)>> = BTreeMap::new();
+    let shards = sorted(shards);
+    let mut catalog = empty_catalog(&shards)?;
+    let mut tensors: BTreeMap<&str, Vec<(&Entry, Cut)>> = BTreeMap::new();
     for (at, shard) in shards.iter().enumerate() {
         let offsets = dcp::offsets(&shard.header).map_err(|f| f.in_file(&shard.name))?;
         for (entry, offset) in shard.header.tensors.iter().zip(offsets) {
-            let piece = Piece { offset, ..whole_piece(entry, ShardId(at as u32), shard) };
-            tensors.entry(&entry.name).or_default().push((entry, piece));
+            // In range: the header was validated against the length of its file.
+            let start = shard.header.data_start();
+            let range = start + entry.data_offsets.start..start + entry.data_offsets.end;
+            let shape = entry.shape.clone();
+            let cut = Cut { shard: ShardId(at as u32), range, offset, shape };
+            tensors.entry(&entry.name).or_default().push((entry, cut));
         }
     }
     if let Some(map) = map {
@@ -82,17 +96,19 @@ pub(super) fn of_dcp_shards(
         })?;
     }
     let shard_name = |id: ShardId| shards[id.0 as usize].name.as_str();
+    let mut columns = Builder::default();
     for (name, found) in tensors {
-        let tensor = coverage::prove(name, found, shard_name).map_err(|f| f.tensor(name))?;
-        catalog.tensors.push(tensor);
+        let tensor = coverage::prove(found, shard_name).map_err(|f| f.tensor(name))?;
+        columns.push(name, tensor.dtype, &tensor.shape, &tensor.pieces, &tensor.replicas);
     }
+    catalog.columns = columns.finish();
     Ok(catalog)
 }
 
 /// Refuses a weight map that names a shard or a tensor that is not there.
 fn check_map(
     map: &WeightMap,
-    shards: &[ShardHeader],
+    shards: &[&ShardHeader],
     holds: impl Fn(&str, &str) -> bool,
 ) -> Result<(), Fault> {
     let files: BTreeSet<&str> = shards.iter().map(|shard| shard.name.as_str()).collect();
@@ -121,19 +137,31 @@ fn check_map(
     Ok(())
 }
 
-fn sort_shards(shards: &mut [ShardHeader]) {
+fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
+    let mut shards = shards.to_vec();
     shards.sort_by(|a, b| natural_cmp(&a.name, &b.name));
+    shards
 }
 
 /// A catalog with the shards and merged metadata, still without tensors.
-fn empty_catalog(shards: &[ShardHeader]) -> Catalog {
-    let mut metadata: BTreeMap<String, String> = BTreeMap::new();
+fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
+    let entries = || shards.iter().flat_map(|shard| &shard.header.tensors);
+    let numbers: usize = entries().map(|entry| 1 + 2 * entry.shape.len()).sum();
+    if numbers > ROWS_MAX {
+        let message = format!("{} tensors and pieces are too many", entries().count());
+        return Err(Fault::new(Class::Overflow, message));
+    }
+    let mut metadata: Option<BTreeMap<String, String>> = None;
     let mut notes = Vec::new();
     for shard in shards.iter() {
+        if shard.header.metadata.as_ref().is_some_and(BTreeMap::is_empty) {
+            metadata.get_or_insert_default();
+        }
         for (key, value) in shard.header.metadata.iter().flatten() {
             if key == dcp::SHARDING_INFO || key == dcp::VERSION {
                 continue;
             }
+            let metadata = metadata.get_or_insert_default();
             match metadata.get(key) {
                 None => {
                     metadata.insert(key.clone(), value.clone());
@@ -154,33 +182,11 @@ fn empty_catalog(shards: &[ShardHeader]) -> Catalog {
             data_start: shard.header.data_start(),
         })
         .collect();
-    Catalog { shards, tensors: Vec::new(), metadata, notes }
+    Ok(Catalog { shards, columns: Tensors::default(), metadata, notes })
 }
 
 fn note(notes: &mut Vec<String>, line: impl FnOnce() -> String) {
     if notes.len() < NOTES_MAX {
         notes.push(line());
-    }
-}
-
-fn whole_piece(entry: &Entry, id: ShardId, shard: &ShardHeader) -> Piece {
-    // In range: the header was validated against the length of its file.
-    let start = shard.header.data_start();
-    Piece {
-        shard: id,
-        range: start + entry.data_offsets.start..start + entry.data_offsets.end,
-        offset: vec![0; entry.shape.len()],
-        shape: entry.shape.clone(),
-    }
-}
-
-fn whole(entry: &Entry, id: ShardId, shard: &ShardHeader) -> Tensor {
-    Tensor {
-        name: entry.name.clone(),
-        dtype: entry.dtype,
-        shape: entry.shape.clone(),
-        len: entry.data_offsets.end - entry.data_offsets.start,
-        pieces: vec![whole_piece(entry, id, shard)],
-        replicas: Vec::new(),
     }
 }

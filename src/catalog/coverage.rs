@@ -3,20 +3,29 @@
 //! Equal volume and no overlap prove it; neither needs a buffer of the size of the tensor, so
 //! a small file that claims terabytes is refused at once.
 
-use super::{Piece, ShardId, Tensor, named_some};
+use super::tensors::Cut;
+use super::{ShardId, Tensor, named_some};
 use crate::dtype::Dtype;
 use crate::error::{Class, Fault};
 use crate::format::safetensors::Entry;
 
+/// A tensor whose pieces cover it.
+pub(super) struct Covered {
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<u64>,
+    /// By shard and offset.
+    pub(super) pieces: Vec<Cut>,
+    pub(super) replicas: Vec<Cut>,
+}
+
 /// Proves that `found` (in shard order, at least one) is a tensor, and makes it.
 pub(super) fn prove<'a>(
-    name: &str,
-    found: Vec<(&Entry, Piece)>,
+    found: Vec<(&Entry, Cut)>,
     shard_name: impl Fn(ShardId) -> &'a str,
-) -> Result<Tensor, Fault> {
+) -> Result<Covered, Fault> {
     let dtype = found[0].0.dtype;
     agree(&found, &shard_name)?;
-    let mut pieces: Vec<Piece> = found.into_iter().map(|(_, piece)| piece).collect();
+    let mut pieces: Vec<Cut> = found.into_iter().map(|(_, piece)| piece).collect();
     let shape = whole_shape(&pieces);
     let Some(bits) = dtype.bits_of(&shape) else {
         let message = format!("{dtype} {shape:?} has 2^64 bits or more");
@@ -26,8 +35,8 @@ pub(super) fn prove<'a>(
     if bits == 0 {
         pieces.truncate(1);
         let whole =
-            vec![Piece { offset: vec![0; shape.len()], shape: shape.clone(), ..pieces.remove(0) }];
-        return Ok(tensor(name, dtype, shape, 0, whole, Vec::new()));
+            vec![Cut { offset: vec![0; shape.len()], shape: shape.clone(), ..pieces.remove(0) }];
+        return Ok(Covered { dtype, shape, pieces: whole, replicas: Vec::new() });
     }
     pieces.retain(|piece| !piece.shape.contains(&0));
     let replicas = split_replicas(&mut pieces);
@@ -54,17 +63,17 @@ pub(super) fn prove<'a>(
         let message = format!("{dtype} {shape:?} has {bits} bits, not whole bytes");
         return Err(Fault::new(Class::Misaligned, message));
     }
-    Ok(tensor(name, dtype, shape, bits / 8, pieces, replicas))
+    Ok(Covered { dtype, shape, pieces, replicas })
 }
 
 /// Refuses `tensor` where it is not the `dtype` and `shape` that a reference knows.
 pub(super) fn check_known<'a>(
-    tensor: &Tensor,
+    tensor: &Tensor<'_>,
     dtype: Dtype,
     shape: &[u64],
     shard_name: impl Fn(ShardId) -> &'a String,
 ) -> Result<(), Fault> {
-    let fault = |class, message| Err(Fault::new(class, message).tensor(&tensor.name));
+    let fault = |class, message| Err(Fault::new(class, message).tensor(tensor.name));
     if tensor.dtype != dtype {
         let message = format!("{} in the shards, {dtype} in the reference", tensor.dtype);
         return fault(Class::DcpDtype, message);
@@ -76,24 +85,13 @@ pub(super) fn check_known<'a>(
         "{dtype} {:?} in the shards ({}), {shape:?} in the reference; the last shards may be \
          missing",
         tensor.shape,
-        named_some(tensor.pieces.iter().map(|piece| shard_name(piece.shard).as_str())),
+        named_some(tensor.pieces().map(|piece| shard_name(piece.shard).as_str())),
     );
     fault(Class::DcpHole, message)
 }
 
-fn tensor(
-    name: &str,
-    dtype: Dtype,
-    shape: Vec<u64>,
-    len: u64,
-    pieces: Vec<Piece>,
-    replicas: Vec<Piece>,
-) -> Tensor {
-    Tensor { name: name.to_owned(), dtype, shape, len, pieces, replicas }
-}
-
 fn agree<'a>(
-    found: &[(&Entry, Piece)],
+    found: &[(&Entry, Cut)],
     shard_name: &impl Fn(ShardId) -> &'a str,
 ) -> Result<(), Fault> {
     let (first, first_piece) = &found[0];
@@ -123,8 +121,8 @@ fn agree<'a>(
 }
 
 /// The smallest shape that holds all pieces; nothing in the shards records the real one.
-fn whole_shape(pieces: &[Piece]) -> Vec<u64> {
-    let ends = |piece: &Piece| -> Vec<u64> {
+fn whole_shape(pieces: &[Cut]) -> Vec<u64> {
+    let ends = |piece: &Cut| -> Vec<u64> {
         // No overflow: `dcp::offsets` has checked each sum.
         piece.offset.iter().zip(&piece.shape).map(|(o, size)| o + size).collect()
     };
@@ -136,7 +134,7 @@ fn whole_shape(pieces: &[Piece]) -> Vec<u64> {
 }
 
 /// Takes pieces whose box stands earlier in the list out of it.
-fn split_replicas(pieces: &mut Vec<Piece>) -> Vec<Piece> {
+fn split_replicas(pieces: &mut Vec<Cut>) -> Vec<Cut> {
     let mut seen = std::collections::HashSet::new();
     let mut replicas = Vec::new();
     pieces.retain(|piece| {
@@ -152,7 +150,7 @@ fn split_replicas(pieces: &mut Vec<Piece>) -> Vec<Piece> {
 /// A box as (first, end) per dimension.
 type Bounds = Vec<(u64, u64)>;
 
-fn bounds(piece: &Piece) -> Bounds {
+fn bounds(piece: &Cut) -> Bounds {
     piece.offset.iter().zip(&piece.shape).map(|(&o, &size)| (o, o + size)).collect()
 }
 
@@ -172,7 +170,7 @@ fn shown(bounds: &Bounds) -> String {
 ///
 /// Sweeps along the dimension in which the pieces begin at the most different places, so that
 /// few are open at a time: in a grid each piece meets one row of the others, not all.
-fn overlap(pieces: &[Piece]) -> Option<(&Piece, &Piece)> {
+fn overlap(pieces: &[Cut]) -> Option<(&Cut, &Cut)> {
     let rank = pieces.first()?.offset.len();
     let starts = |dim: usize| {
         let mut starts: Vec<u64> = pieces.iter().map(|piece| piece.offset[dim]).collect();
@@ -184,9 +182,9 @@ fn overlap(pieces: &[Piece]) -> Option<(&Piece, &Piece)> {
         // Scalars: every box is the same one.
         return pieces.get(1).map(|second| (&pieces[0], second));
     };
-    let mut order: Vec<&Piece> = pieces.iter().collect();
+    let mut order: Vec<&Cut> = pieces.iter().collect();
     order.sort_by_key(|piece| piece.offset[dim]);
-    let mut open: Vec<&Piece> = Vec::new();
+    let mut open: Vec<&Cut> = Vec::new();
     for piece in order {
         open.retain(|other| other.offset[dim] + other.shape[dim] > piece.offset[dim]);
         let here = bounds(piece);
@@ -201,7 +199,7 @@ fn overlap(pieces: &[Piece]) -> Option<(&Piece, &Piece)> {
 
 fn hole<'a>(
     shape: &[u64],
-    pieces: &[Piece],
+    pieces: &[Cut],
     missing: u64,
     shard_name: &impl Fn(ShardId) -> &'a str,
 ) -> Fault {

@@ -6,15 +6,17 @@
 
 mod build;
 mod coverage;
+pub(crate) mod tensors;
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
-use crate::dtype::Dtype;
 use crate::error::{Class, Fault};
 use crate::format::manifest::Reference;
 use crate::format::safetensors::Header;
 use crate::format::weight_map::WeightMap;
+
+use tensors::Tensors;
+pub use tensors::{Piece, Tensor};
 
 /// Position of a shard in `Catalog::shards`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -31,46 +33,15 @@ pub struct Shard {
     pub data_start: u64,
 }
 
-/// The part of a tensor that one shard holds: a box, stored row-major without gaps.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// The shard.
-    pub shard: ShardId,
-    /// Bytes in the shard file, absolute.
-    pub range: Range<u64>,
-    /// First index of the box in each dimension of the tensor.
-    pub offset: Vec<u64>,
-    /// Extent of the box in each dimension.
-    pub shape: Vec<u64>,
-}
-
-/// One tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tensor {
-    /// Name.
-    pub name: String,
-    /// Element type.
-    pub dtype: Dtype,
-    /// Extent of each dimension, outermost first.
-    pub shape: Vec<u64>,
-    /// Length in bytes.
-    pub len: u64,
-    /// Pieces that cover it once, by shard and offset. Pieces without elements are left out
-    /// unless the tensor has none either.
-    pub pieces: Vec<Piece>,
-    /// Further copies of pieces, which should hold the same bytes.
-    pub replicas: Vec<Piece>,
-}
-
 /// A proved checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
     /// Its files, numerically by name.
     pub shards: Vec<Shard>,
-    /// Its tensors, by name.
-    pub tensors: Vec<Tensor>,
-    /// The metadata of all shards, merged; without the keys that describe sharding.
-    pub metadata: BTreeMap<String, String>,
+    pub(crate) columns: Tensors,
+    /// The metadata of all shards, merged; without the keys that describe sharding. None where no
+    /// shard has other ones, or an empty map.
+    pub metadata: Option<BTreeMap<String, String>>,
     /// What is unusual but not wrong, a line each.
     pub notes: Vec<String>,
 }
@@ -91,7 +62,7 @@ impl Catalog {
     ///
     /// A weight map decides where a tensor is; without one, no name may stand in two shards.
     pub fn of_whole_tensors(
-        shards: Vec<ShardHeader>,
+        shards: &[&ShardHeader],
         map: Option<&WeightMap>,
     ) -> Result<Catalog, Fault> {
         build::of_whole_tensors(shards, map)
@@ -101,16 +72,35 @@ impl Catalog {
     ///
     /// A weight map that names the shards has to agree with them.
     pub fn of_dcp_shards(
-        shards: Vec<ShardHeader>,
+        shards: &[&ShardHeader],
         map: Option<&WeightMap>,
     ) -> Result<Catalog, Fault> {
         build::of_dcp_shards(shards, map)
     }
 
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.columns.len()
+    }
+
+    /// Whether it has no tensors.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its tensors, by name.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> + Clone {
+        (0..self.len()).map(|at| self.columns.get(at))
+    }
+
+    /// The tensor at this position of `tensors`.
+    pub fn tensor_at(&self, position: usize) -> Tensor<'_> {
+        self.columns.get(position)
+    }
+
     /// The tensor of this name.
-    pub fn tensor(&self, name: &str) -> Option<&Tensor> {
-        let at = self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()?;
-        Some(&self.tensors[at])
+    pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
+        self.columns.find(name).map(|at| self.columns.get(at))
     }
 
     /// The shard at `id`.
@@ -120,14 +110,17 @@ impl Catalog {
 
     /// Bytes of tensor data.
     pub fn data_len(&self) -> u64 {
-        self.tensors.iter().map(|tensor| tensor.len).sum()
+        // Sparse files can claim more than there are numbers for.
+        self.tensors().fold(0, |sum, tensor| sum.saturating_add(tensor.len))
     }
 
     /// Whether both hold tensors of the same names, dtypes and shapes.
     pub fn same_tensors(&self, other: &Catalog) -> bool {
-        let key = |t: &Tensor| (t.name.clone(), t.dtype, t.shape.clone());
-        self.tensors.len() == other.tensors.len()
-            && self.tensors.iter().zip(&other.tensors).all(|(a, b)| key(a) == key(b))
+        self.len() == other.len()
+            && self
+                .tensors()
+                .zip(other.tensors())
+                .all(|(a, b)| (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape))
     }
 
     /// Refuses a catalog that does not hold exactly what `reference` knows.
@@ -141,7 +134,7 @@ impl Catalog {
                 return Err(Fault::new(Class::TensorMissing, message).tensor(name));
             };
             let Some((dtype, shape)) = known else { continue };
-            coverage::check_known(tensor, *dtype, shape, |id| &self.shard(id).name)?;
+            coverage::check_known(&tensor, *dtype, shape, |id| &self.shard(id).name)?;
         }
         if let Some(total) = reference.total_size.filter(|&total| total != self.data_len()) {
             let message = format!(
@@ -151,12 +144,12 @@ impl Catalog {
             );
             return Err(Fault::new(Class::DcpHole, message));
         }
-        match self.tensors.iter().find(|t| !reference.tensors.contains_key(&t.name)) {
+        match self.tensors().find(|t| !reference.tensors.contains_key(t.name)) {
             None => Ok(()),
             Some(tensor) => {
                 let message = "the shards hold it, the reference does not list it; is this the \
                                reference of another checkpoint?";
-                Err(Fault::new(Class::TensorUnlisted, message).tensor(&tensor.name))
+                Err(Fault::new(Class::TensorUnlisted, message).tensor(tensor.name))
             }
         }
     }

@@ -3,13 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Class, Error, Fault, Result};
+use crate::format::Format;
 use crate::format::dcp;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::view::Prefer;
 
 use super::load::{Loaded, open_shard, read_text};
-use super::tree::Folder;
+use super::openers::map_files;
+use super::tree::{File, Folder};
 
 /// What makes the files of a set belong together, first match first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,9 +24,17 @@ pub enum Kind {
     Numbered,
     /// One file.
     Single,
+    /// One file in the bintensors format.
+    Bintensors,
 }
 
 impl Kind {
+    /// The kind that a word of `as_str` means.
+    pub(super) fn from_word(word: &str) -> Option<Kind> {
+        let kinds = [Kind::Dcp, Kind::WeightMap, Kind::Numbered, Kind::Single, Kind::Bintensors];
+        kinds.into_iter().find(|kind| kind.as_str() == word)
+    }
+
     /// The word used in output.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -32,7 +42,19 @@ impl Kind {
             Kind::WeightMap => "weight_map",
             Kind::Numbered => "numbered",
             Kind::Single => "single",
+            Kind::Bintensors => "bintensors",
         }
+    }
+
+    /// Whether it is one file, in whatever format.
+    pub(super) fn is_one_file(self) -> bool {
+        matches!(self, Kind::Single | Kind::Bintensors)
+    }
+
+    /// Whether a set of this kind that is shown as `format` is a file that is served as it
+    /// stands.
+    pub(super) fn stands_as(self, format: Format) -> bool {
+        self == Kind::Single && format == Format::Safetensors
     }
 }
 
@@ -72,13 +94,16 @@ pub(super) struct Discovered {
 /// Opens the weight files of `folder`; `only` is one of them whatever its name.
 pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> Weights {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
-    named
+    let files: Vec<(&str, &File)> = named
         .filter(|(name, _)| {
             let map = names::weight_map_output(name).is_some();
             names::is_weights(name) || (only == Some(*name) && !map)
         })
-        .map(|(name, file)| (name.to_owned(), open_shard(&folder.path, name, &file.path)))
-        .collect()
+        .collect();
+    let open = |&(name, file): &(&str, &File)| {
+        (name.to_owned(), open_shard(&folder.path, name, &file.path))
+    };
+    map_files(&files, open).into_iter().collect()
 }
 
 /// Finds the sets of `folder`, whose weight files are `weights`.
@@ -97,7 +122,10 @@ pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Di
     let single = free().filter(|name| names::numbered(name).is_none());
     found.extend(single.map(|name| Candidate {
         members: BTreeSet::from([name.clone()]),
-        ..Candidate::new(name.clone(), Kind::Single)
+        ..match names::bintensors_output(name) {
+            Some(output) => Candidate::new(output, Kind::Bintensors),
+            None => Candidate::new(name.clone(), Kind::Single),
+        }
     }));
     settle_names(found, prefer)
 }
@@ -120,7 +148,7 @@ impl Candidate {
 fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
     let noted: Vec<(&String, bool)> = weights
         .iter()
-        .filter(|(name, _)| !names::is_dcp_shard(name))
+        .filter(|(name, _)| !names::is_dcp_shard(name) && names::bintensors_output(name).is_none())
         .filter_map(|(name, loaded)| {
             let loaded = loaded.as_ref().ok()?;
             is_noted(loaded).then(|| (name, dcp::is_whole(&loaded.shard.header)))
@@ -274,11 +302,16 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
 }
 
 /// Gives each name to one set: a whole file or a sharded set as `prefer` says, among sharded
-/// ones the first kind.
+/// ones the first kind. A bintensors file loses its name, also to the set of which a file has it.
 fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
+    let mut set_of: BTreeMap<String, String> = BTreeMap::new();
+    for set in found.iter().filter(|set| !set.kind.is_one_file()) {
+        set_of.extend(set.members.iter().map(|member| (member.clone(), set.output.clone())));
+    }
     let mut by_output: BTreeMap<String, Vec<Candidate>> = BTreeMap::new();
     for set in found {
-        by_output.entry(set.output.clone()).or_default().push(set);
+        let of_set = set_of.get(&set.output).filter(|_| set.kind == Kind::Bintensors);
+        by_output.entry(of_set.unwrap_or(&set.output).clone()).or_default().push(set);
     }
     let mut settled = Discovered { winners: Vec::new(), losers: Vec::new(), notes: Vec::new() };
     for (output, mut sets) in by_output {
@@ -290,7 +323,9 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
                 "{output}: {} wins, {} is hidden ({})",
                 described(&winner),
                 described(&loser),
-                if winner.kind == Kind::Single || loser.kind == Kind::Single {
+                if loser.kind == Kind::Bintensors && winner.kind != Kind::Bintensors {
+                    "safetensors goes before bintensors"
+                } else if winner.kind == Kind::Single || loser.kind == Kind::Single {
                     "choose with -o prefer=file|index"
                 } else {
                     "one name, one set"
@@ -307,6 +342,7 @@ fn described(set: &Candidate) -> String {
     let shards = set.members.len();
     match (set.kind, set.claims.first()) {
         (Kind::Single, _) => "the whole file".to_owned(),
+        (Kind::Bintensors, _) => set.members.iter().cloned().collect(),
         (Kind::Dcp, _) => format!("the set of {shards} DCP shards"),
         (Kind::Numbered, _) => format!("the set of {shards} numbered shards"),
         (Kind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),

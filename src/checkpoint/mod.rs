@@ -2,22 +2,29 @@
 //! whole, and the open files.
 
 mod discover;
+mod indexed;
 mod load;
+mod openers;
 mod prove;
 mod show;
 mod tree;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use crate::catalog::{Catalog, Tensor};
+use serde_json::{Map, Value};
+
+use crate::catalog::Catalog;
 use crate::error::{Error, Fault, Result};
-use crate::format::weight_map::WeightMap;
+use crate::format::Format;
+use crate::hash::Digest;
 use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::View;
 
 pub use discover::Kind;
+pub(crate) use indexed::fingerprint;
+pub use indexed::{IndexState, IndexedHeads, Origin};
 pub use prove::{Proved, Set};
 pub use show::{Content, ERROR_FILE, Shown};
 pub use tree::{File, Folder, FolderId, Tree};
@@ -41,6 +48,15 @@ impl Tail {
     }
 }
 
+/// The virtual file of a checkpoint, as far as its attributes need it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShownFile {
+    /// Length in bytes.
+    pub len: u64,
+    /// Hash of its header, which with the identities of the shards tells its bytes.
+    pub header: Digest,
+}
+
 /// One checkpoint, proved and open.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -48,16 +64,22 @@ pub struct Checkpoint {
     pub name: String,
     /// What makes its files a set.
     pub kind: Kind,
+    /// The format in which it is shown.
+    pub format: Format,
     /// The folder of its files.
     pub directory: PathBuf,
     /// Whether the proof reaches the last piece.
     pub tail: Tail,
     catalog: Catalog,
     sources: Vec<Arc<Source>>,
-    /// Where it was needed for the proof already.
-    layout: Option<Arc<Layout>>,
-    /// File name and content.
-    map: Option<(String, WeightMap)>,
+    /// Once it was needed.
+    layout: OnceLock<Arc<Layout>>,
+    /// Once it was needed, or from the index.
+    shown: OnceLock<ShownFile>,
+    /// Its weight map: file name, and the metadata in it.
+    map: Option<(String, Map<String, Value>)>,
+    /// Where the manifest beside it was compared: whether that knows all shapes.
+    manifest: Option<bool>,
 }
 
 impl Checkpoint {
@@ -67,7 +89,16 @@ impl Checkpoint {
     /// The reason of a refusal, with file and tensor; `Error::Usage` where `path` holds more
     /// than one checkpoint.
     pub fn open(path: &Path) -> Result<Arc<Checkpoint>> {
-        let tree = Tree::scan(path, &View::default())?;
+        Checkpoint::open_with(path, &View::default())
+    }
+
+    /// Likewise, looked at as `view` says: with `View::index`, from the index in that folder,
+    /// which is written where it is missing or does not hold any more.
+    ///
+    /// # Errors
+    /// Those of `open`.
+    pub fn open_with(path: &Path, view: &View) -> Result<Arc<Checkpoint>> {
+        let tree = Tree::scan(path, view)?;
         let mut sets = Vec::new();
         for family in tree.families() {
             let proved = tree.prove(family);
@@ -78,7 +109,7 @@ impl Checkpoint {
             Ok([set]) => set.outcome,
             Err(sets) => Err(Error::usage(format!(
                 "{}: {} checkpoints here, name one of them: {}",
-                path.display(),
+                tree.source.display(),
                 sets.len(),
                 crate::catalog::named_some(sets.iter().map(|set| set.name.as_str())),
             ))),
@@ -111,27 +142,38 @@ impl Checkpoint {
     ///
     /// # Errors
     /// `header_too_large` where one file cannot hold all tensors, `misaligned` where rows of
-    /// sub-byte elements do not begin on bytes.
+    /// sub-byte elements do not begin on bytes, `unknown_dtype` where the format that it is
+    /// shown in lacks one.
     pub fn layout(&self) -> Result<Arc<Layout>> {
-        match &self.layout {
-            Some(layout) => Ok(layout.clone()),
-            None => Layout::single(&self.catalog).map(Arc::new).map_err(|f| self.refused(f)),
+        if let Some(layout) = self.layout.get() {
+            return Ok(layout.clone());
         }
+        let layout = Layout::single(&self.catalog, self.format);
+        let layout = layout.map_err(|fault| self.refused(fault))?;
+        Ok(self.layout.get_or_init(|| Arc::new(layout)).clone())
+    }
+
+    /// What is known of the whole checkpoint as one file without laying it out anew.
+    ///
+    /// # Errors
+    /// Those of `layout`.
+    pub fn shown(&self) -> Result<ShownFile> {
+        if let Some(shown) = self.shown.get() {
+            return Ok(*shown);
+        }
+        let layout = self.layout()?;
+        let shown = ShownFile { len: layout.len(), header: Digest::of(layout.header()) };
+        Ok(*self.shown.get_or_init(|| shown))
     }
 
     /// Whether it is one file that is served as it stands.
     pub fn is_whole_file(&self) -> bool {
-        self.kind == Kind::Single
+        self.kind.stands_as(self.format)
     }
 
-    /// Offset of `tensor` in its only shard, where it is stored whole.
-    pub fn whole_offset(&self, tensor: &Tensor) -> u64 {
-        tensor.pieces[0].range.start
-    }
-
-    /// The weight map that names its shards: file name and content.
-    pub fn weight_map(&self) -> Option<&(String, WeightMap)> {
-        self.map.as_ref()
+    /// The weight map that names its shards: file name, and the metadata in it.
+    pub fn weight_map(&self) -> Option<(&str, &Map<String, Value>)> {
+        self.map.as_ref().map(|(name, metadata)| (name.as_str(), metadata))
     }
 
     /// `fault` found in this checkpoint, as an error.

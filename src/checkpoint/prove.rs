@@ -2,11 +2,9 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use serde_json::Value;
-
-use crate::catalog::{Catalog, Tensor};
+use crate::catalog::{Catalog, ShardHeader, Tensor};
 use crate::error::{Class, Error, Fault, Result};
 use crate::format::manifest::{self, Reference};
 use crate::format::names;
@@ -15,6 +13,7 @@ use crate::source::Source;
 use crate::view::{Arrangement, View};
 
 use super::discover::{Candidate, Discovered, Kind, Weights, discover, is_noted, open_weights};
+use super::indexed::{FolderIndex, IndexState, Origin};
 use super::load::{Loaded, read_reference};
 use super::tree::{Folder, FolderId, Tree};
 use super::{Checkpoint, Tail};
@@ -43,6 +42,15 @@ pub struct Proved {
     pub weights: BTreeSet<String>,
     /// What is unusual but not wrong, a line each.
     pub notes: Vec<String>,
+    /// What became of the index, where indexes are kept.
+    pub index: Option<IndexState>,
+}
+
+impl Proved {
+    /// Whether the index said so, and no header was read.
+    pub fn from_index(&self) -> bool {
+        self.index.as_ref().is_some_and(|index| index.origin == Origin::Index)
+    }
 }
 
 impl Tree {
@@ -64,6 +72,14 @@ impl Tree {
 
     fn prove_folder(&self, id: FolderId) -> Proved {
         let folder = &self.folders[id];
+        // Of a folder that is only passed through there is nothing to know.
+        let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
+        let doubt = match index.as_ref().map(FolderIndex::load) {
+            Some(Ok(proved)) => return proved,
+            Some(Err(doubt)) => doubt,
+            None => None,
+        };
+        let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
         let only = self.only.as_deref();
         let weights = open_weights(folder, only);
         let Discovered { mut winners, losers, notes } =
@@ -79,11 +95,12 @@ impl Tree {
             }
             proved.notes.clear();
         }
-        let alone = winners.iter().all(|set| set.kind == Kind::Single);
+        let alone = winners.iter().all(|set| set.kind.is_one_file());
         for candidate in winners {
             let files = candidate.files().cloned().collect();
-            let (name, kind) = (candidate.output.clone(), candidate.kind);
-            let judged = alone || kind != Kind::Single;
+            let name = names::in_format(&candidate.output, self.view.format);
+            let kind = candidate.kind;
+            let judged = alone || !kind.is_one_file();
             let outcome = prove_set(folder, &weights, candidate, &self.view, judged);
             if let Ok(checkpoint) = &outcome {
                 proved
@@ -93,6 +110,7 @@ impl Tree {
             let outcome = outcome.map(Arc::new);
             proved.sets.push(Set { name, kind, files, outcome, shown_at_parent: None });
         }
+        proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
         proved
     }
 }
@@ -135,34 +153,53 @@ fn prove_set(
             }
         }
     }
-    let headers = loaded.iter().map(|file| file.shard.clone()).collect();
+    let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     let map = candidate.map.as_ref().map(|(_, map)| map);
     let catalog = match candidate.kind {
-        Kind::Dcp => Catalog::of_dcp_shards(headers, map),
-        Kind::WeightMap | Kind::Numbered | Kind::Single => Catalog::of_whole_tensors(headers, map),
+        Kind::Dcp => Catalog::of_dcp_shards(&headers, map),
+        Kind::WeightMap | Kind::Numbered | Kind::Single | Kind::Bintensors => {
+            Catalog::of_whole_tensors(&headers, map)
+        }
     };
-    let catalog = catalog.map_err(refused)?;
+    let mut catalog = catalog.map_err(refused)?;
+    let bintensors = candidate.kind == Kind::Bintensors;
+    if bintensors {
+        // Nobody saves pieces in this format: such keys are a user's own.
+        catalog.metadata = loaded[0].shard.header.metadata.clone();
+    }
     refuse_doubles(&candidate, &catalog).map_err(refused)?;
-    let noted = loaded.iter().any(|file| is_noted(file));
-    let tail = prove_tail(folder, &candidate, &catalog, view, judged, noted)?;
-    let mut layout = None;
-    if candidate.kind != Kind::Single && view.arrangement == Arrangement::Single {
+    let total_size = map.and_then(|map| map.metadata.get("total_size")?.as_u64());
+    let set = Tailed {
+        name: &candidate.output,
+        kind: candidate.kind,
+        total_size,
+        noted: !bintensors && loaded.iter().any(|file| is_noted(file)),
+        judged,
+        manifest: None,
+    };
+    let (tail, manifest) = prove_tail(folder, &catalog, view, &set)?;
+    let layout = OnceLock::new();
+    if !candidate.kind.stands_as(view.format) && view.arrangement == Arrangement::Single {
         // A checkpoint that cannot be laid out is refused here, not when it is first read.
-        layout = Some(Arc::new(Layout::single(&catalog).map_err(refused)?));
+        let laid_out = Layout::single(&catalog, view.format).map_err(refused)?;
+        let _ = layout.set(Arc::new(laid_out));
     }
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
     // The catalog has the shards of `loaded`, sorted.
     let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone());
     Ok(Checkpoint {
-        name: candidate.output,
+        name: names::in_format(&candidate.output, view.format),
         kind: candidate.kind,
+        format: view.format,
         directory: folder.path.clone(),
         tail,
         sources: sources.collect(),
         catalog,
         layout,
-        map: candidate.map,
+        shown: OnceLock::new(),
+        map: candidate.map.map(|(name, map)| (name, map.metadata)),
+        manifest,
     })
 }
 
@@ -170,53 +207,70 @@ fn prove_set(
 /// they are two checkpoints, not one saved with replicas.
 fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Result<(), Fault> {
     let named = candidate.members.iter().any(|name| names::is_dcp_shard(name));
-    let whole = |tensor: &Tensor| tensor.pieces.iter().all(|piece| piece.shape == tensor.shape);
-    if candidate.kind != Kind::Dcp || named || !catalog.tensors.iter().all(whole) {
+    let whole = |tensor: Tensor<'_>| tensor.pieces().all(|piece| piece.shape == tensor.shape);
+    if candidate.kind != Kind::Dcp || named || !catalog.tensors().all(whole) {
         return Ok(());
     }
-    let double = catalog.tensors.iter().find(|tensor| !tensor.replicas.is_empty());
-    double.map_or(Ok(()), |tensor| {
-        let first = &catalog.shard(tensor.pieces[0].shard).name;
-        let second = &catalog.shard(tensor.replicas[0].shard).name;
+    let double = catalog.tensors().find_map(|tensor| Some((tensor, tensor.replicas().next()?)));
+    double.map_or(Ok(()), |(tensor, replica)| {
+        let first = &catalog.shard(tensor.first_piece().shard).name;
+        let second = &catalog.shard(replica.shard).name;
         let message = format!("lies whole in {first} and in {second}; are these two checkpoints?");
-        Err(Fault::new(Class::DuplicateTensor, message).tensor(&tensor.name).in_file(second))
+        Err(Fault::new(Class::DuplicateTensor, message).tensor(tensor.name).in_file(second))
     })
 }
 
-/// Compares the catalog with what is known from outside the shards.
-fn prove_tail(
+/// A set, as far as the proof of its last pieces needs it.
+pub(super) struct Tailed<'a> {
+    /// Name of the file that it is shown as.
+    pub(super) name: &'a str,
+    pub(super) kind: Kind,
+    /// What its weight map says of the bytes of all tensors.
+    pub(super) total_size: Option<u64>,
+    /// Whether a shard has a sharding note.
+    pub(super) noted: bool,
+    /// Whether `expect-shards` and `reference` are about it.
+    pub(super) judged: bool,
+    /// Where the manifest beside it is known to agree: whether it knows all shapes.
+    pub(super) manifest: Option<bool>,
+}
+
+/// Compares the catalog with what is known from outside the shards. Also returns whether the
+/// manifest beside it, where that was compared, knows all shapes.
+pub(super) fn prove_tail(
     folder: &Folder,
-    candidate: &Candidate,
     catalog: &Catalog,
     view: &View,
-    judged: bool,
-    noted: bool,
-) -> Result<Tail> {
+    set: &Tailed<'_>,
+) -> Result<(Tail, Option<bool>)> {
     let refused = |fault: Fault| Error::refused(&folder.path, fault);
     // Files with a sharding note may be pieces that lack what comes after them, also where all
     // of them begin at 0.
-    let total_size = candidate.map.as_ref().and_then(|(_, map)| map.metadata.get("total_size"));
-    let total_fits = total_size.and_then(Value::as_u64) == Some(catalog.data_len());
-    let mut proven = !noted || (candidate.kind == Kind::WeightMap && total_fits);
-    let mut compare = |path: &Path, hint: &str| -> Result<()> {
+    let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
+    let mut proven = !set.noted || (set.kind == Kind::WeightMap && total_fits());
+    let compare = |path: &Path, hint: &str| -> Result<bool> {
         let known = read_reference(path)?;
         check_reference(catalog, &known, path, hint).map_err(refused)?;
         // Names alone do not show that a tensor has lost its end.
-        proven |= known.total_size.is_some() || known.tensors.values().all(Option::is_some);
-        Ok(())
+        Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))
     };
-    let beside = manifest::file_name(&candidate.output);
-    if let Some(path) = view.reference.as_deref().filter(|_| judged) {
-        compare(path, "")?;
-    } else if let Some(file) = folder.file(&beside) {
+    let mut manifest = None;
+    if let Some(path) = view.reference.as_deref().filter(|_| set.judged) {
+        proven |= compare(path, "")?;
+    } else if let Some(file) = folder.file(&manifest::file_name(set.name)) {
         let hint = "; if the checkpoint was saved anew, remove the manifest and write a new one";
-        compare(&file.path, hint)?;
+        let knows_all = match set.manifest {
+            Some(known) => known,
+            None => compare(&file.path, hint)?,
+        };
+        manifest = Some(knows_all);
+        proven |= knows_all;
     }
-    if let Some(expected) = view.expect_shards.filter(|_| judged) {
+    if let Some(expected) = view.expect_shards.filter(|_| set.judged) {
         catalog.check_shards(expected).map_err(refused)?;
         proven = true;
     }
-    Ok(if proven { Tail::Proven } else { Tail::Unproven })
+    Ok((if proven { Tail::Proven } else { Tail::Unproven }, manifest))
 }
 
 fn check_reference(

@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::sync::Arc;
 
+use crate::format::Format;
+use crate::format::weight_map::WeightMap;
 use crate::source::Source;
 use crate::view::{Arrangement, MapPolicy};
 
@@ -81,12 +83,16 @@ impl Tree {
     fn show_virtual(&self, set: &Set, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Shown>) {
         let content = Content::Virtual(checkpoint.clone());
         shown.push(Shown { name: set.name.clone().into(), content });
-        let Some((name, map)) = checkpoint.weight_map() else { return };
+        // Whoever follows a weight map reads safetensors.
+        if checkpoint.format != Format::Safetensors {
+            return;
+        }
+        let Some((name, metadata)) = checkpoint.weight_map() else { return };
         if self.view.map == MapPolicy::Rewrite {
             let catalog = checkpoint.catalog();
-            let tensors = catalog.tensors.iter().map(|tensor| tensor.name.as_str());
-            let text = map.rewritten(&set.name, tensors, catalog.data_len());
-            shown.push(Shown { name: name.clone().into(), content: Content::Text(text.into()) });
+            let tensors = catalog.tensors().map(|tensor| tensor.name);
+            let text = WeightMap::rewritten(metadata, &set.name, tensors, catalog.data_len());
+            shown.push(Shown { name: name.to_owned().into(), content: Content::Text(text.into()) });
         }
     }
 }

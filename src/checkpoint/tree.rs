@@ -221,7 +221,8 @@ fn look_at(bounds: &Bounds, path: &Path) -> Option<(PathBuf, Identity)> {
 }
 
 fn is_weight_file(name: &OsStr) -> bool {
-    name.as_encoded_bytes().ends_with(names::SUFFIX.as_bytes())
+    let suffixes = [names::SUFFIX].into_iter().chain(names::BINTENSORS_SUFFIXES);
+    suffixes.into_iter().any(|suffix| name.as_encoded_bytes().ends_with(suffix.as_bytes()))
 }
 
 fn is_twin(name: &OsStr) -> bool {

@@ -20,9 +20,10 @@ pub const SUFFIX: &str = ".tensorfs-manifest.json";
 /// Largest manifest read, in bytes.
 pub const MANIFEST_LEN_MAX: u64 = 128 << 20;
 
-/// Name of the manifest of the set shown as `output`.
+/// Name of the manifest of the set shown as `output`, in whatever format.
 pub fn file_name(output: &str) -> String {
-    format!("{}{SUFFIX}", output.strip_suffix(super::names::SUFFIX).unwrap_or(output))
+    let suffix = super::Format::of_name(output).map_or("", super::Format::suffix);
+    format!("{}{SUFFIX}", output.strip_suffix(suffix).unwrap_or(output))
 }
 
 /// Names of the tensors that a checkpoint should hold, with dtype and shape where known.

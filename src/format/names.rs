@@ -2,8 +2,13 @@
 
 use std::cmp::Ordering;
 
+use super::Format;
+
 /// Suffix of weight files.
 pub const SUFFIX: &str = ".safetensors";
+
+/// Suffixes of bintensors files: the one that is written, and another that its package writes of.
+pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 
 /// Fewest digits of a shard number; savers write five, more when needed.
 const DIGITS_MIN: usize = 5;
@@ -74,9 +79,23 @@ pub fn whole(stem: &str) -> String {
     }
 }
 
+/// Name of the whole file that a bintensors file of this name stands for.
+pub fn bintensors_output(name: &str) -> Option<String> {
+    let stems = BINTENSORS_SUFFIXES.iter().filter_map(|suffix| name.strip_suffix(suffix));
+    stems.filter(|stem| !stem.is_empty()).map(|stem| format!("{stem}{SUFFIX}")).next()
+}
+
+/// Name under which the whole file `output` is shown in `format`.
+pub fn in_format(output: &str, format: Format) -> String {
+    match format {
+        Format::Safetensors => output.to_owned(),
+        _ => format!("{}{}", output.strip_suffix(SUFFIX).unwrap_or(output), format.suffix()),
+    }
+}
+
 /// Whether the name is one of a weight file.
 pub fn is_weights(name: &str) -> bool {
-    name.ends_with(SUFFIX) || numbered(name).is_some()
+    name.ends_with(SUFFIX) || numbered(name).is_some() || bintensors_output(name).is_some()
 }
 
 /// Order of names with the numbers in them compared as numbers: shard 2 before shard 10.
@@ -181,6 +200,22 @@ mod tests {
         assert_eq!(output("pytorch_model.bin.index.json"), None);
         assert_eq!(output("config.json"), None);
         assert_eq!(output(".safetensors.index.json"), None);
+    }
+
+    #[test]
+    fn bintensors_files_are_weights_and_stand_for_a_file_of_their_stem() {
+        assert_eq!(bintensors_output("model.bt").as_deref(), Some("model.safetensors"));
+        assert_eq!(bintensors_output("a.b.bintensors").as_deref(), Some("a.b.safetensors"));
+        assert!(is_weights("model.bt"));
+        for name in [".bt", "model.btx", "model.bt.json", "bt"] {
+            assert_eq!(bintensors_output(name), None, "{name}");
+            assert!(!is_weights(name), "{name}");
+        }
+        assert_eq!(in_format("model.safetensors", Format::Bintensors), "model.bt");
+        assert_eq!(in_format("blob", Format::Bintensors), "blob.bt");
+        assert_eq!(in_format("model.safetensors", Format::Safetensors), "model.safetensors");
+        assert_eq!(Format::of_name("a.bintensors"), Some(Format::Bintensors));
+        assert_eq!(Format::of_name("a.json"), None);
     }
 
     #[test]

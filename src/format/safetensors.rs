@@ -31,7 +31,7 @@ pub const SNIFF_LEN: usize = 48;
 pub const SLICE_LEN_MAX: u64 = 8 << 20;
 
 /// Name of the metadata object.
-const METADATA: &str = "__metadata__";
+pub const METADATA: &str = "__metadata__";
 
 /// One tensor of a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub struct Header {
     pub metadata: Option<BTreeMap<String, String>>,
     /// Tensors in data order: each begins where the one before ends.
     pub tensors: Vec<Entry>,
-    /// Length of the JSON text with its padding; data begins at `8 + header_len`.
+    /// Length of the header with its padding; data begins at `8 + header_len`.
     pub header_len: u64,
 }
 
@@ -150,7 +150,7 @@ pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     let Some(prefix) = sniff.first_chunk::<8>() else {
         return Err(Fault::new(
             Class::TooShort,
-            format!("the file has {file_len} bytes, a safetensors file at least 8"),
+            format!("the file has {file_len} bytes, the length of its header alone takes 8"),
         ));
     };
     let len = u64::from_le_bytes(*prefix);
@@ -252,13 +252,24 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
 /// The rules of the format, in the order of the reference implementation.
 fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
     let Raw { metadata, mut tensors } = raw;
-    refuse_duplicate_names(&tensors)?;
     tensors.sort_by(|a, b| {
         let key = |e: &Entry| (e.data_offsets.start, e.data_offsets.end);
         key(a).cmp(&key(b)).then_with(|| a.name.cmp(&b.name))
     });
+    check_tensors(&tensors, header_len, file_len)?;
+    Ok(Header { metadata, tensors, header_len })
+}
+
+/// Refuses tensors that do not follow each other from the end of the header to the end of the
+/// file, and names that stand twice.
+pub(super) fn check_tensors(
+    tensors: &[Entry],
+    header_len: u64,
+    file_len: u64,
+) -> Result<(), Fault> {
+    refuse_duplicate_names(tensors)?;
     let mut end = 0;
-    for entry in &tensors {
+    for entry in tensors {
         check_entry(entry, end).map_err(|fault| fault.tensor(&entry.name))?;
         end = entry.data_offsets.end;
     }
@@ -286,7 +297,7 @@ fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
             ));
         }
     }
-    Ok(Header { metadata, tensors, header_len })
+    Ok(())
 }
 
 fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
@@ -303,7 +314,7 @@ fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
 }
 
 /// Checks one entry against the end of the one before.
-fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault> {
+pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault> {
     let Range { start, end } = entry.data_offsets;
     if start < previous_end && end > start {
         return Err(Fault::new(
@@ -353,14 +364,14 @@ fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault> {
 ///
 /// Tensors are written in the order given, `data_offsets` following each other from 0. Fails
 /// with the length where the header would pass `HEADER_LEN_MAX`.
-pub fn encode<'a>(
-    metadata: &BTreeMap<String, String>,
+pub fn encode<'a, 'm>(
+    metadata: impl Into<Option<&'m BTreeMap<String, String>>>,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
     align: u64,
 ) -> Result<Vec<u8>, u64> {
     let mut text = vec![0; PREFIX_LEN as usize];
     text.push(b'{');
-    if !metadata.is_empty() {
+    if let Some(metadata) = metadata.into() {
         push_json(&mut text, METADATA);
         text.push(b':');
         push_json(&mut text, metadata);

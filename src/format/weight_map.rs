@@ -3,16 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use crate::error::{Class, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
 
-/// Largest weight map read, in bytes: 600,000 tensors with names as long as models have them,
-/// six times what huggingface_hub reads.
-pub const WEIGHT_MAP_LEN_MAX: u64 = 64 << 20;
+/// Largest weight map read, in bytes: two million tensors with names as long as models have
+/// them.
+pub const WEIGHT_MAP_LEN_MAX: u64 = 256 << 20;
 
 /// A weight map whose shard names are plain file names.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,23 +60,42 @@ impl WeightMap {
         names
     }
 
-    /// The text of a weight map that sends every one of `tensors` to `file`.
+    /// The text of a weight map that sends every one of `tensors`, which come by name, to `file`.
     ///
-    /// Keeps the other keys of `metadata`; `total_size` becomes `total_size` bytes, which is
-    /// the sum over the tensors and what readers expect there.
+    /// Keeps the other keys of `metadata`, which is that of the weight map before; `total_size`
+    /// becomes `total_size` bytes, which is the sum over the tensors and what readers expect there.
     pub fn rewritten<'a>(
-        &self,
-        file: &str,
-        tensors: impl Iterator<Item = &'a str>,
+        metadata: &Map<String, Value>,
+        file: &'a str,
+        tensors: impl Iterator<Item = &'a str> + Clone,
         total_size: u64,
     ) -> Vec<u8> {
-        let mut metadata = self.metadata.clone();
+        let mut metadata = metadata.clone();
         metadata.insert("total_size".to_owned(), total_size.into());
-        let map: BTreeMap<&str, &str> = tensors.map(|name| (name, file)).collect();
-        let json = serde_json::json!({ "metadata": metadata, "weight_map": map });
-        let mut text = format!("{json:#}").into_bytes();
+        let json = Rewritten { metadata, weight_map: Sent { tensors, file } };
+        // Strings and values always serialise, and a Vec takes every write.
+        let mut text = serde_json::to_vec_pretty(&json).unwrap_or_default();
         text.push(b'\n');
         text
+    }
+}
+
+#[derive(Serialize)]
+#[serde(bound(serialize = "I: Iterator<Item = &'a str> + Clone"))]
+struct Rewritten<'a, I> {
+    metadata: Map<String, Value>,
+    weight_map: Sent<'a, I>,
+}
+
+/// A map that sends each of `tensors` to `file`.
+struct Sent<'a, I> {
+    tensors: I,
+    file: &'a str,
+}
+
+impl<'a, I: Iterator<Item = &'a str> + Clone> Serialize for Sent<'a, I> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.tensors.clone().map(|name| (name, self.file)))
     }
 }
 

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use nix::libc;
 
 /// Bytes of a huge page on most machines; elsewhere no more than a unit of reckoning.
-const HUGE: usize = 2 << 20;
+pub(super) const HUGE: usize = 2 << 20;
 
 /// An address range and which parts of it are free.
 pub(super) struct Arena {

@@ -7,8 +7,10 @@ use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use super::arena::Arena;
+use super::region::Place;
 use crate::counters::Counters;
 
 /// What O_DIRECT asks of offsets, lengths and memory, everywhere where it works at all.
@@ -91,7 +93,7 @@ impl Budget {
         }
         self.0.counters.cache_bytes_now.add(bytes);
         let share = Share { budget: self.0.clone(), bytes: AtomicU64::new(bytes) };
-        Some(Lease(Arc::new(share)))
+        Some(Lease(Arc::new(share), None))
     }
 
     /// Returns the memory that is kept for reads to come to the system, as far as it is free.
@@ -110,7 +112,7 @@ impl fmt::Debug for Budget {
 
 /// The right to some bytes of memory; it returns to the budget on drop.
 #[derive(Debug)]
-pub struct Lease(Arc<Share>);
+pub struct Lease(Arc<Share>, Option<Place>);
 
 /// A lease's bytes; they can be written off while someone else holds the lease.
 pub(super) struct Share {
@@ -154,7 +156,12 @@ impl Lease {
         let bytes = bytes.min(self.len());
         self.0.bytes.fetch_sub(bytes, Ordering::Relaxed);
         let share = Share { budget: self.0.budget.clone(), bytes: AtomicU64::new(bytes) };
-        Lease(Arc::new(share))
+        Lease(Arc::new(share), None)
+    }
+
+    /// The lease with memory that is there already: a buffer made with it is these bytes.
+    pub(super) fn at(self, place: Place) -> Lease {
+        Lease(self.0, Some(place))
     }
 
     pub(super) fn share(&self) -> Arc<Share> {
@@ -180,6 +187,8 @@ enum Home {
     /// The arena of this budget, which lives at least as long.
     Arena(Arc<Shared>),
     Heap,
+    /// Memory of somebody else.
+    Place(#[expect(dead_code, reason = "keeps it alive")] Place),
 }
 
 // SAFETY: memory that `Pages` alone owns, like a Box.
@@ -214,6 +223,7 @@ impl Drop for Pages {
                     arena.give_back(self.start, self.len);
                 }
             }
+            Home::Place(_) => {}
             // SAFETY: allocated with this layout, and dropped once.
             Home::Heap => unsafe { dealloc(self.start.as_ptr(), Pages::layout(self.len)) },
         }
@@ -238,7 +248,13 @@ impl Buffer {
     /// Likewise, where the lack of memory is no reason to end the process.
     pub(super) fn try_new(len: usize, mut lease: Lease) -> io::Result<Buffer> {
         let wanted = len.next_multiple_of(ALIGN as usize).max(ALIGN as usize);
-        let pages = Pages::new(wanted, &lease.0.budget)?;
+        let pages = match lease.1.take() {
+            Some(place) => {
+                assert!(place.len == wanted, "the place is as long as the read");
+                Pages { start: place.start, len: wanted, home: Home::Place(place) }
+            }
+            None => Pages::new(wanted, &lease.0.budget)?,
+        };
         lease.shrink(pages.len as u64);
         Ok(Buffer { pages, lease, len })
     }
@@ -292,13 +308,15 @@ impl fmt::Debug for Buffer {
 pub struct Filled {
     buffer: Buffer,
     bytes: Range<usize>,
+    /// When the first read for it was made.
+    pub(crate) began: Instant,
 }
 
 impl Filled {
     /// `bytes` of `buffer`; they lie inside of it.
     pub fn new(buffer: Buffer, bytes: Range<usize>) -> Filled {
         assert!(bytes.start <= bytes.end && bytes.end <= buffer.len, "the bytes lie in the buffer");
-        Filled { buffer, bytes }
+        Filled { buffer, bytes, began: Instant::now() }
     }
 }
 

@@ -67,16 +67,31 @@ pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
 
 /// As cachestat(2) says.
 fn cachestat_pages(file: &File, around: &Range<u64>) -> Option<u64> {
+    let cached = cachestat(file, around);
+    if cached.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::ENOSYS)) {
+        NO_CACHESTAT.store(true, Ordering::Relaxed);
+    }
+    cached.ok()
+}
+
+/// Whether cachestat(2) may be used here, found out by asking it of a new file in memory.
+///
+/// # Errors
+/// Why not, as the kernel says it.
+pub fn probe_cachestat() -> io::Result<()> {
+    let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
+    let file = File::from(nix::sys::memfd::memfd_create("tensorfs", flags)?);
+    cachestat(&file, &(0..ALIGN)).map(drop)
+}
+
+fn cachestat(file: &File, around: &Range<u64>) -> io::Result<u64> {
     let asked = CachestatRange { off: around.start, len: around.end - around.start };
     let mut found = Cachestat::default();
     // SAFETY: both structures are laid out as the system call wants them and outlive it.
     let rc = unsafe {
         libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const asked, &raw mut found, 0)
     };
-    if rc != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
-        NO_CACHESTAT.store(true, Ordering::Relaxed);
-    }
-    (rc == 0).then_some(found.cached)
+    if rc == 0 { Ok(found.cached) } else { Err(io::Error::last_os_error()) }
 }
 
 /// As mincore(2) says of a mapping made for it, for kernels before 6.5. The mapping is never

@@ -118,7 +118,7 @@ impl Lane {
     }
 
     pub(super) fn promote(&self, id: u64) {
-        self.lock().queue.promote(id);
+        self.lock().queue.promote(id, Instant::now());
     }
 
     /// Sees to it that someone takes the work that can be done now, if there is any.
@@ -233,7 +233,7 @@ impl Lane {
         if state.closed && drained {
             return Work::End;
         }
-        if let Some(job) = state.queue.pick() {
+        if let Some(job) = state.queue.pick(Instant::now()) {
             self.counters.source_reads_now.add(1);
             return Work::Job(job);
         }
@@ -311,7 +311,7 @@ impl Lane {
                 return Work::End;
             }
             let for_pool = matches!(state.ring, RingState::Off(_) | RingState::Never);
-            if for_pool && let Some(job) = state.queue.pick() {
+            if for_pool && let Some(job) = state.queue.pick(Instant::now()) {
                 self.counters.source_reads_now.add(1);
                 state.busy += 1;
                 return Work::Job(job);

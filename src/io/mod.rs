@@ -9,6 +9,7 @@ mod cached;
 mod lane;
 mod pool;
 mod queue;
+mod region;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -24,7 +25,9 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 pub use buffer::{Budget, Buffer, Filled, Lease};
-pub use cached::cached_pages;
+pub use cached::{cached_pages, probe_cachestat};
+
+pub use region::{Memory, Region};
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
@@ -131,7 +134,8 @@ pub struct Settings {
     pub backend: Backend,
     /// Whether they go past the page cache.
     pub direct: Direct,
-    /// How long a fetch may take from its submission on; none: for ever.
+    /// How long a fetch may take from when a reader asked for it, or, where none had, from when
+    /// it was sent to the source; none: for ever.
     pub timeout: Option<Duration>,
 }
 
@@ -261,8 +265,8 @@ impl Engine {
         Ticket { lane: Arc::downgrade(&lane), id }
     }
 
-    /// A reader waits for it now: a fetch that was not sent yet goes before those that no one
-    /// waits for.
+    /// A reader waits for it from now on: a fetch that was not sent yet goes before those that
+    /// no one waits for, and its deadline counts from now.
     pub fn promote(&self, ticket: &Ticket) {
         if let Some(lane) = ticket.lane.upgrade() {
             lane.promote(ticket.id);

@@ -42,6 +42,8 @@ pub(super) struct Failed {
 struct Flight {
     source: Arc<Source>,
     range: Range<u64>,
+    /// What its deadline counts from: when a reader asked for it. Until one does, when it was
+    /// submitted, and then when it was sent.
     since: Instant,
     place: Place,
     /// None once it was answered because it is overdue.
@@ -101,13 +103,14 @@ impl Queue {
         id
     }
 
-    /// Moves a queued fetch among those that a reader waits for.
-    pub(super) fn promote(&mut self, id: u64) {
+    /// Moves a queued fetch among those that a reader waits for, from now on.
+    pub(super) fn promote(&mut self, id: u64, now: Instant) {
         let Some(flight) = self.flights.get_mut(&id) else {
             return;
         };
         if let Place::Queued(class @ Class::Prefetch, _) = &mut flight.place {
             *class = Class::Demand;
+            flight.since = now;
             let key = key(&flight.source);
             let of_source = self.sources.entry(key).or_default();
             of_source.queued[Class::Prefetch as usize].remove(&id);
@@ -126,7 +129,7 @@ impl Queue {
     }
 
     /// The fetch to send next, which from now on counts as sent.
-    pub(super) fn pick(&mut self) -> Option<Job> {
+    pub(super) fn pick(&mut self, now: Instant) -> Option<Job> {
         if !self.may_send() {
             return None;
         }
@@ -137,6 +140,9 @@ impl Queue {
             Place::Queued(class, _) => (key(&source), *class),
             Place::Sent(_) => return None,
         };
+        if class == Class::Prefetch {
+            flight.since = now;
+        }
         let of_source = self.sources.entry(key).or_default();
         of_source.queued[class as usize].remove(&id);
         of_source.sent += 1;
@@ -167,13 +173,13 @@ impl Queue {
         flight.done
     }
 
-    /// The fetches that were submitted `timeout` ago or before. Those that were sent stay, as
+    /// The fetches whose time began `timeout` ago or before. Those that were sent stay, as
     /// stuck ones, and their memory no longer counts.
     pub(super) fn expire(&mut self, now: Instant, timeout: Duration) -> Vec<Failed> {
         let overdue = |flight: &Flight| now.duration_since(flight.since) >= timeout;
         let unanswered = self.flights.iter().filter(|(_, flight)| flight.done.is_some());
         let ids: Vec<u64> =
-            unanswered.take_while(|(_, flight)| overdue(flight)).map(|(id, _)| *id).collect();
+            unanswered.filter(|(_, flight)| overdue(flight)).map(|(id, _)| *id).collect();
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
@@ -211,9 +217,10 @@ impl Queue {
         Some(Failed { source, offset, done })
     }
 
-    /// When the oldest fetch that was not answered was submitted.
+    /// When the time of the oldest fetch that was not answered began.
     pub(super) fn oldest(&self) -> Option<Instant> {
-        self.flights.values().find(|flight| flight.done.is_some()).map(|flight| flight.since)
+        let unanswered = self.flights.values().filter(|flight| flight.done.is_some());
+        unanswered.map(|flight| flight.since).min()
     }
 
     /// How many are queued.

@@ -425,18 +425,19 @@ fn queue_of(n: usize, each: u64) -> (Queue, Vec<Arc<Source>>, Budget, TempDir, A
 fn what_a_reader_waits_for_goes_first_in_the_order_of_submission() {
     let (mut queue, sources, budget, _folder, _) = queue_of(2, 4);
     let demand = queue.push(fetch(&sources[1], 9..10, Class::Demand, &budget).0, Instant::now());
-    queue.promote(6);
-    queue.promote(6);
-    let order: Vec<u64> = std::iter::from_fn(|| queue.pick().map(|job| job.id)).collect();
+    queue.promote(6, Instant::now());
+    queue.promote(6, Instant::now());
+    let order: Vec<u64> =
+        std::iter::from_fn(|| queue.pick(Instant::now()).map(|job| job.id)).collect();
     assert_eq!(order, [6, demand, 0, 1, 2, 3, 4, 5, 7]);
     // Too late, and without effect.
-    queue.promote(0);
+    queue.promote(0, Instant::now());
 }
 
 #[test]
 fn one_source_never_takes_all_of_a_device() {
     let (mut queue, sources, _budget, _folder, _) = queue_of(3, 100);
-    let jobs: Vec<_> = std::iter::from_fn(|| queue.pick()).collect();
+    let jobs: Vec<_> = std::iter::from_fn(|| queue.pick(Instant::now())).collect();
     assert_eq!(jobs.len(), SENT_MAX);
     for source in &sources[..2] {
         let of_one = jobs.iter().filter(|job| Arc::ptr_eq(&job.source, source)).count();
@@ -450,7 +451,7 @@ fn one_source_never_takes_all_of_a_device() {
 #[test]
 fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_back() {
     let (mut queue, _sources, budget, _folder, answers) = queue_of(1, 100);
-    let jobs: Vec<_> = std::iter::from_fn(|| queue.pick()).take(6).collect();
+    let jobs: Vec<_> = std::iter::from_fn(|| queue.pick(Instant::now())).take(6).collect();
     assert_eq!(jobs.len(), 6);
     let used = budget.used();
     assert!(queue.expire(Instant::now(), Duration::from_secs(60)).is_empty());
@@ -471,6 +472,39 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
         assert_eq!(queue.has_work(), jobs.len() - back - 1 < STUCK_MAX_OF_ONE);
     }
     assert_eq!((queue.stuck(), queue.in_flight()), (0, 0));
+}
+
+// Whoever joined a read that had been queued for long, to be read ahead, inherited its deadline.
+#[test]
+fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent() {
+    let (mut queue, _sources, _budget, _folder, _) = queue_of(1, 3);
+    let start = Instant::now() + Duration::from_secs(1);
+    let (at, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
+    let job = queue.pick(at(40)).unwrap();
+    queue.promote(2, at(55));
+    // The first was sent and the last asked for; nobody did anything for the one between.
+    let mut expired = |now| -> Vec<u64> {
+        let failed = queue.expire(now, timeout);
+        failed.into_iter().map(|failed| failed.offset).collect()
+    };
+    let ends = [61, 99, 100, 114, 115].map(|n| expired(at(n)));
+    assert_eq!(ends, [vec![1], vec![], vec![0], vec![], vec![2]]);
+    assert!(queue.finish(job.id).is_none(), "answered twice");
+}
+
+#[test]
+fn the_time_of_what_a_reader_waits_for_includes_the_queue_whoever_joins_it() {
+    let (mut queue, sources, budget, _folder, _) = queue_of(1, 0);
+    let start = Instant::now();
+    let (at, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
+    for offset in 0..2 {
+        queue.push(fetch(&sources[0], offset..offset + 1, Class::Demand, &budget).0, start);
+    }
+    assert_eq!(queue.pick(at(50)).map(|job| job.id), Some(0));
+    queue.promote(1, at(50));
+    assert_eq!(queue.oldest(), Some(start));
+    assert!(queue.expire(at(59), timeout).is_empty());
+    assert_eq!(queue.expire(at(60), timeout).len(), 2);
 }
 
 #[test]

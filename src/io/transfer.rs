@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::libc;
 
@@ -41,6 +41,7 @@ pub(super) struct Transfer {
     refused: bool,
     /// How often the kernel said that it could not read now.
     again: u32,
+    began: Instant,
 }
 
 /// What is to be done next.
@@ -72,7 +73,9 @@ impl Transfer {
             Buffer::try_new(len, lease).map_err(|e| Error::io(source.path(), "read", e))?;
         let wanted = (range.start - start) as usize..(range.end - start) as usize;
         let have = if direct.is_some() { 0 } else { wanted.start };
-        Ok(Transfer { source, file, direct, buffer, start, have, wanted, refused, again: 0 })
+        let began = Instant::now();
+        let again = 0;
+        Ok(Transfer { source, file, direct, buffer, start, have, wanted, refused, again, began })
     }
 
     /// Whether it reads past the page cache.
@@ -141,7 +144,9 @@ impl Transfer {
         if self.source.set_stalled(false) {
             tracing::info!("{}: is read again", shown_path(self.source.path()));
         }
-        Ok(Filled::new(self.buffer, self.wanted))
+        let mut filled = Filled::new(self.buffer, self.wanted);
+        filled.began = self.began;
+        Ok(filled)
     }
 }
 

@@ -2,6 +2,7 @@
 //! for something far away, or for ever.
 
 use std::fs::File;
+use std::path::Path;
 
 /// A file system by the number that statfs(2) reports; 0 where it could not be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,12 @@ impl FileSystem {
     pub(super) fn of(file: &File) -> FileSystem {
         // The width and sign of the field differ between machines; the numbers have 32 bits.
         let found = nix::sys::statfs::fstatfs(file).map_or(0, |stat| stat.filesystem_type().0);
+        FileSystem(found as u64 & 0xffff_ffff)
+    }
+
+    /// That of the file at `path`.
+    pub(super) fn at(path: &Path) -> FileSystem {
+        let found = nix::sys::statfs::statfs(path).map_or(0, |stat| stat.filesystem_type().0);
         FileSystem(found as u64 & 0xffff_ffff)
     }
 

@@ -51,6 +51,17 @@ impl Identity {
         }
     }
 
+    /// Time of the last change of bytes or attributes, in seconds and nanoseconds.
+    pub fn ctime(&self) -> (i64, i64) {
+        self.ctime
+    }
+
+    /// When the inode was made, where the file system says, in nanoseconds since 1970.
+    pub fn born(&self) -> Option<u128> {
+        let born = self.born?.duration_since(SystemTime::UNIX_EPOCH);
+        born.ok().map(|since| since.as_nanos())
+    }
+
     /// Whether both are states of one inode.
     pub fn same_inode(&self, other: &Identity) -> bool {
         (self.dev, self.ino, self.born) == (other.dev, other.ino, other.born)
@@ -97,11 +108,25 @@ impl Source {
     /// Opens the regular file at `path`, an absolute path without symbolic links.
     pub fn open(path: &Path) -> Result<Arc<Source>> {
         let (file, identity) = open_regular(path)?;
-        let source = Arc::new(Source {
+        let file_system = FileSystem::of(&file);
+        let open = Open { file: Some(Arc::new(file)), direct: None };
+        let source = Arc::new(Source::new(path, identity, file_system, open));
+        descriptors::opened(&source);
+        Ok(source)
+    }
+
+    /// The regular file at `path`, which was `identity` when it was looked at; not opened before
+    /// it is read. Whatever it is then, its bytes count only if `check` finds that same file.
+    pub fn closed(path: &Path, identity: Identity) -> Arc<Source> {
+        Arc::new(Source::new(path, identity, FileSystem::at(path), Open::default()))
+    }
+
+    fn new(path: &Path, identity: Identity, file_system: FileSystem, open: Open) -> Source {
+        Source {
             path: path.to_owned(),
             first: identity,
-            file_system: FileSystem::of(&file),
-            open: RwLock::new(Open { file: Some(Arc::new(file)), direct: None }),
+            file_system,
+            open: RwLock::new(open),
             no_direct: AtomicBool::new(false),
             stalled: AtomicBool::new(false),
             identity: Mutex::new(identity),
@@ -109,9 +134,7 @@ impl Source {
             pins: AtomicUsize::new(0),
             moved: AtomicBool::new(false),
             changed: OnceLock::new(),
-        });
-        descriptors::opened(&source);
-        Ok(source)
+        }
     }
 
     /// The path that was opened.

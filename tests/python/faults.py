@@ -27,6 +27,7 @@ FAULTFS = Path(os.environ.get("TENSORFS_FAULTFS", BIN.with_name("faultfs"))).res
 FAULTS_SECONDS = 60
 
 SYS_IO_URING_SETUP = 425
+SYS_CACHESTAT = 451
 
 # Prints a line per range as soon as it is read: number, errno, sha256, seconds.
 READER = """
@@ -417,11 +418,20 @@ def values_of(status, key):
 
 def without_io_uring():
     """For `preexec_fn`: the kernel answers EPERM when this process or its children ask for an io_uring."""
+    _refuse(SYS_IO_URING_SETUP)
+
+
+def without_cachestat():
+    """Likewise where they ask what is cached."""
+    _refuse(SYS_CACHESTAT)
+
+
+def _refuse(call):
     load, equal, give = 0x20, 0x15, 0x06
     program = [
-        # The number of the system call; it is the same on all machines.
+        # The number of the system call; these are the same on all machines.
         (load, 0, 0, 0),
-        (equal, 0, 1, SYS_IO_URING_SETUP),
+        (equal, 0, 1, call),
         (give, 0, 0, 0x0005_0000 | 1),
         (give, 0, 0, 0x7FFF_0000),
     ]

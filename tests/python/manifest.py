@@ -5,9 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+import oracle
 from mounts import FIXTURES
 
-KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp"}
+KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp", "bintensors"}
 
 
 class Entry:
@@ -31,6 +32,8 @@ class Entry:
     def shown(self):
         if self.kind == "safetensors":
             return self.source.name
+        if self.kind == "bintensors":
+            return f"{self.source.stem}.safetensors"
         if self.kind == "hf_single":
             return self.fields["single"]
         if self.kind == "hf_sharded" and "index" in self.fields:
@@ -49,6 +52,18 @@ class Entry:
         if self.fields["path"].endswith("single_and_index"):
             return ["prefer=index" if self.kind == "hf_sharded" else "prefer=file"]
         return []
+
+    def whole_file(self):
+        """The bytes that must be shown: made from what is stored, or the file itself where it is one already."""
+        if self.kind == "dcp":
+            return oracle.from_dcp(self.source)
+        if self.kind == "hf_sharded":
+            return oracle.from_weight_map(self.source / self.weight_map)
+        if self.kind == "hf_shards_without_index":
+            return oracle.whole_tensors(list(self.source.glob("*.safetensors")))
+        if self.kind == "bintensors":
+            return oracle.from_bintensors(self.source, older=self.fields["layout"].startswith("legacy"))
+        return (self.source / self.shown if self.source.is_dir() else self.source).read_bytes()
 
 
 class BadEntry(Entry):

@@ -4,6 +4,7 @@ A read that hangs inside the kernel cannot be interrupted from Python, so every 
 own that kills the daemon after a while, upon which the kernel ends every request with an error.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -24,6 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(os.environ.get("TENSORFS_BIN", ROOT / "target/debug/tensorfs")).resolve()
 HELPER = BIN.with_name("mount.tensorfs")
 FIXTURES = Path(os.environ.get("TENSORFS_FIXTURES", ROOT / "tests/fixtures")).resolve()
+
+# Not the cache of whoever runs the tests.
+INDEX_DIR = tempfile.mkdtemp(prefix="tensorfs-test-index-")
+atexit.register(shutil.rmtree, INDEX_DIR, ignore_errors=True)
+os.environ["TENSORFS_INDEX_DIR"] = INDEX_DIR
 
 COMMAND_TIMEOUT = 30
 MOUNT_TIMEOUT = 20

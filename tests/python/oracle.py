@@ -18,6 +18,10 @@ BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }
+# By their number in a file.
+BINTENSORS_DTYPES = [
+    "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64",
+]
 DATA_ALIGNMENT = 4096
 DCP_KEYS = {"DCP_VERSION", "DCP_SHARDING_INFO"}
 
@@ -128,6 +132,50 @@ def from_dcp(folder):
             )
             pieces.setdefault((name, entry["dtype"]), []).append(piece)
     return write([_assemble(name, dtype, found) for (name, dtype), found in pieces.items()], metadata)
+
+
+def from_bintensors(path, older=False):
+    """The virtual file of a bintensors file; nothing in it says whether its layout is the older one."""
+    data = Path(path).read_bytes()
+    metadata, entries = _Bincode(data[8:]).header(older)
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = [
+        Tensor(name, BINTENSORS_DTYPES[dtype], shape, data[start + begin : start + end], (0, begin))
+        for name, dtype, shape, begin, end in entries
+    ]
+    return write(tensors, metadata)
+
+
+class _Bincode:
+    """Reads bincode 2 in its standard configuration."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def header(self, older):
+        metadata = dict(self.many(lambda: (self.text(), self.text()))) if self.take(1) == b"\1" else {}
+        if not older:
+            return metadata, self.many(lambda: (self.text(), *self.tensor()))
+        tensors = self.many(self.tensor)
+        positions = self.many(lambda: (self.text(), self.number()))
+        return metadata, [(name, *tensors[at]) for name, at in positions]
+
+    def tensor(self):
+        return self.number(), self.many(self.number), self.number(), self.number()
+
+    def many(self, item):
+        return [item() for _ in range(self.number())]
+
+    def text(self):
+        return self.take(self.number()).decode()
+
+    def number(self):
+        first = self.take(1)[0]
+        return first if first < 251 else int.from_bytes(self.take({251: 2, 252: 4, 253: 8}[first]), "little")
+
+    def take(self, length):
+        taken, self.data = self.data[:length], self.data[length:]
+        return taken
 
 
 def _merge(metadata, more):

@@ -267,6 +267,13 @@ class NeverInTheWay(Assembled):
         self.assert_refused(outcome)
         self.assert_not_mounted(inside)
 
+    def test_a_folder_in_one_that_is_not_there_is_refused_with_what_to_do(self):
+        source, parent = numbered_set(self.tmp / "ck", 1), self.tmp / "none"
+        with self.assertRaises(MountFailed) as failed, Mount(source, f"assemble={parent}/copies"):
+            pass
+        self.assertIn(f"assemble={parent}/copies: {parent}: No such file or directory", failed.exception.stderr)
+        self.assertIn("make those before it", failed.exception.stderr)
+
     def test_a_file_larger_than_the_budget_is_served_as_before(self):
         source = numbered_set(self.tmp / "ck", 1)
         with self.mount(source, "assemble-size=4K") as m:

@@ -88,6 +88,13 @@ class Bench(TestCase):
         self.assertTrue(other.exists())
         self.assert_nothing_left()
 
+    def test_a_file_to_measure_against_that_cannot_be_read_is_named(self):
+        for file, why in ((self.tmp / "missing", "No such file"), (self.tmp, "not a regular file")):
+            outcome = self.bench(self.source, "--against", file)
+            self.assert_refused(outcome)
+            self.assertIn(f"--against {file}: {why}", outcome.stderr)
+            self.assert_nothing_left()
+
     def test_what_makes_no_sense_is_a_usage_error(self):
         for args in (
             [],

@@ -5,6 +5,7 @@ import pwd
 import shutil
 import unittest
 
+from faults import without_cachestat
 from mounts import BIN, TestCase, mount_table, needs_root, run, tensorfs
 
 STATES = {"ok", "degraded", "missing", "unknown"}
@@ -90,6 +91,14 @@ class Doctor(TestCase):
         self.assert_refused(outcome)
         self.assertEqual(states(outcome)["mount"], "missing")
         self.assert_left_nothing()
+
+    def test_a_system_call_that_is_refused_is_found_by_calling_it(self):
+        (check,) = [
+            check for check in self.doctor("--json", preexec_fn=without_cachestat).json()["checks"]
+            if check["name"] == "cachestat"
+        ]
+        self.assertEqual(check["state"], "missing")
+        self.assertIn("refused (Operation not permitted)", check["found"])
 
     @needs_root
     def test_kernel_files_that_are_read_only_are_found(self):

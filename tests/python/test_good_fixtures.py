@@ -29,11 +29,11 @@ class GoodFixtures(TestCase):
             self.fail(f"{other.name} is shown beside {entry.shown}")
 
     def equal_the_oracle(self, entry):
-        expected = oracle.sha256(whole_file(entry))
+        expected = oracle.sha256(entry.whole_file())
         for _ in range(2):
             with Mount(entry.source, *entry.options) as m:
                 data = (m.path / entry.shown).read_bytes()
-            self.assertEqual(oracle.read_header(data), oracle.read_header(whole_file(entry)))
+            self.assertEqual(oracle.read_header(data), oracle.read_header(entry.whole_file()))
             self.assertEqual(oracle.sha256(data), expected)
 
     def agree_in_ls_and_inspect(self, entry):
@@ -81,17 +81,6 @@ class GoodFixtures(TestCase):
         # Whole tensors that DCP wrote, with a weight map: may be read as either form.
         tails = {"proven", "unproven"} if entry.id == "dcp_whole_files" else {"proven"}
         self.assertIn(found["tail"], {"unproven"} if entry.kind == "dcp" else tails)
-
-
-def whole_file(entry):
-    """The bytes that must be shown: made from the shards, or the file itself where it is one already."""
-    if entry.kind == "dcp":
-        return oracle.from_dcp(entry.source)
-    if entry.kind == "hf_sharded":
-        return oracle.from_weight_map(entry.source / entry.weight_map)
-    if entry.kind == "hf_shards_without_index":
-        return oracle.whole_tensors(list(entry.source.glob("*.safetensors")))
-    return (entry.source / entry.shown if entry.source.is_dir() else entry.source).read_bytes()
 
 
 def for_each_fixture():

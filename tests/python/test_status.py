@@ -299,6 +299,17 @@ class Top(Status):
                 self.assertRegex(line, r"^ +\d\.\d{3} ")
                 self.assertNotIn("\x1b", outcome.stdout)
 
+    def test_a_stopped_daemon_is_named_and_the_others_are_shown_in_time(self):
+        with Mount(self.source) as m, Mount(self.source) as other, stopped(m):
+            outcome = tensorfs("top", "--once")
+            self.assert_done(outcome)
+            lines = outcome.stdout.splitlines()
+            self.assertIn(f"{m.path}: its daemon does not answer", lines)
+            (line,) = [line for line in lines if line.endswith(f"  {other.path}")]
+            # It has rates, so that both looks have seen it.
+            self.assertRegex(line, r"^ +\d\.\d{3} ")
+            self.assertLess(outcome.seconds, 20)
+
     def test_the_table_is_shown_again_and_again_until_a_key(self):
         with Mount(self.source) as m:
             for key in (b"q", b"\x03"):

@@ -97,7 +97,7 @@ impl Folder {
         others: &[&Path],
     ) -> Result<Folder, String> {
         let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(path));
-        let path = place_of(path).map_err(|e| fail(&e))?;
+        let path = place_of(path).map_err(|why| fail(&why))?;
         // Before it is made: nothing is to be left in the source.
         for other in others {
             if lies_in(&path, other) || lies_in(other, &path) {
@@ -406,16 +406,20 @@ impl Drop for Partial {
 }
 
 /// Where `path` leads, absolute; its last part need not exist.
-fn place_of(path: &Path) -> io::Result<PathBuf> {
+fn place_of(path: &Path) -> Result<PathBuf, String> {
     match std::fs::canonicalize(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            let path = std::path::absolute(path)?;
-            match (path.parent(), path.file_name()) {
-                (Some(parent), Some(name)) => Ok(std::fs::canonicalize(parent)?.join(name)),
-                _ => Err(e),
-            }
+            let path = std::path::absolute(path).map_err(|e| e.to_string())?;
+            let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+                return Err(e.to_string());
+            };
+            let place = std::fs::canonicalize(parent).map(|parent| parent.join(name));
+            place.map_err(|e| {
+                let parent = shown_path(parent);
+                format!("{parent}: {e}; only the last folder is made, make those before it")
+            })
         }
-        place => place,
+        place => place.map_err(|e| e.to_string()),
     }
 }
 

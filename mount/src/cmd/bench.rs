@@ -13,6 +13,7 @@ mod scratch;
 mod worker;
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,6 +22,7 @@ use clap::ValueEnum;
 use serde_json::{Value, json};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::shown_path;
+use tensorfs::format::Format;
 use tensorfs::view::Arrangement;
 
 pub(crate) use args::Args;
@@ -94,6 +96,11 @@ fn bench(args: &Args) -> Outcome {
     if options.view.arrangement == Arrangement::Original {
         return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));
     }
+    // Before anything is made or mounted for it.
+    args.against.as_deref().map_or(Ok(()), check_file)?;
+    if options.view.format != Format::default() {
+        return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
+    }
     let method = Method::choose(args.evict)?;
     worker::stop_on_signals();
     let mut made = None;
@@ -115,6 +122,20 @@ fn bench(args: &Args) -> Outcome {
         }
     }
     outcome
+}
+
+/// Whether there is a real file at `path` that can be read.
+fn check_file(path: &Path) -> Outcome {
+    let failed = |why: &dyn std::fmt::Display| {
+        let path = shown_path(path);
+        Err(Failure::Failed(format!("--against {path}: {why}; without it, a file is written")))
+    };
+    // A pipe would be waited for.
+    match std::fs::metadata(path).map(|meta| meta.is_file().then(|| File::open(path))) {
+        Ok(Some(Ok(_))) => Ok(()),
+        Ok(None) => failed(&"not a regular file"),
+        Ok(Some(Err(e))) | Err(e) => failed(&e),
+    }
 }
 
 /// Seconds that reading `bytes` may take.
@@ -161,7 +182,7 @@ fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result
                 shown: found.directory.join(&found.set.name),
                 shards: checkpoint.sources().iter().map(|s| s.path().to_owned()).collect(),
                 bytes,
-                tensors: catalog.tensors.len(),
+                tensors: catalog.len(),
                 kind: checkpoint.kind.as_str(),
                 file: args.against.clone().unwrap_or_default(),
                 options: args.options.clone(),

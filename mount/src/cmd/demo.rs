@@ -71,7 +71,9 @@ fn demo(root: &Path) -> Outcome {
     }
     tell!("\n$ tensorfs mount {} {}", models.display(), mount.display());
     let log = format!("log={}", crate::options::escape(&root.join("log").display().to_string()));
-    daemon::run_in_background(&models, &mount, &[log], false, 0).map_err(Failure::Failed)?;
+    // What is gone in a moment needs no index in the cache of the user.
+    let options = [log, "index-dir=none".to_owned()];
+    daemon::run_in_background(&models, &mount, &options, false, 0).map_err(Failure::Failed)?;
     let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));
     tell!("\n$ tensorfs umount {}", mount.display());
     unmount(&mount).map_err(failed)?;

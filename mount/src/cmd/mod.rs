@@ -1,8 +1,11 @@
 //! The commands, one file each, and what they share.
 
 pub(crate) mod bench;
+mod convert;
 mod demo;
 mod doctor;
+mod index;
+mod load;
 mod query;
 mod saved;
 pub(crate) mod status;
@@ -10,15 +13,19 @@ mod top;
 mod umount;
 mod verify;
 
+use std::ffi::OsStr;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{CommandFactory, Parser};
 use serde_json::Value;
 use tensorfs::Class;
-use tensorfs::checkpoint::{Set, Tree};
+use tensorfs::checkpoint::{Checkpoint, Set, Tree};
 use tensorfs::error::shown_path;
+use tensorfs::format::Format;
+use tensorfs::view::{Arrangement, View};
 
 use crate::args::{self, Cli, Command};
 use crate::options::Options;
@@ -74,7 +81,10 @@ pub(crate) fn main() -> ExitCode {
         Command::Top(args) => top::run(&args),
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),
         Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
+        Command::Index(args) => in_json(&args.source, index::run(&args)),
+        Command::Load(args) => in_json(&args.source, load::run(&args)),
         Command::Verify(args) => in_json(&args.source, verify::run(&args)),
+        Command::Convert(args) => in_json(&args.source, convert::run(&args)),
         Command::Completions { shell } => completions(shell),
         Command::Man { folder } => man(folder.as_deref()),
     };
@@ -131,7 +141,9 @@ fn completions(shell: clap_complete::Shell) -> Outcome {
 }
 
 fn mount(args: &args::Mount) -> Outcome {
-    let options = Options::parse(&args.options, args.sloppy).map_err(Failure::Usage)?;
+    let mut words = args.options.clone();
+    words.extend(index_option(args.index_dir.as_deref()));
+    let options = Options::parse(&words, args.sloppy).map_err(Failure::Usage)?;
     log::start(args.verbose);
     let source = behind_mount(&args.source).map_or_else(|| args.source.clone(), |b| b.path);
     if args.foreground {
@@ -140,9 +152,13 @@ fn mount(args: &args::Mount) -> Outcome {
     if options.rw {
         say("mounted read-only; there is no writing through a mount");
     }
-    let (options, target) = (&args.options, &args.target);
-    daemon::run_in_background(&source, target, options, args.sloppy, args.verbose)
+    daemon::run_in_background(&source, &args.target, &words, args.sloppy, args.verbose)
         .map_err(Failure::Failed)
+}
+
+/// `--index-dir` as a mount option.
+fn index_option(folder: Option<&OsStr>) -> Option<String> {
+    folder.map(|folder| format!("index-dir={}", crate::options::escape(&folder.to_string_lossy())))
 }
 
 fn man(folder: Option<&Path>) -> Outcome {
@@ -205,26 +221,25 @@ fn can_read(source: &Path) -> bool {
 /// Scans the source of a query; on a mount, the source behind it, looked at the same way unless
 /// `-o` says how.
 pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
+    let index = options.index_dir.folder();
     if let Some(behind) = behind_mount(&args.source) {
         let mut view = options.view;
         let mounted = Options::parse(&[behind.options], true).map_err(Failure::Failed)?.view;
         if args.options.is_empty() {
-            view = tensorfs::view::View {
-                expect_shards: view.expect_shards,
-                reference: view.reference,
-                ..mounted
-            };
+            view = View { expect_shards: view.expect_shards, reference: view.reference, ..mounted };
         }
-        return Ok(Tree::scan(&behind.path, &view)?);
+        return Ok(Tree::scan(&behind.path, &View { index, ..view })?);
     }
-    Ok(Tree::scan(&args.source, &options.view)?)
+    Ok(Tree::scan(&args.source, &View { index, ..options.view })?)
 }
 
 /// Parses `-o` of a query.
 pub(crate) fn query_options(args: &args::Source) -> Result<Options, Failure> {
     log::start(args.verbose);
     tensorfs::source::raise_limit();
-    Options::parse(&args.options, false).map_err(Failure::Usage)
+    let mut words = args.options.clone();
+    words.extend(index_option(args.index_dir.as_deref()));
+    Options::parse(&words, false).map_err(Failure::Usage)
 }
 
 /// A set and the folder that it lies in, below the source.
@@ -250,9 +265,41 @@ pub(crate) fn prove_all(tree: &Tree) -> Result<(Vec<Found>, Vec<String>), Failur
     }
     if found.is_empty() {
         let source = tree.source.display();
-        return Err(Failure::Failed(format!("{source}: no safetensors files here or below")));
+        return Err(Failure::Failed(format!(
+            "{source}: no safetensors or bintensors files here or below"
+        )));
     }
     Ok((found, notes))
+}
+
+/// The one checkpoint of the source, and the notes about it. Whether a mount could show it as one
+/// file does not matter.
+pub(crate) fn one_checkpoint(
+    args: &args::Source,
+    mut options: Options,
+) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
+    options.view =
+        View { arrangement: Arrangement::Original, format: Format::default(), ..options.view };
+    let tree = open_source(args, options)?;
+    let (found, notes) = prove_all(&tree)?;
+    match <[Found; 1]>::try_from(found) {
+        Ok([Found { set, .. }]) => Ok((set.outcome?, notes)),
+        Err(found) => {
+            let name = |found: &Found| {
+                // A file of the set names it, also where the set is shown under another name.
+                let file = found.set.files.first().unwrap_or(&found.set.name);
+                shown_path(&found.directory.join(file))
+            };
+            let names: Vec<String> = found.iter().take(4).map(name).collect();
+            Err(Failure::Usage(format!(
+                "{}: {} checkpoints here, name one of them: {}{}",
+                shown_path(&args.source),
+                found.len(),
+                names.join(", "),
+                if found.len() > names.len() { ", ..." } else { "" }
+            )))
+        }
+    }
 }
 
 /// Prints `value` on one line or, for a terminal, indented.
@@ -275,7 +322,12 @@ pub(crate) fn print_json(value: &Value) -> Outcome {
 
 /// Prints text; a reader that has seen enough is no failure.
 pub(crate) fn print_text(text: &str) -> Outcome {
-    match io::stdout().lock().write_all(text.as_bytes()) {
+    print_bytes(text.as_bytes())
+}
+
+/// Likewise what may be no text.
+pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {
+    match io::stdout().lock().write_all(bytes) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(Failure::Failed(format!("cannot write: {e}")))
         }

@@ -18,7 +18,7 @@ use crate::args;
 
 /// A tensor and its place in the file that shows it.
 struct Placed<'a> {
-    tensor: &'a Tensor,
+    tensor: Tensor<'a>,
     /// Offset in that file.
     file_offset: u64,
 }
@@ -44,7 +44,7 @@ pub(super) fn ls(args: &args::Ls) -> Outcome {
         for set in &shown {
             set.write_title(&mut text);
             for Placed { tensor, .. } in set.tensors() {
-                let name = printable(&tensor.name);
+                let name = printable(tensor.name);
                 let shape = format!("{:?}", tensor.shape);
                 let _ = writeln!(
                     text,
@@ -61,8 +61,7 @@ pub(super) fn ls(args: &args::Ls) -> Outcome {
 
 pub(super) fn inspect(args: &args::Inspect) -> Outcome {
     let Looked { shown, notes, refused } = look(&args.source)?;
-    let wanted =
-        |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| *n == placed.tensor.name);
+    let wanted = |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| n == placed.tensor.name);
     let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
     if let (Some(name), false) = (&args.tensor, found) {
         if let Some((_, _, error)) = refused.into_iter().next() {
@@ -164,10 +163,10 @@ impl Shown {
     fn new(directory: String, checkpoint: Arc<Checkpoint>) -> Result<Shown, Error> {
         if checkpoint.is_whole_file() {
             let catalog = checkpoint.catalog();
-            let start = |at: usize| checkpoint.whole_offset(&catalog.tensors[at]);
+            let tensors = catalog.tensors().enumerate();
             let mut order: Vec<(usize, u64)> =
-                (0..catalog.tensors.len()).map(|at| (at, start(at))).collect();
-            order.sort_by_key(|&(at, offset)| (offset, catalog.tensors[at].len));
+                tensors.map(|(at, tensor)| (at, tensor.first_piece().range.start)).collect();
+            order.sort_by_key(|&(at, offset)| (offset, catalog.tensor_at(at).len));
             let shard = &catalog.shards[0];
             let (size, data_start) = (shard.file_len, shard.data_start);
             return Ok(Shown { directory, size, data_start, order, checkpoint });
@@ -178,8 +177,9 @@ impl Shown {
     }
 
     fn tensors(&self) -> impl Iterator<Item = Placed<'_>> {
-        let tensors = &self.checkpoint.catalog().tensors;
-        self.order.iter().map(|&(at, file_offset)| Placed { tensor: &tensors[at], file_offset })
+        let catalog = self.checkpoint.catalog();
+        let placed = |&(at, file_offset)| Placed { tensor: catalog.tensor_at(at), file_offset };
+        self.order.iter().map(placed)
     }
 
     fn json(&self, tensor: &dyn Fn(&Placed<'_>) -> Value) -> Value {
@@ -191,7 +191,7 @@ impl Shown {
             "size": self.size,
             "bytes": catalog.data_len(),
             "shards": catalog.shards.iter().map(|shard| &shard.name).collect::<Vec<_>>(),
-            "metadata": catalog.metadata,
+            "metadata": catalog.metadata.clone().unwrap_or_default(),
             "tail": self.checkpoint.tail.as_str(),
             "tensors": self.tensors().map(|placed| tensor(&placed)).collect::<Vec<_>>(),
         })
@@ -212,14 +212,18 @@ impl Shown {
     fn inspected_json(&self, placed: &Placed<'_>) -> Value {
         let mut json = self.tensor_json(placed);
         json["file_offset"] = json!(placed.file_offset);
-        json["pieces"] = self.pieces_json(placed.tensor, &placed.tensor.pieces);
-        json["replicas"] = self.pieces_json(placed.tensor, &placed.tensor.replicas);
+        json["pieces"] = self.pieces_json(&placed.tensor, placed.tensor.pieces());
+        json["replicas"] = self.pieces_json(&placed.tensor, placed.tensor.replicas());
         json
     }
 
-    fn pieces_json(&self, tensor: &Tensor, pieces: &[Piece]) -> Value {
-        let pieces = pieces.iter().map(|piece| {
-            let (runs, run_bytes) = runs_of(tensor, piece);
+    fn pieces_json<'a>(
+        &self,
+        tensor: &Tensor<'_>,
+        pieces: impl Iterator<Item = Piece<'a>>,
+    ) -> Value {
+        let pieces = pieces.map(|piece| {
+            let (runs, run_bytes) = runs_of(tensor, &piece);
             json!({
                 "shard": self.checkpoint.catalog().shard(piece.shard).name,
                 "range": [piece.range.start, piece.range.end],
@@ -240,7 +244,7 @@ impl Shown {
             "{}{slash}{}: {} tensors, {} in {} shards ({}), tail {}",
             self.directory,
             self.checkpoint.name,
-            catalog.tensors.len(),
+            catalog.len(),
             human(catalog.data_len()),
             catalog.shards.len(),
             self.checkpoint.kind.as_str(),
@@ -253,15 +257,15 @@ impl Shown {
         let _ = writeln!(
             text,
             "  {} {} {:?}, {} bytes at {file_offset}",
-            printable(&tensor.name),
+            printable(tensor.name),
             tensor.dtype,
             tensor.shape,
             tensor.len
         );
-        let used = tensor.pieces.iter().map(|piece| (piece, ""));
-        let copies = tensor.replicas.iter().map(|piece| (piece, ", a copy"));
+        let used = tensor.pieces().map(|piece| (piece, ""));
+        let copies = tensor.replicas().map(|piece| (piece, ", a copy"));
         for (piece, remark) in used.chain(copies) {
-            let (runs, run_bytes) = runs_of(tensor, piece);
+            let (runs, run_bytes) = runs_of(tensor, &piece);
             let _ = writeln!(
                 text,
                 "    {} bytes {}..{}: box {:?} at {:?}, {runs} runs of {run_bytes} bytes{remark}",
@@ -276,11 +280,11 @@ impl Shown {
 }
 
 /// Number and length of the runs that a piece has in its tensor.
-fn runs_of(tensor: &Tensor, piece: &Piece) -> (u64, u64) {
+fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     if piece.shape.contains(&0) {
         return (0, 0);
     }
-    match Runs::new(&tensor.shape, &piece.offset, &piece.shape, tensor.dtype.bits()) {
+    match Runs::new(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits()) {
         Ok(runs) => (runs.n_runs(), runs.run_len()),
         // Only where the checkpoint is shown as it is: the piece is not cut into runs then.
         Err(_) => (1, piece.range.end - piece.range.start),

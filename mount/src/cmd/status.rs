@@ -295,7 +295,7 @@ fn block(seen: &Seen) -> String {
         line(label, said);
     }
     line("memory", memory_text(seen));
-    for key in ["kernel", "engine", "assemble"] {
+    for key in ["index", "kernel", "engine", "assemble"] {
         for row in rows(facts.get(key).unwrap_or(&Value::Null)) {
             line(key, row);
         }
@@ -386,6 +386,11 @@ fn counter_lines(seen: &Seen) -> Vec<(&'static str, String)> {
             ),
         ),
     ];
+    if count("checked_bytes") > 0 {
+        let (checked, differ) = (bytes("checked_bytes"), count("checksum_mismatches"));
+        lines
+            .push(("checksums", format!("{checked} compared; {differ} tensors or headers differ")));
+    }
     if count("wait_us/max") > 0 {
         let time = |key: &str| duration(count(&format!("wait_us/{key}")));
         let (half, most, all) = (time("p50"), time("p99"), time("max"));

@@ -32,12 +32,19 @@ pub(super) fn run(args: &args::Top) -> Outcome {
     if !args.once && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal() {
         return live(args.interval).map_err(failed);
     }
-    let before = look(LIMIT).map_err(failed)?;
-    std::thread::sleep(args.interval);
+    let start = Instant::now();
+    let before = look(short_limit(args.interval)).map_err(failed)?;
+    std::thread::sleep(args.interval.saturating_sub(start.elapsed()));
     let now = look(LIMIT).map_err(failed)?;
     let mut text = table(&before, &now).join("\n");
     text.push('\n');
     print_text(&text)
+}
+
+/// How long a daemon may take to answer where there are other looks at it: one that does not
+/// answer must keep neither the keys nor the others waiting.
+fn short_limit(interval: Duration) -> Duration {
+    interval.clamp(Duration::from_millis(250), Duration::from_secs(1))
 }
 
 /// All mounts, each once however many places show it.
@@ -59,8 +66,7 @@ fn live(interval: Duration) -> io::Result<()> {
     signals.thread_block()?;
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
     let screen = Screen::open()?;
-    // A daemon that does not answer must not keep the keys waiting for long.
-    let limit = interval.clamp(Duration::from_millis(250), Duration::from_secs(1));
+    let limit = short_limit(interval);
     let mut before = look(limit)?;
     screen.draw(&table(&[], &before))?;
     let mut now = Vec::new();

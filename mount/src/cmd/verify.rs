@@ -2,20 +2,20 @@
 
 use std::fs::File;
 use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use tensorfs::Error;
-use tensorfs::checkpoint::{Checkpoint, Tail};
+use tensorfs::checkpoint::{Checkpoint, FolderId, Tail, Tree};
 use tensorfs::error::shown_path;
-use tensorfs::verify::{Verified, bytes_to_read, manifest, verify};
+use tensorfs::verify::{Place, Recorded, Task, Verified, bytes_to_read, manifest, verify};
 
 use super::{
-    Failure, Found, Outcome, human, open_source, print_json, print_text, prove_all, query_options,
-    say,
+    Failure, Found, Outcome, human, open_source, print_bytes, print_json, print_text, prove_all,
+    query_options, say,
 };
 use crate::args::{self, When};
 
@@ -28,18 +28,19 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
         return Err(Failure::Usage("--expect-shards and -o expect-shards= are both given".into()));
     }
     options.view.expect_shards = args.expect_shards.or(options.view.expect_shards);
-    let tree = open_source(&args.source, options)?;
-    let (mut found, notes) = prove_all(&tree)?;
+    let mut tree = open_source(&args.source, options)?;
+    // What an index says is what is to be verified.
+    let store = tree.view.index.take();
+    let (mut found, mut notes) = prove_all(&tree)?;
+    tree.view.index = store;
     let bar = progress_bar(args, &found);
-    let mut sets = Vec::new();
-    let mut first_refusal: Option<(Value, String)> = None;
-    let mut unproven = false;
+    let mut report = Report::default();
     for Found { directory, set } in &mut found {
         let outcome = std::mem::replace(&mut set.outcome, Err(Error::usage("taken")));
         let started = Instant::now();
         let judged = outcome.and_then(|checkpoint| {
-            let verified = verify(&checkpoint, &mut |bytes| bar.inc(bytes))?;
-            Ok((checkpoint, verified))
+            let id = tree.folders.iter().position(|folder| folder.relative == *directory);
+            judge(args, &tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
         });
         let mut line = json!({
             "directory": shown_path(directory),
@@ -47,65 +48,278 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
             "kind": set.kind.as_str(),
         });
         match judged {
-            Ok((checkpoint, verified)) => {
-                unproven |= checkpoint.tail == Tail::Unproven;
-                let written = write_manifest_if_asked(args, &checkpoint)?;
-                describe(&mut line, &checkpoint, verified);
+            Ok(judged) if judged.verified.mismatch.is_none() => {
+                report.unproven |= judged.checkpoint.tail == Tail::Unproven;
+                let written = write_manifest_if_asked(args, &judged.checkpoint)?;
+                judged.describe(&mut line);
+                notes.extend(judged.notes(directory));
                 if !args.source.json {
-                    let mut text = told(&checkpoint, verified, started);
+                    let mut text = judged.told(started);
                     if let Some(path) = written {
                         text.push_str(&format!("\n  wrote {path}"));
                     }
-                    bar.suspend(|| print_text(&(text + "\n")))?;
+                    let sums = judged.sha256_lines(&named_source(args, &tree).join(directory));
+                    bar.suspend(|| report_text(args, &(text + "\n"), &sums))?;
                 }
             }
-            Err(error) => {
-                describe_refusal(&mut line, &error);
-                let message = error.to_string();
-                bar.suspend(|| say(&message));
-                first_refusal.get_or_insert((line["class"].clone(), message));
-            }
+            Ok(judged) => report.refuse(&mut line, &judged.refusal(), &bar, |line| {
+                judged.describe_mismatch(line);
+            }),
+            Err(error) => report.refuse(&mut line, &error, &bar, |_| {}),
         }
-        sets.push(line);
+        report.sets.push(line);
     }
     bar.finish_and_clear();
-    let strict = args.strict && unproven;
-    let ok = first_refusal.is_none() && !strict;
-    if args.source.json {
-        let (class, error) = first_refusal
-            .as_ref()
-            .map_or((Value::Null, Value::Null), |(c, e)| (c.clone(), json!(e)));
-        print_json(&json!({
-            "source": shown_path(&tree.source), "ok": ok, "class": class, "error": error, "sets": sets, "notes": notes,
-        }))?;
-    } else {
-        let lines = notes.iter().map(|note| format!("  note: {note}\n"));
-        print_text(&lines.collect::<String>())?;
-    }
-    if first_refusal.is_none() && strict {
-        say(&format!(
-            "{}: tail: unproven: nothing tells whether the last pieces are there; give \
-             --expect-shards or --reference",
-            shown_path(&tree.source)
-        ));
-    }
-    if ok { Ok(()) } else { Err(Failure::Told) }
+    report.finish(args, &tree, &notes)
 }
 
-fn describe(line: &mut Value, checkpoint: &Checkpoint, verified: Verified) {
-    let catalog = checkpoint.catalog();
-    line["ok"] = json!(true);
-    for key in ["class", "error", "file", "tensor"] {
-        line[key] = Value::Null;
+/// What came of all sets.
+#[derive(Default)]
+struct Report {
+    sets: Vec<Value>,
+    /// Its class and its line.
+    first_refusal: Option<(Value, String)>,
+    unproven: bool,
+}
+
+impl Report {
+    fn refuse(
+        &mut self,
+        line: &mut Value,
+        error: &Error,
+        bar: &ProgressBar,
+        more: impl FnOnce(&mut Value),
+    ) {
+        describe_refusal(line, error);
+        more(line);
+        let message = error.to_string();
+        bar.suspend(|| say(&message));
+        self.first_refusal.get_or_insert((line["class"].clone(), message));
     }
-    line["shards"] = json!(catalog.shards.len());
-    line["tensors"] = json!(catalog.tensors.len());
-    line["bytes"] = json!(catalog.data_len());
-    line["tail"] = json!(checkpoint.tail.as_str());
-    line["notes"] = json!(catalog.notes);
-    line["bytes_read"] = json!(verified.bytes);
-    line["sha256_compared"] = json!(verified.blobs);
-    line["replicas_compared"] = json!(verified.replicas);
+
+    fn finish(self, args: &args::Verify, tree: &Tree, notes: &[String]) -> Outcome {
+        let strict = args.strict && self.unproven;
+        let ok = self.first_refusal.is_none() && !strict;
+        let source = shown_path(&tree.source);
+        if args.source.json {
+            let refusal = self.first_refusal.as_ref();
+            let (class, error) =
+                refusal.map_or((Value::Null, Value::Null), |(c, e)| (c.clone(), json!(e)));
+            print_json(&json!({
+                "source": source,
+                "ok": ok,
+                "class": class,
+                "error": error,
+                "sets": self.sets,
+                "notes": notes,
+            }))?;
+        } else {
+            let lines = notes.iter().map(|note| format!("  note: {note}\n"));
+            report_text(args, &lines.collect::<String>(), &[])?;
+        }
+        if self.first_refusal.is_none() && strict {
+            say(&format!(
+                "{source}: tail: unproven: nothing tells whether the last pieces are there; give \
+                 --expect-shards or --reference"
+            ));
+        }
+        if ok { Ok(()) } else { Err(Failure::Told) }
+    }
+}
+
+/// Prints the report of a set and lines as sha256sum prints them. Those have standard output for
+/// themselves, so that `sha256sum -c` can read it.
+fn report_text(args: &args::Verify, text: &str, sums: &[u8]) -> Outcome {
+    if !args.sha256 {
+        return print_text(text);
+    }
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+    print_bytes(sums)
+}
+
+/// The folder of the source as the user has named it, so that it is found from where he is;
+/// not where that is a mount, which does not show the shards.
+fn named_source(args: &args::Verify, tree: &Tree) -> PathBuf {
+    let folder = |path: &Path| match tree.only {
+        Some(_) => path.parent().map(Path::to_owned).unwrap_or_default(),
+        None => path.to_owned(),
+    };
+    let named = folder(&args.source.source);
+    let there = |path: &Path| {
+        let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+        std::fs::canonicalize(path).ok()
+    };
+    if there(&named).as_deref() == Some(&tree.folders[0].path) {
+        named
+    } else {
+        folder(&tree.source)
+    }
+}
+
+/// A set that was read.
+struct Judged {
+    checkpoint: Arc<Checkpoint>,
+    verified: Verified,
+    /// What became of the checksums.
+    checksums: &'static str,
+    /// What speaks against the file of checksums that was there.
+    doubt: Option<String>,
+}
+
+/// Reads a set and keeps its checksums, where nothing differs.
+fn judge(
+    args: &args::Verify,
+    tree: &Tree,
+    folder: Option<FolderId>,
+    checkpoint: Arc<Checkpoint>,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Judged, Error> {
+    let recorded = Recorded::load(tree.view.index.as_deref(), &checkpoint.directory);
+    let heads = folder.and_then(|id| tree.indexed_heads(id));
+    let task = Task {
+        recorded: Some(&recorded),
+        heads: heads.as_ref(),
+        anew: args.record,
+        sha256: args.sha256,
+    };
+    let mut verified = verify(&checkpoint, &task, progress)?;
+    let fresh = std::mem::take(&mut verified.fresh);
+    let mut checksums = if verified.unknown > 0 { "recorded" } else { "compared" };
+    if verified.mismatch.is_none() {
+        if let Err(why) = recorded.keep(fresh) {
+            tracing::info!("checksums are not recorded: {why}");
+            // What is known is known also where its new times cannot be kept.
+            if verified.unknown > 0 {
+                checksums = "not_recorded";
+            }
+        }
+        if let (Some(id), true) = (folder, args.record) {
+            tree.forget_index(id);
+        }
+    }
+    Ok(Judged { checkpoint, verified, checksums, doubt: recorded.doubt() })
+}
+
+impl Judged {
+    fn describe(&self, line: &mut Value) {
+        let (catalog, verified) = (self.checkpoint.catalog(), &self.verified);
+        line["ok"] = json!(true);
+        for key in ["class", "error", "file", "tensor"] {
+            line[key] = Value::Null;
+        }
+        line["shards"] = json!(catalog.shards.len());
+        line["tensors"] = json!(catalog.len());
+        line["bytes"] = json!(catalog.data_len());
+        line["tail"] = json!(self.checkpoint.tail.as_str());
+        line["notes"] = json!(catalog.notes);
+        line["bytes_read"] = json!(verified.bytes);
+        line["sha256_compared"] = json!(verified.blobs);
+        line["replicas_compared"] = json!(verified.replicas);
+        line["checksums"] = json!(self.checksums);
+        line["checksums_compared"] = json!(verified.compared);
+        line["checksums_recorded"] =
+            json!(if self.checksums == "recorded" { verified.unknown } else { 0 });
+        if !verified.sha256.is_empty() {
+            let sums = verified.sha256.iter().map(|(name, sum)| (name.clone(), json!(sum)));
+            line["sha256"] = Value::Object(sums.collect());
+        }
+    }
+
+    /// The facts of bytes that differ.
+    fn describe_mismatch(&self, line: &mut Value) {
+        let Some(mismatch) = &self.verified.mismatch else { return };
+        let digests = mismatch.digests;
+        line["part"] = json!(match mismatch.place {
+            Place::Header => "header",
+            Place::Tensor(_) => "tensor",
+            Place::Unused => "unused",
+        });
+        line["range"] = json!([mismatch.range.start, mismatch.range.end]);
+        line["expected"] = json!(digests.map(|(expected, _)| expected.to_string()));
+        line["found"] = json!(digests.map(|(_, found)| found.to_string()));
+        line["recorded_unix"] = json!(mismatch.recorded);
+        line["same_mtime"] = json!(mismatch.same_mtime);
+        line["more_differ"] = json!(mismatch.others);
+        line["checksums_compared"] = json!(self.verified.compared);
+        line["checksums_recorded"] = json!(0);
+    }
+
+    fn refusal(&self) -> Error {
+        match &self.verified.mismatch {
+            Some(mismatch) => self.checkpoint.refused(mismatch.fault()),
+            None => Error::usage("nothing differs"),
+        }
+    }
+
+    fn notes(&self, directory: &Path) -> Vec<String> {
+        let place = shown_path(directory);
+        let place = if place.is_empty() { place } else { format!("{place}: ") };
+        let notes = self.verified.notes.iter().map(|note| format!("{place}{note}"));
+        notes.chain(self.doubt.clone()).collect()
+    }
+
+    fn told(&self, started: Instant) -> String {
+        let (checkpoint, verified) = (&self.checkpoint, &self.verified);
+        let catalog = checkpoint.catalog();
+        let seconds = started.elapsed().as_secs_f64();
+        let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
+        let mut text = format!(
+            "{}: ok: {} tensors, {} in {} shards, read at {speed}/s",
+            shown_path(&checkpoint.directory.join(&checkpoint.name)),
+            catalog.len(),
+            human(catalog.data_len()),
+            catalog.shards.len(),
+        );
+        if verified.blobs > 0 {
+            text.push_str(&format!("; {} blobs match their sha256", verified.blobs));
+        }
+        if verified.replicas > 0 {
+            text.push_str(&format!("; {} replicas are equal", verified.replicas));
+        }
+        let (compared, unknown) = (verified.compared, verified.unknown);
+        let mut sums = Vec::new();
+        if compared > 0 {
+            sums.push(format!("{compared} headers and pieces are as recorded"));
+        }
+        match self.checksums {
+            "recorded" => sums.push(format!("{unknown} headers and pieces recorded")),
+            "not_recorded" => sums.push("not recorded".to_owned()),
+            _ => {}
+        }
+        text.push_str(&format!("\n  checksums: {}", sums.join(", ")));
+        text.push_str(match checkpoint.tail {
+            Tail::Proven => "\n  tail: proven",
+            Tail::Unproven => {
+                "\n  tail: unproven: a lost last piece would not show; --expect-shards or \
+                 --reference prove it"
+            }
+        });
+        text
+    }
+
+    /// The sha256 of the shards, which lie in `folder`, as sha256sum prints them.
+    fn sha256_lines(&self, folder: &Path) -> Vec<u8> {
+        let mut lines = Vec::new();
+        for (name, sum) in &self.verified.sha256 {
+            let path = folder.join(name);
+            let path = path.as_os_str().as_encoded_bytes();
+            let special = |byte: &u8| matches!(byte, b'\\' | b'\n' | b'\r');
+            if path.iter().any(special) {
+                lines.push(b'\\');
+            }
+            lines.extend(sum.bytes().chain(*b"  "));
+            for &byte in path {
+                match byte {
+                    b'\\' => lines.extend(b"\\\\"),
+                    b'\n' => lines.extend(b"\\n"),
+                    b'\r' => lines.extend(b"\\r"),
+                    _ => lines.push(byte),
+                }
+            }
+            lines.push(b'\n');
+        }
+        lines
+    }
 }
 
 fn describe_refusal(line: &mut Value, error: &Error) {
@@ -117,37 +331,15 @@ fn describe_refusal(line: &mut Value, error: &Error) {
     line["notes"] = json!([]);
 }
 
-fn told(checkpoint: &Checkpoint, verified: Verified, started: Instant) -> String {
-    let catalog = checkpoint.catalog();
-    let seconds = started.elapsed().as_secs_f64();
-    let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
-    let mut text = format!(
-        "{}: ok: {} tensors, {} in {} shards, read at {speed}/s",
-        shown_path(&checkpoint.directory.join(&checkpoint.name)),
-        catalog.tensors.len(),
-        human(catalog.data_len()),
-        catalog.shards.len(),
-    );
-    if verified.blobs > 0 {
-        text.push_str(&format!("; {} blobs match their sha256", verified.blobs));
-    }
-    if verified.replicas > 0 {
-        text.push_str(&format!("; {} replicas are equal", verified.replicas));
-    }
-    match checkpoint.tail {
-        Tail::Proven => text.push_str("\n  tail: proven"),
-        Tail::Unproven => text.push_str(
-            "\n  tail: unproven: a lost last piece would not show; --expect-shards or \
-             --reference prove it",
-        ),
-    }
-    text
-}
-
 fn progress_bar(args: &args::Verify, found: &[Found]) -> ProgressBar {
     let checkpoints = found.iter().filter_map(|found| found.set.outcome.as_ref().ok());
     let total = checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum();
-    let drawn = match args.progress {
+    bar(args.progress, total)
+}
+
+/// A bar of so many bytes, drawn when `progress` says so.
+pub(super) fn bar(progress: When, total: u64) -> ProgressBar {
+    let drawn = match progress {
         When::Always => true,
         When::Never => false,
         When::Auto => std::io::stderr().is_terminal(),
@@ -159,7 +351,7 @@ fn progress_bar(args: &args::Verify, found: &[Found]) -> ProgressBar {
     let style =
         ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(total).with_style(style);
-    if args.progress == When::Always && !std::io::stderr().is_terminal() {
+    if progress == When::Always && !std::io::stderr().is_terminal() {
         bar.set_draw_target(ProgressDrawTarget::term_like(Box::new(plain::Lines)));
     }
     bar

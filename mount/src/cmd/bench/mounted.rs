@@ -179,6 +179,8 @@ fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, U
         let log = home.join("log");
         command.arg("-o").arg(format!("log={}", escape(&log.display().to_string())));
     }
+    // What is gone in a moment needs no index in the cache of the user; `-o index-dir=` wins.
+    command.env(tensorfs::index::STORE_VARIABLE, "none");
     command.arg("--").arg(source).arg(target).stdin(Stdio::null()).stdout(Stdio::null());
     // In a group of its own, so that Ctrl-C goes to the bench alone.
     let child = command.stderr(File::create(home.join("stderr"))?).process_group(0).spawn()?;

@@ -18,13 +18,12 @@ const FILES_ENOUGH: u64 = 4096;
 const MEMORY_ENOUGH: u64 = 512 << 20;
 
 pub(super) fn checks() -> Vec<Check> {
-    let status = Status::of_this_process();
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let release = release.trim();
     vec![
         Check::ok("kernel", format!("Linux {release}")),
         io_uring(),
-        cachestat(release, &status),
+        cachestat(),
         huge_pages(),
         memory(),
         open_files(),
@@ -63,11 +62,6 @@ impl Status {
         let set = self.field("CapEff").and_then(|set| u64::from_str_radix(set, 16).ok());
         set.is_some_and(|set| set >> 21 & 1 == 1)
     }
-
-    /// Whether a filter may refuse system calls; `None` where the kernel does not tell.
-    fn is_filtered(&self) -> Option<bool> {
-        self.field("Seccomp").map(|mode| mode != "0")
-    }
 }
 
 fn io_uring() -> Check {
@@ -85,26 +79,14 @@ fn io_uring() -> Check {
     Check::missing(name, found, hint)
 }
 
-fn cachestat(release: &str, status: &Status) -> Check {
+fn cachestat() -> Check {
     let name = "cachestat";
-    match version(release) {
-        Some(version) if version < (6, 5) => Check::missing(
-            name,
-            "too old a kernel: mincore tells what is cached, of your own files only",
-            "Linux 6.5 has it",
-        ),
-        Some(_) if status.is_filtered() == Some(false) => {
-            Check::ok(name, "has been in Linux since 6.5")
-        }
-        Some(_) => Check::unknown(name, "in this kernel, but a system call filter may refuse it"),
-        None => Check::unknown(name, format!("the release {release:?} says no version")),
-    }
-}
-
-/// Major and minor version of a kernel release.
-fn version(release: &str) -> Option<(u32, u32)> {
-    let mut parts = release.split(|c: char| !c.is_ascii_digit());
-    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+    let Err(e) = tensorfs::io::probe_cachestat() else {
+        return Check::ok(name, "answers: what is cached is known of files that you may write to");
+    };
+    let found = format!("refused ({}): mincore tells of your own files only", kernel::reason(&e));
+    let hint = "Linux 6.5 has it; allow it in the system call filter of the container or service";
+    Check::missing(name, found, hint)
 }
 
 fn huge_pages() -> Check {
@@ -249,13 +231,6 @@ fn container() -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_kernel_release_has_a_version() {
-        assert_eq!(version("6.18.44-fc-v657"), Some((6, 18)));
-        assert_eq!(version("7.0-rc1"), Some((7, 0)));
-        assert_eq!(version("weird"), None);
-    }
 
     #[test]
     fn the_lowest_limit_of_all_cgroups_above_counts() {

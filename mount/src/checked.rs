@@ -1,0 +1,58 @@
+//! `verify=read`: which files are handed out only once their tensors were compared with the
+//! checksums that `tensorfs verify` has recorded.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::sync::Arc;
+
+use tensorfs::checkpoint::{Content, FolderId, Proved, Shown, Tree};
+use tensorfs::error::shown_path;
+use tensorfs::verify::Recorded;
+use tensorfs::verify::gate::Gate;
+use tensorfs::view::Arrangement;
+
+/// The gates of the files that a folder shows, by name.
+pub(crate) type Gates = HashMap<OsString, Arc<Gate>>;
+
+/// Refuses the sets of `folder` that have no checksums, or other headers; the gates of the
+/// others. Reads the headers.
+pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Gates {
+    let recorded = Recorded::load(tree.view.index.as_deref(), &tree.folders[folder].path);
+    if let Some(doubt) = recorded.doubt() {
+        tracing::warn!("{doubt}");
+    }
+    let mut gates = Gates::new();
+    for set in proved.sets.iter_mut().filter(|set| set.shown_at_parent.is_none()) {
+        let Ok(checkpoint) = &set.outcome else { continue };
+        if let Err(error) = recorded.admit(checkpoint) {
+            set.outcome = Err(error);
+            continue;
+        }
+        let mut add = |name: &str, gate: Option<Gate>| {
+            gates.extend(gate.map(|gate| (name.into(), Arc::new(gate))));
+        };
+        if checkpoint.is_whole_file() || tree.view.arrangement == Arrangement::Original {
+            for shard in &checkpoint.catalog().shards {
+                add(&shard.name, Gate::of_shard(checkpoint, &shard.name, &recorded));
+            }
+        } else {
+            add(&set.name, Gate::of_checkpoint(checkpoint, &recorded));
+        }
+    }
+    gates
+}
+
+/// Whether a file may be shown: weights only behind a gate.
+pub(crate) fn may_show(shown: &Shown, gates: &Gates) -> bool {
+    let weights = match &shown.content {
+        Content::Virtual(_) => true,
+        Content::Whole { proved, .. } => proved.is_some(),
+        Content::Text(_) => false,
+    };
+    let may = !weights || gates.contains_key(&shown.name);
+    if !may {
+        let name = shown_path(shown.name.as_ref());
+        tracing::error!("{name}: is not shown: there are no checksums for it");
+    }
+    may
+}

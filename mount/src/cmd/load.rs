@@ -1,0 +1,181 @@
+//! `tensorfs load`: a checkpoint into memory, and where the time went.
+
+use std::fmt::Write;
+use std::fs::File;
+use std::io::{Read, Write as _};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tensorfs::checkpoint::Checkpoint;
+use tensorfs::error::shown_path;
+use tensorfs::io::Settings;
+use tensorfs::loader::{Loaded, Loader, Tune};
+use tensorfs::plan::Want;
+
+use super::verify::bar;
+use super::{Failure, Outcome, human, one_checkpoint, print_json, print_text, query_options};
+use crate::args;
+
+pub(super) fn run(args: &args::Load) -> Outcome {
+    let args::Device::Cpu = args.device;
+    let options = query_options(&args.source)?;
+    if let Some(path) = &args.trace {
+        check_trace(path)?;
+    }
+    let settings =
+        Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
+    let started = Instant::now();
+    let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
+    let opened = started.elapsed();
+    let wants: Vec<Want> =
+        (0..checkpoint.catalog().len()).map(|tensor| Want { tensor, part: None }).collect();
+    let loader = Loader::new(Tune { settings, ..Tune::default() });
+    let bar = bar(args.progress, 0);
+    let loaded = loader.load(&checkpoint, &wants, &mut |progress| {
+        bar.set_length(progress.total);
+        bar.set_position(progress.read);
+        true
+    });
+    bar.finish_and_clear();
+    let loaded = loaded?;
+    if let Some(path) = &args.trace {
+        write_trace(path, &checkpoint, &loaded)
+            .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", path.display())))?;
+    }
+    if args.source.json {
+        let mut json = to_json(&checkpoint, &loaded, opened);
+        json["source"] = json!(shown_path(&args.source.source));
+        json["notes"] = json!(notes);
+        return print_json(&json);
+    }
+    let notes = notes.iter().map(|note| format!("  note: {note}\n"));
+    print_text(&(to_text(&checkpoint, &loaded, opened) + &notes.collect::<String>()))
+}
+
+/// Bytes per second.
+fn rate(bytes: u64, time: Duration) -> u64 {
+    (bytes as f64 / time.as_secs_f64().max(1e-9)) as u64
+}
+
+fn to_text(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> String {
+    let stats = &loaded.stats;
+    let catalog = checkpoint.catalog();
+    let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
+    let total = opened + stats.plan + stats.load;
+    let mut text = format!(
+        "{}: {} tensors, {} in {} shards, loaded in {} at {}/s\n",
+        shown_path(&checkpoint.directory.join(&checkpoint.name)),
+        catalog.len(),
+        human(stats.wanted),
+        catalog.shards.len(),
+        seconds(total),
+        human(rate(stats.wanted, total)),
+    );
+    let mut line = |label: &str, said: String| {
+        let _ = writeln!(text, "  {label:<8} {said}");
+    };
+    line("open", seconds(opened));
+    line("plan", seconds(stats.plan));
+    let direct = format!("{} of {} reads past the page cache", stats.reads_direct, stats.reads);
+    line(
+        "read",
+        format!(
+            "{}, {} at {}/s, {direct}",
+            seconds(stats.load),
+            human(stats.read),
+            human(rate(stats.read, stats.load))
+        ),
+    );
+    line(
+        "move",
+        format!(
+            "{} of all threads; {} read to their place",
+            seconds(stats.moving),
+            human(stats.placed)
+        ),
+    );
+    line("staging", format!("{} at its peak", human(stats.staging_peak)));
+    text
+}
+
+fn to_json(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> Value {
+    let stats = &loaded.stats;
+    let catalog = checkpoint.catalog();
+    let total = opened + stats.plan + stats.load;
+    json!({
+        "ok": true,
+        "class": Value::Null,
+        "error": Value::Null,
+        "directory": shown_path(&checkpoint.directory),
+        "name": checkpoint.name,
+        "device": "cpu",
+        "tensors": catalog.len(),
+        "shards": catalog.shards.len(),
+        "bytes": stats.wanted,
+        "bytes_read": stats.read,
+        "bytes_read_to_place": stats.placed,
+        "reads": stats.reads,
+        "reads_direct": stats.reads_direct,
+        "open_s": opened.as_secs_f64(),
+        "plan_s": stats.plan.as_secs_f64(),
+        "read_s": stats.load.as_secs_f64(),
+        "move_thread_s": stats.moving.as_secs_f64(),
+        "total_s": total.as_secs_f64(),
+        "bytes_per_s": rate(stats.wanted, total),
+        "read_bytes_per_s": rate(stats.read, stats.load),
+        "staging_peak": stats.staging_peak,
+    })
+}
+
+/// Writes the reads of a load in the format of Chrome's traces: a row per slot.
+fn write_trace(path: &Path, checkpoint: &Checkpoint, loaded: &Loaded) -> std::io::Result<()> {
+    let mut events = Vec::new();
+    for event in &loaded.events {
+        let shard = &checkpoint.catalog().shard(event.shard).name;
+        let facts = json!({ "shard": shard, "from": event.range.start, "to": event.range.end });
+        let mut stage = |name: &str, from: Duration, to: Duration| {
+            events.push(json!({
+                "name": name,
+                "ph": "X",
+                "pid": 1,
+                "tid": event.slot,
+                "ts": from.as_secs_f64() * 1e6,
+                "dur": to.saturating_sub(from).as_secs_f64() * 1e6,
+                "args": facts,
+            }));
+        };
+        stage("queue", event.sent, event.began);
+        stage("read", event.began, event.came);
+        if let Some(moved) = &event.moved {
+            stage("copy", moved.start, moved.end);
+        }
+    }
+    let trace = json!({ "traceEvents": events, "displayTimeUnit": "ms" });
+    let mut text = serde_json::to_vec(&trace)?;
+    text.push(b'\n');
+    let is_new = std::fs::symlink_metadata(path).is_err();
+    let written = File::create(path).and_then(|mut file| file.write_all(&text));
+    if written.is_err() && is_new {
+        let _ = std::fs::remove_file(path);
+    }
+    written
+}
+
+/// How a trace begins: keys are written in order.
+const TRACE_START: &[u8] = br#"{"displayTimeUnit":"#;
+
+/// Refuses to write a trace over a file that is none.
+fn check_trace(path: &Path) -> Outcome {
+    let Ok(meta) = std::fs::metadata(path) else { return Ok(()) };
+    if !meta.is_file() || meta.len() == 0 {
+        return Ok(());
+    }
+    let mut start = vec![0; TRACE_START.len()];
+    let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
+    if read.is_ok() && start == TRACE_START {
+        return Ok(());
+    }
+    let message = "is there already and is no trace; name another file";
+    Err(Failure::Failed(format!("{}: {message}", shown_path(path))))
+}

@@ -1,0 +1,95 @@
+//! Which way each open file is served. The kernel allows one at a time, so that the first open
+//! decides.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+/// By inode number, of open files only. `B` is what stands for a file that the kernel serves.
+pub(crate) struct Serving<B>(HashMap<u64, Way<B>>);
+
+enum Way<B> {
+    /// The kernel, by itself, while somebody has this.
+    ByKernel(Weak<B>),
+    /// We, for so many open handles.
+    ByUs(usize),
+}
+
+impl<B> Default for Serving<B> {
+    fn default() -> Self {
+        Serving(HashMap::new())
+    }
+}
+
+impl<B> Serving<B> {
+    /// By what the kernel serves a file, if it does.
+    pub(crate) fn by_kernel(&self, ino: u64) -> Option<Arc<B>> {
+        match self.0.get(&ino)? {
+            Way::ByKernel(backing) => backing.upgrade(),
+            Way::ByUs(_) => None,
+        }
+    }
+
+    /// Whether we serve it.
+    pub(crate) fn is_by_us(&self, ino: u64) -> bool {
+        matches!(self.0.get(&ino), Some(Way::ByUs(_)))
+    }
+
+    /// The file is opened, and the kernel serves it by `backing`.
+    pub(crate) fn opened_by_kernel(&mut self, ino: u64, backing: &Arc<B>) {
+        self.0.insert(ino, Way::ByKernel(Arc::downgrade(backing)));
+    }
+
+    /// The file is opened, and we serve it.
+    pub(crate) fn opened_by_us(&mut self, ino: u64) {
+        match self.0.get_mut(&ino) {
+            Some(Way::ByUs(handles)) => *handles += 1,
+            _ => drop(self.0.insert(ino, Way::ByUs(1))),
+        }
+    }
+
+    /// A handle is closed that the kernel served, and what stood for it dropped.
+    pub(crate) fn closed_by_kernel(&mut self, ino: u64) {
+        if matches!(self.0.get(&ino), Some(Way::ByKernel(backing)) if backing.strong_count() == 0) {
+            self.0.remove(&ino);
+        }
+    }
+
+    /// A handle is closed that we served; after the last one the kernel may take the file over.
+    pub(crate) fn closed_by_us(&mut self, ino: u64) {
+        let Some(Way::ByUs(handles)) = self.0.get_mut(&ino) else { return };
+        *handles -= 1;
+        if *handles == 0 {
+            self.0.remove(&ino);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_kept_of_files_that_nobody_has_open() {
+        let mut serving = Serving::default();
+        let backing = Arc::new(());
+        for ino in [1, 1, 2] {
+            serving.opened_by_us(ino);
+            serving.opened_by_kernel(ino + 10, &backing);
+        }
+        serving.closed_by_us(1);
+        serving.closed_by_kernel(11);
+        assert!(serving.is_by_us(1) && serving.by_kernel(11).is_some());
+        assert!(!serving.is_by_us(11) && serving.by_kernel(1).is_none());
+        serving.closed_by_us(1);
+        serving.closed_by_us(2);
+        drop(backing);
+        assert!(serving.by_kernel(11).is_none());
+        // Somebody else has opened this one in between, and we serve it now.
+        serving.opened_by_us(12);
+        serving.closed_by_kernel(11);
+        serving.closed_by_kernel(12);
+        assert!(serving.is_by_us(12));
+        serving.closed_by_us(12);
+        assert!(serving.0.is_empty());
+    }
+}

@@ -1,0 +1,179 @@
+//! Tests of the cache in states that take time or luck to come about.
+
+use std::fs::File;
+use std::io::Write;
+use std::sync::mpsc::{Receiver, channel};
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::io::{Buffer, Direct, Settings};
+
+const MIB: u64 = 1 << 20;
+
+/// Longest wait for anything that must happen.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Fixture {
+    folder: TempDir,
+    cache: Cache,
+    budget: Budget,
+    counters: Arc<Counters>,
+}
+
+/// A cache of 16 MiB whose reads take memory, whatever the kernel has cached.
+fn fixture() -> Fixture {
+    let counters = Arc::new(Counters::default());
+    let settings = Settings { direct: Direct::Always, ..Settings::default() };
+    let engine = Engine::start(settings, counters.clone());
+    let budget = Budget::new(BUDGET_MIN, counters.clone());
+    let cache = Cache::start(engine, budget.clone(), counters.clone(), settings.timeout).unwrap();
+    Fixture { folder: tempfile::tempdir().unwrap(), cache, budget, counters }
+}
+
+impl Fixture {
+    /// A new file of so many MiB, each of which consists of one byte.
+    fn file(&self, name: &str, mib: u8) -> Arc<CachedFile> {
+        let path = self.folder.path().canonicalize().unwrap().join(name);
+        let bytes: Vec<u8> = (0..mib).flat_map(|n| vec![n; MIB as usize]).collect();
+        File::create(&path).unwrap().write_all(&bytes).unwrap();
+        self.cache.open(Reader::whole(Source::open(&path).unwrap()), None)
+    }
+
+    /// Begins a read; what it is answered arrives at the receiver.
+    fn read(&self, file: &Arc<CachedFile>, range: Range<u64>) -> Receiver<Vec<u8>> {
+        let (send, receive) = channel();
+        let answer = move |outcome: std::result::Result<&[u8], &Error>| {
+            let _ = send.send(outcome.unwrap().to_vec());
+        };
+        self.cache.read(file, range, Box::new(answer));
+        receive
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.cache.0.state)
+    }
+
+    /// Puts the MiB at `start` of a file into the cache, as if it had been read ahead at `since`.
+    fn put(&self, file: &Arc<CachedFile>, start: u64, since: Instant) {
+        let buffer = Buffer::new(MIB as usize, self.budget.try_lease(MIB).unwrap());
+        let sources = file.reader.sources().into();
+        let data = Data::Ready(Arc::new(Loaded::Gathered(buffer)), sources);
+        let block = Block { end: start + MIB, asked: 0, ahead: true, data };
+        let mut state = self.state();
+        state.of(file).blocks.insert(start, block);
+        state.idle.put((file.id, start), since);
+    }
+}
+
+// Blocks that nobody asks for any more kept what is read ahead out until they were dropped.
+#[test]
+fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
+    let now = Instant::now();
+    let (long_ago, just_now) = (now - Duration::from_secs(3), now + PATIENCE);
+    for (since, ahead) in [(long_ago, true), (just_now, false)] {
+        let fixture = fixture();
+        let (old, new) = (fixture.file("old", 16), fixture.file("new", 16));
+        (0..12).for_each(|at| fixture.put(&old, at * MIB, since));
+        let bytes = fixture.read(&new, 0..MIB).recv_timeout(PATIENCE).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        assert_eq!(fixture.counters.prefetched_bytes.get() > 0, ahead);
+        assert!(fixture.counters.cache_bytes_now.get() <= BUDGET_MIN);
+    }
+}
+
+/// Reads pages of `file`, one after the other, until one has to wait in the queue behind the
+/// read that stands there, which is kept from growing older than a second. Its answer.
+fn read_until_one_waits(fixture: &Fixture, file: &Arc<CachedFile>) -> Receiver<Vec<u8>> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        assert!(Instant::now() < end, "the older read is overtaken again and again");
+        fixture.state().queue.age_oldest(Duration::from_secs(1));
+        let answer = fixture.read(file, 8 * MIB..8 * MIB + 4096);
+        if fixture.counters.reads_queued_now.get() == 2 {
+            return answer;
+        }
+        answer.recv_timeout(PATIENCE).unwrap();
+    }
+}
+
+// A read of half of the memory was overtaken by small ones until its deadline.
+#[test]
+fn a_read_that_waits_long_for_much_memory_is_no_longer_overtaken_by_small_ones() {
+    let fixture = fixture();
+    let (large, small) = (fixture.file("large", 16), fixture.file("small", 16));
+    let held = fixture.budget.try_lease(12 * MIB).unwrap();
+    let first = fixture.read(&large, 0..8 * MIB);
+    // Not yet.
+    fixture.read(&small, 0..4096).recv_timeout(PATIENCE).unwrap();
+    let second = read_until_one_waits(&fixture, &small);
+    drop(held);
+    assert_eq!(first.recv_timeout(PATIENCE).unwrap().len() as u64, 8 * MIB);
+    assert_eq!(second.recv_timeout(PATIENCE).unwrap(), [8; 4096]);
+}
+
+#[test]
+fn a_read_that_waits_long_for_its_source_holds_back_others_of_that_one_only() {
+    let fixture = fixture();
+    let (busy, other) = (fixture.file("busy", 16), fixture.file("other", 16));
+    let under_way = busy.reader.plan_block(0..6 * MIB);
+    fixture.state().loading.add(&under_way);
+    let first = fixture.read(&busy, 4 * MIB..8 * MIB);
+    let second = read_until_one_waits(&fixture, &busy);
+    fixture.state().queue.age_oldest(Duration::from_secs(1));
+    fixture.read(&other, 0..4096).recv_timeout(PATIENCE).unwrap();
+    let charges: Vec<_> = under_way.sources().map(|(source, len)| (source.clone(), len)).collect();
+    fixture.state().loading.remove(&charges);
+    assert_eq!(first.recv_timeout(PATIENCE).unwrap().len() as u64, 4 * MIB);
+    assert_eq!(second.recv_timeout(PATIENCE).unwrap(), [8; 4096]);
+}
+
+/// Notes for each error in the log whether the cache was locked as long as it was written.
+struct Log {
+    cache: Cache,
+    locked: Arc<Mutex<Vec<bool>>>,
+}
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::ERROR
+    }
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        // Other threads lock it, too, but never for long.
+        let end = Instant::now() + Duration::from_secs(5);
+        let mut locked = true;
+        while locked && Instant::now() < end {
+            locked = self.cache.0.state.try_lock().is_err();
+        }
+        lock(&self.locked).push(locked);
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+// All sources of a block, thousands perhaps, were looked at while everybody else waited.
+#[test]
+fn whether_a_source_has_changed_is_looked_at_without_the_lock() {
+    let fixture = fixture();
+    let file = fixture.file("a", 2);
+    fixture.put(&file, 0, Instant::now() + PATIENCE);
+    let path = file.reader.sources()[0].path();
+    File::options().write(true).open(path).unwrap().set_len(MIB + 1).unwrap();
+    let locked = Arc::new(Mutex::new(Vec::new()));
+    let log = Log { cache: fixture.cache.clone(), locked: locked.clone() };
+    let (send, receive) = channel();
+    let answer = Box::new(move |outcome: std::result::Result<&[u8], &Error>| {
+        let _ = send.send(outcome.is_ok());
+    });
+    tracing::subscriber::with_default(log, || fixture.cache.read(&file, 0..4096, answer));
+    assert!(!receive.recv_timeout(PATIENCE).unwrap());
+    assert_eq!(*lock(&locked), [false]);
+}

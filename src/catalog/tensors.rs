@@ -1,0 +1,305 @@
+//! The tensors of a catalog, in columns: a few large vectors instead of some allocations for each
+//! tensor, since a checkpoint may have a million of them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+
+use super::ShardId;
+use crate::dtype::Dtype;
+
+/// Number of a list of `Lists`.
+pub(crate) type ListId = u32;
+
+/// Marks a piece that is its whole tensor.
+pub(crate) const WHOLE: u32 = u32::MAX;
+
+/// Most tensors and pieces of one catalog with all numbers of their boxes: positions are kept
+/// in 32 bits.
+pub(super) const ROWS_MAX: usize = (u32::MAX / 2) as usize;
+
+/// Lists of numbers, each kept once: shapes, and offsets of boxes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lists {
+    /// All lists, one after another.
+    pub(crate) numbers: Vec<u64>,
+    /// Where in `numbers` each list ends.
+    pub(crate) ends: Vec<u32>,
+}
+
+impl Lists {
+    /// The list `id`.
+    pub(crate) fn get(&self, id: ListId) -> &[u64] {
+        let at = id as usize;
+        let start = if at == 0 { 0 } else { self.ends[at - 1] };
+        &self.numbers[start as usize..self.ends[at] as usize]
+    }
+
+    /// Number of lists.
+    pub(crate) fn len(&self) -> usize {
+        self.ends.len()
+    }
+}
+
+/// A piece: where it lies, and which box of the tensor it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Row {
+    pub(crate) shard: ShardId,
+    /// Number of its box, or `WHOLE`.
+    pub(crate) cut: u32,
+    /// First byte in the shard.
+    pub(crate) start: u64,
+}
+
+/// The columns. Those of tensors are by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tensors {
+    /// All names, one after another.
+    pub(crate) names: String,
+    /// Where in `names` each name ends.
+    pub(crate) name_ends: Vec<u64>,
+    pub(crate) dtypes: Vec<Dtype>,
+    pub(crate) shapes: Vec<ListId>,
+    /// Where in `pieces` the pieces of each tensor end.
+    pub(crate) piece_ends: Vec<u32>,
+    pub(crate) pieces: Vec<Row>,
+    /// Further copies of pieces, with the position of their tensor, in its order.
+    pub(crate) replicas: Vec<(u32, Row)>,
+    /// Boxes: offset and shape.
+    pub(crate) cuts: Vec<(ListId, ListId)>,
+    pub(crate) lists: Lists,
+    /// As many zeros as the longest shape has dimensions: the offset of whole pieces.
+    pub(crate) zeros: Vec<u64>,
+}
+
+/// One tensor of a catalog.
+#[derive(Clone, Copy)]
+pub struct Tensor<'a> {
+    /// Name.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Extent of each dimension, outermost first.
+    pub shape: &'a [u64],
+    /// Length in bytes.
+    pub len: u64,
+    columns: &'a Tensors,
+    at: u32,
+}
+
+/// The part of a tensor that one shard holds: a box, stored row-major without gaps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece<'a> {
+    /// The shard.
+    pub shard: ShardId,
+    /// Bytes in the shard file, absolute.
+    pub range: Range<u64>,
+    /// First index of the box in each dimension of the tensor.
+    pub offset: &'a [u64],
+    /// Extent of the box in each dimension.
+    pub shape: &'a [u64],
+}
+
+impl Piece<'_> {
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+}
+
+impl Tensors {
+    pub(crate) fn len(&self) -> usize {
+        self.name_ends.len()
+    }
+
+    pub(crate) fn get(&self, at: usize) -> Tensor<'_> {
+        let (dtype, shape) = (self.dtypes[at], self.lists.get(self.shapes[at]));
+        Tensor {
+            name: self.name(at),
+            dtype,
+            shape,
+            len: len(dtype, shape),
+            columns: self,
+            at: at as u32,
+        }
+    }
+
+    pub(crate) fn name(&self, at: usize) -> &str {
+        let start = if at == 0 { 0 } else { self.name_ends[at - 1] };
+        &self.names[start as usize..self.name_ends[at] as usize]
+    }
+
+    /// Position of the tensor of this name.
+    pub(crate) fn find(&self, name: &str) -> Option<usize> {
+        let (mut low, mut high) = (0, self.len());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.name(middle).cmp(name) {
+                std::cmp::Ordering::Less => low = middle + 1,
+                std::cmp::Ordering::Equal => return Some(middle),
+                std::cmp::Ordering::Greater => high = middle,
+            }
+        }
+        None
+    }
+}
+
+impl<'a> Tensor<'a> {
+    /// Position in the catalog.
+    pub fn position(&self) -> usize {
+        self.at as usize
+    }
+
+    /// Pieces that cover it once, by shard and offset. Pieces without elements are left out
+    /// unless the tensor has none either.
+    pub fn pieces(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
+        let tensor = *self;
+        self.rows().iter().map(move |row| tensor.piece(row))
+    }
+
+    /// Its first piece.
+    pub fn first_piece(&self) -> Piece<'a> {
+        self.piece(&self.rows()[0])
+    }
+
+    fn rows(&self) -> &'a [Row] {
+        let (columns, at) = (self.columns, self.at as usize);
+        let start = if at == 0 { 0 } else { columns.piece_ends[at - 1] };
+        &columns.pieces[start as usize..columns.piece_ends[at] as usize]
+    }
+
+    /// Further copies of pieces, which should hold the same bytes.
+    pub fn replicas(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
+        let all = &self.columns.replicas;
+        let start = all.partition_point(|(tensor, _)| *tensor < self.at);
+        let end = start + all[start..].partition_point(|(tensor, _)| *tensor == self.at);
+        let tensor = *self;
+        all[start..end].iter().map(move |(_, row)| tensor.piece(row))
+    }
+
+    fn piece(&self, row: &Row) -> Piece<'a> {
+        let columns = self.columns;
+        let (offset, shape) = match columns.cuts.get(row.cut as usize) {
+            Some(&(offset, shape)) => (columns.lists.get(offset), columns.lists.get(shape)),
+            None => (&columns.zeros[..self.shape.len()], self.shape),
+        };
+        let end = row.start + len(self.dtype, shape);
+        Piece { shard: row.shard, range: row.start..end, offset, shape }
+    }
+}
+
+/// Bytes of a box that was checked before: no product overflows.
+fn len(dtype: Dtype, shape: &[u64]) -> u64 {
+    shape.iter().product::<u64>() * dtype.bits() / 8
+}
+
+impl fmt::Debug for Tensor<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tensor { name, dtype, shape, .. } = self;
+        write!(f, "{name:?} {dtype} {shape:?}")
+    }
+}
+
+/// A piece as it comes from a header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Cut {
+    pub(super) shard: ShardId,
+    /// Bytes in the shard file, absolute.
+    pub(super) range: Range<u64>,
+    pub(super) offset: Vec<u64>,
+    pub(super) shape: Vec<u64>,
+}
+
+/// Fills columns.
+#[derive(Default)]
+pub(super) struct Builder {
+    columns: Tensors,
+    known_lists: HashMap<Vec<u64>, ListId>,
+    known_cuts: HashMap<(ListId, ListId), u32>,
+}
+
+impl Builder {
+    /// Adds a tensor with its pieces, which cover it. Tensors come by name, and no more than
+    /// `ROWS_MAX` tensors and pieces in all.
+    pub(super) fn push(
+        &mut self,
+        name: &str,
+        dtype: Dtype,
+        shape: &[u64],
+        pieces: &[Cut],
+        replicas: &[Cut],
+    ) {
+        let at = self.columns.len() as u32;
+        for cut in pieces {
+            let row = self.row(cut, shape);
+            self.columns.pieces.push(row);
+        }
+        for cut in replicas {
+            let row = self.row(cut, shape);
+            self.columns.replicas.push((at, row));
+        }
+        self.push_head(name, dtype, shape);
+    }
+
+    /// Likewise one that is a single piece from `start` on.
+    pub(super) fn push_whole(
+        &mut self,
+        name: &str,
+        dtype: Dtype,
+        shape: &[u64],
+        (shard, start): (ShardId, u64),
+    ) {
+        self.columns.pieces.push(Row { shard, cut: WHOLE, start });
+        self.push_head(name, dtype, shape);
+    }
+
+    fn push_head(&mut self, name: &str, dtype: Dtype, shape: &[u64]) {
+        let shape_id = self.list(shape);
+        let columns = &mut self.columns;
+        columns.names.push_str(name);
+        columns.name_ends.push(columns.names.len() as u64);
+        columns.dtypes.push(dtype);
+        columns.shapes.push(shape_id);
+        columns.piece_ends.push(columns.pieces.len() as u32);
+        if columns.zeros.len() < shape.len() {
+            columns.zeros.resize(shape.len(), 0);
+        }
+    }
+
+    pub(super) fn finish(self) -> Tensors {
+        self.columns
+    }
+
+    fn row(&mut self, cut: &Cut, whole: &[u64]) -> Row {
+        Row { shard: cut.shard, cut: self.cut(cut, whole), start: cut.range.start }
+    }
+
+    fn cut(&mut self, cut: &Cut, whole: &[u64]) -> u32 {
+        if cut.shape == whole {
+            return WHOLE;
+        }
+        let key = (self.list(&cut.offset), self.list(&cut.shape));
+        let columns = &mut self.columns;
+        *self.known_cuts.entry(key).or_insert_with(|| {
+            columns.cuts.push(key);
+            columns.cuts.len() as u32 - 1
+        })
+    }
+
+    fn list(&mut self, list: &[u64]) -> ListId {
+        if let Some(&id) = self.known_lists.get(list) {
+            return id;
+        }
+        let lists = &mut self.columns.lists;
+        lists.numbers.extend_from_slice(list);
+        lists.ends.push(lists.numbers.len() as u32);
+        let id = lists.len() as u32 - 1;
+        self.known_lists.insert(list.to_vec(), id);
+        id
+    }
+}

@@ -1,0 +1,35 @@
+//! Work on many files, several at a time: each takes the disk, then a core.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Threads that work on the files of a folder.
+const OPENERS: usize = 8;
+
+/// What `work` makes of each of `files`, in no order.
+pub(super) fn map_files<T, R>(files: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R>
+where
+    T: Sync,
+    R: Send,
+{
+    if files.len() < OPENERS {
+        return files.iter().map(work).collect();
+    }
+    let next = AtomicUsize::new(0);
+    let some = || {
+        let next = || files.get(next.fetch_add(1, Ordering::Relaxed));
+        std::iter::from_fn(next).map(&work).collect::<Vec<_>>()
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..OPENERS)
+            .map_while(|_| std::thread::Builder::new().spawn_scoped(scope, some).ok())
+            .collect();
+        let mut all = some();
+        for thread in threads {
+            match thread.join() {
+                Ok(done) => all.extend(done),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        all
+    })
+}

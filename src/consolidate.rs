@@ -1,0 +1,205 @@
+//! Writing a checkpoint as one real file, which is there whole under its name, or not at all.
+//!
+//! Takes a few windows of memory, however large the tensors are. Where the file system can, the
+//! file has no name until it is whole, so that nothing is left even when the process is killed.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, AtFlags, FallocateFlags, fallocate};
+use nix::libc;
+use nix::unistd::linkat;
+
+use crate::error::{Error, Result, shown_path};
+use crate::reader::Reader;
+
+/// Bytes read and written at a time.
+const WINDOW_LEN: u64 = 8 << 20;
+
+/// Windows that may be read before they are written.
+const WINDOWS_AHEAD: usize = 2;
+
+/// Permission bits of a new file, of which the umask takes its part.
+const MODE: u32 = 0o666;
+
+/// Where open files have names by which they can be linked.
+const OPEN_FILES: &str = "/proc/self/fd";
+
+/// Writes all bytes of `reader` to a new file `target`, or in place of one where `replace` says
+/// so. Calls `each` with the bytes of every window in turn; its error ends the work.
+///
+/// # Errors
+/// Those of the sources and of `each`, `Error::Usage` where `target` is there, and what the file
+/// system says. Nothing is left of the file then.
+pub fn write(
+    reader: &Reader,
+    target: &Path,
+    replace: bool,
+    each: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let failed = |e| Error::io(target, "write", e);
+    // Asked first, because the work is in vain then; linking asks again.
+    let there = std::fs::symlink_metadata(target).ok();
+    if let Some(there) = &there {
+        if !replace {
+            return Err(taken(target));
+        }
+        // A link that leads nowhere is no harm, one to a device may be what was meant.
+        let leads_to_file = || std::fs::metadata(target).ok().is_none_or(|meta| meta.is_file());
+        let replaceable = there.is_file() || (there.is_symlink() && leads_to_file());
+        if !replaceable {
+            let reason = io::Error::other("neither a regular file nor a link is there");
+            return Err(failed(reason));
+        }
+    }
+    let mut partial = Partial::create(target).map_err(failed)?;
+    partial.reserve(reader.len()).map_err(failed)?;
+    std::thread::scope(|scope| {
+        let (sender, windows) = sync_channel(WINDOWS_AHEAD);
+        scope.spawn(move || read_windows(reader, &sender));
+        write_windows(&windows, &mut |window| {
+            each(window)?;
+            partial.file.write_all(window).map_err(failed)
+        })
+    })?;
+    for source in reader.sources() {
+        source.check()?;
+    }
+    if let Some(there) = there.filter(std::fs::Metadata::is_file) {
+        // Who may read it is not for this to change.
+        partial.file.set_permissions(there.permissions()).map_err(failed)?;
+    }
+    partial.file.sync_all().map_err(failed)?;
+    match partial.publish(target, replace) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(taken(target)),
+        other => other.map_err(failed),
+    }
+}
+
+fn taken(target: &Path) -> Error {
+    let target = shown_path(target);
+    Error::usage(format!("{target}: is there already; remove it, or ask to replace it (--force)"))
+}
+
+/// Reads the file window by window until its end, an error, or until nobody listens.
+fn read_windows(reader: &Reader, windows: &SyncSender<Result<Vec<u8>>>) {
+    let mut at = 0;
+    while at < reader.len() {
+        let mut window = vec![0; WINDOW_LEN.min(reader.len() - at) as usize];
+        let read = reader.read_at(at, &mut window).map(|_| window);
+        at += WINDOW_LEN;
+        if read.is_err() {
+            at = reader.len();
+        }
+        if windows.send(read).is_err() {
+            return;
+        }
+    }
+}
+
+fn write_windows(
+    windows: &Receiver<Result<Vec<u8>>>,
+    each: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    windows.iter().try_for_each(|window| each(&window?))
+}
+
+/// A file that is being written.
+struct Partial {
+    file: File,
+    /// The folder that it will lie in.
+    folder: PathBuf,
+    /// Its name, where it needs one before it is whole.
+    path: Option<PathBuf>,
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Partial {
+    /// A file that will become `target`.
+    fn create(target: &Path) -> io::Result<Partial> {
+        let folder = match target.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let mut options = OpenOptions::new();
+        options.write(true).mode(MODE);
+        let nameless = options.clone().custom_flags(libc::O_TMPFILE).open(folder);
+        if let Ok(file) = nameless
+            && Path::new(OPEN_FILES).join(file.as_raw_fd().to_string()).exists()
+        {
+            return Ok(Partial { file, folder: folder.to_owned(), path: None });
+        }
+        let path = temporary(folder);
+        let file = options.create_new(true).open(&path)?;
+        Ok(Partial { file, folder: folder.to_owned(), path: Some(path) })
+    }
+
+    /// Takes the space for `len` bytes, so that a full disk is known at once.
+    fn reserve(&self, len: u64) -> io::Result<()> {
+        let len = i64::try_from(len).map_err(io::Error::other)?;
+        match fallocate(&self.file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, len.max(1)) {
+            Err(e @ (Errno::ENOSPC | Errno::EDQUOT | Errno::EFBIG)) => Err(e.into()),
+            // Not all file systems can.
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the file, which is whole, its name.
+    fn publish(mut self, target: &Path, replace: bool) -> io::Result<()> {
+        if self.path.is_none() {
+            let of_file = Path::new(OPEN_FILES).join(self.file.as_raw_fd().to_string());
+            let link = |path: &Path| {
+                linkat(AT_FDCWD, &of_file, AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)
+            };
+            if !replace {
+                link(target)?;
+                return self.keep();
+            }
+            let path = temporary(&self.folder);
+            link(&path)?;
+            self.path = Some(path);
+        }
+        let Some(path) = &self.path else { return Ok(()) };
+        if replace {
+            std::fs::rename(path, target)?;
+            self.path = None;
+            return self.keep();
+        }
+        // A link fails where the name is taken. Where there are no links, the last moment counts.
+        match std::fs::hard_link(path, target) {
+            Ok(()) => self.keep(),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
+            Err(_) if std::fs::symlink_metadata(target).is_ok() => {
+                Err(io::ErrorKind::AlreadyExists.into())
+            }
+            Err(_) => {
+                std::fs::rename(path, target)?;
+                self.path = None;
+                self.keep()
+            }
+        }
+    }
+
+    /// Makes the name last.
+    fn keep(&self) -> io::Result<()> {
+        File::open(&self.folder)?.sync_all()
+    }
+}
+
+/// A name in `folder` that nobody else uses.
+fn temporary(folder: &Path) -> PathBuf {
+    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+    folder.join(format!(".tensorfs-{}-{nanos}.tmp", std::process::id()))
+}

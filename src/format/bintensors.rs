@@ -1,0 +1,445 @@
+//! The bintensors header: 8 bytes of length, bincode, then the data of all tensors without
+//! hole or overlap.
+//!
+//! Accepts what the reference implementation (crate 0.1, PyPI 0.2) accepts, except metadata
+//! keys that stand twice, and the older layout of its 0.0 releases as well. Nothing in a file
+//! says which of the two it has: the older one is tried where the newer one does not fit.
+//!
+//! Decoded here and not by bincode, whose errors say neither where nor in which tensor, and
+//! which takes memory for what is announced before it is known to be there.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map;
+use std::io::{self, BufReader, Read};
+
+use crate::dtype::Dtype;
+use crate::error::{Class, Fault, quoted};
+use crate::format::safetensors::{
+    Entry, HEADER_LEN_MAX, Header, PREFIX_LEN, SNIFF_LEN, check_entry, check_tensors, header_len,
+};
+
+/// Boundary in the file at which tensor data begins.
+const DATA_ALIGN: u64 = 8;
+
+/// Element types by their number in a header.
+const DTYPES: [Dtype; 15] = [
+    Dtype::Bool,
+    Dtype::U8,
+    Dtype::I8,
+    Dtype::F8E5M2,
+    Dtype::F8E4M3,
+    Dtype::I16,
+    Dtype::U16,
+    Dtype::F16,
+    Dtype::Bf16,
+    Dtype::I32,
+    Dtype::U32,
+    Dtype::F32,
+    Dtype::F64,
+    Dtype::I64,
+    Dtype::U64,
+];
+
+/// Bytes that a header entry takes at least: the length of an empty name, a dtype, no
+/// dimensions, two offsets.
+const ENTRY_LEN_MIN: u64 = 5;
+
+/// Bytes that a key with its value takes at least.
+const PAIR_LEN_MIN: u64 = 2;
+
+/// What a header may take once it is decoded, in bytes: the limit of the reference
+/// implementation, about 1,388,888 tensors.
+const MEMORY_MAX: u64 = 100_000_000;
+
+/// First bytes of integers longer than one byte, which follows in 2, 4 or 8.
+const MARKER_U16: u8 = 251;
+const MARKER_U32: u8 = 252;
+const MARKER_U64: u8 = 253;
+
+/// Number of an element type in a header; `None` where the format does not have it. Tensors
+/// stand in a file by this number, highest first, then by name.
+pub fn number_of(dtype: Dtype) -> Option<u8> {
+    DTYPES.iter().position(|known| *known == dtype).map(|at| at as u8)
+}
+
+/// Parses a whole file that is already in memory.
+pub fn parse_file(bytes: &[u8]) -> Result<Header, Fault> {
+    let file_len = bytes.len() as u64;
+    let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], file_len)?;
+    // In range: `header_len` compared it with the length of `bytes`.
+    parse(&bytes[8..8 + len as usize], file_len)
+}
+
+/// Parses the header of a file of `file_len` bytes.
+pub fn parse(header: &[u8], file_len: u64) -> Result<Header, Fault> {
+    let parsed = parse_stream(|| header, header.len() as u64, file_len);
+    // Memory is always read.
+    parsed.unwrap_or_else(|e| Err(Fault::new(Class::Io, e.to_string())))
+}
+
+/// Parses the header of a file of `file_len` bytes as it is read; `open` begins at its start
+/// and ends after `header_len` bytes.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one what is wrong with the header.
+pub fn parse_stream<R: Read>(
+    mut open: impl FnMut() -> R,
+    header_len: u64,
+    file_len: u64,
+) -> io::Result<Result<Header, Fault>> {
+    let mut read = |decode: fn(&mut Decoder<BufReader<R>>) -> Result<Decoded, Stop>| {
+        let reader = BufReader::new(open());
+        let memory = Memory { now: 1 };
+        let mut decoder = Decoder { reader, header_len, left: header_len, memory };
+        let (metadata, tensors) = decode(&mut decoder)?;
+        check_tensors(&tensors, header_len, file_len)?;
+        Ok(Header { metadata, tensors, header_len })
+    };
+    let fault = match read(Decoder::current) {
+        Ok(header) => return Ok(Ok(header)),
+        Err(Stop::Read(error)) => return Err(error),
+        Err(Stop::Fault(fault)) => fault,
+    };
+    match read(Decoder::older) {
+        Ok(header) => Ok(Ok(header)),
+        Err(Stop::Read(error)) => Err(error),
+        Err(Stop::Fault(_)) => Ok(Err(fault)),
+    }
+}
+
+/// Why decoding ends early.
+enum Stop {
+    Read(io::Error),
+    Fault(Fault),
+}
+
+impl From<io::Error> for Stop {
+    fn from(error: io::Error) -> Stop {
+        Stop::Read(error)
+    }
+}
+
+impl From<Fault> for Stop {
+    fn from(fault: Fault) -> Stop {
+        Stop::Fault(fault)
+    }
+}
+
+impl Stop {
+    /// The same, about tensor `name`.
+    fn tensor(self, name: &str) -> Stop {
+        match self {
+            Stop::Fault(fault) => Stop::Fault(fault.tensor(name)),
+            other => other,
+        }
+    }
+}
+
+type Metadata = Option<BTreeMap<String, String>>;
+type Decoded = (Metadata, Vec<Entry>);
+
+/// Reads the values of a header, never beyond its end.
+struct Decoder<R> {
+    reader: R,
+    header_len: u64,
+    /// Bytes of the header that were not read yet.
+    left: u64,
+    memory: Memory,
+}
+
+impl<R: Read> Decoder<R> {
+    /// The layout of today: each tensor with its name.
+    fn current(&mut self) -> Result<Decoded, Stop> {
+        let metadata = self.metadata()?;
+        let mut tensors = Vec::new();
+        let mut end = 0;
+        for _ in 0..self.list("tensors", ENTRY_LEN_MIN, ENTRY_MEMORY)? {
+            self.memory.begin(ENTRY_MEMORY);
+            let name = self.string("the name of a tensor")?;
+            let entry = self.description(end).map_err(|stop| stop.tensor(&name))?;
+            end = entry.data_offsets.end;
+            tensors.push(Entry { name, ..entry });
+        }
+        // What follows is padding, which nobody looks at.
+        Ok((metadata, tensors))
+    }
+
+    /// The layout of the 0.0 releases: tensors, then names with the position of their tensor.
+    fn older(&mut self) -> Result<Decoded, Stop> {
+        let metadata = self.metadata()?;
+        let mut tensors = Vec::new();
+        let mut end = 0;
+        for _ in 0..self.list("tensors", ENTRY_LEN_MIN - 1, OLDER_ENTRY_MEMORY)? {
+            self.memory.begin(OLDER_ENTRY_MEMORY);
+            let entry = self.description(end)?;
+            end = entry.data_offsets.end;
+            tensors.push(entry);
+        }
+        let mut named = vec![false; tensors.len()];
+        let names = self.list("names", PAIR_LEN_MIN, POSITION_MEMORY)?;
+        if names != tensors.len() as u64 {
+            return Err(self.bad(&format!("{names} names for {} tensors", tensors.len())));
+        }
+        for _ in 0..names {
+            self.memory.begin(POSITION_MEMORY);
+            self.memory.add(NUMBER_MEMORY)?;
+            let name = self.string("the name of a tensor")?;
+            let at = self.uint("the position of a tensor")?;
+            match usize::try_from(at).ok().and_then(|at| named.get_mut(at)) {
+                Some(slot) if !*slot => *slot = true,
+                _ => return Err(self.bad(&format!("{at} is the position of no other tensor"))),
+            }
+            tensors[at as usize].name = name;
+        }
+        Ok((metadata, tensors))
+    }
+
+    fn metadata(&mut self) -> Result<Metadata, Stop> {
+        match self.bytes::<1>("the mark of metadata")?[0] {
+            0 => return Ok(None),
+            1 => {}
+            mark => {
+                return Err(self.bad(&format!("the mark of metadata is {mark}, 0 or 1 expected")));
+            }
+        }
+        let mut map = BTreeMap::new();
+        for _ in 0..self.list("metadata strings", PAIR_LEN_MIN, PAIR_MEMORY)? {
+            self.memory.begin(PAIR_MEMORY);
+            let key = self.string("a metadata key")?;
+            let value = self.string("a metadata value")?;
+            match map.entry(key) {
+                btree_map::Entry::Vacant(place) => drop(place.insert(value)),
+                btree_map::Entry::Occupied(place) => {
+                    let key = quoted(place.key());
+                    let message = format!(
+                        "the metadata key {key} stands twice in the header, so the file can be \
+                         read in two ways"
+                    );
+                    return Err(Fault::new(Class::DuplicateKey, message).into());
+                }
+            }
+        }
+        Ok(Some(map))
+    }
+
+    /// A tensor without its name, which has to begin at `previous_end`. Looked at at once: a header of
+    /// nothing but wrong ones is not kept until its end.
+    fn description(&mut self, previous_end: u64) -> Result<Entry, Stop> {
+        let (marker, number) = self.marked_uint("a dtype")?;
+        if marker == MARKER_U64 {
+            return Err(self.bad("a dtype is written as an integer of 64 bits, 32 expected"));
+        }
+        let Some(&dtype) = usize::try_from(number).ok().and_then(|at| DTYPES.get(at)) else {
+            let message = format!("unknown dtype {number}, the format has 0 to 14");
+            return Err(Fault::new(Class::UnknownDtype, message).into());
+        };
+        let mut shape = Vec::new();
+        for _ in 0..self.list("dimensions", 1, NUMBER_MEMORY)? {
+            shape.push(self.uint("a dimension")?);
+        }
+        self.memory.add(PLACE_MEMORY)?;
+        let start = self.uint("the start of a tensor")?;
+        let end = self.uint("the end of a tensor")?;
+        let entry = Entry { name: String::new(), dtype, shape, data_offsets: start..end };
+        check_entry(&entry, previous_end)?;
+        Ok(entry)
+    }
+
+    /// A number of items of at least `item_len` bytes each that still fit.
+    fn count(&mut self, what: &str, item_len: u64) -> Result<u64, Stop> {
+        let count = self.uint("a count")?;
+        if count > self.left / item_len {
+            let left = self.left;
+            let message =
+                format!("{count} {what} announced, but {left} bytes of the header are left");
+            return Err(self.bad(&message));
+        }
+        Ok(count)
+    }
+
+    /// Likewise of items that take memory.
+    fn list(&mut self, what: &str, item_len: u64, item_memory: u64) -> Result<u64, Stop> {
+        let count = self.count(what, item_len)?;
+        self.memory.list(count, item_memory)?;
+        Ok(count)
+    }
+
+    fn string(&mut self, what: &str) -> Result<String, Stop> {
+        let len = self.list("bytes of text", 1, 1)?;
+        let mut bytes = Vec::new();
+        (&mut self.reader).take(len).read_to_end(&mut bytes)?;
+        if (bytes.len() as u64) < len {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+        }
+        self.left -= len;
+        String::from_utf8(bytes).map_err(|e| {
+            let at = self.at() - len + e.utf8_error().valid_up_to() as u64;
+            let message = format!("{what} is not UTF-8 at byte {at} of the header");
+            Fault::new(Class::HeaderUtf8, message).into()
+        })
+    }
+
+    fn uint(&mut self, what: &str) -> Result<u64, Stop> {
+        self.marked_uint(what).map(|(_, value)| value)
+    }
+
+    /// An integer and its first byte. Longer forms than needed are good.
+    fn marked_uint(&mut self, what: &str) -> Result<(u8, u64), Stop> {
+        let [marker] = self.bytes(what)?;
+        let value = match marker {
+            MARKER_U16 => u16::from_le_bytes(self.bytes(what)?).into(),
+            MARKER_U32 => u32::from_le_bytes(self.bytes(what)?).into(),
+            MARKER_U64 => u64::from_le_bytes(self.bytes(what)?),
+            0..MARKER_U16 => marker.into(),
+            _ => {
+                let message = format!("{what} begins with {marker}, which begins no integer");
+                return Err(self.bad(&message));
+            }
+        };
+        Ok((marker, value))
+    }
+
+    fn bytes<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Stop> {
+        if self.left < N as u64 {
+            return Err(self.bad(&format!("it ends within {what}")));
+        }
+        let mut bytes = [0; N];
+        self.reader.read_exact(&mut bytes)?;
+        self.left -= N as u64;
+        Ok(bytes)
+    }
+
+    /// Bytes read so far.
+    fn at(&self) -> u64 {
+        self.header_len - self.left
+    }
+
+    fn bad(&self, what: &str) -> Stop {
+        let message = format!("not a bintensors header: before its byte {}: {what}", self.at());
+        Fault::new(Class::HeaderDecode, message).into()
+    }
+}
+
+/// Writes the 8 bytes of length and the header, as the reference implementation does: tensors
+/// in the order given, with offsets that follow each other from 0.
+///
+/// # Errors
+/// `unknown_dtype` for a dtype that the format does not have, `header_too_large` where no
+/// reader would take the header.
+pub fn encode<'a, 'm>(
+    metadata: impl Into<Option<&'m BTreeMap<String, String>>>,
+    tensors: impl ExactSizeIterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
+) -> Result<Vec<u8>, Fault> {
+    let mut out = vec![0; PREFIX_LEN as usize];
+    let mut memory = Memory { now: 1 };
+    let metadata = metadata.into();
+    out.push(u8::from(metadata.is_some()));
+    if let Some(metadata) = metadata {
+        push_uint(&mut out, metadata.len() as u64);
+        memory.list(metadata.len() as u64, PAIR_MEMORY)?;
+        for (key, value) in metadata {
+            memory.begin(PAIR_MEMORY);
+            for text in [key, value] {
+                push_string(&mut out, text);
+                memory.list(text.len() as u64, 1)?;
+            }
+        }
+    }
+    push_uint(&mut out, tensors.len() as u64);
+    memory.list(tensors.len() as u64, ENTRY_MEMORY)?;
+    let mut start = 0u64;
+    for (name, dtype, shape, len) in tensors {
+        let Some(number) = number_of(dtype) else {
+            let message = format!(
+                "bintensors has no dtype {dtype}; keep the checkpoint as safetensors, or cast the \
+                 tensor"
+            );
+            return Err(Fault::new(Class::UnknownDtype, message).tensor(name));
+        };
+        push_string(&mut out, name);
+        out.push(number);
+        push_uint(&mut out, shape.len() as u64);
+        shape.iter().for_each(|dim| push_uint(&mut out, *dim));
+        push_uint(&mut out, start);
+        let message = "the file would have 2^64 bytes or more";
+        start = start.checked_add(len).ok_or_else(|| Fault::new(Class::Overflow, message))?;
+        push_uint(&mut out, start);
+        memory.begin(ENTRY_MEMORY);
+        memory.list(name.len() as u64, 1)?;
+        memory.list(shape.len() as u64, NUMBER_MEMORY)?;
+        memory.add(PLACE_MEMORY)?;
+    }
+    out.resize((out.len() as u64).next_multiple_of(DATA_ALIGN) as usize, b' ');
+    let len = out.len() as u64 - PREFIX_LEN;
+    if len > HEADER_LEN_MAX {
+        let message =
+            format!("a bintensors header of {len} bytes, the format allows {HEADER_LEN_MAX}");
+        return Err(Fault::new(Class::HeaderTooLarge, message));
+    }
+    out[..PREFIX_LEN as usize].copy_from_slice(&len.to_le_bytes());
+    Ok(out)
+}
+
+/// Memory of an integer, of the dtype and the two offsets of a tensor, of two strings, of a
+/// tensor, and of one and a position in the older layout, as the reference implementation counts.
+const NUMBER_MEMORY: u64 = 8;
+const PLACE_MEMORY: u64 = 20;
+const PAIR_MEMORY: u64 = 48;
+const ENTRY_MEMORY: u64 = 72;
+const OLDER_ENTRY_MEMORY: u64 = 48;
+const POSITION_MEMORY: u64 = 32;
+
+/// What the reference implementation counts against its limit while it decodes: all items of a
+/// list when it begins, and instead what each is made of when that is decoded. Beyond the limit
+/// it does not read a file, so none is written, and none is read that would take more memory.
+struct Memory {
+    now: u64,
+}
+
+impl Memory {
+    /// A list begins.
+    fn list(&mut self, len: u64, item: u64) -> Result<(), Fault> {
+        self.add(len.saturating_mul(item).saturating_add(NUMBER_MEMORY))
+    }
+
+    /// An item of a list begins: from here on its parts count.
+    fn begin(&mut self, item: u64) {
+        self.now = self.now.saturating_sub(item);
+    }
+
+    fn add(&mut self, bytes: u64) -> Result<(), Fault> {
+        self.now = self.now.saturating_add(bytes);
+        if self.now <= MEMORY_MAX {
+            return Ok(());
+        }
+        let message = format!(
+            "a bintensors header that takes {} bytes or more once it is decoded, the bintensors \
+             package allows {MEMORY_MAX}; keep so many tensors as safetensors",
+            self.now
+        );
+        Err(Fault::new(Class::HeaderTooLarge, message))
+    }
+}
+
+fn push_string(out: &mut Vec<u8>, text: &str) {
+    push_uint(out, text.len() as u64);
+    out.extend_from_slice(text.as_bytes());
+}
+
+/// Writes an integer in the shortest form.
+fn push_uint(out: &mut Vec<u8>, value: u64) {
+    if let Ok(byte) = u8::try_from(value)
+        && byte < MARKER_U16
+    {
+        out.push(byte);
+    } else if let Ok(value) = u16::try_from(value) {
+        out.push(MARKER_U16);
+        out.extend_from_slice(&value.to_le_bytes());
+    } else if let Ok(value) = u32::try_from(value) {
+        out.push(MARKER_U32);
+        out.extend_from_slice(&value.to_le_bytes());
+    } else {
+        out.push(MARKER_U64);
+        out.extend_from_slice(&value.to_le_bytes());
+    }
+}

@@ -1,0 +1,401 @@
+//! The tensors of a catalog as they stand in an index.
+//!
+//! Small, and decoded in a few passes over numbers that are read where they stand: a name shares
+//! its beginning with the one before it, tensors of one dtype and shape share a number, and a
+//! piece is expected where the one before it in the same shard ends.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use bincode::{BorrowDecode, Encode};
+
+use crate::catalog::Shard;
+use crate::catalog::ShardId;
+use crate::catalog::tensors::{Lists, Row, Tensors, WHOLE};
+use crate::dtype::Dtype;
+
+use super::frame::{List, Numbers};
+
+/// Most bytes that a name has from the one before: what an index says must not need many times
+/// the memory that it takes itself.
+const SHARED_MAX: usize = 250;
+
+/// Why columns make no catalog.
+type Doubt = &'static str;
+
+/// A dtype, a shape (a list), and the length in bytes of such a tensor.
+type KindOf = (Dtype, u32, u64);
+
+/// All columns, in the order in which they are written.
+#[derive(BorrowDecode, Encode)]
+pub(super) struct Columns<'a> {
+    /// Number of tensors.
+    len: u64,
+    /// Number of pieces of all tensors.
+    pieces_len: u64,
+    /// Length of all names together.
+    names_len: u64,
+    /// By tensor: bytes that the name has in common with the name before.
+    shared: Numbers<'a>,
+    /// By tensor: bytes of the name that follow.
+    own: Numbers<'a>,
+    /// These bytes, one name after another.
+    text: Cow<'a, [u8]>,
+    /// Names of the dtypes.
+    dtypes: List<&'a str>,
+    /// By list: how many numbers it has.
+    list_lens: List<u32>,
+    /// Numbers of all lists.
+    numbers: List<u64>,
+    /// Combinations of dtype and shape (a list).
+    kinds: List<(u32, u32)>,
+    /// By tensor: its combination.
+    kind_of: Numbers<'a>,
+    /// Boxes: offset and shape (lists).
+    cuts: List<(u32, u32)>,
+    /// By tensor: number of pieces. Empty where each has one.
+    piece_counts: Numbers<'a>,
+    /// By piece: the shard.
+    shards: Numbers<'a>,
+    /// By piece: 0 for a whole tensor, else the number of the box and one. Empty where all are
+    /// whole.
+    piece_cuts: Numbers<'a>,
+    /// By piece: bytes from the end of the piece before it in this shard (from the end of the
+    /// header), zigzag-coded.
+    distances: Numbers<'a>,
+    /// Further copies: tensor, shard, box as in `piece_cuts`, first byte.
+    replicas: List<(u32, u32, u32, u64)>,
+}
+
+/// The columns of `tensors`, whose shards are `shards`.
+pub(super) fn encode(tensors: &Tensors, shards: &[Shard]) -> Columns<'static> {
+    let mut dtypes: Vec<Dtype> = Vec::new();
+    let mut known: HashMap<(Dtype, u32), u64> = HashMap::new();
+    let mut kinds = Vec::new();
+    let mut kind_of = |(&dtype, &shape): (&Dtype, &u32)| {
+        let at = dtypes.iter().position(|other| *other == dtype).unwrap_or_else(|| {
+            dtypes.push(dtype);
+            dtypes.len() - 1
+        });
+        *known.entry((dtype, shape)).or_insert_with(|| {
+            kinds.push((at as u32, shape));
+            kinds.len() as u64 - 1
+        })
+    };
+    let kind_of = tensors.dtypes.iter().zip(&tensors.shapes).map(&mut kind_of).collect();
+    let (shared, text) = encode_names(tensors);
+    let lists = &tensors.lists;
+    let counts = || differences(&tensors.piece_ends);
+    let single = counts().all(|count| count == 1);
+    let piece_cuts = || tensors.pieces.iter().map(|row| u64::from(cut_code(row.cut)));
+    let all_whole = piece_cuts().all(|cut| cut == 0);
+    let none = || std::iter::empty().collect();
+    Columns {
+        len: tensors.len() as u64,
+        pieces_len: tensors.pieces.len() as u64,
+        names_len: tensors.names.len() as u64,
+        own: name_lens(tensors).zip(&shared).map(|(len, shared)| len - shared).collect(),
+        shared: shared.into_iter().collect(),
+        text: text.into(),
+        dtypes: dtypes.iter().map(|dtype| dtype.name()).collect(),
+        list_lens: (0..lists.len()).map(|id| lists.get(id as u32).len() as u32).collect(),
+        numbers: List(lists.numbers.clone()),
+        kinds: List(kinds),
+        kind_of,
+        cuts: List(tensors.cuts.clone()),
+        piece_counts: if single { none() } else { counts().collect() },
+        shards: tensors.pieces.iter().map(|row| u64::from(row.shard.0)).collect(),
+        piece_cuts: if all_whole { none() } else { piece_cuts().collect() },
+        distances: encode_starts(tensors, shards),
+        replicas: tensors
+            .replicas
+            .iter()
+            .map(|(tensor, row)| (*tensor, row.shard.0, cut_code(row.cut), row.start))
+            .collect(),
+    }
+}
+
+fn name_lens(tensors: &Tensors) -> impl Iterator<Item = u64> {
+    (0..tensors.len()).map(|at| tensors.name(at).len() as u64)
+}
+
+/// By tensor what its name has in common with the name before, and the rest of all names.
+fn encode_names(tensors: &Tensors) -> (Vec<u64>, Vec<u8>) {
+    let (mut shared, mut text) = (Vec::new(), Vec::new());
+    let mut before: &[u8] = &[];
+    for at in 0..tensors.len() {
+        let name = tensors.name(at).as_bytes();
+        let same = name.iter().zip(before).take_while(|(a, b)| a == b).count().min(SHARED_MAX);
+        shared.push(same as u64);
+        text.extend_from_slice(&name[same..]);
+        before = name;
+    }
+    (shared, text)
+}
+
+fn encode_starts(tensors: &Tensors, shards: &[Shard]) -> Numbers<'static> {
+    let mut ends: Vec<u64> = shards.iter().map(|shard| shard.data_start).collect();
+    let pieces = (0..tensors.len()).flat_map(|at| tensors.get(at).pieces());
+    let distances = pieces.map(|piece| {
+        let end = &mut ends[piece.shard.0 as usize];
+        let distance = piece.range.start.wrapping_sub(*end) as i64;
+        *end = piece.range.end;
+        (distance << 1 ^ distance >> 63) as u64
+    });
+    distances.collect()
+}
+
+fn cut_code(cut: u32) -> u32 {
+    if cut == WHOLE { 0 } else { cut + 1 }
+}
+
+fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
+    let before = std::iter::once(&0).chain(ends);
+    ends.iter().zip(before).map(|(end, before)| u64::from(end - before))
+}
+
+/// The tensors of `columns`, whose shards are `shards`: everything that reading them relies on is
+/// checked, but that pieces cover their tensor without overlap only by their sizes.
+pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<Tensors, Doubt> {
+    // Nothing is reserved for more than the bytes can hold.
+    if !columns.shared.may_be(columns.len) || !columns.shards.may_be(columns.pieces_len) {
+        return Err("has fewer tensors than it says");
+    }
+    let len = columns.len as usize;
+    let (names, name_ends) = decode_names(&columns, len)?;
+    let lists = decode_lists(&columns)?;
+    let kinds = decode_kinds(&columns, &lists)?;
+    if !columns.cuts.iter().all(|&(a, b)| a.max(b) < lists.len() as u32) {
+        return Err("has a box without an extent");
+    }
+    let mut tensors = Tensors {
+        names,
+        name_ends,
+        dtypes: Vec::with_capacity(len),
+        shapes: Vec::with_capacity(len),
+        piece_ends: decode_ends(&columns, len)?,
+        lists,
+        ..Tensors::default()
+    };
+    let mut kind_of = columns.kind_of.reader();
+    let mut rank = 0;
+    for _ in 0..len {
+        let kind = kind_of.next_u32().and_then(|kind| kinds.get(kind as usize));
+        let &(dtype, shape, _) = kind.ok_or("has a tensor without a shape")?;
+        rank = rank.max(tensors.lists.get(shape).len());
+        tensors.dtypes.push(dtype);
+        tensors.shapes.push(shape);
+    }
+    if !kind_of.is_done() {
+        return Err("has shapes without a tensor");
+    }
+    tensors.zeros = vec![0; rank];
+    tensors.cuts.clone_from(&columns.cuts.0);
+    tensors.pieces = decode_rows(&columns, &tensors, &kinds, shards)?;
+    tensors.replicas = decode_replicas(&columns, &tensors, shards)?;
+    Ok(tensors)
+}
+
+/// The combinations of dtype and shape, with the length that each makes.
+fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Doubt> {
+    let dtypes: Option<Vec<Dtype>> = columns.dtypes.iter().map(|d| Dtype::from_name(d)).collect();
+    let dtypes = dtypes.ok_or("has a dtype that is not known")?;
+    let kind = |&(dtype, shape): &(u32, u32)| {
+        let dtype = *dtypes.get(dtype as usize)?;
+        let list = ((shape as usize) < lists.len()).then(|| lists.get(shape))?;
+        Some((dtype, shape, len_of(dtype, list)?))
+    };
+    let kinds: Option<Vec<KindOf>> = columns.kinds.iter().map(kind).collect();
+    kinds.ok_or("has a tensor without a length")
+}
+
+/// The places of all pieces, which fill their tensors.
+fn decode_rows(
+    columns: &Columns<'_>,
+    tensors: &Tensors,
+    kinds: &[KindOf],
+    shards: &[Shard],
+) -> Result<Vec<Row>, Doubt> {
+    const PLACELESS: Doubt = "has a piece without a place";
+    let mut kind_of = columns.kind_of.reader();
+    let mut shard_of = columns.shards.reader();
+    let mut cut_of = (!columns.piece_cuts.is_empty()).then(|| columns.piece_cuts.reader());
+    let mut distances = columns.distances.reader();
+    let mut ends: Vec<u64> = shards.iter().map(|shard| shard.data_start).collect();
+    let mut check = Check { tensors, shards, lens: HashMap::new() };
+    let mut rows: Vec<Row> = Vec::with_capacity(columns.pieces_len as usize);
+    let mut total = 0u64;
+    for &pieces_end in &tensors.piece_ends {
+        let (dtype, shape, len) = kinds[kind_of.next_u32().ok_or(PLACELESS)? as usize];
+        let mut covered = 0u64;
+        for _ in rows.len()..pieces_end as usize {
+            let shard = shard_of.next_u32().ok_or(PLACELESS)?;
+            let cut = cut_of.as_mut().map_or(Some(0), |cuts| cuts.next_u32()).ok_or(PLACELESS)?;
+            let code = distances.next().ok_or(PLACELESS)?;
+            let distance = (code >> 1) as i64 ^ -((code & 1) as i64);
+            let end = ends.get_mut(shard as usize).ok_or("has a piece in no shard")?;
+            let start = end.wrapping_add_signed(distance);
+            let row = Row { shard: ShardId(shard), cut: cut.wrapping_sub(1), start };
+            let piece_len = check.len(&row, dtype, shape, len)?;
+            if piece_len == 0 && len > 0 {
+                return Err("has a piece without bytes");
+            }
+            *end = start + piece_len;
+            covered = covered.saturating_add(piece_len);
+            rows.push(row);
+        }
+        if covered != len {
+            return Err("has a tensor that its pieces do not fill");
+        }
+        total = total.checked_add(len).ok_or("has more bytes than there can be")?;
+    }
+    let done = shard_of.is_done() && distances.is_done() && cut_of.is_none_or(|c| c.is_done());
+    if done { Ok(rows) } else { Err("has places without a piece") }
+}
+
+fn decode_replicas(
+    columns: &Columns<'_>,
+    tensors: &Tensors,
+    shards: &[Shard],
+) -> Result<Vec<(u32, Row)>, Doubt> {
+    let mut check = Check { tensors, shards, lens: HashMap::new() };
+    let mut replicas: Vec<(u32, Row)> = Vec::with_capacity(columns.replicas.len());
+    for &(tensor, shard, cut, start) in &*columns.replicas {
+        if tensor as usize >= tensors.len() {
+            return Err("has a copy of no tensor");
+        }
+        let whole = tensors.get(tensor as usize);
+        let row = Row { shard: ShardId(shard), cut: cut.wrapping_sub(1), start };
+        check.len(&row, whole.dtype, tensors.shapes[tensor as usize], whole.len)?;
+        if replicas.last().is_some_and(|(before, _)| *before > tensor) {
+            return Err("has copies out of order");
+        }
+        replicas.push((tensor, row));
+    }
+    Ok(replicas)
+}
+
+/// What pieces are checked against.
+struct Check<'a> {
+    tensors: &'a Tensors,
+    shards: &'a [Shard],
+    /// Lengths of boxes that lie in their tensors, by box, dtype and shape of the tensor.
+    lens: HashMap<(u32, Dtype, u32), u64>,
+}
+
+impl Check<'_> {
+    /// Length in bytes of the piece at `row` of a tensor of this dtype, shape (a list) and
+    /// length, if it lies in its shard and its tensor.
+    #[inline]
+    fn len(&mut self, row: &Row, dtype: Dtype, shape: u32, len: u64) -> Result<u64, Doubt> {
+        let len = if row.cut == WHOLE { Some(len) } else { self.cut_len(row.cut, dtype, shape) };
+        let len = len.ok_or("has a box outside its tensor")?;
+        let shard = self.shards.get(row.shard.0 as usize).ok_or("has a piece in no shard")?;
+        let end = row.start.checked_add(len);
+        if row.start < shard.data_start || end.is_none_or(|end| end > shard.file_len) {
+            return Err("has a piece outside its shard");
+        }
+        Ok(len)
+    }
+
+    fn cut_len(&mut self, cut: u32, dtype: Dtype, shape: u32) -> Option<u64> {
+        if let Some(&len) = self.lens.get(&(cut, dtype, shape)) {
+            return Some(len);
+        }
+        let lists = &self.tensors.lists;
+        let &(offset, extent) = self.tensors.cuts.get(cut as usize)?;
+        let (offset, extent, whole) = (lists.get(offset), lists.get(extent), lists.get(shape));
+        let inside = offset.len() == whole.len()
+            && extent.len() == whole.len()
+            && (0..whole.len()).all(|dim| {
+                offset[dim].checked_add(extent[dim]).is_some_and(|end| end <= whole[dim])
+            });
+        let len = len_of(dtype, extent).filter(|_| inside)?;
+        self.lens.insert((cut, dtype, shape), len);
+        Some(len)
+    }
+}
+
+fn len_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
+    let bits = dtype.bits_of(shape)?;
+    bits.is_multiple_of(8).then_some(bits / 8)
+}
+
+/// All names and where each ends; in order, and no name twice.
+fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>), Doubt> {
+    let total = columns.names_len as usize;
+    if total > columns.text.len() + len * SHARED_MAX {
+        return Err("has no names");
+    }
+    let mut names: Vec<u8> = Vec::with_capacity(total);
+    let mut ends = Vec::with_capacity(len);
+    let (mut shared_of, mut own_of) = (columns.shared.reader(), columns.own.reader());
+    let mut text = &*columns.text;
+    let mut before = 0..0;
+    for _ in 0..len {
+        let (shared, own) = shared_of.next_u32().zip(own_of.next_u32()).ok_or("has no names")?;
+        let (shared, own) = (shared as usize, own as usize);
+        if shared > before.len().min(SHARED_MAX)
+            || own > text.len()
+            || names.len() + shared + own > total
+        {
+            return Err("has a name that does not end");
+        }
+        let (own, after) = text.split_at(own);
+        // The name before is smaller if its rest is, which mostly the first bytes tell; the first
+        // name has none before it.
+        let rest_before = &names[before.start + shared..before.end];
+        let first_tells = matches!((rest_before.first(), own.first()), (Some(a), Some(b)) if a < b);
+        if !first_tells && !ends.is_empty() && rest_before >= own {
+            return Err("has names out of order");
+        }
+        let start = names.len();
+        names.extend_from_within(before.start..before.start + shared);
+        names.extend_from_slice(own);
+        text = after;
+        before = start..names.len();
+        ends.push(names.len() as u64);
+    }
+    if names.len() != total || !(text.is_empty() && shared_of.is_done() && own_of.is_done()) {
+        return Err("has names of another length");
+    }
+    let names = String::from_utf8(names).map_err(|_| "has a name that is no text")?;
+    if ends.iter().all(|&end| names.is_char_boundary(end as usize)) {
+        Ok((names, ends))
+    } else {
+        Err("has a name that is no text")
+    }
+}
+
+fn decode_lists(columns: &Columns<'_>) -> Result<Lists, Doubt> {
+    let mut end = 0u32;
+    let ends = columns.list_lens.iter().map(|len| {
+        end = end.checked_add(*len)?;
+        Some(end)
+    });
+    let ends: Vec<u32> = ends.collect::<Option<_>>().ok_or("has lists too long")?;
+    if end as usize != columns.numbers.len() {
+        return Err("has lists of another length");
+    }
+    Ok(Lists { numbers: columns.numbers.to_vec(), ends })
+}
+
+/// Where the pieces of each of `len` tensors end.
+fn decode_ends(columns: &Columns<'_>, len: usize) -> Result<Vec<u32>, Doubt> {
+    let total = u32::try_from(columns.pieces_len).map_err(|_| "has too many pieces")?;
+    if columns.piece_counts.is_empty() && len == total as usize {
+        return Ok((1..=total).collect());
+    }
+    let mut counts = columns.piece_counts.reader();
+    let mut end = 0u32;
+    let ends = (0..len).map(|_| {
+        let count = counts.next_u32().filter(|&count| count > 0)?;
+        end = end.checked_add(count)?;
+        Some(end)
+    });
+    let ends: Vec<u32> = ends.collect::<Option<_>>().ok_or("has a tensor without pieces")?;
+    if end != total || !counts.is_done() {
+        return Err("has pieces without a tensor");
+    }
+    Ok(ends)
+}

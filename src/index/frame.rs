@@ -1,0 +1,212 @@
+//! What stands around the content of our files: magic, version, length and checksum.
+//!
+//! | bytes | what |
+//! | --- | --- |
+//! | 0..8 | magic, by kind of file |
+//! | 8..12 | version of the content, u32 little-endian |
+//! | 12..16 | zero |
+//! | 16..24 | length of the content, u64 little-endian |
+//! | 24..40 | XXH3 with 128 bits, big-endian, of bytes 0..24 and the content |
+//! | 40.. | the content: bincode 2, standard configuration |
+
+use std::borrow::Cow;
+
+use bincode::config::{Configuration, Limit, LittleEndian, Varint};
+use bincode::de::BorrowDecoder;
+use bincode::de::read::Reader;
+use bincode::enc::Encoder;
+use bincode::error::{DecodeError, EncodeError};
+use bincode::{BorrowDecode, Encode};
+
+use crate::hash::{Digest, Hasher};
+
+/// Bytes before the content.
+const FRAME_LEN: usize = 40;
+
+/// Largest content that is written or read, in bytes.
+const CONTENT_LEN_MAX: usize = 1 << 30;
+
+/// Largest file, in bytes.
+pub(super) const FILE_LEN_MAX: u64 = (FRAME_LEN + CONTENT_LEN_MAX) as u64;
+
+/// Most memory that decoded content may take, as bincode counts it.
+const MEMORY_MAX: usize = 2 << 30;
+
+/// Largest number that bincode writes as one byte.
+const SINGLE_BYTE_MAX: u8 = 250;
+
+/// Largest items for which a list reserves memory before they are decoded.
+const RESERVED_ITEM_MAX: usize = 32;
+
+const CONFIG: Configuration<LittleEndian, Varint, Limit<MEMORY_MAX>> =
+    bincode::config::standard().with_limit::<MEMORY_MAX>();
+
+/// A kind of file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kind {
+    pub(crate) magic: &'static [u8; 8],
+    pub(crate) version: u32,
+}
+
+/// The bytes of a file of `kind` with this content; `None` where it cannot be had.
+pub(crate) fn wrap(kind: Kind, content: impl Encode) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; FRAME_LEN];
+    bincode::encode_into_std_write(content, &mut bytes, CONFIG).ok()?;
+    let len = bytes.len() - FRAME_LEN;
+    if len > CONTENT_LEN_MAX {
+        return None;
+    }
+    bytes[..8].copy_from_slice(kind.magic);
+    bytes[8..12].copy_from_slice(&kind.version.to_le_bytes());
+    bytes[16..24].copy_from_slice(&(len as u64).to_le_bytes());
+    let sum = checksum(&bytes);
+    bytes[24..FRAME_LEN].copy_from_slice(&sum.0);
+    Some(bytes)
+}
+
+/// The content of a file of `kind`; what is wrong with it otherwise.
+pub(crate) fn unwrap<'a, T>(kind: Kind, bytes: &'a [u8]) -> Result<T, &'static str>
+where
+    T: BorrowDecode<'a, ()>,
+{
+    if bytes.len() < FRAME_LEN || bytes[..8] != *kind.magic {
+        return Err("is no such file of ours");
+    }
+    if bytes[8..12] != kind.version.to_le_bytes() {
+        return Err("was written by another version");
+    }
+    let len = (bytes.len() - FRAME_LEN) as u64;
+    if bytes[12..16] != [0; 4] || bytes[16..24] != len.to_le_bytes() {
+        return Err("has not the length that it was written with");
+    }
+    if bytes[24..FRAME_LEN] != checksum(bytes).0 {
+        return Err("does not match its checksum");
+    }
+    content(&bytes[FRAME_LEN..])
+}
+
+/// Decodes content, which may be anything.
+pub(crate) fn content<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, &'static str> {
+    match bincode::borrow_decode_from_slice(bytes, CONFIG) {
+        Ok((content, read)) if read == bytes.len() => Ok(content),
+        _ => Err("cannot be decoded"),
+    }
+}
+
+fn checksum(bytes: &[u8]) -> Digest {
+    let mut hasher = Hasher::new();
+    hasher.update(&bytes[..24]);
+    hasher.update(&bytes[FRAME_LEN..]);
+    hasher.finish()
+}
+
+/// A list that is written as bincode writes a `Vec`. When it is read, no memory is reserved for
+/// more items than the bytes that are left can be.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct List<T>(pub(crate) Vec<T>);
+
+impl<T> std::ops::Deref for List<T> {
+    type Target = Vec<T>;
+
+    fn deref(&self) -> &Vec<T> {
+        &self.0
+    }
+}
+
+impl<T> FromIterator<T> for List<T> {
+    fn from_iter<I: IntoIterator<Item = T>>(items: I) -> List<T> {
+        List(items.into_iter().collect())
+    }
+}
+
+impl<T: Encode> Encode for List<T> {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        self.0.encode(encoder)
+    }
+}
+
+impl<'a, C, T: BorrowDecode<'a, C>> BorrowDecode<'a, C> for List<T> {
+    fn borrow_decode<D>(decoder: &mut D) -> Result<List<T>, DecodeError>
+    where
+        D: BorrowDecoder<'a, Context = C>,
+    {
+        let len = usize::borrow_decode(decoder)?;
+        // Every item takes a byte at least.
+        if decoder.reader().peek_read(len).is_none() {
+            return Err(DecodeError::UnexpectedEnd { additional: len });
+        }
+        let small = size_of::<T>() <= RESERVED_ITEM_MAX;
+        let mut items = Vec::with_capacity(if small { len } else { 0 });
+        for _ in 0..len {
+            items.push(T::borrow_decode(decoder)?);
+        }
+        Ok(List(items))
+    }
+}
+
+/// Numbers one after another as bincode writes each, in a string of bytes: they are read where
+/// they stand, and take no memory of their own.
+#[derive(BorrowDecode, Encode)]
+pub(super) struct Numbers<'a>(Cow<'a, [u8]>);
+
+impl<'a> Numbers<'a> {
+    /// What reads them from the first on.
+    pub(super) fn reader(&self) -> NumberReader<'_> {
+        NumberReader(&self.0)
+    }
+
+    /// Whether there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether there can be `count` of them: each takes a byte at least.
+    pub(super) fn may_be(&self, count: u64) -> bool {
+        count <= self.0.len() as u64
+    }
+}
+
+impl FromIterator<u64> for Numbers<'_> {
+    fn from_iter<I: IntoIterator<Item = u64>>(numbers: I) -> Self {
+        let mut bytes = Vec::new();
+        for number in numbers {
+            // A number always has a form, and a Vec takes every write.
+            let _ = bincode::encode_into_std_write(number, &mut bytes, CONFIG);
+        }
+        Numbers(bytes.into())
+    }
+}
+
+/// Reads numbers.
+pub(super) struct NumberReader<'a>(&'a [u8]);
+
+impl NumberReader<'_> {
+    /// The next number; none where there is none, or only a part of one.
+    #[inline]
+    pub(super) fn next(&mut self) -> Option<u64> {
+        match self.0.split_first() {
+            Some((&byte, rest)) if byte <= SINGLE_BYTE_MAX => {
+                self.0 = rest;
+                Some(u64::from(byte))
+            }
+            _ => self.next_long(),
+        }
+    }
+
+    fn next_long(&mut self) -> Option<u64> {
+        let (number, len) = bincode::decode_from_slice(self.0, CONFIG).ok()?;
+        self.0 = &self.0[len..];
+        Some(number)
+    }
+
+    /// The next number, as a position.
+    #[inline]
+    pub(super) fn next_u32(&mut self) -> Option<u32> {
+        self.next()?.try_into().ok()
+    }
+
+    /// Whether all were read.
+    pub(super) fn is_done(&self) -> bool {
+        self.0.is_empty()
+    }
+}

@@ -1,0 +1,242 @@
+//! The index: what the headers of a folder said, as one small file, so that the next start reads
+//! that instead of every shard.
+//!
+//! An index belongs to one folder and holds its sets as they were proved, with a fingerprint of
+//! every file that they were made from. It is a copy and nothing else: whoever finds a reason to
+//! doubt it (another version, a wrong checksum, a file with another fingerprint and other header
+//! bytes) reads the headers again and writes it anew. It is never a reason for an error.
+
+mod columns;
+mod frame;
+mod store;
+mod sums;
+
+use bincode::{BorrowDecode, Decode, Encode};
+
+use crate::catalog::{Catalog, Shard};
+use crate::hash::Digest;
+
+use columns::Columns;
+use frame::{Kind, List};
+pub(crate) use store::file_name;
+pub use store::{STORE_VARIABLE, Store};
+pub use sums::{CHUNK_LEN, Chunk, ChunkHasher, Cuts, SUMS_EXTENSION, ShardSums, Sums};
+
+/// Extension of index files.
+pub const EXTENSION: &str = "index";
+
+/// The version goes up with every change of the content, and with every change of what is proved
+/// or how a file is laid out: an index says both as it was when it was made.
+const KIND: Kind = Kind { magic: b"TENSORFS", version: 1 };
+
+/// What tells one state of a file from another, without reading it.
+#[derive(Clone, Copy, Debug, Decode, Encode, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// Inode number.
+    pub ino: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Time of the last change of the bytes, in seconds and nanoseconds.
+    pub mtime: (i64, i64),
+    /// Time of the last change of bytes or attributes, likewise.
+    pub ctime: (i64, i64),
+}
+
+/// A file that the sets of a folder were made from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileRecord {
+    /// Its name in the folder.
+    pub name: String,
+    /// What it was.
+    pub fingerprint: Fingerprint,
+    /// Length of the bytes at its beginning that were looked at: of a shard up to its data, of a
+    /// weight map all.
+    pub head_len: u64,
+    /// Hash of these bytes.
+    pub head: [u8; 16],
+}
+
+/// A set as it was proved.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SetRecord {
+    /// Name of the file that it is shown as.
+    pub name: String,
+    /// What makes its files a set, as a word.
+    pub kind: String,
+    /// Names of its files, weight map included.
+    pub files: Vec<String>,
+    /// Whether a shard carries a note that makes it a piece.
+    pub noted: bool,
+    /// Where a manifest lay beside it, and agreed: whether that knows all shapes.
+    pub manifest: Option<bool>,
+    /// Its weight map: file name, and the metadata in it as JSON.
+    pub map: Option<(String, String)>,
+    /// Length and header hash of the virtual file, where it was laid out.
+    pub shown: Option<(u64, Digest)>,
+    /// What it holds.
+    pub catalog: Catalog,
+}
+
+/// What the index of one folder holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Index {
+    /// The folder, so that it can be told whose index a file is.
+    pub folder: Vec<u8>,
+    /// When the files were looked at, in seconds since 1970.
+    pub made: i64,
+    /// Every file that could be part of a set, by name.
+    pub files: Vec<FileRecord>,
+    /// Names in the folder that lead to no file that may be read.
+    pub unusable: Vec<Vec<u8>>,
+    /// Names that are only shown as part of a set.
+    pub weights: Vec<String>,
+    /// What is unusual but not wrong, a line each.
+    pub notes: Vec<String>,
+    /// Its sets, all of them whole.
+    pub sets: Vec<SetRecord>,
+}
+
+/// Seconds since 1970, as indexes and checksums note them.
+pub(crate) fn now() -> i64 {
+    std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64)
+}
+
+/// An index as it is written. What has a length of its own is borrowed, or a `List`: nothing is
+/// reserved for what the bytes cannot hold.
+#[derive(BorrowDecode, Encode)]
+struct Content<'a> {
+    folder: &'a [u8],
+    made: i64,
+    files: List<FileContent<'a>>,
+    unusable: List<&'a [u8]>,
+    weights: List<&'a str>,
+    notes: List<&'a str>,
+    sets: List<SetContent<'a>>,
+}
+
+#[derive(BorrowDecode, Encode)]
+struct FileContent<'a> {
+    name: &'a str,
+    fingerprint: Fingerprint,
+    head_len: u64,
+    head: [u8; 16],
+}
+
+#[derive(BorrowDecode, Encode)]
+struct SetContent<'a> {
+    name: &'a str,
+    kind: &'a str,
+    files: List<&'a str>,
+    noted: bool,
+    manifest: Option<bool>,
+    map: Option<(&'a str, &'a str)>,
+    shown: Option<(u64, [u8; 16])>,
+    /// Name, length, first byte of data.
+    shards: List<(&'a str, u64, u64)>,
+    metadata: Option<List<(&'a str, &'a str)>>,
+    notes: List<&'a str>,
+    columns: Columns<'a>,
+}
+
+impl<'a> FileContent<'a> {
+    fn of(file: &'a FileRecord) -> FileContent<'a> {
+        let FileRecord { name, fingerprint, head_len, head } = file;
+        FileContent { name, fingerprint: *fingerprint, head_len: *head_len, head: *head }
+    }
+
+    fn into_record(self) -> FileRecord {
+        let FileContent { name, fingerprint, head_len, head } = self;
+        FileRecord { name: name.to_owned(), fingerprint, head_len, head }
+    }
+}
+
+fn borrowed(strings: &[String]) -> List<&str> {
+    strings.iter().map(String::as_str).collect()
+}
+
+fn owned(strings: List<&str>) -> Vec<String> {
+    strings.iter().map(|string| (*string).to_owned()).collect()
+}
+
+impl<'a> SetContent<'a> {
+    fn of(set: &'a SetRecord) -> SetContent<'a> {
+        let catalog = &set.catalog;
+        let shard = |shard: &'a Shard| (shard.name.as_str(), shard.file_len, shard.data_start);
+        SetContent {
+            name: &set.name,
+            kind: &set.kind,
+            files: borrowed(&set.files),
+            noted: set.noted,
+            manifest: set.manifest,
+            map: set.map.as_ref().map(|(name, metadata)| (name.as_str(), metadata.as_str())),
+            shown: set.shown.map(|(len, header)| (len, header.0)),
+            shards: catalog.shards.iter().map(shard).collect(),
+            metadata: catalog.metadata.as_ref().map(|metadata| {
+                metadata.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect()
+            }),
+            notes: borrowed(&catalog.notes),
+            columns: columns::encode(&catalog.columns, &catalog.shards),
+        }
+    }
+
+    fn into_record(self) -> Result<SetRecord, &'static str> {
+        let shard = |&(name, file_len, data_start): &(&str, u64, u64)| Shard {
+            name: name.to_owned(),
+            file_len,
+            data_start,
+        };
+        let shards: Vec<Shard> = self.shards.iter().map(shard).collect();
+        let columns = columns::decode(self.columns, &shards)?;
+        let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        let metadata = self.metadata.map(|metadata| metadata.iter().map(pair).collect());
+        Ok(SetRecord {
+            name: self.name.to_owned(),
+            kind: self.kind.to_owned(),
+            files: owned(self.files),
+            noted: self.noted,
+            manifest: self.manifest,
+            map: self.map.map(|(name, metadata)| (name.to_owned(), metadata.to_owned())),
+            shown: self.shown.map(|(len, header)| (len, Digest(header))),
+            catalog: Catalog { shards, columns, metadata, notes: owned(self.notes) },
+        })
+    }
+}
+
+impl Index {
+    /// The bytes of the index file; `None` where it would be too long.
+    pub fn encode(&self) -> Option<Vec<u8>> {
+        let content = Content {
+            folder: &self.folder,
+            made: self.made,
+            files: self.files.iter().map(FileContent::of).collect(),
+            unusable: self.unusable.iter().map(Vec::as_slice).collect(),
+            weights: borrowed(&self.weights),
+            notes: borrowed(&self.notes),
+            sets: self.sets.iter().map(SetContent::of).collect(),
+        };
+        frame::wrap(KIND, content)
+    }
+
+    /// The index in `bytes`, or what speaks against it.
+    pub fn decode(bytes: &[u8]) -> Result<Index, &'static str> {
+        Index::of_content(frame::unwrap(KIND, bytes)?)
+    }
+
+    /// Likewise from bytes without their frame, which may be anything.
+    pub fn decode_unframed(bytes: &[u8]) -> Result<Index, &'static str> {
+        Index::of_content(frame::content(bytes)?)
+    }
+
+    fn of_content(content: Content<'_>) -> Result<Index, &'static str> {
+        let sets = content.sets.0.into_iter().map(SetContent::into_record);
+        Ok(Index {
+            folder: content.folder.to_vec(),
+            made: content.made,
+            files: content.files.0.into_iter().map(FileContent::into_record).collect(),
+            unusable: content.unusable.iter().map(|name| name.to_vec()).collect(),
+            weights: owned(content.weights),
+            notes: owned(content.notes),
+            sets: sets.collect::<Result<_, _>>()?,
+        })
+    }
+}

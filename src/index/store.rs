@@ -1,0 +1,437 @@
+//! The folder that indexes and checksums are kept in.
+//!
+//! What it holds is no part of a checkpoint, so nothing here is an error to a caller that only
+//! wants to be fast: what cannot be read is not there, what cannot be written is not kept. Files
+//! appear by rename, whole or not at all, however many processes write them at once. Only files
+//! that nobody else could have written are read, nothing is written where others could put
+//! something in its place, and nothing is removed that does not have a name of ours.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::libc;
+
+use crate::hash::Digest;
+
+use super::frame::FILE_LEN_MAX;
+
+/// Most files and bytes kept; the oldest make way.
+const FILES_MAX: usize = 4096;
+const BYTES_MAX: u64 = 4 << 30;
+
+/// Files from which on a look at their sizes is worth it.
+const FILES_UNCOUNTED: usize = 64;
+
+/// Extensions of files that are kept.
+const EXTENSIONS: [&str; 2] = ["index", "sums"];
+
+/// End of the names of files that are not yet whole.
+const TEMPORARY: &str = ".tmp";
+
+/// Age at which a temporary file is taken for one that its writer left behind.
+const TEMPORARY_AGE: Duration = Duration::from_secs(3600);
+
+/// How long an update waits for another one, and how often it asks.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Environment variable that names the folder.
+pub const STORE_VARIABLE: &str = "TENSORFS_INDEX_DIR";
+
+/// A folder of indexes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Store {
+    folder: PathBuf,
+}
+
+impl Store {
+    /// The store in `folder`, which is made when something is written.
+    pub fn new(folder: PathBuf) -> Store {
+        Store { folder }
+    }
+
+    /// The store of this user: `$TENSORFS_INDEX_DIR`, `$XDG_CACHE_HOME/tensorfs`,
+    /// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. None where there is no such place,
+    /// or the variable says `none`.
+    pub fn of_user() -> Option<Store> {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        if let Some(folder) = variable(STORE_VARIABLE) {
+            let folder = (folder != "none").then_some(folder)?;
+            // A daemon leaves the working directory.
+            return std::path::absolute(folder).ok().map(Store::new);
+        }
+        // The XDG specification: what is not absolute is to be ignored.
+        let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        if let Some(cache) = absolute("XDG_CACHE_HOME") {
+            return Some(Store::new(cache.join("tensorfs")));
+        }
+        if nix::unistd::geteuid().is_root() {
+            return Some(Store::new("/var/cache/tensorfs".into()));
+        }
+        absolute("HOME").map(|home| Store::new(home.join(".cache/tensorfs")))
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where the file `name` is or would be.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// The bytes of the file `name`.
+    ///
+    /// # Errors
+    /// Why it is not used: `NotFound` where it is not there.
+    pub fn read(&self, name: &str) -> io::Result<Vec<u8>> {
+        self.check_folder()?;
+        let mut file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
+            .open(self.path(name))?;
+        let meta = file.metadata()?;
+        if !meta.is_file() || !is_trusted(meta.uid()) || others_write(meta.mode()) {
+            return Err(io::Error::other("others may have written it"));
+        }
+        if meta.len() > FILE_LEN_MAX {
+            return Err(io::Error::other("it is too long"));
+        }
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(meta.len() as usize)?;
+        file.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Writes the file `name`.
+    ///
+    /// # Errors
+    /// Why it is not kept; nothing stays half-written.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        self.put(name, bytes, false)
+    }
+
+    /// Replaces the file `name`, of which nothing else is a copy, by what `change` makes of it:
+    /// one process at a time, and so that a crash leaves the old file or the new one. None
+    /// leaves it as it is.
+    ///
+    /// # Errors
+    /// Why it is not kept; nothing stays half-written.
+    pub fn update(
+        &self,
+        name: &str,
+        change: impl FnOnce(io::Result<Vec<u8>>) -> Option<Vec<u8>>,
+    ) -> io::Result<()> {
+        self.make_folder()?;
+        let _one_at_a_time = self.lock();
+        change(self.read(name)).map_or(Ok(()), |bytes| self.put(name, &bytes, true))
+    }
+
+    /// Locks the folder against others that update; where that cannot be had in time, the
+    /// update goes on without: at worst one of two is lost.
+    fn lock(&self) -> Option<Flock<File>> {
+        let started = Instant::now();
+        let mut folder = File::open(&self.folder).ok()?;
+        loop {
+            match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Some(lock),
+                Err((same, Errno::EWOULDBLOCK)) if started.elapsed() < LOCK_TIMEOUT => {
+                    folder = same;
+                    std::thread::sleep(LOCK_INTERVAL);
+                }
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn make_folder(&self) -> io::Result<()> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
+        self.check_folder()
+    }
+
+    /// Writes a file; `synced`: it is on the disk before it takes its name.
+    fn put(&self, name: &str, bytes: &[u8], synced: bool) -> io::Result<()> {
+        self.make_folder()?;
+        let temporary = self.path(&temporary_name(name));
+        let written = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&temporary)
+            .and_then(|mut file: File| {
+                file.write_all(bytes)?;
+                if synced { file.sync_all() } else { Ok(()) }
+            })
+            .and_then(|()| std::fs::rename(&temporary, self.path(name)));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&temporary);
+        }
+        self.make_room();
+        written
+    }
+
+    /// Takes the file `name` away. Returns whether it was there.
+    pub fn remove(&self, name: &str) -> bool {
+        std::fs::remove_file(self.path(name)).is_ok()
+    }
+
+    /// Refuses a folder in which others could put something in the place of what we wrote.
+    fn check_folder(&self) -> io::Result<()> {
+        let meta = std::fs::metadata(&self.folder)?;
+        let sticky = meta.mode() & libc::S_ISVTX != 0;
+        if !is_trusted(meta.uid()) || (others_write(meta.mode()) && !sticky) {
+            return Err(io::Error::other("others may write to its folder"));
+        }
+        Ok(())
+    }
+
+    /// Removes the oldest files where there are too many, and what killed writers left.
+    fn make_room(&self) {
+        let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let (temporary, kept): (Vec<String>, Vec<String>) =
+            names.filter(|name| is_ours(name)).partition(|name| name.ends_with(TEMPORARY));
+        for path in temporary.iter().map(|name| self.path(name)) {
+            let meta = std::fs::symlink_metadata(&path);
+            let old =
+                |modified: SystemTime| modified.elapsed().is_ok_and(|age| age > TEMPORARY_AGE);
+            if meta.and_then(|meta| meta.modified()).is_ok_and(old) {
+                let _ = std::fs::remove_file(path);
+            }
+        }
+        if kept.len() > FILES_UNCOUNTED {
+            self.remove_oldest(&kept);
+        }
+    }
+
+    fn remove_oldest(&self, names: &[String]) {
+        let file = |name: &String| {
+            let path = self.path(name);
+            let meta = std::fs::symlink_metadata(&path).ok()?;
+            // What headers said can be read again; checksums cannot be made of what was.
+            let last = name.ends_with(".sums");
+            Some((last, meta.modified().ok()?, meta.len(), path))
+        };
+        let mut files: Vec<(bool, SystemTime, u64, PathBuf)> =
+            names.iter().filter_map(file).collect();
+        files.sort_unstable();
+        let (mut count, mut bytes) =
+            (files.len(), files.iter().map(|(_, _, len, _)| len).sum::<u64>());
+        for (_, _, len, path) in files {
+            if count <= FILES_MAX && bytes <= BYTES_MAX {
+                break;
+            }
+            let _ = std::fs::remove_file(path);
+            count -= 1;
+            bytes -= len;
+        }
+    }
+}
+
+/// The name of a file about what `parts` name; one with a zero byte would be taken for two.
+pub(crate) fn file_name(parts: &[&[u8]], extension: &str) -> String {
+    format!("{}.{extension}", Digest::of(&parts.join(&0)))
+}
+
+/// Whether what this user owns is to be believed: we, and root.
+fn is_trusted(uid: u32) -> bool {
+    uid == nix::unistd::geteuid().as_raw() || uid == 0
+}
+
+fn others_write(mode: u32) -> bool {
+    mode & 0o022 != 0
+}
+
+/// Whether a file of this name is one that we wrote: the digest of what it is about and an
+/// extension, also with what `temporary_name` puts around these. The folder may hold others.
+fn is_ours(name: &str) -> bool {
+    let kept = match name.strip_suffix(TEMPORARY) {
+        None => Some(name),
+        Some(stem) => stem.strip_prefix('.').and_then(|stem| stem.split('-').next()),
+    };
+    let parts = kept.and_then(|kept| kept.split_once('.'));
+    parts.is_some_and(|(digest, extension)| {
+        let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        digest.len() == 32 && digest.bytes().all(hex) && EXTENSIONS.contains(&extension)
+    })
+}
+
+/// A name that no other writer has.
+fn temporary_name(name: &str) -> String {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+    format!(".{name}-{}-{number}-{nanos}{TEMPORARY}", std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    const NAME: &str = "0123456789abcdef0123456789abcdef.index";
+
+    fn store() -> (tempfile::TempDir, Store) {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().join("a/b"));
+        (folder, store)
+    }
+
+    fn chmod(path: &Path, mode: u32) {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    fn names(store: &Store) -> Vec<String> {
+        let entries = std::fs::read_dir(store.folder()).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn what_is_written_is_read_back_and_only_its_owner_may_read_it() {
+        let (_home, store) = store();
+        store.write(NAME, b"one").unwrap();
+        store.write(NAME, b"two").unwrap();
+        assert_eq!(store.read(NAME).unwrap(), b"two");
+        assert_eq!(names(&store), [NAME]);
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
+        assert_eq!((mode(store.folder()), mode(&store.path(NAME))), (0o700, 0o600));
+        assert!(store.remove(NAME) && !store.remove(NAME));
+        assert_eq!(store.read(NAME).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn what_others_could_have_written_is_not_read() {
+        let (_home, store) = store();
+        store.write(NAME, b"good").unwrap();
+        for mode in [0o620, 0o602] {
+            chmod(&store.path(NAME), mode);
+            assert!(store.read(NAME).is_err(), "a file of mode {mode:o}");
+        }
+        chmod(&store.path(NAME), 0o644);
+        for (mode, good) in [(0o770, false), (0o777, false), (0o1777, true), (0o755, true)] {
+            chmod(store.folder(), mode);
+            assert_eq!(store.read(NAME).is_ok(), good, "a folder of mode {mode:o}");
+            assert_eq!(store.write(NAME, b"good").is_ok(), good, "a folder of mode {mode:o}");
+            assert_eq!(names(&store), [NAME]);
+        }
+    }
+
+    #[test]
+    fn what_another_user_owns_is_neither_read_nor_written() {
+        if !nix::unistd::geteuid().is_root() {
+            return println!("needs root");
+        }
+        let (_home, store) = store();
+        store.write(NAME, b"good").unwrap();
+        std::os::unix::fs::chown(store.path(NAME), Some(65534), None).unwrap();
+        assert!(store.read(NAME).is_err());
+        store.write(NAME, b"new").unwrap();
+        assert_eq!(store.read(NAME).unwrap(), b"new");
+        std::os::unix::fs::chown(store.folder(), Some(65534), None).unwrap();
+        assert!(store.read(NAME).is_err() && store.write(NAME, b"newer").is_err());
+        assert_eq!(std::fs::read(store.path(NAME)).unwrap(), b"new");
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_file_is_neither_followed_nor_written_through() {
+        let (home, store) = store();
+        let target = home.path().join("target");
+        std::fs::write(&target, b"other").unwrap();
+        std::fs::create_dir_all(store.folder()).unwrap();
+        symlink(&target, store.path(NAME)).unwrap();
+        assert!(store.read(NAME).is_err());
+        store.write(NAME, b"ours").unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), b"other");
+        assert_eq!(store.read(NAME).unwrap(), b"ours");
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_not_waited_for() {
+        let (_home, store) = store();
+        std::fs::create_dir_all(store.folder()).unwrap();
+        nix::unistd::mkfifo(&store.path(NAME), nix::sys::stat::Mode::from_bits_retain(0o600))
+            .unwrap();
+        assert!(store.read(NAME).is_err());
+    }
+
+    #[test]
+    fn only_files_with_names_of_ours_make_room() {
+        let (_home, store) = store();
+        std::fs::create_dir_all(store.folder()).unwrap();
+        let before = SystemTime::now() - 2 * TEMPORARY_AGE;
+        let make = |name: &str| {
+            let file = File::create(store.path(name)).unwrap();
+            file.set_modified(before).unwrap();
+        };
+        let others = ["book.index", "work.tmp", ".work.index-1-2-3.tmp", "0123.index"];
+        others.iter().for_each(|name| make(name));
+        for number in 0..FILES_MAX + 10 {
+            make(&format!("{number:032x}.{}", EXTENSIONS[number % 2]));
+        }
+        make(&temporary_name(NAME));
+        File::create(store.path(&temporary_name(NAME))).unwrap();
+        store.write(NAME, b"new").unwrap();
+        let left = names(&store);
+        let ours = left.iter().filter(|name| is_ours(name) && !name.ends_with(TEMPORARY)).count();
+        assert_eq!(ours, FILES_MAX);
+        // The temporary file of one who may still be writing stays.
+        assert_eq!(left.len(), FILES_MAX + others.len() + 1);
+        assert!(others.iter().all(|name| store.path(name).exists()));
+        assert_eq!(store.read(NAME).unwrap(), b"new");
+    }
+
+    #[test]
+    fn a_name_is_ours_only_in_full() {
+        assert!(is_ours(NAME) && is_ours(&temporary_name(NAME)));
+        let upper = NAME.to_uppercase();
+        for name in ["", ".tmp", "..tmp", "a.index", &upper, &NAME[1..], &format!("{NAME}.x")] {
+            assert!(!is_ours(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn updates_at_the_same_time_lose_nothing() {
+        let (_home, store) = store();
+        std::thread::scope(|scope| {
+            for number in 0..16u8 {
+                let store = &store;
+                scope.spawn(move || {
+                    let add = |before: io::Result<Vec<u8>>| {
+                        let mut bytes = before.unwrap_or_default();
+                        bytes.push(number);
+                        Some(bytes)
+                    };
+                    store.update(NAME, add).unwrap();
+                });
+            }
+        });
+        let mut bytes = store.read(NAME).unwrap();
+        bytes.sort_unstable();
+        assert_eq!(bytes, (0..16).collect::<Vec<u8>>());
+        assert_eq!(names(&store), [NAME]);
+    }
+
+    #[test]
+    fn checksums_make_way_after_indexes() {
+        let (_home, store) = store();
+        let sums = format!("{}.sums", "0".repeat(32));
+        store.write(&sums, b"kept").unwrap();
+        for number in 0..FILES_MAX {
+            std::fs::write(store.path(&format!("{number:032x}.index")), b"").unwrap();
+        }
+        store.write(NAME, b"").unwrap();
+        assert_eq!(names(&store).len(), FILES_MAX);
+        assert_eq!(store.read(&sums).unwrap(), b"kept");
+    }
+}

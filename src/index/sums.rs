@@ -1,0 +1,294 @@
+//! Checksums: what every byte of the shards of a folder was when they were first read whole.
+//!
+//! A file of its own beside the index, since that is thrown away at any doubt and this is not. Of
+//! each shard it holds how the file is cut into parts (the bytes before the data, each stored
+//! piece of a tensor, and what no tensor uses), and a hash of every part: of large ones a hash
+//! of each `CHUNK_LEN` bytes, so that a part that differs is found to within that. Nothing here
+//! touches a file.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bincode::{Decode, Encode};
+
+use crate::hash::{Digest, Hasher};
+
+use super::Fingerprint;
+use super::frame::{self, Kind};
+
+/// Extension of files of checksums.
+pub const SUMS_EXTENSION: &str = "sums";
+
+/// Most bytes that one hash is of.
+pub const CHUNK_LEN: u64 = 1 << 20;
+
+const KIND: Kind = Kind { magic: b"TFS-SUMS", version: 1 };
+
+/// How a file is cut: into parts without gaps, and those into chunks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cuts {
+    /// Where each part ends.
+    ends: Vec<u64>,
+    /// How many chunks there are up to the end of each part.
+    chunk_ends: Vec<u32>,
+}
+
+/// The checksums of one shard.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardSums {
+    /// Its name in the folder.
+    pub name: String,
+    /// What it was.
+    pub fingerprint: Fingerprint,
+    /// When they were recorded, in seconds since 1970.
+    pub recorded: i64,
+    /// Its parts; the first one is what stands before the data.
+    pub cuts: Arc<Cuts>,
+    /// The hash of each chunk.
+    pub digests: Vec<Digest>,
+}
+
+/// The checksums of the shards of one folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sums {
+    /// The folder, so that it can be told whose checksums a file holds.
+    pub folder: Vec<u8>,
+    /// By name.
+    pub shards: Vec<Arc<ShardSums>>,
+}
+
+/// A chunk of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// Its bytes.
+    pub range: Range<u64>,
+    /// Which digest is its.
+    pub number: usize,
+}
+
+/// As it is written.
+#[derive(Decode, Encode)]
+struct Content {
+    folder: Vec<u8>,
+    shards: Vec<ShardContent>,
+}
+
+#[derive(Decode, Encode)]
+struct ShardContent {
+    name: String,
+    fingerprint: Fingerprint,
+    recorded: i64,
+    /// Length of each part.
+    lens: Vec<u64>,
+    /// 16 bytes for each chunk.
+    digests: Vec<u8>,
+}
+
+impl Cuts {
+    /// Parts of these lengths, one after another; empty ones are left out. None where there are
+    /// more bytes or chunks than can be counted.
+    pub fn new(lens: impl IntoIterator<Item = u64>) -> Option<Cuts> {
+        let (mut cuts, mut end, mut chunks) = (Cuts::default(), 0u64, 0u32);
+        for len in lens.into_iter().filter(|&len| len > 0) {
+            end = end.checked_add(len)?;
+            chunks = chunks.checked_add(u32::try_from(len.div_ceil(CHUNK_LEN)).ok()?)?;
+            cuts.ends.push(end);
+            cuts.chunk_ends.push(chunks);
+        }
+        Some(cuts)
+    }
+
+    /// Length of the file in bytes.
+    pub fn file_len(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// Number of parts.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether the file has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Number of chunks.
+    pub fn chunks_len(&self) -> usize {
+        self.chunk_ends.last().map_or(0, |&end| end as usize)
+    }
+
+    /// The bytes of a part.
+    pub fn part(&self, at: usize) -> Range<u64> {
+        let start = if at == 0 { 0 } else { self.ends[at - 1] };
+        start..self.ends[at]
+    }
+
+    /// The parts that `range`, cut at the end of the file, has bytes of.
+    pub fn parts_of(&self, range: &Range<u64>) -> Range<usize> {
+        let end = range.end.min(self.file_len());
+        if range.start >= end {
+            return 0..0;
+        }
+        let first = self.ends.partition_point(|&part_end| part_end <= range.start);
+        first..self.ends.partition_point(|&part_end| part_end < end) + 1
+    }
+
+    /// The part that a chunk belongs to.
+    pub fn part_of_chunk(&self, number: usize) -> usize {
+        self.chunk_ends.partition_point(|&end| end as usize <= number)
+    }
+
+    /// The chunks that `range` has bytes of.
+    pub fn chunks_of(&self, range: Range<u64>) -> impl Iterator<Item = Chunk> + '_ {
+        let wanted = range.clone();
+        self.parts_of(&range).flat_map(move |at| {
+            let part = self.part(at);
+            let before = if at == 0 { 0 } else { self.chunk_ends[at - 1] as usize };
+            let first = wanted.start.saturating_sub(part.start) / CHUNK_LEN;
+            let last = (wanted.end.min(part.end) - part.start).div_ceil(CHUNK_LEN);
+            (first..last).map(move |chunk| {
+                let start = part.start + chunk * CHUNK_LEN;
+                let range = start..(start + CHUNK_LEN).min(part.end);
+                Chunk { range, number: before + chunk as usize }
+            })
+        })
+    }
+}
+
+impl ShardSums {
+    /// The digests of the chunks that `range` has bytes of.
+    pub fn digests_of(&self, range: Range<u64>) -> impl Iterator<Item = Digest> + '_ {
+        self.cuts.chunks_of(range).map(|chunk| self.digests[chunk.number])
+    }
+}
+
+/// Hashes a file that comes from its beginning on, chunk by chunk.
+#[derive(Debug)]
+pub struct ChunkHasher {
+    cuts: Arc<Cuts>,
+    digests: Vec<Digest>,
+    /// The part that is being hashed, and how far the chunk and all of it have come.
+    part: usize,
+    at: u64,
+    chunk_end: u64,
+    /// Of a chunk of which some bytes were there before.
+    begun: Option<Hasher>,
+}
+
+impl ChunkHasher {
+    /// Of a file that is cut so.
+    pub fn new(cuts: Arc<Cuts>) -> ChunkHasher {
+        let digests = Vec::with_capacity(cuts.chunks_len());
+        let mut hasher = ChunkHasher { cuts, digests, part: 0, at: 0, chunk_end: 0, begun: None };
+        hasher.chunk_end = hasher.end_of_chunk();
+        hasher
+    }
+
+    fn end_of_chunk(&self) -> u64 {
+        let end = self.cuts.ends.get(self.part).copied().unwrap_or(u64::MAX);
+        end.min(self.at.saturating_add(CHUNK_LEN))
+    }
+
+    /// Adds bytes; those after the end of the file are of no part.
+    pub fn update(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() && self.part < self.cuts.len() {
+            let left = self.chunk_end - self.at;
+            let (own, rest) = bytes.split_at(left.min(bytes.len() as u64) as usize);
+            bytes = rest;
+            self.at += own.len() as u64;
+            if self.at < self.chunk_end {
+                self.begun.get_or_insert_default().update(own);
+                continue;
+            }
+            self.digests.push(match self.begun.take() {
+                None => Digest::of(own),
+                Some(mut begun) => {
+                    begun.update(own);
+                    begun.finish()
+                }
+            });
+            self.part += usize::from(self.at == self.cuts.ends[self.part]);
+            self.chunk_end = self.end_of_chunk();
+        }
+    }
+
+    /// The digests of all chunks; none where the file has not come to its end.
+    pub fn finish(self) -> Option<Vec<Digest>> {
+        (self.part == self.cuts.len()).then_some(self.digests)
+    }
+}
+
+impl Sums {
+    /// Those of the shard called `name`.
+    pub fn shard(&self, name: &str) -> Option<&Arc<ShardSums>> {
+        let at = self.shards.binary_search_by(|shard| shard.name.as_str().cmp(name));
+        at.ok().map(|at| &self.shards[at])
+    }
+
+    /// Puts those of one shard in the place of what is there of it.
+    pub fn put(&mut self, shard: ShardSums) {
+        let at = self.shards.binary_search_by(|other| other.name.cmp(&shard.name));
+        match at {
+            Ok(at) => self.shards[at] = Arc::new(shard),
+            Err(at) => self.shards.insert(at, Arc::new(shard)),
+        }
+    }
+
+    /// The bytes of the file; `None` where it would be too long.
+    pub fn encode(&self) -> Option<Vec<u8>> {
+        let shards = self.shards.iter().map(|shard| ShardContent {
+            name: shard.name.clone(),
+            fingerprint: shard.fingerprint,
+            recorded: shard.recorded,
+            lens: (0..shard.cuts.len())
+                .map(|at| shard.cuts.part(at))
+                .map(|part| part.end - part.start)
+                .collect(),
+            digests: shard.digests.iter().flat_map(|digest| digest.0).collect(),
+        });
+        frame::wrap(KIND, Content { folder: self.folder.clone(), shards: shards.collect() })
+    }
+
+    /// The checksums in `bytes`, or what speaks against them.
+    pub fn decode(bytes: &[u8]) -> Result<Sums, &'static str> {
+        Sums::of_content(frame::unwrap(KIND, bytes)?)
+    }
+
+    /// Likewise from bytes without their frame, which may be anything.
+    pub fn decode_unframed(bytes: &[u8]) -> Result<Sums, &'static str> {
+        Sums::of_content(frame::content(bytes)?)
+    }
+
+    fn of_content(content: Content) -> Result<Sums, &'static str> {
+        let ordered = content.shards.windows(2).all(|pair| pair[0].name < pair[1].name);
+        if !ordered {
+            return Err("has shards out of order");
+        }
+        let shards = content.shards.into_iter().map(ShardSums::of_content);
+        let shards = shards.collect::<Result<_, &'static str>>()?;
+        Ok(Sums { folder: content.folder, shards })
+    }
+}
+
+impl ShardSums {
+    fn of_content(content: ShardContent) -> Result<Arc<ShardSums>, &'static str> {
+        let ShardContent { name, fingerprint, recorded, lens, digests } = content;
+        if lens.contains(&0) {
+            return Err("has an empty part");
+        }
+        let cuts = Cuts::new(lens).ok_or("has parts that do not end")?;
+        if cuts.file_len() != fingerprint.len {
+            return Err("has parts that are not the file");
+        }
+        let (digests, rest) = digests.as_chunks::<16>();
+        if !rest.is_empty() || digests.len() != cuts.chunks_len() {
+            return Err("has not a hash for each chunk");
+        }
+        let digests = digests.iter().map(|&digest| Digest(digest)).collect();
+        Ok(Arc::new(ShardSums { name, fingerprint, recorded, cuts: Arc::new(cuts), digests }))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,262 @@
+//! One load: reads go out in the order of the plan, as many at a time as keep the disk busy; what
+//! comes back is in its place, or is moved there by threads beside.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Event, Loaded, Loader, Progress, Stats, stopped};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Memory, Region};
+use crate::plan::{Chunk, Move, PAGE, Plan, Target};
+
+/// Threads that move bytes, at most.
+const MOVERS_MAX: usize = 8;
+
+/// What comes back to the thread that loads.
+struct Back {
+    chunk: usize,
+    outcome: Result<Times>,
+}
+
+/// When a read began, when its bytes were there, and from when to when they were moved.
+struct Times {
+    began: Instant,
+    came: Instant,
+    moved: Option<Range<Instant>>,
+}
+
+/// Bytes that are to be moved: number of their chunk, when they came, and they.
+type Job = (usize, Instant, Filled);
+
+/// What all threads of a load share.
+struct Shared<'a> {
+    plan: &'a Plan,
+    regions: &'a [Arc<Region>],
+    /// Nanoseconds spent moving.
+    moving: AtomicU64,
+}
+
+/// Carries `plan` out.
+pub(super) fn run(
+    loader: &Loader,
+    checkpoint: &Checkpoint,
+    plan: Plan,
+    progress: &mut dyn FnMut(Progress) -> bool,
+) -> Result<Loaded> {
+    let started = Instant::now();
+    let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
+    let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
+    let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
+    let regions = regions.collect::<Result<Vec<_>>>()?;
+    let shared = Shared { plan: &plan, regions: &regions, moving: AtomicU64::new(0) };
+    let budget = Budget::new(loader.tune.staging.max(4 * loader.tune.limits.chunk), Arc::default());
+    let (peak, events) = std::thread::scope(|scope| {
+        let (jobs, todo) = channel::<Job>();
+        let (back, returned) = channel::<Back>();
+        let todo = Arc::new(Mutex::new(todo));
+        let spread = plan.chunks.iter().any(|chunk| matches!(chunk.target, Target::Spread(_)));
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        for _ in 0..if spread { cores.min(MOVERS_MAX) } else { 0 } {
+            let (todo, back, shared) = (todo.clone(), back.clone(), &shared);
+            let mover = std::thread::Builder::new().name("tensorfs-move".to_owned());
+            let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
+            started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
+        }
+        let load = Load { shared: &shared, checkpoint, engine: &loader.engine, budget, jobs, back };
+        load.go(&returned, loader.tune.depth.max(1), started, progress)
+    })?;
+    let moving = Duration::from_nanos(shared.moving.load(Ordering::Relaxed));
+    let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
+    let memories = memories.ok_or_else(|| Error::usage("a read still writes to loaded memory"))?;
+    let placed = |chunk: &&Chunk| matches!(chunk.target, Target::Place { .. });
+    let stats = Stats {
+        wanted: plan.wanted,
+        read: plan.read,
+        reads: loader.counters.source_reads.get() - before.0,
+        reads_direct: loader.counters.source_reads_direct.get() - before.1,
+        placed: plan.chunks.iter().filter(placed).map(|c| c.range.end - c.range.start).sum(),
+        plan: Duration::ZERO,
+        load: started.elapsed(),
+        moving,
+        staging_peak: peak,
+    };
+    Ok(Loaded { memories, placements: plan.placements, stats, events })
+}
+
+/// The reads of a load.
+struct Load<'a> {
+    shared: &'a Shared<'a>,
+    checkpoint: &'a Checkpoint,
+    engine: &'a Engine,
+    budget: Budget,
+    jobs: Sender<Job>,
+    back: Sender<Back>,
+}
+
+impl Load<'_> {
+    /// Sends all reads and waits for all of them; the first failure ends it, once what is under
+    /// way has come back. Returns the most memory that bytes on their way took.
+    fn go(
+        self,
+        returned: &Receiver<Back>,
+        depth: usize,
+        started: Instant,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<(u64, Vec<Event>)> {
+        let chunks = &self.shared.plan.chunks;
+        let total = self.shared.plan.read;
+        let (mut next, mut under_way, mut read, mut peak) = (0, 0, 0, 0);
+        let mut failed: Option<Error> = None;
+        let mut events = Vec::with_capacity(chunks.len());
+        // Of reads under way: their slot and when they were sent.
+        let mut sent: HashMap<usize, (usize, Instant)> = HashMap::new();
+        let mut slots: Vec<usize> = (0..depth).rev().collect();
+        loop {
+            while failed.is_none() && next < chunks.len() && under_way < depth {
+                let Some(lease) = self.lease(&chunks[next], under_way == 0) else { break };
+                sent.insert(next, (slots.pop().unwrap_or(depth), Instant::now()));
+                self.send(next, lease);
+                next += 1;
+                under_way += 1;
+                peak = self.budget.used().max(peak);
+            }
+            if under_way == 0 {
+                return failed.map_or(Ok((peak, events)), Err);
+            }
+            // Each read has a sender of its own, and `self` one more.
+            let Ok(Back { chunk, outcome }) = returned.recv() else {
+                return Err(Error::usage("a thread of the load ended"));
+            };
+            under_way -= 1;
+            let (slot, at) = sent.remove(&chunk).unwrap_or((depth, started));
+            slots.push(slot);
+            match outcome {
+                Ok(times) => {
+                    let Chunk { shard, range, .. } = &chunks[chunk];
+                    read += range.end - range.start;
+                    let since = |at: Instant| at.saturating_duration_since(started);
+                    events.push(Event {
+                        shard: *shard,
+                        range: range.clone(),
+                        slot,
+                        sent: since(at),
+                        began: since(times.began),
+                        came: since(times.came),
+                        moved: times.moved.map(|moved| since(moved.start)..since(moved.end)),
+                    });
+                }
+                Err(e) => failed = failed.or(Some(e)),
+            }
+            if failed.is_none() && !progress(Progress { read, total }) {
+                failed = Some(stopped());
+            }
+        }
+    }
+
+    /// Memory for a read; none as long as others have it.
+    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
+        match chunk.target {
+            Target::Spread(_) => {
+                let lease = self.budget.try_lease(Buffer::len_for(&chunk.range));
+                debug_assert!(lease.is_some() || !alone, "a chunk fits into the budget");
+                lease
+            }
+            Target::Place { region, at } => {
+                let before = chunk.range.start % PAGE;
+                let start = at - before;
+                let len = Buffer::len_for(&chunk.range);
+                let none = self.budget.try_lease(0)?;
+                let region = &self.shared.regions[region as usize];
+                // SAFETY: the plan gives the pages around a chunk to that chunk alone, each
+                // chunk is sent once, and the region is read after all have come back.
+                Some(unsafe { region.lease(start as usize..(start + len) as usize, none) })
+            }
+        }
+    }
+
+    fn send(&self, number: usize, lease: Lease) {
+        let chunk = &self.shared.plan.chunks[number];
+        let source = self.checkpoint.sources()[chunk.shard.0 as usize].clone();
+        let back = self.back.clone();
+        let done: crate::io::Done = match chunk.target {
+            Target::Place { .. } => Box::new(move |outcome: Result<Filled>| {
+                // Its memory is let go of before the load may count it as loaded.
+                let outcome = outcome.map(|filled| filled.began);
+                let times = |began| Times { began, came: Instant::now(), moved: None };
+                let _ = back.send(Back { chunk: number, outcome: outcome.map(times) });
+            }),
+            Target::Spread(_) => {
+                let jobs = self.jobs.clone();
+                Box::new(move |outcome: Result<Filled>| {
+                    let sent = match outcome {
+                        Ok(filled) => jobs
+                            .send((number, Instant::now(), filled))
+                            .map_err(|_| Error::usage("a thread of the load ended")),
+                        Err(e) => Err(e),
+                    };
+                    if let Err(e) = sent {
+                        let _ = back.send(Back { chunk: number, outcome: Err(e) });
+                    }
+                })
+            }
+        };
+        let range = chunk.range.clone();
+        self.engine.submit(Fetch { source, range, class: Class::Demand, lease, done });
+    }
+}
+
+impl Shared<'_> {
+    /// Moves what comes until nothing can come any more.
+    fn work(&self, todo: &Mutex<Receiver<Job>>, back: &Sender<Back>) {
+        loop {
+            let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let Ok((chunk, came, filled)) = job else { return };
+            let started = Instant::now();
+            if let Target::Spread(moves) = &self.plan.chunks[chunk].target {
+                for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
+                    self.carry_out(one, &filled);
+                }
+            }
+            let began = filled.began;
+            drop(filled);
+            let ended = Instant::now();
+            let nanos = u64::try_from((ended - started).as_nanos()).unwrap_or(u64::MAX);
+            self.moving.fetch_add(nanos, Ordering::Relaxed);
+            let outcome = Ok(Times { began, came, moved: Some(started..ended) });
+            let _ = back.send(Back { chunk, outcome });
+        }
+    }
+
+    fn carry_out(&self, one: &Move, bytes: &[u8]) {
+        let region = &self.regions[one.region as usize];
+        let len = one.run_len as usize;
+        let put = |from: usize, at: usize| {
+            // SAFETY: no two moves of a plan share a byte of a region, and the region is read
+            // after all of them.
+            unsafe { region.put(at, &bytes[from..from + len]) };
+        };
+        let Some(strides) = one.strides else {
+            return put(one.from as usize, one.at as usize);
+        };
+        let strides = &self.plan.strides[strides as usize];
+        let (from0, to0) = strides.run(one.first);
+        let inner = strides.0[strides.0.len() - 1];
+        let mut k = one.first;
+        while k < one.first + one.runs {
+            // One row of the innermost dimension at a time: what is outside of it is reckoned once.
+            let (from, to) = strides.run(k);
+            let row = (inner.count - k % inner.count).min(one.first + one.runs - k);
+            for step in 0..row {
+                let from = one.from + (from - from0) + step * inner.from;
+                let at = one.at + (to - to0) + step * inner.to;
+                put(from as usize, at as usize);
+            }
+            k += row;
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Files whose bytes are handed out only once the tensors that they belong to were read whole and
+//! compared with their checksums.
+//!
+//! A gate belongs to one version of a file and remembers what was compared. What is asked for is
+//! compared once, for all who ask for it, and nobody's thread waits: the answer is given by the
+//! thread that compares the last of it. Bytes that differ stay refused; bytes that cannot be read
+//! are tried again when somebody asks again.
+
+mod checker;
+mod job;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::catalog::{Piece, ShardId};
+use crate::checkpoint::{Checkpoint, fingerprint};
+use crate::error::{Error, Result};
+use crate::hash::Digest;
+use crate::index::{Chunk, ShardSums};
+use crate::source::Source;
+
+pub use checker::{Checker, MEMORY};
+use job::Job;
+
+use super::mismatch::Mismatch;
+use super::recorded::Recorded;
+use super::stored::{self, Named};
+
+/// Called once: whether bytes may be handed out.
+pub type Answer = Box<dyn FnOnce(std::result::Result<(), &Error>) + Send>;
+
+/// A unit was not looked at, is what was recorded, or is not.
+const UNKNOWN: u8 = 0;
+const GOOD: u8 = 1;
+const BAD: u8 = 2;
+
+/// What a file shows.
+#[derive(Debug)]
+enum Shown {
+    /// All tensors of the checkpoint as one file. A unit is a tensor.
+    All,
+    /// This shard as it is. A unit is one of its parts.
+    Shard(ShardId),
+}
+
+/// Guards one version of a file.
+pub struct Gate {
+    checkpoint: Arc<Checkpoint>,
+    shown: Shown,
+    /// By shard.
+    sums: Vec<Arc<ShardSums>>,
+    /// By unit.
+    states: Vec<AtomicU8>,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// By unit.
+    checking: HashMap<u32, Arc<Job>>,
+    /// By unit: how it differs.
+    bad: HashMap<u32, Arc<Error>>,
+}
+
+/// Some bytes that were asked for.
+struct Waiting {
+    units: Vec<u32>,
+    state: Mutex<Left>,
+}
+
+struct Left {
+    /// Jobs that are not done.
+    jobs: usize,
+    /// Until it is given.
+    answer: Option<Answer>,
+}
+
+impl std::fmt::Debug for Gate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gate({} units)", self.states.len())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gate {
+    /// That of all of `checkpoint` as one file; none where a shard has no checksums.
+    pub fn of_checkpoint(checkpoint: &Arc<Checkpoint>, recorded: &Recorded) -> Option<Gate> {
+        Gate::new(checkpoint, Shown::All, recorded)
+    }
+
+    /// That of the shard called `name` as it is.
+    pub fn of_shard(checkpoint: &Arc<Checkpoint>, name: &str, recorded: &Recorded) -> Option<Gate> {
+        let at = checkpoint.catalog().shards.iter().position(|shard| shard.name == name)?;
+        Gate::new(checkpoint, Shown::Shard(ShardId(at as u32)), recorded)
+    }
+
+    fn new(checkpoint: &Arc<Checkpoint>, shown: Shown, recorded: &Recorded) -> Option<Gate> {
+        let shards = checkpoint.catalog().shards.iter();
+        let sums = shards.map(|shard| {
+            let known = recorded.of(&shard.name)?;
+            (known.cuts.file_len() == shard.file_len).then(|| known.clone())
+        });
+        let sums = sums.collect::<Option<Vec<_>>>()?;
+        let units = match shown {
+            Shown::All => checkpoint.catalog().len(),
+            Shown::Shard(id) => sums[id.0 as usize].cuts.len(),
+        };
+        let states = (0..units).map(|_| AtomicU8::new(UNKNOWN)).collect();
+        let (checkpoint, inner) = (checkpoint.clone(), Mutex::default());
+        Some(Gate { checkpoint, shown, sums, states, inner })
+    }
+
+    /// Calls `answer` once all that bytes `range` of the file belong to was compared: at once
+    /// where it was, else from the thread that compares the last of it. Never waits.
+    pub fn when_checked(self: &Arc<Self>, checker: &Checker, range: Range<u64>, answer: Answer) {
+        let units = match self.units_of(range) {
+            Ok(units) => units,
+            Err(error) => return answer(Err(&error)),
+        };
+        let state = |unit: &u32| self.states[*unit as usize].load(Ordering::Acquire);
+        if units.iter().all(|unit| state(unit) == GOOD) {
+            return answer(Ok(()));
+        }
+        let mut inner = lock(&self.inner);
+        if let Some(error) = units.iter().find_map(|unit| inner.bad.get(unit)).cloned() {
+            drop(inner);
+            return answer(Err(&error));
+        }
+        let mut jobs: Vec<Arc<Job>> = Vec::new();
+        let mut fresh = Vec::new();
+        for unit in units.iter().filter(|unit| state(unit) != GOOD) {
+            match inner.checking.get(unit) {
+                Some(job) if jobs.iter().any(|known| Arc::ptr_eq(known, job)) => {}
+                Some(job) => jobs.push(job.clone()),
+                None => fresh.push(*unit),
+            }
+        }
+        let job = (!fresh.is_empty()).then(|| Arc::new(Job::new(self, fresh)));
+        for unit in job.iter().flat_map(|job| &job.units) {
+            inner.checking.extend(job.iter().map(|job| (*unit, job.clone())));
+        }
+        jobs.extend(job.clone());
+        // Between the two looks at the states the last of them may have become good.
+        if jobs.is_empty() {
+            drop(inner);
+            return answer(Ok(()));
+        }
+        let left = Left { jobs: jobs.len(), answer: Some(answer) };
+        let waiting = Arc::new(Waiting { units, state: Mutex::new(left) });
+        // Under the lock: a job that ends takes its waiters under it.
+        jobs.iter().for_each(|job| job.add_waiter(waiting.clone()));
+        drop(inner);
+        if let Some(job) = job {
+            checker.submit(job);
+        }
+    }
+
+    /// Whether all that bytes `range` belong to was compared and is right.
+    pub fn is_good(&self, range: Range<u64>) -> bool {
+        let good = |unit: u32| self.states[unit as usize].load(Ordering::Acquire) == GOOD;
+        self.units_of(range).is_ok_and(|units| units.into_iter().all(good))
+    }
+
+    fn units_of(&self, range: Range<u64>) -> Result<Vec<u32>> {
+        Ok(match self.shown {
+            Shown::All => {
+                let layout = self.checkpoint.layout()?;
+                layout.tensors_in(range).map(|tensor| tensor as u32).collect()
+            }
+            Shown::Shard(id) => {
+                self.sums[id.0 as usize].cuts.parts_of(&range).map(|part| part as u32).collect()
+            }
+        })
+    }
+
+    /// The bytes of a unit: shard and range.
+    fn bytes_of(&self, unit: u32) -> Vec<(u32, Range<u64>)> {
+        match self.shown {
+            Shown::All => {
+                let tensor = self.checkpoint.catalog().tensor_at(unit as usize);
+                let pieces = tensor.pieces().filter(|piece: &Piece<'_>| !piece.is_empty());
+                pieces.map(|piece| (piece.shard.0, piece.range)).collect()
+            }
+            Shown::Shard(id) => {
+                vec![(id.0, self.sums[id.0 as usize].cuts.part(unit as usize))]
+            }
+        }
+    }
+
+    fn source(&self, shard: u32) -> &Arc<Source> {
+        &self.checkpoint.sources()[shard as usize]
+    }
+
+    /// Bytes that differ from their checksum, as an error.
+    fn mismatch(&self, shard: u32, chunk: &Chunk, found: Digest) -> Error {
+        let known = &self.sums[shard as usize];
+        let catalog = self.checkpoint.catalog();
+        let stored = stored::by_shard(catalog);
+        let name_of = |at: u32| catalog.tensor_at(at as usize).name.to_owned();
+        let named = Named {
+            shard: catalog.shard(ShardId(shard)),
+            stored: &stored[shard as usize],
+            name_of: &name_of,
+        };
+        let now = fingerprint(&self.source(shard).identity());
+        let digests = Some((known.digests[chunk.number], found));
+        let place = named.place(&chunk.range);
+        let mismatch = Mismatch::new(known, &now, place, chunk.range.clone(), digests);
+        self.checkpoint.refused(mismatch.fault())
+    }
+
+    /// Takes over what came of `job`, and answers those who wait for it.
+    fn ended(&self, job: &Arc<Job>, outcome: job::Outcome) {
+        let mut inner = lock(&self.inner);
+        for unit in &job.units {
+            inner.checking.remove(unit);
+            if let Some(error) = outcome.bad.get(unit) {
+                inner.bad.insert(*unit, error.clone());
+                self.states[*unit as usize].store(BAD, Ordering::Release);
+            } else if outcome.failed.is_none() {
+                self.states[*unit as usize].store(GOOD, Ordering::Release);
+            }
+        }
+        let waiters = job.take_waiters();
+        drop(inner);
+        for waiting in waiters {
+            self.answer(&waiting, outcome.failed.as_deref());
+        }
+    }
+
+    /// Notes that one of the jobs of `waiting` is done, or has failed.
+    fn answer(&self, waiting: &Waiting, failed: Option<&Error>) {
+        let mut left = lock(&waiting.state);
+        left.jobs -= 1;
+        if left.jobs > 0 && failed.is_none() {
+            return;
+        }
+        let Some(answer) = left.answer.take() else { return };
+        drop(left);
+        if let Some(error) = failed {
+            return answer(Err(error));
+        }
+        let inner = lock(&self.inner);
+        let bad = waiting.units.iter().find_map(|unit| inner.bad.get(unit)).cloned();
+        drop(inner);
+        match bad {
+            Some(error) => answer(Err(&error)),
+            None => answer(Ok(())),
+        }
+    }
+}

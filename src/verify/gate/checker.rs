@@ -1,0 +1,251 @@
+//! Reads what gates compare, for all files of a mount: a few steps at a time, each job in its
+//! turn, so that a large tensor holds up no small one, and a shard that stalls no other.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::counters::Counters;
+use crate::error::{Error, Result};
+use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled};
+use crate::source::{Source, release_unpinned};
+
+use super::job::{Job, STEP_LEN, Step};
+use super::lock;
+
+/// Steps read at the same time, and those of one source.
+const STEPS_MAX: usize = 8;
+const SOURCE_STEPS_MAX: usize = 4;
+
+/// A step that takes so long leaves its turn to others: its source may never answer.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Most steps, slow ones included.
+const SLOW_STEPS_MAX: usize = 64;
+
+/// Memory that a step takes at most, in bytes: it may begin and end within a page.
+const STEP_MEMORY: u64 = STEP_LEN + (64 << 10);
+
+/// Memory that steps take at most, in bytes, as long as sources answer.
+pub const MEMORY: u64 = STEPS_MAX as u64 * STEP_MEMORY;
+
+/// Time between two looks for jobs that are overdue.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Reads what gates compare. Clones share the work.
+#[derive(Clone)]
+pub struct Checker(Arc<Inner>);
+
+struct Inner {
+    engine: Engine,
+    budget: Budget,
+    counters: Arc<Counters>,
+    /// How long a job may wait for its next step.
+    timeout: Option<Duration>,
+    clock: Thread,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Jobs with steps to begin, the next one first.
+    queue: VecDeque<Arc<Job>>,
+    /// All that have not ended.
+    jobs: Vec<Arc<Job>>,
+    /// Steps under way: the address of their source, which they keep alive, and when they began.
+    running: Vec<(usize, Instant)>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.clock.unpark();
+    }
+}
+
+impl Checker {
+    /// One that reads with `engine`. A job that nothing comes of for `timeout` fails.
+    ///
+    /// # Errors
+    /// Where no thread can be started.
+    pub fn start(
+        engine: Engine,
+        counters: Arc<Counters>,
+        timeout: Option<Duration>,
+    ) -> io::Result<Checker> {
+        let (send, receive) = std::sync::mpsc::channel::<Weak<Inner>>();
+        let clock = std::thread::Builder::new()
+            .name("checksums".to_owned())
+            .spawn(move || receive.recv().map(|inner| keep_time(&inner)))?;
+        let budget = Budget::new(SLOW_STEPS_MAX as u64 * STEP_MEMORY, counters.clone());
+        let (clock, state) = (clock.thread().clone(), Mutex::default());
+        let inner = Arc::new(Inner { engine, budget, counters, timeout, clock, state });
+        let _ = send.send(Arc::downgrade(&inner));
+        Ok(Checker(inner))
+    }
+
+    /// What is compared now, for people: as `Engine::describe`, with the number of jobs.
+    pub fn describe(&self) -> Value {
+        let jobs = lock(&self.0.state).jobs.len();
+        let mut described = self.0.engine.describe();
+        described["jobs"] = jobs.into();
+        described
+    }
+
+    /// Takes a job in. Never waits.
+    pub(super) fn submit(&self, job: Arc<Job>) {
+        let mut state = lock(&self.0.state);
+        state.jobs.push(job.clone());
+        state.queue.push_back(job.clone());
+        drop(state);
+        job.end_if_empty();
+        self.0.clock.unpark();
+        self.0.dispatch();
+    }
+}
+
+/// Looks after `inner` until it is dropped.
+fn keep_time(inner: &Weak<Inner>) {
+    while let Some(this) = inner.upgrade() {
+        let busy = this.tick();
+        drop(this);
+        if busy {
+            std::thread::sleep(TICK);
+        } else {
+            // Whoever brings something calls; a call before this counts.
+            std::thread::park();
+        }
+    }
+}
+
+fn key(source: &Arc<Source>) -> usize {
+    Arc::as_ptr(source) as usize
+}
+
+impl Inner {
+    /// Begins as many steps as may be under way.
+    fn dispatch(self: &Arc<Self>) {
+        loop {
+            let next = lock(&self.state).next();
+            let Some((job, step, source, begun)) = next else { return };
+            let memory = Buffer::len_for(&step.range);
+            let Some(lease) = self.budget.try_lease(memory) else {
+                // Those under way give theirs back and come here again.
+                job.put_back(step);
+                let mut state = lock(&self.state);
+                state.ended(&source, begun);
+                state.queue.retain(|other| !Arc::ptr_eq(other, &job));
+                state.queue.push_front(job);
+                return;
+            };
+            let (this, of, range) = (self.clone(), source.clone(), step.range.clone());
+            let done = move |outcome| this.step_done(&job, &step, (&of, begun), outcome);
+            let (class, done) = (Class::Demand, Box::new(done));
+            self.engine.submit(Fetch { source, range, class, lease, done });
+        }
+    }
+
+    fn step_done(
+        self: &Arc<Self>,
+        job: &Arc<Job>,
+        step: &Step,
+        (source, begun): (&Arc<Source>, Instant),
+        outcome: Result<Filled>,
+    ) {
+        let failed = match outcome {
+            Ok(bytes) => {
+                // Late bytes are of no use to anybody.
+                if !job.has_ended() {
+                    job.compare(step, &bytes);
+                    self.counters.checked_bytes.add(bytes.len() as u64);
+                }
+                None
+            }
+            Err(error) => Some(error),
+        };
+        lock(&self.state).ended(source, begun);
+        if let Some(bad) = job.step_ended(failed) {
+            self.counters.checksum_mismatches.add(bad as u64);
+            let mut state = lock(&self.state);
+            state.jobs.retain(|other| !Arc::ptr_eq(other, job));
+            state.queue.retain(|other| !Arc::ptr_eq(other, job));
+            drop(state);
+            // It may have opened them after whoever asked was gone.
+            release_unpinned(&job.sources());
+        }
+        self.dispatch();
+    }
+
+    /// Ends jobs that are overdue. Returns whether any is left.
+    fn tick(self: &Arc<Self>) -> bool {
+        let jobs = lock(&self.state).jobs.clone();
+        if let Some(timeout) = self.timeout
+            && let Some(before) = Instant::now().checked_sub(timeout)
+        {
+            for job in jobs {
+                let late = |source: &Source| late(source, timeout);
+                if job.expire(before, late) {
+                    self.counters.source_timeouts.add(1);
+                    release_unpinned(&job.sources());
+                }
+            }
+        }
+        let mut state = lock(&self.state);
+        state.jobs.retain(|job| !job.has_ended());
+        state.queue.retain(|job| !job.has_ended());
+        let busy = !state.jobs.is_empty() || !state.running.is_empty();
+        drop(state);
+        self.dispatch();
+        if !busy {
+            self.budget.trim();
+        }
+        busy
+    }
+}
+
+impl State {
+    /// Takes the next step that may begin: of the first job whose source has not too many under
+    /// way. A job with more steps goes behind the others.
+    fn next(&mut self) -> Option<(Arc<Job>, Step, Arc<Source>, Instant)> {
+        let now = Instant::now();
+        let quick = self.running.iter().filter(|(_, begun)| now - *begun < PATIENCE).count();
+        if quick >= STEPS_MAX || self.running.len() >= SLOW_STEPS_MAX {
+            return None;
+        }
+        let mut at = 0;
+        while let Some(job) = self.queue.get(at).cloned() {
+            let Some(source) = job.next_source() else {
+                self.queue.remove(at);
+                continue;
+            };
+            let own = self.running.iter().filter(|(other, _)| *other == key(&source)).count();
+            if own >= SOURCE_STEPS_MAX {
+                at += 1;
+                continue;
+            }
+            self.queue.remove(at);
+            let Some(step) = job.begin() else { continue };
+            self.running.push((key(&source), now));
+            self.queue.push_back(job.clone());
+            return Some((job, step, source, now));
+        }
+        None
+    }
+
+    /// The step of `source` that began at `begun` is no longer under way.
+    fn ended(&mut self, source: &Arc<Source>, begun: Instant) {
+        let at = self.running.iter().position(|step| *step == (key(source), begun));
+        at.map(|at| self.running.swap_remove(at));
+    }
+}
+
+/// Why bytes are not compared in time.
+fn late(source: &Source, timeout: Duration) -> Error {
+    let seconds = timeout.as_secs_f64();
+    let message =
+        format!("its bytes to compare with the checksums did not come within {seconds} s");
+    Error::io(source.path(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
+}

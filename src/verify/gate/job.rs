@@ -1,0 +1,229 @@
+//! Some units of a file that are compared together.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use crate::error::Error;
+use crate::hash::Digest;
+use crate::index::Chunk;
+use crate::source::Source;
+
+use super::{Gate, Waiting, lock};
+
+/// Most bytes that are read at a time.
+pub(super) const STEP_LEN: u64 = 4 << 20;
+
+/// Units that are compared together, because one read asked for all of them.
+pub(super) struct Job {
+    gate: Arc<Gate>,
+    pub(super) units: Vec<u32>,
+    state: Mutex<State>,
+    /// Changed under the lock of the gate.
+    waiters: Mutex<Vec<Arc<Waiting>>>,
+}
+
+struct State {
+    /// What is still to be read, the last step first.
+    left: Vec<Step>,
+    in_flight: usize,
+    /// When something of it was last done.
+    since: Instant,
+    outcome: Outcome,
+    ended: bool,
+}
+
+/// What came of a job.
+#[derive(Default)]
+pub(super) struct Outcome {
+    /// By unit: how it differs.
+    pub(super) bad: HashMap<u32, Arc<Error>>,
+    /// Why it could not be read.
+    pub(super) failed: Option<Arc<Error>>,
+}
+
+/// Chunks of a shard that follow each other.
+pub(super) struct Step {
+    pub(super) shard: u32,
+    pub(super) range: Range<u64>,
+}
+
+impl Job {
+    pub(super) fn new(gate: &Arc<Gate>, units: Vec<u32>) -> Job {
+        let mut left = steps(gate, &units);
+        left.reverse();
+        let (since, outcome) = (Instant::now(), Outcome::default());
+        let state = State { left, in_flight: 0, since, outcome, ended: false };
+        Job { gate: gate.clone(), units, state: Mutex::new(state), waiters: Mutex::default() }
+    }
+
+    pub(super) fn add_waiter(&self, waiting: Arc<Waiting>) {
+        lock(&self.waiters).push(waiting);
+    }
+
+    pub(super) fn take_waiters(&self) -> Vec<Arc<Waiting>> {
+        std::mem::take(&mut *lock(&self.waiters))
+    }
+
+    /// The source of the next step, if there is one.
+    pub(super) fn next_source(&self) -> Option<Arc<Source>> {
+        let state = lock(&self.state);
+        state.left.last().map(|step| self.gate.source(step.shard).clone())
+    }
+
+    /// Takes the next step out.
+    pub(super) fn begin(&self) -> Option<Step> {
+        let mut state = lock(&self.state);
+        let step = state.left.pop()?;
+        state.in_flight += 1;
+        Some(step)
+    }
+
+    /// Puts a step back that there is no memory for.
+    pub(super) fn put_back(&self, step: Step) {
+        let mut state = lock(&self.state);
+        state.in_flight -= 1;
+        if !state.ended {
+            state.left.push(step);
+        }
+    }
+
+    /// Compares what a step has read.
+    pub(super) fn compare(&self, step: &Step, bytes: &[u8]) {
+        let sums = &self.gate.sums[step.shard as usize];
+        for chunk in sums.cuts.chunks_of(step.range.clone()) {
+            let within = chunk.range.start - step.range.start..chunk.range.end - step.range.start;
+            let found = Digest::of(&bytes[within.start as usize..within.end as usize]);
+            if found != sums.digests[chunk.number] {
+                self.differs(step.shard, &chunk, found);
+            }
+        }
+    }
+
+    fn differs(&self, shard: u32, chunk: &Chunk, found: Digest) {
+        let touches = |unit: &u32| {
+            let overlap = |(other, bytes): &(u32, Range<u64>)| {
+                *other == shard && bytes.start < chunk.range.end && chunk.range.start < bytes.end
+            };
+            self.gate.bytes_of(*unit).iter().any(overlap)
+        };
+        let known = |unit: &u32| lock(&self.state).outcome.bad.contains_key(unit);
+        let units: Vec<u32> =
+            self.units.iter().copied().filter(touches).filter(|unit| !known(unit)).collect();
+        if units.is_empty() {
+            return;
+        }
+        let error = Arc::new(self.gate.mismatch(shard, chunk, found));
+        let mut state = lock(&self.state);
+        state.outcome.bad.extend(units.into_iter().map(|unit| (unit, error.clone())));
+        if state.outcome.bad.len() == self.units.len() {
+            // Nothing more is to be known.
+            state.left.clear();
+        }
+        drop(state);
+        tracing::error!("{error}; reads of it through the mount fail");
+    }
+
+    /// A step is done, or could not be read. Returns the number of units that differ where the
+    /// job has ended with it.
+    pub(super) fn step_ended(self: &Arc<Self>, failed: Option<Error>) -> Option<usize> {
+        let mut state = lock(&self.state);
+        state.in_flight -= 1;
+        state.since = Instant::now();
+        if let Some(error) = failed {
+            state.left.clear();
+            state.outcome.failed.get_or_insert(Arc::new(error));
+        }
+        let done = state.left.is_empty() && state.in_flight == 0;
+        let ended = done || state.outcome.failed.is_some();
+        if state.ended || !ended {
+            return None;
+        }
+        state.ended = true;
+        let outcome = std::mem::take(&mut state.outcome);
+        drop(state);
+        Some(self.end(outcome))
+    }
+
+    /// Fails a job that nothing was done of since `before`; returns whether it is one.
+    pub(super) fn expire(
+        self: &Arc<Self>,
+        before: Instant,
+        late: impl FnOnce(&Source) -> Error,
+    ) -> bool {
+        let mut state = lock(&self.state);
+        if state.ended || state.since > before {
+            return false;
+        }
+        state.ended = true;
+        state.left.clear();
+        let mut outcome = std::mem::take(&mut state.outcome);
+        drop(state);
+        let shard = self.units.first().and_then(|&unit| Some(self.gate.bytes_of(unit).first()?.0));
+        let source = self.gate.source(shard.unwrap_or(0));
+        outcome.failed = Some(Arc::new(late(source)));
+        self.end(outcome);
+        true
+    }
+
+    /// Whether it has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        lock(&self.state).ended
+    }
+
+    /// Ends a job that has nothing to read.
+    pub(super) fn end_if_empty(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        if state.left.is_empty() && state.in_flight == 0 && !state.ended {
+            state.ended = true;
+            let outcome = std::mem::take(&mut state.outcome);
+            drop(state);
+            self.end(outcome);
+        }
+    }
+
+    fn end(self: &Arc<Self>, outcome: Outcome) -> usize {
+        let bad = outcome.bad.len();
+        self.gate.ended(self, outcome);
+        bad
+    }
+
+    /// The sources that it has read.
+    pub(super) fn sources(&self) -> Vec<Arc<Source>> {
+        let mut shards: Vec<u32> = self
+            .units
+            .iter()
+            .flat_map(|&unit| self.gate.bytes_of(unit))
+            .map(|(shard, _)| shard)
+            .collect();
+        shards.sort_unstable();
+        shards.dedup();
+        shards.into_iter().map(|shard| self.gate.source(shard).clone()).collect()
+    }
+}
+
+/// The chunks of `units`, those that follow each other read together.
+fn steps(gate: &Gate, units: &[u32]) -> Vec<Step> {
+    let mut chunks: Vec<(u32, Chunk)> = Vec::new();
+    for (shard, range) in units.iter().flat_map(|&unit| gate.bytes_of(unit)) {
+        let sums = &gate.sums[shard as usize];
+        chunks.extend(sums.cuts.chunks_of(range).map(|chunk| (shard, chunk)));
+    }
+    chunks.sort_unstable_by_key(|(shard, chunk)| (*shard, chunk.number));
+    chunks.dedup();
+    let mut steps: Vec<Step> = Vec::new();
+    for (shard, Chunk { range, .. }) in chunks {
+        match steps.last_mut() {
+            Some(last)
+                if last.shard == shard
+                    && last.range.end == range.start
+                    && range.end - last.range.start <= STEP_LEN =>
+            {
+                last.range.end = range.end;
+            }
+            _ => steps.push(Step { shard, range }),
+        }
+    }
+    steps
+}

@@ -1,0 +1,214 @@
+//! Bytes that are not what was recorded of them.
+
+use std::ops::Range;
+
+use crate::catalog::Shard;
+use crate::error::{Class, Fault};
+use crate::hash::Digest;
+use crate::index::{FileRecord, Fingerprint, ShardSums};
+
+use super::stored::Named;
+
+/// What bytes of a shard belong to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// What stands before the data.
+    Header,
+    /// The tensor of this name.
+    Tensor(String),
+    /// None: a weight map sends their tensor elsewhere.
+    Unused,
+}
+
+/// Bytes that are not what was recorded of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// Name of the shard.
+    pub shard: String,
+    /// What the bytes belong to.
+    pub place: Place,
+    /// The bytes in the shard.
+    pub range: Range<u64>,
+    /// Their recorded checksum and the one found; none where the file has another length.
+    pub digests: Option<(Digest, Digest)>,
+    /// Recorded length of the file, and the one found.
+    pub lens: (u64, u64),
+    /// When it was recorded, in seconds since 1970.
+    pub recorded: i64,
+    /// Whether the modification time is the recorded one.
+    pub same_mtime: bool,
+    /// How many more headers and stored pieces differ.
+    pub others: u64,
+}
+
+impl Mismatch {
+    /// One of bytes `range` of a shard that is `now` and of which `known` is recorded.
+    pub(super) fn new(
+        known: &ShardSums,
+        now: &Fingerprint,
+        place: Place,
+        range: Range<u64>,
+        digests: Option<(Digest, Digest)>,
+    ) -> Mismatch {
+        Mismatch {
+            shard: known.name.clone(),
+            place,
+            range,
+            digests,
+            lens: (known.fingerprint.len, now.len),
+            recorded: known.recorded,
+            same_mtime: known.fingerprint.mtime == now.mtime,
+            others: 0,
+        }
+    }
+
+    /// The first one of a shard whose chunks, as they were recorded, have `digests`.
+    pub(super) fn find(
+        named: &Named<'_>,
+        known: &ShardSums,
+        now: &Fingerprint,
+        digests: &[Digest],
+    ) -> Option<Mismatch> {
+        if known.fingerprint.len != now.len {
+            return Some(Mismatch::new(known, now, Place::Header, 0..now.len, None));
+        }
+        let chunks = 0..known.digests.len();
+        let mut differing = chunks.filter(|&n| digests.get(n) != Some(&known.digests[n]));
+        let first = differing.next()?;
+        let mut last_part = known.cuts.part_of_chunk(first);
+        let (part, mut others) = (known.cuts.part(last_part), 0);
+        for number in differing {
+            let part = known.cuts.part_of_chunk(number);
+            others += u64::from(part != last_part);
+            last_part = part;
+        }
+        let chunk = known.cuts.chunks_of(part).find(|chunk| chunk.number == first)?;
+        let digests = digests.get(first).map(|&found| (known.digests[first], found));
+        let place = named.place(&chunk.range);
+        Some(Mismatch { others, ..Mismatch::new(known, now, place, chunk.range, digests) })
+    }
+
+    /// That of a header, of which an index made at `made` knows `record`.
+    pub(super) fn find_in_head(
+        shard: &Shard,
+        record: &FileRecord,
+        made: i64,
+        found: Digest,
+    ) -> Option<Mismatch> {
+        let differs = record.head_len == shard.data_start && record.head != found.0;
+        differs.then(|| Mismatch {
+            shard: shard.name.clone(),
+            place: Place::Header,
+            range: 0..shard.data_start,
+            digests: Some((Digest(record.head), found)),
+            lens: (shard.file_len, shard.file_len),
+            recorded: made,
+            same_mtime: true,
+            others: 0,
+        })
+    }
+
+    /// The name of the tensor, where it is one.
+    pub fn tensor(&self) -> Option<&str> {
+        match &self.place {
+            Place::Tensor(name) => Some(name),
+            Place::Header | Place::Unused => None,
+        }
+    }
+
+    /// As a refusal of its checkpoint.
+    pub fn fault(&self) -> Fault {
+        let more = match self.others {
+            0 => String::new(),
+            1 => "; one more header or tensor differs".to_owned(),
+            others => format!("; {others} more headers and tensors differ"),
+        };
+        let message = format!(
+            "{}{more}; restore the file from a good copy or, if it was saved anew on purpose, run \
+             `tensorfs verify --record`",
+            self.what()
+        );
+        let fault = Fault::new(Class::HashMismatch, message).in_file(&self.shard);
+        match self.tensor() {
+            Some(name) => fault.tensor(name),
+            None => fault,
+        }
+    }
+
+    /// What is wrong, in one line with the names.
+    pub(super) fn line(&self) -> String {
+        let name = self.tensor().map(|name| format!("tensor {}: ", crate::error::quoted(name)));
+        format!("{}: {}{}", self.shard, name.unwrap_or_default(), self.what())
+    }
+
+    fn what(&self) -> String {
+        let (start, end) = (self.range.start, self.range.end);
+        let bytes = match &self.place {
+            Place::Header => format!("bytes {start}..{end}, its header,"),
+            Place::Tensor(_) => format!("bytes {start}..{end} of the file"),
+            Place::Unused => format!("bytes {start}..{end}, which no tensor uses,"),
+        };
+        let differs = match self.digests {
+            Some((expected, found)) => {
+                format!("{bytes} have the checksum {found}, {expected} was recorded")
+            }
+            None => format!("it has {} bytes, {} were recorded", self.lens.1, self.lens.0),
+        };
+        let time = if self.same_mtime { "is still" } else { "is not" };
+        let recorded = shown_time(self.recorded);
+        format!("{differs} on {recorded}, and its modification time {time} the one of then")
+    }
+}
+
+/// Seconds since 1970 as a date and a time.
+pub(super) fn shown_time(seconds: i64) -> String {
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Years that begin in March have their odd day at the end: 146,097 days in 400 of them.
+    let days = days + 719_468;
+    let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = year + era * 400 + next;
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_that_is_not_what_an_index_was_made_of_is_named() {
+        let shard = Shard { name: "a".to_owned(), file_len: 90, data_start: 40 };
+        let fingerprint = Fingerprint { ino: 1, len: 90, mtime: (5, 0), ctime: (5, 0) };
+        let (head, name) = ([7; 16], "a".to_owned());
+        let record = FileRecord { name, fingerprint, head_len: 40, head };
+        assert_eq!(Mismatch::find_in_head(&shard, &record, 0, Digest(head)), None);
+        let mismatch = Mismatch::find_in_head(&shard, &record, 0, Digest([8; 16])).unwrap();
+        assert_eq!((mismatch.tensor(), mismatch.range.clone()), (None, 0..40));
+        let message = mismatch.fault().to_string();
+        assert!(
+            message.starts_with("bytes 0..40, its header, have the checksum 0808"),
+            "{message}"
+        );
+        let longer = FileRecord { head_len: 41, ..record };
+        assert_eq!(Mismatch::find_in_head(&shard, &longer, 0, Digest([8; 16])), None);
+    }
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (-1, "1969-12-31 23:59:59 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (1_735_689_599, "2024-12-31 23:59:59 UTC"),
+            (4_107_542_400, "2100-03-01 00:00:00 UTC"),
+        ] {
+            assert_eq!(shown_time(seconds), text);
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! The checksums of a folder as they stand in the store.
+
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::checkpoint::{Checkpoint, fingerprint};
+use crate::error::{Class, Fault, Result, shown_path};
+use crate::hash::Digest;
+use crate::index::{Fingerprint, SUMS_EXTENSION, ShardSums, Store, Sums, file_name};
+use crate::io::{Read, read_all};
+
+use super::mismatch::{Mismatch, Place};
+
+/// The checksums of a folder that were recorded before.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    store: Option<Store>,
+    folder: PathBuf,
+    sums: Sums,
+    /// What speaks against the file that is there.
+    doubt: Option<String>,
+}
+
+impl Recorded {
+    /// Those of `folder` in the store at `store`; none where there is no store.
+    pub fn load(store: Option<&Path>, folder: &Path) -> Recorded {
+        let store = store.map(|folder| Store::new(folder.to_owned()));
+        let mut recorded =
+            Recorded { store, folder: folder.to_owned(), sums: Sums::default(), doubt: None };
+        if let Some(store) = &recorded.store {
+            let name = recorded.file_name();
+            match store.read(&name).map(|bytes| recorded.decode(&bytes)) {
+                Ok(Ok(sums)) => recorded.sums = sums,
+                Ok(Err(doubt)) => recorded.doubt = Some(format!("it {doubt}")),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => recorded.doubt = Some(format!("it cannot be read: {e}")),
+            }
+        }
+        recorded
+    }
+
+    /// The folder that they are kept in.
+    pub fn store(&self) -> Option<&Path> {
+        self.store.as_ref().map(Store::folder)
+    }
+
+    /// Those of the shard called `name`.
+    pub fn of(&self, name: &str) -> Option<&Arc<ShardSums>> {
+        self.sums.shard(name)
+    }
+
+    /// Refuses a checkpoint of which a shard has no checksums here, or is not the file that has
+    /// them, as far as length, times and header tell. Reads the headers.
+    ///
+    /// # Errors
+    /// The refusal, with what to do, or why a header cannot be read.
+    pub fn admit(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let refused = |class, name: &str, message| {
+            Err(checkpoint.refused(Fault::new(class, message).in_file(name)))
+        };
+        for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.catalog().shards) {
+            let now = fingerprint(&source.identity());
+            let known = self.of(&shard.name);
+            let known = known.filter(|known| !is_another_file(&known.fingerprint, &now));
+            let Some(known) = known.filter(|known| known.fingerprint.len == shard.file_len) else {
+                let message = self.how_to(checkpoint);
+                return refused(Class::NotRecorded, &shard.name, message);
+            };
+            let mut head = vec![0; shard.data_start as usize];
+            read_all(&mut [Read { source, offset: 0, target: &mut head }])?;
+            for chunk in known.cuts.chunks_of(0..shard.data_start) {
+                let end = chunk.range.end.min(shard.data_start);
+                let found = Digest::of(&head[chunk.range.start as usize..end as usize]);
+                if end < chunk.range.end || found != known.digests[chunk.number] {
+                    let range = chunk.range.start..end;
+                    let digests = Some((known.digests[chunk.number], found));
+                    let mismatch = Mismatch::new(known, &now, Place::Header, range, digests);
+                    return Err(checkpoint.refused(mismatch.fault()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn how_to(&self, checkpoint: &Checkpoint) -> String {
+        let directory = shown_path(&checkpoint.directory);
+        match &self.store {
+            Some(store) => format!(
+                "no checksums of it as it is now are recorded in {}: run `tensorfs verify \
+                 {directory}` first, and then mount with verify=read",
+                shown_path(store.folder())
+            ),
+            None => "there is no folder of checksums: give --index-dir DIR, or set HOME".to_owned(),
+        }
+    }
+
+    /// Of how many shards there are any, and when the last of them were recorded, in seconds since
+    /// 1970.
+    pub fn extent(&self) -> Option<(usize, i64)> {
+        let last = self.sums.shards.iter().map(|shard| shard.recorded).max()?;
+        Some((self.sums.shards.len(), last))
+    }
+
+    /// Where a file of checksums is there and not used: which, and why.
+    pub fn doubt(&self) -> Option<String> {
+        let path = self.store.as_ref()?.path(&self.file_name());
+        self.doubt.as_ref().map(|doubt| format!("{}: not used: {doubt}", shown_path(&path)))
+    }
+
+    fn file_name(&self) -> String {
+        file_name(&[self.folder.as_os_str().as_bytes()], SUMS_EXTENSION)
+    }
+
+    fn decode(&self, bytes: &[u8]) -> std::result::Result<Sums, &'static str> {
+        let sums = Sums::decode(bytes)?;
+        let own = sums.folder == self.folder.as_os_str().as_bytes();
+        own.then_some(sums).ok_or("is about another folder")
+    }
+
+    /// Puts `fresh` in the place of what was there of these shards. What others have recorded
+    /// meanwhile stays.
+    ///
+    /// # Errors
+    /// Why they are not kept.
+    pub fn keep(&self, fresh: Vec<ShardSums>) -> std::result::Result<(), String> {
+        if fresh.is_empty() {
+            return Ok(());
+        }
+        let none = || "there is no folder for them: give --index-dir DIR, or set HOME".to_owned();
+        let store = self.store.as_ref().ok_or_else(none)?;
+        let mut refused = None;
+        let change = |before: io::Result<Vec<u8>>| {
+            let before = before.ok().and_then(|bytes| self.decode(&bytes).ok());
+            let folder = self.folder.as_os_str().as_bytes().to_vec();
+            let mut sums = before.clone().unwrap_or(Sums { folder, shards: Vec::new() });
+            for shard in fresh {
+                let there = sums.shard(&shard.name);
+                if there == self.of(&shard.name) {
+                    sums.put(shard);
+                } else if there.is_some_and(|there| there.digests != shard.digests) {
+                    refused = Some(format!(
+                        "{}: another process has recorded others meanwhile; verify again",
+                        shard.name
+                    ));
+                }
+            }
+            let gone = |name: &str| {
+                let there = std::fs::symlink_metadata(self.folder.join(name));
+                there.is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
+            };
+            sums.shards.retain(|shard| !gone(&shard.name));
+            let encoded = sums.encode();
+            if encoded.is_none() {
+                refused = Some("they would be too long".to_owned());
+            }
+            encoded.filter(|_| before.as_ref() != Some(&sums))
+        };
+        let path = shown_path(&store.path(&self.file_name()));
+        store.update(&self.file_name(), change).map_err(|e| format!("{path}: {e}"))?;
+        refused.map_or(Ok(()), Err)
+    }
+}
+
+/// Whether a file that was `before` was saved anew: in another inode or of another length, and
+/// with another time. One that keeps its time, or is only written to, has to keep its bytes.
+pub(super) fn is_another_file(before: &Fingerprint, now: &Fingerprint) -> bool {
+    before.mtime != now.mtime && (before.ino != now.ino || before.len != now.len)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::Cuts;
+
+    fn sums(folder: &Path, name: &str, digest: u8) -> ShardSums {
+        std::fs::write(folder.join(name), b"").unwrap();
+        let fingerprint = Fingerprint { ino: 1, len: 9, mtime: (5, 0), ctime: (5, 0) };
+        let cuts = Arc::new(Cuts::new([9]).unwrap());
+        let digests = vec![Digest([digest; 16])];
+        ShardSums { name: name.to_owned(), fingerprint, recorded: 0, cuts, digests }
+    }
+
+    #[test]
+    fn what_is_recorded_meanwhile_by_others_stays() {
+        let temporary = tempfile::tempdir().unwrap();
+        let (folder, store) = (temporary.path().join("a"), temporary.path().join("store"));
+        std::fs::create_dir(&folder).unwrap();
+        let load = || Recorded::load(Some(&store), &folder);
+        let (first, second) = (load(), load());
+        first.keep(vec![sums(&folder, "a", 1), sums(&folder, "b", 2)]).unwrap();
+        // The same is no conflict, another one is; what has no other is recorded.
+        second.keep(vec![sums(&folder, "b", 2), sums(&folder, "c", 3)]).unwrap();
+        assert!(second.keep(vec![sums(&folder, "a", 9)]).unwrap_err().contains("another process"));
+        let digest = |name: &str| load().of(name).unwrap().digests[0].0[0];
+        assert_eq!(["a", "b", "c"].map(digest), [1, 2, 3]);
+        load().keep(vec![sums(&folder, "a", 9)]).unwrap();
+        assert_eq!(["a", "b", "c"].map(digest), [9, 2, 3]);
+        // Files that are gone are forgotten with the next ones.
+        std::fs::remove_file(folder.join("c")).unwrap();
+        load().keep(vec![sums(&folder, "d", 4)]).unwrap();
+        assert!(load().of("c").is_none() && load().of("d").is_some());
+    }
+
+    #[test]
+    fn a_damaged_file_is_told_and_replaced() {
+        let temporary = tempfile::tempdir().unwrap();
+        let (folder, store) = (temporary.path().join("a"), temporary.path().join("store"));
+        std::fs::create_dir(&folder).unwrap();
+        let load = || Recorded::load(Some(&store), &folder);
+        load().keep(vec![sums(&folder, "a", 1)]).unwrap();
+        let path = store.join(load().file_name());
+        let mut bytes = std::fs::read(&path).unwrap();
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        let damaged = load();
+        assert!(damaged.of("a").is_none());
+        assert!(damaged.doubt().unwrap().contains("does not match its checksum"));
+        damaged.keep(vec![sums(&folder, "a", 2)]).unwrap();
+        assert!(load().doubt().is_none() && load().of("a").is_some());
+    }
+
+    #[test]
+    fn without_a_store_nothing_is_kept_and_nothing_fails_but_that() {
+        let recorded = Recorded::load(None, Path::new("/nowhere"));
+        assert!(recorded.doubt().is_none() && recorded.of("a").is_none());
+        recorded.keep(Vec::new()).unwrap();
+        let temporary = tempfile::tempdir().unwrap();
+        assert!(recorded.keep(vec![sums(temporary.path(), "a", 1)]).is_err());
+    }
+
+    #[test]
+    fn a_file_counts_as_saved_anew_by_time_and_inode_or_length() {
+        let before = Fingerprint { ino: 1, len: 9, mtime: (5, 0), ctime: (5, 0) };
+        let now = |ino, len, mtime| Fingerprint { ino, len, mtime: (mtime, 0), ctime: (8, 0) };
+        assert!(is_another_file(&before, &now(2, 9, 6)) && is_another_file(&before, &now(1, 8, 6)));
+        for same in [now(1, 9, 5), now(2, 9, 5), now(1, 9, 6), now(1, 8, 5)] {
+            assert!(!is_another_file(&before, &same));
+        }
+    }
+}

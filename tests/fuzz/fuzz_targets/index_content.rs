@@ -1,0 +1,62 @@
+//! Any bytes as an index: as a file nothing random is believed, and the content behind the frame
+//! is refused or can be used, laid out and written again, without a look outside the shards.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use tensorfs::catalog::{Catalog, Piece};
+use tensorfs::error::Class;
+use tensorfs::format::Format;
+use tensorfs::index::Index;
+use tensorfs::layout::{Extent, Layout};
+
+/// Why what is believed may still not be shown as one file.
+const REFUSALS: [Class; 4] =
+    [Class::Misaligned, Class::Overflow, Class::HeaderTooLarge, Class::UnknownDtype];
+
+fuzz_target!(|data: &[u8]| {
+    if let Ok(index) = Index::decode(data) {
+        // Only a seed has a checksum that is right.
+        assert_eq!(index.encode().as_deref(), Some(data));
+    }
+    let Ok(index) = Index::decode_unframed(data) else { return };
+    for set in &index.sets {
+        check(&set.catalog);
+    }
+    let bytes = index.encode().expect("as short as the content");
+    assert_eq!(Index::decode(&bytes).expect("reads back"), index);
+});
+
+fn check(catalog: &Catalog) {
+    let inside = |piece: Piece<'_>| {
+        let shard = catalog.shard(piece.shard);
+        assert!(shard.data_start <= piece.range.start && piece.range.end <= shard.file_len);
+        piece.len()
+    };
+    let mut total = 0;
+    for tensor in catalog.tensors() {
+        assert_eq!(tensor.pieces().map(inside).sum::<u64>(), tensor.len, "{tensor:?}");
+        assert!(tensor.replicas().map(inside).all(|len| len <= tensor.len), "{tensor:?}");
+        assert_eq!(catalog.tensor(tensor.name).map(|t| t.position()), Some(tensor.position()));
+        total += tensor.len;
+    }
+    assert_eq!(catalog.data_len(), total);
+    for format in [Format::Safetensors, Format::Bintensors] {
+        match Layout::single(catalog, format) {
+            Ok(layout) => check_layout(catalog, &layout),
+            Err(fault) => assert!(REFUSALS.contains(&fault.class), "{fault}"),
+        }
+    }
+}
+
+fn check_layout(catalog: &Catalog, layout: &Layout) {
+    for start in [0, layout.header().len() as u64, layout.len() / 2] {
+        layout.extents(start..layout.len(), &mut |extent| {
+            if let Extent::Run { shard, range, .. } | Extent::Scatter { shard, range, .. } = extent
+            {
+                let shard = catalog.shard(shard);
+                assert!(shard.data_start <= range.start && range.end <= shard.file_len);
+            }
+        });
+    }
+}

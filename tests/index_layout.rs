@@ -1,0 +1,387 @@
+//! Indexes as bytes: the layout is frozen, nothing damaged is believed, and what is believed can
+//! be used without a look at it.
+
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use tensorfs::catalog::{Catalog, Piece, ShardHeader};
+use tensorfs::format::Format;
+use tensorfs::format::dcp::{SHARDING_INFO, VERSION};
+use tensorfs::format::safetensors::{Entry, Header};
+use tensorfs::hash::Digest;
+use tensorfs::index::{FileRecord, Fingerprint, Index, SetRecord};
+use tensorfs::layout::{Extent, Layout};
+use tensorfs::{Class, Dtype};
+
+/// Bytes before the content: see docs/index.md.
+const FRAME_LEN: usize = 40;
+
+/// Why what is believed may still not be shown as one file.
+const REFUSALS: [Class; 4] =
+    [Class::Misaligned, Class::Overflow, Class::HeaderTooLarge, Class::UnknownDtype];
+
+/// A tensor, or a piece of one: shard, name, dtype, shape, and for pieces the first index.
+type Stored<'a> = (usize, &'a str, Dtype, &'a [u64], Option<&'a [u64]>);
+
+/// The headers of shards that hold `stored`, one after another.
+fn headers(stored: &[Stored<'_>]) -> Vec<ShardHeader> {
+    let shards = stored.iter().map(|(shard, ..)| shard + 1).max().unwrap_or(1);
+    let boxed = stored.iter().any(|(.., offset)| offset.is_some());
+    let header = |shard| {
+        let mut end = 0;
+        let mut notes = serde_json::Map::new();
+        let mut tensors = Vec::new();
+        for (_, name, dtype, shape, offset) in stored.iter().filter(|(at, ..)| *at == shard) {
+            let start = end;
+            end += dtype.bits_of(shape).unwrap() / 8;
+            tensors.push(Entry {
+                name: (*name).to_owned(),
+                dtype: *dtype,
+                shape: shape.to_vec(),
+                data_offsets: start..end,
+            });
+            if let Some(offset) = offset {
+                let mut saved = offset.to_vec();
+                // As torch writes them: pairs of F4 elements.
+                if let (Dtype::F4, Some(last)) = (dtype, saved.last_mut()) {
+                    *last /= 2;
+                }
+                let note = serde_json::json!({ "saved_offsets": saved });
+                notes.insert((*name).to_owned(), note);
+            }
+        }
+        let mut metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        if boxed {
+            metadata.insert(SHARDING_INFO.to_owned(), serde_json::Value::from(notes).to_string());
+            metadata.insert(VERSION.to_owned(), "1.0".to_owned());
+        }
+        let header = Header { metadata: Some(metadata), tensors, header_len: 1000 };
+        let name = format!("shard-{shard}.safetensors");
+        ShardHeader { name, file_len: header.data_start() + end, header }
+    };
+    (0..shards).map(header).collect()
+}
+
+fn catalog(stored: &[Stored<'_>]) -> Result<Catalog, tensorfs::Fault> {
+    let headers = headers(stored);
+    let headers: Vec<&ShardHeader> = headers.iter().collect();
+    if stored.iter().any(|(.., offset)| offset.is_some()) {
+        Catalog::of_dcp_shards(&headers, None)
+    } else {
+        Catalog::of_whole_tensors(&headers, None)
+    }
+}
+
+fn set(name: &str, kind: &str, catalog: Catalog) -> SetRecord {
+    let layout = Layout::single(&catalog, Format::Safetensors).unwrap();
+    SetRecord {
+        name: name.to_owned(),
+        kind: kind.to_owned(),
+        files: catalog.shards.iter().map(|shard| shard.name.clone()).collect(),
+        noted: kind == "dcp",
+        manifest: None,
+        map: None,
+        shown: Some((layout.len(), Digest::of(layout.header()))),
+        catalog,
+    }
+}
+
+fn index_of(sets: Vec<SetRecord>) -> Index {
+    let shards = sets.iter().flat_map(|set| &set.catalog.shards);
+    let file = |(at, shard): (usize, &tensorfs::catalog::Shard)| FileRecord {
+        name: shard.name.clone(),
+        fingerprint: Fingerprint {
+            ino: 1000 + at as u64,
+            len: shard.file_len,
+            mtime: (1_700_000_000, 123_456_789),
+            ctime: (-5, 0),
+        },
+        head_len: shard.data_start,
+        head: Digest::of(shard.name.as_bytes()).0,
+    };
+    Index {
+        folder: b"/models/a".to_vec(),
+        made: 1_700_000_100,
+        files: shards.enumerate().map(file).collect(),
+        unusable: Vec::new(),
+        weights: sets.iter().flat_map(|set| set.files.clone()).collect(),
+        notes: Vec::new(),
+        sets,
+    }
+}
+
+fn whole_set() -> SetRecord {
+    let accented = "model.layers.0.\u{e9}\u{3b1}.weight";
+    let long = "model.".repeat(100);
+    let (long_a, long_b) = (format!("{long}a"), format!("{long}b"));
+    let stored: &[Stored<'_>] = &[
+        (0, "model.layers.0.mlp.weight", Dtype::Bf16, &[16, 8], None),
+        (0, "model.layers.0.mlp.bias", Dtype::F32, &[16], None),
+        (0, accented, Dtype::F6E2M3, &[4], None),
+        (0, "", Dtype::F64, &[], None),
+        (1, "model.layers.1.mlp.weight", Dtype::Bf16, &[16, 8], None),
+        (1, "model.layers.1.mlp.packed", Dtype::F4, &[2, 3], None),
+        (1, "empty", Dtype::I64, &[0, 1 << 40], None),
+        (1, &long_b, Dtype::U8, &[1], None),
+        (1, &long_a, Dtype::U8, &[1], None),
+    ];
+    SetRecord {
+        map: Some(("model.safetensors.index.json".to_owned(), r#"{"total_size":1}"#.to_owned())),
+        manifest: Some(true),
+        ..set("model.safetensors", "weight_map", catalog(stored).unwrap())
+    }
+}
+
+/// Boxes: by rows, by columns with replicas, sub-byte ones, and a tensor without elements.
+fn boxed_set() -> SetRecord {
+    let stored: &[Stored<'_>] = &[
+        (0, "a.rows", Dtype::F32, &[2, 4], Some(&[0, 0])),
+        (1, "a.rows", Dtype::F32, &[3, 4], Some(&[2, 0])),
+        (0, "b.columns", Dtype::Bf16, &[3, 4], Some(&[0, 0])),
+        (1, "b.columns", Dtype::Bf16, &[3, 2], Some(&[0, 4])),
+        (2, "b.columns", Dtype::Bf16, &[3, 2], Some(&[0, 4])),
+        (1, "c.packed", Dtype::F4, &[2, 4], Some(&[0, 0])),
+        (2, "c.packed", Dtype::F4, &[2, 4], Some(&[0, 4])),
+        (0, "d.everywhere", Dtype::U8, &[5], Some(&[0])),
+        (1, "d.everywhere", Dtype::U8, &[5], Some(&[0])),
+        (2, "e.empty", Dtype::F32, &[0, 4], Some(&[0, 0])),
+    ];
+    set("boxes.safetensors", "dcp", catalog(stored).unwrap())
+}
+
+fn sample() -> Index {
+    let whole = whole_set();
+    let single = SetRecord {
+        map: None,
+        manifest: None,
+        shown: None,
+        ..set("one.safetensors", "single", catalog(&[]).unwrap())
+    };
+    Index {
+        unusable: vec![b"gone\xff.safetensors".to_vec(), b"link.safetensors".to_vec()],
+        notes: vec!["model.safetensors: a note".to_owned()],
+        ..index_of(vec![whole, boxed_set(), single])
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// The layout.
+
+/// Where this fails the layout of the file, of what it says of tensors, or of the virtual file
+/// has changed: then the version in `src/index/mod.rs` goes up, and the new bytes become a
+/// fixture of their own beside the old ones.
+#[test]
+fn version_1_is_laid_out_as_it_was_when_it_was_fixed() {
+    let kept = include_bytes!("fixtures/index/v1.index");
+    assert_eq!(kept[..16], *b"TENSORFS\x01\0\0\0\0\0\0\0");
+    let expected = sample();
+    let decoded = Index::decode(kept).unwrap();
+    assert_eq!(decoded, expected);
+    assert_eq!(expected.encode().unwrap(), kept);
+    decoded.sets.iter().for_each(|set| check(&set.catalog));
+}
+
+#[test]
+fn another_version_is_not_read() {
+    let mut bytes = sample().encode().unwrap();
+    bytes[8] += 1;
+    assert_eq!(Index::decode(&bytes).unwrap_err(), "was written by another version");
+}
+
+#[test]
+fn every_flipped_byte_and_every_truncation_is_noticed() {
+    let bytes = index_of(vec![boxed_set()]).encode().unwrap();
+    assert!(Index::decode(&bytes).is_ok());
+    for at in 0..bytes.len() {
+        assert!(Index::decode(&bytes[..at]).is_err(), "cut off at {at}");
+        for flip in [0x01, 0x80, 0xff] {
+            let mut bad = bytes.clone();
+            bad[at] ^= flip;
+            assert!(Index::decode(&bad).is_err(), "byte {at} flipped by {flip:02x}");
+        }
+    }
+    let longer = [bytes.as_slice(), &[0]].concat();
+    assert!(Index::decode(&longer).is_err(), "a byte more");
+}
+
+/// As if the checksum agreed: a forger who computes it must not be able to break anything
+/// either.
+#[test]
+fn content_with_any_one_byte_changed_is_refused_or_can_be_used() {
+    for set in [whole_set(), boxed_set()] {
+        let content = index_of(vec![set]).encode().unwrap().split_off(FRAME_LEN);
+        let mut accepted = 0;
+        for at in 0..content.len() {
+            assert!(Index::decode_unframed(&content[..at]).is_err(), "cut off at {at}");
+            for value in [0, 1, 2, 127, 128, 250, 251, 252, 253, 254, 255, content[at] ^ 1] {
+                let mut changed = content.clone();
+                changed[at] = value;
+                let Ok(index) = Index::decode_unframed(&changed) else { continue };
+                accepted += 1;
+                index.sets.iter().for_each(|set| check(&set.catalog));
+                index.encode().unwrap();
+            }
+        }
+        assert!(accepted > content.len(), "{accepted} of {}", content.len());
+    }
+}
+
+/// Address space that this process has ever taken, in bytes.
+fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPeak:")).unwrap();
+    line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn an_announced_length_reserves_no_memory_before_the_bytes_are_there() {
+    let content = index_of(vec![boxed_set()]).encode().unwrap().split_off(FRAME_LEN);
+    let before = peak();
+    for at in 0..content.len() {
+        // 2^28 as bincode writes it, in the place of whatever stands there: of numbers with 4
+        // bytes that is 1 GiB.
+        let number: &[u8] = &[252, 0, 0, 0, 16];
+        let long = [&content[..at], number, &content[at + 1..]].concat();
+        let Ok(index) = Index::decode_unframed(&long) else { continue };
+        index.sets.iter().for_each(|set| check(&set.catalog));
+    }
+    // Other tests run beside this one and need some.
+    assert!(peak() - before < 1 << 30, "{} bytes more", peak() - before);
+}
+
+/// Uses all that a catalog says, as a mount does.
+fn check(catalog: &Catalog) {
+    let _ = catalog.data_len();
+    let inside = |piece: Piece<'_>| {
+        let shard = catalog.shard(piece.shard);
+        assert!(shard.data_start <= piece.range.start && piece.range.end <= shard.file_len);
+        assert_eq!(piece.shape.len(), piece.offset.len());
+        piece.len()
+    };
+    let mut before: Option<&str> = None;
+    for tensor in catalog.tensors() {
+        assert!(before.is_none_or(|before| before < tensor.name));
+        before = Some(tensor.name);
+        assert_eq!(catalog.tensor(tensor.name).unwrap().position(), tensor.position());
+        assert_eq!(tensor.pieces().map(inside).sum::<u64>(), tensor.len);
+        tensor.replicas().for_each(|piece| assert!(inside(piece) <= tensor.len));
+    }
+    for format in [Format::Safetensors, Format::Bintensors] {
+        match Layout::single(catalog, format) {
+            Ok(layout) => check_layout(catalog, &layout),
+            Err(fault) => assert!(REFUSALS.contains(&fault.class), "{fault}"),
+        }
+    }
+}
+
+fn check_layout(catalog: &Catalog, layout: &Layout) {
+    let middle = layout.len() / 2;
+    for range in [0..layout.len(), middle..layout.len(), middle..middle + 1] {
+        layout.extents(range, &mut |extent| {
+            if let Extent::Run { shard, range, .. } | Extent::Scatter { shard, range, .. } = extent
+            {
+                let shard = catalog.shard(shard);
+                assert!(shard.data_start <= range.start && range.end <= shard.file_len);
+            }
+        });
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Random catalogs.
+
+fn name() -> impl Strategy<Value = String> {
+    let common = prop::sample::select(vec![0usize, 1, 40, 600]);
+    prop_oneof![
+        ".*",
+        (0..40u32, 0..8u32).prop_map(|(layer, part)| format!("model.layers.{layer}.mlp.{part}")),
+        (common, ".{0,3}").prop_map(|(len, end)| "\u{e9}".repeat(len) + &end),
+    ]
+}
+
+fn dtype() -> impl Strategy<Value = Dtype> {
+    (0..Dtype::ALL.len()).prop_map(|at| Dtype::ALL[at])
+}
+
+/// Whole tensors by name: dtype, shape, shard. Multiples of 4 keep sub-byte elements on bytes.
+fn whole() -> impl Strategy<Value = Catalog> {
+    let shape = prop::collection::vec((0u64..4).prop_map(|n| 4 * n), 1..4);
+    let shape = prop_oneof![4 => shape, 1 => Just(vec![0, u64::MAX / 64])];
+    prop::collection::btree_map(name(), (dtype(), shape, 0usize..5), 0..30).prop_map(|tensors| {
+        let stored: Vec<Stored<'_>> = tensors
+            .iter()
+            .map(|(name, (dtype, shape, shard))| (*shard, name.as_str(), *dtype, &**shape, None))
+            .collect();
+        catalog(&stored).unwrap()
+    })
+}
+
+/// Tensors of which shard 0 has the upper rows and shard 1 the lower ones or none, and shard 2
+/// perhaps another copy of the upper ones.
+fn boxed() -> impl Strategy<Value = Catalog> {
+    let tensor = (dtype(), (1u64..5, 0u64..5, 0u64..4), any::<bool>());
+    prop::collection::btree_map(name(), tensor, 1..20).prop_map(|tensors| {
+        let boxes: Vec<_> = tensors
+            .iter()
+            .map(|(name, (dtype, (upper, lower, columns), copied))| {
+                let shapes = [vec![*upper, 4 * columns], vec![*lower, 4 * columns]];
+                (name.as_str(), *dtype, shapes, [vec![0, 0], vec![*upper, 0]], *copied)
+            })
+            .collect();
+        let mut stored: Vec<Stored<'_>> = Vec::new();
+        for (name, dtype, [upper, lower], [start, below], copied) in &boxes {
+            stored.push((0, name, *dtype, upper, Some(start)));
+            if lower[0] > 0 {
+                stored.push((1, name, *dtype, lower, Some(below)));
+            }
+            if *copied {
+                stored.push((2, name, *dtype, upper, Some(start)));
+            }
+        }
+        catalog(&stored).unwrap()
+    })
+}
+
+fn record(catalog: Catalog) -> SetRecord {
+    SetRecord { shown: None, ..set("model.safetensors", "dcp", catalog) }
+}
+
+proptest! {
+    #[test]
+    fn any_catalog_reads_back(whole in whole(), boxed in boxed(), made in any::<i64>()) {
+        let sets = vec![record(whole), record(boxed)];
+        let index = Index { made, ..index_of(sets) };
+        let bytes = index.encode().unwrap();
+        let decoded = Index::decode(&bytes).unwrap();
+        prop_assert_eq!(&decoded, &index);
+        prop_assert_eq!(decoded.encode().unwrap(), bytes);
+        decoded.sets.iter().for_each(|set| check(&set.catalog));
+    }
+
+    #[test]
+    fn any_changed_content_is_refused_or_can_be_used(
+        whole in whole(),
+        boxed in boxed(),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let mut content =
+            index_of(vec![record(whole), record(boxed)]).encode().unwrap().split_off(FRAME_LEN);
+        for (at, value) in changes {
+            let at = at.index(content.len());
+            content[at] = value;
+        }
+        if let Ok(index) = Index::decode_unframed(&content) {
+            index.sets.iter().for_each(|set| check(&set.catalog));
+        }
+    }
+
+    #[test]
+    fn any_bytes_are_refused_or_can_be_used(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        prop_assert!(Index::decode(&bytes).is_err());
+        if let Ok(index) = Index::decode_unframed(&bytes) {
+            index.sets.iter().for_each(|set| check(&set.catalog));
+        }
+    }
+}

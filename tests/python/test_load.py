@@ -1,0 +1,94 @@
+"""`tensorfs load`: what it says of a load, and what it refuses."""
+
+import json
+import os
+import struct
+
+from checkpoints import column_wise, hf_set, row_wise
+from mounts import FIXTURES, Mount, TestCase, tensorfs
+
+
+class Load(TestCase):
+    def load(self, *words):
+        outcome = tensorfs("load", *words, "--json")
+        self.assert_done(outcome)
+        return outcome.json()
+
+    def test_every_byte_of_every_kind_of_checkpoint_is_loaded_and_read_once(self):
+        for make in (hf_set, row_wise, column_wise):
+            with self.subTest(make=make.__name__):
+                folder = self.tmp / make.__name__
+                make(folder)
+                (listed,) = tensorfs("ls", folder, "--json").json()["sets"]
+                loaded = self.load(folder)
+                self.assertEqual((loaded["bytes"], loaded["tensors"]), (listed["bytes"], len(listed["tensors"])))
+                self.assertLessEqual(loaded["bytes_read"], loaded["bytes"] * 1.05)
+                self.assertLessEqual(loaded["staging_peak"], 256 << 20)
+
+    def test_the_trace_shows_each_read_with_its_stages_in_order(self):
+        folder, trace = self.tmp / "dcp", self.tmp / "trace.json"
+        column_wise(folder)
+        loaded = self.load(folder, "--trace", trace)
+        events = json.loads(trace.read_text())["traceEvents"]
+        read = sum(e["args"]["to"] - e["args"]["from"] for e in events if e["name"] == "read")
+        self.assertEqual(read, loaded["bytes_read"])
+        self.assertEqual({e["name"] for e in events}, {"queue", "read", "copy"})
+        self.assertTrue(all(e["ph"] == "X" and e["dur"] >= 0 and e["ts"] >= 0 for e in events))
+
+    def test_progress_is_drawn_where_it_is_asked_for(self):
+        folder = self.tmp / "hf"
+        hf_set(folder)
+        for progress, drawn in (("always", True), ("never", False), ("auto", False)):
+            outcome = tensorfs("load", folder, "--progress", progress)
+            self.assert_done(outcome)
+            self.assertEqual("MB" in outcome.stderr, drawn, outcome.stderr)
+
+    def test_a_path_on_a_mount_is_loaded_past_it(self):
+        folder = self.tmp / "hf"
+        hf_set(folder)
+        with Mount(folder) as m:
+            loaded = self.load(m.path)
+            self.assertEqual(loaded["directory"], str(folder))
+            self.assertEqual(self.load(m.path / "model.safetensors")["bytes"], loaded["bytes"])
+
+    def test_a_bad_checkpoint_and_several_at_once_are_refused(self):
+        outcome = tensorfs("load", FIXTURES / "bad/dcp/hole_middle", "--json")
+        self.assertEqual((outcome.code, outcome.json()["class"]), (1, "dcp_hole"))
+        for name in ("a", "b"):
+            hf_set(self.tmp / "tree" / name)
+        outcome = tensorfs("load", self.tmp / "tree")
+        self.assertEqual(outcome.code, 2)
+        self.assertIn("2 checkpoints here", outcome.stderr)
+        outcome = tensorfs("load", self.tmp / "nothing")
+        self.assertEqual(outcome.code, 1)
+        self.assertIn("nothing", outcome.stderr)
+
+    def test_a_trace_that_cannot_be_written_is_an_error_that_names_it(self):
+        folder = self.tmp / "hf"
+        hf_set(folder)
+        outcome = tensorfs("load", folder, "--trace", self.tmp / "no/such/trace.json")
+        self.assertEqual(outcome.code, 1)
+        self.assertIn("no/such/trace.json", outcome.stderr)
+        self.assertEqual(tensorfs("load", folder, "--trace", "/dev/full").code, 1)
+
+    def test_a_trace_replaces_a_trace_and_nothing_else(self):
+        folder, trace = self.tmp / "hf", self.tmp / "trace.json"
+        hf_set(folder)
+        for _ in range(2):
+            self.load(folder, "--trace", trace)
+        shard = folder / "model-00001-of-00003.safetensors"
+        before = shard.read_bytes()
+        outcome = tensorfs("load", folder, "--trace", shard)
+        self.assertEqual((outcome.code, shard.read_bytes()), (1, before))
+        self.assertIn("is no trace", outcome.stderr)
+
+    def test_what_is_larger_than_memory_is_refused_with_numbers(self):
+        file = self.tmp / "huge.safetensors"
+        size = 1 << 40
+        entries = {f"w{n}": {"dtype": "U8", "shape": [size], "data_offsets": [n * size, (n + 1) * size]} for n in range(8)}
+        header = json.dumps(entries).encode()
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+        os.truncate(file, 8 + len(header) + 8 * size)
+        outcome = tensorfs("load", file)
+        self.assertEqual(outcome.code, 1)
+        self.assertIn(f"takes {8 * size + 8 * 4096} bytes of memory", outcome.stderr)

@@ -120,10 +120,19 @@ fn make_room(newest: &Arc<Source>) {
         open.sources.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
     };
     // Not under the lock: this may ask the file system, and that may never answer.
-    let Some(evicted) = others.iter().find(|source| source.may_close()) else {
-        return;
-    };
-    open_sources().sources.retain(|source| !is(source, evicted));
-    evicted.counted.store(false, Ordering::SeqCst);
-    evicted.close();
+    for evicted in others.iter().filter(|source| source.may_close()) {
+        let mut open = open_sources();
+        if open.len() <= open_max() {
+            return;
+        }
+        // Whoever strikes it out closes it: threads that look at once close one each.
+        let before = open.sources.len();
+        open.sources.retain(|source| !is(source, evicted));
+        let mine = open.sources.len() < before;
+        drop(open);
+        if mine {
+            evicted.counted.store(false, Ordering::SeqCst);
+            evicted.close();
+        }
+    }
 }

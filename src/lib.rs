@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod cache;
+pub mod cast;
 pub mod catalog;
 pub mod checkpoint;
 pub mod consolidate;

@@ -2,13 +2,16 @@
 //!
 //! Wanted bytes that lie together are read together, each into its final place where that is
 //! possible: a tensor that is one stretch of a shard gets memory whose addresses agree with the
-//! offsets in the file page by page, so that the disk can write there. Tensors cut into boxes, and
-//! parts of tensors, are read in stretches of source order and spread from there.
+//! offsets in the file page by page, so that the disk can write there. Tensors cut into boxes, parts
+//! of tensors, and whatever changes its element type or goes to a device are read in stretches of
+//! source order and spread from there.
 //! Pure: the same wishes give the same plan.
 
 use std::ops::Range;
 
+use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
+use crate::dtype::Dtype;
 use crate::error::{Class, Fault};
 
 /// How bytes are put together, all in bytes.
@@ -22,11 +25,30 @@ pub struct Limits {
     pub own: u64,
     /// Most that smaller tensors have together.
     pub slab: u64,
+    /// Whether the disk may write to the final memory; else every read is moved from where it
+    /// lands.
+    pub in_place: bool,
+    /// Unit in which tensors begin that share memory and are moved to it.
+    pub align: u64,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { chunk: 8 << 20, gap: 64 << 10, own: 1 << 20, slab: 32 << 20 }
+        Limits {
+            chunk: 8 << 20,
+            gap: 64 << 10,
+            own: 1 << 20,
+            slab: 32 << 20,
+            in_place: true,
+            align: 64,
+        }
+    }
+}
+
+impl Limits {
+    /// For memory that no disk can write to.
+    pub fn device() -> Limits {
+        Limits { in_place: false, align: 256, ..Limits::default() }
     }
 }
 
@@ -34,12 +56,23 @@ impl Default for Limits {
 pub(crate) const PAGE: u64 = 4096;
 
 /// A tensor, or a part of one, that is wanted.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Want {
     /// Position in the catalog.
     pub tensor: usize,
     /// In each dimension the wanted indices; all without.
     pub part: Option<Vec<Range<u64>>>,
+    /// The element type that it is to have; its own without.
+    pub cast: Option<Dtype>,
+    /// Address of the memory that waits for it; it is found for it without.
+    pub at: Option<u64>,
+}
+
+impl Want {
+    /// The whole tensor at this position in the catalog, as it is.
+    pub fn whole(tensor: usize) -> Want {
+        Want { tensor, ..Want::default() }
+    }
 }
 
 /// Where the bytes of a wish are once all is read.
@@ -51,6 +84,8 @@ pub struct Placement {
     pub at: u64,
     /// Length in bytes.
     pub len: u64,
+    /// Element type.
+    pub dtype: Dtype,
     /// Extent in each dimension.
     pub shape: Vec<u64>,
 }
@@ -94,10 +129,19 @@ pub struct Move {
     pub first: u64,
     /// Number of runs.
     pub runs: u64,
-    /// Length of a run in bytes.
+    /// Length of a run in bytes of the read.
     pub run_len: u64,
     /// Number of its strides in `Plan::strides`; none where there is one run.
     pub strides: Option<u32>,
+    /// What becomes of its elements.
+    pub cast: Option<Cast>,
+}
+
+impl Move {
+    /// Length of a run in bytes of the region.
+    pub fn placed_len(&self) -> u64 {
+        self.cast.map_or(self.run_len, |cast| cast.len_after(self.run_len))
+    }
 }
 
 /// How runs are spread: dimensions, outermost first.
@@ -137,8 +181,11 @@ pub struct Plan {
     pub moves: Vec<Move>,
     /// How the runs of moves are spread.
     pub strides: Vec<Strides>,
-    /// Lengths of the regions; each begins on a page.
+    /// Lengths of the regions; each begins on a page. That of a wish with an address begins on
+    /// the page of that address, and only the wish's own bytes of it are used.
     pub regions: Vec<u64>,
+    /// Of each region, whether it is memory that waited for its wish.
+    pub given: Vec<bool>,
     /// By wish.
     pub placements: Vec<Placement>,
     /// Wanted bytes.
@@ -152,7 +199,19 @@ pub struct Plan {
 struct Extent {
     shard: ShardId,
     range: Range<u64>,
+    /// Its region and place are reckoned from the wish until that has a place.
     step: Move,
+    want: u32,
+}
+
+/// A wish whose bytes are moved to memory that is to be found. Its fields are its order.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Placeless {
+    /// Where its first bytes are.
+    first: Option<(ShardId, u64)>,
+    want: usize,
+    /// Width of its elements.
+    width: u64,
 }
 
 /// A wish that is one stretch of a shard and can be read to its place.
@@ -173,36 +232,41 @@ impl Plan {
         let mut plan = Plan { limits: Limits { chunk, ..*limits }, ..Plan::default() };
         let mut straight = Vec::new();
         let mut extents = Vec::new();
+        let mut placeless = Vec::new();
         for (number, want) in wants.iter().enumerate() {
             let tensor = catalog.tensor_at(want.tensor);
-            let part = part_of(&tensor, want).map_err(|fault| fault.tensor(tensor.name))?;
             let before = extents.len();
-            plan.extents_of(&tensor, &part, &mut extents)
+            let (placement, cast) = plan
+                .extents_of(number as u32, &tensor, want, &mut extents)
                 .map_err(|fault| fault.tensor(tensor.name))?;
-            let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
-            let len = shape.iter().product::<u64>() * tensor.dtype.bits() / 8;
-            plan.wanted = plan.wanted.saturating_add(len);
-            plan.placements.push(Placement { region: 0, at: 0, len, shape });
+            plan.wanted = plan.wanted.saturating_add(placement.len);
+            plan.placements.push(placement);
             let width = (tensor.dtype.bits() / 8).max(1);
-            match &extents[before..] {
-                [Extent { shard, range, step, .. }]
-                    if step.strides.is_none() && range.start.is_multiple_of(width) =>
+            match (&extents[before..], want.at) {
+                ([one], None)
+                    if limits.in_place
+                        && one.is_plain()
+                        && one.range.start.is_multiple_of(width) =>
                 {
-                    straight.push(Straight {
-                        shard: *shard,
-                        range: range.clone(),
-                        want: number as u32,
-                    });
+                    let (shard, range) = (one.shard, one.range.clone());
+                    straight.push(Straight { shard, range, want: number as u32 });
                     extents.truncate(before);
                 }
-                _ => {
-                    let region = plan.region(len);
-                    plan.placements[number].region = region;
-                    extents[before..].iter_mut().for_each(|extent| extent.step.region = region);
+                (mine, None) => {
+                    let first = mine.first().map(|one| (one.shard, one.range.start));
+                    let width = cast.map_or(width, |cast| cast.to().bits() / 8);
+                    placeless.push(Placeless { first, want: number, width });
                 }
+                (_, Some(address)) => plan.give_place(number, address, before, &mut extents),
             }
         }
         plan.read_straight(straight);
+        plan.find_places(placeless);
+        for extent in &mut extents {
+            let placement = &plan.placements[extent.want as usize];
+            extent.step.region = placement.region;
+            extent.step.at += placement.at;
+        }
         plan.read_spread(extents);
         plan.chunks.sort_by_key(|chunk| (chunk.shard, chunk.range.start));
         let lens = plan.chunks.iter().map(|chunk| chunk.range.end - chunk.range.start);
@@ -210,22 +274,89 @@ impl Plan {
         Ok(plan)
     }
 
-    fn region(&mut self, len: u64) -> u32 {
+    fn region(&mut self, len: u64, given: bool) -> u32 {
         self.regions.push(len);
+        self.given.push(given);
         self.regions.len() as u32 - 1
     }
 
-    /// The bytes of shards that make up `part` of a tensor.
+    /// Memory that waits for wish `number` at `address`: what of its one extent agrees with the
+    /// file page by page is read there, the rest is moved.
+    fn give_place(
+        &mut self,
+        number: usize,
+        address: u64,
+        before: usize,
+        extents: &mut Vec<Extent>,
+    ) {
+        let at = address % PAGE;
+        let region = self.region(at + self.placements[number].len, true);
+        let placement = &mut self.placements[number];
+        (placement.region, placement.at) = (region, at);
+        let limits = self.limits;
+        let [one] = &extents[before..] else { return };
+        let range = one.range.clone();
+        let agrees =
+            range.start % PAGE == at && range.end - range.start >= limits.own.max(2 * PAGE);
+        if !limits.in_place || !one.is_plain() || !agrees {
+            return;
+        }
+        let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
+        self.read_to(one.shard, pages.clone(), region, at + (pages.start - range.start));
+        let (shard, want, step) = (one.shard, one.want, one.step.clone());
+        extents.truncate(before);
+        for part in [range.start..pages.start, pages.end..range.end] {
+            if !part.is_empty() {
+                let (at, run_len) = (part.start - range.start, part.end - part.start);
+                let step = Move { at, run_len, ..step.clone() };
+                extents.push(Extent { shard, range: part, step, want });
+            }
+        }
+    }
+
+    /// Memory for wishes whose bytes are moved there, in the order of the shards: small ones
+    /// share a region.
+    fn find_places(&mut self, mut wishes: Vec<Placeless>) {
+        wishes.sort_unstable();
+        let limits = self.limits;
+        let mut slab: Option<u32> = None;
+        for Placeless { want, width, .. } in wishes {
+            let len = self.placements[want].len;
+            let (region, at) = match slab {
+                _ if len >= limits.own => (self.region(len, false), 0),
+                Some(slab) => {
+                    let at = self.regions[slab as usize].next_multiple_of(limits.align.max(width));
+                    (slab, at)
+                }
+                None => (self.region(0, false), 0),
+            };
+            let end = &mut self.regions[region as usize];
+            *end = (*end).max(at + len);
+            if len < limits.own {
+                slab = (at + len < limits.slab).then_some(region);
+            }
+            let placement = &mut self.placements[want];
+            (placement.region, placement.at) = (region, at);
+        }
+    }
+
+    /// The bytes of shards that make up a wish, and what it is in the end.
     fn extents_of(
         &mut self,
+        number: u32,
         tensor: &Tensor<'_>,
-        part: &[Range<u64>],
+        want: &Want,
         extents: &mut Vec<Extent>,
-    ) -> Result<(), Fault> {
-        let extent: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
-        if extent.contains(&0) {
-            return Ok(());
-        }
+    ) -> Result<(Placement, Option<Cast>), Fault> {
+        let part = part_of(tensor, want)?;
+        let cast = cast_of(tensor, want)?;
+        let dtype = cast.map_or(tensor.dtype, Cast::to);
+        let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
+        // Within the bounds of the tensor, which were proved; a wider type may pass them.
+        let bits = dtype.bits_of(&shape).ok_or_else(|| {
+            Fault::new(Class::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
+        })?;
+        let bits_each = (tensor.dtype.bits(), dtype.bits());
         for piece in tensor.pieces() {
             // Of the piece, what is wanted of it: first index and extent.
             let (mut first, mut size) = (Vec::new(), Vec::new());
@@ -241,31 +372,30 @@ impl Plan {
             let relative = |to: &dyn Fn(usize) -> u64| -> Vec<u64> {
                 (0..first.len()).map(|dim| first[dim] - to(dim)).collect()
             };
-            let bits = tensor.dtype.bits();
             let from =
                 Whole { shape: piece.shape.to_vec(), offset: relative(&|dim| piece.offset[dim]) };
-            let to = Whole { shape: extent.clone(), offset: relative(&|dim| part[dim].start) };
-            let runs = Spread::new(&from, &to, &size, bits)?;
-            self.cut(&runs, piece.shard, piece.range.start, extents);
+            let to = Whole { shape: shape.clone(), offset: relative(&|dim| part[dim].start) };
+            let spread = Spread::new(&from, &to, &size, bits_each)?;
+            self.cut(&spread, piece.shard, piece.range.start, (number, cast), extents);
         }
-        Ok(())
+        Ok((Placement { region: 0, at: 0, len: bits / 8, dtype, shape }, cast))
     }
 
     /// Cuts runs into stretches that are read at once.
-    fn cut(&mut self, spread: &Spread, shard: ShardId, base: u64, extents: &mut Vec<Extent>) {
+    fn cut(
+        &mut self,
+        spread: &Spread,
+        shard: ShardId,
+        base: u64,
+        (want, cast): (u32, Option<Cast>),
+        extents: &mut Vec<Extent>,
+    ) {
         let run_len = spread.run_len;
         let start = base + spread.from;
         if spread.strides.0.is_empty() {
-            let step = Move {
-                from: 0,
-                region: 0,
-                at: spread.to,
-                first: 0,
-                runs: 1,
-                run_len,
-                strides: None,
-            };
-            extents.push(Extent { shard, range: start..start + run_len, step });
+            let (at, strides) = (spread.to, None);
+            let step = Move { from: 0, region: 0, at, first: 0, runs: 1, run_len, strides, cast };
+            extents.push(Extent { shard, range: start..start + run_len, step, want });
             return;
         }
         self.strides.push(spread.strides.clone());
@@ -294,8 +424,9 @@ impl Plan {
                 runs: next - first,
                 run_len,
                 strides,
+                cast,
             };
-            extents.push(Extent { shard, range: start + from..start + end, step });
+            extents.push(Extent { shard, range: start + from..start + end, step, want });
             first = next;
         }
     }
@@ -331,16 +462,21 @@ impl Plan {
 
     fn read_run(&mut self, run: &[Straight], range: Range<u64>) {
         let page = range.start / PAGE * PAGE;
-        let region = self.region(range.end.next_multiple_of(PAGE) - page);
+        let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {
             let placement = &mut self.placements[one.want as usize];
             (placement.region, placement.at) = (region, one.range.start - page);
         }
+        self.read_to(run[0].shard, range.clone(), region, range.start - page);
+    }
+
+    /// Reads of `range` to byte `at` of a region, which agrees with it page by page.
+    fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, at: u64) {
         let mut start = range.start;
         while start < range.end {
             let end = ((start + self.limits.chunk) / PAGE * PAGE).min(range.end);
-            let target = Target::Place { region, at: start - page };
-            self.chunks.push(Chunk { shard: run[0].shard, range: start..end, target });
+            let target = Target::Place { region, at: at + (start - range.start) };
+            self.chunks.push(Chunk { shard, range: start..end, target });
             start = end;
         }
     }
@@ -374,7 +510,11 @@ impl Plan {
             let moves = self.moves.len() as u32;
             for part in run {
                 let from = part.range.start - first.range.start;
-                self.moves.push(Move { from, ..part.step.clone() });
+                let one = Move { from, ..part.step.clone() };
+                match self.moves[moves as usize..].last_mut() {
+                    Some(last) if last.goes_on_in(&one) => last.run_len += one.run_len,
+                    _ => self.moves.push(one),
+                }
             }
             self.chunks.push(Chunk {
                 shard: first.shard,
@@ -385,21 +525,41 @@ impl Plan {
     }
 }
 
-/// Cuts a stretch that is one run into reads of at most `chunk` bytes.
+impl Extent {
+    /// Whether its bytes go on as they are, in one run.
+    fn is_plain(&self) -> bool {
+        self.step.strides.is_none() && self.step.cast.is_none()
+    }
+}
+
+impl Move {
+    /// Whether `next` is more of the same run.
+    fn goes_on_in(&self, next: &Move) -> bool {
+        let plain = [self, next].iter().all(|one| one.strides.is_none() && one.cast.is_none());
+        plain
+            && self.region == next.region
+            && self.from + self.run_len == next.from
+            && self.at + self.run_len == next.at
+    }
+}
+
+/// Cuts a stretch that is one run into reads of at most `chunk` bytes, a multiple of the width of
+/// any element.
 fn split(extent: Extent, chunk: u64) -> Vec<Extent> {
-    let Extent { shard, range, step } = extent;
+    let Extent { shard, range, step, want } = extent;
     // Several runs are never longer: they would not be together.
     if range.end - range.start <= chunk || step.runs > 1 {
-        return vec![Extent { shard, range, step }];
+        return vec![Extent { shard, range, step, want }];
     }
     let starts = (range.start..range.end).step_by(chunk as usize);
     starts
         .map(|start| {
             let end = (start + chunk).min(range.end);
-            let at = step.at + (start - range.start);
+            let before = start - range.start;
+            let at = step.at + step.cast.map_or(before, |cast| cast.len_after(before));
             let step =
                 Move { at, run_len: end - start, strides: None, runs: 1, first: 0, ..step.clone() };
-            Extent { shard, range: start..end, step }
+            Extent { shard, range: start..end, step, want }
         })
         .collect()
 }
@@ -418,6 +578,16 @@ fn part_of(tensor: &Tensor<'_>, want: &Want) -> Result<Vec<Range<u64>>, Fault> {
     Err(Fault::new(Class::Usage, message))
 }
 
+/// What becomes of the elements of a wish.
+fn cast_of(tensor: &Tensor<'_>, want: &Want) -> Result<Option<Cast>, Fault> {
+    let Some(to) = want.cast.filter(|&to| to != tensor.dtype) else { return Ok(None) };
+    let cast = Cast::new(tensor.dtype, to);
+    cast.map(Some).ok_or_else(|| {
+        let message = format!("{} cannot be cast to {to}; load it as it is", tensor.dtype);
+        Fault::new(Class::Usage, message)
+    })
+}
+
 /// A box that holds another one: its extent, and where the other one begins in it.
 struct Whole {
     shape: Vec<u64>,
@@ -429,15 +599,16 @@ struct Spread {
     /// Byte at which the first run begins in each.
     from: u64,
     to: u64,
+    /// In the first.
     run_len: u64,
     strides: Strides,
 }
 
 impl Spread {
-    /// The runs of a box of extent `size`, with elements of `bits` bits.
-    fn new(from: &Whole, to: &Whole, size: &[u64], bits: u64) -> Result<Spread, Fault> {
-        let (mut from_at, mut to_at, mut run) = (0, 0, bits);
-        let (mut from_stride, mut to_stride) = (bits, bits);
+    /// The runs of a box of extent `size`, with elements of `bits` bits in each.
+    fn new(from: &Whole, to: &Whole, size: &[u64], bits: (u64, u64)) -> Result<Spread, Fault> {
+        let (mut from_at, mut to_at, mut run) = (0, 0, bits.0);
+        let (mut from_stride, mut to_stride) = bits;
         let mut strides = Vec::new();
         let mut spanned = true;
         for dim in (0..size.len()).rev() {

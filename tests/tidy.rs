@@ -24,7 +24,7 @@ mod scan;
 /// A row may precede its file; a file without a row is a violation.
 const RANKS: &[(u32, &[&str])] = &[
     (0, &["error", "dtype", "counters", "hash"]),
-    (1, &["format"]),
+    (1, &["format", "cast"]),
     (2, &["catalog"]),
     (3, &["view", "layout", "gather", "index", "plan", "prefetch"]),
     (4, &["source", "io"]),

@@ -14,9 +14,17 @@ use super::buffer::{ALIGN, Lease};
 
 /// Memory that is filled by reads and then read only.
 pub struct Region {
-    mapping: (NonNull<u8>, usize),
+    home: Home,
     start: NonNull<u8>,
     len: usize,
+}
+
+/// Whose memory it is.
+enum Home {
+    /// A mapping of its own.
+    Mapping(NonNull<u8>, usize),
+    /// Somebody else's; this keeps it alive.
+    Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
 // SAFETY: the mapping belongs to the region alone; see `put` and `lease` for who writes.
@@ -51,10 +59,43 @@ impl Region {
             // SAFETY: the range lies in the mapping just made. It is slower without.
             unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         }
-        Ok(Arc::new(Region { mapping: (at, mapped), start, len }))
+        Ok(Arc::new(Region { home: Home::Mapping(at, mapped), start, len }))
     }
 
-    /// Its length in bytes, a multiple of the page size.
+    /// `len` bytes of somebody else from `start` on, which is on a page. `keep` is dropped once
+    /// no read can write there any more, on any thread.
+    ///
+    /// # Safety
+    /// The memory lives as long as `keep`. Of its bytes, those that a plan uses are initialised,
+    /// or were allocated outside of Rust; nobody reads or writes them until `keep` is dropped, or
+    /// until a load into the region has succeeded.
+    pub unsafe fn foreign(
+        start: NonNull<u8>,
+        len: usize,
+        keep: Box<dyn Send + Sync>,
+    ) -> Arc<Region> {
+        assert!(start.as_ptr().addr().is_multiple_of(ALIGN as usize), "begins on a page");
+        Arc::new(Region { home: Home::Foreign(keep), start, len })
+    }
+
+    /// Asks for huge pages where the region has whole ones: they are faulted in faster.
+    pub fn on_huge_pages(&self) {
+        let skip = self.start.as_ptr().align_offset(HUGE);
+        let len = self.len.saturating_sub(skip) / HUGE * HUGE;
+        if len > 0 {
+            // SAFETY: the range lies in the region. It is slower without.
+            unsafe {
+                libc::madvise(self.start.as_ptr().add(skip).cast(), len, libc::MADV_HUGEPAGE)
+            };
+        }
+    }
+
+    /// Its first byte.
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Its length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -77,29 +118,31 @@ impl Region {
         lease.at(Place { start, len: range.len(), _region: self.clone() })
     }
 
-    /// Copies `bytes` to `at`.
+    /// Its bytes `at..at + len`.
     ///
     /// # Safety
-    /// Nobody reads these bytes or writes to them at the same time.
-    pub(crate) unsafe fn put(&self, at: usize, bytes: &[u8]) {
-        assert!(at <= self.len && bytes.len() <= self.len - at, "bytes of the region");
-        // SAFETY: the bytes lie in the region, and nobody else uses them now; it was not lent out
-        // as a slice, so that nothing overlaps.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.as_ptr().add(at), bytes.len());
-        }
+    /// Nobody else reads these bytes or writes to them as long as this is in use.
+    #[expect(clippy::mut_from_ref, reason = "the caller alone uses these bytes")]
+    pub(crate) unsafe fn bytes(&self, at: usize, len: usize) -> &mut [u8] {
+        assert!(at <= self.len && len <= self.len - at, "bytes of the region");
+        // SAFETY: they lie in the region, are initialised, and nobody else uses them now.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at), len) }
     }
 
-    /// The region as memory that does not change any more, if no read can still write to it.
+    /// A region of `new` as memory that does not change any more, if no read can still write to
+    /// it.
     pub fn finish(self: Arc<Self>) -> Option<Memory> {
+        debug_assert!(matches!(self.home, Home::Mapping(..)), "all of it can be read");
         Arc::into_inner(self).map(|region| Memory(Arc::new(region)))
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: the mapping made by `new`, which nobody refers to any more.
-        unsafe { libc::munmap(self.mapping.0.as_ptr().cast(), self.mapping.1) };
+        if let Home::Mapping(at, len) = self.home {
+            // SAFETY: the mapping made by `new`, which nobody refers to any more.
+            unsafe { libc::munmap(at.as_ptr().cast(), len) };
+        }
     }
 }
 

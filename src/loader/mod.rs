@@ -6,13 +6,14 @@ mod run;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::counters::Counters;
+use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
-use crate::io::{Engine, Memory, Settings};
+use crate::io::{Engine, Memory, Region, Settings};
 use crate::plan::{Limits, Placement, Plan, Want};
 
 /// Memory for reads that do not go to their place at once, in bytes.
@@ -104,15 +105,22 @@ pub struct Event {
     pub moved: Option<Range<Duration>>,
 }
 
+/// How a load went.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// What it took.
+    pub stats: Stats,
+    /// Its reads, in the order in which they were over.
+    pub events: Vec<Event>,
+}
+
 /// Loaded tensors.
 #[derive(Debug)]
 pub struct Loaded {
     memories: Vec<Memory>,
     placements: Vec<Placement>,
-    /// What it took.
-    pub stats: Stats,
-    /// Its reads, in the order in which they were over.
-    pub events: Vec<Event>,
+    /// How it went.
+    pub report: Report,
 }
 
 impl Loaded {
@@ -133,6 +141,11 @@ impl Loaded {
     pub fn shape(&self, number: usize) -> &[u64] {
         &self.placements[number].shape
     }
+
+    /// Element type of wish `number`.
+    pub fn dtype(&self, number: usize) -> Dtype {
+        self.placements[number].dtype
+    }
 }
 
 impl Loader {
@@ -142,8 +155,17 @@ impl Loader {
         Loader { engine: Engine::start(tune.settings, counters.clone()), counters, tune }
     }
 
-    /// Loads `wants` of `checkpoint`; calls `progress` as bytes arrive, and stops where that
-    /// says `false`.
+    /// What has to be read for `wants`, and where it goes.
+    ///
+    /// # Errors
+    /// Where a part lies outside its tensor or does not end on bytes, or a type cannot be cast.
+    pub fn plan(&self, checkpoint: &Checkpoint, wants: &[Want]) -> Result<Plan> {
+        Plan::new(checkpoint.catalog(), wants, &self.tune.limits)
+            .map_err(|fault| checkpoint.refused(fault))
+    }
+
+    /// Loads `wants` of `checkpoint` into memory of its own; calls `progress` several times a
+    /// second, and stops where that says `false`.
     ///
     /// # Errors
     /// The first failure; what was read until then is dropped.
@@ -153,10 +175,10 @@ impl Loader {
         wants: &[Want],
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Loaded> {
-        let started = std::time::Instant::now();
-        let plan = Plan::new(checkpoint.catalog(), wants, &self.tune.limits)
-            .map_err(|fault| checkpoint.refused(fault))?;
+        let started = Instant::now();
+        let plan = self.plan(checkpoint, wants)?;
         let planned = started.elapsed();
+        debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
         let needed = plan.regions.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
         if let Some(available) = room::available().filter(|available| *available < needed) {
             return Err(Error::usage(format!(
@@ -164,9 +186,41 @@ impl Loader {
                 shown_path(&checkpoint.directory.join(&checkpoint.name)),
             )));
         }
-        let mut loaded = run::run(self, checkpoint, plan, progress)?;
-        loaded.stats.plan = planned;
-        Ok(loaded)
+        let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
+        let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
+        let regions = regions.collect::<Result<Vec<_>>>()?;
+        let mut report = self.fill(checkpoint, &plan, &regions, progress)?;
+        report.stats.plan = planned;
+        let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
+        let memories =
+            memories.ok_or_else(|| Error::usage("a read still writes to loaded memory"))?;
+        Ok(Loaded { memories, placements: plan.placements, report })
+    }
+
+    /// Carries `plan` out: fills `regions`, which are as many and at least as long as its own.
+    ///
+    /// Once it succeeded nobody writes to them any more. After a failure reads may still be under
+    /// way, each of which holds a clone of its region; of memory that waited for its wish it
+    /// returns only when they have come back or are overdue.
+    ///
+    /// # Errors
+    /// The first failure; the regions then hold bytes that mean nothing.
+    pub fn fill(
+        &self,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        regions: &[Arc<Region>],
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Report> {
+        assert!(
+            regions.len() == plan.regions.len()
+                && regions
+                    .iter()
+                    .zip(&plan.regions)
+                    .all(|(region, &len)| region.len() as u64 >= len),
+            "the plan's regions"
+        );
+        run::run(self, checkpoint, plan, regions, progress)
     }
 
     /// Loads all tensors of `checkpoint`, in the catalog's order.
@@ -174,8 +228,7 @@ impl Loader {
     /// # Errors
     /// Those of `load`.
     pub fn load_all(&self, checkpoint: &Checkpoint) -> Result<Loaded> {
-        let wants: Vec<Want> =
-            (0..checkpoint.catalog().len()).map(|tensor| Want { tensor, part: None }).collect();
+        let wants: Vec<Want> = (0..checkpoint.catalog().len()).map(Want::whole).collect();
         self.load(checkpoint, &wants, &mut |_| true)
     }
 }

@@ -4,18 +4,22 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Event, Loaded, Loader, Progress, Stats, stopped};
+use super::{Event, Loader, Progress, Report, Stats, stopped};
+use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Memory, Region};
+use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Region};
 use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 
 /// Threads that move bytes, at most.
 const MOVERS_MAX: usize = 8;
+
+/// How long a load waits before it asks again whether it may go on.
+const ASK: Duration = Duration::from_millis(50);
 
 /// What comes back to the thread that loads.
 struct Back {
@@ -30,8 +34,30 @@ struct Times {
     moved: Option<Range<Instant>>,
 }
 
-/// Bytes that are to be moved: number of their chunk, when they came, and they.
-type Job = (usize, Instant, Filled);
+impl Times {
+    fn event(
+        self,
+        shard: ShardId,
+        range: &Range<u64>,
+        slot: usize,
+        sent: Instant,
+        started: Instant,
+    ) -> Event {
+        let since = |at: Instant| at.saturating_duration_since(started);
+        Event {
+            shard,
+            range: range.clone(),
+            slot,
+            sent: since(sent),
+            began: since(self.began),
+            came: since(self.came),
+            moved: self.moved.map(|moved| since(moved.start)..since(moved.end)),
+        }
+    }
+}
+
+/// Bytes that are to be moved: number of their chunk, when they came, and they. None: no more.
+type Job = Option<(usize, Instant, Filled)>;
 
 /// What all threads of a load share.
 struct Shared<'a> {
@@ -45,15 +71,13 @@ struct Shared<'a> {
 pub(super) fn run(
     loader: &Loader,
     checkpoint: &Checkpoint,
-    plan: Plan,
+    plan: &Plan,
+    regions: &[Arc<Region>],
     progress: &mut dyn FnMut(Progress) -> bool,
-) -> Result<Loaded> {
+) -> Result<Report> {
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
-    let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
-    let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
-    let regions = regions.collect::<Result<Vec<_>>>()?;
-    let shared = Shared { plan: &plan, regions: &regions, moving: AtomicU64::new(0) };
+    let shared = Shared { plan, regions, moving: AtomicU64::new(0) };
     let budget = Budget::new(loader.tune.staging.max(4 * loader.tune.limits.chunk), Arc::default());
     let (peak, events) = std::thread::scope(|scope| {
         let (jobs, todo) = channel::<Job>();
@@ -61,18 +85,21 @@ pub(super) fn run(
         let todo = Arc::new(Mutex::new(todo));
         let spread = plan.chunks.iter().any(|chunk| matches!(chunk.target, Target::Spread(_)));
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        for _ in 0..if spread { cores.min(MOVERS_MAX) } else { 0 } {
+        let movers = if spread { cores.min(MOVERS_MAX) } else { 0 };
+        // Reads that are not waited for hold senders of jobs, too.
+        let end = Ends(jobs.clone(), movers);
+        for _ in 0..movers {
             let (todo, back, shared) = (todo.clone(), back.clone(), &shared);
             let mover = std::thread::Builder::new().name("tensorfs-move".to_owned());
             let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
         let load = Load { shared: &shared, checkpoint, engine: &loader.engine, budget, jobs, back };
-        load.go(&returned, loader.tune.depth.max(1), started, progress)
+        let done = load.go(&returned, loader.tune.depth.max(1), started, progress);
+        drop(end);
+        done
     })?;
     let moving = Duration::from_nanos(shared.moving.load(Ordering::Relaxed));
-    let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
-    let memories = memories.ok_or_else(|| Error::usage("a read still writes to loaded memory"))?;
     let placed = |chunk: &&Chunk| matches!(chunk.target, Target::Place { .. });
     let stats = Stats {
         wanted: plan.wanted,
@@ -85,7 +112,16 @@ pub(super) fn run(
         moving,
         staging_peak: peak,
     };
-    Ok(Loaded { memories, placements: plan.placements, stats, events })
+    Ok(Report { stats, events })
+}
+
+/// Tells the movers that no more comes, however the load ends.
+struct Ends(Sender<Job>, usize);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        (0..self.1).for_each(|_| drop(self.0.send(None)));
+    }
 }
 
 /// The reads of a load.
@@ -99,8 +135,9 @@ struct Load<'a> {
 }
 
 impl Load<'_> {
-    /// Sends all reads and waits for all of them; the first failure ends it, once what is under
-    /// way has come back. Returns the most memory that bytes on their way took.
+    /// Sends all reads and waits for all of them. The first failure ends it; reads that are
+    /// under way then are waited for where they write to memory that was given. Returns the most
+    /// memory that bytes on their way took.
     fn go(
         self,
         returned: &Receiver<Back>,
@@ -110,51 +147,56 @@ impl Load<'_> {
     ) -> Result<(u64, Vec<Event>)> {
         let chunks = &self.shared.plan.chunks;
         let total = self.shared.plan.read;
-        let (mut next, mut under_way, mut read, mut peak) = (0, 0, 0, 0);
+        let (mut next, mut read, mut peak) = (0, 0, 0);
         let mut failed: Option<Error> = None;
         let mut events = Vec::with_capacity(chunks.len());
-        // Of reads under way: their slot and when they were sent.
+        // Reads under way: their slot and when they were sent.
         let mut sent: HashMap<usize, (usize, Instant)> = HashMap::new();
         let mut slots: Vec<usize> = (0..depth).rev().collect();
         loop {
-            while failed.is_none() && next < chunks.len() && under_way < depth {
-                let Some(lease) = self.lease(&chunks[next], under_way == 0) else { break };
+            while failed.is_none() && next < chunks.len() && sent.len() < depth {
+                let Some(lease) = self.lease(&chunks[next], sent.is_empty()) else { break };
                 sent.insert(next, (slots.pop().unwrap_or(depth), Instant::now()));
                 self.send(next, lease);
                 next += 1;
-                under_way += 1;
                 peak = self.budget.used().max(peak);
             }
-            if under_way == 0 {
-                return failed.map_or(Ok((peak, events)), Err);
+            match failed {
+                None if sent.is_empty() => return Ok((peak, events)),
+                Some(e) if !sent.keys().any(|&chunk| self.is_given(chunk)) => return Err(e),
+                _ => {}
             }
-            // Each read has a sender of its own, and `self` one more.
-            let Ok(Back { chunk, outcome }) = returned.recv() else {
-                return Err(Error::usage("a thread of the load ended"));
-            };
-            under_way -= 1;
-            let (slot, at) = sent.remove(&chunk).unwrap_or((depth, started));
-            slots.push(slot);
-            match outcome {
-                Ok(times) => {
-                    let Chunk { shard, range, .. } = &chunks[chunk];
-                    read += range.end - range.start;
-                    let since = |at: Instant| at.saturating_duration_since(started);
-                    events.push(Event {
-                        shard: *shard,
-                        range: range.clone(),
-                        slot,
-                        sent: since(at),
-                        began: since(times.began),
-                        came: since(times.came),
-                        moved: times.moved.map(|moved| since(moved.start)..since(moved.end)),
-                    });
+            match returned.recv_timeout(ASK) {
+                Ok(Back { chunk, outcome }) => {
+                    let (slot, at) = sent.remove(&chunk).unwrap_or((depth, started));
+                    slots.push(slot);
+                    match outcome {
+                        Ok(times) => {
+                            let Chunk { shard, range, .. } = &chunks[chunk];
+                            read += range.end - range.start;
+                            events.push(times.event(*shard, range, slot, at, started));
+                        }
+                        Err(e) => failed = failed.or(Some(e)),
+                    }
                 }
-                Err(e) => failed = failed.or(Some(e)),
+                Err(RecvTimeoutError::Timeout) => {}
+                // Each read has a sender of its own, and `self` one more.
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::usage("a thread of the load ended"));
+                }
             }
             if failed.is_none() && !progress(Progress { read, total }) {
                 failed = Some(stopped());
             }
+        }
+    }
+
+    /// Whether a chunk is read into memory that waited for it.
+    fn is_given(&self, chunk: usize) -> bool {
+        let plan = self.shared.plan;
+        match plan.chunks[chunk].target {
+            Target::Place { region, .. } => plan.given[region as usize],
+            Target::Spread(_) => false,
         }
     }
 
@@ -195,7 +237,7 @@ impl Load<'_> {
                 Box::new(move |outcome: Result<Filled>| {
                     let sent = match outcome {
                         Ok(filled) => jobs
-                            .send((number, Instant::now(), filled))
+                            .send(Some((number, Instant::now(), filled)))
                             .map_err(|_| Error::usage("a thread of the load ended")),
                         Err(e) => Err(e),
                     };
@@ -215,7 +257,7 @@ impl Shared<'_> {
     fn work(&self, todo: &Mutex<Receiver<Job>>, back: &Sender<Back>) {
         loop {
             let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
-            let Ok((chunk, came, filled)) = job else { return };
+            let Ok(Some((chunk, came, filled))) = job else { return };
             let started = Instant::now();
             if let Target::Spread(moves) = &self.plan.chunks[chunk].target {
                 for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
@@ -234,11 +276,16 @@ impl Shared<'_> {
 
     fn carry_out(&self, one: &Move, bytes: &[u8]) {
         let region = &self.regions[one.region as usize];
-        let len = one.run_len as usize;
+        let (len, placed) = (one.run_len as usize, one.placed_len() as usize);
         let put = |from: usize, at: usize| {
             // SAFETY: no two moves of a plan share a byte of a region, and the region is read
             // after all of them.
-            unsafe { region.put(at, &bytes[from..from + len]) };
+            let to = unsafe { region.bytes(at, placed) };
+            let from = &bytes[from..from + len];
+            match one.cast {
+                Some(cast) => cast.convert(from, to),
+                None => to.copy_from_slice(from),
+            }
         };
         let Some(strides) = one.strides else {
             return put(one.from as usize, one.at as usize);

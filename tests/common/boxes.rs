@@ -5,13 +5,14 @@ use tensorfs::Dtype;
 
 use super::{Box_, Cut};
 
-const DTYPES: [Dtype; 8] = [
+const DTYPES: [Dtype; 9] = [
     Dtype::Bool,
     Dtype::F4,
     Dtype::F6E2M3,
     Dtype::F8E4M3,
     Dtype::Bf16,
     Dtype::I32,
+    Dtype::F32,
     Dtype::C64,
     Dtype::U64,
 ];

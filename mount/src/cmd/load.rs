@@ -28,8 +28,7 @@ pub(super) fn run(args: &args::Load) -> Outcome {
     let started = Instant::now();
     let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
     let opened = started.elapsed();
-    let wants: Vec<Want> =
-        (0..checkpoint.catalog().len()).map(|tensor| Want { tensor, part: None }).collect();
+    let wants: Vec<Want> = (0..checkpoint.catalog().len()).map(Want::whole).collect();
     let loader = Loader::new(Tune { settings, ..Tune::default() });
     let bar = bar(args.progress, 0);
     let loaded = loader.load(&checkpoint, &wants, &mut |progress| {
@@ -59,7 +58,7 @@ fn rate(bytes: u64, time: Duration) -> u64 {
 }
 
 fn to_text(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> String {
-    let stats = &loaded.stats;
+    let stats = &loaded.report.stats;
     let catalog = checkpoint.catalog();
     let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
     let total = opened + stats.plan + stats.load;
@@ -100,7 +99,7 @@ fn to_text(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> String
 }
 
 fn to_json(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> Value {
-    let stats = &loaded.stats;
+    let stats = &loaded.report.stats;
     let catalog = checkpoint.catalog();
     let total = opened + stats.plan + stats.load;
     json!({
@@ -131,7 +130,7 @@ fn to_json(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> Value 
 /// Writes the reads of a load in the format of Chrome's traces: a row per slot.
 fn write_trace(path: &Path, checkpoint: &Checkpoint, loaded: &Loaded) -> std::io::Result<()> {
     let mut events = Vec::new();
-    for event in &loaded.events {
+    for event in &loaded.report.events {
         let shard = &checkpoint.catalog().shard(event.shard).name;
         let facts = json!({ "shard": shard, "from": event.range.start, "to": event.range.end });
         let mut stage = |name: &str, from: Duration, to: Duration| {

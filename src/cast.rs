@@ -1,0 +1,253 @@
+//! Casts of elements: from one floating point type to another, as torch does it on the CPU.
+//!
+//! Values are rounded to the nearest, ties to even, and what is too large becomes infinite; wide
+//! types are narrowed by way of `F32`. There torch gives the same bits everywhere. For a NaN it
+//! does not: they depend on the processor and even on the length of the tensor. The casts here
+//! give what torch gives for a long tensor on x86-64 with AVX2 or AVX-512. That a narrowing to
+//! `BF16` gives `0xFFFF` for some sources and `0x7FC0` for others is of that kind.
+//!
+//! `src/device/cast.cu` says the same for GPUs, to the bit.
+
+use std::fmt;
+
+use crate::dtype::Dtype;
+
+/// A cast from one element type to another.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Cast {
+    /// Place in [`PAIRS`].
+    pair: u8,
+}
+
+impl Cast {
+    /// The cast between two types, where there is one; there is none from a type to itself.
+    pub fn new(from: Dtype, to: Dtype) -> Option<Cast> {
+        let pair = PAIRS.iter().position(|pair| (pair.from, pair.to) == (from, to))?;
+        Some(Cast { pair: pair as u8 })
+    }
+
+    /// Type of the elements before.
+    pub fn from(self) -> Dtype {
+        self.pair().from
+    }
+
+    /// Type of the elements after.
+    pub fn to(self) -> Dtype {
+        self.pair().to
+    }
+
+    /// Bytes that `len` bytes of whole elements become.
+    pub fn len_after(self, len: u64) -> u64 {
+        len / (self.from().bits() / 8) * (self.to().bits() / 8)
+    }
+
+    /// Name of the kernel that does the same on a GPU.
+    pub fn kernel(self) -> &'static str {
+        self.pair().kernel
+    }
+
+    /// Casts all elements of `from`, which are little-endian and at any address.
+    ///
+    /// # Panics
+    ///
+    /// If the two slices do not hold one and the same whole number of elements.
+    pub fn convert(self, from: &[u8], to: &mut [u8]) {
+        (self.pair().convert)(from, to);
+    }
+
+    fn pair(self) -> &'static Pair {
+        &PAIRS[usize::from(self.pair)]
+    }
+}
+
+impl fmt::Debug for Cast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} -> {}", self.from(), self.to())
+    }
+}
+
+/// One cast: its types and who does it.
+struct Pair {
+    from: Dtype,
+    to: Dtype,
+    kernel: &'static str,
+    convert: fn(&[u8], &mut [u8]),
+}
+
+/// One row of [`PAIRS`]: the types of the bits, and the function from one to the other.
+macro_rules! pair {
+    ($from:ident $to:ident $kernel:literal $bits:ty => $out:ty, $convert:expr) => {
+        Pair {
+            from: Dtype::$from,
+            to: Dtype::$to,
+            kernel: $kernel,
+            convert: |from, to| {
+                let convert: fn($bits) -> $out = $convert;
+                map(from, to, |bytes| convert(<$bits>::from_le_bytes(bytes)).to_le_bytes());
+            },
+        }
+    };
+}
+
+static PAIRS: &[Pair] = &[
+    pair!(F32 F16 "cast_f32_f16" u32 => u16, f32_to_f16),
+    pair!(F32 Bf16 "cast_f32_bf16" u32 => u16, |x| f32_to_bf16(x, 0xFFFF)),
+    pair!(F16 F32 "cast_f16_f32" u16 => u32, f16_to_f32),
+    pair!(F16 Bf16 "cast_f16_bf16" u16 => u16, |x| f32_to_bf16(f16_to_f32(x), 0x7FC0)),
+    pair!(Bf16 F32 "cast_bf16_f32" u16 => u32, bf16_to_f32),
+    pair!(Bf16 F16 "cast_bf16_f16" u16 => u16, |x| f32_to_f16(bf16_to_f32(x))),
+    pair!(F8E4M3 F32 "cast_f8_e4m3_f32" u8 => u32, |x| E4M3.f32[usize::from(x)]),
+    pair!(F8E4M3 F16 "cast_f8_e4m3_f16" u8 => u16, |x| E4M3.f16[usize::from(x)]),
+    pair!(F8E4M3 Bf16 "cast_f8_e4m3_bf16" u8 => u16, |x| E4M3.bf16[usize::from(x)]),
+    pair!(F8E5M2 F32 "cast_f8_e5m2_f32" u8 => u32, |x| E5M2.f32[usize::from(x)]),
+    pair!(F8E5M2 F16 "cast_f8_e5m2_f16" u8 => u16, |x| E5M2.f16[usize::from(x)]),
+    pair!(F8E5M2 Bf16 "cast_f8_e5m2_bf16" u8 => u16, |x| E5M2.bf16[usize::from(x)]),
+    pair!(F8E4M3Fnuz F32 "cast_f8_e4m3fnuz_f32" u8 => u32, |x| E4M3FNUZ.f32[usize::from(x)]),
+    pair!(F8E4M3Fnuz F16 "cast_f8_e4m3fnuz_f16" u8 => u16, |x| E4M3FNUZ.f16[usize::from(x)]),
+    pair!(F8E4M3Fnuz Bf16 "cast_f8_e4m3fnuz_bf16" u8 => u16, |x| E4M3FNUZ.bf16[usize::from(x)]),
+    pair!(F8E5M2Fnuz F32 "cast_f8_e5m2fnuz_f32" u8 => u32, |x| E5M2FNUZ.f32[usize::from(x)]),
+    pair!(F8E5M2Fnuz F16 "cast_f8_e5m2fnuz_f16" u8 => u16, |x| E5M2FNUZ.f16[usize::from(x)]),
+    pair!(F8E5M2Fnuz Bf16 "cast_f8_e5m2fnuz_bf16" u8 => u16, |x| E5M2FNUZ.bf16[usize::from(x)]),
+    pair!(F8E8M0 F32 "cast_f8_e8m0_f32" u8 => u32, |x| E8M0.f32[usize::from(x)]),
+    pair!(F8E8M0 F16 "cast_f8_e8m0_f16" u8 => u16, |x| E8M0.f16[usize::from(x)]),
+    pair!(F8E8M0 Bf16 "cast_f8_e8m0_bf16" u8 => u16, |x| E8M0.bf16[usize::from(x)]),
+];
+
+/// Elements of `A` bytes to elements of `B` bytes. The compiler makes vector code of it.
+fn map<const A: usize, const B: usize>(
+    from: &[u8],
+    to: &mut [u8],
+    convert: impl Fn([u8; A]) -> [u8; B],
+) {
+    let (inputs, rest) = from.as_chunks::<A>();
+    let (outputs, rest_out) = to.as_chunks_mut::<B>();
+    assert!(
+        inputs.len() == outputs.len() && rest.is_empty() && rest_out.is_empty(),
+        "a cast of {A}-byte to {B}-byte elements from {} to {} bytes",
+        from.len(),
+        to.len()
+    );
+    for (input, output) in inputs.iter().zip(outputs) {
+        *output = convert(*input);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Elements, as bits. Bits and not floats: Rust leaves open what arithmetic makes of a NaN.
+
+const ABS: u32 = 0x7FFF_FFFF;
+const INFINITY: u32 = 0x7F80_0000;
+const QUIET: u32 = 0x0040_0000;
+
+const fn bf16_to_f32(bits: u16) -> u32 {
+    (bits as u32) << 16
+}
+
+const fn f32_to_bf16(bits: u32, nan: u16) -> u16 {
+    let half = 0x7FFF + ((bits >> 16) & 1);
+    if bits & ABS > INFINITY { nan } else { (bits.wrapping_add(half) >> 16) as u16 }
+}
+
+const fn f32_to_f16(bits: u32) -> u16 {
+    let abs = bits & ABS;
+    // Below 2^-14 the last place of the result is 2^-24, and so is that of 0.5: the sum rounds.
+    let tiny = (f32::from_bits(abs) + 0.5).to_bits().wrapping_sub(0x3F00_0000);
+    let normal = abs.wrapping_sub(112 << 23).wrapping_add(0xFFF + ((abs >> 13) & 1)) >> 13;
+    let finite = if abs < 0x3880_0000 { tiny } else { normal };
+    let nan = 0x7E00 | ((abs >> 13) & 0x3FF);
+    let special = if abs > INFINITY { nan } else { 0x7C00 };
+    let magnitude = if abs >= 0x4780_0000 { special } else { finite };
+    (((bits >> 16) & 0x8000) | magnitude) as u16
+}
+
+const fn f16_to_f32(bits: u16) -> u32 {
+    let sign = (bits as u32 & 0x8000) << 16;
+    let abs = (bits as u32 & 0x7FFF) << 13;
+    // A subnormal is the fraction of 2^-14 without its leading one: with it, and then without.
+    let tiny = (f32::from_bits(abs | 0x3880_0000) - f32::from_bits(0x3880_0000)).to_bits();
+    let normal = abs.wrapping_add(112 << 23);
+    let finite = if abs < 0x0080_0000 { tiny } else { normal };
+    let quiet = if abs > 0x0F80_0000 { QUIET } else { 0 };
+    sign | if abs >= 0x0F80_0000 { INFINITY | abs | quiet } else { finite }
+}
+
+/// What the 256 values of an 8-bit type become.
+struct Table {
+    f32: [u32; 256],
+    f16: [u16; 256],
+    bf16: [u16; 256],
+}
+
+macro_rules! table {
+    ($decode:ident) => {{
+        let mut table = Table { f32: [0; 256], f16: [0; 256], bf16: [0; 256] };
+        let mut byte = 0;
+        while byte < 256 {
+            let bits = $decode(byte as u8);
+            table.f32[byte] = bits;
+            table.f16[byte] = f32_to_f16(bits);
+            table.bf16[byte] = f32_to_bf16(bits, 0x7FC0);
+            byte += 1;
+        }
+        table
+    }};
+}
+
+static E4M3: Table = table!(e4m3);
+static E5M2: Table = table!(e5m2);
+static E4M3FNUZ: Table = table!(e4m3fnuz);
+static E5M2FNUZ: Table = table!(e5m2fnuz);
+static E8M0: Table = table!(e8m0);
+
+/// The one NaN of the types that have no sign for it: a signalling one.
+const SIGNALLING: u32 = INFINITY | 1;
+
+const fn e4m3(byte: u8) -> u32 {
+    match byte & 0x7F {
+        0x7F => sign(byte) | 0x7FF0_0000,
+        _ => finite(byte, 3, 7),
+    }
+}
+
+const fn e5m2(byte: u8) -> u32 {
+    match byte & 0x7F {
+        0x7C => sign(byte) | INFINITY,
+        0x7D..=0x7F => sign(byte) | INFINITY | QUIET | (byte as u32 & 3) << 21,
+        _ => finite(byte, 2, 15),
+    }
+}
+
+const fn e4m3fnuz(byte: u8) -> u32 {
+    if byte == 0x80 { SIGNALLING } else { finite(byte, 3, 8) }
+}
+
+const fn e5m2fnuz(byte: u8) -> u32 {
+    if byte == 0x80 { SIGNALLING } else { finite(byte, 2, 16) }
+}
+
+const fn e8m0(byte: u8) -> u32 {
+    match byte {
+        0 => 0x0040_0000, // 2^-127, subnormal
+        0xFF => SIGNALLING,
+        _ => (byte as u32) << 23,
+    }
+}
+
+const fn sign(byte: u8) -> u32 {
+    (byte as u32 & 0x80) << 24
+}
+
+/// An 8-bit float of sign, exponent and `width` bits of fraction; each is a normal `F32`.
+const fn finite(byte: u8, width: u32, bias: u32) -> u32 {
+    let exponent = (byte as u32 & 0x7F) >> width;
+    let fraction = byte as u32 & ((1 << width) - 1);
+    if exponent > 0 {
+        return sign(byte) | (exponent + 127 - bias) << 23 | fraction << (23 - width);
+    }
+    if fraction == 0 {
+        return sign(byte);
+    }
+    let top = fraction.ilog2();
+    let exponent = 128 - bias - width + top;
+    sign(byte) | exponent << 23 | (fraction ^ 1 << top) << (23 - top)
+}

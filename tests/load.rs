@@ -100,13 +100,14 @@ fn expected(tensor: &Cut, want: &Want) -> Vec<u8> {
     }
 }
 
-fn loader(limits: Limits, direct: bool, threads: bool, depth: usize) -> Loader {
+fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
     let settings = Settings {
         direct: if direct { Direct::Always } else { Direct::Never },
         backend: if threads { Backend::Pread } else { Backend::Auto },
         ..Settings::default()
     };
-    Loader::new(Tune { settings, depth, limits, ..Tune::default() })
+    let near = if near { Tune::default().near } else { 0 };
+    Loader::new(Tune { settings, depth, limits, near, ..Tune::default() })
 }
 
 /// A page-aligned place in `memory`.
@@ -121,14 +122,14 @@ proptest! {
     #[test]
     fn any_parts_of_any_boxes_are_loaded_as_they_are(
         tensors in checkpoint(), wishes in wishes(), limits in limits(), whole in any::<bool>(),
-        direct in any::<bool>(), threads in any::<bool>(), depth in 0usize..4,
+        how in any::<[bool; 3]>(), depth in 0usize..4,
     ) {
         let folder = tempfile::tempdir().unwrap();
         if whole { write_hf(folder.path(), &tensors) } else { write_dcp(folder.path(), &tensors) };
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let mut wants = wants(&checkpoint, &tensors, &wishes);
         wants.iter_mut().for_each(|want| want.at = None);
-        let loader = loader(limits, direct, threads, depth);
+        let loader = loader(limits, how, depth);
         let mut last = 0;
         let loaded = loader.load(&checkpoint, &wants, &mut |progress| {
             last = progress.read;
@@ -147,13 +148,13 @@ proptest! {
     #[test]
     fn memory_that_waits_gets_its_bytes_and_no_others(
         tensors in checkpoint(), wishes in wishes(), limits in limits(), whole in any::<bool>(),
-        direct in any::<bool>(), depth in 0usize..4,
+        how in any::<[bool; 3]>(), depth in 0usize..4,
     ) {
         let folder = tempfile::tempdir().unwrap();
         if whole { write_hf(folder.path(), &tensors) } else { write_dcp(folder.path(), &tensors) };
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let mut wants = wants(&checkpoint, &tensors, &wishes);
-        let loader = loader(limits, direct, false, depth);
+        let loader = loader(limits, how, depth);
         let lens: Vec<usize> =
             wants.iter().map(|want| expected(&tensors[want.tensor], want).len()).collect();
         let mut memories: Vec<Vec<u8>> =

@@ -22,6 +22,14 @@ const STAGING_LEN: u64 = 128 << 20;
 /// Reads under way at a time, which keep a disk busy.
 const DEPTH: usize = 32;
 
+/// Most that the calling thread copies out of the page cache by itself: to start others takes as
+/// long.
+const NEAR_LEN: u64 = 1 << 20;
+
+/// From this many bytes on a load asks the system whether it has them: to ask takes as long as a
+/// small load.
+const ROOM_MIN: u64 = 16 << 20;
+
 /// How tensors are loaded.
 #[derive(Clone, Copy, Debug)]
 pub struct Tune {
@@ -31,6 +39,8 @@ pub struct Tune {
     pub depth: usize,
     /// Most memory for bytes that have to be moved after they were read.
     pub staging: u64,
+    /// Largest load that the calling thread copies out of the page cache by itself.
+    pub near: u64,
     /// How bytes are put together.
     pub limits: Limits,
 }
@@ -41,6 +51,7 @@ impl Default for Tune {
             settings: Settings::default(),
             depth: DEPTH,
             staging: STAGING_LEN,
+            near: NEAR_LEN,
             limits: Limits::default(),
         }
     }
@@ -180,7 +191,8 @@ impl Loader {
         let planned = started.elapsed();
         debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
         let needed = plan.regions.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
-        if let Some(available) = room::available().filter(|available| *available < needed) {
+        let available = if needed < ROOM_MIN { None } else { room::available() };
+        if let Some(available) = available.filter(|available| *available < needed) {
             return Err(Error::usage(format!(
                 "{}: takes {needed} bytes of memory, {available} are available; load a part of it",
                 shown_path(&checkpoint.directory.join(&checkpoint.name)),

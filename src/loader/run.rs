@@ -12,7 +12,7 @@ use super::{Event, Loader, Progress, Report, Stats, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Region};
+use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Read, Region};
 use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 
 /// Threads that move bytes, at most.
@@ -78,6 +78,12 @@ pub(super) fn run(
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
     let shared = Shared { plan, regions, moving: AtomicU64::new(0) };
+    if plan.read <= loader.tune.near
+        && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
+    {
+        let goes_on = progress(Progress { read: plan.read, total: plan.read });
+        return if goes_on { Ok(report) } else { Err(stopped()) };
+    }
     let budget = Budget::new(loader.tune.staging.max(4 * loader.tune.limits.chunk), Arc::default());
     let (peak, events) = std::thread::scope(|scope| {
         let (jobs, todo) = channel::<Job>();
@@ -253,6 +259,65 @@ impl Load<'_> {
 }
 
 impl Shared<'_> {
+    /// Carries the plan out on this thread where the page cache holds all that it reads.
+    fn copy_cached(
+        &self,
+        loader: &Loader,
+        checkpoint: &Checkpoint,
+        started: Instant,
+    ) -> Result<Option<Report>> {
+        let chunks = &self.plan.chunks;
+        let mut staging: Vec<Vec<u8>> = Vec::new();
+        let len = |chunk: &Chunk| (chunk.range.end - chunk.range.start) as usize;
+        let spread = chunks.iter().filter(|chunk| matches!(chunk.target, Target::Spread(_)));
+        staging.extend(spread.map(|chunk| vec![0; len(chunk)]));
+        let mut staged = staging.iter_mut();
+        let reads = chunks.iter().filter_map(|chunk| {
+            let target = match chunk.target {
+                // SAFETY: the plan gives these bytes to this chunk alone, and the region is read
+                // when the load is over.
+                Target::Place { region, at } => unsafe {
+                    self.regions[region as usize].bytes(at as usize, len(chunk))
+                },
+                Target::Spread(_) => staged.next()?.as_mut_slice(),
+            };
+            let source = &checkpoint.sources()[chunk.shard.0 as usize];
+            Some(Read { source, offset: chunk.range.start, target })
+        });
+        let mut reads: Vec<Read<'_>> = reads.collect();
+        if !loader.engine.read_cached(&mut reads)? {
+            return Ok(None);
+        }
+        let came = Instant::now();
+        let mut staged = staging.iter();
+        let mut stats = Stats {
+            wanted: self.plan.wanted,
+            read: self.plan.read,
+            reads: chunks.len() as u64,
+            staging_peak: staging.iter().map(|bytes| bytes.len() as u64).sum(),
+            ..Stats::default()
+        };
+        for chunk in chunks {
+            match &chunk.target {
+                Target::Place { .. } => stats.placed += len(chunk) as u64,
+                Target::Spread(moves) => {
+                    let bytes = staged.next().map_or(&[][..], Vec::as_slice);
+                    let moves = &self.plan.moves[moves.start as usize..moves.end as usize];
+                    moves.iter().for_each(|one| self.carry_out(one, bytes));
+                }
+            }
+        }
+        stats.moving = came.elapsed();
+        stats.load = started.elapsed();
+        let times = |moved| Times { began: started, came, moved };
+        let ended = Instant::now();
+        let events = chunks.iter().map(|chunk| {
+            let moved = matches!(chunk.target, Target::Spread(_)).then_some(came..ended);
+            times(moved).event(chunk.shard, &chunk.range, 0, started, started)
+        });
+        Ok(Some(Report { stats, events: events.collect() }))
+    }
+
     /// Moves what comes until nothing can come any more.
     fn work(&self, todo: &Mutex<Receiver<Job>>, back: &Sender<Back>) {
         loop {

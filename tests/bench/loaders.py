@@ -1,0 +1,525 @@
+#!/usr/bin/env python3
+"""Times loaders of checkpoints against each other: the same files, in turns, each run in a process of its own.
+
+    python tests/bench/loaders.py --dir /scratch --runs 5
+
+Needs torch and tensorfs (`pip install ./python`); measures every other loader that is installed: safetensors,
+fastsafetensors, runai-model-streamer, tensorizer, instanttensor, and torch's own DCP reader. fio gives the speed of the
+disk, where it is installed. A run counts until the last tensor is there, owns its memory and, on a GPU, the device is
+done. What was loaded is summed up after the clock stopped and compared between loaders.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata, util
+from pathlib import Path
+
+TIME_LIMIT = 600
+RANKS = 8
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def write_safetensors(path, tensors, extra=None):
+    """`tensors`: name -> (dtype, shape, bytes-like of its data)."""
+    header, end = {"__metadata__": {"format": "pt", **(extra or {})}}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, _, data in tensors.values():
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def random_data(rng, length):
+    """Random bytes that are finite as bf16: a sum of them means something."""
+    import numpy as np
+
+    words = rng.integers(0, 1 << 63, (length + 7) // 8, dtype=np.uint64)
+    return (words & np.uint64(0xBFFFBFFFBFFFBFFF)).view(np.uint8)[:length].data
+
+
+def weight_map(folder, files):
+    index = {"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def llama_shapes(size):
+    """Names and shapes of a Llama-like model of about `size` bytes in bf16."""
+    hidden, inner, vocabulary = (4096, 11008, 32000) if size >= 2e9 else (1024, 2816, 16000)
+    layer = {
+        "input_layernorm.weight": [hidden],
+        "mlp.down_proj.weight": [hidden, inner],
+        "mlp.gate_proj.weight": [inner, hidden],
+        "mlp.up_proj.weight": [inner, hidden],
+        "post_attention_layernorm.weight": [hidden],
+        "self_attn.k_proj.weight": [hidden // 4, hidden],
+        "self_attn.o_proj.weight": [hidden, hidden],
+        "self_attn.q_proj.weight": [hidden, hidden],
+        "self_attn.v_proj.weight": [hidden // 4, hidden],
+    }
+    shapes = {"model.embed_tokens.weight": [vocabulary, hidden]}
+    number = 0
+    while sum(2 * product(shape) for shape in shapes.values()) < size:
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        number += 1
+    return shapes
+
+
+def product(shape):
+    result = 1
+    for extent in shape:
+        result *= extent
+    return result
+
+
+def make_shards(folder, shapes, count):
+    """`count` numbered shards of the same size and a weight map."""
+    import numpy as np
+
+    rng, total, files = np.random.default_rng(1), sum(2 * product(s) for s in shapes.values()), {}
+    part, length = {}, 0
+    left = list(shapes.items())
+    while left:
+        name, shape = left.pop(0)
+        part[name] = ("BF16", shape, random_data(rng, 2 * product(shape)))
+        length += 2 * product(shape)
+        if length >= total / count or not left:
+            file = f"model-{len(files) + 1:05}-of-{count:05}.safetensors"
+            write_safetensors(folder / file, part)
+            files[file], part, length = list(part), {}, 0
+    # The last shard may have filled up early.
+    for number, file in enumerate(list(files), 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        (folder / file).rename(folder / name)
+        files[name] = files.pop(file)
+    weight_map(folder, files)
+
+
+def make_hf(folder, size):
+    make_shards(folder, llama_shapes(size), 4)
+
+
+def make_small(folder, size):
+    del size
+    make_shards(folder, {f"layers.{n // 8}.experts.{n % 8}.scale": [2048] for n in range(60_000)}, 60)
+
+
+def make_dcp_columns(folder, size):
+    """Rank shards of torch DCP, every matrix cut along its last dimension."""
+    import numpy as np
+
+    rng = np.random.default_rng(2)
+    shapes = {name: shape for name, shape in llama_shapes(size / 4).items() if len(shape) == 2}
+    for rank in range(RANKS):
+        part, places = {}, {}
+        for name, (rows, columns) in shapes.items():
+            width = columns // RANKS
+            part[name] = ("BF16", [rows, width], random_data(rng, 2 * rows * width))
+            places[name] = {"saved_offsets": [0, rank * width]}
+        extra = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"}
+        name = f"shard-{rank + 1:05}-model-00001-of-{RANKS:05}.safetensors"
+        write_safetensors(folder / name, part, extra)
+
+
+CHECKPOINTS = {"hf": make_hf, "small": make_small, "dcp": make_dcp_columns}
+# Slices are taken of another one's files.
+USES = {"tp0": "hf", "tp1": "hf"}
+
+# ---------------------------------------------------------------------------------------------
+# Loaders: each returns name -> tensor. `files` are the shards in order.
+
+
+def by_tensorfs(folder, files, device):
+    import tensorfs.torch
+
+    return tensorfs.torch.load_file(str(folder), device=device)
+
+
+def by_tensorfs_numpy(folder, files, device):
+    import tensorfs.numpy
+
+    return tensorfs.numpy.load_file(str(folder))
+
+
+def by_safetensors(folder, files, device):
+    from safetensors.torch import load_file
+
+    own = (lambda tensor: tensor.clone()) if device == "cpu" else (lambda tensor: tensor)
+    return {name: own(tensor) for file in files for name, tensor in load_file(file, device=device).items()}
+
+
+def by_fastsafetensors(folder, files, device):
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    loader = SafeTensorsFileLoader(SingleGroup(), device=device, nogds=True)
+    loader.add_filenames({0: files})
+    buffer = loader.copy_files_to_device()
+    return {name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx}
+
+
+def by_runai(folder, files, device):
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files)
+        own = (lambda tensor: tensor.clone()) if device == "cpu" else (lambda tensor: tensor.to(device))
+        return {name: own(tensor) for name, tensor in streamer.get_tensors()}
+
+
+def by_tensorizer(folder, files, device):
+    from tensorizer import TensorDeserializer
+
+    return dict(TensorDeserializer(str(folder / "model.tensors"), device=device).items())
+
+
+def by_instanttensor(folder, files, device):
+    from instanttensor import safe_open
+
+    with safe_open(files, framework="pt", device=device) as file:
+        return dict(file.tensors())
+
+
+def by_torch_dcp(folder, files, device):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    found = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return state
+
+
+def by_consolidation(folder, files, device):
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    names = {name for file in files for name in header_of(file) if name != "__metadata__"}
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        consolidate_safetensors_files(str(folder), out, dict.fromkeys(names, 1), num_threads=os.cpu_count())
+        merged = [str(path) for path in Path(out).glob("*.safetensors")]
+        return {name: tensor.clone() for file in merged for name, tensor in load_file(file).items()}
+
+
+def header_of(file):
+    with open(file, "rb") as opened:
+        return json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+
+
+# Of each: what must be importable, on which checkpoints, and whether it does devices.
+LOADERS = {
+    "tensorfs": (by_tensorfs, "tensorfs", ("hf", "small", "dcp"), True),
+    "tensorfs-numpy": (by_tensorfs_numpy, "tensorfs", ("hf", "small", "dcp"), False),
+    "safetensors": (by_safetensors, "safetensors", ("hf", "small"), True),
+    "fastsafetensors": (by_fastsafetensors, "fastsafetensors", ("hf", "small"), True),
+    "runai": (by_runai, "runai_model_streamer", ("hf", "small"), True),
+    "tensorizer": (by_tensorizer, "tensorizer", ("hf", "small"), True),
+    "instanttensor": (by_instanttensor, "instanttensor", ("hf", "small"), True),
+    "torch-dcp": (by_torch_dcp, "torch.distributed.checkpoint", ("dcp",), False),
+    "consolidate-then-load": (by_consolidation, "torch.distributed.checkpoint", ("dcp",), False),
+}
+
+
+def slice_by_tensorfs(folder, dim, device):
+    import tensorfs
+
+    taken = {}
+    with tensorfs.safe_open(str(folder), framework="pt", device=device) as file:
+        for name in file.keys():
+            whole = file.get_slice(name)
+            shape = whole.get_shape()
+            if len(shape) < 2:
+                continue
+            extent = shape[dim] // RANKS
+            part = slice(3 * extent, 4 * extent)
+            taken[name] = whole[part] if dim == 0 else whole[:, part]
+    return taken
+
+
+def slice_by_safetensors(folder, dim, device):
+    from safetensors import safe_open
+
+    taken = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt", device=device) as file:
+            for name in file.keys():
+                whole = file.get_slice(name)
+                shape = whole.get_shape()
+                if len(shape) < 2:
+                    continue
+                extent = shape[dim] // RANKS
+                part = slice(3 * extent, 4 * extent)
+                taken[name] = (whole[part] if dim == 0 else whole[:, part]).clone()
+    return taken
+
+
+SLICERS = {"tensorfs": slice_by_tensorfs, "safetensors": slice_by_safetensors}
+
+# ---------------------------------------------------------------------------------------------
+# One run
+
+
+def total_of(tensors):
+    """A sum over all bytes, the same for the same bytes whatever the type and order of the tensors."""
+    import numpy as np
+    import torch
+
+    total = 0
+    for name, tensor in tensors.items():
+        if isinstance(tensor, np.ndarray):
+            tensor = torch.from_numpy(tensor.reshape(-1).view(np.uint8))
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        even = data.numel() // 4 * 4
+        if data.storage_offset() % 4 or data.data_ptr() % 4:
+            data = data.clone()
+        words = data[:even].view(torch.int32)
+        part = int(words.sum(dtype=torch.int64)) + int(data[even:].sum(dtype=torch.int64))
+        total += part * (1 + sum(name.encode()))
+    return total
+
+
+def one_run(task):
+    """Runs in a process of its own and prints what it took."""
+    folder, device = Path(task["folder"]), task["device"]
+    files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
+    import torch
+
+    if task.get("package"):
+        __import__(task["package"])
+    if device != "cpu":
+        torch.ones(1, device=device)
+        torch.cuda.synchronize()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    read_before = bytes_read()
+    start = time.perf_counter()
+    if "dim" in task:
+        tensors = SLICERS[task["loader"]](folder, task["dim"], device)
+    else:
+        tensors = LOADERS[task["loader"]][0](folder, files, device)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    length = sum(t.nbytes for t in tensors.values())
+    facts = {
+        "seconds": seconds,
+        "bytes": length,
+        "tensors": len(tensors),
+        "read": bytes_read() - read_before,
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_over_tensors": (after.ru_maxrss - before.ru_maxrss) * 1024 - length if device == "cpu" else None,
+        "sum": total_of(tensors),
+    }
+    print(json.dumps(facts))
+
+
+def bytes_read():
+    """Bytes that this process had read from disks."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    return 0
+
+
+def cool(folder):
+    """Takes the files out of the page cache: with root's help all of it."""
+    os.sync()
+    for path in folder.iterdir():
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("1\n")
+
+
+def warm(folder):
+    for path in folder.iterdir():
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.read(16 << 20):
+                    pass
+
+
+def touch_memory(length):
+    """Hosts take free memory away from virtual machines; its first use is slow, whoever comes first."""
+    subprocess.run([sys.executable, "-c", f"b = bytearray({length}); b[::4096] = b'x' * len(b[::4096])"], check=False)
+
+
+def run_in_child(task):
+    text = json.dumps(task)
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--task", text], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took longer than {TIME_LIMIT} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    return json.loads(lines[-1])
+
+
+def run_fio(folder):
+    """The disk's own pace on the same files: io_uring, O_DIRECT, 1 MiB, depth 32. Seconds per byte."""
+    files = ":".join(str(path) for path in sorted(folder.glob("*.safetensors")))
+    done = subprocess.run(
+        ["fio", "--name=f", f"--filename={files}", "--rw=read", "--bs=1M", "--ioengine=io_uring", "--iodepth=32"]
+        + ["--direct=1", "--readonly", "--file_service_type=sequential", "--output-format=json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        read = json.loads(done.stdout)["jobs"][0]["read"]
+        return {"seconds": read["runtime"] / 1000, "bytes": read["io_bytes"], "tensors": 0}
+    except (ValueError, KeyError, IndexError):
+        return {"failed": done.stderr.strip() or "fio printed nothing to read"}
+
+
+# ---------------------------------------------------------------------------------------------
+# The whole bench
+
+
+def prepare_tensorizer(folder):
+    """tensorizer reads a format of its own, which is not part of the time."""
+    from safetensors.torch import load_file
+    from tensorizer import TensorSerializer
+
+    state = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state |= load_file(path)
+    serializer = TensorSerializer(str(folder / "model.tensors"))
+    serializer.write_state_dict(state)
+    serializer.close()
+
+
+def version_of(package):
+    names = {"tensorfs": "tensorfs-loader", "runai_model_streamer": "runai-model-streamer"}
+    try:
+        return metadata.version(names.get(package, package.split(".")[0]))
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def runners(case, options):
+    """Name -> task of everything that takes part in a case."""
+    kind, _, how = case.partition(":")
+    folder = str(Path(options.dir, USES.get(kind, kind)))
+    tasks = {}
+    if kind.startswith("tp"):
+        for name in SLICERS:
+            tasks[name] = {"loader": name, "dim": int(kind[2]), "folder": folder, "package": name}
+    else:
+        for name, (_, package, kinds, devices) in LOADERS.items():
+            if kind in kinds and util.find_spec(package.split(".")[0]) and (devices or options.device == "cpu"):
+                tasks[name] = {"loader": name, "folder": folder, "package": package}
+        if how == "cold" and shutil.which("fio") and options.device == "cpu":
+            tasks["fio"] = {"loader": "fio", "folder": folder}
+    chosen = options.loaders.split(",") if options.loaders else tasks
+    return {name: task | {"device": options.device} for name, task in tasks.items() if name in chosen}
+
+
+def measure(case, options):
+    tasks = runners(case, options)
+    results = {name: [] for name in tasks}
+    names = list(tasks)
+    for number in range(options.runs):
+        # Each run begins with another loader: what comes first meets another machine than what comes last.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            task, folder = tasks[name], Path(tasks[name]["folder"])
+            if results[name] and "failed" in results[name][-1]:
+                continue
+            touch_memory(int(options.size))
+            (cool if case.endswith(":cold") else warm)(folder)
+            results[name].append(run_fio(folder) if name == "fio" else run_in_child(task))
+            print(f"{case} {name}: {json.dumps(results[name][-1])}", file=sys.stderr)
+    return results
+
+
+def table(case, results):
+    lines = [f"\n{case}", "", "| loader | version | s, median (range) | GB/s | tensors/s | read/wanted | CPU s | over MiB |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    sums = set()
+    for name, runs in results.items():
+        good = [run for run in runs if "failed" not in run]
+        version = version_of(LOADERS[name][1]) if name in LOADERS else ""
+        if not good or len(good) < len(runs):
+            failed = next((run["failed"] for run in runs if "failed" in run), "not run")
+            lines.append(f"| {name} | {version} | failed: {failed} | | | | | |")
+            continue
+        seconds = sorted(run["seconds"] for run in good)
+        middle = statistics.median(seconds)
+        first = good[0]
+        spread = f"{middle:.3f} ({seconds[0]:.3f} to {seconds[-1]:.3f})"
+        cells = [name, version, spread, f"{first['bytes'] / middle / 1e9:.2f}"]
+        if name == "fio":
+            cells += ["", "", "", ""]
+        else:
+            sums.add((first["bytes"], first["sum"]))
+            cpu = statistics.median(run["cpu_seconds"] for run in good)
+            over = max(run["peak_over_tensors"] or 0 for run in good) / (1 << 20)
+            read = statistics.median(run["read"] for run in good) / first["bytes"]
+            cells += [f"{first['tensors'] / middle:.0f}", f"{read:.2f}", f"{cpu:.2f}", f"{over:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    if len(sums) > 1:
+        lines.append(f"\nTHE LOADERS DO NOT AGREE ON THE BYTES: {sorted(sums)}")
+    return "\n".join(lines), len(sums) <= 1
+
+
+CASES = "hf:cold,hf:warm,small:warm,small:cold,dcp:warm,dcp:cold,tp0:cold,tp1:cold,tp0:warm,tp1:warm"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--dir", help="folder for the checkpoints; kept and used again where it has them")
+    parser.add_argument("--size", type=float, default=4.5e9, help="bytes of the large checkpoint (default 4.5e9)")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--cases", default=CASES, help=f"of {CASES}")
+    parser.add_argument("--loaders", help=f"of {','.join(LOADERS)},fio (default: what is installed)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", help="file for every single run")
+    options = parser.parse_args()
+    if options.task:
+        one_run(json.loads(options.task))
+        return 0
+    if not options.dir:
+        parser.error("--dir is missing")
+    cases = options.cases.split(",")
+    for kind in dict.fromkeys(USES.get(k, k) for k in (case.split(":")[0] for case in cases)):
+        folder = Path(options.dir, kind)
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            CHECKPOINTS[kind](folder, options.size)
+            if kind != "dcp" and util.find_spec("tensorizer"):
+                prepare_tensorizer(folder)
+            (folder / "made").touch()
+    everything, right = {}, True
+    for case in cases:
+        everything[case] = measure(case, options)
+        text, agree = table(case, everything[case])
+        right &= agree
+        print(text, flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(everything, indent=1))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -404,8 +404,13 @@ def prepare_tensorizer(folder):
     for path in sorted(folder.glob("*.safetensors")):
         state |= load_file(path)
     serializer = TensorSerializer(str(folder / "model.tensors"))
-    serializer.write_state_dict(state)
-    serializer.close()
+    try:
+        serializer.write_state_dict(state)
+        serializer.close()
+    except RuntimeError as error:
+        # 60,000 tensors are too many for it.
+        print(f"tensorizer cannot write {folder.name}: {error}", file=sys.stderr)
+        (folder / "model.tensors").unlink()
 
 
 def version_of(package):

@@ -6,7 +6,7 @@
 //! give what torch gives for a long tensor on x86-64 with AVX2 or AVX-512. That a narrowing to
 //! `BF16` gives `0xFFFF` for some sources and `0x7FC0` for others is of that kind.
 //!
-//! `src/device/cast.cu` says the same for GPUs, to the bit.
+//! `src/device/cast.cu` has the same functions by the same names for GPUs, equal to the bit.
 
 use std::fmt;
 
@@ -90,6 +90,9 @@ macro_rules! pair {
 }
 
 static PAIRS: &[Pair] = &[
+    pair!(F64 F32 "cast_f64_f32" u64 => u32, f64_to_f32),
+    pair!(F64 F16 "cast_f64_f16" u64 => u16, |x| f32_to_f16(f64_to_f32(x))),
+    pair!(F64 Bf16 "cast_f64_bf16" u64 => u16, |x| f32_to_bf16(f64_to_f32(x), 0xFFFF)),
     pair!(F32 F16 "cast_f32_f16" u32 => u16, f32_to_f16),
     pair!(F32 Bf16 "cast_f32_bf16" u32 => u16, |x| f32_to_bf16(x, 0xFFFF)),
     pair!(F16 F32 "cast_f16_f32" u16 => u32, f16_to_f32),
@@ -135,9 +138,16 @@ fn map<const A: usize, const B: usize>(
 // ---------------------------------------------------------------------------------------------
 // Elements, as bits. Bits and not floats: Rust leaves open what arithmetic makes of a NaN.
 
+const SIGN: u32 = 0x8000_0000;
 const ABS: u32 = 0x7FFF_FFFF;
 const INFINITY: u32 = 0x7F80_0000;
 const QUIET: u32 = 0x0040_0000;
+
+const fn f64_to_f32(bits: u64) -> u32 {
+    let rounded = (f64::from_bits(bits) as f32).to_bits();
+    let nan = (bits >> 32) as u32 & SIGN | INFINITY | QUIET | (bits >> 29) as u32 & 0x007F_FFFF;
+    if bits << 1 > 0xFFE0_0000_0000_0000 { nan } else { rounded }
+}
 
 const fn bf16_to_f32(bits: u16) -> u32 {
     (bits as u32) << 16
@@ -165,10 +175,10 @@ const fn f16_to_f32(bits: u16) -> u32 {
     let abs = (bits as u32 & 0x7FFF) << 13;
     // A subnormal is the fraction of 2^-14 without its leading one: with it, and then without.
     let tiny = (f32::from_bits(abs | 0x3880_0000) - f32::from_bits(0x3880_0000)).to_bits();
-    let normal = abs.wrapping_add(112 << 23);
-    let finite = if abs < 0x0080_0000 { tiny } else { normal };
+    let special = if abs >= 0x0F80_0000 { 112 << 23 } else { 0 };
     let quiet = if abs > 0x0F80_0000 { QUIET } else { 0 };
-    sign | if abs >= 0x0F80_0000 { INFINITY | abs | quiet } else { finite }
+    let large = (abs + (112 << 23) + special) | quiet;
+    sign | if abs < 0x0080_0000 { tiny } else { large }
 }
 
 /// What the 256 values of an 8-bit type become.
@@ -237,17 +247,75 @@ const fn sign(byte: u8) -> u32 {
     (byte as u32 & 0x80) << 24
 }
 
-/// An 8-bit float of sign, exponent and `width` bits of fraction; each is a normal `F32`.
+/// An 8-bit float of sign, exponent and `width` bits of fraction, as [`f16_to_f32`] does it.
 const fn finite(byte: u8, width: u32, bias: u32) -> u32 {
-    let exponent = (byte as u32 & 0x7F) >> width;
-    let fraction = byte as u32 & ((1 << width) - 1);
-    if exponent > 0 {
-        return sign(byte) | (exponent + 127 - bias) << 23 | fraction << (23 - width);
+    let abs = (byte as u32 & 0x7F) << (23 - width);
+    let least = (128 - bias) << 23;
+    let tiny = (f32::from_bits(abs | least) - f32::from_bits(least)).to_bits();
+    let normal = abs + ((127 - bias) << 23);
+    sign(byte) | if abs < 0x0080_0000 { tiny } else { normal }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(from: Dtype, to: Dtype, bytes: &[u8]) -> Vec<u8> {
+        let cast = Cast::new(from, to).expect("there is such a cast");
+        let mut result = vec![0; bytes.len() * to.bits() as usize / from.bits() as usize];
+        cast.convert(bytes, &mut result);
+        result
     }
-    if fraction == 0 {
-        return sign(byte);
+
+    #[test]
+    fn ties_go_to_even() {
+        let below = [0x00, 0x80, 0x80, 0x3F]; // 1 + 2^-8
+        let above = [0x00, 0x80, 0x81, 0x3F]; // 1 + 3 * 2^-8
+        assert_eq!(one(Dtype::F32, Dtype::Bf16, &below), [0x80, 0x3F]);
+        assert_eq!(one(Dtype::F32, Dtype::Bf16, &above), [0x82, 0x3F]);
     }
-    let top = fraction.ilog2();
-    let exponent = 128 - bias - width + top;
-    sign(byte) | exponent << 23 | (fraction ^ 1 << top) << (23 - top)
+
+    #[test]
+    fn what_an_f16_cannot_hold_is_infinite() {
+        assert_eq!(one(Dtype::F32, Dtype::F16, &65519f32.to_le_bytes()), [0xFF, 0x7B]);
+        assert_eq!(one(Dtype::F32, Dtype::F16, &65520f32.to_le_bytes()), [0x00, 0x7C]);
+        assert_eq!(one(Dtype::Bf16, Dtype::F16, &[0x80, 0xC7]), [0x00, 0xFC]);
+    }
+
+    #[test]
+    fn elements_may_lie_at_any_address() {
+        let values: Vec<u8> = (0..999u32).flat_map(|n| (n as f32 / 7.0).to_le_bytes()).collect();
+        let expected = one(Dtype::F32, Dtype::F16, &values);
+        let cast = Cast::new(Dtype::F32, Dtype::F16).expect("there is such a cast");
+        for shift in 1..4 {
+            let from = [&vec![0; shift], values.as_slice()].concat();
+            let mut to = vec![0xAA; shift + expected.len() + 1];
+            let end = shift + expected.len();
+            cast.convert(&from[shift..], &mut to[shift..end]);
+            assert_eq!(to[shift..end], expected);
+            assert!(to[..shift].iter().chain(&to[end..]).all(|byte| *byte == 0xAA));
+        }
+    }
+
+    #[test]
+    fn there_is_no_cast_to_the_same_type_nor_of_integers() {
+        for &dtype in Dtype::ALL {
+            assert_eq!(Cast::new(dtype, dtype), None);
+            assert_eq!(Cast::new(Dtype::I32, dtype), None);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a cast of 4-byte to 2-byte elements from 8 to 6 bytes")]
+    fn lengths_that_do_not_agree_are_refused() {
+        let cast = Cast::new(Dtype::F32, Dtype::Bf16).expect("there is such a cast");
+        cast.convert(&[0; 8], &mut [0; 6]);
+    }
+
+    #[test]
+    #[should_panic(expected = "from 9 to 4 bytes")]
+    fn half_an_element_is_refused() {
+        let cast = Cast::new(Dtype::F32, Dtype::Bf16).expect("there is such a cast");
+        cast.convert(&[0; 9], &mut [0; 4]);
+    }
 }

@@ -24,7 +24,7 @@ mod scan;
 /// A row may precede its file; a file without a row is a violation.
 const RANKS: &[(u32, &[&str])] = &[
     (0, &["error", "dtype", "counters", "hash"]),
-    (1, &["format", "cast"]),
+    (1, &["cast", "format"]),
     (2, &["catalog"]),
     (3, &["view", "layout", "gather", "index", "plan", "prefetch"]),
     (4, &["source", "io"]),
@@ -50,7 +50,8 @@ const CRATE_HOMES: &[(&str, &[&str])] = &[
 const OUTSIDE_THE_CORE: &[&str] = &["fuser", "clap", "pyo3"];
 
 /// Modules that decide and never do: the same input gives the same output on any machine.
-const PURE: &[&str] = &["format", "catalog", "view", "layout", "gather", "plan", "prefetch"];
+const PURE: &[&str] =
+    &["cast", "format", "catalog", "view", "layout", "gather", "plan", "prefetch"];
 
 /// Paths (by their first segments) that touch the world outside the process.
 const EFFECTS: &[&[&str]] = &[

@@ -19,6 +19,9 @@ use crate::error::{Class, Fault};
 pub struct Limits {
     /// Most of one read, rounded to whole pages.
     pub chunk: u64,
+    /// Most of one read that is moved afterwards, likewise. What runs close together are moved to
+    /// should still be in a core's cache when the neighbours of these runs come.
+    pub moved: u64,
     /// Unwanted bytes that are read rather than skipped: a read of its own costs more.
     pub gap: u64,
     /// From this length on a tensor has memory of its own.
@@ -36,6 +39,7 @@ impl Default for Limits {
     fn default() -> Limits {
         Limits {
             chunk: 8 << 20,
+            moved: 1 << 20,
             gap: 64 << 10,
             own: 1 << 20,
             slab: 32 << 20,
@@ -48,7 +52,8 @@ impl Default for Limits {
 impl Limits {
     /// For memory that no disk can write to.
     pub fn device() -> Limits {
-        Limits { in_place: false, align: 256, ..Limits::default() }
+        let limits = Limits::default();
+        Limits { in_place: false, align: 256, moved: limits.chunk, ..limits }
     }
 }
 
@@ -175,7 +180,7 @@ impl Strides {
 /// Everything that is to be done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The reads, by shard and offset.
+    /// The reads, in the order of what they fill.
     pub chunks: Vec<Chunk>,
     /// Moves of reads that do not go to their place.
     pub moves: Vec<Move>,
@@ -228,8 +233,9 @@ impl Plan {
     /// Where a part lies outside its tensor, or does not begin and end on bytes.
     pub fn new(catalog: &Catalog, wants: &[Want], limits: &Limits) -> Result<Plan, Fault> {
         // A read that takes no whole page would never come to an end.
-        let chunk = (limits.chunk / PAGE * PAGE).max(PAGE);
-        let mut plan = Plan { limits: Limits { chunk, ..*limits }, ..Plan::default() };
+        let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
+        let (chunk, moved) = (pages(limits.chunk), pages(limits.moved));
+        let mut plan = Plan { limits: Limits { chunk, moved, ..*limits }, ..Plan::default() };
         let mut straight = Vec::new();
         let mut extents = Vec::new();
         let mut placeless = Vec::new();
@@ -268,10 +274,26 @@ impl Plan {
             extent.step.at += placement.at;
         }
         plan.read_spread(extents);
-        plan.chunks.sort_by_key(|chunk| (chunk.shard, chunk.range.start));
+        plan.order();
         let lens = plan.chunks.iter().map(|chunk| chunk.range.end - chunk.range.start);
         plan.read = lens.fold(0, u64::saturating_add);
         Ok(plan)
+    }
+
+    /// Puts reads into the order of what they fill, which is that of the shards as long as tensors
+    /// lie in one. Of tensors cut into boxes neighbours are filled one after the other.
+    fn order(&mut self) {
+        let moves = &self.moves;
+        self.chunks.sort_by_key(|chunk| {
+            let (region, at) = match &chunk.target {
+                Target::Place { region, at } => (*region, *at),
+                Target::Spread(mine) => {
+                    let first = &moves[mine.start as usize];
+                    (first.region, first.at)
+                }
+            };
+            (region, at, chunk.shard, chunk.range.start)
+        });
     }
 
     fn region(&mut self, len: u64, given: bool) -> u32 {
@@ -409,7 +431,7 @@ impl Plan {
             while next < total {
                 let (following, _) = spread.strides.run(next);
                 if following - end > self.limits.gap
-                    || following + run_len - from > self.limits.chunk
+                    || following + run_len - from > self.limits.moved
                 {
                     break;
                 }
@@ -485,7 +507,7 @@ impl Plan {
     fn read_spread(&mut self, extents: Vec<Extent>) {
         let limits = self.limits;
         let mut parts: Vec<Extent> =
-            extents.into_iter().flat_map(|extent| split(extent, limits.chunk)).collect();
+            extents.into_iter().flat_map(|extent| split(extent, limits.moved)).collect();
         parts.sort_by_key(|part| {
             (part.shard, part.range.start, part.range.end, part.step.region, part.step.at)
         });
@@ -497,7 +519,7 @@ impl Plan {
                 .take_while(|part| {
                     let fits = part.shard == first.shard
                         && part.range.start <= end + limits.gap
-                        && part.range.end.max(end) - first.range.start <= limits.chunk;
+                        && part.range.end.max(end) - first.range.start <= limits.moved;
                     if fits {
                         end = end.max(part.range.end);
                     }

@@ -23,6 +23,7 @@ fn limits() -> impl Strategy<Value = Limits> {
     let sizes = (1u64..4, 0u64..200, 0u64..2000, 1u64..20_000);
     (sizes, any::<bool>(), 0u32..9).prop_map(|((pages, gap, own, slab), in_place, align)| Limits {
         chunk: 4096 * pages,
+        moved: 4096 * (pages % 3 + 1),
         gap,
         own,
         slab,
@@ -205,7 +206,8 @@ proptest! {
         for chunk in &plan.chunks {
             let shard = checkpoint.catalog().shard(chunk.shard);
             prop_assert!(chunk.range.start < chunk.range.end);
-            prop_assert!(chunk.range.end - chunk.range.start <= limits.chunk);
+            let most = match chunk.target { Target::Place { .. } => limits.chunk, _ => limits.moved };
+            prop_assert!(chunk.range.end - chunk.range.start <= most);
             prop_assert!(chunk.range.end <= shard.file_len);
             match &chunk.target {
                 Target::Place { region, at } => {

@@ -221,17 +221,17 @@ def header_of(file):
         return json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
 
 
-# Of each: what must be importable, on which checkpoints, and whether it does devices.
+# Of each: what must be importable, on which checkpoints, and whether it loads to the CPU, to GPUs, or both.
 LOADERS = {
-    "tensorfs": (by_tensorfs, "tensorfs", ("hf", "small", "dcp"), True),
-    "tensorfs-numpy": (by_tensorfs_numpy, "tensorfs", ("hf", "small", "dcp"), False),
-    "safetensors": (by_safetensors, "safetensors", ("hf", "small"), True),
-    "fastsafetensors": (by_fastsafetensors, "fastsafetensors", ("hf", "small"), True),
-    "runai": (by_runai, "runai_model_streamer", ("hf", "small"), True),
-    "tensorizer": (by_tensorizer, "tensorizer", ("hf", "small"), True),
-    "instanttensor": (by_instanttensor, "instanttensor", ("hf", "small"), True),
-    "torch-dcp": (by_torch_dcp, "torch.distributed.checkpoint", ("dcp",), False),
-    "consolidate-then-load": (by_consolidation, "torch.distributed.checkpoint", ("dcp",), False),
+    "tensorfs": (by_tensorfs, "tensorfs", ("hf", "small", "dcp"), "both"),
+    "tensorfs-numpy": (by_tensorfs_numpy, "tensorfs", ("hf", "small", "dcp"), "cpu"),
+    "safetensors": (by_safetensors, "safetensors", ("hf", "small"), "both"),
+    "fastsafetensors": (by_fastsafetensors, "fastsafetensors", ("hf", "small"), "both"),
+    "runai": (by_runai, "runai_model_streamer", ("hf", "small"), "both"),
+    "tensorizer": (by_tensorizer, "tensorizer", ("hf", "small"), "both"),
+    "instanttensor": (by_instanttensor, "instanttensor", ("hf", "small"), "cuda"),
+    "torch-dcp": (by_torch_dcp, "torch.distributed.checkpoint", ("dcp",), "cpu"),
+    "consolidate-then-load": (by_consolidation, "torch.distributed.checkpoint", ("dcp",), "cpu"),
 }
 
 
@@ -431,7 +431,8 @@ def runners(case, options):
             tasks[name] = {"loader": name, "dim": int(kind[2]), "folder": folder, "package": name}
     else:
         for name, (_, package, kinds, devices) in LOADERS.items():
-            if kind in kinds and util.find_spec(package.split(".")[0]) and (devices or options.device == "cpu"):
+            fits = kind in kinds and devices in ("both", options.device.split(":")[0])
+            if fits and util.find_spec(package.split(".")[0]):
                 tasks[name] = {"loader": name, "folder": folder, "package": package}
         if how == "cold" and shutil.which("fio") and options.device == "cpu":
             tasks["fio"] = {"loader": "fio", "folder": folder}

@@ -17,6 +17,7 @@ pub mod layout;
 pub mod loader;
 pub mod plan;
 pub mod prefetch;
+pub mod process;
 pub mod reader;
 pub mod source;
 pub mod verify;

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::Source;
+use crate::process::PerProcess;
 
 /// Descriptors left to everything else: also to reads under way, whose file stays open for them
 /// when its shard makes way for another.
@@ -67,7 +68,7 @@ fn open_max() -> u64 {
 }
 
 fn open_sources() -> MutexGuard<'static, Open> {
-    static OPEN: OnceLock<Mutex<Open>> = OnceLock::new();
+    static OPEN: PerProcess<Mutex<Open>> = PerProcess::new();
     OPEN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use serde_json::{Value, json};
+
 use crate::format::Format;
 
 /// How shards become files.
@@ -53,4 +55,80 @@ pub struct View {
     pub reference: Option<PathBuf>,
     /// Folder that indexes are kept in; without one every start reads all headers.
     pub index: Option<PathBuf>,
+}
+
+impl View {
+    /// As JSON, for those who find the source behind a mount. What only one start needs is left
+    /// out: how a set is proved, and where indexes are kept.
+    pub fn to_json(&self) -> Value {
+        json!({
+            "layout": match self.arrangement {
+                Arrangement::Single => "single",
+                Arrangement::Original => "original",
+            },
+            "index": match self.map {
+                MapPolicy::Rewrite => "rewrite",
+                MapPolicy::Hide => "hide",
+            },
+            "format": self.format.as_str(),
+            "prefer": match self.prefer {
+                Prefer::File => "file",
+                Prefer::Index => "index",
+            },
+            "follow": self.follow,
+        })
+    }
+
+    /// What `to_json` gave; none where it came from another version and cannot be understood.
+    pub fn from_json(json: &Value) -> Option<View> {
+        let word = |key: &str| json.get(key)?.as_str();
+        let follow = json.get("follow")?.as_array()?.iter();
+        Some(View {
+            arrangement: match word("layout")? {
+                "single" => Arrangement::Single,
+                "original" => Arrangement::Original,
+                _ => return None,
+            },
+            map: match word("index")? {
+                "rewrite" => MapPolicy::Rewrite,
+                "hide" => MapPolicy::Hide,
+                _ => return None,
+            },
+            format: match word("format")? {
+                "safetensors" => Format::Safetensors,
+                "bintensors" => Format::Bintensors,
+                _ => return None,
+            },
+            prefer: match word("prefer")? {
+                "file" => Prefer::File,
+                "index" => Prefer::Index,
+                _ => return None,
+            },
+            follow: follow
+                .map(|folder| folder.as_str().map(PathBuf::from))
+                .collect::<Option<_>>()?,
+            ..View::default()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_view_comes_back_from_json_and_one_of_another_version_does_not() {
+        let view = View {
+            arrangement: Arrangement::Original,
+            map: MapPolicy::Hide,
+            prefer: Prefer::Index,
+            follow: vec!["/a,b".into()],
+            ..View::default()
+        };
+        let mut json = view.to_json();
+        assert_eq!(View::from_json(&json), Some(view));
+        assert_eq!(View::from_json(&View::default().to_json()), Some(View::default()));
+        json["layout"] = "double".into();
+        assert_eq!(View::from_json(&json), None);
+    }
 }

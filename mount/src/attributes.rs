@@ -1,12 +1,10 @@
 //! Extended attributes: what a file of the mount is made of.
 
 use tensorfs::checkpoint::{Content, Tree};
+use tensorfs::source::XATTR_SOURCE;
 
 use crate::access;
 use crate::nodes::{Node, NodeKind};
-
-/// Extended attribute with the source of a file.
-pub(crate) const XATTR_SOURCE: &str = "user.tensorfs.source";
 
 /// Extended attribute with the version of a file's content.
 pub(crate) const XATTR_VERSION: &str = "user.tensorfs.version";

@@ -15,7 +15,6 @@ mod fs;
 mod kernel;
 mod log;
 mod mount_helper;
-mod mountinfo;
 mod nodes;
 mod open;
 mod options;

@@ -16,13 +16,13 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::shown_path;
-use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
+use tensorfs::source::mountinfo;
+use tensorfs::view::View;
 
 use crate::attach::{self, Attached, Detach};
 use crate::control::{self, Control};
 use crate::fs::{Common, TensorFs};
 use crate::kernel;
-use crate::mountinfo;
 use crate::nodes::Nodes;
 use crate::options::{Options, Passthrough, Verify};
 use crate::push;
@@ -191,7 +191,7 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let Plan { target, nodes, options } = plan;
     let source = nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| source.display().to_string());
-    let view = view_json(&options.view);
+    let view = options.view.to_json();
     let service = Service::start(&options, &view, &[&source, &target])?;
     let request = kernel::before_mount(&options);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
@@ -277,26 +277,6 @@ fn control(
     control::serve(facts, move || service.status(nodes.index_status()))
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
         .ok()
-}
-
-/// The view as JSON, for those who find the source behind a mount.
-fn view_json(view: &View) -> serde_json::Value {
-    serde_json::json!({
-        "layout": match view.arrangement {
-            Arrangement::Single => "single",
-            Arrangement::Original => "original",
-        },
-        "index": match view.map {
-            MapPolicy::Rewrite => "rewrite",
-            MapPolicy::Hide => "hide",
-        },
-        "format": view.format.as_str(),
-        "prefer": match view.prefer {
-            Prefer::File => "file",
-            Prefer::Index => "index",
-        },
-        "follow": view.follow,
-    })
 }
 
 impl Running {

@@ -6,11 +6,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Type of our mounts in the mount table.
-pub(crate) const FSTYPE: &str = "fuse.tensorfs";
+pub const FSTYPE: &str = "fuse.tensorfs";
 
 /// One line of the mount table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Mount {
+pub struct Mount {
     /// Minor number of its device, which also names the FUSE connection.
     pub minor: u32,
     /// Where it is mounted.
@@ -24,27 +24,36 @@ pub(crate) struct Mount {
 }
 
 /// All mounts of ours.
-pub(crate) fn ours() -> std::io::Result<Vec<Mount>> {
+///
+/// # Errors
+/// Where the table cannot be read.
+pub fn ours() -> std::io::Result<Vec<Mount>> {
     let table = std::fs::read("/proc/self/mountinfo")?;
     let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
     Ok(mounts.filter(|mount| mount.fstype == FSTYPE).collect())
 }
 
 /// The mounts on `target`, the one on top last.
-pub(crate) fn at(target: &Path) -> std::io::Result<Vec<Mount>> {
+///
+/// # Errors
+/// Where the table cannot be read.
+pub fn at(target: &Path) -> std::io::Result<Vec<Mount>> {
     let table = std::fs::read("/proc/self/mountinfo")?;
     let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
     Ok(mounts.filter(|mount| mount.target == target).collect())
 }
 
 /// The mount of ours that is on top at `target`.
-pub(crate) fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
+///
+/// # Errors
+/// Where the table cannot be read.
+pub fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
     Ok(at(target)?.pop().filter(|mount| mount.fstype == FSTYPE))
 }
 
 /// Whether `path` lies on a mount of ours, and not on a file system where anybody can write what
 /// only we should say.
-pub(crate) fn is_on_ours(path: &Path) -> bool {
+pub fn is_on_ours(path: &Path) -> bool {
     let Ok(meta) = std::fs::metadata(path) else { return false };
     let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
     let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
@@ -89,7 +98,10 @@ fn unescape(field: &[u8]) -> OsString {
 
 /// `path` as the mount table spells it: absolute, links resolved, except that the last part is
 /// not looked at, since looking at a dead mount fails.
-pub(crate) fn absolute_target(path: &Path) -> std::io::Result<PathBuf> {
+///
+/// # Errors
+/// Where `path` leads nowhere.
+pub fn absolute_target(path: &Path) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(path) {
         Err(e) if e.raw_os_error() == Some(nix::libc::ENOTCONN) => {
             let path = std::path::absolute(path)?;

@@ -23,11 +23,12 @@ use serde_json::{Value, json};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::shown_path;
 use tensorfs::format::Format;
+use tensorfs::source::behind_mount;
 use tensorfs::view::Arrangement;
 
 pub(crate) use args::Args;
 
-use super::{Failure, Outcome, behind_mount, print_json, print_text, prove_all};
+use super::{Failure, Outcome, print_json, print_text, prove_all};
 use crate::options::Options;
 use mounted::Mounted;
 use page_cache::Method;

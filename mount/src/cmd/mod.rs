@@ -25,11 +25,12 @@ use tensorfs::Class;
 use tensorfs::checkpoint::{Checkpoint, Set, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::format::Format;
+use tensorfs::source::{Behind, behind_mount};
 use tensorfs::view::{Arrangement, View};
 
 use crate::args::{self, Cli, Command};
 use crate::options::Options;
-use crate::{attributes, daemon, log, mountinfo};
+use crate::{daemon, log};
 
 /// Why a command did not do what it was asked for.
 pub(crate) enum Failure {
@@ -173,62 +174,16 @@ fn man(folder: Option<&Path>) -> Outcome {
     }
 }
 
-/// What lies behind a path on a mount.
-pub(crate) struct Behind {
-    pub(crate) path: PathBuf,
-    options: String,
-}
-
-/// The source behind `path`, where it lies on a mount whose source the caller may read.
-pub(crate) fn behind_mount(path: &Path) -> Option<Behind> {
-    // Anywhere else anybody may have written the attribute.
-    if !mountinfo::is_on_ours(path) {
-        return None;
-    }
-    let json = xattr::get(path, attributes::XATTR_SOURCE).ok()??;
-    let json: Value = serde_json::from_slice(&json).ok()?;
-    let mut source = PathBuf::from(json.get("source")?.as_str()?);
-    if let Some(file) = json.get("file").and_then(Value::as_str) {
-        source.push(file);
-    }
-    if !can_read(&source) {
-        return None;
-    }
-    let view = json.get("view")?.as_object()?;
-    let mut options = Vec::new();
-    for (key, value) in view {
-        let values = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
-        let texts = values.iter().filter_map(Value::as_str);
-        options.extend(texts.map(|text| format!("{key}={}", crate::options::escape(text))));
-    }
-    Some(Behind { path: source, options: options.join(",") })
-}
-
-/// Whether the caller may read the weights at `source`: the file, or all in the folder.
-fn can_read(source: &Path) -> bool {
-    let Ok(entries) = std::fs::read_dir(source) else {
-        return std::fs::File::open(source).is_ok();
-    };
-    let is_weights = |path: &Path| {
-        let name = path.file_name().and_then(std::ffi::OsStr::to_str);
-        // A FIFO of such a name would keep whoever opens it.
-        name.is_some_and(tensorfs::format::names::is_weights) && path.is_file()
-    };
-    let mut paths = entries.filter_map(Result::ok).map(|entry| entry.path());
-    paths.all(|path| !is_weights(&path) || std::fs::File::open(path).is_ok())
-}
-
 /// Scans the source of a query; on a mount, the source behind it, looked at the same way unless
 /// `-o` says how.
 pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
-    if let Some(behind) = behind_mount(&args.source) {
+    if let Some(Behind { path, view: mounted }) = behind_mount(&args.source) {
         let mut view = options.view;
-        let mounted = Options::parse(&[behind.options], true).map_err(Failure::Failed)?.view;
         if args.options.is_empty() {
             view = View { expect_shards: view.expect_shards, reference: view.reference, ..mounted };
         }
-        return Ok(Tree::scan(&behind.path, &View { index, ..view })?);
+        return Ok(Tree::scan(&path, &View { index, ..view })?);
     }
     Ok(Tree::scan(&args.source, &View { index, ..options.view })?)
 }

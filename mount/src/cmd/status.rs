@@ -11,11 +11,11 @@ use nix::libc;
 use nix::unistd::geteuid;
 use serde_json::{Map, Value, json};
 use tensorfs::error::shown_path;
+use tensorfs::source::mountinfo::{self, Mount};
 
 use super::{Failure, Outcome, human, print_json, print_text, say};
 use crate::args;
 use crate::control::{self, Found};
-use crate::mountinfo::{self, Mount};
 
 /// How long a daemon may take to answer.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);

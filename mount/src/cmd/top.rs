@@ -12,10 +12,11 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use serde_json::Value;
 use tensorfs::error::shown_path;
+use tensorfs::source::mountinfo;
 
 use super::status::{self, LIMIT, Seen, State};
 use super::{Failure, Outcome, print_text};
-use crate::{args, mountinfo};
+use crate::args;
 
 /// Most files that are listed.
 const FILES_MAX: usize = 10;

@@ -3,11 +3,11 @@
 use std::io;
 
 use nix::libc;
+use tensorfs::source::mountinfo;
 
 use super::{Failure, Outcome};
 use crate::args;
 use crate::attach::{Detach, detach};
-use crate::mountinfo;
 
 pub(super) fn run(args: &args::Umount) -> Outcome {
     let shown = args.target.display();

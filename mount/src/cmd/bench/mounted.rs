@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
+use tensorfs::source::mountinfo;
 
 use super::worker::{Trouble, check_stopped, wait};
 use crate::attach::{Detach, detach};
-use crate::mountinfo;
 use crate::options::escape;
 
 /// How long the mount may stay busy before it is taken off lazily.

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tensorfs::source::mountinfo;
 
 use super::Check;
 use crate::attach::{self, Attached, Detach};
 use crate::kernel::{self, Knob, READAHEAD, reason, shown_size};
-use crate::mountinfo;
 use crate::options::Options;
 
 /// How long the kernel may take to send the first request of a connection.

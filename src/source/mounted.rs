@@ -1,0 +1,51 @@
+//! A path on a mount of ours leads to its source: who can read that need not go through the mount.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::mountinfo;
+use crate::format::names;
+use crate::view::View;
+
+/// Extended attribute of the files and folders of a mount, with the source of each.
+pub const XATTR_SOURCE: &str = "user.tensorfs.source";
+
+/// What lies behind a path on a mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Behind {
+    /// The source: a folder, or a file of the set that is shown.
+    pub path: PathBuf,
+    /// How the mount looks at it.
+    pub view: View,
+}
+
+/// The source behind `path`, where it lies on a mount whose source the caller may read.
+pub fn behind_mount(path: &Path) -> Option<Behind> {
+    // Anywhere else anybody may have written the attribute.
+    if !mountinfo::is_on_ours(path) {
+        return None;
+    }
+    let json = xattr::get(path, XATTR_SOURCE).ok()??;
+    let json: Value = serde_json::from_slice(&json).ok()?;
+    let mut source = PathBuf::from(json.get("source")?.as_str()?);
+    if let Some(file) = json.get("file").and_then(Value::as_str) {
+        source.push(file);
+    }
+    let view = View::from_json(json.get("view")?)?;
+    can_read(&source).then_some(Behind { path: source, view })
+}
+
+/// Whether the caller may read the weights at `source`: the file, or all in the folder.
+fn can_read(source: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(source) else {
+        return std::fs::File::open(source).is_ok();
+    };
+    let is_weights = |path: &Path| {
+        let name = path.file_name().and_then(std::ffi::OsStr::to_str);
+        // A FIFO of such a name would keep whoever opens it.
+        name.is_some_and(names::is_weights) && path.is_file()
+    };
+    let mut paths = entries.filter_map(Result::ok).map(|entry| entry.path());
+    paths.all(|path| !is_weights(&path) || std::fs::File::open(path).is_ok())
+}

@@ -2,6 +2,7 @@
 //! whole, and the open files.
 
 mod discover;
+mod files;
 mod indexed;
 mod load;
 mod openers;

@@ -13,7 +13,7 @@ use crate::checkpoint::Checkpoint;
 use crate::counters::Counters;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
-use crate::io::{Engine, Memory, Region, Settings};
+use crate::io::{Engine, Memory, Read, Region, Settings};
 use crate::plan::{Limits, Placement, Plan, Want};
 
 /// Memory for reads that do not go to their place at once, in bytes.
@@ -175,6 +175,46 @@ impl Loader {
             .map_err(|fault| checkpoint.refused(fault))
     }
 
+    /// Refuses a plan that takes more memory than is available: the kernel promises any amount,
+    /// and ends the process when it is used.
+    ///
+    /// # Errors
+    /// One that says how much is needed and how much there is.
+    pub fn check_room(&self, checkpoint: &Checkpoint, plan: &Plan) -> Result<()> {
+        let mine = plan.regions.iter().zip(&plan.given).filter(|(_, given)| !**given);
+        let needed = mine.fold(0u64, |sum, (len, _)| sum.saturating_add(*len));
+        let available = if needed < ROOM_MIN { None } else { room::available() };
+        match available.filter(|available| *available < needed) {
+            None => Ok(()),
+            Some(available) => Err(Error::usage(format!(
+                "{}: takes {needed} bytes of memory, {available} are available; load a part of it",
+                shown_path(&checkpoint.directory.join(&checkpoint.name)),
+            ))),
+        }
+    }
+
+    /// Copies tensor `tensor` to `into`, which is as long as it, on this thread and without
+    /// waiting: where it is one piece, and the kernel's page cache holds it. Returns whether it
+    /// did; else `into` holds bytes that mean nothing.
+    ///
+    /// # Errors
+    /// Where the shard is no longer what it was.
+    pub fn load_cached(
+        &self,
+        checkpoint: &Checkpoint,
+        tensor: usize,
+        into: &mut [u8],
+    ) -> Result<bool> {
+        let mut pieces = checkpoint.catalog().tensor_at(tensor).pieces();
+        let (Some(piece), None) = (pieces.next(), pieces.next()) else { return Ok(false) };
+        if piece.len() != into.len() as u64 {
+            return Ok(false);
+        }
+        let source = &checkpoint.sources()[piece.shard.0 as usize];
+        let read = Read { source, offset: piece.range.start, target: into };
+        self.engine.read_cached(&mut [read])
+    }
+
     /// Loads `wants` of `checkpoint` into memory of its own; calls `progress` several times a
     /// second, and stops where that says `false`.
     ///
@@ -190,14 +230,7 @@ impl Loader {
         let plan = self.plan(checkpoint, wants)?;
         let planned = started.elapsed();
         debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
-        let needed = plan.regions.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
-        let available = if needed < ROOM_MIN { None } else { room::available() };
-        if let Some(available) = available.filter(|available| *available < needed) {
-            return Err(Error::usage(format!(
-                "{}: takes {needed} bytes of memory, {available} are available; load a part of it",
-                shown_path(&checkpoint.directory.join(&checkpoint.name)),
-            )));
-        }
+        self.check_room(checkpoint, &plan)?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
         let regions = regions.collect::<Result<Vec<_>>>()?;

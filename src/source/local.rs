@@ -137,6 +137,13 @@ impl Source {
         }
     }
 
+    /// The same file, closed. Takes no lock, so that it can be asked for in a child made by fork(2)
+    /// whatever threads of the parent were doing.
+    pub(crate) fn renewed(&self) -> Arc<Source> {
+        let open = Open::default();
+        Arc::new(Source::new(&self.path, self.first, self.file_system, open))
+    }
+
     /// The path that was opened.
     pub fn path(&self) -> &Path {
         &self.path

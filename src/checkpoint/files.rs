@@ -1,0 +1,151 @@
+//! Checkpoints of files that were named one by one, whatever lies beside them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use crate::catalog::{Catalog, ShardHeader};
+use crate::error::{Error, Fault, Result, shown_path};
+use crate::format::dcp;
+use crate::format::names;
+use crate::format::weight_map::WeightMap;
+use crate::source::Source;
+use crate::view::View;
+
+use super::discover::{Kind, is_noted};
+use super::load::{Loaded, open_shard};
+use super::openers::map_files;
+use super::{Checkpoint, Tail};
+
+impl Checkpoint {
+    /// Opens `files` as one checkpoint. A single file is taken as it stands, also one that holds
+    /// pieces of tensors; several that do are put together.
+    ///
+    /// # Errors
+    /// The reason of a refusal, with file and tensor.
+    pub fn of_files(files: &[PathBuf]) -> Result<Arc<Checkpoint>> {
+        open_files(files, None)
+    }
+
+    /// Opens the files that `map` names, which says for each tensor where it is.
+    ///
+    /// # Errors
+    /// The reason of a refusal, with file and tensor.
+    pub fn of_map(map: &BTreeMap<String, PathBuf>) -> Result<Arc<Checkpoint>> {
+        let files: BTreeSet<&PathBuf> = map.values().collect();
+        open_files(&files.into_iter().cloned().collect::<Vec<_>>(), Some(map))
+    }
+
+    /// The same checkpoint with its files closed, for a child made by fork(2): the locks of the
+    /// parent's sources may be held by threads that the child does not have. A file that is
+    /// another one by then cannot be read.
+    pub fn renewed(&self) -> Arc<Checkpoint> {
+        let sources = self.sources.iter().map(|source| source.renewed());
+        Arc::new(Checkpoint {
+            name: self.name.clone(),
+            kind: self.kind,
+            format: self.format,
+            directory: self.directory.clone(),
+            tail: self.tail,
+            catalog: self.catalog.clone(),
+            sources: sources.collect(),
+            layout: OnceLock::new(),
+            shown: OnceLock::new(),
+            map: self.map.clone(),
+            manifest: self.manifest,
+        })
+    }
+}
+
+fn open_files(
+    files: &[PathBuf],
+    map: Option<&BTreeMap<String, PathBuf>>,
+) -> Result<Arc<Checkpoint>> {
+    let Some(first) = files.first() else {
+        return Err(Error::usage("no files: name at least one"));
+    };
+    let folder = folder_of(first)?;
+    let mut named = BTreeMap::new();
+    for file in files {
+        let (name, path) = name_in(&folder, file)?;
+        if named.insert(name.clone(), path).is_some() && map.is_none() {
+            return Err(Error::usage(format!("{}: is named twice", shown_path(file))));
+        }
+    }
+    let named: Vec<(String, PathBuf)> = named.into_iter().collect();
+    let open = |(name, path): &(String, PathBuf)| open_shard(&folder, name, path);
+    let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<Loaded>>>()?;
+    let map = map.map(|map| weight_map(&folder, map)).transpose()?;
+    let (kind, catalog) =
+        catalog_of(&loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
+    let source = |name: &str| loaded.iter().find(|file| file.shard.name == name);
+    let sources =
+        catalog.shards.iter().filter_map(|shard| Some(source(&shard.name)?.source.clone()));
+    let sources: Vec<Arc<Source>> = sources.collect();
+    let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
+    Ok(Arc::new(Checkpoint {
+        name: output,
+        kind,
+        format: View::default().format,
+        directory: folder,
+        // Nothing says whether there are more files; but these are all that were asked for.
+        tail: if kind == Kind::Dcp { Tail::Unproven } else { Tail::Proven },
+        catalog,
+        sources,
+        layout: OnceLock::new(),
+        shown: OnceLock::new(),
+        map: map.map(|map| (names::whole("model") + ".index.json", map.metadata)),
+        manifest: None,
+    }))
+}
+
+fn catalog_of(
+    loaded: &[Loaded],
+    map: Option<&WeightMap>,
+) -> std::result::Result<(Kind, Catalog), Fault> {
+    let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
+    if let [one] = headers.as_slice() {
+        let mut catalog = Catalog::of_whole_tensors(&headers, map)?;
+        catalog.metadata = one.header.metadata.clone();
+        let bintensors = names::bintensors_output(&one.name).is_some();
+        return Ok((if bintensors { Kind::Bintensors } else { Kind::Single }, catalog));
+    }
+    if loaded.iter().any(|file| is_noted(file) && !dcp::is_whole(&file.shard.header)) {
+        return Ok((Kind::Dcp, Catalog::of_dcp_shards(&headers, map)?));
+    }
+    let kind = if map.is_some() { Kind::WeightMap } else { Kind::Numbered };
+    Ok((kind, Catalog::of_whole_tensors(&headers, map)?))
+}
+
+/// The folder of `file`, absolute and without links.
+fn folder_of(file: &Path) -> Result<PathBuf> {
+    let folder = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    std::fs::canonicalize(folder).map_err(|e| Error::io(file, "open", e))
+}
+
+/// The name of `file` in a checkpoint in `folder`, and where it really is. One in another folder
+/// is called by its whole path.
+fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
+    let real = std::fs::canonicalize(file).map_err(|e| Error::io(file, "open", e))?;
+    let own = folder_of(file)?;
+    let name = file.file_name().and_then(|name| name.to_str());
+    let name = match name {
+        Some(name) if own == folder => Some(name.to_owned()),
+        Some(name) => own.join(name).to_str().map(str::to_owned),
+        None => None,
+    };
+    let name =
+        name.ok_or_else(|| Error::usage(format!("{}: the name is not UTF-8", shown_path(file))))?;
+    Ok((name, real))
+}
+
+fn weight_map(folder: &Path, map: &BTreeMap<String, PathBuf>) -> Result<WeightMap> {
+    let mut shard_of = BTreeMap::new();
+    for (tensor, file) in map {
+        shard_of.insert(tensor.clone(), name_in(folder, file)?.0);
+    }
+    Ok(WeightMap { metadata: serde_json::Map::new(), shard_of })
+}

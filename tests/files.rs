@@ -1,0 +1,125 @@
+//! Checkpoints of files that are named one by one, and what a child of a fork gets of them.
+
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tensorfs::Class;
+use tensorfs::checkpoint::{Checkpoint, Kind};
+use tensorfs::loader::{Loader, Tune};
+
+fn fixture(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
+}
+
+fn shards(folder: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(fixture(folder)).unwrap();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|suffix| suffix == "safetensors"));
+    files.sort();
+    files
+}
+
+/// Every tensor: name, shape, bytes.
+fn content(checkpoint: &Arc<Checkpoint>) -> Vec<(String, Vec<u64>, Vec<u8>)> {
+    let loaded = Loader::new(Tune::default()).load_all(checkpoint).unwrap();
+    let tensors = checkpoint.catalog().tensors().enumerate();
+    tensors
+        .map(|(at, t)| (t.name.to_owned(), t.shape.to_vec(), loaded.bytes(at).to_vec()))
+        .collect()
+}
+
+#[test]
+fn one_file_of_a_set_is_opened_alone_and_all_of_them_are_the_set() {
+    let files = shards("hf/three_shards");
+    let one = Checkpoint::of_files(&files[..1]).unwrap();
+    assert_eq!((one.kind, one.catalog().shards.len()), (Kind::Single, 1));
+    let all = Checkpoint::of_files(&files).unwrap();
+    let set = Checkpoint::open(&fixture("hf/three_shards")).unwrap();
+    assert!(one.catalog().len() < all.catalog().len());
+    assert_eq!(content(&all), content(&set));
+}
+
+#[test]
+fn pieces_stand_as_they_are_alone_and_are_put_together_as_a_list() {
+    let files = shards("dcp/row_wise/shards");
+    let one = Checkpoint::of_files(&files[..1]).unwrap();
+    let metadata = one.catalog().metadata.as_ref().unwrap();
+    assert!(metadata.contains_key("DCP_SHARDING_INFO"), "the file's own metadata");
+    let all = Checkpoint::of_files(&files).unwrap();
+    assert_eq!(all.kind, Kind::Dcp);
+    let set = Checkpoint::open(&fixture("dcp/row_wise/shards")).unwrap();
+    assert_eq!(content(&all), content(&set));
+    let lost = Checkpoint::of_files(&shards("bad/dcp/hole_middle")).unwrap_err();
+    assert_eq!(lost.class(), Class::DcpHole);
+}
+
+#[test]
+fn files_of_several_folders_are_one_checkpoint_by_a_map() {
+    let root = tempfile::tempdir().unwrap();
+    let mut map = BTreeMap::new();
+    for (number, file) in shards("hf/three_shards").into_iter().enumerate() {
+        let folder = root.path().join(number.to_string());
+        std::fs::create_dir(&folder).unwrap();
+        let copy = folder.join("model.safetensors");
+        std::fs::copy(&file, &copy).unwrap();
+        let shard = Checkpoint::of_files(std::slice::from_ref(&copy)).unwrap();
+        map.extend(shard.catalog().tensors().map(|t| (t.name.to_owned(), copy.clone())));
+    }
+    let set = Checkpoint::open(&fixture("hf/three_shards")).unwrap();
+    assert_eq!(content(&Checkpoint::of_map(&map).unwrap()), content(&set));
+    map.insert("absent".to_owned(), map.values().next().unwrap().clone());
+    assert_eq!(Checkpoint::of_map(&map).unwrap_err().class(), Class::TensorMissing);
+}
+
+#[test]
+fn a_list_that_is_empty_or_names_a_file_twice_or_an_absent_one_is_refused() {
+    assert_eq!(Checkpoint::of_files(&[]).unwrap_err().class(), Class::Usage);
+    let file = shards("hf/three_shards").remove(0);
+    let twice = Checkpoint::of_files(&[file.clone(), file.clone()]).unwrap_err();
+    assert!(twice.to_string().contains("named twice"), "{twice}");
+    let absent = file.with_file_name("absent.safetensors");
+    let error = Checkpoint::of_files(std::slice::from_ref(&absent)).unwrap_err();
+    assert_eq!(error.path(), Some(absent.as_path()));
+}
+
+#[test]
+fn a_renewed_checkpoint_reads_the_same_bytes_and_refuses_another_file() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("model.safetensors");
+    std::fs::copy(fixture("safetensors/many.safetensors"), &file).unwrap();
+    let first = Checkpoint::of_files(std::slice::from_ref(&file)).unwrap();
+    assert_eq!(content(&first.renewed()), content(&first));
+    let before = first.renewed();
+    std::fs::remove_file(&file).unwrap();
+    std::fs::copy(fixture("safetensors/no_metadata.safetensors"), &file).unwrap();
+    let error = Loader::new(Tune::default()).load_all(&before).unwrap_err();
+    assert_eq!(error.class(), Class::Changed);
+}
+
+#[test]
+fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("model.safetensors");
+    std::fs::copy(fixture("safetensors/many.safetensors"), &file).unwrap();
+    let checkpoint = Checkpoint::of_files(std::slice::from_ref(&file)).unwrap();
+    let loader = Loader::new(Tune::default());
+    let mut copied = 0;
+    for (at, (_, _, right)) in content(&checkpoint).into_iter().enumerate() {
+        let mut bytes = vec![0; right.len()];
+        // Of an empty tensor there is nothing to copy; the kernel may not say what it holds.
+        if loader.load_cached(&checkpoint, at, &mut bytes).unwrap() {
+            assert_eq!(bytes, right);
+            copied += 1;
+        }
+        assert!(!loader.load_cached(&checkpoint, at, &mut vec![0; right.len() + 1]).unwrap());
+    }
+    assert!(copied > 0 || !checkpoint.sources()[0].file_system().is_local());
+    let cut = Checkpoint::open(&fixture("dcp/row_wise/shards")).unwrap();
+    let pieces = |at: &usize| cut.catalog().tensor_at(*at).pieces().len() > 1;
+    let at = (0..cut.catalog().len()).find(pieces).unwrap();
+    let mut bytes = vec![0; cut.catalog().tensor_at(at).len as usize];
+    assert!(!loader.load_cached(&cut, at, &mut bytes).unwrap());
+}

@@ -1,0 +1,43 @@
+"""Checkpoints in safetensors form, in one file or many, loaded at the speed of the disk.
+
+    import tensorfs
+
+    with tensorfs.safe_open("run7", framework="pt") as f:
+        weight = f.get_tensor("model.embed_tokens.weight")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._errors import DtypeError, MismatchError, SafetensorError
+from ._into import Loaded, load_into
+from ._names import Names
+from ._open import Slice, Source, TensorMetadata, safe_open
+from ._patch import patched
+from ._prefetch import PrefetchLoader
+from ._tensorfs import Tensor, __version__
+
+__all__ = [
+    "DtypeError",
+    "Loaded",
+    "MismatchError",
+    "PrefetchLoader",
+    "SafetensorError",
+    "Slice",
+    "Tensor",
+    "TensorMetadata",
+    "__version__",
+    "load_file",
+    "load_into",
+    "patched",
+    "safe_open",
+]
+
+
+def load_file(
+    filename: Source, framework: str = "pt", device: Any = "cpu", *, names: Names = None, **how: Any
+) -> dict[str, Any]:
+    """All tensors of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
+    with safe_open(filename, framework, device, **how) as opened:
+        return opened.get_tensors(names)

@@ -1,0 +1,79 @@
+"""The exceptions of this package, and how errors of the native part become exceptions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+
+
+class SafetensorError(Exception):
+    """A checkpoint is refused, or a request makes no sense.
+
+    Where `safetensors` is imported, what is raised is also an instance of its exception of this name.
+    """
+
+    kind: str | None = None
+    """What is wrong, in one word, such as `dcp_hole`."""
+    path: str | None = None
+    """The file or folder at fault."""
+    tensor: str | None = None
+    """The tensor at fault; or the first that was being loaded, and how many more."""
+
+
+class DtypeError(SafetensorError, TypeError):
+    """The framework lacks the dtype of a tensor."""
+
+
+class MismatchError(SafetensorError, RuntimeError):
+    """Names, shapes or dtypes are not those of the checkpoint."""
+
+
+def error(
+    message: str,
+    kind: str = "usage",
+    *,
+    cls: type[SafetensorError] = SafetensorError,
+    path: str | None = None,
+    tensor: str | None = None,
+) -> SafetensorError:
+    """An exception to raise."""
+    genuine = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
+    made = (cls if genuine is None else _derived(cls, genuine))(message)
+    made.kind, made.path, made.tensor = kind, path, tensor
+    return made
+
+
+@lru_cache(maxsize=None)
+def _derived(cls: type[SafetensorError], genuine: type[Exception]) -> type[SafetensorError]:
+    # Whoever catches the genuine exception catches this one, too.
+    def reduce(self: SafetensorError) -> object:
+        # Pickled as what it is everywhere.
+        return _unpickled, (cls, self.args, self.__dict__)
+
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
+    return type(cls.__name__, (cls, genuine), names)
+
+
+def _unpickled(cls: type[SafetensorError], args: tuple[str], facts: dict[str, object]) -> SafetensorError:
+    made = error(*args, cls=cls)
+    made.__dict__.update(facts)
+    return made
+
+
+def not_found(path: object) -> FileNotFoundError:
+    """What `safetensors` raises where there is no file."""
+    missing = FileNotFoundError(f"No such file or directory: {path}")
+    missing.errno = 2
+    return missing
+
+
+def of_native(kind: str, message: str, path: str | None, tensor: str | None, errno: int | None) -> Exception:
+    """The exception for an error of the native part."""
+    if errno is None:
+        if tensor is not None and tensor not in message:
+            message = f"{message} (while loading {tensor})"
+        return error(message, kind, path=path, tensor=tensor)
+    if tensor is not None:
+        message = f"{message} (while loading {tensor})"
+    return OSError(errno, message, None if path is None else os.fspath(path))

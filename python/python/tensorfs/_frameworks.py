@@ -1,0 +1,225 @@
+"""What each framework makes of loaded bytes: memory of its own, and tensors in there."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from ._errors import DtypeError, error
+from ._tensorfs import Area, Tensor
+
+# A region of memory to load into: what owns it, its address and its length in bytes.
+Memory = "tuple[Any, int, int]"
+
+_SHARED = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "U64": "uint64",
+    "I64": "int64",
+    "U32": "uint32",
+    "I32": "int32",
+    "U16": "uint16",
+    "I16": "int16",
+    "U8": "uint8",
+    "I8": "int8",
+    "C64": "complex64",
+}
+_SMALL_FLOATS = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_TORCH = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool", "F4": "float4_e2m1fn_x2"}
+
+
+class Torch:
+    """Tensors of torch, in memory of torch."""
+
+    name = "pytorch"
+    # Of a mapped file safetensors lets torch do the indexing.
+    indexes_itself = True
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._dtypes: dict[str, Any] = {}
+        self._names: dict[Any, str] | None = None
+
+    def dtype(self, dtype: str, name: str) -> Any:
+        found = self._dtypes.get(dtype)
+        if found is None:
+            found = getattr(self._torch, _TORCH.get(dtype, "-"), None)
+            if found is None:
+                raise _unknown(dtype, name, f"torch {self._torch.__version__}")
+            self._dtypes[dtype] = found
+        return found
+
+    def dtype_name(self, dtype: Any) -> str | None:
+        """The name in a header of a dtype of torch."""
+        if self._names is None:
+            found = ((getattr(self._torch, word, None), name) for name, word in _TORCH.items())
+            self._names = {dtype: name for dtype, name in found if dtype is not None}
+        return self._names.get(dtype)
+
+    def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
+        made = self._torch.empty(_packed(dtype, shape, name), dtype=self.dtype(dtype, name), device="cpu")
+        return made, made.data_ptr()
+
+    def area(self, length: int) -> tuple[Any, int, int]:
+        made = self._torch.empty(length, dtype=self._torch.uint8, device="cpu")
+        return made, made.data_ptr(), length
+
+    def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
+        if nbytes == 0:
+            return self.empty(dtype, shape, name)[0]
+        start = -address % PAGE + at
+        wanted = self.dtype(dtype, name)
+        return area[start : start + nbytes].view(wanted).view(_packed(dtype, shape, name))
+
+    def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
+        return tensor[steps].clone(memory_format=self._torch.contiguous_format)
+
+    def refuse(self, index: Any, shape: Sequence[int]) -> None:
+        """Raises what torch raises for an index that does not fit."""
+        self._torch.empty(tuple(shape), dtype=self._torch.uint8, device="meta")[index]
+
+
+class Numpy:
+    """Arrays of numpy, in memory of numpy."""
+
+    name = "numpy"
+    indexes_itself = False
+
+    def __init__(self) -> None:
+        import numpy
+
+        self._numpy = numpy
+        self._dtypes: dict[str, Any] = {}
+
+    def dtype(self, dtype: str, name: str) -> Any:
+        found = self._dtypes.get(dtype)
+        if found is None:
+            found = self._dtypes[dtype] = self._find(dtype, name)
+        return found
+
+    def _find(self, dtype: str, name: str) -> Any:
+        if dtype == "BOOL":
+            return self._numpy.dtype(bool)
+        if dtype in _SHARED:
+            return self._numpy.dtype(_SHARED[dtype])
+        if dtype not in _SMALL_FLOATS:
+            raise _unknown(dtype, name, "numpy")
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise _unknown(dtype, name, "numpy without the package ml_dtypes") from None
+        found = getattr(ml_dtypes, _SMALL_FLOATS[dtype], None)
+        if found is None:
+            raise _unknown(dtype, name, f"ml_dtypes {ml_dtypes.__version__}")
+        return self._numpy.dtype(found)
+
+    def dtype_name(self, dtype: Any) -> str | None:
+        """The name in a header of a dtype of numpy."""
+        if not dtype.isnative:
+            return None
+        words = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool"}
+        return next((name for name, word in words.items() if dtype.name == word), None)
+
+    def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
+        made = self._numpy.empty(tuple(shape), dtype=self.dtype(dtype, name))
+        return made, made.__array_interface__["data"][0]
+
+    def area(self, length: int) -> tuple[Any, int, int]:
+        made = self._numpy.empty(length, dtype=self._numpy.uint8)
+        return made, made.__array_interface__["data"][0], length
+
+    def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
+        if nbytes == 0:
+            return self.empty(dtype, shape, name)[0]
+        start = -address % PAGE + at
+        return area[start : start + nbytes].view(self.dtype(dtype, name)).reshape(tuple(shape))
+
+    def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
+        return self._numpy.ascontiguousarray(tensor[steps])
+
+
+class DLPack:
+    """Tensors of this package, for everybody who takes DLPack."""
+
+    name = "dlpack"
+    indexes_itself = False
+
+    def dtype(self, dtype: str, name: str) -> str:
+        return dtype
+
+    def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
+        bits = _BITS[dtype]
+        for size in shape:
+            bits *= size
+        made = Tensor(Area(max(bits // 8, 1)), 0, bits // 8, dtype, list(shape))
+        return made, made.data_ptr
+
+    def area(self, length: int) -> tuple[Any, int, int]:
+        made = Area(length)
+        return made, 0, length
+
+    def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
+        return Tensor(area, at, nbytes, dtype, list(shape))
+
+    def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
+        raise error('framework="dlpack" has no slices with steps: take one without, and step over it')
+
+
+PAGE = 4096
+
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BF16": 16, **{name: 8 for name in _SMALL_FLOATS if name != "BF16"}}
+_BITS.update({name: int("".join(c for c in name if c.isdigit())) for name in _SHARED})
+
+_NAMES = {
+    "pt": Torch,
+    "torch": Torch,
+    "pytorch": Torch,
+    "np": Numpy,
+    "numpy": Numpy,
+    "dlpack": DLPack,
+}
+_OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle")
+_made: dict[type, Any] = {}
+
+
+def is_known(framework: object) -> bool:
+    return framework in _NAMES
+
+
+def find(framework: object) -> Any:
+    """The framework that a word means."""
+    if not isinstance(framework, str):
+        raise TypeError(f"framework has to be a str, not {type(framework).__name__}")
+    cls = _NAMES.get(framework)
+    if cls is None:
+        if framework in _OTHERS:
+            raise error(f'framework {framework} is not built in: open with framework="dlpack", which it can take from')
+        raise error(f"framework {framework} is invalid")
+    if cls not in _made:
+        _made[cls] = cls()
+    return _made[cls]
+
+
+def _packed(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
+    """The shape that torch gives a tensor: two elements of F4 are one of its own."""
+    if dtype != "F4":
+        return tuple(shape)
+    if not shape or shape[-1] % 2:
+        raise error(
+            f"f4_x2 dtype requires that the last dim be divisible by 2 in torch: got {list(shape)} for tensor {name}",
+            tensor=name,
+        )
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _unknown(dtype: str, name: str, where: str) -> Exception:
+    return error(f"tensor `{name}`: {where} has no dtype for {dtype}", "unknown_dtype", cls=DtypeError, tensor=name)

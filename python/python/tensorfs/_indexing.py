@@ -1,0 +1,111 @@
+"""What an index of a slice means: which part of a tensor is to be read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+from ._errors import error
+
+
+class Cut(NamedTuple):
+    """What of one dimension is wanted; `single` ones are not dimensions of the result."""
+
+    start: int
+    stop: int
+    step: int
+    single: bool
+
+    @property
+    def size(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+
+def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
+    """As torch reads an index; None where only torch can say what it means, or that it is wrong."""
+    items = _items(index)
+    if any(item is not Ellipsis and type(item) not in (int, slice) for item in items) or items.count(Ellipsis) > 1:
+        return None
+    items = _expanded(items, shape)
+    if len(items) > len(shape):
+        return None
+    cuts = []
+    for item, size in zip(items, shape):
+        if isinstance(item, int):
+            if not -size <= item < size:
+                return None
+            item %= size
+            cuts.append(Cut(item, item + 1, 1, True))
+            continue
+        if not all(bound is None or type(bound) is int for bound in (item.start, item.stop, item.step)):
+            return None
+        if item.step is not None and item.step < 1:
+            return None
+        start, stop, step = item.indices(size)
+        cuts.append(Cut(start, max(start, stop), step, False))
+    return cuts + _whole(shape[len(cuts) :])
+
+
+def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
+    """As safetensors reads an index: nothing past the end is cut off."""
+    if isinstance(index, list):
+        if index:
+            raise error("Non empty lists are not implemented")
+        index = slice(0, 0)
+    items = _items(index)
+    if sum(item is Ellipsis for item in items) > 1:
+        raise error("Only one ellipsis (...) is allowed in slice index")
+    items = _expanded(items, shape)
+    parsed = [_parsed(item, at, shape[at] if at < len(shape) else 0) for at, item in enumerate(items)]
+    shown = f"Error during slicing [{', '.join(map(_shown, items))}] with shape {list(shape)}: "
+    if len(items) > len(shape):
+        raise error(f"{shown}more slicing indexes than dimensions in tensor")
+    for at, cut in enumerate(parsed):
+        size = shape[at]
+        # All of nothing is nothing, though it begins past the end.
+        empty = cut.start == cut.stop == 0
+        if not empty and (cut.start >= size or cut.stop > size):
+            asked = cut.start if cut.start >= size else cut.stop - 1
+            raise error(f"{shown}index {asked} out of bounds for tensor dimension #{at} of size {size}")
+    return [cut._replace(stop=max(cut.start, cut.stop)) for cut in parsed] + _whole(shape[len(parsed) :])
+
+
+def _whole(shape: Sequence[int]) -> list[Cut]:
+    return [Cut(0, size, 1, False) for size in shape]
+
+
+def _items(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _expanded(items: list[Any], shape: Sequence[int]) -> list[Any]:
+    """With as many slices for an ellipsis as there are dimensions left."""
+    missing = [slice(None)] * max(len(shape) - sum(item is not Ellipsis for item in items), 0)
+    for at, item in enumerate(items):
+        if item is Ellipsis:
+            return items[:at] + missing + items[at + 1 :]
+    return items
+
+
+def _parsed(item: Any, dimension: int, size: int) -> Cut:
+    if isinstance(item, slice):
+        step = 1 if item.step is None else item.step.__index__()
+        if step < 1:
+            raise error(f"Slice step must be a positive integer, got {step}")
+        start, stop = (None if bound is None else bound.__index__() for bound in (item.start, item.stop))
+        start = 0 if start is None else start + size if start < 0 else start
+        stop = size if stop is None else stop + size if stop < 0 else stop
+        return Cut(max(start, 0), max(stop, 0), step, False)
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        raise error(f"Unsupported slice index at position {dimension}: expected slice, int, or ellipsis")
+    number = item.__index__()
+    if number < -size:
+        raise error(f"Invalid index {number} for dimension {dimension} of size {size}")
+    number = number + size if number < 0 else number
+    return Cut(number, number + 1, 1, True)
+
+
+def _shown(item: Any) -> str:
+    if not isinstance(item, slice):
+        return str(item)
+    start, stop = ("" if bound is None else str(bound) for bound in (item.start, item.stop))
+    return f"{start}:{stop}" + ("" if item.step in (None, 1) else f":{item.step}")

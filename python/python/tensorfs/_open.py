@@ -1,0 +1,284 @@
+"""`safe_open`: an open checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
+
+from . import _device, _frameworks, _indexing, _settings
+from ._errors import error, not_found
+from ._names import Names, select
+from ._prefetch import PrefetchLoader
+from ._reader import Info, Part, Reader
+from ._tensorfs import Cancel, Checkpoint
+
+StrPath = Union[str, "os.PathLike[str]"]
+Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
+"""What can be opened: a path, a list of files, or a mapping from tensor names to files."""
+
+_BATCH_MAX = 512 << 20
+"""Bytes that `tensors` and `prefetch` load at a time; a longer tensor is loaded alone."""
+
+
+class TensorMetadata(NamedTuple):
+    """What is known of a tensor without reading it."""
+
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    data_offsets: tuple[int, int] | None
+    """Its bytes in the data section; None where the checkpoint is not one file."""
+    pieces: list[tuple[str, int, int]]
+    """File, first byte and end of each piece."""
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """Opens whatever `source` is."""
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        if not os.path.exists(path):
+            raise not_found(path)
+        return Checkpoint.open(path)
+    if isinstance(source, Mapping):
+        return Checkpoint.open_map({name: _existing(path) for name, path in source.items()})
+    if isinstance(source, (list, tuple)):
+        return Checkpoint.open_files([_existing(path) for path in source])
+    raise TypeError(f"expected a path, a list of files or a mapping to files, not {type(source).__name__}")
+
+
+def _existing(path: StrPath) -> str:
+    if not os.path.exists(path):
+        raise not_found(os.fspath(path))
+    return os.fspath(path)
+
+
+class safe_open:
+    """An open checkpoint: everything `safetensors.safe_open` has, and more.
+
+    `filename` is a safetensors file; or a folder with a checkpoint in shards of any kind, a weight map, a list of
+    files, a mapping from tensor names to files, or any of these on a mount, which is read past the mount.
+    `framework` is "pt", "np", or "dlpack" for objects that every other framework takes.
+
+    The other arguments say how to read, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
+    TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
+    """
+
+    def __init__(
+        self,
+        filename: Source,
+        framework: str,
+        device: Any = "cpu",
+        *,
+        backend: str = "mmap",
+        chunk: int | str | None = None,
+        io_depth: int | None = None,
+        pinned_max: int | str | None = None,
+        source: str | None = None,
+        engine: str | None = None,
+        io_timeout: float | None = None,
+    ) -> None:
+        if backend not in ("mmap", "pread"):
+            raise error(f'backend {json.dumps(backend)} is invalid (expected one of: "mmap", "pread")')
+        self._device = _device.parse(device)
+        found = _frameworks.find(framework)
+        loader = _settings.loader(chunk, io_depth, pinned_max, source, engine, io_timeout)
+        strict = backend == "pread" or not found.indexes_itself
+        self._filename = filename
+        self._open: Reader | None = Reader(open_checkpoint(filename), found, loader, strict)
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._open is None else f"{len(self._open.checkpoint)} tensors"
+        return f"<tensorfs.safe_open {self._filename!r}: {state}>"
+
+    def keys(self) -> list[str]:
+        """The names of the tensors, sorted."""
+        return [facts[0] for facts in self._checkpoint().tensors()]
+
+    def offset_keys(self) -> list[str]:
+        """The names of the tensors, in the order in which they lie in the files."""
+        names = self.keys()
+        return [names[at] for at in self._checkpoint().file_order()]
+
+    def metadata(self) -> dict[str, str] | None:
+        """The texts in the header; of several files, merged."""
+        return self._checkpoint().metadata()
+
+    def nbytes(self, names: Names = None) -> int:
+        """Bytes of all tensors, or of those that are meant."""
+        return sum(info.nbytes for info in self._infos(names))
+
+    def get_tensor_metadata(self, name: str) -> TensorMetadata:
+        """What is known of a tensor without reading it."""
+        checkpoint, info = self._checkpoint(), self._info(name)
+        pieces, start = checkpoint.pieces(info.position), checkpoint.data_start()
+        offsets = None if start is None else (pieces[0][1] - start, pieces[0][2] - start)
+        return TensorMetadata(info.dtype, info.shape, info.nbytes, offsets, pieces)
+
+    get_tensor_meta = get_tensor_metadata
+
+    def get_tensor(self, name: str) -> Any:
+        """The tensor of this name."""
+        return self._reader().whole(self._info(name))
+
+    def get_tensors(self, names: Names = None) -> dict[str, Any]:
+        """All tensors, or those that are meant, by name in file order. They are read together."""
+        return self._reader().load([(info, None) for info in self._infos(names)])
+
+    def get_slice(self, name: str) -> Slice:
+        """The tensor of this name, to be indexed: only the bytes of the part are read."""
+        return Slice(self._reader(), self._info(name))
+
+    def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
+        """Pairs of name and tensor in file order. What comes next is loaded meanwhile, in bounded memory."""
+        wanted = [(info, None) for info in self._infos(names)]
+        batches = _batches(wanted)
+        if len(batches) > 1:
+            return _stream(self._reader(), batches)
+        return iter(list(self._reader().load(wanted).items()))
+
+    def prefetch(
+        self, plan: Mapping[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
+    ) -> PrefetchLoader:
+        """Begins to load tensors, or rows of them, in the background.
+
+        `plan` says for each name whether all of it is wanted (None) or which rows, as a slice. `threads` is there
+        because safetensors has it; how many threads read does not depend on it.
+        """
+        if device is not None:
+            _device.parse(device)
+        if threads < 1:
+            raise error(f"threads has to be 1 or more, got {threads}")
+        if plan is None:
+            wanted = [(info, None) for info in self._infos(None)]
+        else:
+            wanted = [(info, _rows(info, plan[info.name])) for info in self._infos(list(plan))]
+        if not wanted:
+            raise error("prefetch plan selects no tensors")
+        return _background(self._reader(), _batches(wanted), None)
+
+    def _reader(self) -> Reader:
+        if self._open is None:
+            raise error("File is closed")
+        return self._open
+
+    def _checkpoint(self) -> Checkpoint:
+        return self._reader().checkpoint
+
+    def _info(self, name: str) -> Info:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a tensor is a str, not {type(name).__name__}")
+        facts = self._checkpoint().tensor(name)
+        if facts is None:
+            raise error(f"File does not contain tensor {name}", path=str(self._filename), tensor=name)
+        return Info(*facts)
+
+    def _infos(self, names: Names) -> list[Info]:
+        """Of those that are meant, in file order."""
+        checkpoint = self._checkpoint()
+        every = [Info(*facts) for facts in checkpoint.tensors()]
+        ordered = [every[at] for at in checkpoint.file_order()]
+        if names is None:
+            return ordered
+        meant = set(select(names, [info.name for info in ordered]))
+        return [info for info in ordered if info.name in meant]
+
+
+class Slice:
+    """A tensor to be indexed."""
+
+    def __init__(self, reader: Reader, info: Info) -> None:
+        self._reader, self._info = reader, info
+
+    def get_shape(self) -> list[int]:
+        """The shape of the whole tensor."""
+        return list(self._info.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype of the whole tensor, as in the header."""
+        return self._info.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        reader, info = self._reader, self._info
+        if reader.strict:
+            cuts = _indexing.strict(index, info.shape)
+        else:
+            found = _indexing.simple(index, info.shape)
+            if found is None:
+                reader.framework.refuse(index, info.shape)
+                return reader.whole(info)[index]
+            cuts = found
+        if all(cut == (0, size, 1, False) for cut, size in zip(cuts, info.shape)):
+            return reader.whole(info)
+        return self._part(cuts)
+
+    def _part(self, cuts: list[_indexing.Cut]) -> Any:
+        reader, info, framework = self._reader, self._info, self._reader.framework
+        shape = [cut.stop - cut.start for cut in cuts if not cut.single]
+        tensor, address = framework.empty(info.dtype, shape, info.name)
+        if 0 not in shape:
+            part = [(cut.start, cut.stop) for cut in cuts]
+            reader.load_to(info, part, tensor, address)
+        if all(cut.step == 1 for cut in cuts):
+            return tensor
+        return framework.stepped(tensor, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))
+
+
+def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: int | None) -> PrefetchLoader:
+    """Loads batches one after the other; not more than `ahead` of them before they are asked for."""
+    by_name = {info.name: (info, part) for batch in batches for info, part in batch}
+
+    def load(names: Sequence[str], cancel: Cancel) -> dict[str, Any]:
+        return reader.load([by_name[name] for name in names], cancel)
+
+    return PrefetchLoader([[info.name for info, _ in batch] for batch in batches], load, ahead)
+
+
+def _stream(reader: Reader, batches: list[list[tuple[Info, Part]]]) -> Iterator[tuple[str, Any]]:
+    with _background(reader, batches, 1) as loader:
+        yield from loader
+
+
+def _batches(wanted: list[tuple[Info, Part]]) -> list[list[tuple[Info, Part]]]:
+    """Parts of `wanted` that are loaded at a time."""
+    batches: list[list[tuple[Info, Part]]] = []
+    length = 0
+    for entry in wanted:
+        nbytes = entry[0].nbytes
+        if not batches or length + nbytes > _BATCH_MAX:
+            batches.append([])
+            length = 0
+        batches[-1].append(entry)
+        length += nbytes
+    return batches
+
+
+def _rows(info: Info, rows: slice | None) -> Part:
+    """The part of a tensor that a plan wants."""
+    if rows is None:
+        return None
+    if not isinstance(rows, slice):
+        raise error(f"prefetch plan values must be None or a slice, got {type(rows)} for {info.name}")
+    if not info.shape:
+        raise error(f"cannot slice rows of the 0-d tensor {info.name}")
+    size = info.shape[0]
+    for word in ("start", "stop"):
+        bound = getattr(rows, word)
+        if bound is None:
+            continue
+        if not isinstance(bound, int):
+            raise error(f"prefetch plan slice bounds for {info.name} must be integers or None")
+        if not -size <= bound <= size:
+            raise error(f"prefetch plan slice {word} {bound} for {info.name} is out of range for {size} rows")
+    start, stop, step = rows.indices(size)
+    if step != 1:
+        raise error(f"prefetch plan slices must have step 1, got {step} for {info.name}")
+    return [(start, max(start, stop)), *((0, size) for size in info.shape[1:])]

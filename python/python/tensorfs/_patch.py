@@ -1,0 +1,93 @@
+"""`with tensorfs.patched():` for code that cannot be changed."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+import threading
+from types import ModuleType
+from typing import Any, Iterator
+
+from . import _device, _frameworks
+from ._errors import SafetensorError
+from ._open import safe_open
+
+_active: contextvars.ContextVar[bool] = contextvars.ContextVar("tensorfs.patched", default=False)
+_lock = threading.Lock()
+_users = 0
+_stand_in: Any = None
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Within the block, and in this thread and async task alone, `safetensors.safe_open` is ours, whoever has imported
+    it; so are the `load_file` and `load_model` of `safetensors`, which use it. What we do not load, such as tensors for
+    other frameworks, is loaded by safetensors as ever.
+    """
+    _install()
+    token = _active.set(True)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+        _uninstall()
+
+
+def _install() -> None:
+    global _users, _stand_in
+    import safetensors
+
+    with _lock:
+        if _users == 0:
+            if _stand_in is None:
+                _stand_in = _make_stand_in(safetensors.safe_open)
+            _replace(_stand_in.genuine, _stand_in)
+        _users += 1
+
+
+def _uninstall() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            _replace(_stand_in, _stand_in.genuine)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Puts `new` wherever a module has `old`: most have imported it by name."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "tensorfs":
+            continue
+        # Not by getattr, which may import more.
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+def _make_stand_in(real: type) -> type:
+    class Kind(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            ours = _active.get() and _is_ours(*args, **kwargs)
+            return (safe_open if ours else real)(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, (real, safe_open))
+
+    class SafeOpen(metaclass=Kind):
+        """Stands in for `safetensors.safe_open`."""
+
+        genuine = real
+
+    SafeOpen.__name__ = SafeOpen.__qualname__ = "safe_open"
+    return SafeOpen
+
+
+def _is_ours(filename: Any = None, framework: Any = None, device: Any = "cpu", **_: Any) -> bool:
+    if not _frameworks.is_known(framework):
+        return False
+    try:
+        _device.parse(device)
+    except SafetensorError:
+        return False
+    return True

@@ -1,0 +1,122 @@
+"""Tensors that are loaded in the background, batch by batch, and handed out once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Callable, Iterator, Sequence
+
+from ._errors import error
+from ._tensorfs import Cancel
+
+
+class PrefetchLoader:
+    """Tensors on their way. Each is handed out once, by `take` or by iterating."""
+
+    def __init__(
+        self,
+        batches: Sequence[Sequence[str]],
+        load: Callable[[Sequence[str], Cancel], dict[str, Any]],
+        ahead: int | None = None,
+    ) -> None:
+        self._batches, self._load, self._ahead = batches, load, ahead
+        self._batch_of = {name: at for at, batch in enumerate(batches) for name in batch}
+        self._ready: dict[str, Any] = {}
+        self._loaded = 0
+        self._wanted = 0
+        self._taken: set[str] = set()
+        self._failed: BaseException | None = None
+        self._closed = False
+        self._cancel = Cancel()
+        self._changed = threading.Condition()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="tensorfs-prefetch", daemon=True)
+        self._thread.start()
+
+    def names(self) -> list[str]:
+        """The names that it hands out, in file order."""
+        return list(self._batch_of)
+
+    def __len__(self) -> int:
+        return len(self._batch_of)
+
+    def take(self, name: str) -> Any:
+        """The tensor of this name, once it is there. Each can be taken once."""
+        if name not in self._batch_of:
+            raise error(f"tensor {name} is not in the prefetch plan", tensor=name)
+        self._check_process()
+        with self._changed:
+            if name in self._taken:
+                raise error(f"{name}: tensor already delivered (each is handed out once)", tensor=name)
+            self._wait_for(self._batch_of[name])
+            self._taken.add(name)
+            return self._ready.pop(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Pairs of name and tensor as they come; those that were taken are left out."""
+        for batch in self._batches:
+            for name in batch:
+                self._check_process()
+                with self._changed:
+                    if name in self._taken:
+                        continue
+                    self._wait_for(self._batch_of[name])
+                    self._taken.add(name)
+                    tensor = self._ready.pop(name)
+                yield name, tensor
+                # A generator that waits keeps nothing alive.
+                del tensor
+
+    def close(self) -> None:
+        """Ends the load and lets go of what was not taken. What was stays as it is."""
+        if os.getpid() != self._process:
+            return
+        self._cancel.cancel()
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+        self._ready.clear()
+
+    def __enter__(self) -> PrefetchLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        # Its thread is in the parent.
+        if os.getpid() != self._process:
+            raise error("this prefetch belongs to the process that started it; start another one")
+
+    def _wait_for(self, batch: int) -> None:
+        self._wanted = max(self._wanted, batch)
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._closed or self._loaded > batch or self._failed is not None)
+        if self._closed:
+            raise error("prefetch loader closed")
+        if self._loaded <= batch and self._failed is not None:
+            raise self._failed
+
+    def _run(self) -> None:
+        for at, batch in enumerate(self._batches):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or self._ahead is None or at <= self._wanted + self._ahead
+                )
+                if self._closed:
+                    return
+            try:
+                tensors = self._load(batch, self._cancel)
+            except BaseException as failed:
+                with self._changed:
+                    self._failed = failed
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._loaded = at + 1
+                if not self._closed:
+                    self._ready.update(tensors)
+                self._changed.notify_all()
+            del tensors

@@ -1,0 +1,67 @@
+"""Reading tensors of an open checkpoint into memory of a framework."""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+from ._tensorfs import Cancel, Checkpoint, Loader
+
+Part = Optional[List[Tuple[int, int]]]
+"""What of a tensor is wanted: first index and end in each dimension; None for all."""
+
+_WHOLE_MAX = 4 << 20
+"""Up to this length a tensor that the page cache holds is copied at once, by the calling thread."""
+
+_OWN_MIN = 1 << 20
+"""Shorter ones are copied to their place; longer ones get a place that the disk can write to."""
+
+
+class Info(NamedTuple):
+    """A tensor as the native part knows it."""
+
+    name: str
+    position: int
+    dtype: str
+    shape: list[int]
+    nbytes: int
+
+
+class Reader:
+    """What an open checkpoint, its slices and its background loads share."""
+
+    def __init__(self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool) -> None:
+        self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
+
+    def whole(self, info: Info) -> Any:
+        if info.nbytes <= _WHOLE_MAX:
+            tensor, address = self.framework.empty(info.dtype, info.shape, info.name)
+            if info.nbytes == 0:
+                return tensor
+            if self.loader.load_cached(self.checkpoint, info.position, address, info.nbytes):
+                return tensor
+            if info.nbytes < _OWN_MIN:
+                return self.load_to(info, None, tensor, address)
+        return self.load([(info, None)])[info.name]
+
+    def load_to(self, info: Info, part: Part, tensor: Any, address: int) -> Any:
+        """Loads a part to a tensor of its shape, all of whose bytes nobody else knows of yet."""
+        plan = self.loader.plan(self.checkpoint, [(info.position, part, None, address)])
+        self.loader.fill(self.checkpoint, plan, [(address, plan.placements[0][2], tensor)])
+        return tensor
+
+    def load(
+        self, wanted: Sequence[tuple[Info, Part]], cancel: Cancel | None = None
+    ) -> dict[str, Any]:
+        """Loads tensors, or parts of them, together."""
+        framework = self.framework
+        for info, _ in wanted:
+            framework.dtype(info.dtype, info.name)
+        plan = self.loader.plan(self.checkpoint, [(info.position, part, None, None) for info, part in wanted])
+        areas = [framework.area(room) for room in plan.rooms]
+        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
+        self.loader.fill(self.checkpoint, plan, memory, cancel)
+        tensors = {}
+        for (info, _), (region, at, nbytes, dtype, shape) in zip(wanted, plan.placements):
+            area, address, _ = areas[region]
+            tensors[info.name] = framework.view(area, address, at, nbytes, dtype, shape, info.name)
+        return tensors

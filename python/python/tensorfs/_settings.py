@@ -1,0 +1,84 @@
+"""How checkpoints are read: what is asked for, what the environment says, else the defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+
+from ._tensorfs import Loader
+
+_SIZE = re.compile(r"(\d+)(?:([kmgt])(?:ib)?)?", re.IGNORECASE | re.ASCII)
+_SHIFTS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def loader(
+    chunk: int | str | None = None,
+    io_depth: int | str | None = None,
+    pinned_max: int | str | None = None,
+    source: str | None = None,
+    engine: str | None = None,
+    io_timeout: float | str | None = None,
+) -> Loader:
+    """The loader for these settings; all that ask for the same share one."""
+
+    def chosen(name: str, given: object) -> tuple[str, object]:
+        variable = f"TENSORFS_{name.upper()}"
+        # One that is set to nothing is not set.
+        return (name, given) if given is not None else (variable, os.environ.get(variable) or None)
+
+    return _loader(
+        _size(*chosen("chunk", chunk), 4096, 1 << 30),
+        _number(*chosen("io_depth", io_depth), 1, 4096),
+        _size(*chosen("pinned_max", pinned_max), 1 << 20, 1 << 40),
+        _word(*chosen("source", source), ("auto", "direct", "buffered")),
+        _word(*chosen("engine", engine), ("auto", "uring", "threads")),
+        _seconds(*chosen("io_timeout", io_timeout)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _loader(
+    chunk: int | None, depth: int | None, staging: int | None, source: str, engine: str, timeout: float | None
+) -> Loader:
+    return Loader(chunk=chunk, depth=depth, staging=staging, source=source, engine=engine, timeout=timeout)
+
+
+def _size(name: str, value: object, least: int, most: int) -> int | None:
+    if value is None:
+        return None
+    found = _SIZE.fullmatch(str(value))
+    size = int(found[1]) << _SHIFTS[(found[2] or "").lower()] if found else -1
+    if not least <= size <= most:
+        raise ValueError(f"{name}={value}: expected a size from {least} to {most} bytes, like 16M")
+    return size
+
+
+def _number(name: str, value: object, least: int, most: int) -> int | None:
+    if value is None:
+        return None
+    text = str(value)
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if not least <= number <= most:
+        raise ValueError(f"{name}={value}: expected a number from {least} to {most}")
+    return number
+
+
+def _word(name: str, value: object, words: tuple[str, ...]) -> str:
+    if value is None:
+        return words[0]
+    if value not in words:
+        raise ValueError(f"{name}={value}: expected {', '.join(words[:-1])} or {words[-1]}")
+    return str(value)
+
+
+def _seconds(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e9:
+        raise ValueError(f"{name}={value}: expected seconds, or 0 for none")
+    return seconds

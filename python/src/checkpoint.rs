@@ -1,0 +1,159 @@
+//! An open checkpoint: its tensors and where they are.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use tensorfs::catalog::Tensor;
+use tensorfs::checkpoint as core;
+use tensorfs::format::Format;
+use tensorfs::format::names::is_weights;
+use tensorfs::process::PerProcess;
+use tensorfs::source::{Behind, behind_mount};
+use tensorfs::view::{Arrangement, View};
+
+use crate::errors::raised;
+
+/// A checkpoint. In a child of a fork it is opened anew when it is used.
+#[pyclass(frozen, module = "tensorfs._tensorfs")]
+pub(crate) struct Checkpoint {
+    first: Arc<core::Checkpoint>,
+    process: u32,
+    again: PerProcess<Arc<core::Checkpoint>>,
+}
+
+/// Name, position, dtype, shape and length in bytes.
+type Facts = (String, usize, &'static str, Vec<u64>, u64);
+
+impl Checkpoint {
+    fn opened(
+        py: Python<'_>,
+        open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>> + Send,
+    ) -> PyResult<Checkpoint> {
+        let first = py.detach(open).map_err(|e| raised(py, &e, None))?;
+        Ok(Checkpoint { first, process: std::process::id(), again: PerProcess::new() })
+    }
+
+    /// It, as this process has it.
+    pub(crate) fn own(&self) -> Arc<core::Checkpoint> {
+        if std::process::id() == self.process {
+            return self.first.clone();
+        }
+        self.again.get_or_init(|| self.first.renewed()).clone()
+    }
+
+    fn facts(tensor: &Tensor<'_>) -> Facts {
+        let (name, dtype) = (tensor.name.to_owned(), tensor.dtype.name());
+        (name, tensor.position(), dtype, tensor.shape.to_vec(), tensor.len)
+    }
+}
+
+#[pymethods]
+impl Checkpoint {
+    /// Opens what is at `path`: a weight file alone, as it stands; a weight map with its shards;
+    /// the one checkpoint in a folder; or the source behind any of these on a mount.
+    #[staticmethod]
+    fn open(py: Python<'_>, path: PathBuf) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, move || open(&path))
+    }
+
+    /// Opens these files as one checkpoint.
+    #[staticmethod]
+    fn open_files(py: Python<'_>, files: Vec<PathBuf>) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, move || core::Checkpoint::of_files(&files))
+    }
+
+    /// Opens the files that hold these tensors.
+    #[staticmethod]
+    fn open_map(py: Python<'_>, map: BTreeMap<String, PathBuf>) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, move || core::Checkpoint::of_map(&map))
+    }
+
+    /// All tensors, by name.
+    fn tensors(&self) -> Vec<Facts> {
+        self.first.catalog().tensors().map(|tensor| Checkpoint::facts(&tensor)).collect()
+    }
+
+    /// The tensor of this name.
+    fn tensor(&self, name: &str) -> Option<Facts> {
+        self.first.catalog().tensor(name).map(|tensor| Checkpoint::facts(&tensor))
+    }
+
+    /// Positions of all tensors, in the order in which they lie in the files.
+    fn file_order(&self) -> Vec<usize> {
+        let catalog = self.first.catalog();
+        let mut order: Vec<usize> = (0..catalog.len()).collect();
+        order.sort_by_key(|&at| {
+            let piece = catalog.tensor_at(at).first_piece();
+            (piece.shard, piece.range.start, piece.range.end)
+        });
+        order
+    }
+
+    /// Where the tensor at this position lies: file and bytes of the file, for each piece.
+    fn pieces(&self, position: usize) -> Vec<(String, u64, u64)> {
+        let (checkpoint, catalog) = (&self.first, self.first.catalog());
+        let pieces = catalog.tensor_at(position).pieces();
+        let piece = |piece: tensorfs::catalog::Piece<'_>| {
+            let path = checkpoint.sources()[piece.shard.0 as usize].path();
+            (path.display().to_string(), piece.range.start, piece.range.end)
+        };
+        pieces.map(piece).collect()
+    }
+
+    /// Offset at which tensor data begins, where all is in one file.
+    fn data_start(&self) -> Option<u64> {
+        match self.first.catalog().shards.as_slice() {
+            [one] => Some(one.data_start),
+            _ => None,
+        }
+    }
+
+    /// The metadata of the files, merged.
+    fn metadata(&self) -> Option<BTreeMap<String, String>> {
+        self.first.catalog().metadata.clone()
+    }
+
+    fn __len__(&self) -> usize {
+        self.first.catalog().len()
+    }
+
+    /// What makes its files belong together.
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.first.kind.as_str()
+    }
+
+    /// Its files.
+    #[getter]
+    fn files(&self) -> Vec<PathBuf> {
+        self.first.sources().iter().map(|source| source.path().to_owned()).collect()
+    }
+}
+
+fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
+    let Some(Behind { path: source, view }) = behind_mount(path) else {
+        return open_source(path, &View::default());
+    };
+    if view.arrangement == Arrangement::Single && source.is_file() {
+        // What is shown as one file is the set that this file belongs to.
+        return open_set(&source, &view);
+    }
+    open_source(&source, &view)
+}
+
+fn open_source(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoint>> {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let map = name.and_then(tensorfs::format::names::weight_map_output).is_some();
+    if path.is_dir() || (map && !name.is_some_and(is_weights)) {
+        return open_set(path, view);
+    }
+    core::Checkpoint::of_files(&[path.to_owned()])
+}
+
+/// The set at `path`. Whether a mount could show it as one file does not matter.
+fn open_set(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoint>> {
+    let (arrangement, format) = (Arrangement::Original, Format::default());
+    core::Checkpoint::open_with(path, &View { arrangement, format, ..view.clone() })
+}

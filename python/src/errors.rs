@@ -1,0 +1,35 @@
+//! Errors of the core as Python exceptions. Which class each becomes is decided in Python, where
+//! the classes are.
+
+use std::io;
+
+use nix::libc;
+use pyo3::prelude::*;
+use tensorfs::Error;
+
+/// `error`, met while loading what `loaded` names.
+pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyErr {
+    let path = error.path().map(|path| path.display().to_string());
+    let (errno, message) = match error {
+        Error::Io { action, source, .. } => {
+            (Some(errno(source)), format!("cannot {action}: {source}"))
+        }
+        _ => (None, error.to_string()),
+    };
+    let tensor = error.tensor().or(loaded);
+    let facts = (error.class().as_str(), message, path, tensor, errno);
+    let made = py
+        .import("tensorfs._errors")
+        .and_then(|module| module.getattr("of_native"))
+        .and_then(|of_native| of_native.call1(facts));
+    made.map_or_else(|failed| failed, PyErr::from_value)
+}
+
+fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(match error.kind() {
+        io::ErrorKind::NotFound => libc::ENOENT,
+        io::ErrorKind::TimedOut => libc::ETIMEDOUT,
+        io::ErrorKind::OutOfMemory => libc::ENOMEM,
+        _ => libc::EIO,
+    })
+}

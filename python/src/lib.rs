@@ -1,0 +1,22 @@
+//! The native part of the Python package: opening, planning, reading. What users see is in Python;
+//! this trusts the addresses that it is given from there.
+
+mod checkpoint;
+mod dlpack;
+mod errors;
+mod loading;
+mod memory;
+
+use pyo3::prelude::*;
+
+#[pymodule(gil_used = false)]
+fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<checkpoint::Checkpoint>()?;
+    module.add_class::<loading::Cancel>()?;
+    module.add_class::<loading::Loader>()?;
+    module.add_class::<loading::Plan>()?;
+    module.add_class::<memory::Area>()?;
+    module.add_class::<memory::Tensor>()?;
+    module.add_function(wrap_pyfunction!(dlpack::memory_of, module)?)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))
+}

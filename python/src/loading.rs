@@ -1,0 +1,328 @@
+//! Loading: what is asked for, and the loaders of this process.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::unistd::{getpid, gettid};
+use pyo3::exceptions::{PyMemoryError, PyValueError};
+use pyo3::prelude::*;
+use tensorfs::Dtype;
+use tensorfs::error::quoted;
+use tensorfs::io::{Backend, Direct, Region, Settings};
+use tensorfs::loader::{self as core, Tune};
+use tensorfs::plan::{self, Limits, Want};
+use tensorfs::process::PerProcess;
+
+use crate::checkpoint::Checkpoint;
+use crate::errors::raised;
+use crate::memory::{Area, bytes_at, region_at};
+
+/// How often a load looks whether Ctrl-C was pressed.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Unit in which memory and files agree.
+pub(crate) const PAGE: usize = 4096;
+
+/// From this length on memory is asked for on huge pages.
+const HUGE_MIN: usize = 4 << 20;
+
+/// How a loader loads: it is shared by all who want the same.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Wanted {
+    chunk: u64,
+    depth: usize,
+    staging: u64,
+    direct: Direct,
+    backend: Backend,
+    timeout: Option<Duration>,
+}
+
+/// Loaders, and how each loads.
+type Loaders = Vec<(Wanted, Arc<core::Loader>)>;
+
+/// The loaders of this process: a child of a fork begins without.
+fn loaders() -> MutexGuard<'static, Loaders> {
+    static LOADERS: PerProcess<Mutex<Loaders>> = PerProcess::new();
+    LOADERS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A wish: position of the tensor, part of it as (start, end) by dimension, dtype that it is to
+/// have, address that waits for it.
+type Wish = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
+
+/// What loads.
+#[pyclass(frozen, module = "tensorfs._tensorfs")]
+pub(crate) struct Loader(Wanted);
+
+impl Loader {
+    fn own(&self) -> Arc<core::Loader> {
+        let mut loaders = loaders();
+        if let Some((_, loader)) = loaders.iter().find(|(wanted, _)| *wanted == self.0) {
+            return loader.clone();
+        }
+        let Wanted { chunk, depth, staging, direct, backend, timeout } = self.0;
+        let settings = Settings { backend, direct, timeout };
+        let limits = Limits { chunk, ..Limits::default() };
+        let loader = Arc::new(core::Loader::new(Tune { settings, depth, staging, limits }));
+        loaders.push((self.0, loader.clone()));
+        loader
+    }
+
+    /// Lets go of the loader, so that its threads end.
+    fn forget(&self) {
+        let mut loaders = loaders();
+        let at = loaders.iter().position(|(wanted, _)| *wanted == self.0);
+        let forgotten = at.map(|at| loaders.swap_remove(at));
+        drop(loaders);
+        drop(forgotten);
+    }
+}
+
+#[pymethods]
+impl Loader {
+    /// Sizes are in bytes, `timeout` in seconds; what is not given is as it is by default.
+    #[new]
+    #[pyo3(signature = (*, chunk=None, depth=None, staging=None, source="auto", engine="auto", timeout=None))]
+    fn new(
+        chunk: Option<u64>,
+        depth: Option<usize>,
+        staging: Option<u64>,
+        source: &str,
+        engine: &str,
+        timeout: Option<f64>,
+    ) -> PyResult<Loader> {
+        let usual = Tune::default();
+        let bad = |word: &str| PyValueError::new_err(format!("{word} is not to be had"));
+        let timeout = match timeout {
+            None => usual.settings.timeout,
+            Some(0.0) => None,
+            Some(seconds) => Some(
+                Duration::try_from_secs_f64(seconds)
+                    .map_err(|_| PyValueError::new_err("the timeout is no number of seconds"))?,
+            ),
+        };
+        Ok(Loader(Wanted {
+            chunk: chunk.unwrap_or(usual.limits.chunk),
+            depth: depth.unwrap_or(usual.depth),
+            staging: staging.unwrap_or(usual.staging),
+            direct: match source {
+                "auto" => Direct::Auto,
+                "direct" => Direct::Always,
+                "buffered" => Direct::Never,
+                other => return Err(bad(other)),
+            },
+            backend: match engine {
+                "auto" => Backend::Auto,
+                "uring" => Backend::Uring,
+                "threads" => Backend::Pread,
+                other => return Err(bad(other)),
+            },
+            timeout,
+        }))
+    }
+
+    /// Plans these wishes.
+    fn plan(&self, py: Python<'_>, checkpoint: &Checkpoint, wishes: Vec<Wish>) -> PyResult<Plan> {
+        let (loader, checkpoint) = (self.own(), checkpoint.own());
+        let mut wants = Vec::with_capacity(wishes.len());
+        for (tensor, part, cast, at) in wishes {
+            if tensor >= checkpoint.catalog().len() {
+                return Err(PyValueError::new_err(format!("there is no tensor {tensor}")));
+            }
+            let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect());
+            wants.push(Want { tensor, part, cast: cast.as_deref().map(dtype).transpose()?, at });
+        }
+        let planned = py.detach(|| {
+            let plan = loader.plan(&checkpoint, &wants)?;
+            let room = loader.check_room(&checkpoint, &plan);
+            Ok((plan, room))
+        });
+        let (plan, room) = planned.map_err(|e| raised(py, &e, None))?;
+        room.map_err(|e| PyMemoryError::new_err(e.to_string()))?;
+        Ok(Plan { plan, names: named(&checkpoint, &wants) })
+    }
+
+    /// Carries a plan out, into memory as long as `Plan::rooms` says: for each region an area, or
+    /// address, length and owner. The memory of one that was given begins where its wish does.
+    /// Ctrl-C ends it, and so does `cancel`; then the memory must not be looked at.
+    #[pyo3(signature = (checkpoint, plan, memory, cancel=None))]
+    fn fill(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        memory: Vec<Memory>,
+        cancel: Option<&Cancel>,
+    ) -> PyResult<()> {
+        let regions = plan.regions(memory)?;
+        let (loader, checkpoint) = (self.own(), checkpoint.own());
+        let mut interrupted: Option<PyErr> = None;
+        let mut looked = Instant::now();
+        // Elsewhere signals are not looked at, and the interpreter may be ending.
+        let main = gettid() == getpid();
+        let filled = py.detach(|| {
+            loader.fill(&checkpoint, &plan.plan, &regions, &mut |_| {
+                if cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed)) {
+                    return false;
+                }
+                if main && looked.elapsed() >= LOOK {
+                    looked = Instant::now();
+                    interrupted = Python::attach(|py| py.check_signals()).err();
+                }
+                interrupted.is_none()
+            })
+        });
+        // The owners are let go of here, with the interpreter; reads under way keep theirs.
+        drop(regions);
+        if let Some(interrupted) = interrupted {
+            // Nobody knows when it is used next.
+            self.forget();
+            py.detach(|| drop(loader));
+            return Err(interrupted);
+        }
+        filled.map(drop).map_err(|e| raised(py, &e, plan.names.as_deref()))
+    }
+
+    /// Copies a tensor to memory of its length if the kernel's page cache holds it. Returns
+    /// whether it did; if not, the memory holds bytes that mean nothing.
+    fn load_cached(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        position: usize,
+        address: usize,
+        len: usize,
+    ) -> PyResult<bool> {
+        let (loader, checkpoint) = (self.own(), checkpoint.own());
+        // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
+        let into = unsafe { bytes_at(address, len) };
+        let copied = py.detach(|| loader.load_cached(&checkpoint, position, into));
+        copied.map_err(|e| {
+            let name = checkpoint.catalog().tensor_at(position).name;
+            raised(py, &e, Some(name))
+        })
+    }
+}
+
+/// Memory to load into, for one region of a plan.
+#[derive(FromPyObject)]
+enum Memory {
+    /// Of ours.
+    #[pyo3(transparent)]
+    Area(Py<Area>),
+    /// Address, length and owner.
+    Of((usize, usize, Py<PyAny>)),
+}
+
+/// Ends loads from another thread.
+#[pyclass(frozen, module = "tensorfs._tensorfs")]
+pub(crate) struct Cancel(AtomicBool);
+
+#[pymethods]
+impl Cancel {
+    #[new]
+    fn new() -> Cancel {
+        Cancel(AtomicBool::new(false))
+    }
+
+    /// Ends those that were given this, now and from now on.
+    fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What is to be read, and where it goes.
+#[pyclass(frozen, module = "tensorfs._tensorfs")]
+pub(crate) struct Plan {
+    plan: plan::Plan,
+    /// What it loads, for messages.
+    names: Option<String>,
+}
+
+impl Plan {
+    fn regions(&self, memory: Vec<Memory>) -> PyResult<Vec<Arc<Region>>> {
+        if memory.len() != self.plan.regions.len() {
+            let (given, needed) = (memory.len(), self.plan.regions.len());
+            let message = format!("{given} memories for a plan with {needed} regions");
+            return Err(PyValueError::new_err(message));
+        }
+        let mut regions = Vec::with_capacity(memory.len());
+        for (number, memory) in memory.into_iter().enumerate() {
+            let needed = self.plan.regions[number] as usize;
+            let region = match memory {
+                Memory::Area(area) => area.get().region.clone(),
+                Memory::Of((address, len, owner)) if self.plan.given[number] => {
+                    let skipped = address % PAGE;
+                    if skipped + len < needed {
+                        return Err(too_short(number, len, needed - skipped));
+                    }
+                    // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing
+                    // else until the load is over; a plan uses no byte before its wish's first.
+                    unsafe { region_at(address - skipped, needed, owner) }
+                }
+                Memory::Of((address, len, owner)) => {
+                    let start = address.next_multiple_of(PAGE);
+                    let needed = needed.next_multiple_of(PAGE);
+                    if start - address + needed > len {
+                        return Err(too_short(number, len, needed + PAGE));
+                    }
+                    // SAFETY: likewise.
+                    let region = unsafe { region_at(start, needed, owner) };
+                    if needed >= HUGE_MIN {
+                        region.on_huge_pages();
+                    }
+                    region
+                }
+            };
+            if (region.len() as u64) < self.plan.regions[number] {
+                return Err(too_short(number, region.len(), needed));
+            }
+            regions.push(region);
+        }
+        Ok(regions)
+    }
+}
+
+#[pymethods]
+impl Plan {
+    /// For each region how long its memory has to be for it to lie on pages in there; none for
+    /// one that was given.
+    #[getter]
+    fn rooms(&self) -> Vec<Option<usize>> {
+        let room = |len: &u64| (*len as usize).next_multiple_of(PAGE) + PAGE;
+        let regions = self.plan.regions.iter().zip(&self.plan.given);
+        regions.map(|(len, given)| (!given).then(|| room(len))).collect()
+    }
+
+    /// For each wish its region, first byte there, length, dtype and shape.
+    #[getter]
+    fn placements(&self) -> Vec<(u32, u64, u64, &'static str, Vec<u64>)> {
+        let placements = self.plan.placements.iter();
+        placements.map(|p| (p.region, p.at, p.len, p.dtype.name(), p.shape.clone())).collect()
+    }
+
+    /// Bytes that will be read.
+    #[getter]
+    fn read(&self) -> u64 {
+        self.plan.read
+    }
+}
+
+fn too_short(number: usize, len: usize, needed: usize) -> PyErr {
+    PyValueError::new_err(format!("memory {number} has {len} bytes, {needed} are needed"))
+}
+
+fn dtype(name: &str) -> PyResult<Dtype> {
+    Dtype::from_name(name)
+        .ok_or_else(|| PyValueError::new_err(format!("there is no dtype {}", quoted(name))))
+}
+
+/// What is loaded, for messages: the first tensor, and how many more.
+fn named(checkpoint: &tensorfs::Checkpoint, wants: &[Want]) -> Option<String> {
+    let first = checkpoint.catalog().tensor_at(wants.first()?.tensor).name;
+    Some(match wants.len() {
+        1 => first.to_owned(),
+        more => format!("{first} and {} more", more - 1),
+    })
+}

@@ -1,0 +1,151 @@
+//! Memory: of ours, handed out by DLPack, and of others, by address.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use pyo3::exceptions::{PyBufferError, PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+use tensorfs::Dtype;
+use tensorfs::io::Region;
+
+use crate::dlpack::{self, CPU};
+
+/// `len` bytes of Python's from `address` on.
+///
+/// # Safety
+/// They are there, were allocated outside of Rust, and are used by nobody else meanwhile.
+pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> &'a mut [u8] {
+    match NonNull::new(address as *mut u8) {
+        // SAFETY: the caller's promise.
+        Some(start) => unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) },
+        None => &mut [],
+    }
+}
+
+/// `len` bytes from the page at `address` on, which live as long as `owner`.
+///
+/// # Safety
+/// Those that a load uses are there, and are used by nobody else until it is over.
+pub(crate) unsafe fn region_at(address: usize, len: usize, owner: Py<PyAny>) -> Arc<Region> {
+    let start =
+        NonNull::new(address as *mut u8).unwrap_or_else(|| NonNull::<Page>::dangling().cast());
+    // SAFETY: the caller's promise. At the dangling address there is nothing to be used.
+    unsafe { Region::foreign(start, len, Box::new(owner)) }
+}
+
+/// Aligned as a page.
+#[repr(align(4096))]
+struct Page;
+
+/// Memory of ours, on huge pages where it is large. Filled by a load, then used by tensors.
+#[pyclass(frozen, module = "tensorfs._tensorfs")]
+pub(crate) struct Area {
+    pub(crate) region: Arc<Region>,
+}
+
+#[pymethods]
+impl Area {
+    #[new]
+    fn new(len: u64) -> PyResult<Area> {
+        let region = Region::new(len).map_err(|e| {
+            PyOSError::new_err((e.raw_os_error(), format!("{len} bytes of memory: {e}")))
+        })?;
+        Ok(Area { region })
+    }
+}
+
+/// A tensor in memory of ours, for everybody who takes DLPack.
+#[pyclass(frozen, module = "tensorfs", name = "Tensor")]
+pub(crate) struct Tensor {
+    region: Arc<Region>,
+    at: usize,
+    len: usize,
+    dtype: Dtype,
+    shape: Vec<u64>,
+}
+
+impl Tensor {
+    fn start(&self) -> NonNull<u8> {
+        // SAFETY: `at` lies in the region, which is there as long as this.
+        unsafe { self.region.start().add(self.at) }
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// The tensor at byte `at` of an area that was filled. No two may share a byte.
+    #[new]
+    fn new(area: &Area, at: usize, len: usize, dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
+        let region = area.region.clone();
+        let dtype =
+            Dtype::from_name(dtype).ok_or_else(|| PyValueError::new_err("no such dtype"))?;
+        let inside = at <= region.len() && len <= region.len() - at;
+        if !inside || dtype.bits_of(&shape) != Some(len as u64 * 8) {
+            return Err(PyValueError::new_err("does not lie in the area"));
+        }
+        Ok(Tensor { region, at, len, dtype, shape })
+    }
+
+    /// Extent in each dimension.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// Name of its element type, as in a header.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.dtype.name()
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.len
+    }
+
+    /// Address of its first byte.
+    #[getter]
+    fn data_ptr(&self) -> usize {
+        self.start().as_ptr() as usize
+    }
+
+    /// A copy of its bytes.
+    fn tobytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        // SAFETY: `len` bytes of the region, filled before; whoever writes to the tensor now, in
+        // another thread, gets a mixture as with any memory shared in Python.
+        PyBytes::new(py, unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("tensorfs.Tensor({}, {:?})", self.dtype.name(), self.shape)
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        CPU
+    }
+
+    /// The tensor for another framework, which shares its memory. Types that not everybody knows
+    /// are handed out as bytes, sub-byte ones with the last dimension counted in bytes.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Py<PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // A CPU has no streams.
+        drop(stream);
+        if dl_device.is_some_and(|device| device != CPU) || copy == Some(true) {
+            return Err(PyBufferError::new_err(
+                "it lies in the memory of the CPU, and is not copied",
+            ));
+        }
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        let shape = dlpack::shape_of(self.dtype, &self.shape, self.len)?;
+        dlpack::capsule(py, self.region.clone(), self.start(), self.dtype, shape, versioned)
+    }
+}

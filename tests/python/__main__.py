@@ -30,15 +30,15 @@ class Result(unittest.TextTestResult):
         return test.id()
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="tests/python")
+def main(folder=str(Path(__file__).parent)):
+    parser = argparse.ArgumentParser(prog=Path(folder).name)
     parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="run the tests whose name matches")
     parser.add_argument("-f", "--failfast", action="store_true", help="stop at the first failure")
     options = parser.parse_args()
     loader = unittest.TestLoader()
     if options.k:
         loader.testNamePatterns = [p if "*" in p else f"*{p}*" for p in options.k]
-    suite = loader.discover(str(Path(__file__).parent))
+    suite = loader.discover(folder)
     runner = unittest.TextTestRunner(verbosity=2, failfast=options.failfast, resultclass=Result)
     result = runner.run(suite)
     bad = {subtest_owner(test).id() for test, _ in result.failures + result.errors}

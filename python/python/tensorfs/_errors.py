@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import lru_cache
 
 
 class SafetensorError(Exception):
@@ -44,15 +43,21 @@ def error(
     return made
 
 
-@lru_cache(maxsize=None)
+_made: dict[tuple[type, type], type[SafetensorError]] = {}
+
+
 def _derived(cls: type[SafetensorError], genuine: type[Exception]) -> type[SafetensorError]:
-    # Whoever catches the genuine exception catches this one, too.
+    """`cls` for whoever catches the genuine exception, too."""
+    found = _made.get((cls, genuine))
+    if found is not None:
+        return found
+
     def reduce(self: SafetensorError) -> object:
         # Pickled as what it is everywhere.
         return _unpickled, (cls, self.args, self.__dict__)
 
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
-    return type(cls.__name__, (cls, genuine), names)
+    return _made.setdefault((cls, genuine), type(cls.__name__, (cls, genuine), names))
 
 
 def _unpickled(cls: type[SafetensorError], args: tuple[str], facts: dict[str, object]) -> SafetensorError:

@@ -56,10 +56,11 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
         raise error("Only one ellipsis (...) is allowed in slice index")
     items = _expanded(items, shape)
     parsed = [_parsed(item, at, shape[at] if at < len(shape) else 0) for at, item in enumerate(items)]
-    shown = f"Error during slicing [{', '.join(map(_shown, items))}] with shape {list(shape)}: "
+    shown = f"Error during slicing [{', '.join(map(_shown, items, parsed))}] with shape {list(shape)}: "
     if len(items) > len(shape):
         raise error(f"{shown}more slicing indexes than dimensions in tensor")
-    for at, cut in enumerate(parsed):
+    # From the last one on: of several that are wrong safetensors names that.
+    for at, cut in reversed(list(enumerate(parsed))):
         size = shape[at]
         # All of nothing is nothing, though it begins past the end.
         empty = cut.start == cut.stop == 0
@@ -104,8 +105,8 @@ def _parsed(item: Any, dimension: int, size: int) -> Cut:
     return Cut(number, number + 1, 1, True)
 
 
-def _shown(item: Any) -> str:
-    if not isinstance(item, slice):
-        return str(item)
+def _shown(item: Any, cut: Cut) -> str:
+    if cut.single:
+        return str(cut.start)
     start, stop = ("" if bound is None else str(bound) for bound in (item.start, item.stop))
     return f"{start}:{stop}" + ("" if item.step in (None, 1) else f":{item.step}")

@@ -139,7 +139,7 @@ class safe_open:
 
     def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
         """Pairs of name and tensor in file order. What comes next is loaded meanwhile, in bounded memory."""
-        wanted = [(info, None) for info in self._infos(names)]
+        wanted: list[tuple[Info, Part]] = [(info, None) for info in self._infos(names)]
         batches = _batches(wanted)
         if len(batches) > 1:
             return _stream(self._reader(), batches)
@@ -157,10 +157,8 @@ class safe_open:
             _device.parse(device)
         if threads < 1:
             raise error(f"threads has to be 1 or more, got {threads}")
-        if plan is None:
-            wanted = [(info, None) for info in self._infos(None)]
-        else:
-            wanted = [(info, _rows(info, plan[info.name])) for info in self._infos(list(plan))]
+        infos = self._infos(None if plan is None else list(plan))
+        wanted: list[tuple[Info, Part]] = [(info, _rows(info, plan[info.name]) if plan else None) for info in infos]
         if not wanted:
             raise error("prefetch plan selects no tensors")
         return _background(self._reader(), _batches(wanted), None)

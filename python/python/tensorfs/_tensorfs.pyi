@@ -3,6 +3,8 @@
 from os import PathLike
 from typing import Any, Sequence, final
 
+__all__ = ["Area", "Cancel", "Checkpoint", "Loader", "Plan", "Tensor", "__version__", "memory_of"]
+
 __version__: str
 
 _Facts = tuple[str, int, str, list[int], int]

@@ -1,0 +1,80 @@
+"""Runs safetensors' own test suite with our `safe_open` in place of its own.
+
+    python python/tests/safetensors_suite.py [SDIST] [PYTEST OPTION]...
+
+Needs an environment with this package, safetensors, torch, numpy, pytest and fsspec. SDIST is
+`safetensors-0.8.0.tar.gz`; without it pip downloads it. Tests of other frameworks are not collected: they load
+what is not built in here. `test_handle.py` opens file objects by a private class that is not replaced.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+VERSION = "0.8.0"
+
+# Frameworks that are not built in.
+LEFT_OUT = ["test_flax_comparison.py", "test_mlx_comparison.py", "test_paddle_comparison.py", "test_tf_comparison.py"]
+
+# As a plugin it is imported before any test binds a name.
+PLUGIN = """
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import tensorfs
+
+opened = 0
+
+
+class Counted(tensorfs.safe_open):
+    def __init__(self, *args, **kwargs):
+        global opened
+        opened += 1
+        super().__init__(*args, **kwargs)
+
+
+for module in (safetensors, safetensors.numpy, safetensors.torch):
+    module.safe_open = Counted
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"tensorfs.safe_open opened {opened} files")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if not opened and not session.config.option.collectonly:
+        session.exitstatus = 1
+"""
+
+
+def main():
+    arguments = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="tensorfs-suite-") as folder:
+        folder = Path(folder)
+        sdist = Path(arguments.pop(0)) if arguments and arguments[0].endswith(".tar.gz") else download(folder)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        tests = folder / f"safetensors-{VERSION}" / "bindings" / "python"
+        (tests / "tests" / "data").mkdir(exist_ok=True)
+        (tests / "tensorfs_in_place.py").write_text(PLUGIN)
+        left_out = [f"--ignore=tests/{name}" for name in LEFT_OUT]
+        command = [sys.executable, "-m", "pytest", "-p", "tensorfs_in_place", "-q", *left_out, *arguments, "tests"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path[1:]])}
+        return subprocess.run(command, cwd=tests, env=environment, check=False).returncode
+
+
+def download(folder):
+    """Gets the sdist; making its metadata takes maturin."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "safetensors"]
+        + ["--dest", str(folder), f"safetensors=={VERSION}"],
+        check=True,
+    )
+    return folder / f"safetensors-{VERSION}.tar.gz"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

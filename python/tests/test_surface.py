@@ -1,0 +1,293 @@
+"""`safe_open` beside that of safetensors: the same answers, the same classes of errors."""
+
+import random
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+import tensorfs
+from checkpoints import column_wise, hf_set, row_wise, write_shard
+from package import Mount, TestCase, dlpack_bytes, needs_ml_dtypes, needs_torch
+
+
+def outcome(work):
+    """What `work` gives, or the classes of what it raises that a caller may name, and the text."""
+    try:
+        return np.asarray(work()), None
+    except Exception as e:
+        cls = safetensors.SafetensorError if isinstance(e, safetensors.SafetensorError) else type(e)
+        return None, (cls, str(e))
+
+
+class SingleFile(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.file = self.tmp / "model.safetensors"
+        rng = np.random.default_rng(1)
+        self.tensors = {
+            "b.matrix": rng.standard_normal((11, 7)).astype(np.float32),
+            "a.cube": rng.integers(0, 99, (4, 5, 6)),
+            "scalar": np.array(2.5),
+            "empty": np.zeros((0, 3), np.float16),
+            "flags": rng.integers(0, 2, (9,)).astype(bool),
+        }
+        save_file(self.tensors, self.file, metadata={"format": "np", "k": "v"})
+
+    def both(self, **how):
+        return tensorfs.safe_open(self.file, "np", **how), safetensors.safe_open(self.file, "np", **how)
+
+    def test_names_metadata_and_slices_are_described_alike(self):
+        ours, genuine = self.both()
+        with ours as f, genuine as g:
+            self.assertEqual(f.keys(), g.keys())
+            self.assertEqual(f.offset_keys(), g.offset_keys())
+            self.assertEqual(f.metadata(), g.metadata())
+            for name in g.keys():
+                self.assertEqual(f.get_slice(name).get_shape(), g.get_slice(name).get_shape())
+                self.assertEqual(f.get_slice(name).get_dtype(), g.get_slice(name).get_dtype())
+
+    def test_tensors_are_the_same_and_ordinary(self):
+        ours, genuine = self.both()
+        with ours as f, genuine as g:
+            for name, right in g.get_tensors().items():
+                for found in (f.get_tensor(name), f.get_tensors()[name]):
+                    self.assertEqual((found.dtype, found.shape), (right.dtype, right.shape))
+                    self.assertTrue(found.flags.writeable and found.flags.c_contiguous)
+                    np.testing.assert_array_equal(found, right)
+            self.assertEqual(list(f.get_tensors()), list(g.get_tensors()))
+
+    def test_metadata_that_is_absent_is_none_and_empty_metadata_is_empty(self):
+        save_file(self.tensors, self.file)
+        self.assertIsNone(tensorfs.safe_open(self.file, "np").metadata())
+        write_shard(self.file, [("a", "U8", [1], b"x")], {})
+        ours, genuine = self.both()
+        self.assertEqual(ours.metadata(), genuine.metadata())
+
+    def test_random_indices_give_what_safetensors_gives(self):
+        choose = random.Random(3)
+
+        def item(size):
+            kind = choose.randrange(8)
+            if kind == 0:
+                return choose.randrange(-size - 1, size + 2)
+            if kind == 1:
+                return Ellipsis
+            if kind == 2:
+                return slice(None, None, choose.choice([1, 2, 3, 0, -1]))
+            # Where the end lies before the beginning safetensors panics.
+            start, stop = sorted(choose.randrange(0, size + 2) for _ in "ab")
+            bounds = choose.choice([None, start]), choose.choice([None, stop])
+            if bounds[0] is not None and bounds[1] is None and start > size:
+                bounds = (None, None)
+            return slice(*bounds, choose.choice([None, None, 1, 2]))
+
+        compared = 0
+        for backend in ("mmap", "pread"):
+            ours, genuine = self.both(backend=backend)
+            with ours as f, genuine as g:
+                for _ in range(600):
+                    name = choose.choice(["b.matrix", "a.cube", "flags", "scalar"])
+                    shape = self.tensors[name].shape
+                    count = choose.randrange(0, len(shape) + 2)
+                    index = tuple(item(shape[min(at, len(shape) - 1)] if shape else 1) for at in range(count))
+                    index = index[0] if len(index) == 1 and choose.random() < 0.5 else index
+                    wanted, refused = outcome(lambda: g.get_slice(name)[index])
+                    with self.subTest(name=name, index=index, backend=backend):
+                        found, error = outcome(lambda: f.get_slice(name)[index])
+                        self.assertEqual(error, refused)
+                        if not refused:
+                            self.assertEqual((found.dtype, found.shape), (wanted.dtype, wanted.shape))
+                            np.testing.assert_array_equal(found, wanted)
+                            compared += 1
+        self.assertGreater(compared, 300)
+
+    @needs_torch
+    def test_random_indices_give_what_torch_gives(self):
+        import torch
+
+        choose = random.Random(5)
+
+        def item(size):
+            kind = choose.randrange(9)
+            if kind == 0:
+                return choose.choice([..., None, True, [0, 1], torch.tensor([1]), np.int64(1), "x", 1.5])
+            if kind < 3:
+                return choose.randrange(-size - 1, size + 2)
+            bounds = [choose.choice([None, choose.randrange(-size - 2, size + 3)]) for _ in "ab"]
+            return slice(*bounds, choose.choice([None, None, 1, 2, 3, 0, -1]))
+
+        def compared(tensor):
+            return tensor.dtype, tuple(tensor.shape), tensor.tolist()
+
+        with tensorfs.safe_open(self.file, "pt") as f, safetensors.safe_open(self.file, "pt") as g:
+            for _ in range(600):
+                name = choose.choice(["b.matrix", "a.cube", "flags", "scalar", "empty"])
+                shape = self.tensors[name].shape
+                count = choose.randrange(0, len(shape) + 2)
+                index = tuple(item(shape[min(at, len(shape) - 1)] if shape else 1) for at in range(count))
+                index = index[0] if len(index) == 1 and choose.random() < 0.5 else index
+                with self.subTest(name=name, index=index):
+                    try:
+                        right = g.get_slice(name)[index]
+                    except Exception as e:
+                        with self.assertRaises(type(e)) as caught:
+                            f.get_slice(name)[index]
+                        self.assertEqual(str(caught.exception), str(e))
+                    else:
+                        found = f.get_slice(name)[index]
+                        self.assertEqual(compared(found), compared(right))
+                        self.assertTrue(found.is_contiguous() or not right.is_contiguous())
+
+    def test_lists_and_other_indices_are_refused_alike(self):
+        ours, genuine = self.both()
+        with ours as f, genuine as g:
+            for index in ([0, 1], "x", None, (0, "x"), (..., ...), 1.5, (0, 0, 0)):
+                with self.subTest(index=index):
+                    _, refused = outcome(lambda: g.get_slice("b.matrix")[index])
+                    self.assertEqual(outcome(lambda: f.get_slice("b.matrix")[index])[1], refused)
+            np.testing.assert_array_equal(f.get_slice("b.matrix")[[]], g.get_slice("b.matrix")[[]])
+
+    def test_what_is_wrong_with_a_call_is_said_in_the_same_words(self):
+        def opened(cls, *arguments, **how):
+            return lambda: cls(self.file, *arguments, **how) and 0
+
+        for arguments, how in (
+            (("nonsense",), {}),
+            (("np", "nonsense"), {}),
+            (("np", []), {}),
+            (("np",), {"backend": "x"}),
+        ):
+            with self.subTest(arguments=arguments, how=how):
+                refused = outcome(opened(safetensors.safe_open, *arguments, **how))[1]
+                self.assertEqual(outcome(opened(tensorfs.safe_open, *arguments, **how))[1], refused)
+        ours, genuine = self.both()
+        for call in (lambda f: f.get_tensor("absent"), lambda f: f.get_slice("absent")):
+            self.assertEqual(outcome(lambda: call(ours))[1], outcome(lambda: call(genuine))[1])
+        missing = [outcome(lambda: cls("not a file", "np") and 0)[1] for cls in (tensorfs.safe_open, safetensors.safe_open)]
+        self.assertEqual(*missing)
+        for f in (ours, genuine):
+            with f:
+                pass
+        for call in (lambda f: f.keys(), lambda f: f.get_tensor("scalar"), lambda f: f.metadata()):
+            self.assertEqual(outcome(lambda: call(ours))[1], outcome(lambda: call(genuine))[1])
+
+    def test_one_handle_serves_slices_after_it_was_closed(self):
+        with tensorfs.safe_open(self.file, "np") as f:
+            part = f.get_slice("b.matrix")
+        np.testing.assert_array_equal(part[1:3], self.tensors["b.matrix"][1:3])
+
+    def test_the_position_in_the_file_is_known_without_reading(self):
+        with tensorfs.safe_open(self.file, "np") as f:
+            data = self.file.read_bytes()
+            start = 8 + int.from_bytes(data[:8], "little")
+            for name, array in self.tensors.items():
+                meta = f.get_tensor_metadata(name)
+                self.assertEqual((meta.shape, meta.nbytes), (list(array.shape), array.nbytes))
+                begin, end = meta.data_offsets
+                self.assertEqual(data[start + begin : start + end], array.tobytes())
+                self.assertEqual(meta.pieces, [(str(self.file), start + begin, start + end)])
+
+    def test_names_are_chosen_by_glob_by_expression_and_exactly(self):
+        import re
+
+        with tensorfs.safe_open(self.file, "np") as f:
+            self.assertEqual(set(f.get_tensors("*.*")), {"b.matrix", "a.cube"})
+            self.assertEqual(set(f.get_tensors(re.compile("^e|a.c"))), {"empty", "a.cube"})
+            self.assertEqual(set(f.get_tensors(["scalar"])), {"scalar"})
+            self.assertEqual([name for name, _ in f.tensors("*a*")], [n for n in f.offset_keys() if "a" in n])
+            self.assertEqual(f.get_tensors("nothing*"), {})
+            with self.assertRaisesRegex(tensorfs.SafetensorError, "absent"):
+                f.get_tensors(["scalar", "absent"])
+        self.assertEqual(set(tensorfs.load_file(self.file, "np", names="f*")), {"flags"})
+
+
+class ManyFiles(TestCase):
+    def test_a_folder_a_weight_map_a_list_a_mapping_and_a_mount_give_the_same(self):
+        folder = hf_set(self.tmp / "hf")
+        shards = sorted(folder.glob("*.safetensors"))
+        with tensorfs.safe_open(folder, "dlpack") as f:
+            right = dlpack_bytes(f)
+        where = {name: shard for shard in shards for name in safetensors.safe_open(shard, "np").keys()}
+        self.assertEqual(set(right), set(where))
+        for source in (folder / "model.safetensors.index.json", shards, list(map(str, shards)), where, str(folder)):
+            with self.subTest(source=type(source)), tensorfs.safe_open(source, "dlpack") as f:
+                self.assertEqual(dlpack_bytes(f), right)
+        with Mount(folder) as m:
+            for source in (m.path, m.path / "model.safetensors"):
+                with self.subTest(source=source), tensorfs.safe_open(source, "dlpack") as f:
+                    self.assertEqual(dlpack_bytes(f), right)
+                    pieces = [f.get_tensor_metadata(name).pieces for name in f.keys()]
+            self.assertTrue(all(path.startswith(str(folder)) for ((path, *_),) in pieces), "read past the mount")
+
+    def test_one_shard_is_what_safetensors_sees_in_it(self):
+        for make in (hf_set, row_wise):
+            shard = sorted((make(self.tmp / make.__name__)).glob("*.safetensors"))[1]
+            with tensorfs.safe_open(shard, "dlpack") as f, safetensors.safe_open(shard, "np") as g:
+                self.assertEqual((f.keys(), f.offset_keys(), f.metadata()), (g.keys(), g.offset_keys(), g.metadata()))
+                for name in g.keys():
+                    self.assertEqual(list(f.get_tensor(name).shape), g.get_slice(name).get_shape())
+
+    def test_pieces_of_ranks_are_put_together_and_parts_of_them_read_right(self):
+        for make, name, whole in ((row_wise, "embed", (4099, 257)), (column_wise, "down", (333, 77))):
+            folder = make(self.tmp / make.__name__)
+            with Mount(folder) as m, safetensors.safe_open(m.path / "model.safetensors", "np") as g:
+                right = g.get_tensor(name)
+            self.assertEqual(right.shape, whole)
+            with tensorfs.safe_open(folder, "np") as f:
+                np.testing.assert_array_equal(f.get_tensor(name).view(np.uint8), right.view(np.uint8))
+                part = f.get_slice(name)
+                for index in (np.s_[3], np.s_[10:200, 5:40], np.s_[:, 7], np.s_[1:300:7, ::3], np.s_[..., -1]):
+                    np.testing.assert_array_equal(part[index].view(np.uint8), right[index].copy().view(np.uint8))
+            listed = sorted(folder.glob("*.safetensors"))
+            with tensorfs.safe_open(listed, "np") as f:
+                np.testing.assert_array_equal(f.get_tensor(name).view(np.uint8), right.view(np.uint8))
+
+    def test_what_is_no_source_is_refused(self):
+        with self.assertRaises(TypeError):
+            tensorfs.safe_open(7, "np")
+        for source in ([], [self.tmp / "absent.safetensors"], {"a": "absent.safetensors"}, self.tmp / "absent"):
+            with self.subTest(source=source), self.assertRaises((FileNotFoundError, tensorfs.SafetensorError)):
+                tensorfs.safe_open(source, "np")
+        (self.tmp / "nothing").mkdir()
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "nothing"):
+            tensorfs.safe_open(self.tmp / "nothing", "np")
+
+
+class Dtypes(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.file = self.tmp / "model.safetensors"
+
+    def test_a_dtype_that_numpy_lacks_is_named_with_its_tensor(self):
+        write_shard(self.file, [("odd", "F6_E2M3", [4], b"abc")])
+        with tensorfs.safe_open(self.file, "np") as f:
+            with self.assertRaisesRegex(tensorfs.DtypeError, "`odd`.*F6_E2M3") as caught:
+                f.get_tensor("odd")
+            self.assertIsInstance(caught.exception, (TypeError, safetensors.SafetensorError))
+            self.assertEqual(caught.exception.tensor, "odd")
+        with tensorfs.safe_open(self.file, "dlpack") as f:
+            self.assertEqual(f.get_tensor("odd").tobytes(), b"abc")
+
+    @needs_ml_dtypes
+    def test_small_floats_are_those_of_ml_dtypes(self):
+        import ml_dtypes
+
+        write_shard(self.file, [("b", "BF16", [2], b"\x80?\x00\xc0"), ("e", "F8_E4M3", [2], b"\x38\xb8")])
+        with tensorfs.safe_open(self.file, "np") as f:
+            self.assertEqual(f.get_tensor("b").dtype, np.dtype(ml_dtypes.bfloat16))
+            self.assertEqual(f.get_tensor("b").astype(float).tolist(), [1.0, -2.0])
+            self.assertEqual(f.get_tensor("e").astype(float).tolist(), [1.0, -1.0])
+
+    @needs_torch
+    def test_every_dtype_of_torch_is_what_safetensors_gives(self):
+        import torch
+
+        from package import FIXTURES
+
+        file = FIXTURES / "safetensors/all_dtypes.safetensors"
+        with tensorfs.safe_open(file, "pt") as f, safetensors.safe_open(file, "pt") as g:
+            for name in g.keys():
+                found, right = f.get_tensor(name), g.get_tensor(name)
+                self.assertEqual((found.dtype, found.shape), (right.dtype, right.shape), name)
+                self.assertTrue(torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (found, right))))

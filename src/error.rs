@@ -79,6 +79,8 @@ pub enum Class {
     Changed,
     /// The operating system refused.
     Io,
+    /// A device is not to be had, or its driver refused.
+    Device,
     /// The request itself makes no sense.
     Usage,
 }
@@ -120,6 +122,7 @@ impl Class {
             Class::NotRecorded => "not_recorded",
             Class::Changed => "changed",
             Class::Io => "io",
+            Class::Device => "device",
             Class::Usage => "usage",
         }
     }
@@ -201,12 +204,33 @@ pub enum Error {
         /// What differs, with both values.
         detail: String,
     },
+    /// A device is not to be had, or its driver refused.
+    #[error("{device}: {message}")]
+    Device {
+        /// The device, as `cuda:0`.
+        device: String,
+        /// What is wrong and what to do.
+        message: String,
+        /// What the driver refused, where it was asked.
+        call: Option<DriverCall>,
+    },
     /// The request makes no sense, whatever the input.
     #[error("{message}")]
     Usage {
         /// What is wrong and what to do.
         message: String,
     },
+}
+
+/// A call that a driver has refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverCall {
+    /// Name of the function.
+    pub function: &'static str,
+    /// What it returned.
+    pub code: u32,
+    /// The driver's name of that.
+    pub name: String,
 }
 
 impl Error {
@@ -238,6 +262,7 @@ impl Error {
             }
             Error::Io { .. } => Class::Io,
             Error::Changed { .. } => Class::Changed,
+            Error::Device { .. } => Class::Device,
             Error::Usage { .. } => Class::Usage,
         }
     }
@@ -248,7 +273,7 @@ impl Error {
             Error::Refused { path, .. } | Error::Io { path, .. } | Error::Changed { path, .. } => {
                 Some(path)
             }
-            Error::Usage { .. } => None,
+            Error::Device { .. } | Error::Usage { .. } => None,
         }
     }
 
@@ -256,7 +281,10 @@ impl Error {
     pub fn tensor(&self) -> Option<&str> {
         match self {
             Error::Refused { fault, .. } => fault.tensor.as_deref(),
-            Error::Io { .. } | Error::Changed { .. } | Error::Usage { .. } => None,
+            Error::Io { .. }
+            | Error::Changed { .. }
+            | Error::Device { .. }
+            | Error::Usage { .. } => None,
         }
     }
 }

@@ -170,7 +170,10 @@ impl Shared {
         let opened = node.open(&self.watcher, &self.service, on_storm);
         let (opened, unchanged) = opened.map_err(|error| match error {
             Error::Changed { .. } => Errno::ESTALE,
-            Error::Io { .. } | Error::Refused { .. } | Error::Usage { .. } => logged(&error),
+            Error::Io { .. }
+            | Error::Refused { .. }
+            | Error::Device { .. }
+            | Error::Usage { .. } => logged(&error),
         })?;
         let whole = match &opened.file {
             // The kernel compares nothing.
@@ -360,7 +363,7 @@ fn logged(error: &Error) -> Errno {
     tracing::error!("{error}");
     match error {
         Error::Io { source, .. } => source.raw_os_error().map_or(Errno::EIO, Errno::from_i32),
-        Error::Refused { .. } | Error::Changed { .. } => Errno::EIO,
+        Error::Refused { .. } | Error::Changed { .. } | Error::Device { .. } => Errno::EIO,
         Error::Usage { .. } => Errno::EINVAL,
     }
 }
@@ -370,7 +373,9 @@ fn logged(error: &Error) -> Errno {
 fn logged_as_eio(error: &Error) -> Errno {
     match error {
         Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),
-        Error::Io { .. } | Error::Usage { .. } => tracing::error!("{error}"),
+        Error::Io { .. } | Error::Device { .. } | Error::Usage { .. } => {
+            tracing::error!("{error}");
+        }
     }
     Errno::EIO
 }

@@ -1,0 +1,37 @@
+//! Kernels: a reference for each, found by its name.
+
+use tensorfs::Dtype;
+use tensorfs::cast::Cast;
+
+/// A kernel `NAME(const void* from, void* to, unsigned long long elements)`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kernel(Cast);
+
+impl Kernel {
+    /// The kernel of this name, where there is one.
+    pub(crate) fn named(name: &str) -> Option<Kernel> {
+        let casts = Dtype::ALL.iter().flat_map(|from| {
+            Dtype::ALL.iter().filter_map(move |to| Cast::new(*from, *to))
+        });
+        casts.into_iter().find(|cast| cast.kernel() == name).map(Kernel)
+    }
+
+    /// Bytes that it reads, and that it writes.
+    pub(crate) fn lens(self, elements: u64) -> (u64, u64) {
+        (elements * self.0.from().bits() / 8, elements * self.0.to().bits() / 8)
+    }
+
+    /// What addresses have to be multiples of.
+    pub(crate) fn aligns(self) -> (u64, u64) {
+        (self.0.from().bits() / 8, self.0.to().bits() / 8)
+    }
+
+    pub(crate) fn run(self, from: u64, to: u64, elements: u64) {
+        let (source, target) = self.lens(elements);
+        // SAFETY: both were found to lie in memory that is there when the kernel was launched.
+        let from = unsafe { std::slice::from_raw_parts(from as *const u8, source as usize) };
+        // SAFETY: likewise; nobody else writes there, or the program is wrong.
+        let to = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, target as usize) };
+        self.0.convert(from, to);
+    }
+}

@@ -1,0 +1,79 @@
+//! What a test wants of the driver: by `FAKE_*` in the environment when it is loaded, and by
+//! `fakecuda_configure` while it runs.
+
+/// One call that is to fail.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) call: String,
+    /// Which one, from 1.
+    pub(crate) nth: u64,
+    pub(crate) code: u32,
+}
+
+/// How the driver behaves.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    /// Number of devices.
+    pub(crate) devices: i32,
+    /// Bytes of memory that each has.
+    pub(crate) capacity: u64,
+    /// Most by which work on a stream is late, in microseconds.
+    pub(crate) delay: u64,
+    /// What delays are drawn from.
+    pub(crate) seed: u64,
+    /// Whether memory that is neither pinned nor registered is refused where a copy is not waited
+    /// for.
+    pub(crate) strict: bool,
+    /// Calls that fail.
+    pub(crate) fail: Vec<Failure>,
+    /// File that calls are written to, a line of JSON each.
+    pub(crate) log: Option<String>,
+}
+
+impl Settings {
+    pub(crate) fn from_environment() -> Settings {
+        let mut settings = Settings {
+            devices: 2,
+            capacity: 1 << 30,
+            delay: 0,
+            seed: 1,
+            strict: true,
+            fail: Vec::new(),
+            log: None,
+        };
+        for key in ["devices", "capacity", "delay", "seed", "strict", "fail", "log"] {
+            if let Ok(value) = std::env::var(format!("FAKE_{}", key.to_uppercase())) {
+                assert!(settings.set(key, &value), "FAKE_{}={value}", key.to_uppercase());
+            }
+        }
+        settings
+    }
+
+    /// Sets one of them; says whether it could.
+    pub(crate) fn set(&mut self, key: &str, value: &str) -> bool {
+        let number = value.parse::<u64>();
+        match (key, number) {
+            ("devices", Ok(n)) => self.devices = n as i32,
+            ("capacity", Ok(n)) => self.capacity = n,
+            ("delay", Ok(n)) => self.delay = n,
+            ("seed", Ok(n)) => self.seed = n.max(1),
+            ("strict", Ok(n)) => self.strict = n != 0,
+            ("log", _) => self.log = (!value.is_empty()).then(|| value.to_owned()),
+            ("fail", _) => {
+                let failures: Option<Vec<Failure>> =
+                    value.split(',').filter(|one| !one.is_empty()).map(failure).collect();
+                let Some(failures) = failures else { return false };
+                self.fail = failures;
+            }
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// `name:nth:code`.
+fn failure(text: &str) -> Option<Failure> {
+    let mut words = text.split(':');
+    let (call, nth, code) = (words.next()?, words.next()?, words.next()?);
+    Some(Failure { call: call.to_owned(), nth: nth.parse().ok()?, code: code.parse().ok()? })
+}

@@ -1,0 +1,331 @@
+//! Everything the driver knows: devices' memory, pinned memory, streams, events, modules, and
+//! what was called. One lock for all; whoever changes something wakes everybody.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+
+use serde_json::{Value, json};
+
+use crate::settings::Settings;
+use crate::streams::Stream;
+
+/// Set in every address of a device: whoever uses one on the host dies at once.
+pub(crate) const TAG: u64 = 1 << 62;
+
+/// What fresh memory of a device holds.
+const FRESH: u8 = 0xA5;
+
+/// What pinned memory holds once it is freed.
+const FREED: u8 = 0xDD;
+
+/// Alignment of memory, on devices and pinned.
+const ALIGN: usize = 4096;
+
+/// Codes of the driver, as `cuda.h` has them.
+pub(crate) mod code {
+    pub(crate) const INVALID_VALUE: u32 = 1;
+    pub(crate) const OUT_OF_MEMORY: u32 = 2;
+    pub(crate) const NOT_INITIALIZED: u32 = 3;
+    pub(crate) const INVALID_DEVICE: u32 = 101;
+    pub(crate) const INVALID_IMAGE: u32 = 200;
+    pub(crate) const INVALID_CONTEXT: u32 = 201;
+    pub(crate) const INVALID_HANDLE: u32 = 400;
+    pub(crate) const NOT_FOUND: u32 = 500;
+    pub(crate) const NOT_READY: u32 = 600;
+    pub(crate) const ALREADY_REGISTERED: u32 = 712;
+    pub(crate) const NOT_REGISTERED: u32 = 713;
+}
+
+/// Memory of a device, by its address without the tag.
+pub(crate) struct OnDevice {
+    pub(crate) len: u64,
+    pub(crate) ordinal: i32,
+}
+
+/// Memory of the host that a device can reach, by address.
+pub(crate) struct OnHost {
+    pub(crate) len: u64,
+    /// Allocated by the driver; else registered.
+    pub(crate) own: bool,
+    pub(crate) ordinal: i32,
+}
+
+/// An event: how often it was recorded, and how many of these were reached.
+#[derive(Default)]
+pub(crate) struct Event {
+    pub(crate) recorded: u64,
+    pub(crate) reached: u64,
+    pub(crate) ordinal: i32,
+}
+
+/// A module: names of its kernels.
+pub(crate) struct Module {
+    pub(crate) kernels: Vec<String>,
+    pub(crate) ordinal: i32,
+}
+
+pub(crate) struct State {
+    pub(crate) settings: Settings,
+    pub(crate) initialised: bool,
+    /// How often the primary context of each device is held.
+    pub(crate) contexts: BTreeMap<i32, u64>,
+    pub(crate) device: BTreeMap<u64, OnDevice>,
+    pub(crate) host: BTreeMap<u64, OnHost>,
+    pub(crate) streams: BTreeMap<u64, Stream>,
+    pub(crate) events: BTreeMap<u64, Event>,
+    pub(crate) modules: BTreeMap<u64, Module>,
+    /// Handles of kernels: the module, and which one.
+    pub(crate) functions: BTreeMap<u64, (u64, usize)>,
+    next_handle: u64,
+    random: u64,
+    calls: BTreeMap<&'static str, u64>,
+    /// Bytes copied, by direction.
+    copied: BTreeMap<&'static str, u64>,
+    violations: Vec<String>,
+    log: Option<File>,
+}
+
+static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| Mutex::new(State::new()));
+
+/// Waited on by streams without work and by callers that wait for streams.
+pub(crate) static CHANGED: Condvar = Condvar::new();
+
+pub(crate) fn lock() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    fn new() -> State {
+        let mut state = State {
+            settings: Settings::from_environment(),
+            initialised: false,
+            contexts: BTreeMap::new(),
+            device: BTreeMap::new(),
+            host: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            events: BTreeMap::new(),
+            modules: BTreeMap::new(),
+            functions: BTreeMap::new(),
+            next_handle: 0x1000,
+            random: 1,
+            calls: BTreeMap::new(),
+            copied: BTreeMap::new(),
+            violations: Vec::new(),
+            log: None,
+        };
+        state.settled();
+        state
+    }
+
+    /// Follows changed settings.
+    pub(crate) fn settled(&mut self) {
+        self.random = self.settings.seed;
+        self.log = self.settings.log.as_ref().map(|path| {
+            let file = File::options().create(true).append(true).open(path);
+            file.unwrap_or_else(|e| panic!("{path}: {e}"))
+        });
+    }
+
+    /// Forgets what was called so far, and what was wrong with it.
+    pub(crate) fn forget(&mut self) {
+        self.calls.clear();
+        self.copied.clear();
+        self.violations.clear();
+    }
+
+    pub(crate) fn handle(&mut self) -> u64 {
+        self.next_handle += 0x10;
+        self.next_handle
+    }
+
+    /// Counts a call; the code to fail with where it is one that is to fail.
+    pub(crate) fn counted(&mut self, name: &'static str) -> Option<u32> {
+        let nth = self.calls.entry(name).or_default();
+        *nth += 1;
+        let nth = *nth;
+        let fails = self.settings.fail.iter().find(|one| one.call == name && one.nth == nth);
+        fails.map(|failure| failure.code)
+    }
+
+    pub(crate) fn log(&mut self, name: &str, facts: &Value, code: u32) {
+        if let Some(log) = &mut self.log {
+            let line = json!({ "call": name, "facts": facts, "code": code });
+            writeln!(log, "{line}").expect("the log can be written");
+        }
+    }
+
+    pub(crate) fn copied(&mut self, direction: &'static str, bytes: u64) {
+        *self.copied.entry(direction).or_default() += bytes;
+    }
+
+    /// Something that no correct program does.
+    pub(crate) fn violation(&mut self, what: String) {
+        self.violations.push(what);
+    }
+
+    /// How late the next piece of work is, in microseconds: a third of it is not.
+    pub(crate) fn delay(&mut self) -> u64 {
+        // Xorshift: the seed alone decides.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        if self.settings.delay == 0 || self.random.is_multiple_of(3) {
+            return 0;
+        }
+        (self.random >> 8) % (self.settings.delay + 1)
+    }
+
+    pub(crate) fn report(&self) -> Value {
+        let sum = |own: bool| {
+            self.host.values().filter(|one| one.own == own).map(|one| one.len).sum::<u64>()
+        };
+        json!({
+            "calls": self.calls,
+            "copied": self.copied,
+            "violations": self.violations,
+            "live": {
+                "contexts": self.contexts.values().filter(|held| **held > 0).count(),
+                "device_bytes": self.device.values().map(|one| one.len).sum::<u64>(),
+                "pinned_bytes": sum(true),
+                "registered_bytes": sum(false),
+                "streams": self.streams.len(),
+                "events": self.events.len(),
+                "modules": self.modules.len(),
+            },
+        })
+    }
+
+    /// Bytes of a device's memory in use.
+    pub(crate) fn used(&self, ordinal: i32) -> u64 {
+        self.device.values().filter(|one| one.ordinal == ordinal).map(|one| one.len).sum()
+    }
+
+    pub(crate) fn allocate_on_device(&mut self, len: u64, ordinal: i32) -> Option<u64> {
+        if len == 0 || self.used(ordinal).checked_add(len)? > self.settings.capacity {
+            return None;
+        }
+        let address = fresh(len, FRESH)?;
+        self.device.insert(address, OnDevice { len, ordinal });
+        Some(address | TAG)
+    }
+
+    pub(crate) fn free_on_device(&mut self, address: u64) -> Result<(), u32> {
+        let address = untagged(address)?;
+        let one = self.device.get(&address).ok_or(code::INVALID_VALUE)?;
+        let len = one.len;
+        let used = self.in_flight(address, len);
+        self.device.remove(&address);
+        match used {
+            // Stays allocated, so that the work meets nobody else's memory.
+            true => self.violation(format!("{len} bytes of a device are freed while work uses them")),
+            false => release(address, len),
+        }
+        Ok(())
+    }
+
+    pub(crate) fn allocate_on_host(&mut self, len: u64, ordinal: i32) -> Option<u64> {
+        let address = if len == 0 { None } else { fresh(len, 0) }?;
+        self.host.insert(address, OnHost { len, own: true, ordinal });
+        Some(address)
+    }
+
+    pub(crate) fn free_on_host(&mut self, address: u64) -> Result<(), u32> {
+        let one = self.host.get(&address).filter(|one| one.own).ok_or(code::INVALID_VALUE)?;
+        let len = one.len;
+        let used = self.in_flight(address, len);
+        self.host.remove(&address);
+        // SAFETY: allocated with this length, and in nobody's hands any more.
+        unsafe { std::ptr::write_bytes(address as *mut u8, FREED, len as usize) };
+        match used {
+            true => self.violation(format!("{len} pinned bytes are freed while work uses them")),
+            false => release(address, len),
+        }
+        Ok(())
+    }
+
+    pub(crate) fn register(&mut self, address: u64, len: u64, ordinal: i32) -> Result<(), u32> {
+        if address == 0 || len == 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        let overlaps = |(start, one): (&u64, &OnHost)| {
+            *start < address + len && address < *start + one.len
+        };
+        if self.host.iter().any(overlaps) {
+            return Err(code::ALREADY_REGISTERED);
+        }
+        // Faults unless the memory is there.
+        for page in (address..address + len).step_by(ALIGN) {
+            // SAFETY: what is registered is memory of the process.
+            unsafe { std::ptr::read_volatile(page as *const u8) };
+        }
+        self.host.insert(address, OnHost { len, own: false, ordinal });
+        Ok(())
+    }
+
+    pub(crate) fn unregister(&mut self, address: u64) -> Result<(), u32> {
+        let one = self.host.get(&address).filter(|one| !one.own).ok_or(code::NOT_REGISTERED)?;
+        let len = one.len;
+        if self.in_flight(address, len) {
+            self.violation(format!("{len} bytes are unregistered while work uses them"));
+        }
+        self.host.remove(&address);
+        Ok(())
+    }
+
+    /// Whether `len` bytes at `address` lie in one piece of memory of device `ordinal`; the
+    /// address without its tag.
+    pub(crate) fn on_device(&self, address: u64, len: u64, ordinal: i32) -> Result<u64, u32> {
+        let address = untagged(address)?;
+        let (start, one) =
+            self.device.range(..=address).next_back().ok_or(code::INVALID_VALUE)?;
+        let inside = one.ordinal == ordinal && address - start + len <= one.len;
+        if inside { Ok(address) } else { Err(code::INVALID_VALUE) }
+    }
+
+    /// Whether `len` bytes at `address` may be copied without waiting: all in one piece of
+    /// memory that is pinned or registered, or all in none unless that is refused.
+    pub(crate) fn on_host(&self, address: u64, len: u64) -> Result<(), u32> {
+        let touched = |(start, one): &(&u64, &OnHost)| {
+            **start < address + len && address < **start + one.len
+        };
+        match self.host.iter().find(touched) {
+            None if self.settings.strict => Err(code::INVALID_VALUE),
+            None => Ok(()),
+            Some((start, one)) if *start <= address && address + len <= start + one.len => Ok(()),
+            Some(_) => Err(code::INVALID_VALUE),
+        }
+    }
+
+    /// Whether work that is not done uses any of these bytes.
+    fn in_flight(&self, address: u64, len: u64) -> bool {
+        self.streams.values().any(|stream| stream.uses(address, len))
+    }
+}
+
+fn untagged(address: u64) -> Result<u64, u32> {
+    if address & TAG == 0 { Err(code::INVALID_VALUE) } else { Ok(address & !TAG) }
+}
+
+fn layout(len: u64) -> Option<Layout> {
+    Layout::from_size_align(usize::try_from(len).ok()?, ALIGN).ok()
+}
+
+fn fresh(len: u64, value: u8) -> Option<u64> {
+    // SAFETY: the length is not zero: the callers look.
+    let start = unsafe { alloc(layout(len)?) };
+    if start.is_null() {
+        return None;
+    }
+    // SAFETY: the memory just allocated.
+    unsafe { std::ptr::write_bytes(start, value, len as usize) };
+    Some(start as u64)
+}
+
+fn release(address: u64, len: u64) {
+    let layout = layout(len).expect("memory of this length was allocated");
+    // SAFETY: allocated by `fresh` with this layout; its entry is gone, so it is freed once.
+    unsafe { dealloc(address as *mut u8, layout) };
+}

@@ -6,6 +6,7 @@ pub mod catalog;
 pub mod checkpoint;
 pub mod consolidate;
 pub mod counters;
+pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod format;

@@ -301,11 +301,9 @@ fn copy_of(error: &Error) -> Error {
         Error::Changed { path, detail } => {
             Error::Changed { path: path.clone(), detail: detail.clone() }
         }
-        Error::Device { device, message, call } => Error::Device {
-            device: device.clone(),
-            message: message.clone(),
-            call: call.clone(),
-        },
+        Error::Device { device, message, call } => {
+            Error::Device { device: device.clone(), message: message.clone(), call: call.clone() }
+        }
         Error::Usage { message } => Error::Usage { message: message.clone() },
     }
 }

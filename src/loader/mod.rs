@@ -1,6 +1,8 @@
 //! Loading: tensors of a checkpoint into memory of their own, past the mount and without a copy in
 //! between where the layout of the shards allows it.
 
+#[cfg(feature = "cuda")]
+mod device;
 mod room;
 mod run;
 
@@ -16,8 +18,14 @@ use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, Memory, Read, Region, Settings};
 use crate::plan::{Limits, Placement, Plan, Want};
 
+#[cfg(feature = "cuda")]
+pub use device::LoadedDevice;
+
 /// Memory for reads that do not go to their place at once, in bytes.
 const STAGING_LEN: u64 = 128 << 20;
+
+/// Likewise for a GPU, which takes bytes faster than most disks give them.
+const STAGING_LEN_DEVICE: u64 = 256 << 20;
 
 /// Reads under way at a time, which keep a disk busy.
 const DEPTH: usize = 32;
@@ -57,12 +65,21 @@ impl Default for Tune {
     }
 }
 
-/// What loads. Keeps its threads from one load to the next.
+impl Tune {
+    /// For loads to a GPU.
+    pub fn device() -> Tune {
+        Tune { staging: STAGING_LEN_DEVICE, limits: Limits::device(), ..Tune::default() }
+    }
+}
+
+/// What loads. Keeps its threads from one load to the next, and pinned memory.
 #[derive(Debug)]
 pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
     tune: Tune,
+    #[cfg(feature = "cuda")]
+    gpus: device::Gpus,
 }
 
 /// How far a load has come.
@@ -95,6 +112,23 @@ pub struct Stats {
     pub moving: Duration,
     /// Most memory for bytes on their way.
     pub staging_peak: u64,
+    /// What a GPU had to do with it.
+    pub device: Option<DeviceStats>,
+}
+
+/// What a load to a GPU took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DeviceStats {
+    /// Memory that is pinned now, for this load and the next.
+    pub pinned: u64,
+    /// How: `registered`, `allocated` by the driver, or `pageable` where it could not be.
+    pub pinning: &'static str,
+    /// Time for pinning it, while reads were under way already.
+    pub pin: Duration,
+    /// Time during which bytes were copied to the GPU.
+    pub copy: Duration,
+    /// Copies from the host that the GPU was given.
+    pub copies: u64,
 }
 
 /// One read of a load, and when its stages were over, from the beginning of the load.
@@ -163,7 +197,16 @@ impl Loader {
     /// A loader. Its threads start when they are needed first.
     pub fn new(tune: Tune) -> Loader {
         let counters = Arc::new(Counters::default());
-        Loader { engine: Engine::start(tune.settings, counters.clone()), counters, tune }
+        let engine = Engine::start(tune.settings, counters.clone());
+        #[cfg(feature = "cuda")]
+        let gpus = device::Gpus::default();
+        Loader {
+            engine,
+            counters,
+            tune,
+            #[cfg(feature = "cuda")]
+            gpus,
+        }
     }
 
     /// What has to be read for `wants`, and where it goes.

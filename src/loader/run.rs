@@ -1,5 +1,6 @@
 //! One load: reads go out in the order of the plan, as many at a time as keep the disk busy; what
-//! comes back is in its place, or is moved there by threads beside.
+//! comes back is in its place, or is moved there by threads beside. Where reads land, and who moves
+//! what from where, differs between the host and a GPU.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,16 +23,19 @@ const MOVERS_MAX: usize = 8;
 const ASK: Duration = Duration::from_millis(50);
 
 /// What comes back to the thread that loads.
-struct Back {
-    chunk: usize,
-    outcome: Result<Times>,
+pub(super) enum Back {
+    /// A read, with its bytes in their place.
+    Read { chunk: usize, outcome: Result<Times> },
+    /// There is more memory for reads to land in, or there cannot be.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only pinned memory grows"))]
+    More(Result<()>),
 }
 
 /// When a read began, when its bytes were there, and from when to when they were moved.
-struct Times {
-    began: Instant,
-    came: Instant,
-    moved: Option<Range<Instant>>,
+pub(super) struct Times {
+    pub(super) began: Instant,
+    pub(super) came: Instant,
+    pub(super) moved: Option<Range<Instant>>,
 }
 
 impl Times {
@@ -57,12 +61,27 @@ impl Times {
 }
 
 /// Bytes that are to be moved: number of their chunk, when they came, and they. None: no more.
-type Job = Option<(usize, Instant, Filled)>;
+pub(super) type Job = Option<(usize, Instant, Filled)>;
 
-/// What all threads of a load share.
+/// Where the reads of a load land.
+pub(super) trait Landing {
+    /// Memory for a read; none as long as others have it. `alone`: no other of this load has.
+    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease>;
+
+    /// Whether its bytes are to be moved from there.
+    fn is_moved(&self, chunk: &Chunk) -> bool;
+
+    /// Whether it is memory that waited for them.
+    fn is_given(&self, chunk: &Chunk) -> bool;
+}
+
+/// What all threads of a load to the host share.
 struct Shared<'a> {
     plan: &'a Plan,
     regions: &'a [Arc<Region>],
+    /// For reads that do not go to their place.
+    budget: Budget,
+    peak: AtomicU64,
     /// Nanoseconds spent moving.
     moving: AtomicU64,
 }
@@ -77,15 +96,16 @@ pub(super) fn run(
 ) -> Result<Report> {
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
-    let shared = Shared { plan, regions, moving: AtomicU64::new(0) };
+    let budget = Budget::new(loader.tune.staging.max(4 * loader.tune.limits.chunk), Arc::default());
+    let (moving, peak) = (AtomicU64::new(0), AtomicU64::new(0));
+    let shared = Shared { plan, regions, budget, peak, moving };
     if plan.read <= loader.tune.near
         && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
     {
         let goes_on = progress(Progress { read: plan.read, total: plan.read });
         return if goes_on { Ok(report) } else { Err(stopped()) };
     }
-    let budget = Budget::new(loader.tune.staging.max(4 * loader.tune.limits.chunk), Arc::default());
-    let (peak, events) = std::thread::scope(|scope| {
+    let events = std::thread::scope(|scope| {
         let (jobs, todo) = channel::<Job>();
         let (back, returned) = channel::<Back>();
         let todo = Arc::new(Mutex::new(todo));
@@ -100,13 +120,12 @@ pub(super) fn run(
             let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
-        let load = Load { shared: &shared, checkpoint, engine: &loader.engine, budget, jobs, back };
+        let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
         let done = load.go(&returned, loader.tune.depth.max(1), started, progress);
         drop(end);
         done
     })?;
-    let moving = Duration::from_nanos(shared.moving.load(Ordering::Relaxed));
-    let placed = |chunk: &&Chunk| matches!(chunk.target, Target::Place { .. });
+    let placed = |chunk: &&Chunk| !shared.is_moved(chunk);
     let stats = Stats {
         wanted: plan.wanted,
         read: plan.read,
@@ -115,14 +134,15 @@ pub(super) fn run(
         placed: plan.chunks.iter().filter(placed).map(|c| c.range.end - c.range.start).sum(),
         plan: Duration::ZERO,
         load: started.elapsed(),
-        moving,
-        staging_peak: peak,
+        moving: Duration::from_nanos(shared.moving.load(Ordering::Relaxed)),
+        staging_peak: shared.peak.load(Ordering::Relaxed),
+        device: None,
     };
     Ok(Report { stats, events })
 }
 
-/// Tells the movers that no more comes, however the load ends.
-struct Ends(Sender<Job>, usize);
+/// Tells so many movers that no more comes, however the load ends.
+pub(super) struct Ends(pub(super) Sender<Job>, pub(super) usize);
 
 impl Drop for Ends {
     fn drop(&mut self) {
@@ -131,29 +151,29 @@ impl Drop for Ends {
 }
 
 /// The reads of a load.
-struct Load<'a> {
-    shared: &'a Shared<'a>,
-    checkpoint: &'a Checkpoint,
-    engine: &'a Engine,
-    budget: Budget,
-    jobs: Sender<Job>,
-    back: Sender<Back>,
+pub(super) struct Load<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) landing: &'a dyn Landing,
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) engine: &'a Engine,
+    pub(super) jobs: Sender<Job>,
+    pub(super) back: Sender<Back>,
 }
 
 impl Load<'_> {
     /// Sends all reads and waits for all of them. The first failure ends it; reads that are
-    /// under way then are waited for where they write to memory that was given. Returns the most
-    /// memory that bytes on their way took.
-    fn go(
+    /// under way then are waited for where they write to memory that was given. Returns what
+    /// became of each.
+    pub(super) fn go(
         self,
         returned: &Receiver<Back>,
         depth: usize,
         started: Instant,
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<(u64, Vec<Event>)> {
-        let chunks = &self.shared.plan.chunks;
-        let total = self.shared.plan.read;
-        let (mut next, mut read, mut peak) = (0, 0, 0);
+    ) -> Result<Vec<Event>> {
+        let chunks = &self.plan.chunks;
+        let total = self.plan.read;
+        let (mut next, mut read) = (0, 0);
         let mut failed: Option<Error> = None;
         let mut events = Vec::with_capacity(chunks.len());
         // Reads under way: their slot and when they were sent.
@@ -161,19 +181,21 @@ impl Load<'_> {
         let mut slots: Vec<usize> = (0..depth).rev().collect();
         loop {
             while failed.is_none() && next < chunks.len() && sent.len() < depth {
-                let Some(lease) = self.lease(&chunks[next], sent.is_empty()) else { break };
+                let alone = sent.is_empty();
+                let Some(lease) = self.landing.lease(&chunks[next], alone) else { break };
                 sent.insert(next, (slots.pop().unwrap_or(depth), Instant::now()));
                 self.send(next, lease);
                 next += 1;
-                peak = self.budget.used().max(peak);
             }
+            let is_given = |&chunk: &usize| self.landing.is_given(&chunks[chunk]);
             match failed {
-                None if sent.is_empty() => return Ok((peak, events)),
-                Some(e) if !sent.keys().any(|&chunk| self.is_given(chunk)) => return Err(e),
+                None if sent.is_empty() && next == chunks.len() => return Ok(events),
+                Some(e) if !sent.keys().any(is_given) => return Err(e),
                 _ => {}
             }
             match returned.recv_timeout(ASK) {
-                Ok(Back { chunk, outcome }) => {
+                Ok(Back::More(outcome)) => failed = failed.or(outcome.err()),
+                Ok(Back::Read { chunk, outcome }) => {
                     let (slot, at) = sent.remove(&chunk).unwrap_or((depth, started));
                     slots.push(slot);
                     match outcome {
@@ -197,48 +219,18 @@ impl Load<'_> {
         }
     }
 
-    /// Whether a chunk is read into memory that waited for it.
-    fn is_given(&self, chunk: usize) -> bool {
-        let plan = self.shared.plan;
-        match plan.chunks[chunk].target {
-            Target::Place { region, .. } => plan.given[region as usize],
-            Target::Spread(_) => false,
-        }
-    }
-
-    /// Memory for a read; none as long as others have it.
-    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
-        match chunk.target {
-            Target::Spread(_) => {
-                let lease = self.budget.try_lease(Buffer::len_for(&chunk.range));
-                debug_assert!(lease.is_some() || !alone, "a chunk fits into the budget");
-                lease
-            }
-            Target::Place { region, at } => {
-                let before = chunk.range.start % PAGE;
-                let start = at - before;
-                let len = Buffer::len_for(&chunk.range);
-                let none = self.budget.try_lease(0)?;
-                let region = &self.shared.regions[region as usize];
-                // SAFETY: the plan gives the pages around a chunk to that chunk alone, each
-                // chunk is sent once, and the region is read after all have come back.
-                Some(unsafe { region.lease(start as usize..(start + len) as usize, none) })
-            }
-        }
-    }
-
     fn send(&self, number: usize, lease: Lease) {
-        let chunk = &self.shared.plan.chunks[number];
+        let chunk = &self.plan.chunks[number];
         let source = self.checkpoint.sources()[chunk.shard.0 as usize].clone();
         let back = self.back.clone();
-        let done: crate::io::Done = match chunk.target {
-            Target::Place { .. } => Box::new(move |outcome: Result<Filled>| {
+        let done: crate::io::Done = match self.landing.is_moved(chunk) {
+            false => Box::new(move |outcome: Result<Filled>| {
                 // Its memory is let go of before the load may count it as loaded.
                 let outcome = outcome.map(|filled| filled.began);
                 let times = |began| Times { began, came: Instant::now(), moved: None };
-                let _ = back.send(Back { chunk: number, outcome: outcome.map(times) });
+                let _ = back.send(Back::Read { chunk: number, outcome: outcome.map(times) });
             }),
-            Target::Spread(_) => {
+            true => {
                 let jobs = self.jobs.clone();
                 Box::new(move |outcome: Result<Filled>| {
                     let sent = match outcome {
@@ -248,13 +240,47 @@ impl Load<'_> {
                         Err(e) => Err(e),
                     };
                     if let Err(e) = sent {
-                        let _ = back.send(Back { chunk: number, outcome: Err(e) });
+                        let _ = back.send(Back::Read { chunk: number, outcome: Err(e) });
                     }
                 })
             }
         };
         let range = chunk.range.clone();
         self.engine.submit(Fetch { source, range, class: Class::Demand, lease, done });
+    }
+}
+
+impl Landing for Shared<'_> {
+    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
+        match chunk.target {
+            Target::Spread(_) => {
+                let lease = self.budget.try_lease(Buffer::len_for(&chunk.range));
+                debug_assert!(lease.is_some() || !alone, "a chunk fits into the budget");
+                self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
+                lease
+            }
+            Target::Place { region, at } => {
+                let before = chunk.range.start % PAGE;
+                let start = at - before;
+                let len = Buffer::len_for(&chunk.range);
+                let none = self.budget.try_lease(0)?;
+                let region = &self.regions[region as usize];
+                // SAFETY: the plan gives the pages around a chunk to that chunk alone, each
+                // chunk is sent once, and the region is read after all have come back.
+                Some(unsafe { region.lease(start as usize..(start + len) as usize, none) })
+            }
+        }
+    }
+
+    fn is_moved(&self, chunk: &Chunk) -> bool {
+        matches!(chunk.target, Target::Spread(_))
+    }
+
+    fn is_given(&self, chunk: &Chunk) -> bool {
+        match chunk.target {
+            Target::Place { region, .. } => self.plan.given[region as usize],
+            Target::Spread(_) => false,
+        }
     }
 }
 
@@ -335,7 +361,7 @@ impl Shared<'_> {
             let nanos = u64::try_from((ended - started).as_nanos()).unwrap_or(u64::MAX);
             self.moving.fetch_add(nanos, Ordering::Relaxed);
             let outcome = Ok(Times { began, came, moved: Some(started..ended) });
-            let _ = back.send(Back { chunk, outcome });
+            let _ = back.send(Back::Read { chunk, outcome });
         }
     }
 

@@ -10,9 +10,9 @@ pub(crate) struct Kernel(Cast);
 impl Kernel {
     /// The kernel of this name, where there is one.
     pub(crate) fn named(name: &str) -> Option<Kernel> {
-        let casts = Dtype::ALL.iter().flat_map(|from| {
-            Dtype::ALL.iter().filter_map(move |to| Cast::new(*from, *to))
-        });
+        let casts = Dtype::ALL
+            .iter()
+            .flat_map(|from| Dtype::ALL.iter().filter_map(move |to| Cast::new(*from, *to)));
         casts.into_iter().find(|cast| cast.kernel() == name).map(Kernel)
     }
 

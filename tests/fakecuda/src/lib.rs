@@ -519,11 +519,7 @@ extern "C" fn cuModuleUnload(module: u64) -> u32 {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuModuleGetFunction(
-    function: *mut u64,
-    module: u64,
-    name: *const c_char,
-) -> u32 {
+extern "C" fn cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char) -> u32 {
     entry("cuModuleGetFunction", json!({}), |state| {
         current(state)?;
         // SAFETY: names are text that ends with a zero.
@@ -595,7 +591,11 @@ const NAMES: &[(u32, &CStr, &CStr)] = &[
     (999, c"CUDA_ERROR_UNKNOWN", c"unknown error"),
 ];
 
-fn name_of(error: u32, name: *mut *const c_char, pick: fn(&(u32, &'static CStr, &'static CStr)) -> &'static CStr) -> u32 {
+fn name_of(
+    error: u32,
+    name: *mut *const c_char,
+    pick: fn(&(u32, &'static CStr, &'static CStr)) -> &'static CStr,
+) -> u32 {
     let found = NAMES.iter().find(|(code, ..)| *code == error);
     let text = found.map_or(std::ptr::null(), |found| pick(found).as_ptr());
     put(name, text).err().unwrap_or(if text.is_null() { code::INVALID_VALUE } else { 0 })

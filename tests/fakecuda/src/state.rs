@@ -220,7 +220,9 @@ impl State {
         self.device.remove(&address);
         match used {
             // Stays allocated, so that the work meets nobody else's memory.
-            true => self.violation(format!("{len} bytes of a device are freed while work uses them")),
+            true => {
+                self.violation(format!("{len} bytes of a device are freed while work uses them"))
+            }
             false => release(address, len),
         }
         Ok(())
@@ -250,9 +252,8 @@ impl State {
         if address == 0 || len == 0 {
             return Err(code::INVALID_VALUE);
         }
-        let overlaps = |(start, one): (&u64, &OnHost)| {
-            *start < address + len && address < *start + one.len
-        };
+        let overlaps =
+            |(start, one): (&u64, &OnHost)| *start < address + len && address < *start + one.len;
         if self.host.iter().any(overlaps) {
             return Err(code::ALREADY_REGISTERED);
         }
@@ -279,8 +280,7 @@ impl State {
     /// address without its tag.
     pub(crate) fn on_device(&self, address: u64, len: u64, ordinal: i32) -> Result<u64, u32> {
         let address = untagged(address)?;
-        let (start, one) =
-            self.device.range(..=address).next_back().ok_or(code::INVALID_VALUE)?;
+        let (start, one) = self.device.range(..=address).next_back().ok_or(code::INVALID_VALUE)?;
         let inside = one.ordinal == ordinal && address - start + len <= one.len;
         if inside { Ok(address) } else { Err(code::INVALID_VALUE) }
     }
@@ -288,9 +288,8 @@ impl State {
     /// Whether `len` bytes at `address` may be copied without waiting: all in one piece of
     /// memory that is pinned or registered, or all in none unless that is refused.
     pub(crate) fn on_host(&self, address: u64, len: u64) -> Result<(), u32> {
-        let touched = |(start, one): &(&u64, &OnHost)| {
-            **start < address + len && address < **start + one.len
-        };
+        let touched =
+            |(start, one): &(&u64, &OnHost)| **start < address + len && address < **start + one.len;
         match self.host.iter().find(touched) {
             None if self.settings.strict => Err(code::INVALID_VALUE),
             None => Ok(()),

@@ -1,0 +1,392 @@
+//! CUDA's driver interface, behind which nothing is unsafe.
+//!
+//! The functions are looked up by name, all of them when the first GPU is opened: a driver that
+//! lacks one gives an error, no panic, and codes that are newer than this source are numbers.
+//! A call has its context bound on the thread, whichever that is, and leaves what was bound there
+//! before. Memory that copies use is kept until they are over, also where something fails.
+
+mod pinned;
+mod stream;
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::fmt;
+use std::ptr::{null, null_mut};
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::sys;
+
+pub use pinned::Pinning;
+pub(super) use pinned::{Pinned, Slice};
+pub use stream::ForeignStream;
+pub(crate) use stream::{Kernels, Rows, Sending, Sent, Stream};
+
+use super::failed;
+use crate::error::{DriverCall, Result};
+
+macro_rules! driver {
+    ($($name:ident($($arg:ty),*);)*) => {
+        /// The functions of the driver.
+        #[allow(non_snake_case, reason = "the names of the interface")]
+        struct Driver { $($name: unsafe extern "C" fn($($arg),*) -> c_uint,)* }
+
+        impl Driver {
+            /// Loads the driver; else why it cannot be used.
+            fn load() -> std::result::Result<Driver, String> {
+                // SAFETY: the driver's initialisers run, as in every program that uses it.
+                if !unsafe { sys::is_culib_present() } {
+                    return Err("there is no NVIDIA driver: libcuda.so.1 cannot be loaded".into());
+                }
+                // SAFETY: likewise; it is there, so this does not panic.
+                let library = unsafe { sys::culib() };
+                Ok(Driver { $($name: {
+                    // SAFETY: the type is the one that the interface gives the function.
+                    let symbol = unsafe {
+                        library.get::<unsafe extern "C" fn($($arg),*) -> c_uint>(
+                            concat!(stringify!($name), "\0").as_bytes(),
+                        )
+                    };
+                    *symbol.map_err(|_| {
+                        concat!("the NVIDIA driver lacks ", stringify!($name), "; update it")
+                            .to_owned()
+                    })?
+                },)* })
+            }
+        }
+    };
+}
+
+driver! {
+    cuInit(c_uint);
+    cuGetErrorName(c_uint, *mut *const c_char);
+    cuGetErrorString(c_uint, *mut *const c_char);
+    cuDeviceGetCount(*mut c_int);
+    cuDeviceGet(*mut sys::CUdevice, c_int);
+    cuDeviceGetName(*mut c_char, c_int, sys::CUdevice);
+    cuDevicePrimaryCtxRetain(*mut sys::CUcontext, sys::CUdevice);
+    cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
+    cuCtxGetCurrent(*mut sys::CUcontext);
+    cuCtxSetCurrent(sys::CUcontext);
+    cuCtxSynchronize();
+    cuMemGetInfo_v2(*mut usize, *mut usize);
+    cuMemAlloc_v2(*mut sys::CUdeviceptr, usize);
+    cuMemFree_v2(sys::CUdeviceptr);
+    cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+    cuMemFreeHost(*mut c_void);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostUnregister(*mut c_void);
+    cuMemcpyHtoDAsync_v2(sys::CUdeviceptr, *const c_void, usize, sys::CUstream);
+    cuMemcpyDtoH_v2(*mut c_void, sys::CUdeviceptr, usize);
+    cuMemcpy2DAsync_v2(*const sys::CUDA_MEMCPY2D_st, sys::CUstream);
+    cuStreamCreate(*mut sys::CUstream, c_uint);
+    cuStreamDestroy_v2(sys::CUstream);
+    cuStreamSynchronize(sys::CUstream);
+    cuStreamWaitEvent(sys::CUstream, sys::CUevent, c_uint);
+    cuEventCreate(*mut sys::CUevent, c_uint);
+    cuEventDestroy_v2(sys::CUevent);
+    cuEventRecord(sys::CUevent, sys::CUstream);
+    cuEventSynchronize(sys::CUevent);
+    cuModuleLoadData(*mut sys::CUmodule, *const c_void);
+    cuModuleUnload(sys::CUmodule);
+    cuModuleGetFunction(*mut sys::CUfunction, sys::CUmodule, *const c_char);
+    cuLaunchKernel(
+        sys::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, sys::CUstream,
+        *mut *mut c_void, *mut *mut c_void
+    );
+}
+
+impl Driver {
+    /// The driver, loaded and initialised. `ordinal` is whom an error is about.
+    fn get(ordinal: Option<u32>) -> Result<&'static Driver> {
+        static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
+        let driver = DRIVER.get_or_init(Driver::load);
+        let driver = driver.as_ref().map_err(|why| failed(ordinal, why.clone(), None))?;
+        // SAFETY: it takes a number only. After the first time it does nothing.
+        driver.check(ordinal, "cuInit", unsafe { (driver.cuInit)(0) })?;
+        Ok(driver)
+    }
+
+    /// What came of a call.
+    fn check(&self, ordinal: Option<u32>, function: &'static str, code: c_uint) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        let text = |get: unsafe extern "C" fn(c_uint, *mut *const c_char) -> c_uint| {
+            let mut text: *const c_char = null();
+            // SAFETY: the pointer is written to, and then is null or a text that stays.
+            let known = unsafe { get(code, &mut text) } == 0 && !text.is_null();
+            // SAFETY: as above.
+            known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        };
+        let name = text(self.cuGetErrorName).unwrap_or_else(|| "an unknown error".to_owned());
+        let why = text(self.cuGetErrorString).unwrap_or_else(|| "no reason given".to_owned());
+        let message = format!("{function} failed: {why} ({name}, {code})");
+        Err(failed(ordinal, message, Some(DriverCall { function, code, name })))
+    }
+}
+
+/// Calls a function of the driver of a context.
+macro_rules! call {
+    ($context:expr, $name:ident($($arg:expr),* $(,)?)) => {
+        $context.check(stringify!($name), ($context.driver.$name)($($arg),*))
+    };
+}
+use call;
+
+/// An open GPU. Clones are the same.
+#[derive(Clone)]
+pub struct Gpu(Arc<Context>);
+
+/// The primary context of a device: the one that everybody in the process shares.
+struct Context {
+    driver: &'static Driver,
+    ordinal: u32,
+    device: sys::CUdevice,
+    raw: sys::CUcontext,
+    name: String,
+}
+
+// SAFETY: a context may be used by any thread, and by several at once.
+unsafe impl Send for Context {}
+// SAFETY: likewise.
+unsafe impl Sync for Context {}
+
+impl Context {
+    fn check(&self, function: &'static str, code: c_uint) -> Result<()> {
+        self.driver.check(Some(self.ordinal), function, code)
+    }
+
+    /// Binds the context to this thread as long as the result lives.
+    fn enter(&self) -> Result<Entered<'_>> {
+        let mut before = null_mut();
+        // SAFETY: the pointer is written to.
+        unsafe { call!(self, cuCtxGetCurrent(&mut before)) }?;
+        if before == self.raw {
+            return Ok(Entered { context: self, before: None });
+        }
+        // SAFETY: the context is retained.
+        unsafe { call!(self, cuCtxSetCurrent(self.raw)) }?;
+        Ok(Entered { context: self, before: Some(before) })
+    }
+
+    /// Carries `give_back` out, which frees something. That it fails changes nothing: mostly it
+    /// tells of work that failed before.
+    fn give_back(&self, give_back: impl FnOnce(&Context) -> Result<()>) {
+        if let Err(e) = self.enter().and_then(|_entered| give_back(self)) {
+            tracing::warn!("{e}");
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once by `Gpu::open`; nothing that was made in it is left.
+        let released = unsafe { call!(self, cuDevicePrimaryCtxRelease_v2(self.device)) };
+        if let Err(e) = released {
+            tracing::warn!("{e}");
+        }
+    }
+}
+
+/// A context that is bound to this thread.
+struct Entered<'a> {
+    context: &'a Context,
+    /// What was bound before, where that was another one.
+    before: Option<sys::CUcontext>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: it was bound to this thread before, or is null.
+            let bound = unsafe { call!(self.context, cuCtxSetCurrent(before)) };
+            if let Err(e) = bound {
+                tracing::warn!("{e}");
+            }
+        }
+    }
+}
+
+impl Gpu {
+    /// Number of GPUs here.
+    ///
+    /// # Errors
+    /// Where there is no driver, or it cannot be used.
+    pub fn count() -> Result<u32> {
+        let driver = Driver::get(None)?;
+        let mut count = 0;
+        // SAFETY: the pointer is written to.
+        let code = unsafe { (driver.cuDeviceGetCount)(&mut count) };
+        driver.check(None, "cuDeviceGetCount", code)?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// Opens GPU `ordinal`, in the context that it has in this process already, if it has one.
+    ///
+    /// # Errors
+    /// Where there is no driver, or no such GPU, or it cannot be used.
+    pub fn open(ordinal: u32) -> Result<Gpu> {
+        let driver = Driver::get(Some(ordinal))?;
+        let count = Gpu::count()?;
+        if ordinal >= count {
+            let message = format!("there is no such GPU; the driver sees {count}");
+            return Err(failed(Some(ordinal), message, None));
+        }
+        let check = |function, code| driver.check(Some(ordinal), function, code);
+        let mut device = 0;
+        // SAFETY: the pointer is written to.
+        check("cuDeviceGet", unsafe { (driver.cuDeviceGet)(&mut device, ordinal as c_int) })?;
+        let mut name = [0u8; 256];
+        let (start, len) = (name.as_mut_ptr().cast(), name.len() as c_int);
+        // SAFETY: a text of at most so many bytes, its zero counted, is written there.
+        check("cuDeviceGetName", unsafe { (driver.cuDeviceGetName)(start, len, device) })?;
+        let name = CStr::from_bytes_until_nul(&name).map_or("".into(), CStr::to_string_lossy);
+        let mut raw = null_mut();
+        // SAFETY: the pointer is written to; `Context` gives it back.
+        let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
+        check("cuDevicePrimaryCtxRetain", code)?;
+        let name = name.into_owned();
+        Ok(Gpu(Arc::new(Context { driver, ordinal, device, raw, name })))
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    /// Its name, such as `NVIDIA H200`.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Bytes of its memory that are free, and all of them.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let _entered = self.0.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the pointers are written to.
+        unsafe { call!(self.0, cuMemGetInfo_v2(&mut free, &mut total)) }?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Nothing where `needed` bytes are free.
+    pub(super) fn has_room(&self, needed: u64) -> Result<()> {
+        let (free, total) = self.memory()?;
+        if needed <= free {
+            return Ok(());
+        }
+        let message = format!(
+            "takes {needed} bytes of its memory, {free} of {total} are free; load a part of it"
+        );
+        Err(failed(Some(self.0.ordinal), message, None))
+    }
+
+    /// Memory of its own, `len` bytes that are not zero.
+    ///
+    /// # Errors
+    /// Where it has not that much; the message says how much it has.
+    pub fn allocate(&self, len: u64) -> Result<Arc<DeviceMemory>> {
+        let _entered = self.0.enter()?;
+        let mut address = 0;
+        // SAFETY: the pointer is written to.
+        let allocated = unsafe { call!(self.0, cuMemAlloc_v2(&mut address, len as usize)) };
+        if let Err(e) = allocated {
+            // Says more than the driver does, where that is the reason.
+            self.has_room(len)?;
+            return Err(e);
+        }
+        Ok(Arc::new(DeviceMemory { gpu: self.clone(), address, len, home: Home::Own }))
+    }
+
+    /// `len` bytes of somebody else's memory on this GPU. `keep` is dropped once nothing of this
+    /// crate uses them, on any thread.
+    ///
+    /// # Safety
+    /// The memory lives as long as `keep`. Of its bytes nobody uses those that are loaded until
+    /// the load is over, other than by work that is in a `ForeignStream` that the load waits for.
+    pub unsafe fn foreign(
+        &self,
+        address: u64,
+        len: u64,
+        keep: Box<dyn Send + Sync>,
+    ) -> Arc<DeviceMemory> {
+        Arc::new(DeviceMemory { gpu: self.clone(), address, len, home: Home::Foreign(keep) })
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({}, {})", self.0.ordinal, self.0.name)
+    }
+}
+
+/// Memory of a GPU.
+pub struct DeviceMemory {
+    gpu: Gpu,
+    address: u64,
+    len: u64,
+    home: Home,
+}
+
+enum Home {
+    /// Allocated here.
+    Own,
+    /// Somebody else's; this keeps it alive.
+    Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
+}
+
+impl DeviceMemory {
+    /// The GPU that it belongs to.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Address of its first byte on the GPU.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies bytes from `at` on to the host, and waits for that; not for work under way.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
+        let from = self.part(at, to.len() as u64);
+        let context = &self.gpu.0;
+        let _entered = context.enter()?;
+        // SAFETY: both ends have as many bytes, and it is over when the call returns.
+        unsafe { call!(context, cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len())) }
+    }
+
+    /// Address of `len` bytes from `at` on.
+    fn part(&self, at: u64, len: u64) -> u64 {
+        assert!(at <= self.len && len <= self.len - at, "bytes of the device's memory");
+        self.address + at
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if let Home::Own = self.home {
+            // SAFETY: allocated here; what copies to it keeps it alive.
+            self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuMemFree_v2(self.address)) });
+        }
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMemory({} bytes of {:?})", self.len, self.gpu)
+    }
+}

@@ -1,0 +1,415 @@
+//! Work for GPUs: copies out of pinned memory, kernels, and who waits for whom.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_uint};
+use std::fmt;
+use std::ptr::null_mut;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{DeviceMemory, Gpu, call, failed, sys};
+use crate::cast::Cast;
+use crate::error::Result;
+use crate::io::Filled;
+
+/// The kernels, as text that the driver translates for its GPU. It ends with a zero.
+const PTX: &str = concat!(include_str!("../cast.ptx"), "\0");
+
+/// `CU_STREAM_NON_BLOCKING`: what others do on the legacy stream does not wait for it.
+const NON_BLOCKING: c_uint = 1;
+
+/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: who waits for it sleeps.
+const BLOCKING_EVENT: c_uint = 1 | 2;
+
+/// Largest distance of rows that a copy takes.
+const PITCH_MAX: u64 = (1 << 31) - 1;
+
+/// Threads per block of a kernel, and most blocks: with more elements each does several.
+const BLOCK: u64 = 256;
+const BLOCKS_MAX: u64 = 1 << 15;
+
+/// A stream of somebody else, such as the current one of torch.
+#[derive(Clone, Copy, Debug)]
+pub struct ForeignStream(u64);
+
+impl ForeignStream {
+    /// The stream with this handle; zero is the legacy stream.
+    ///
+    /// # Safety
+    /// It belongs to the GPU that it is used with, in its primary context, and lives as long as
+    /// this does.
+    pub unsafe fn from_raw(handle: u64) -> ForeignStream {
+        ForeignStream(handle)
+    }
+}
+
+/// Work for a GPU that is done in order.
+pub(crate) struct Stream {
+    gpu: Gpu,
+    raw: sys::CUstream,
+    /// Events that nothing waits for.
+    events: Mutex<Vec<Event>>,
+}
+
+// SAFETY: a stream may be used by any thread, and by several at once.
+unsafe impl Send for Stream {}
+// SAFETY: likewise.
+unsafe impl Sync for Stream {}
+
+/// An event of the driver.
+struct Event {
+    gpu: Gpu,
+    raw: sys::CUevent,
+}
+
+// SAFETY: an event may be used by any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    fn new(gpu: &Gpu) -> Result<Event> {
+        let mut raw = null_mut();
+        // SAFETY: the pointer is written to.
+        unsafe { call!(gpu.0, cuEventCreate(&mut raw, BLOCKING_EVENT)) }?;
+        Ok(Event { gpu: gpu.clone(), raw })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, and used by nobody any more.
+        self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuEventDestroy_v2(self.raw)) });
+    }
+}
+
+impl Stream {
+    /// A stream that no other waits for.
+    pub(crate) fn new(gpu: &Gpu) -> Result<Arc<Stream>> {
+        let _entered = gpu.0.enter()?;
+        let mut raw = null_mut();
+        // SAFETY: the pointer is written to.
+        unsafe { call!(gpu.0, cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
+        Ok(Arc::new(Stream { gpu: gpu.clone(), raw, events: Mutex::default() }))
+    }
+
+    /// Lets what comes next wait for all that `other` has been given.
+    pub(crate) fn wait_for(&self, other: ForeignStream) -> Result<()> {
+        let context = &self.gpu.0;
+        let _entered = context.enter()?;
+        let event = Event::new(&self.gpu)?;
+        // SAFETY: both streams live. That the event soon does not is no matter to the driver.
+        unsafe {
+            call!(context, cuEventRecord(event.raw, other.0 as sys::CUstream))?;
+            call!(context, cuStreamWaitEvent(self.raw, event.raw, 0))
+        }
+    }
+
+    /// Starts copies out of `source`, which is kept until they are over.
+    pub(crate) fn send(self: &Arc<Self>, source: Filled) -> Sending {
+        let used = Used { source, memory: Vec::new(), kernels: None };
+        Sending { stream: self.clone(), used: Some(used) }
+    }
+
+    /// Waits until all work is done. Where even that fails, by whichever way, the device is lost.
+    fn drain(&self) -> Result<()> {
+        let context = &self.gpu.0;
+        let _entered = context.enter().or_else(|_| context.enter())?;
+        // SAFETY: the stream lives.
+        unsafe { call!(context, cuStreamSynchronize(self.raw)) }
+            // SAFETY: the context is bound.
+            .or_else(|_| unsafe { call!(context, cuCtxSynchronize()) })
+    }
+
+    fn event(&self) -> Result<Event> {
+        let kept = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        kept.map_or_else(|| Event::new(&self.gpu), Ok)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let Err(e) = self.drain() {
+            tracing::warn!("{e}");
+        }
+        // SAFETY: made by `new`, and used by nobody any more.
+        self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuStreamDestroy_v2(self.raw)) });
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream of {:?}", self.gpu)
+    }
+}
+
+/// Rows of bytes at equal distances.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    /// First byte of the first, in the source, and its distance to the second.
+    pub(crate) from: u64,
+    pub(crate) from_pitch: u64,
+    /// Likewise where they go.
+    pub(crate) to: u64,
+    pub(crate) to_pitch: u64,
+    /// Bytes of a row.
+    pub(crate) width: u64,
+    pub(crate) count: u64,
+}
+
+impl Rows {
+    /// Bytes from the first to the end of the last, in the source and where they go.
+    fn spans(&self) -> (u64, u64) {
+        let steps = self.count - 1;
+        (steps * self.from_pitch + self.width, steps * self.to_pitch + self.width)
+    }
+}
+
+/// Memory that copies use.
+struct Used {
+    source: Filled,
+    memory: Vec<Arc<DeviceMemory>>,
+    kernels: Option<Arc<Kernels>>,
+}
+
+/// Copies out of the bytes of one read, which are being given to a stream.
+pub(crate) struct Sending {
+    stream: Arc<Stream>,
+    /// None once the copies are over.
+    used: Option<Used>,
+}
+
+impl Sending {
+    fn used(&mut self) -> &mut Used {
+        self.used.as_mut().expect("the copies are not over")
+    }
+
+    /// Copies `len` bytes from `from` on to byte `at` of `to`.
+    pub(crate) fn copy(
+        &mut self,
+        from: u64,
+        len: u64,
+        to: &Arc<DeviceMemory>,
+        at: u64,
+    ) -> Result<()> {
+        let source = &self.used().source[from as usize..(from + len) as usize];
+        let start = source.as_ptr().cast();
+        let target = to.part(at, len);
+        self.keep(to);
+        let context = &self.stream.gpu.0;
+        let _entered = context.enter()?;
+        let raw = self.stream.raw;
+        // SAFETY: both ends have so many bytes, and are kept until the copy is over.
+        unsafe { call!(context, cuMemcpyHtoDAsync_v2(target, start, len as usize, raw)) }
+    }
+
+    /// Copies rows of the source to `to`.
+    pub(crate) fn copy_rows(&mut self, rows: Rows, to: &Arc<DeviceMemory>) -> Result<()> {
+        let end = rows.from + rows.spans().0;
+        let rows_of = &self.used().source[rows.from as usize..end as usize];
+        let start = rows_of.as_ptr().addr() as u64;
+        self.rows(sys::CUmemorytype::CU_MEMORYTYPE_HOST, start, rows, to)
+    }
+
+    /// Copies rows of `from`, once what was given to the stream before is done.
+    pub(crate) fn spread(
+        &mut self,
+        from: &Arc<DeviceMemory>,
+        rows: Rows,
+        to: &Arc<DeviceMemory>,
+    ) -> Result<()> {
+        let start = from.part(rows.from, rows.spans().0);
+        self.keep(from);
+        self.rows(sys::CUmemorytype::CU_MEMORYTYPE_DEVICE, start, rows, to)
+    }
+
+    fn rows(
+        &mut self,
+        kind: sys::CUmemorytype,
+        start: u64,
+        rows: Rows,
+        to: &Arc<DeviceMemory>,
+    ) -> Result<()> {
+        let target = to.part(rows.to, rows.spans().1);
+        self.keep(to);
+        if rows.count > 1 && rows.from_pitch.max(rows.to_pitch) > PITCH_MAX {
+            for k in 0..rows.count {
+                let (from, to) = (start + k * rows.from_pitch, target + k * rows.to_pitch);
+                self.pitched(kind, from, to, Rows { count: 1, ..rows })?;
+            }
+            return Ok(());
+        }
+        self.pitched(kind, start, target, rows)
+    }
+
+    /// Both addresses have the bytes of `rows`, and are kept.
+    fn pitched(&mut self, kind: sys::CUmemorytype, from: u64, to: u64, rows: Rows) -> Result<()> {
+        let pitch = |pitch: u64| if rows.count > 1 { pitch } else { rows.width } as usize;
+        let on_host = kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST;
+        let copy = sys::CUDA_MEMCPY2D_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: kind,
+            srcHost: if on_host { from as *const _ } else { std::ptr::null() },
+            srcDevice: if on_host { 0 } else { from },
+            srcArray: null_mut(),
+            srcPitch: pitch(rows.from_pitch),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: null_mut(),
+            dstDevice: to,
+            dstArray: null_mut(),
+            dstPitch: pitch(rows.to_pitch),
+            WidthInBytes: rows.width as usize,
+            Height: rows.count as usize,
+        };
+        let context = &self.stream.gpu.0;
+        let _entered = context.enter()?;
+        // SAFETY: the rows lie in memory that is kept until the copy is over.
+        unsafe { call!(context, cuMemcpy2DAsync_v2(&copy, self.stream.raw)) }
+    }
+
+    /// Casts elements from byte `from.1` of `from.0` on to byte `to.1` of `to.0`, once what was
+    /// given to the stream before is done.
+    pub(crate) fn cast(
+        &mut self,
+        kernels: &Arc<Kernels>,
+        cast: Cast,
+        from: (&Arc<DeviceMemory>, u64),
+        to: (&Arc<DeviceMemory>, u64),
+        elements: u64,
+    ) -> Result<()> {
+        let mut source = from.0.part(from.1, elements * cast.from().bits() / 8);
+        let mut target = to.0.part(to.1, elements * cast.to().bits() / 8);
+        self.keep(from.0);
+        self.keep(to.0);
+        self.used().kernels = Some(kernels.clone());
+        let width = (cast.to().bits() / 8).max(1);
+        if !target.is_multiple_of(width) {
+            let message = format!("{target:#x} is no address for elements of {width} bytes");
+            return Err(failed(Some(self.stream.gpu.ordinal()), message, None));
+        }
+        let context = &self.stream.gpu.0;
+        let _entered = context.enter()?;
+        let function = kernels.function(cast)?;
+        let blocks = elements.div_ceil(BLOCK).min(BLOCKS_MAX) as c_uint;
+        let mut elements = elements;
+        let mut parameters =
+            [(&raw mut source).cast(), (&raw mut target).cast(), (&raw mut elements).cast()];
+        let (parameters, extra) = (parameters.as_mut_ptr(), null_mut());
+        let (raw, threads) = (self.stream.raw, BLOCK as c_uint);
+        // SAFETY: the kernel has these parameters, and reads and writes so many elements there;
+        // memory and kernels are kept until it is over.
+        unsafe {
+            call!(
+                context,
+                cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, raw, parameters, extra)
+            )
+        }
+    }
+
+    fn keep(&mut self, memory: &Arc<DeviceMemory>) {
+        let kept = &mut self.used().memory;
+        // Those before may be there twice, which does no harm.
+        if !kept.iter().rev().take(4).any(|kept| Arc::ptr_eq(kept, memory)) {
+            kept.push(memory.clone());
+        }
+    }
+
+    /// All copies are given: what is left is to wait for them.
+    pub(crate) fn commit(self) -> Result<Sent> {
+        let context = &self.stream.gpu.0;
+        let entered = context.enter()?;
+        let event = self.stream.event()?;
+        // SAFETY: both live.
+        unsafe { call!(context, cuEventRecord(event.raw, self.stream.raw)) }?;
+        drop(entered);
+        Ok(Sent { sending: self, event })
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        let Some(used) = self.used.take() else { return };
+        if let Err(e) = self.stream.drain() {
+            // Whether copies still go on is not known.
+            tracing::error!("{e}; memory that the GPU may use stays as it is");
+            std::mem::forget(used);
+        }
+    }
+}
+
+/// Copies that a stream has been given.
+pub(crate) struct Sent {
+    sending: Sending,
+    /// Reached when they are over.
+    event: Event,
+}
+
+impl Sent {
+    /// Waits until they are over. The memory that they came from is free then, also where it
+    /// fails.
+    pub(crate) fn wait(self) -> Result<()> {
+        let Sent { mut sending, event } = self;
+        {
+            let context = &sending.stream.gpu.0;
+            let _entered = context.enter()?;
+            // SAFETY: the event lives.
+            unsafe { call!(context, cuEventSynchronize(event.raw)) }?;
+        }
+        drop(sending.used.take());
+        sending.stream.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+        Ok(())
+    }
+}
+
+/// The kernels, loaded to a GPU.
+pub(crate) struct Kernels {
+    gpu: Gpu,
+    module: sys::CUmodule,
+    /// Those that were used, by name.
+    functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
+}
+
+// SAFETY: modules and functions may be used by any thread, and by several at once.
+unsafe impl Send for Kernels {}
+// SAFETY: likewise.
+unsafe impl Sync for Kernels {}
+
+impl Kernels {
+    /// Has the driver translate them.
+    pub(crate) fn load(gpu: &Gpu) -> Result<Arc<Kernels>> {
+        let _entered = gpu.0.enter()?;
+        let mut module = null_mut();
+        // SAFETY: the text ends with a zero; the pointer is written to.
+        unsafe { call!(gpu.0, cuModuleLoadData(&mut module, PTX.as_ptr().cast())) }?;
+        Ok(Arc::new(Kernels { gpu: gpu.clone(), module, functions: Mutex::default() }))
+    }
+
+    /// The kernel of `cast`. The context is bound.
+    fn function(&self, cast: Cast) -> Result<sys::CUfunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(cast.kernel()) {
+            return Ok(*function);
+        }
+        let name = CString::new(cast.kernel()).expect("names of kernels have no zero");
+        let mut function = null_mut();
+        // SAFETY: the pointer is written to; the module lives.
+        unsafe {
+            call!(self.gpu.0, cuModuleGetFunction(&mut function, self.module, name.as_ptr()))
+        }?;
+        functions.insert(cast.kernel(), function);
+        Ok(function)
+    }
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernels of {:?}", self.gpu)
+    }
+}
+
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        // SAFETY: loaded by `load`; work that uses it keeps it alive.
+        self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuModuleUnload(self.module)) });
+    }
+}

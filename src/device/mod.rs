@@ -1,0 +1,116 @@
+//! Memory on GPUs, and how bytes get there.
+//!
+//! The driver is looked for when a GPU is opened; a machine without one gets an error that says
+//! so. Only `cuda` knows the driver's interface.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
+mod ring;
+
+#[cfg(feature = "cuda")]
+pub use cuda::{DeviceMemory, ForeignStream, Gpu, Pinning};
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{Kernels, Rows, Sending, Sent, Stream};
+#[cfg(feature = "cuda")]
+pub(crate) use ring::Ring;
+
+use crate::error::{DriverCall, Error};
+
+/// The error of GPU `ordinal`, or of all without.
+fn failed(ordinal: Option<u32>, message: String, call: Option<DriverCall>) -> Error {
+    let device = ordinal.map_or("cuda".to_owned(), |ordinal| format!("cuda:{ordinal}"));
+    Error::Device { device, message, call }
+}
+
+/// A GPU. This build opens none: the cargo feature `cuda` is off.
+#[cfg(not(feature = "cuda"))]
+#[derive(Clone, Debug)]
+pub enum Gpu {}
+
+#[cfg(not(feature = "cuda"))]
+impl Gpu {
+    /// Opens GPU `ordinal`.
+    ///
+    /// # Errors
+    /// Always: this build knows no GPUs.
+    pub fn open(ordinal: u32) -> crate::error::Result<Gpu> {
+        let message = "this build of tensorfs has no GPUs; build it with the feature `cuda`";
+        Err(failed(Some(ordinal), message.to_owned(), None))
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod regions {
+    use std::sync::Arc;
+
+    use super::{DeviceMemory, Gpu};
+    use crate::error::Result;
+
+    /// From this length on memory is allocated by itself.
+    const TOGETHER: u64 = 256 << 20;
+
+    /// Unit in which regions begin.
+    const ALIGN: u64 = 256;
+
+    /// Part of a device's memory that tensors are loaded into.
+    #[derive(Clone, Debug)]
+    pub struct DeviceRegion {
+        /// The memory, which lives as long.
+        pub memory: Arc<DeviceMemory>,
+        /// First byte in it.
+        pub at: u64,
+        /// Length in bytes.
+        pub len: u64,
+    }
+
+    impl DeviceRegion {
+        /// All of `memory`.
+        pub fn whole(memory: Arc<DeviceMemory>) -> DeviceRegion {
+            let len = memory.len();
+            DeviceRegion { memory, at: 0, len }
+        }
+
+        /// Address of its first byte on the device.
+        pub fn address(&self) -> u64 {
+            self.memory.address() + self.at
+        }
+    }
+
+    impl Gpu {
+        /// Memory for regions of these lengths: few large allocations, each of which lives as
+        /// long as any region in it.
+        ///
+        /// # Errors
+        /// Where the device has not that much; the message says how much it has.
+        pub fn regions(&self, lens: &[u64]) -> Result<Vec<DeviceRegion>> {
+            let taken = |len: &u64| len.max(&1).next_multiple_of(ALIGN);
+            let needed = lens.iter().map(taken).fold(0u64, u64::saturating_add);
+            self.has_room(needed)?;
+            let mut regions = Vec::with_capacity(lens.len());
+            let mut rest = lens;
+            while !rest.is_empty() {
+                let mut sum = 0;
+                let together = rest
+                    .iter()
+                    .take_while(|len| {
+                        let fits = sum == 0 || sum + taken(len) <= TOGETHER;
+                        sum += if fits { taken(len) } else { 0 };
+                        fits
+                    })
+                    .count();
+                let memory = self.allocate(sum)?;
+                let mut at = 0;
+                for len in &rest[..together] {
+                    regions.push(DeviceRegion { memory: memory.clone(), at, len: *len });
+                    at += taken(len);
+                }
+                rest = &rest[together..];
+            }
+            Ok(regions)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+pub use regions::DeviceRegion;

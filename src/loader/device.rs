@@ -1,0 +1,465 @@
+//! Loading to a GPU: reads land in pinned memory, from where the GPU takes the bytes.
+//!
+//! One thread gives the copies of each read to a stream as soon as its bytes are there, another
+//! waits until they are over; then the memory is free for the next read. Elements that are cast
+//! pass by a bounded memory on the GPU. Two streams take turns there, so that one copies while
+//! the other casts.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, Scope};
+use std::time::{Duration, Instant};
+
+use super::run::{Back, Ends, Job, Landing, Load, Times};
+use super::{DeviceStats, Loader, Progress, Report, Stats};
+use crate::cast::Cast;
+use crate::checkpoint::Checkpoint;
+use crate::device::{
+    DeviceMemory, DeviceRegion, ForeignStream, Gpu, Kernels, Ring, Rows, Sending, Sent, Stream,
+};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::io::{Budget, Buffer, Filled, Lease};
+use crate::plan::{Chunk, Limits, Move, Placement, Plan, Target, Want};
+
+/// Unit in which memory for casts is cut.
+const ALIGN: u64 = 256;
+
+/// What a loader keeps of each GPU.
+#[derive(Debug, Default)]
+pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>);
+
+#[derive(Debug)]
+struct Kept {
+    ring: Ring,
+    kernels: Mutex<Option<Arc<Kernels>>>,
+}
+
+impl Gpus {
+    fn get(&self, gpu: &Gpu) -> Arc<Kept> {
+        let mut gpus = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = gpus.entry(gpu.ordinal()).or_insert_with(|| {
+            Arc::new(Kept { ring: Ring::new(gpu.clone()), kernels: Mutex::default() })
+        });
+        kept.clone()
+    }
+}
+
+impl Kept {
+    fn kernels(&self, gpu: &Gpu) -> Result<Arc<Kernels>> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernels) = &*kernels {
+            return Ok(kernels.clone());
+        }
+        Ok(kernels.insert(Kernels::load(gpu)?).clone())
+    }
+}
+
+/// Tensors on a GPU.
+#[derive(Debug)]
+pub struct LoadedDevice {
+    regions: Vec<DeviceRegion>,
+    placements: Vec<Placement>,
+    /// How it went.
+    pub report: Report,
+}
+
+impl LoadedDevice {
+    /// Where wish `number` is. Clones keep the memory alive, which other tensors may share.
+    pub fn place(&self, number: usize) -> DeviceRegion {
+        let placement = &self.placements[number];
+        let region = &self.regions[placement.region as usize];
+        let (memory, at) = (region.memory.clone(), region.at + placement.at);
+        DeviceRegion { memory, at, len: placement.len }
+    }
+
+    /// The bytes of wish `number`, copied back to the host.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn bytes(&self, number: usize) -> Result<Vec<u8>> {
+        let place = self.place(number);
+        let mut bytes = vec![0; place.len as usize];
+        if !bytes.is_empty() {
+            place.memory.read(place.at, &mut bytes)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Extent of wish `number` in each dimension.
+    pub fn shape(&self, number: usize) -> &[u64] {
+        &self.placements[number].shape
+    }
+
+    /// Element type of wish `number`.
+    pub fn dtype(&self, number: usize) -> Dtype {
+        self.placements[number].dtype
+    }
+}
+
+impl Loader {
+    /// Loads `wants` of `checkpoint` into memory of `gpu`; calls `progress` several times a
+    /// second, and stops where that says `false`.
+    ///
+    /// # Errors
+    /// The first failure; nothing stays on the GPU then.
+    pub fn load_device(
+        &self,
+        gpu: &Gpu,
+        checkpoint: &Checkpoint,
+        wants: &[Want],
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<LoadedDevice> {
+        let started = Instant::now();
+        let align = self.tune.limits.align.max(Limits::device().align);
+        let limits = Limits { in_place: false, align, ..self.tune.limits };
+        let plan = Plan::new(checkpoint.catalog(), wants, &limits)
+            .map_err(|fault| checkpoint.refused(fault))?;
+        let planned = started.elapsed();
+        debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
+        let regions = gpu.regions(&plan.regions)?;
+        let mut report = self.fill_device(gpu, checkpoint, &plan, &regions, None, progress)?;
+        report.stats.plan = planned;
+        Ok(LoadedDevice { regions, placements: plan.placements, report })
+    }
+
+    /// Carries `plan` out: fills `regions` of `gpu`, which are as many and at least as long as
+    /// its own, once all that `after` has been given is done.
+    ///
+    /// When it returns, nothing of it uses the regions any more, and work of any stream sees
+    /// their bytes.
+    ///
+    /// # Errors
+    /// The first failure; the regions then hold bytes that mean nothing.
+    pub fn fill_device(
+        &self,
+        gpu: &Gpu,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        regions: &[DeviceRegion],
+        after: Option<ForeignStream>,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Report> {
+        let fits = |(region, &len): (&DeviceRegion, &u64)| {
+            region.len >= len && region.memory.gpu().ordinal() == gpu.ordinal()
+        };
+        assert!(
+            regions.len() == plan.regions.len() && regions.iter().zip(&plan.regions).all(fits),
+            "the plan's regions, on this GPU"
+        );
+        let started = Instant::now();
+        let before = (self.counters.source_reads.get(), self.counters.source_reads_direct.get());
+        let kept = self.gpus.get(gpu);
+        kept.ring.taken();
+        let lines = Line::all(gpu, plan, &kept, after)?;
+        let copies = Copies::new(plan, regions, &lines);
+        let events = self.carry_out(checkpoint, &copies, &kept.ring, started, progress)?;
+        let taken = kept.ring.taken();
+        let stats = Stats {
+            wanted: plan.wanted,
+            read: plan.read,
+            reads: self.counters.source_reads.get() - before.0,
+            reads_direct: self.counters.source_reads_direct.get() - before.1,
+            load: started.elapsed(),
+            staging_peak: taken.peak,
+            device: Some(DeviceStats {
+                pinned: taken.pinned,
+                pinning: taken.how.name(),
+                pin: taken.pinning,
+                copy: Duration::from_nanos(copies.copying.load(Ordering::Relaxed)),
+                copies: copies.number.load(Ordering::Relaxed),
+            }),
+            ..Stats::default()
+        };
+        Ok(Report { stats, events })
+    }
+
+    /// Unpins and frees the memory that is kept for the next load to a GPU.
+    pub fn release(&self) {
+        let gpus = self.gpus.0.lock().unwrap_or_else(PoisonError::into_inner);
+        gpus.values().for_each(|kept| kept.ring.release());
+    }
+
+    fn carry_out(
+        &self,
+        checkpoint: &Checkpoint,
+        copies: &Copies<'_>,
+        ring: &Ring,
+        started: Instant,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Vec<super::Event>> {
+        let no_thread = |e| Error::io(&checkpoint.directory, "load: start a thread", e);
+        std::thread::scope(|scope| {
+            let (jobs, todo) = channel::<Job>();
+            let (back, returned) = channel::<Back>();
+            let (sent, waiting) = channel();
+            // Reads that are not waited for hold senders of jobs, too.
+            let end = Ends(jobs.clone(), 1);
+            let returns = back.clone();
+            let copier = Builder::new().name("tensorfs-copy".to_owned());
+            copier
+                .spawn_scoped(scope, move || copies.work(&todo, &sent, &returns))
+                .map_err(no_thread)?;
+            let returns = back.clone();
+            let waiter = Builder::new().name("tensorfs-wait".to_owned());
+            waiter
+                .spawn_scoped(scope, move || copies.finish(&waiting, &returns))
+                .map_err(no_thread)?;
+            let landing = PinnedLanding::new(self, copies.plan, ring, scope, &back);
+            let engine = &self.engine;
+            let load = Load {
+                plan: copies.plan,
+                landing: &landing,
+                checkpoint,
+                engine,
+                jobs,
+                back: back.clone(),
+            };
+            let done = load.go(&returned, self.tune.depth.max(1), started, progress);
+            copies.over.store(true, Ordering::Relaxed);
+            drop(end);
+            done
+        })
+    }
+}
+
+/// Pinned memory as the place where reads land.
+struct PinnedLanding<'scope, 'env> {
+    ring: &'env Ring,
+    /// Most bytes of it.
+    limit: u64,
+    /// What all reads of the load would take at once.
+    wanted: u64,
+    /// Behind leases, which are for memory that is there already.
+    none: Budget,
+    scope: &'scope Scope<'scope, 'env>,
+    back: Sender<Back>,
+}
+
+impl<'scope, 'env> PinnedLanding<'scope, 'env> {
+    fn new(
+        loader: &Loader,
+        plan: &Plan,
+        ring: &'env Ring,
+        scope: &'scope Scope<'scope, 'env>,
+        back: &Sender<Back>,
+    ) -> Self {
+        let lens = plan.chunks.iter().map(|chunk| Buffer::len_for(&chunk.range));
+        let wanted = lens.fold(0u64, u64::saturating_add);
+        let none = Budget::new(0, Arc::default());
+        PinnedLanding { ring, limit: loader.tune.staging, wanted, none, scope, back: back.clone() }
+    }
+}
+
+impl Landing for PinnedLanding<'_, '_> {
+    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
+        let len = Buffer::len_for(&chunk.range);
+        let lease = self.ring.lease(len, self.none.try_lease(0)?);
+        if lease.is_none() && self.ring.begins_to_grow(len, self.limit, alone) {
+            let (ring, limit, wanted) = (self.ring, self.limit, self.wanted);
+            let back = self.back.clone();
+            let grow = move || drop(back.send(Back::More(ring.grow(len, limit, wanted))));
+            let pinner = Builder::new().name("tensorfs-pin".to_owned());
+            if pinner.spawn_scoped(self.scope, grow.clone()).is_err() {
+                grow();
+            }
+        }
+        lease
+    }
+
+    fn is_moved(&self, _: &Chunk) -> bool {
+        true
+    }
+
+    fn is_given(&self, _: &Chunk) -> bool {
+        false
+    }
+}
+
+/// A stream, and memory on the GPU for elements that are cast in it.
+struct Line {
+    stream: Arc<Stream>,
+    /// Elements before; behind them those of several runs after.
+    scratch: Option<(Arc<DeviceMemory>, Arc<Kernels>)>,
+}
+
+impl Line {
+    fn all(gpu: &Gpu, plan: &Plan, kept: &Kept, after: Option<ForeignStream>) -> Result<Vec<Line>> {
+        let room = plan.moves.iter().filter(|one| one.cast.is_some()).map(|one| {
+            let after = if one.runs > 1 { one.runs * one.placed_len() } else { 0 };
+            (one.runs * one.run_len).next_multiple_of(ALIGN) + after
+        });
+        let room = room.max();
+        let kernels = room.map(|_| kept.kernels(gpu)).transpose()?;
+        let line = |_| {
+            let stream = Stream::new(gpu)?;
+            if let Some(after) = after {
+                stream.wait_for(after)?;
+            }
+            let scratch = room.zip(kernels.clone());
+            let scratch = scratch.map(|(room, kernels)| Ok((gpu.allocate(room)?, kernels)));
+            Ok(Line { stream, scratch: scratch.transpose()? })
+        };
+        (0..if room.is_some() { 2 } else { 1 }).map(line).collect()
+    }
+}
+
+/// The copies of a load.
+struct Copies<'a> {
+    plan: &'a Plan,
+    regions: &'a [DeviceRegion],
+    lines: &'a [Line],
+    /// The load has ended, well or not.
+    over: AtomicBool,
+    /// Nanoseconds during which copies were under way.
+    copying: AtomicU64,
+    /// Copies from the host so far.
+    number: AtomicU64,
+}
+
+/// Copies under way: number of their chunk, when its read began and came, when they began.
+struct UnderWay {
+    chunk: usize,
+    began: Instant,
+    came: Instant,
+    started: Instant,
+    sent: Sent,
+}
+
+impl<'a> Copies<'a> {
+    fn new(plan: &'a Plan, regions: &'a [DeviceRegion], lines: &'a [Line]) -> Self {
+        let (over, copying, number) = Default::default();
+        Copies { plan, regions, lines, over, copying, number }
+    }
+
+    /// Gives copies to the streams until nothing can come any more.
+    fn work(&self, todo: &Receiver<Job>, sent: &Sender<UnderWay>, back: &Sender<Back>) {
+        for line in self.lines.iter().cycle() {
+            let Ok(Some((chunk, came, filled))) = todo.recv() else { return };
+            if self.over.load(Ordering::Relaxed) {
+                continue;
+            }
+            let (began, started) = (filled.began, Instant::now());
+            match self.send(line, chunk, filled) {
+                Ok(copies) => {
+                    let _ = sent.send(UnderWay { chunk, began, came, started, sent: copies });
+                }
+                Err(e) => {
+                    let _ = back.send(Back::Read { chunk, outcome: Err(e) });
+                }
+            }
+        }
+    }
+
+    /// Waits for copies, the oldest first, until there are none any more.
+    fn finish(&self, waiting: &Receiver<UnderWay>, back: &Sender<Back>) {
+        let mut last: Option<Instant> = None;
+        for UnderWay { chunk, began, came, started, sent } in waiting {
+            let outcome = sent.wait();
+            let ended = Instant::now();
+            let alone_since = last.map_or(started, |last| last.max(started));
+            let nanos = u64::try_from((ended - alone_since).as_nanos()).unwrap_or(u64::MAX);
+            self.copying.fetch_add(nanos, Ordering::Relaxed);
+            last = Some(ended);
+            let outcome = outcome.map(|()| Times { began, came, moved: Some(started..ended) });
+            let _ = back.send(Back::Read { chunk, outcome });
+        }
+    }
+
+    fn send(&self, line: &Line, chunk: usize, filled: Filled) -> Result<Sent> {
+        let len = filled.len() as u64;
+        let mut sending = line.stream.send(filled);
+        match &self.plan.chunks[chunk].target {
+            Target::Place { region, at } => self.copy(&mut sending, 0, len, *region, *at)?,
+            Target::Spread(moves) => {
+                let mut moves = &self.plan.moves[moves.start as usize..moves.end as usize];
+                while let Some((first, rest)) = moves.split_first() {
+                    // Those that go on where this one ends, there and here, are one copy.
+                    let mut len = first.run_len;
+                    let together = rest.iter().take_while(|one| {
+                        let follows = is_plain(first)
+                            && is_plain(one)
+                            && one.region == first.region
+                            && one.from == first.from + len
+                            && one.at == first.at + len;
+                        len += if follows { one.run_len } else { 0 };
+                        follows
+                    });
+                    moves = &rest[together.count()..];
+                    if is_plain(first) {
+                        self.copy(&mut sending, first.from, len, first.region, first.at)?;
+                    } else {
+                        self.spread(&mut sending, line, first)?;
+                    }
+                }
+            }
+        }
+        sending.commit()
+    }
+
+    fn copy(&self, sending: &mut Sending, from: u64, len: u64, region: u32, at: u64) -> Result<()> {
+        let region = &self.regions[region as usize];
+        self.number.fetch_add(1, Ordering::Relaxed);
+        sending.copy(from, len, &region.memory, region.at + at)
+    }
+
+    /// Runs that are cast, or spread, or both: those of the innermost dimension at a time.
+    fn spread(&self, sending: &mut Sending, line: &Line, one: &Move) -> Result<()> {
+        let strides = one.strides.map(|strides| &self.plan.strides[strides as usize]);
+        let place = |k| strides.map_or((0, 0), |strides| strides.run(k));
+        let (from0, to0) = place(one.first);
+        let inner = strides.and_then(|strides| strides.0.last());
+        let region = &self.regions[one.region as usize];
+        let mut k = one.first;
+        while k < one.first + one.runs {
+            let (from, to) = place(k);
+            let left = one.first + one.runs - k;
+            let count = inner.map_or(1, |inner| (inner.count - k % inner.count).min(left));
+            let rows = Rows {
+                from: one.from + (from - from0),
+                from_pitch: inner.map_or(one.run_len, |inner| inner.from),
+                to: region.at + one.at + (to - to0),
+                to_pitch: inner.map_or(one.run_len, |inner| inner.to),
+                width: one.run_len,
+                count,
+            };
+            self.number.fetch_add(1, Ordering::Relaxed);
+            match (one.cast, &line.scratch) {
+                (Some(cast), Some((scratch, kernels))) => {
+                    cast_rows(sending, scratch, kernels, cast, rows, &region.memory)?;
+                }
+                _ => sending.copy_rows(rows, &region.memory)?,
+            }
+            k += count;
+        }
+        Ok(())
+    }
+}
+
+/// Whether bytes stay as they are and together.
+fn is_plain(one: &Move) -> bool {
+    one.strides.is_none() && one.cast.is_none()
+}
+
+/// Casts rows of elements by way of `scratch`.
+fn cast_rows(
+    sending: &mut Sending,
+    scratch: &Arc<DeviceMemory>,
+    kernels: &Arc<Kernels>,
+    cast: Cast,
+    rows: Rows,
+    to: &Arc<DeviceMemory>,
+) -> Result<()> {
+    let (len, width) = (rows.count * rows.width, cast.len_after(rows.width));
+    let elements = len * 8 / cast.from().bits();
+    if rows.count == 1 {
+        sending.copy(rows.from, len, scratch, 0)?;
+        return sending.cast(kernels, cast, (scratch, 0), (to, rows.to), elements);
+    }
+    let after = len.next_multiple_of(ALIGN);
+    sending.copy_rows(Rows { to: 0, to_pitch: rows.width, ..rows }, scratch)?;
+    sending.cast(kernels, cast, (scratch, 0), (scratch, after), elements)?;
+    sending.spread(scratch, Rows { from: after, from_pitch: width, width, ..rows }, to)
+}

@@ -1,1 +1,719 @@
+//! Loading to GPUs, on a driver whose devices are memory of the process: see tests/fakecuda.
+//!
+//! `TENSORFS_TEST_PLANS` is the number of random plans.
 
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+
+mod common;
+#[path = "device/fake.rs"]
+mod fake;
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use common::boxes::checkpoint;
+use common::wishes::{Wish, expected, limits, wants, wishes};
+use common::{Box_, Cut, write_dcp, write_hf};
+use fake::Fake;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use tensorfs::checkpoint::Checkpoint;
+use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
+use tensorfs::io::{Backend, Direct, Settings};
+use tensorfs::loader::{Loader, Tune};
+use tensorfs::plan::{Limits, Plan, Want};
+use tensorfs::{Class, Dtype, Error};
+
+/// Random plans by default.
+const PLANS: u32 = 10_000;
+
+/// Plans of one checkpoint: to write one takes longer than to load it.
+const PLANS_EACH: u32 = 20;
+
+/// One plan of a checkpoint, and how it is carried out.
+#[derive(Clone, Debug)]
+struct Case {
+    wishes: Vec<Wish>,
+    limits: Limits,
+    seed: u64,
+    delay: u64,
+    ordinal: u32,
+    /// Whether memory is given, also where a wish has no address.
+    fill: bool,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let how = (any::<u64>(), 0u64..100, 0u32..2, any::<bool>());
+    (wishes(), limits(), how).prop_map(|(wishes, limits, (seed, delay, ordinal, fill))| Case {
+        wishes,
+        limits: Limits { in_place: false, align: limits.align.max(16), ..limits },
+        seed,
+        delay,
+        ordinal,
+        fill,
+    })
+}
+
+/// A loader of many small reads, all of them past or all by way of the page cache.
+fn loader(depth: usize, direct: bool) -> Loader {
+    let direct = if direct { Direct::Always } else { Direct::Never };
+    let settings = Settings { direct, backend: Backend::Pread, ..Settings::default() };
+    Loader::new(Tune { settings, depth, ..Tune::device() })
+}
+
+/// A tensor of `shape`, of which each of `parts` ranks has its columns.
+fn columns(name: &str, dtype: Dtype, shape: [u64; 2], parts: u64) -> Cut {
+    let width = shape[1] / parts;
+    let part = |at| Box_ { offset: vec![0, at * width], shape: vec![shape[0], width] };
+    let boxes = (0..parts).map(|at| (at as usize, part(at))).collect();
+    Cut { name: name.to_owned(), dtype, shape: shape.to_vec(), boxes }
+}
+
+/// A checkpoint with everything that a load can meet: columns, casts, plain tensors.
+fn mixed(folder: &Path) -> (Vec<Cut>, Arc<Checkpoint>) {
+    let tensors = vec![
+        columns("a", Dtype::F32, [24, 64], 2),
+        columns("b", Dtype::Bf16, [64, 64], 1),
+        columns("c", Dtype::F32, [40, 32], 1),
+        columns("d", Dtype::I32, [16, 32], 2),
+    ];
+    write_dcp(folder, &tensors);
+    (tensors, Checkpoint::open(folder).unwrap())
+}
+
+fn mixed_wants() -> Vec<Want> {
+    let cast = |tensor, to| Want { cast: Some(to), ..Want::whole(tensor) };
+    vec![cast(0, Dtype::Bf16), Want::whole(1), cast(2, Dtype::F16), Want::whole(3)]
+}
+
+/// Small reads, so that there are several.
+fn small() -> Tune {
+    let limits = Limits { chunk: 4096, ..Limits::device() };
+    Tune { limits, depth: 3, ..Tune::device() }
+}
+
+#[test]
+fn any_parts_of_any_boxes_arrive_as_they_are_however_late_copies_are() {
+    let fake = Fake::new();
+    let plans = std::env::var("TENSORFS_TEST_PLANS").map_or(PLANS, |plans| plans.parse().unwrap());
+    let cases = plans.div_ceil(PLANS_EACH);
+    let mut runner =
+        TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
+    let each = prop::collection::vec(case(), PLANS_EACH as usize);
+    let how = (any::<bool>(), any::<bool>(), 0usize..9);
+    let met = Met::default();
+    let outcome =
+        runner.run(&(checkpoint(), each, how), |(tensors, each, (whole, direct, depth))| {
+            let folder = tempfile::tempdir().unwrap();
+            if whole {
+                write_hf(folder.path(), &tensors)
+            } else {
+                write_dcp(folder.path(), &tensors)
+            };
+            let checkpoint = Checkpoint::open(folder.path()).unwrap();
+            let loader = loader(depth, direct);
+            for case in each {
+                load_one(&fake, &loader, &checkpoint, &tensors, &case)?;
+                met.count(&fake);
+            }
+            drop(loader);
+            fake.assert_clean();
+            Ok(())
+        });
+    outcome.unwrap_or_else(|e| panic!("{e}"));
+    // Else the plans were not as many kinds as they should be.
+    for (name, times) in FUNCTIONS_MET.iter().zip(&met.0) {
+        assert!(times.load(Ordering::Relaxed) >= u64::from(plans / 100), "{name}: {times:?}");
+    }
+}
+
+/// Functions that random plans call often, and how often they did.
+const FUNCTIONS_MET: [&str; 3] = ["cuMemcpyHtoDAsync_v2", "cuMemcpy2DAsync_v2", "cuLaunchKernel"];
+
+#[derive(Default)]
+struct Met([AtomicU64; FUNCTIONS_MET.len()]);
+
+impl Met {
+    fn count(&self, fake: &Fake) {
+        let report = fake.report();
+        for (name, times) in FUNCTIONS_MET.iter().zip(&self.0) {
+            times.fetch_add(report.calls(name), Ordering::Relaxed);
+        }
+    }
+}
+
+fn load_one(
+    fake: &Fake,
+    loader: &Loader,
+    checkpoint: &Checkpoint,
+    tensors: &[Cut],
+    case: &Case,
+) -> Result<(), TestCaseError> {
+    fake.set("seed", case.seed);
+    fake.set("delay", case.delay);
+    fake.forget();
+    let gpu = Gpu::open(case.ordinal).unwrap();
+    let mut wants = wants(checkpoint, tensors, &case.wishes);
+    for want in &mut wants {
+        // Given memory is aligned to its elements, as that of torch is.
+        want.at = want.at.filter(|_| case.fill).map(|at| at / 16 * 16);
+    }
+    let plan = Plan::new(checkpoint.catalog(), &wants, &case.limits).unwrap();
+    let regions: Vec<DeviceRegion> = match case.fill {
+        false => gpu.regions(&plan.regions).unwrap(),
+        true => {
+            let lens = plan.regions.iter().map(|len| gpu.allocate((*len).max(1)).unwrap());
+            // SAFETY: the memory lives as long as the region, and is used by the load alone.
+            let foreign =
+                lens.map(|own| unsafe { gpu.foreign(own.address(), own.len(), Box::new(own)) });
+            foreign.map(DeviceRegion::whole).collect()
+        }
+    };
+    let mut last = 0;
+    let report = loader.fill_device(&gpu, checkpoint, &plan, &regions, None, &mut |progress| {
+        last = progress.read;
+        progress.read <= progress.total
+    });
+    let report = report.unwrap();
+    prop_assert!(plan.read == 0 || last == plan.read);
+    prop_assert_eq!(report.events.len(), plan.chunks.len());
+    check_calls(fake, &plan, report.stats.device.unwrap().copies)?;
+    for (number, want) in wants.iter().enumerate() {
+        let placement = &plan.placements[number];
+        let region = &regions[placement.region as usize];
+        let mut bytes = vec![0; placement.len as usize];
+        if !bytes.is_empty() {
+            region.memory.read(region.at + placement.at, &mut bytes).unwrap();
+        }
+        prop_assert_eq!(&bytes, &expected(&tensors[want.tensor], want));
+        if want.at.is_some() {
+            // What lies before is somebody else's, and is as it was.
+            let mut before = vec![0; placement.at as usize];
+            region.memory.read(region.at, &mut before).unwrap();
+            prop_assert!(before.iter().all(|&byte| byte == 0xA5));
+        }
+    }
+    Ok(())
+}
+
+/// No more copies than the plan has moves, each row of runs counted; none on the device but for
+/// runs that are cast.
+fn check_calls(fake: &Fake, plan: &Plan, copies: u64) -> Result<(), TestCaseError> {
+    let calls = fake.report();
+    prop_assert_eq!(calls.violations.len(), 0, "{:?}", calls.violations);
+    let (mut rows, mut cast_rows) = (0, 0);
+    for one in &plan.moves {
+        let inner = one.strides.map(|id| plan.strides[id as usize].0.last().unwrap().count);
+        // A read may begin and end within a row.
+        let most = inner.map_or(1, |inner| one.runs.div_ceil(inner) + 1);
+        rows += most;
+        cast_rows += if one.cast.is_some() && one.strides.is_some() { most } else { 0 };
+    }
+    prop_assert!(copies <= rows);
+    let on_host = calls.calls("cuMemcpyHtoDAsync_v2") + calls.calls("cuMemcpy2DAsync_v2");
+    prop_assert!((copies..=copies + cast_rows).contains(&on_host));
+    if cast_rows == 0 {
+        prop_assert_eq!(calls.from_host(), copies);
+    }
+    prop_assert!(plan.strides.is_empty() || copies > 0);
+    prop_assert!(calls.calls("cuMemHostRegister_v2") <= 1, "one step is enough for all plans");
+    prop_assert!(calls.calls("cuEventCreate") <= plan.chunks.len() as u64);
+    Ok(())
+}
+
+/// Functions of the driver that a load calls.
+const FUNCTIONS: &[&str] = &[
+    "cuInit",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuMemGetInfo_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpy2DAsync_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+];
+
+/// Those whose failure is no failure of the load: something else does, or nothing is asked for.
+const HARMLESS: &[&str] = &[
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuMemFree_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuEventDestroy_v2",
+    "cuModuleUnload",
+];
+
+/// Opens a GPU and loads `mixed` with a loader of its own; what it was asked for.
+fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(), Error> {
+    fake.forget();
+    let gpu = Gpu::open(1)?;
+    let loader = Loader::new(small());
+    let wants = mixed_wants();
+    let plan = loader.plan(checkpoint, &wants)?;
+    let regions = gpu.regions(&plan.regions)?;
+    // SAFETY: the legacy stream is always there.
+    let legacy = unsafe { ForeignStream::from_raw(0) };
+    loader.fill_device(&gpu, checkpoint, &plan, &regions, Some(legacy), &mut |_| true)?;
+    for (want, placement) in wants.iter().zip(&plan.placements) {
+        let region = &regions[placement.region as usize];
+        let mut bytes = vec![0; placement.len as usize];
+        region.memory.read(region.at + placement.at, &mut bytes)?;
+        assert_eq!(bytes, expected(&tensors[want.tensor], want));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_call_that_fails_is_one_error_and_leaves_nothing_behind() {
+    let fake = Fake::new();
+    let folder = tempfile::tempdir().unwrap();
+    let (tensors, checkpoint) = mixed(folder.path());
+    fake.set("delay", 200);
+    load_mixed(&fake, &tensors, &checkpoint).unwrap();
+    let usual = fake.report();
+    for function in FUNCTIONS {
+        let times = usual.calls(function);
+        assert!(times > 0 || *function == "cuStreamSynchronize", "{function} is not called");
+        for nth in [1, 2, 3, times / 2, times].into_iter().filter(|nth| (1..=times).contains(nth)) {
+            fake.set("fail", format!("{function}:{nth}:999"));
+            let outcome = load_mixed(&fake, &tensors, &checkpoint);
+            fake.set("fail", "");
+            fake.assert_clean();
+            match outcome {
+                Err(error) => {
+                    assert!(!HARMLESS.contains(function), "{function} {nth}: {error}");
+                    let Error::Device { device, message, call: Some(call) } = &error else {
+                        panic!("{function} {nth}: {error:?}");
+                    };
+                    assert!(device.starts_with("cuda"), "{error}");
+                    assert_eq!((call.function, call.code), (*function, 999));
+                    assert_eq!(call.name, "CUDA_ERROR_UNKNOWN");
+                    assert!(message.contains(function) && message.contains("999"), "{error}");
+                    assert_eq!(error.class(), Class::Device);
+                }
+                // To bind a context is tried again where something is given back; how many events
+                // there are depends on how late copies are.
+                Ok(()) if function.starts_with("cuCtx") && nth > 1 => {}
+                Ok(()) if fake.report().calls(function) < nth => {}
+                Ok(()) => assert!(HARMLESS.contains(function), "{function} {nth} did not matter"),
+            }
+            load_mixed(&fake, &tensors, &checkpoint).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_load_that_is_stopped_anywhere_ends_and_the_next_one_goes_on() {
+    let fake = Fake::new();
+    let folder = tempfile::tempdir().unwrap();
+    let (tensors, checkpoint) = mixed(folder.path());
+    let gpu = Gpu::open(0).unwrap();
+    let loader = Loader::new(small());
+    fake.set("delay", 500);
+    for stop in 0..6 {
+        fake.set("seed", stop + 1);
+        let mut asked = 0;
+        let outcome = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| {
+            asked += 1;
+            asked <= stop
+        });
+        let error = outcome.unwrap_err();
+        assert!(error.to_string().contains("stopped"), "{error}");
+        assert_eq!(fake.report().live["device_bytes"], 0);
+    }
+    let loaded = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| true).unwrap();
+    for (number, want) in mixed_wants().iter().enumerate() {
+        assert_eq!(loaded.bytes(number).unwrap(), expected(&tensors[want.tensor], want));
+        assert_eq!(loaded.shape(number), tensors[want.tensor].shape);
+        assert_eq!(loaded.dtype(number), want.cast.unwrap_or(tensors[want.tensor].dtype));
+    }
+}
+
+#[test]
+fn a_shard_that_is_cut_off_while_it_is_loaded_is_an_error_that_names_it() {
+    let fake = Fake::new();
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = columns("a", Dtype::F32, [256, 256], 1);
+    write_hf(folder.path(), &[tensor]);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let gpu = Gpu::open(0).unwrap();
+    let loader = Loader::new(small());
+    fake.set("delay", 500);
+    let path = checkpoint.sources()[0].path();
+    let outcome = loader.load_device(&gpu, &checkpoint, &[Want::whole(0)], &mut |_| {
+        std::fs::File::options().write(true).open(path).unwrap().set_len(5000).unwrap();
+        true
+    });
+    let error = outcome.unwrap_err();
+    assert_eq!((error.class(), error.path()), (Class::Changed, Some(path)), "{error}");
+}
+
+/// Loads one tensor of `len` bytes with `tune`, and tells how its memory was pinned.
+fn load_plain(len: u64, tune: Tune) -> Result<(tensorfs::loader::DeviceStats, Loader), Error> {
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = columns("a", Dtype::I32, [len / 256, 64], 1);
+    write_hf(folder.path(), std::slice::from_ref(&tensor));
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let gpu = Gpu::open(0)?;
+    let loader = Loader::new(tune);
+    let want = Want::whole(0);
+    let loaded =
+        loader.load_device(&gpu, &checkpoint, std::slice::from_ref(&want), &mut |_| true)?;
+    assert_eq!(loaded.bytes(0).unwrap(), expected(&tensor, &want));
+    Ok((loaded.report.stats.device.unwrap(), loader))
+}
+
+#[test]
+fn memory_that_cannot_be_registered_comes_from_the_driver_and_else_is_not_pinned() {
+    let fake = Fake::new();
+    assert_eq!(load_plain(1 << 16, small()).unwrap().0.pinning, "registered");
+    fake.forget();
+    fake.set("fail", "cuMemHostRegister_v2:1:2");
+    assert_eq!(load_plain(1 << 16, small()).unwrap().0.pinning, "allocated");
+    fake.assert_clean();
+    fake.forget();
+    fake.set("fail", "cuMemHostRegister_v2:1:2,cuMemHostAlloc:1:2");
+    fake.set("strict", 0);
+    assert_eq!(load_plain(1 << 16, small()).unwrap().0.pinning, "pageable");
+    // A driver that takes only pinned memory finds out what is not.
+    fake.forget();
+    fake.set("strict", 1);
+    let error = load_plain(1 << 16, small()).unwrap_err();
+    assert!(error.to_string().contains("cuMemcpyHtoDAsync_v2"), "{error}");
+}
+
+#[test]
+fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
+    let fake = Fake::new();
+    fake.set("delay", 2000);
+    // One read takes more than half of a step.
+    let limits = Limits { chunk: 1 << 20, ..Limits::device() };
+    let tune = Tune { limits, depth: 8, staging: 4 << 20, ..Tune::device() };
+    let (stats, loader) = load_plain(8 << 20, tune).unwrap();
+    let pinned = fake.report();
+    assert!(stats.pinned <= 4 << 20, "{stats:?}");
+    assert_eq!(pinned.live["registered_bytes"], stats.pinned);
+    assert!(pinned.calls("cuMemHostRegister_v2") <= 2);
+    assert_eq!(stats.copies, 8);
+    loader.release();
+    assert_eq!(fake.report().live["registered_bytes"], 0);
+    drop(loader);
+    // The second step is not to be had: the first does.
+    fake.set("fail", "cuMemHostRegister_v2:2:2,cuMemHostAlloc:1:2");
+    fake.set("strict", 0);
+    fake.forget();
+    let limits = Limits { chunk: 40 << 20, ..Limits::device() };
+    let tune = Tune { limits, depth: 8, staging: 100 << 20, ..Tune::device() };
+    let (stats, _loader) = load_plain(80 << 20, tune).unwrap();
+    assert!(stats.pinned <= 128 << 20, "{stats:?}");
+}
+
+#[test]
+fn a_read_larger_than_what_is_pinned_gets_memory_of_its_length() {
+    let fake = Fake::new();
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = columns("a", Dtype::I32, [6 << 10, 256], 1);
+    write_hf(folder.path(), std::slice::from_ref(&tensor));
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let gpu = Gpu::open(0).unwrap();
+    let loader = Loader::new(Tune { staging: 1 << 20, ..Tune::device() });
+    let rows = |rows| Want { part: Some(vec![0..rows, 0..256]), ..Want::whole(0) };
+    for rows in [rows(1), rows(6 << 10), rows(64)] {
+        let loaded =
+            loader.load_device(&gpu, &checkpoint, std::slice::from_ref(&rows), &mut |_| true);
+        assert_eq!(loaded.unwrap().bytes(0).unwrap(), expected(&tensor, &rows));
+    }
+    assert!(fake.report().live["registered_bytes"] <= 8 << 20);
+}
+
+#[test]
+fn loads_to_two_gpus_and_two_to_one_go_on_at_the_same_time() {
+    let fake = Fake::new();
+    fake.set("delay", 300);
+    let folder = tempfile::tempdir().unwrap();
+    let (tensors, checkpoint) = mixed(folder.path());
+    let loader = Loader::new(small());
+    std::thread::scope(|scope| {
+        for ordinal in [0, 1, 0, 1] {
+            let (loader, checkpoint, tensors) = (&loader, &checkpoint, &tensors);
+            scope.spawn(move || {
+                let gpu = Gpu::open(ordinal).unwrap();
+                let loaded = loader.load_device(&gpu, checkpoint, &mixed_wants(), &mut |_| true);
+                let loaded = loaded.unwrap();
+                for (number, want) in mixed_wants().iter().enumerate() {
+                    assert_eq!(loaded.place(number).memory.gpu().ordinal(), ordinal);
+                    let bytes = loaded.bytes(number).unwrap();
+                    assert_eq!(bytes, expected(&tensors[want.tensor], want));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_tensor_keeps_its_memory_when_the_load_and_the_loader_are_gone() {
+    let fake = Fake::new();
+    let folder = tempfile::tempdir().unwrap();
+    let (tensors, checkpoint) = mixed(folder.path());
+    let place = {
+        let gpu = Gpu::open(0).unwrap();
+        let loader = Loader::new(small());
+        let loaded = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| true);
+        loaded.unwrap().place(1)
+    };
+    let mut bytes = vec![0; place.len as usize];
+    place.memory.read(place.at, &mut bytes).unwrap();
+    assert_eq!(bytes, expected(&tensors[1], &mixed_wants()[1]));
+    assert!(place.address().is_multiple_of(256));
+    drop(place);
+    fake.assert_clean();
+}
+
+#[test]
+fn what_is_larger_than_the_memory_of_the_gpu_is_refused_with_numbers() {
+    let fake = Fake::new();
+    fake.set("capacity", 100_000);
+    let error = load_plain(1 << 17, small()).unwrap_err().to_string();
+    assert!(error.contains("takes 131072 bytes") && error.contains("100000 of 100000"), "{error}");
+}
+
+#[test]
+fn work_of_somebody_else_in_the_memory_is_waited_for() {
+    let fake = Fake::new();
+    let folder = tempfile::tempdir().unwrap();
+    let (tensors, checkpoint) = mixed(folder.path());
+    let gpu = Gpu::open(0).unwrap();
+    let loader = Loader::new(small());
+    let plan = loader.plan(&checkpoint, &mixed_wants()).unwrap();
+    let regions = gpu.regions(&plan.regions).unwrap();
+    let stream = theirs::Stream::new(&gpu);
+    // Late, and over all that is loaded.
+    fake.set("delay", 20_000);
+    let junk = theirs::pinned(1 << 16);
+    for region in &regions {
+        stream.copy(&junk, region);
+    }
+    // SAFETY: it is of this GPU and lives until it is dropped below.
+    let after = unsafe { ForeignStream::from_raw(stream.handle()) };
+    let progress = &mut |_| true;
+    loader.fill_device(&gpu, &checkpoint, &plan, &regions, Some(after), progress).unwrap();
+    for (want, placement) in mixed_wants().iter().zip(&plan.placements) {
+        let region = &regions[placement.region as usize];
+        let mut bytes = vec![0; placement.len as usize];
+        region.memory.read(region.at + placement.at, &mut bytes).unwrap();
+        assert_eq!(bytes, expected(&tensors[want.tensor], want));
+    }
+    drop((stream, junk));
+}
+
+#[test]
+fn a_thread_keeps_the_context_that_was_bound_to_it() {
+    let _fake = Fake::new();
+    let gpu = Gpu::open(1).unwrap();
+    let other = theirs::Context::bind(0);
+    gpu.memory().unwrap();
+    gpu.allocate(100).unwrap();
+    assert_eq!(theirs::current(), other.handle());
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_an_error_that_says_how_many_are() {
+    let fake = Fake::new();
+    let error = Gpu::open(7).unwrap_err();
+    assert_eq!(error.class(), Class::Device);
+    assert_eq!(error.to_string(), "cuda:7: there is no such GPU; the driver sees 2");
+    fake.set("devices", 0);
+    assert_eq!(Gpu::count().unwrap(), 0);
+    assert!(Gpu::open(0).unwrap_err().to_string().contains("the driver sees 0"));
+    fake.set("fail", "cuInit:1:100");
+    fake.forget();
+    let error = Gpu::open(0).unwrap_err().to_string();
+    assert!(error.contains("cuInit failed: no CUDA-capable device is detected"), "{error}");
+}
+
+/// What this process is to find as the driver, set for children of the test below.
+const CHILD: &str = "TENSORFS_TEST_DRIVER";
+
+#[test]
+fn a_driver_that_is_absent_or_lacks_a_function_is_an_error_and_no_panic() {
+    if std::env::var_os(CHILD).is_some() {
+        // In a child. What is printed is looked at by its parent.
+        println!("said: {}", Gpu::open(0).unwrap_err());
+        return;
+    }
+    let said = |folder: &Path| {
+        let name = "a_driver_that_is_absent_or_lacks_a_function_is_an_error_and_no_panic";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args([name, "--exact", "--nocapture"]).env(CHILD, "1");
+        let output = child.env("LD_LIBRARY_PATH", folder).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        let (_, said) = text.split_once("said: ").unwrap();
+        said.lines().next().unwrap().to_owned()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    // Files that are no libraries keep those of the system from being found.
+    for name in [
+        "libcuda.so",
+        "libcuda.so.1",
+        "libcuda.so.12",
+        "libcuda.so.11",
+        "libcuda.so.10",
+        "libcuda.so.9",
+        "libnvcuda.so",
+        "libnvcuda.so.1",
+    ] {
+        std::fs::write(folder.path().join(name), b"no library").unwrap();
+    }
+    let absent = said(folder.path());
+    assert_eq!(absent, "cuda:0: there is no NVIDIA driver: libcuda.so.1 cannot be loaded");
+    let path = folder.path().join("libcuda.so");
+    let mut library = std::fs::read(fake::library()).unwrap();
+    for function in FUNCTIONS {
+        rename(&mut library, function, b'X');
+        std::fs::write(&path, &library).unwrap();
+        let lacks = said(folder.path());
+        assert_eq!(lacks, format!("cuda:0: the NVIDIA driver lacks {function}; update it"));
+        rename(&mut library, &format!("X{}", &function[1..]), b'c');
+    }
+}
+
+/// Gives a function of a library another name, by another first letter.
+fn rename(library: &mut [u8], function: &str, letter: u8) {
+    let name = [b"\0", function.as_bytes(), b"\0"].concat();
+    let mut from = 0;
+    while let Some(at) = fake::find(&library[from..], &name) {
+        library[from + at + 1] = letter;
+        from += at + 1;
+    }
+    assert!(from > 0, "no name {function} in the library");
+}
+
+/// Somebody else in the process who uses the driver.
+mod theirs {
+    use tensorfs::device::{DeviceRegion, Gpu};
+
+    use super::fake::function;
+
+    pub(crate) fn current() -> u64 {
+        let mut context = 0;
+        // SAFETY: the function's type.
+        let get: extern "C" fn(*mut u64) -> u32 = unsafe { function("cuCtxGetCurrent") };
+        assert_eq!(get(&mut context), 0);
+        context
+    }
+
+    fn set_current(context: u64) {
+        // SAFETY: the function's type.
+        let set: extern "C" fn(u64) -> u32 = unsafe { function("cuCtxSetCurrent") };
+        assert_eq!(set(context), 0);
+    }
+
+    /// A context that is bound to this thread.
+    pub(crate) struct Context(i32, u64);
+
+    impl Context {
+        pub(crate) fn bind(device: i32) -> Context {
+            let mut context = 0;
+            // SAFETY: the function's type.
+            let retain: extern "C" fn(*mut u64, i32) -> u32 =
+                unsafe { function("cuDevicePrimaryCtxRetain") };
+            assert_eq!(retain(&mut context, device), 0);
+            set_current(context);
+            Context(device, context)
+        }
+
+        pub(crate) fn handle(&self) -> u64 {
+            self.1
+        }
+    }
+
+    impl Drop for Context {
+        fn drop(&mut self) {
+            set_current(0);
+            // SAFETY: the function's type.
+            let release: extern "C" fn(i32) -> u32 =
+                unsafe { function("cuDevicePrimaryCtxRelease_v2") };
+            assert_eq!(release(self.0), 0);
+        }
+    }
+
+    /// A stream, in the context of a GPU.
+    pub(crate) struct Stream(u64, #[expect(dead_code, reason = "bound")] Context);
+
+    impl Stream {
+        pub(crate) fn new(gpu: &Gpu) -> Stream {
+            let context = Context::bind(gpu.ordinal() as i32);
+            let mut stream = 0;
+            // SAFETY: the function's type.
+            let create: extern "C" fn(*mut u64, u32) -> u32 = unsafe { function("cuStreamCreate") };
+            assert_eq!(create(&mut stream, 1), 0);
+            Stream(stream, context)
+        }
+
+        pub(crate) fn handle(&self) -> u64 {
+            self.0
+        }
+
+        pub(crate) fn copy(&self, from: &Pinned, to: &DeviceRegion) {
+            // SAFETY: the function's type.
+            let copy: extern "C" fn(u64, u64, usize, u64) -> u32 =
+                unsafe { function("cuMemcpyHtoDAsync_v2") };
+            assert!(to.len <= from.1 as u64);
+            assert_eq!(copy(to.address(), from.0, to.len as usize, self.0), 0);
+        }
+    }
+
+    impl Drop for Stream {
+        fn drop(&mut self) {
+            // SAFETY: the function's type.
+            let destroy: extern "C" fn(u64) -> u32 = unsafe { function("cuStreamDestroy_v2") };
+            assert_eq!(destroy(self.0), 0);
+        }
+    }
+
+    /// Pinned memory.
+    pub(crate) struct Pinned(u64, usize);
+
+    pub(crate) fn pinned(len: usize) -> Pinned {
+        let mut start = 0;
+        // SAFETY: the function's type.
+        let allocate: extern "C" fn(*mut u64, usize, u32) -> u32 =
+            unsafe { function("cuMemHostAlloc") };
+        assert_eq!(allocate(&mut start, len, 1), 0);
+        Pinned(start, len)
+    }
+
+    impl Drop for Pinned {
+        fn drop(&mut self) {
+            let _context = Context::bind(0);
+            // SAFETY: the function's type.
+            let free: extern "C" fn(u64) -> u32 = unsafe { function("cuMemFreeHost") };
+            assert_eq!(free(self.0), 0);
+        }
+    }
+}

@@ -4,102 +4,17 @@
 
 mod common;
 
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use common::boxes::checkpoint;
-use common::{Box_, Cut, bytes, write_dcp, write_hf};
+use common::wishes::{expected, limits, wants, wishes};
+use common::{Box_, Cut, write_dcp, write_hf};
 use proptest::prelude::*;
-use tensorfs::Dtype;
-use tensorfs::cast::Cast;
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::io::{Backend, Direct, Region, Settings};
 use tensorfs::loader::{Loader, Tune};
 use tensorfs::plan::{Limits, Plan, Target, Want};
-
-/// Small, so that small tensors take several reads; whole pages.
-fn limits() -> impl Strategy<Value = Limits> {
-    let sizes = (1u64..4, 0u64..200, 0u64..2000, 1u64..20_000);
-    (sizes, any::<bool>(), 0u32..9).prop_map(|((pages, gap, own, slab), in_place, align)| Limits {
-        chunk: 4096 * pages,
-        moved: 4096 * (pages % 3 + 1),
-        gap,
-        own,
-        slab,
-        in_place,
-        align: 1 << align,
-    })
-}
-
-/// In each dimension a part of it, by two numbers; where there are none, all.
-fn part(shape: &[u64], choices: &[(u16, u16)]) -> Option<Vec<Range<u64>>> {
-    let ranges = shape.iter().zip(choices).map(|(&size, &(a, b))| {
-        // Along the last dimension at multiples of 4: whole bytes for every dtype.
-        let step = if size.is_multiple_of(4) { 4 } else { 1 };
-        let (a, b) = (u64::from(a) % (size / step + 1), u64::from(b) % (size / step + 1));
-        a.min(b) * step..a.max(b) * step
-    });
-    (choices.len() >= shape.len()).then(|| ranges.collect())
-}
-
-/// What is wished for, by numbers that fit any checkpoint.
-#[derive(Clone, Debug)]
-struct Wish {
-    tensor: usize,
-    part: Vec<(u16, u16)>,
-    /// Another element type, where there is one.
-    cast: Option<usize>,
-    /// Byte of a page at which memory waits; beyond it, the one that agrees with the file.
-    at: Option<u64>,
-}
-
-fn wishes() -> impl Strategy<Value = Vec<Wish>> {
-    let part = prop::collection::vec((any::<u16>(), any::<u16>()), 0..6);
-    let (cast, at) = (prop::option::of(0usize..3), prop::option::of(0u64..8192));
-    let wish = (0usize..3, part, cast, at).prop_map(|(tensor, part, cast, at)| Wish {
-        tensor,
-        part,
-        cast,
-        at,
-    });
-    prop::collection::vec(wish, 0..6)
-}
-
-fn wants(checkpoint: &Checkpoint, tensors: &[Cut], wishes: &[Wish]) -> Vec<Want> {
-    // The catalog has the tensors by name, which is their order.
-    let want = |wish: &Wish| {
-        let cut = &tensors[wish.tensor];
-        let cast = wish.cast.map(|number| [Dtype::F32, Dtype::F16, Dtype::Bf16][number]);
-        let tensor = checkpoint.catalog().tensor_at(wish.tensor);
-        let agreeing = tensor.first_piece().range.start % 4096;
-        Want {
-            tensor: wish.tensor,
-            part: part(&cut.shape, &wish.part),
-            cast: cast.filter(|&to| Cast::new(cut.dtype, to).is_some()),
-            at: wish.at.map(|at| if at < 4096 { at } else { agreeing }),
-        }
-    };
-    wishes.iter().map(want).collect()
-}
-
-fn expected(tensor: &Cut, want: &Want) -> Vec<u8> {
-    let bytes = match &want.part {
-        None => bytes(&tensor.name, tensor.dtype, &tensor.shape),
-        Some(part) => tensor.piece(&Box_ {
-            offset: part.iter().map(|range| range.start).collect(),
-            shape: part.iter().map(|range| range.end - range.start).collect(),
-        }),
-    };
-    match want.cast.and_then(|to| Cast::new(tensor.dtype, to)) {
-        None => bytes,
-        Some(cast) => {
-            let mut after = vec![0; cast.len_after(bytes.len() as u64) as usize];
-            cast.convert(&bytes, &mut after);
-            after
-        }
-    }
-}
 
 fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
     let settings = Settings {

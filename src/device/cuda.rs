@@ -171,7 +171,8 @@ impl Context {
     /// Carries `give_back` out, which frees something. That it fails changes nothing: mostly it
     /// tells of work that failed before.
     fn give_back(&self, give_back: impl FnOnce(&Context) -> Result<()>) {
-        if let Err(e) = self.enter().and_then(|_entered| give_back(self)) {
+        let entered = self.enter().or_else(|_| self.enter());
+        if let Err(e) = entered.and_then(|_entered| give_back(self)) {
             tracing::warn!("{e}");
         }
     }

@@ -1,0 +1,154 @@
+//! The driver of tests/fakecuda, loaded as the driver of this process.
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_char, c_void};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use nix::libc;
+use serde_json::Value;
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// The driver, for one test at a time. At the end nothing may be left in it, nor may anybody have
+/// done what no correct program does.
+pub(crate) struct Fake(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
+
+/// What it was asked for, and what is alive.
+#[derive(Debug)]
+pub(crate) struct Report {
+    pub(crate) calls: BTreeMap<String, u64>,
+    pub(crate) copied: BTreeMap<String, u64>,
+    pub(crate) live: BTreeMap<String, u64>,
+    pub(crate) violations: Vec<String>,
+}
+
+impl Report {
+    pub(crate) fn calls(&self, name: &str) -> u64 {
+        self.calls.get(name).copied().unwrap_or(0)
+    }
+
+    /// Copies from the host.
+    pub(crate) fn from_host(&self) -> u64 {
+        let from_device = u64::from(self.copied.contains_key("device_to_device"));
+        assert_eq!(from_device, 0, "rows were copied on the device");
+        self.calls("cuMemcpyHtoDAsync_v2") + self.calls("cuMemcpy2DAsync_v2")
+    }
+}
+
+/// File of the driver, which cargo has built for this test.
+pub(crate) fn library() -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let path = own.with_file_name("libfakecuda.so");
+    assert!(path.exists(), "{} is not there", path.display());
+    path
+}
+
+/// Loads it before anybody asks for a driver: its name is `libcuda.so`, so it is the one then.
+fn handle() -> usize {
+    static HANDLE: OnceLock<usize> = OnceLock::new();
+    *HANDLE.get_or_init(|| {
+        let path = CString::new(library().to_str().unwrap()).unwrap();
+        // SAFETY: a library of this repository, whose initialisers do nothing.
+        let own = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+        assert!(!own.is_null(), "{} cannot be loaded", library().display());
+        // SAFETY: loads nothing anew.
+        let found = unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW) };
+        assert_eq!(own, found, "another driver would be used");
+        own as usize
+    })
+}
+
+/// A function of the driver.
+///
+/// # Safety
+/// `F` is its type.
+pub(crate) unsafe fn function<F: Copy>(name: &str) -> F {
+    let text = CString::new(name).unwrap();
+    // SAFETY: the library is loaded, the name ends with a zero.
+    let symbol = unsafe { libc::dlsym(handle() as *mut c_void, text.as_ptr()) };
+    assert!(!symbol.is_null() && size_of::<F>() == size_of::<*mut c_void>(), "no {name}");
+    // SAFETY: the caller's, and both are as wide as a pointer.
+    unsafe { std::mem::transmute_copy(&symbol) }
+}
+
+/// Where `part` begins in `bytes`.
+pub(crate) fn find(bytes: &[u8], part: &[u8]) -> Option<usize> {
+    let (start, part_start) = (bytes.as_ptr().cast(), part.as_ptr().cast());
+    // SAFETY: both have so many bytes.
+    let found = unsafe { libc::memmem(start, bytes.len(), part_start, part.len()) };
+    (!found.is_null()).then(|| found.addr() - bytes.as_ptr().addr())
+}
+
+impl Fake {
+    pub(crate) fn new() -> Fake {
+        let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let fake = Fake(guard);
+        for (key, value) in
+            [("devices", "2"), ("capacity", "1073741824"), ("delay", "0"), ("strict", "1")]
+        {
+            fake.set(key, value);
+        }
+        fake.set("fail", "");
+        fake.forget();
+        fake
+    }
+
+    pub(crate) fn set(&self, key: &str, value: impl ToString) {
+        let [key, value] = [key, &value.to_string()].map(|text| CString::new(text).unwrap());
+        // SAFETY: the function's type.
+        let configure: extern "C" fn(*const c_char, *const c_char) -> u32 =
+            unsafe { function("fakecuda_configure") };
+        assert_eq!(configure(key.as_ptr(), value.as_ptr()), 0, "{key:?} = {value:?}");
+    }
+
+    /// Forgets what it was asked for.
+    pub(crate) fn forget(&self) {
+        // SAFETY: the function's type.
+        let forget: extern "C" fn() = unsafe { function("fakecuda_forget") };
+        forget();
+    }
+
+    pub(crate) fn report(&self) -> Report {
+        // SAFETY: the function's type.
+        let report: extern "C" fn(*mut u8, usize) -> usize = unsafe { function("fakecuda_report") };
+        let mut text = vec![0; 1 << 16];
+        let len = report(text.as_mut_ptr(), text.len());
+        let report: Value = serde_json::from_slice(&text[..len]).unwrap();
+        let numbers = |key: &str| {
+            let entries = report[key].as_object().unwrap().iter();
+            entries.map(|(name, value)| (name.clone(), value.as_u64().unwrap())).collect()
+        };
+        let violations = report["violations"].as_array().unwrap().iter();
+        Report {
+            calls: numbers("calls"),
+            copied: numbers("copied"),
+            live: numbers("live"),
+            violations: violations.map(|text| text.as_str().unwrap().to_owned()).collect(),
+        }
+    }
+
+    /// Fails unless nothing is left and all was done as it should be. Reads of a load that has
+    /// failed may still come, and let go of their memory then.
+    pub(crate) fn assert_clean(&self) {
+        let mut report = self.report();
+        for _ in 0..1000 {
+            if report.live.values().all(|left| *left == 0) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+            report = self.report();
+        }
+        assert_eq!(report.violations, [""; 0]);
+        assert!(report.live.values().all(|left| *left == 0), "left: {:?}", report.live);
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.assert_clean();
+        }
+    }
+}

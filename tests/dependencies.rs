@@ -47,9 +47,12 @@ const PINNED: &[(&str, &str, &str)] = &[(
     "files are laid out by this release, and another may lay them out differently",
 )];
 
-/// What the library must build without: FUSE, CUDA, Python and a command line are for the
-/// packages around it.
+/// What the library must build without: FUSE, Python and a command line are for the packages
+/// around it, CUDA for those who ask for the feature of that name.
 const CORE_REACHES_NO: &[&str] = &["fuser", "cudarc", "pyo3", "clap"];
+
+/// Features of the core that reach something of these, as (feature, package).
+const CORE_REACHES_BY_FEATURE: &[(&str, &str)] = &[("cuda", "cudarc")];
 
 /// Packages that only the fuzz targets may reach.
 const FUZZ_ONLY: &[&str] = &["libfuzzer-sys"];
@@ -101,11 +104,20 @@ fn no_banned_package_and_no_other_version_of_a_pinned_one_is_used() {
 
 #[test]
 fn core_reaches_neither_fuse_nor_cuda_nor_python_nor_a_command_line() {
-    let graph = Graph::new();
+    let built = packages_of_the_core(&[]);
+    assert!(built.contains("serde_json"), "a package that the core needs is not seen: {built:?}");
     for name in CORE_REACHES_NO {
-        if let Some(chain) = graph.chain("tensorfs", name) {
-            panic!("the core reaches `{name}`: {}", chain.join(" -> "));
-        }
+        assert!(!built.contains(*name), "the core reaches `{name}`: cargo tree -p tensorfs -i {name}");
+    }
+}
+
+#[test]
+fn a_feature_of_the_core_reaches_what_it_is_for_and_nothing_else_of_these() {
+    for (feature, package) in CORE_REACHES_BY_FEATURE {
+        let built = packages_of_the_core(&["--features", feature]);
+        let reached: Vec<_> =
+            CORE_REACHES_NO.iter().filter(|name| built.contains(**name)).collect();
+        assert_eq!(reached, [package], "feature `{feature}`");
     }
 }
 
@@ -173,23 +185,38 @@ fn packages() -> &'static [Package] {
     &PACKAGES
 }
 
-/// Asks cargo without the network first: what this test was built from is on disk already, but
-/// packages for other systems may not be.
-fn read_metadata() -> Value {
+/// What a command of cargo prints. It is asked without the network first: what this test was
+/// built from is on disk already, but packages for other systems may not be.
+fn cargo(words: &[&str]) -> Vec<u8> {
     let mut failures = String::new();
     for offline in [true, false] {
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["metadata", "--format-version", "1", "--locked"]).current_dir(root());
+        cargo.args(words).arg("--locked").current_dir(root());
         if offline {
             cargo.arg("--offline");
         }
         let output = cargo.output().expect("cargo runs");
         if output.status.success() {
-            return serde_json::from_slice(&output.stdout).expect("cargo prints JSON");
+            return output.stdout;
         }
         failures += &format!("{cargo:?}: {}\n", String::from_utf8_lossy(&output.stderr));
     }
-    panic!("cargo metadata failed:\n{failures}");
+    panic!("cargo failed:\n{failures}");
+}
+
+fn read_metadata() -> Value {
+    let metadata = cargo(&["metadata", "--format-version", "1"]);
+    serde_json::from_slice(&metadata).expect("cargo prints JSON")
+}
+
+/// Names of the packages that the core is built from by itself: the metadata have the features
+/// that the packages around it ask for, too.
+fn packages_of_the_core(features: &[&str]) -> BTreeSet<String> {
+    let tree = ["tree", "-p", "tensorfs", "--edges", "no-dev", "--prefix", "none"];
+    let format = ["--format", "{p}", "--target", "all"];
+    let tree = cargo(&[&tree[..], &format[..], features].concat());
+    let lines = String::from_utf8(tree).expect("cargo prints text");
+    lines.lines().filter_map(|line| line.split(' ').next()).map(str::to_owned).collect()
 }
 
 fn read_packages() -> Vec<Package> {

@@ -72,6 +72,8 @@ const UNSAFE_FILES: &[&str] = &[
     "src/io/region.rs",
     "src/io/uring.rs",
     "src/device/cuda.rs",
+    "src/device/cuda/pinned.rs",
+    "src/device/cuda/stream.rs",
     "src/loader/run.rs",
     "mount/src/allocator.rs",
     "mount/src/attach.rs",

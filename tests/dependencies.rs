@@ -107,7 +107,10 @@ fn core_reaches_neither_fuse_nor_cuda_nor_python_nor_a_command_line() {
     let built = packages_of_the_core(&[]);
     assert!(built.contains("serde_json"), "a package that the core needs is not seen: {built:?}");
     for name in CORE_REACHES_NO {
-        assert!(!built.contains(*name), "the core reaches `{name}`: cargo tree -p tensorfs -i {name}");
+        assert!(
+            !built.contains(*name),
+            "the core reaches `{name}`: cargo tree -p tensorfs -i {name}"
+        );
     }
 }
 

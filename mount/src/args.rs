@@ -243,8 +243,8 @@ pub(crate) struct Load {
     /// What is loaded; of options also io=, direct= and io-timeout= count.
     #[command(flatten)]
     pub source: Source,
-    /// Whose memory it is loaded into
-    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     pub device: Device,
     /// Write when each read was queued, read and moved, as Chrome and Perfetto show it
     #[arg(long, value_name = "FILE")]
@@ -255,10 +255,21 @@ pub(crate) struct Load {
 }
 
 /// What tensors are loaded to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
     /// The memory of this machine.
     Cpu,
+    /// That of the GPU with this number.
+    Cuda(u32),
+}
+
+fn device(text: &str) -> Result<Device, String> {
+    let number = match text {
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => Some(0),
+        _ => text.strip_prefix("cuda:").and_then(|number| number.parse().ok()),
+    };
+    number.map(Device::Cuda).ok_or_else(|| "expected cpu, or cuda:N as in cuda:0".to_owned())
 }
 
 /// Arguments of `verify`.

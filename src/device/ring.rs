@@ -37,6 +37,7 @@ struct State {
     growing: bool,
     /// It could not grow, and stays as it is.
     full: bool,
+    /// The worst of them.
     how: Pinning,
     /// Time spent pinning.
     pinning: Duration,
@@ -148,17 +149,18 @@ impl Ring {
     /// # Errors
     /// Where no memory can be had, and there was none before.
     pub(crate) fn grow(&self, len: u64, limit: u64, wanted: u64) -> Result<()> {
-        let left = limit.saturating_sub(self.0.lock().pinned);
+        let before = self.0.lock().pinned;
+        let left = limit.saturating_sub(before);
         let step = STEP.min(left).min(wanted).max(len).next_multiple_of(UNIT);
         let started = Instant::now();
-        let pinned = Pinned::new(&self.0.gpu, step as usize);
+        let pinned = Pinned::new(&self.0.gpu, step as usize, before == 0);
         let mut state = self.0.lock();
         state.growing = false;
         state.pinning += started.elapsed();
-        let outcome = match pinned {
+        match pinned {
             Ok(pinned) => {
                 state.pinned += step;
-                state.how = state.how.max(pinned.how());
+                state.how = if before == 0 { pinned.how() } else { state.how.max(pinned.how()) };
                 state.insert(pinned.whole());
                 Ok(())
             }
@@ -168,8 +170,7 @@ impl Ring {
                 state.full = true;
                 Ok(())
             }
-        };
-        outcome
+        }
     }
 
     /// Unpins and frees what is not in use.

@@ -120,8 +120,10 @@ impl Loader {
         let planned = started.elapsed();
         debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
         let regions = gpu.regions(&plan.regions)?;
+        let allocated = started.elapsed() - planned;
         let mut report = self.fill_device(gpu, checkpoint, &plan, &regions, None, progress)?;
         report.stats.plan = planned;
+        report.stats.device.get_or_insert_default().allocate = allocated;
         Ok(LoadedDevice { regions, placements: plan.placements, report })
     }
 
@@ -165,6 +167,7 @@ impl Loader {
             load: started.elapsed(),
             staging_peak: taken.peak,
             device: Some(DeviceStats {
+                allocate: Duration::ZERO,
                 pinned: taken.pinned,
                 pinning: taken.how.name(),
                 pin: taken.pinning,

@@ -119,6 +119,8 @@ pub struct Stats {
 /// What a load to a GPU took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DeviceStats {
+    /// Time for memory of its own on the GPU, before the first read.
+    pub allocate: Duration,
     /// Memory that is pinned now, for this load and the next.
     pub pinned: u64,
     /// How: `registered`, `allocated` by the driver, or `pageable` where it could not be.

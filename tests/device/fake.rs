@@ -28,13 +28,6 @@ impl Report {
     pub(crate) fn calls(&self, name: &str) -> u64 {
         self.calls.get(name).copied().unwrap_or(0)
     }
-
-    /// Copies from the host.
-    pub(crate) fn from_host(&self) -> u64 {
-        let from_device = u64::from(self.copied.contains_key("device_to_device"));
-        assert_eq!(from_device, 0, "rows were copied on the device");
-        self.calls("cuMemcpyHtoDAsync_v2") + self.calls("cuMemcpy2DAsync_v2")
-    }
 }
 
 /// File of the driver, which cargo has built for this test.

@@ -2,10 +2,14 @@
 
 import json
 import os
+import shutil
 import struct
 
 from checkpoints import column_wise, hf_set, row_wise
-from mounts import FIXTURES, Mount, TestCase, tensorfs
+from mounts import BIN, FIXTURES, Mount, TestCase, tensorfs
+
+# What programs look for as the driver. Files of these names that are no libraries keep those of the machine away.
+DRIVERS = ["libcuda.so", "libcuda.so.1", "libcuda.so.9", "libcuda.so.10", "libcuda.so.11", "libcuda.so.12"]
 
 
 class Load(TestCase):
@@ -92,3 +96,56 @@ class Load(TestCase):
         outcome = tensorfs("load", file)
         self.assertEqual(outcome.code, 1)
         self.assertIn(f"takes {8 * size + 8 * 4096} bytes of memory", outcome.stderr)
+
+
+class LoadToGpu(TestCase):
+    """On a driver whose devices are memory of the process: tests/fakecuda, which the Rust tests build."""
+
+    def driver(self, library=None):
+        folder = self.tmp / "driver"
+        folder.mkdir()
+        for name in DRIVERS:
+            (folder / name).write_bytes(b"no library")
+        if library:
+            shutil.copy(library, folder / "libcuda.so")
+        return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+
+    def test_every_byte_goes_to_the_gpu_and_each_stage_is_shown(self):
+        log = self.tmp / "log"
+        env = {**self.driver(BIN.parent / "deps/libfakecuda.so"), "FAKE_LOG": str(log)}
+        folder, trace = self.tmp / "dcp", self.tmp / "trace.json"
+        column_wise(folder)
+        on_host = tensorfs("load", folder, "--json").json()
+        outcome = tensorfs("load", folder, "--device", "cuda:1", "--json", "--trace", trace, env=env)
+        self.assert_done(outcome)
+        loaded = outcome.json()
+        self.assertEqual(loaded["device"], "cuda:1")
+        self.assertEqual(loaded["bytes"], on_host["bytes"])
+        self.assertEqual(set(loaded), set(on_host))
+        self.assertEqual((on_host["gpu"], loaded["gpu"]["name"]), (None, "fake 1"))
+        self.assertEqual(loaded["gpu"]["pinning"], "registered")
+        calls = [json.loads(line) for line in log.read_text().splitlines()]
+        self.assertEqual([call for call in calls if call["code"]], [])
+        copies = [call for call in calls if call["call"] in ("cuMemcpyHtoDAsync_v2", "cuMemcpy2DAsync_v2")]
+        self.assertEqual(len(copies), loaded["gpu"]["copies"])
+        events = json.loads(trace.read_text())["traceEvents"]
+        self.assertEqual({e["name"] for e in events}, {"queue", "read", "copy"})
+        outcome = tensorfs("load", folder, "--device", "cuda", env=env)
+        self.assert_done(outcome)
+        for stage in ("gpu      fake 0", "allocate", "pin", "copy"):
+            self.assertIn(f"\n  {stage}", outcome.stdout)
+
+    def test_a_machine_without_a_driver_or_gpu_says_so_in_one_line(self):
+        folder = self.tmp / "hf"
+        hf_set(folder)
+        env = self.driver()
+        outcome = tensorfs("load", folder, "--device", "cuda:0", env=env)
+        self.assertEqual(outcome.code, 1)
+        self.assertEqual(
+            outcome.stderr, "tensorfs: cuda:0: there is no NVIDIA driver: libcuda.so.1 cannot be loaded\n"
+        )
+        self.assertEqual(tensorfs("load", folder, "--device", "cuda:0", "--json", env=env).json()["class"], "device")
+        shutil.copy(BIN.parent / "deps/libfakecuda.so", self.tmp / "driver/libcuda.so")
+        outcome = tensorfs("load", folder, "--device", "cuda:9", env=env)
+        self.assertEqual(outcome.stderr, "tensorfs: cuda:9: there is no such GPU; the driver sees 2\n")
+        self.assertEqual(tensorfs("load", folder, "--device", "gpu").code, 2)

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tensorfs::checkpoint::Checkpoint;
+use tensorfs::device::Gpu;
 use tensorfs::error::shown_path;
 use tensorfs::io::Settings;
-use tensorfs::loader::{Loaded, Loader, Tune};
+use tensorfs::loader::{Loader, Progress, Report, Tune};
 use tensorfs::plan::Want;
 
 use super::verify::bar;
@@ -18,7 +19,6 @@ use super::{Failure, Outcome, human, one_checkpoint, print_json, print_text, que
 use crate::args;
 
 pub(super) fn run(args: &args::Load) -> Outcome {
-    let args::Device::Cpu = args.device;
     let options = query_options(&args.source)?;
     if let Some(path) = &args.trace {
         check_trace(path)?;
@@ -26,30 +26,66 @@ pub(super) fn run(args: &args::Load) -> Outcome {
     let settings =
         Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
     let started = Instant::now();
+    let gpu = match args.device {
+        args::Device::Cpu => None,
+        args::Device::Cuda(ordinal) => Some(Gpu::open(ordinal)?),
+    };
+    let gpu = gpu.map(|gpu| (gpu, started.elapsed()));
+    let started = Instant::now();
     let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
     let opened = started.elapsed();
     let wants: Vec<Want> = (0..checkpoint.catalog().len()).map(Want::whole).collect();
-    let loader = Loader::new(Tune { settings, ..Tune::default() });
     let bar = bar(args.progress, 0);
-    let loaded = loader.load(&checkpoint, &wants, &mut |progress| {
+    let mut progress = |progress: Progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.read);
         true
-    });
+    };
+    let report = match &gpu {
+        None => {
+            let loader = Loader::new(Tune { settings, ..Tune::default() });
+            loader.load(&checkpoint, &wants, &mut progress).map(|loaded| loaded.report)
+        }
+        Some((gpu, _)) => {
+            let loader = Loader::new(Tune { settings, ..Tune::device() });
+            let loaded = loader.load_device(gpu, &checkpoint, &wants, &mut progress);
+            loaded.map(|loaded| loaded.report)
+        }
+    };
     bar.finish_and_clear();
-    let loaded = loaded?;
+    let load = Load { checkpoint: &checkpoint, report: &report?, opened, gpu: gpu.as_ref() };
     if let Some(path) = &args.trace {
-        write_trace(path, &checkpoint, &loaded)
+        write_trace(path, &checkpoint, load.report)
             .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", path.display())))?;
     }
     if args.source.json {
-        let mut json = to_json(&checkpoint, &loaded, opened);
+        let mut json = to_json(&load);
         json["source"] = json!(shown_path(&args.source.source));
         json["notes"] = json!(notes);
         return print_json(&json);
     }
     let notes = notes.iter().map(|note| format!("  note: {note}\n"));
-    print_text(&(to_text(&checkpoint, &loaded, opened) + &notes.collect::<String>()))
+    print_text(&(to_text(&load) + &notes.collect::<String>()))
+}
+
+/// A load that is done.
+struct Load<'a> {
+    checkpoint: &'a Checkpoint,
+    report: &'a Report,
+    /// Time to open the checkpoint.
+    opened: Duration,
+    /// The GPU it went to, and the time to open that.
+    gpu: Option<&'a (Gpu, Duration)>,
+}
+
+impl Load<'_> {
+    /// From the checkpoint's opening to the last byte in its place. A GPU was open already, as
+    /// it is in a program that uses it.
+    fn total(&self) -> Duration {
+        let stats = &self.report.stats;
+        let allocate = stats.device.map_or(Duration::ZERO, |device| device.allocate);
+        self.opened + stats.plan + allocate + stats.load
+    }
 }
 
 /// Bytes per second.
@@ -57,11 +93,11 @@ fn rate(bytes: u64, time: Duration) -> u64 {
     (bytes as f64 / time.as_secs_f64().max(1e-9)) as u64
 }
 
-fn to_text(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> String {
-    let stats = &loaded.report.stats;
+fn to_text(load: &Load<'_>) -> String {
+    let (checkpoint, stats) = (load.checkpoint, &load.report.stats);
     let catalog = checkpoint.catalog();
     let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
-    let total = opened + stats.plan + stats.load;
+    let total = load.total();
     let mut text = format!(
         "{}: {} tensors, {} in {} shards, loaded in {} at {}/s\n",
         shown_path(&checkpoint.directory.join(&checkpoint.name)),
@@ -74,7 +110,10 @@ fn to_text(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> String
     let mut line = |label: &str, said: String| {
         let _ = writeln!(text, "  {label:<8} {said}");
     };
-    line("open", seconds(opened));
+    if let Some((gpu, opened)) = load.gpu {
+        line("gpu", format!("{}, opened in {} before", gpu.name(), seconds(*opened)));
+    }
+    line("open", seconds(load.opened));
     line("plan", seconds(stats.plan));
     let direct = format!("{} of {} reads past the page cache", stats.reads_direct, stats.reads);
     line(
@@ -86,29 +125,51 @@ fn to_text(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> String
             human(rate(stats.read, stats.load))
         ),
     );
-    line(
-        "move",
-        format!(
-            "{} of all threads; {} read to their place",
-            seconds(stats.moving),
-            human(stats.placed)
+    match &stats.device {
+        Some(device) => {
+            let how = format!("{} pinned in {}", human(device.pinned), seconds(device.pin));
+            line("allocate", seconds(device.allocate));
+            line("pin", format!("{how}, {}", device.pinning));
+            line("copy", format!("{} in {} copies", seconds(device.copy), device.copies));
+        }
+        None => line(
+            "move",
+            format!(
+                "{} of all threads; {} read to their place",
+                seconds(stats.moving),
+                human(stats.placed)
+            ),
         ),
-    );
+    }
     line("staging", format!("{} at its peak", human(stats.staging_peak)));
     text
 }
 
-fn to_json(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> Value {
-    let stats = &loaded.report.stats;
+fn to_json(load: &Load<'_>) -> Value {
+    let (checkpoint, stats) = (load.checkpoint, &load.report.stats);
     let catalog = checkpoint.catalog();
-    let total = opened + stats.plan + stats.load;
+    let total = load.total();
+    let device = load.gpu.map_or("cpu".to_owned(), |(gpu, _)| format!("cuda:{}", gpu.ordinal()));
+    let gpu = load.gpu.zip(stats.device).map(|((gpu, opened), device)| {
+        json!({
+            "name": gpu.name(),
+            "open_s": opened.as_secs_f64(),
+            "allocate_s": device.allocate.as_secs_f64(),
+            "pin_s": device.pin.as_secs_f64(),
+            "pinned": device.pinned,
+            "pinning": device.pinning,
+            "copy_s": device.copy.as_secs_f64(),
+            "copies": device.copies,
+        })
+    });
     json!({
         "ok": true,
         "class": Value::Null,
         "error": Value::Null,
         "directory": shown_path(&checkpoint.directory),
         "name": checkpoint.name,
-        "device": "cpu",
+        "device": device,
+        "gpu": gpu,
         "tensors": catalog.len(),
         "shards": catalog.shards.len(),
         "bytes": stats.wanted,
@@ -116,7 +177,7 @@ fn to_json(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> Value 
         "bytes_read_to_place": stats.placed,
         "reads": stats.reads,
         "reads_direct": stats.reads_direct,
-        "open_s": opened.as_secs_f64(),
+        "open_s": load.opened.as_secs_f64(),
         "plan_s": stats.plan.as_secs_f64(),
         "read_s": stats.load.as_secs_f64(),
         "move_thread_s": stats.moving.as_secs_f64(),
@@ -128,9 +189,9 @@ fn to_json(checkpoint: &Checkpoint, loaded: &Loaded, opened: Duration) -> Value 
 }
 
 /// Writes the reads of a load in the format of Chrome's traces: a row per slot.
-fn write_trace(path: &Path, checkpoint: &Checkpoint, loaded: &Loaded) -> std::io::Result<()> {
+fn write_trace(path: &Path, checkpoint: &Checkpoint, report: &Report) -> std::io::Result<()> {
     let mut events = Vec::new();
-    for event in &loaded.report.events {
+    for event in &report.events {
         let shard = &checkpoint.catalog().shard(event.shard).name;
         let facts = json!({ "shard": shard, "from": event.range.start, "to": event.range.end });
         let mut stage = |name: &str, from: Duration, to: Duration| {

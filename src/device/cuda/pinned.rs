@@ -52,8 +52,9 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` bytes. What cannot be registered is had from the driver, or else is not pinned.
-    pub(in crate::device) fn new(gpu: &Gpu, len: usize) -> Result<Arc<Pinned>> {
+    /// `len` bytes. What cannot be registered is had from the driver, or else is not pinned where
+    /// that is `pageable`.
+    pub(in crate::device) fn new(gpu: &Gpu, len: usize, pageable: bool) -> Result<Arc<Pinned>> {
         let _entered = gpu.0.enter()?;
         let region = Region::new(len as u64).ok();
         let pinned = |start, how, region| {
@@ -82,11 +83,11 @@ impl Pinned {
             return pinned(start, Pinning::Allocated, None);
         }
         match region {
-            Some(region) => {
+            Some(region) if pageable => {
                 tracing::warn!("{why}; copies to the GPU are slow: no memory can be pinned");
                 pinned(region.start(), Pinning::Pageable, Some(region))
             }
-            None => Err(why),
+            _ => Err(why),
         }
     }
 
@@ -105,14 +106,14 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let start: *mut c_void = self.start.as_ptr().cast();
         match self.how {
-            // SAFETY: registered by `new`; who copies out of it keeps it alive.
-            Pinning::Registered => {
-                self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuMemHostUnregister(start)) })
-            }
-            // SAFETY: likewise, allocated by `new`.
-            Pinning::Allocated => {
-                self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuMemFreeHost(start)) })
-            }
+            Pinning::Registered => self.gpu.0.give_back(|gpu| {
+                // SAFETY: registered by `new`; who copies out of it keeps it alive.
+                unsafe { call!(gpu, cuMemHostUnregister(start)) }
+            }),
+            Pinning::Allocated => self.gpu.0.give_back(|gpu| {
+                // SAFETY: allocated by `new`; who copies out of it keeps it alive.
+                unsafe { call!(gpu, cuMemFreeHost(start)) }
+            }),
             Pinning::Pageable => {}
         }
     }
@@ -197,8 +198,11 @@ impl Slice {
     }
 }
 
-/// A slice that is lent, and where it goes then.
-struct Lent(Option<(Slice, Box<dyn FnOnce(Slice) + Send + Sync>)>);
+/// Takes a slice back.
+type Back = Box<dyn FnOnce(Slice) + Send + Sync>;
+
+/// A slice that is lent, and who takes it back.
+struct Lent(Option<(Slice, Back)>);
 
 impl Drop for Lent {
     fn drop(&mut self) {

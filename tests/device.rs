@@ -1,6 +1,10 @@
 //! Loading to GPUs, on a driver whose devices are memory of the process: see tests/fakecuda.
 //!
-//! `TENSORFS_TEST_PLANS` is the number of random plans.
+//! With more random plans, which take a minute on a slow machine:
+//!
+//! ```sh
+//! TENSORFS_TEST_PLANS=10000 cargo test -p tensorfs --features cuda --test device
+//! ```
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 
@@ -8,6 +12,7 @@ mod common;
 #[path = "device/fake.rs"]
 mod fake;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -21,13 +26,14 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
+use tensorfs::format::safetensors;
 use tensorfs::io::{Backend, Direct, Settings};
-use tensorfs::loader::{Loader, Tune};
+use tensorfs::loader::{DeviceStats, Loader, Tune};
 use tensorfs::plan::{Limits, Plan, Want};
 use tensorfs::{Class, Dtype, Error};
 
-/// Random plans by default.
-const PLANS: u32 = 10_000;
+/// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
+const PLANS: u32 = 4_000;
 
 /// Plans of one checkpoint: to write one takes longer than to load it.
 const PLANS_EACH: u32 = 20;
@@ -375,17 +381,31 @@ fn a_shard_that_is_cut_off_while_it_is_loaded_is_an_error_that_names_it() {
 }
 
 /// Loads one tensor of `len` bytes with `tune`, and tells how its memory was pinned.
-fn load_plain(len: u64, tune: Tune) -> Result<(tensorfs::loader::DeviceStats, Loader), Error> {
+fn load_plain(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
     let folder = tempfile::tempdir().unwrap();
     let tensor = columns("a", Dtype::I32, [len / 256, 64], 1);
     write_hf(folder.path(), std::slice::from_ref(&tensor));
-    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    load_first(folder.path(), &expected(&tensor, &Want::whole(0)), tune)
+}
+
+/// Likewise a tensor of zeros, which is made faster.
+fn load_zeros(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let entry = [("a", Dtype::U8, &[len][..], len)];
+    let header = safetensors::encode(&BTreeMap::new(), entry.into_iter(), 8).unwrap();
+    std::fs::write(&path, &header).unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(header.len() as u64 + len).unwrap();
+    load_first(&path, &vec![0; len as usize], tune)
+}
+
+fn load_first(path: &Path, bytes: &[u8], tune: Tune) -> Result<(DeviceStats, Loader), Error> {
+    let checkpoint = Checkpoint::open(path).unwrap();
     let gpu = Gpu::open(0)?;
     let loader = Loader::new(tune);
-    let want = Want::whole(0);
-    let loaded =
-        loader.load_device(&gpu, &checkpoint, std::slice::from_ref(&want), &mut |_| true)?;
-    assert_eq!(loaded.bytes(0).unwrap(), expected(&tensor, &want));
+    let loaded = loader.load_device(&gpu, &checkpoint, &[Want::whole(0)], &mut |_| true)?;
+    assert!(loaded.bytes(0).unwrap() == bytes, "other bytes arrived");
     Ok((loaded.report.stats.device.unwrap(), loader))
 }
 
@@ -415,7 +435,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     // One read takes more than half of a step.
     let limits = Limits { chunk: 1 << 20, ..Limits::device() };
     let tune = Tune { limits, depth: 8, staging: 4 << 20, ..Tune::device() };
-    let (stats, loader) = load_plain(8 << 20, tune).unwrap();
+    let (stats, loader) = load_zeros(8 << 20, tune).unwrap();
     let pinned = fake.report();
     assert!(stats.pinned <= 4 << 20, "{stats:?}");
     assert_eq!(pinned.live["registered_bytes"], stats.pinned);
@@ -429,7 +449,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     fake.forget();
     let limits = Limits { chunk: 40 << 20, ..Limits::device() };
     let tune = Tune { limits, depth: 8, staging: 100 << 20, ..Tune::device() };
-    let (stats, _loader) = load_plain(80 << 20, tune).unwrap();
+    let (stats, _loader) = load_zeros(80 << 20, tune).unwrap();
     assert_eq!((stats.pinned, stats.pinning), (64 << 20, "registered"));
     assert_eq!(fake.report().calls("cuMemHostAlloc"), 1);
 }
@@ -438,13 +458,13 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
 fn a_read_larger_than_what_is_pinned_gets_memory_of_its_length() {
     let fake = Fake::new();
     let folder = tempfile::tempdir().unwrap();
-    let tensor = columns("a", Dtype::I32, [6 << 10, 256], 1);
+    let tensor = columns("a", Dtype::I32, [3 << 10, 256], 1);
     write_hf(folder.path(), std::slice::from_ref(&tensor));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let gpu = Gpu::open(0).unwrap();
     let loader = Loader::new(Tune { staging: 1 << 20, ..Tune::device() });
     let rows = |rows| Want { part: Some(vec![0..rows, 0..256]), ..Want::whole(0) };
-    for rows in [rows(1), rows(6 << 10), rows(64)] {
+    for rows in [rows(1), rows(3 << 10), rows(64)] {
         let loaded =
             loader.load_device(&gpu, &checkpoint, std::slice::from_ref(&rows), &mut |_| true);
         assert_eq!(loaded.unwrap().bytes(0).unwrap(), expected(&tensor, &rows));

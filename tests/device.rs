@@ -13,7 +13,7 @@ mod common;
 mod fake;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -391,13 +391,17 @@ fn load_plain(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
 /// Likewise a tensor of zeros, which is made faster.
 fn load_zeros(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.safetensors");
+    load_first(&write_zeros(folder.path(), len), &vec![0; len as usize], tune)
+}
+
+fn write_zeros(folder: &Path, len: u64) -> PathBuf {
+    let path = folder.join("model.safetensors");
     let entry = [("a", Dtype::U8, &[len][..], len)];
     let header = safetensors::encode(&BTreeMap::new(), entry.into_iter(), 8).unwrap();
     std::fs::write(&path, &header).unwrap();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.set_len(header.len() as u64 + len).unwrap();
-    load_first(&path, &vec![0; len as usize], tune)
+    path
 }
 
 fn load_first(path: &Path, bytes: &[u8], tune: Tune) -> Result<(DeviceStats, Loader), Error> {
@@ -491,6 +495,29 @@ fn loads_to_two_gpus_and_two_to_one_go_on_at_the_same_time() {
                     let bytes = loaded.bytes(number).unwrap();
                     assert_eq!(bytes, expected(&tensors[want.tensor], want));
                 }
+            });
+        }
+    });
+}
+
+#[test]
+fn loads_that_share_too_little_pinned_memory_all_end() {
+    let fake = Fake::new();
+    fake.set("delay", 1000);
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_zeros(folder.path(), 12 << 20);
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    // What is pinned first is enough for one read.
+    let limits = Limits { chunk: 1536 << 10, ..Limits::device() };
+    let loader = Loader::new(Tune { limits, staging: 1, ..Tune::device() });
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            let (loader, checkpoint) = (&loader, &checkpoint);
+            scope.spawn(move || {
+                let gpu = Gpu::open(0).unwrap();
+                let loaded = loader.load_device(&gpu, checkpoint, &[Want::whole(0)], &mut |_| true);
+                let bytes = loaded.unwrap().bytes(0).unwrap();
+                assert!(bytes == vec![0; 12 << 20], "other bytes arrived");
             });
         }
     });

@@ -189,7 +189,7 @@ impl Drop for Context {
 }
 
 /// A context that is bound to this thread.
-struct Entered<'a> {
+pub(crate) struct Entered<'a> {
     context: &'a Context,
     /// What was bound before, where that was another one.
     before: Option<sys::CUcontext>,

@@ -11,7 +11,7 @@ mod ring;
 #[cfg(feature = "cuda")]
 pub use cuda::{DeviceMemory, ForeignStream, Gpu, Pinning};
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{Kernels, Rows, Sending, Sent, Stream};
+pub(crate) use cuda::{Entered, Kernels, Rows, Sending, Sent, Stream};
 #[cfg(feature = "cuda")]
 pub(crate) use ring::Ring;
 

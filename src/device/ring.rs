@@ -126,22 +126,22 @@ impl Ring {
         ))
     }
 
-    /// Whether `grow` is to be called so that `len` bytes are free together, with at most `limit`
-    /// bytes in all; it has to be called then. `alone`: what is free is all that there will be.
-    pub(crate) fn begins_to_grow(&self, len: u64, limit: u64, alone: bool) -> bool {
+    /// Whether `grow` is to be called so that there is more; it has to be called then. There are
+    /// at most `limit` bytes in all, unless the load is `alone` with nothing: it would have to
+    /// wait for others, which may hold what they have for ever.
+    pub(crate) fn begins_to_grow(&self, limit: u64, alone: bool) -> bool {
         let mut state = self.0.lock();
-        if state.growing {
-            return false;
-        }
-        if alone && state.used == 0 && (state.full || state.pinned >= limit) {
-            // Too small, all of it.
+        let fits = state.pinned < limit;
+        if !state.growing && alone && state.used == 0 && (state.full || !fits) {
+            // Too short, all of it.
             let free = state.take_whole();
             drop(state);
             drop(free);
             state = self.0.lock();
         }
-        state.growing = !state.full && state.pinned < limit.max(len);
-        state.growing
+        let grows = !state.growing && !state.full && (alone || fits);
+        state.growing |= grows;
+        grows
     }
 
     /// Pins one step more, for a load that needs `wanted` bytes at a time at most.

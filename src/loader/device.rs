@@ -17,7 +17,8 @@ use super::{DeviceStats, Loader, Progress, Report, Stats};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
 use crate::device::{
-    DeviceMemory, DeviceRegion, ForeignStream, Gpu, Kernels, Ring, Rows, Sending, Sent, Stream,
+    DeviceMemory, DeviceRegion, Entered, ForeignStream, Gpu, Kernels, Ring, Rows, Sending, Sent,
+    Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -260,7 +261,7 @@ impl Landing for PinnedLanding<'_, '_> {
     fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
         let len = Buffer::len_for(&chunk.range);
         let lease = self.ring.lease(len, self.none.try_lease(0)?);
-        if lease.is_none() && self.ring.begins_to_grow(len, self.limit, alone) {
+        if lease.is_none() && self.ring.begins_to_grow(self.limit, alone) {
             let (ring, limit, wanted) = (self.ring, self.limit, self.wanted);
             let back = self.back.clone();
             let grow = move || drop(back.send(Back::More(ring.grow(len, limit, wanted))));
@@ -337,8 +338,14 @@ impl<'a> Copies<'a> {
         Copies { plan, regions, lines, over, copying, number }
     }
 
+    /// Binds the GPU's context to a thread that is the load's own. Without, each call does.
+    fn bound(&self) -> Option<Entered<'_>> {
+        self.lines.first()?.stream.enter().ok()
+    }
+
     /// Gives copies to the streams until nothing can come any more.
     fn work(&self, todo: &Receiver<Job>, sent: &Sender<UnderWay>, back: &Sender<Back>) {
+        let _bound = self.bound();
         for line in self.lines.iter().cycle() {
             let Ok(Some((chunk, came, filled))) = todo.recv() else { return };
             if self.over.load(Ordering::Relaxed) {
@@ -358,6 +365,7 @@ impl<'a> Copies<'a> {
 
     /// Waits for copies, the oldest first, until there are none any more.
     fn finish(&self, waiting: &Receiver<UnderWay>, back: &Sender<Back>) {
+        let _bound = self.bound();
         let mut last: Option<Instant> = None;
         for UnderWay { chunk, began, came, started, sent } in waiting {
             let outcome = sent.wait();

@@ -6,7 +6,7 @@ use std::fmt;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{DeviceMemory, Gpu, call, failed, sys};
+use super::{DeviceMemory, Entered, Gpu, call, failed, sys};
 use crate::cast::Cast;
 use crate::error::Result;
 use crate::io::Filled;
@@ -88,6 +88,11 @@ impl Stream {
         // SAFETY: the pointer is written to.
         unsafe { call!(gpu.0, cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
         Ok(Arc::new(Stream { gpu: gpu.clone(), raw, events: Mutex::default() }))
+    }
+
+    /// Binds its context to this thread as long as the result lives.
+    pub(crate) fn enter(&self) -> Result<Entered<'_>> {
+        self.gpu.0.enter()
     }
 
     /// Lets what comes next wait for all that `other` has been given.

@@ -94,9 +94,14 @@ fn mixed_wants() -> Vec<Want> {
     vec![cast(0, Dtype::Bf16), Want::whole(1), cast(2, Dtype::F16), Want::whole(3)]
 }
 
+/// Reads of at most `len` bytes.
+fn reads(len: u64) -> Limits {
+    Limits { chunk: len, moved: len, ..Limits::device() }
+}
+
 /// Small reads, so that there are several.
 fn small() -> Tune {
-    let limits = Limits { chunk: 4096, ..Limits::device() };
+    let limits = reads(4096);
     Tune { limits, depth: 3, ..Tune::device() }
 }
 
@@ -437,7 +442,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     let fake = Fake::new();
     fake.set("delay", 2000);
     // One read takes more than half of a step.
-    let limits = Limits { chunk: 1 << 20, ..Limits::device() };
+    let limits = reads(1 << 20);
     let tune = Tune { limits, depth: 8, staging: 4 << 20, ..Tune::device() };
     let (stats, loader) = load_zeros(8 << 20, tune).unwrap();
     let pinned = fake.report();
@@ -451,7 +456,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     // The second step is not to be had: the first does.
     fake.set("fail", "cuMemHostRegister_v2:2:2,cuMemHostAlloc:1:2");
     fake.forget();
-    let limits = Limits { chunk: 40 << 20, ..Limits::device() };
+    let limits = reads(40 << 20);
     let tune = Tune { limits, depth: 8, staging: 100 << 20, ..Tune::device() };
     let (stats, _loader) = load_zeros(80 << 20, tune).unwrap();
     assert_eq!((stats.pinned, stats.pinning), (64 << 20, "registered"));
@@ -508,7 +513,7 @@ fn loads_that_share_too_little_pinned_memory_all_end() {
     let path = write_zeros(folder.path(), 12 << 20);
     let checkpoint = Checkpoint::open(&path).unwrap();
     // What is pinned first is enough for one read.
-    let limits = Limits { chunk: 1536 << 10, ..Limits::device() };
+    let limits = reads(1536 << 10);
     let loader = Loader::new(Tune { limits, staging: 1, ..Tune::device() });
     std::thread::scope(|scope| {
         for _ in 0..3 {

@@ -114,8 +114,11 @@ impl Loader {
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<LoadedDevice> {
         let started = Instant::now();
-        let align = self.tune.limits.align.max(Limits::device().align);
-        let limits = Limits { in_place: false, align, ..self.tune.limits };
+        let mut limits = self.tune.limits;
+        if limits.in_place {
+            let Limits { in_place, align, .. } = Limits::device();
+            limits = Limits { in_place, align, moved: limits.chunk, ..limits };
+        }
         let plan = Plan::new(checkpoint.catalog(), wants, &limits)
             .map_err(|fault| checkpoint.refused(fault))?;
         let planned = started.elapsed();

@@ -198,7 +198,7 @@ fn load_one(
         if !bytes.is_empty() {
             region.memory.read(region.at + placement.at, &mut bytes).unwrap();
         }
-        prop_assert_eq!(&bytes, &expected(&tensors[want.tensor], want));
+        prop_assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
         if want.at.is_some() {
             // What lies before is somebody else's, and is as it was.
             let mut before = vec![0; placement.at as usize];
@@ -295,7 +295,7 @@ fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         region.memory.read(region.at + placement.at, &mut bytes)?;
-        assert_eq!(bytes, expected(&tensors[want.tensor], want));
+        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
     }
     Ok(())
 }
@@ -360,7 +360,8 @@ fn a_load_that_is_stopped_anywhere_ends_and_the_next_one_goes_on() {
     }
     let loaded = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| true).unwrap();
     for (number, want) in mixed_wants().iter().enumerate() {
-        assert_eq!(loaded.bytes(number).unwrap(), expected(&tensors[want.tensor], want));
+        let bytes = loaded.bytes(number).unwrap();
+        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
         assert_eq!(loaded.shape(number), tensors[want.tensor].shape);
         assert_eq!(loaded.dtype(number), want.cast.unwrap_or(tensors[want.tensor].dtype));
     }
@@ -476,7 +477,8 @@ fn a_read_larger_than_what_is_pinned_gets_memory_of_its_length() {
     for rows in [rows(1), rows(3 << 10), rows(64)] {
         let loaded =
             loader.load_device(&gpu, &checkpoint, std::slice::from_ref(&rows), &mut |_| true);
-        assert_eq!(loaded.unwrap().bytes(0).unwrap(), expected(&tensor, &rows));
+        let bytes = loaded.unwrap().bytes(0).unwrap();
+        assert!(bytes == expected(&tensor, &rows), "other bytes arrived");
     }
     assert!(fake.report().live["registered_bytes"] <= 8 << 20);
 }
@@ -498,7 +500,7 @@ fn loads_to_two_gpus_and_two_to_one_go_on_at_the_same_time() {
                 for (number, want) in mixed_wants().iter().enumerate() {
                     assert_eq!(loaded.place(number).memory.gpu().ordinal(), ordinal);
                     let bytes = loaded.bytes(number).unwrap();
-                    assert_eq!(bytes, expected(&tensors[want.tensor], want));
+                    assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
                 }
             });
         }
@@ -541,7 +543,7 @@ fn a_tensor_keeps_its_memory_when_the_load_and_the_loader_are_gone() {
     };
     let mut bytes = vec![0; place.len as usize];
     place.memory.read(place.at, &mut bytes).unwrap();
-    assert_eq!(bytes, expected(&tensors[1], &mixed_wants()[1]));
+    assert!(bytes == expected(&tensors[1], &mixed_wants()[1]), "other bytes arrived");
     assert!(place.address().is_multiple_of(256));
     drop(place);
     fake.assert_clean();
@@ -568,7 +570,7 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
     // Late, and over all that is loaded.
     fake.set("delay", 20_000);
     let junk = theirs::pinned(1 << 16);
-    for region in &regions {
+    for region in regions.iter().cycle().take(8 * regions.len()) {
         stream.copy(&junk, region);
     }
     // SAFETY: it is of this GPU and lives until it is dropped below.
@@ -579,7 +581,7 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         region.memory.read(region.at + placement.at, &mut bytes).unwrap();
-        assert_eq!(bytes, expected(&tensors[want.tensor], want));
+        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
     }
     drop((stream, junk));
 }
@@ -712,7 +714,7 @@ mod theirs {
             // SAFETY: the function's type.
             let release: extern "C" fn(i32) -> u32 =
                 unsafe { function("cuDevicePrimaryCtxRelease_v2") };
-            assert_eq!(release(self.0), 0);
+            assert!(release(self.0) == 0 || std::thread::panicking());
         }
     }
 
@@ -746,7 +748,7 @@ mod theirs {
         fn drop(&mut self) {
             // SAFETY: the function's type.
             let destroy: extern "C" fn(u64) -> u32 = unsafe { function("cuStreamDestroy_v2") };
-            assert_eq!(destroy(self.0), 0);
+            assert!(destroy(self.0) == 0 || std::thread::panicking());
         }
     }
 
@@ -767,7 +769,7 @@ mod theirs {
             let _context = Context::bind(0);
             // SAFETY: the function's type.
             let free: extern "C" fn(u64) -> u32 = unsafe { function("cuMemFreeHost") };
-            assert_eq!(free(self.0), 0);
+            assert!(free(self.0) == 0 || std::thread::panicking());
         }
     }
 }

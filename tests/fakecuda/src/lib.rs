@@ -136,7 +136,11 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> u32 {
                 state.device.values().filter(|one| one.ordinal == device).count(),
                 state.host.values().filter(|one| one.ordinal == device).count(),
                 state.streams.values().filter(|one| one.ordinal == device).count(),
-                state.events.values().filter(|one| one.ordinal == device).count(),
+                state
+                    .events
+                    .values()
+                    .filter(|one| one.ordinal == device && !one.given_back)
+                    .count(),
                 state.modules.values().filter(|one| one.ordinal == device).count(),
             ];
             if left != [0; 5] {
@@ -388,7 +392,7 @@ fn enqueue(state: &mut State, stream: u64, work: Work) -> Outcome {
         (0, Work::Copy(rows)) => rows.copy(),
         (0, Work::Launch { kernel, from, to, elements }) => kernel.run(from, to, elements),
         (0, Work::Record { event }) => {
-            state.events.entry(event).and_modify(|event| event.reached += 1);
+            state.reach(event);
             CHANGED.notify_all();
         }
         // Nobody gives the legacy stream work that could come too early.
@@ -440,7 +444,7 @@ extern "C" fn cuStreamSynchronize(stream: u64) -> u32 {
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> u32 {
     entry("cuStreamWaitEvent", json!({}), |state| {
-        let until = state.events.get(&event).ok_or(code::INVALID_HANDLE)?.recorded;
+        let until = state.event(event)?.recorded;
         enqueue(state, stream, Work::Wait { event, until })
     })
 }
@@ -459,14 +463,16 @@ extern "C" fn cuEventCreate(event: *mut u64, _flags: c_uint) -> u32 {
 extern "C" fn cuEventDestroy_v2(event: u64) -> u32 {
     giving_back("cuEventDestroy_v2", json!({}), |state| {
         current(state)?;
-        state.events.remove(&event).map(drop).ok_or(code::INVALID_HANDLE)
+        state.event(event)?.given_back = true;
+        state.forget_event(event);
+        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
     entry("cuEventRecord", json!({}), |state| {
-        state.events.get_mut(&event).ok_or(code::INVALID_HANDLE)?.recorded += 1;
+        state.event(event)?.recorded += 1;
         enqueue(state, stream, Work::Record { event })
     })
 }
@@ -474,7 +480,7 @@ extern "C" fn cuEventRecord(event: u64, stream: u64) -> u32 {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventQuery(event: u64) -> u32 {
     entry("cuEventQuery", json!({}), |state| {
-        let event = state.events.get(&event).ok_or(code::INVALID_HANDLE)?;
+        let event = state.event(event)?;
         if event.reached < event.recorded { Err(code::NOT_READY) } else { Ok(()) }
     })
 }
@@ -483,7 +489,7 @@ extern "C" fn cuEventQuery(event: u64) -> u32 {
 extern "C" fn cuEventSynchronize(event: u64) -> u32 {
     waiting("cuEventSynchronize", json!({}), |state| {
         current(state)?;
-        let event = state.events.get(&event).ok_or(code::INVALID_HANDLE)?;
+        let event = state.event(event)?;
         Ok(event.reached >= event.recorded)
     })
 }

@@ -59,6 +59,8 @@ pub(crate) struct Event {
     pub(crate) recorded: u64,
     pub(crate) reached: u64,
     pub(crate) ordinal: i32,
+    /// Given back; it stays until it is reached, for those that wait for it.
+    pub(crate) given_back: bool,
 }
 
 /// A module: names of its kernels.
@@ -157,6 +159,28 @@ impl State {
         }
     }
 
+    /// Stream work has come to `event`.
+    pub(crate) fn reach(&mut self, event: u64) {
+        if let Some(one) = self.events.get_mut(&event) {
+            one.reached += 1;
+        }
+        self.forget_event(event);
+    }
+
+    /// Drops `event` if it was given back and nothing can wait for it any more.
+    pub(crate) fn forget_event(&mut self, event: u64) {
+        let over = |one: &Event| one.given_back && one.reached >= one.recorded;
+        if self.events.get(&event).is_some_and(over) {
+            self.events.remove(&event);
+        }
+    }
+
+    /// `event`, unless it was given back.
+    pub(crate) fn event(&mut self, event: u64) -> Result<&mut Event, u32> {
+        let event = self.events.get_mut(&event).filter(|one| !one.given_back);
+        event.ok_or(code::INVALID_HANDLE)
+    }
+
     pub(crate) fn copied(&mut self, direction: &'static str, bytes: u64) {
         *self.copied.entry(direction).or_default() += bytes;
     }
@@ -192,7 +216,7 @@ impl State {
                 "pinned_bytes": sum(true),
                 "registered_bytes": sum(false),
                 "streams": self.streams.len(),
-                "events": self.events.len(),
+                "events": self.events.values().filter(|one| !one.given_back).count(),
                 "modules": self.modules.len(),
             },
         })

@@ -127,11 +127,7 @@ fn work(handle: u64) {
         match next {
             Work::Copy(rows) => rows.copy(),
             Work::Launch { kernel, from, to, elements } => kernel.run(from, to, elements),
-            Work::Record { event } => {
-                if let Some(event) = state.events.get_mut(&event) {
-                    event.reached += 1;
-                }
-            }
+            Work::Record { event } => state.reach(event),
             Work::Wait { .. } => {}
         }
         if let Some(stream) = state.streams.get_mut(&handle) {

@@ -567,10 +567,10 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
     let plan = loader.plan(&checkpoint, &mixed_wants()).unwrap();
     let regions = gpu.regions(&plan.regions).unwrap();
     let stream = theirs::Stream::new(&gpu);
-    // Late, and over all that is loaded.
-    fake.set("delay", 20_000);
+    // It takes longer than the load, and writes to all that is loaded.
+    fake.set("delay", 3_000);
     let junk = theirs::pinned(1 << 16);
-    for region in regions.iter().cycle().take(8 * regions.len()) {
+    for region in regions.iter().cycle().take(100 * regions.len()) {
         stream.copy(&junk, region);
     }
     // SAFETY: it is of this GPU and lives until it is dropped below.

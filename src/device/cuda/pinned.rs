@@ -52,9 +52,9 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` bytes. What cannot be registered is had from the driver, or else is not pinned where
-    /// that is `pageable`.
-    pub(in crate::device) fn new(gpu: &Gpu, len: usize, pageable: bool) -> Result<Arc<Pinned>> {
+    /// `len` bytes. What cannot be registered is had from the driver, and the `first` of a loader
+    /// is not pinned where even that fails. Which it is, is said of the first.
+    pub(in crate::device) fn new(gpu: &Gpu, len: usize, first: bool) -> Result<Arc<Pinned>> {
         let _entered = gpu.0.enter()?;
         let region = Region::new(len as u64).ok();
         let pinned = |start, how, region| {
@@ -79,11 +79,13 @@ impl Pinned {
         let allocated =
             unsafe { call!(gpu.0, cuMemHostAlloc(&mut start, len, sys::CU_MEMHOSTALLOC_PORTABLE)) };
         if let (Ok(()), Some(start)) = (allocated, NonNull::new(start.cast())) {
-            tracing::warn!("{why}; memory of the driver is used instead, which takes longer");
+            if first {
+                tracing::warn!("{why}; memory of the driver is used instead, which takes longer");
+            }
             return pinned(start, Pinning::Allocated, None);
         }
         match region {
-            Some(region) if pageable => {
+            Some(region) if first => {
                 tracing::warn!("{why}; copies to the GPU are slow: no memory can be pinned");
                 pinned(region.start(), Pinning::Pageable, Some(region))
             }

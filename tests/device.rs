@@ -11,6 +11,8 @@
 mod common;
 #[path = "device/fake.rs"]
 mod fake;
+#[path = "device/theirs.rs"]
+mod theirs;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -596,6 +598,49 @@ fn a_thread_keeps_the_context_that_was_bound_to_it() {
     assert_eq!(theirs::current(), other.handle());
 }
 
+/// Codes of the driver, as `cuda.h` has them.
+const INVALID_VALUE: u32 = 1;
+const INVALID_CONTEXT: u32 = 201;
+const ALREADY_REGISTERED: u32 = 712;
+const NOT_REGISTERED: u32 = 713;
+
+#[test]
+fn the_driver_for_tests_refuses_what_no_correct_program_does() {
+    let fake = Fake::new();
+    let gpu = Gpu::open(0).unwrap();
+    assert_eq!(theirs::free(0), INVALID_CONTEXT);
+    let stream = theirs::Stream::new(&gpu);
+    let (memory, from) = (theirs::allocate(100), theirs::pinned(8192));
+    let copy = |to, from, len| theirs::copy(to, from, len, stream.handle());
+    assert_eq!(copy(memory, from.address(), 101), INVALID_VALUE);
+    assert_eq!(copy(memory + 1, from.address(), 100), INVALID_VALUE);
+    assert_eq!(copy(memory, from.address() + 8100, 100), INVALID_VALUE);
+    let bytes = vec![7; 200];
+    let address = bytes.as_ptr().addr() as u64;
+    assert_eq!(copy(memory, address, 100), INVALID_VALUE);
+    assert_eq!(theirs::register(&bytes[..50]), 0);
+    assert_eq!(theirs::register(&bytes[40..60]), ALREADY_REGISTERED);
+    assert_eq!(theirs::register(&bytes[50..]), 0);
+    // Two registrations are not one.
+    assert_eq!(copy(memory, address, 100), INVALID_VALUE);
+    assert_eq!(copy(memory, address + 50, 100), 0);
+    assert_eq!(theirs::unregister(&bytes[50..]), 0);
+    assert_eq!(theirs::unregister(&bytes[50..]), NOT_REGISTERED);
+    assert_eq!(theirs::unregister(&bytes), 0);
+    // What is freed while work uses it is told, the more surely the later the work is.
+    fake.forget();
+    fake.set("delay", 20_000);
+    for _ in 0..20 {
+        assert_eq!(copy(memory, from.address(), 100), 0);
+    }
+    assert_eq!(theirs::free(memory), 0);
+    assert_eq!(theirs::free(memory), INVALID_VALUE);
+    assert_eq!(fake.report().violations, ["100 bytes of a device are freed while work uses them"]);
+    fake.set("delay", 0);
+    drop(stream);
+    fake.forget();
+}
+
 #[test]
 fn a_gpu_that_is_not_there_is_an_error_that_says_how_many_are() {
     let fake = Fake::new();
@@ -667,109 +712,4 @@ fn rename(library: &mut [u8], function: &str, letter: u8) {
         from += at + 1;
     }
     assert!(from > 0, "no name {function} in the library");
-}
-
-/// Somebody else in the process who uses the driver.
-mod theirs {
-    use tensorfs::device::{DeviceRegion, Gpu};
-
-    use super::fake::function;
-
-    pub(crate) fn current() -> u64 {
-        let mut context = 0;
-        // SAFETY: the function's type.
-        let get: extern "C" fn(*mut u64) -> u32 = unsafe { function("cuCtxGetCurrent") };
-        assert_eq!(get(&mut context), 0);
-        context
-    }
-
-    fn set_current(context: u64) {
-        // SAFETY: the function's type.
-        let set: extern "C" fn(u64) -> u32 = unsafe { function("cuCtxSetCurrent") };
-        assert_eq!(set(context), 0);
-    }
-
-    /// A context that is bound to this thread.
-    pub(crate) struct Context(i32, u64);
-
-    impl Context {
-        pub(crate) fn bind(device: i32) -> Context {
-            let mut context = 0;
-            // SAFETY: the function's type.
-            let retain: extern "C" fn(*mut u64, i32) -> u32 =
-                unsafe { function("cuDevicePrimaryCtxRetain") };
-            assert_eq!(retain(&mut context, device), 0);
-            set_current(context);
-            Context(device, context)
-        }
-
-        pub(crate) fn handle(&self) -> u64 {
-            self.1
-        }
-    }
-
-    impl Drop for Context {
-        fn drop(&mut self) {
-            set_current(0);
-            // SAFETY: the function's type.
-            let release: extern "C" fn(i32) -> u32 =
-                unsafe { function("cuDevicePrimaryCtxRelease_v2") };
-            assert!(release(self.0) == 0 || std::thread::panicking());
-        }
-    }
-
-    /// A stream, in the context of a GPU.
-    pub(crate) struct Stream(u64, #[expect(dead_code, reason = "bound")] Context);
-
-    impl Stream {
-        pub(crate) fn new(gpu: &Gpu) -> Stream {
-            let context = Context::bind(gpu.ordinal() as i32);
-            let mut stream = 0;
-            // SAFETY: the function's type.
-            let create: extern "C" fn(*mut u64, u32) -> u32 = unsafe { function("cuStreamCreate") };
-            assert_eq!(create(&mut stream, 1), 0);
-            Stream(stream, context)
-        }
-
-        pub(crate) fn handle(&self) -> u64 {
-            self.0
-        }
-
-        pub(crate) fn copy(&self, from: &Pinned, to: &DeviceRegion) {
-            // SAFETY: the function's type.
-            let copy: extern "C" fn(u64, u64, usize, u64) -> u32 =
-                unsafe { function("cuMemcpyHtoDAsync_v2") };
-            assert!(to.len <= from.1 as u64);
-            assert_eq!(copy(to.address(), from.0, to.len as usize, self.0), 0);
-        }
-    }
-
-    impl Drop for Stream {
-        fn drop(&mut self) {
-            // SAFETY: the function's type.
-            let destroy: extern "C" fn(u64) -> u32 = unsafe { function("cuStreamDestroy_v2") };
-            assert!(destroy(self.0) == 0 || std::thread::panicking());
-        }
-    }
-
-    /// Pinned memory.
-    pub(crate) struct Pinned(u64, usize);
-
-    pub(crate) fn pinned(len: usize) -> Pinned {
-        let mut start = 0;
-        // SAFETY: the function's type.
-        let allocate: extern "C" fn(*mut u64, usize, u32) -> u32 =
-            unsafe { function("cuMemHostAlloc") };
-        assert_eq!(allocate(&mut start, len, 1), 0);
-        Pinned(start, len)
-    }
-
-    impl Drop for Pinned {
-        fn drop(&mut self) {
-            let _context = Context::bind(0);
-            // SAFETY: the function's type.
-            let free: extern "C" fn(u64) -> u32 = unsafe { function("cuMemFreeHost") };
-            assert!(free(self.0) == 0 || std::thread::panicking());
-        }
-    }
 }

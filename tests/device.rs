@@ -282,7 +282,8 @@ const HARMLESS: &[&str] = &[
     "cuModuleUnload",
 ];
 
-/// Opens a GPU and loads `mixed` with a loader of its own; what it was asked for.
+/// Opens a GPU and loads `mixed` with a loader of its own: into memory that is given, and into
+/// new memory.
 fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(), Error> {
     fake.forget();
     let gpu = Gpu::open(1)?;
@@ -293,11 +294,13 @@ fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(
     // SAFETY: the legacy stream is always there.
     let legacy = unsafe { ForeignStream::from_raw(0) };
     loader.fill_device(&gpu, checkpoint, &plan, &regions, Some(legacy), &mut |_| true)?;
-    for (want, placement) in wants.iter().zip(&plan.placements) {
+    let loaded = loader.load_device(&gpu, checkpoint, &wants, &mut |_| true)?;
+    for (number, (want, placement)) in wants.iter().zip(&plan.placements).enumerate() {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         region.memory.read(region.at + placement.at, &mut bytes)?;
-        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
+        let expected = expected(&tensors[want.tensor], want);
+        assert!(bytes == expected && loaded.bytes(number)? == expected, "other bytes arrived");
     }
     Ok(())
 }
@@ -549,6 +552,24 @@ fn a_tensor_keeps_its_memory_when_the_load_and_the_loader_are_gone() {
     assert!(place.address().is_multiple_of(256));
     drop(place);
     fake.assert_clean();
+}
+
+#[test]
+fn regions_share_few_allocations_and_no_bytes() {
+    let fake = Fake::new();
+    let gpu = Gpu::open(0).unwrap();
+    let lens = [200 << 20, 100 << 20, 3, 0, 257, 1];
+    let regions = gpu.regions(&lens).unwrap();
+    assert_eq!(fake.report().calls("cuMemAlloc_v2"), 2);
+    assert_eq!(regions.iter().map(|region| region.len).collect::<Vec<_>>(), lens);
+    for (number, region) in regions.iter().enumerate() {
+        assert!(region.address().is_multiple_of(256));
+        assert!(region.at + region.len <= region.memory.len());
+        let (start, end) = (region.address(), region.address() + region.len);
+        let meets =
+            |other: &&DeviceRegion| start < other.address() + other.len && other.address() < end;
+        assert_eq!(regions[..number].iter().find(meets).map(|_| ()), None);
+    }
 }
 
 #[test]

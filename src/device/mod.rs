@@ -77,6 +77,11 @@ mod regions {
         }
     }
 
+    /// Bytes that a region of `len` bytes takes.
+    fn taken(len: &u64) -> u64 {
+        len.max(&1).next_multiple_of(ALIGN)
+    }
+
     impl Gpu {
         /// Memory for regions of these lengths: few large allocations, each of which lives as
         /// long as any region in it.
@@ -84,10 +89,26 @@ mod regions {
         /// # Errors
         /// Where the device has not that much; the message says how much it has.
         pub fn regions(&self, lens: &[u64]) -> Result<Vec<DeviceRegion>> {
-            let taken = |len: &u64| len.max(&1).next_multiple_of(ALIGN);
-            let needed = lens.iter().map(taken).fold(0u64, u64::saturating_add);
-            self.has_room(needed)?;
+            self.check_room(lens)?;
             let mut regions = Vec::with_capacity(lens.len());
+            self.each_region(lens, &mut |region| {
+                regions.push(region);
+                true
+            })?;
+            Ok(regions)
+        }
+
+        /// Refuses regions that take more memory than is free.
+        pub(crate) fn check_room(&self, lens: &[u64]) -> Result<()> {
+            self.has_room(lens.iter().map(taken).fold(0u64, u64::saturating_add))
+        }
+
+        /// Likewise `regions`, each handed over as soon as it is there, until `wanted` says no.
+        pub(crate) fn each_region(
+            &self,
+            lens: &[u64],
+            wanted: &mut dyn FnMut(DeviceRegion) -> bool,
+        ) -> Result<()> {
             let mut rest = lens;
             while !rest.is_empty() {
                 let mut sum = 0;
@@ -102,12 +123,14 @@ mod regions {
                 let memory = self.allocate(sum)?;
                 let mut at = 0;
                 for len in &rest[..together] {
-                    regions.push(DeviceRegion { memory: memory.clone(), at, len: *len });
+                    if !wanted(DeviceRegion { memory: memory.clone(), at, len: *len }) {
+                        return Ok(());
+                    }
                     at += taken(len);
                 }
                 rest = &rest[together..];
             }
-            Ok(regions)
+            Ok(())
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Loading to a GPU: reads land in pinned memory, from where the GPU takes the bytes.
 //!
 //! One thread gives the copies of each read to a stream as soon as its bytes are there, another
-//! waits until they are over; then the memory is free for the next read. Elements that are cast
+//! waits until they are over; then the memory is free for the next read. Pinned memory and that of
+//! the GPU take time to be had, so more threads get it while reads are under way. Elements that are cast
 //! pass by a bounded memory on the GPU. Two streams take turns there, so that one copies while
 //! the other casts.
 
@@ -13,7 +14,7 @@ use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
 use super::run::{Back, Ends, Job, Landing, Load, Times};
-use super::{DeviceStats, Loader, Progress, Report, Stats};
+use super::{DeviceStats, Event, Loader, Progress, Report, Stats};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
 use crate::device::{
@@ -123,11 +124,10 @@ impl Loader {
             .map_err(|fault| checkpoint.refused(fault))?;
         let planned = started.elapsed();
         debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
-        let regions = gpu.regions(&plan.regions)?;
-        let allocated = started.elapsed() - planned;
-        let mut report = self.fill_device(gpu, checkpoint, &plan, &regions, None, progress)?;
+        gpu.check_room(&plan.regions)?;
+        let (regions, mut report) =
+            self.fill_regions(gpu, checkpoint, &plan, None, None, progress)?;
         report.stats.plan = planned;
-        report.stats.device.get_or_insert_default().allocate = allocated;
         Ok(LoadedDevice { regions, placements: plan.placements, report })
     }
 
@@ -155,13 +155,28 @@ impl Loader {
             regions.len() == plan.regions.len() && regions.iter().zip(&plan.regions).all(fits),
             "the plan's regions, on this GPU"
         );
+        let filled = self.fill_regions(gpu, checkpoint, plan, Some(regions), after, progress);
+        filled.map(|(_, report)| report)
+    }
+
+    /// Fills the regions that are `given`, else new ones.
+    fn fill_regions(
+        &self,
+        gpu: &Gpu,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        given: Option<&[DeviceRegion]>,
+        after: Option<ForeignStream>,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<(Vec<DeviceRegion>, Report)> {
         let started = Instant::now();
         let before = (self.counters.source_reads.get(), self.counters.source_reads_direct.get());
         let kept = self.gpus.get(gpu);
         kept.ring.taken();
         let lines = Line::all(gpu, plan, &kept, after)?;
-        let copies = Copies::new(plan, regions, &lines);
-        let events = self.carry_out(checkpoint, &copies, &kept.ring, started, progress)?;
+        let copies = Copies::new(gpu, plan, &lines);
+        let (regions, events) =
+            self.carry_out(checkpoint, &copies, &kept.ring, given, started, progress)?;
         let taken = kept.ring.taken();
         let stats = Stats {
             wanted: plan.wanted,
@@ -171,7 +186,7 @@ impl Loader {
             load: started.elapsed(),
             staging_peak: taken.peak,
             device: Some(DeviceStats {
-                allocate: Duration::ZERO,
+                allocate: Duration::from_nanos(copies.allocating.load(Ordering::Relaxed)),
                 pinned: taken.pinned,
                 pinning: taken.how.name(),
                 pin: taken.pinning,
@@ -180,7 +195,7 @@ impl Loader {
             }),
             ..Stats::default()
         };
-        Ok(Report { stats, events })
+        Ok((regions, Report { stats, events }))
     }
 
     /// Unpins and frees the memory that is kept for the next load to a GPU.
@@ -194,9 +209,10 @@ impl Loader {
         checkpoint: &Checkpoint,
         copies: &Copies<'_>,
         ring: &Ring,
+        given: Option<&[DeviceRegion]>,
         started: Instant,
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<Vec<super::Event>> {
+    ) -> Result<(Vec<DeviceRegion>, Vec<Event>)> {
         let no_thread = |e| Error::io(&checkpoint.directory, "load: start a thread", e);
         std::thread::scope(|scope| {
             let (jobs, todo) = channel::<Job>();
@@ -204,10 +220,23 @@ impl Loader {
             let (sent, waiting) = channel();
             // Reads that are not waited for hold senders of jobs, too.
             let end = Ends(jobs.clone(), 1);
+            let mut regions = Regions { there: Vec::new(), coming: None };
+            match given {
+                Some(given) => regions.there.extend_from_slice(given),
+                None => {
+                    let (region, coming) = channel();
+                    regions.coming = Some(coming);
+                    let returns = back.clone();
+                    let allocator = Builder::new().name("tensorfs-allocate".to_owned());
+                    allocator
+                        .spawn_scoped(scope, move || copies.allocate(&region, &returns))
+                        .map_err(no_thread)?;
+                }
+            }
             let returns = back.clone();
             let copier = Builder::new().name("tensorfs-copy".to_owned());
-            copier
-                .spawn_scoped(scope, move || copies.work(&todo, &sent, &returns))
+            let copier = copier
+                .spawn_scoped(scope, move || copies.work(regions, &todo, &sent, &returns))
                 .map_err(no_thread)?;
             let returns = back.clone();
             let waiter = Builder::new().name("tensorfs-wait".to_owned());
@@ -227,8 +256,35 @@ impl Loader {
             let done = load.go(&returned, self.tune.depth.max(1), started, progress);
             copies.over.store(true, Ordering::Relaxed);
             drop(end);
-            done
+            let regions = copier.join();
+            let events = done?;
+            let lost = |_| Error::usage("a thread of the load ended");
+            let mut regions = regions.map_err(lost)?;
+            // Those that no read goes to may be to come.
+            if let Some(last) = copies.plan.regions.len().checked_sub(1) {
+                regions.get(last as u32)?;
+            }
+            Ok((regions.there, events))
         })
+    }
+}
+
+/// The regions of a plan, in their order; some may be to come.
+struct Regions {
+    there: Vec<DeviceRegion>,
+    coming: Option<Receiver<DeviceRegion>>,
+}
+
+impl Regions {
+    /// Region `number`, which may have to be waited for.
+    fn get(&mut self, number: u32) -> Result<&DeviceRegion> {
+        while self.there.len() <= number as usize {
+            let next = self.coming.as_ref().and_then(|coming| coming.recv().ok());
+            // Why it does not come was said before.
+            let ended = || Error::usage("the memory of the GPU was not allocated");
+            self.there.push(next.ok_or_else(ended)?);
+        }
+        Ok(&self.there[number as usize])
     }
 }
 
@@ -315,8 +371,8 @@ impl Line {
 
 /// The copies of a load.
 struct Copies<'a> {
+    gpu: &'a Gpu,
     plan: &'a Plan,
-    regions: &'a [DeviceRegion],
     lines: &'a [Line],
     /// The load has ended, well or not.
     over: AtomicBool,
@@ -324,6 +380,8 @@ struct Copies<'a> {
     copying: AtomicU64,
     /// Copies from the host so far.
     number: AtomicU64,
+    /// Nanoseconds spent on memory of the GPU.
+    allocating: AtomicU64,
 }
 
 /// Copies under way: number of their chunk, when its read began and came, when they began.
@@ -336,9 +394,23 @@ struct UnderWay {
 }
 
 impl<'a> Copies<'a> {
-    fn new(plan: &'a Plan, regions: &'a [DeviceRegion], lines: &'a [Line]) -> Self {
-        let (over, copying, number) = Default::default();
-        Copies { plan, regions, lines, over, copying, number }
+    fn new(gpu: &'a Gpu, plan: &'a Plan, lines: &'a [Line]) -> Self {
+        let (over, copying, number, allocating) = Default::default();
+        Copies { gpu, plan, lines, over, copying, number, allocating }
+    }
+
+    /// Allocates the regions, in the order in which they are filled, while reads are under way.
+    fn allocate(&self, region: &Sender<DeviceRegion>, back: &Sender<Back>) {
+        let mut started = Instant::now();
+        let allocated = self.gpu.each_region(&self.plan.regions, &mut |one| {
+            self.allocating.fetch_add(nanos(started.elapsed()), Ordering::Relaxed);
+            started = Instant::now();
+            // Nobody waits for it any more where the load has ended.
+            region.send(one).is_ok()
+        });
+        if let Err(e) = allocated {
+            let _ = back.send(Back::More(Err(e)));
+        }
     }
 
     /// Binds the GPU's context to a thread that is the load's own. Without, each call does.
@@ -347,15 +419,21 @@ impl<'a> Copies<'a> {
     }
 
     /// Gives copies to the streams until nothing can come any more.
-    fn work(&self, todo: &Receiver<Job>, sent: &Sender<UnderWay>, back: &Sender<Back>) {
+    fn work(
+        &self,
+        mut regions: Regions,
+        todo: &Receiver<Job>,
+        sent: &Sender<UnderWay>,
+        back: &Sender<Back>,
+    ) -> Regions {
         let _bound = self.bound();
-        for line in self.lines.iter().cycle() {
-            let Ok(Some((chunk, came, filled))) = todo.recv() else { return };
+        let mut lines = self.lines.iter().cycle();
+        while let (Ok(Some((chunk, came, filled))), Some(line)) = (todo.recv(), lines.next()) {
             if self.over.load(Ordering::Relaxed) {
                 continue;
             }
             let (began, started) = (filled.began, Instant::now());
-            match self.send(line, chunk, filled) {
+            match self.send(&mut regions, line, chunk, filled) {
                 Ok(copies) => {
                     let _ = sent.send(UnderWay { chunk, began, came, started, sent: copies });
                 }
@@ -364,6 +442,7 @@ impl<'a> Copies<'a> {
                 }
             }
         }
+        regions
     }
 
     /// Waits for copies, the oldest first, until there are none any more.
@@ -374,19 +453,26 @@ impl<'a> Copies<'a> {
             let outcome = sent.wait();
             let ended = Instant::now();
             let alone_since = last.map_or(started, |last| last.max(started));
-            let nanos = u64::try_from((ended - alone_since).as_nanos()).unwrap_or(u64::MAX);
-            self.copying.fetch_add(nanos, Ordering::Relaxed);
+            self.copying.fetch_add(nanos(ended - alone_since), Ordering::Relaxed);
             last = Some(ended);
             let outcome = outcome.map(|()| Times { began, came, moved: Some(started..ended) });
             let _ = back.send(Back::Read { chunk, outcome });
         }
     }
 
-    fn send(&self, line: &Line, chunk: usize, filled: Filled) -> Result<Sent> {
+    fn send(
+        &self,
+        regions: &mut Regions,
+        line: &Line,
+        chunk: usize,
+        filled: Filled,
+    ) -> Result<Sent> {
         let len = filled.len() as u64;
         let mut sending = line.stream.send(filled);
         match &self.plan.chunks[chunk].target {
-            Target::Place { region, at } => self.copy(&mut sending, 0, len, *region, *at)?,
+            Target::Place { region, at } => {
+                self.copy(&mut sending, 0, len, regions.get(*region)?, *at)?;
+            }
             Target::Spread(moves) => {
                 let mut moves = &self.plan.moves[moves.start as usize..moves.end as usize];
                 while let Some((first, rest)) = moves.split_first() {
@@ -402,10 +488,11 @@ impl<'a> Copies<'a> {
                         follows
                     });
                     moves = &rest[together.count()..];
+                    let region = regions.get(first.region)?;
                     if is_plain(first) {
-                        self.copy(&mut sending, first.from, len, first.region, first.at)?;
+                        self.copy(&mut sending, first.from, len, region, first.at)?;
                     } else {
-                        self.spread(&mut sending, line, first)?;
+                        self.spread(&mut sending, line, first, region)?;
                     }
                 }
             }
@@ -413,19 +500,30 @@ impl<'a> Copies<'a> {
         sending.commit()
     }
 
-    fn copy(&self, sending: &mut Sending, from: u64, len: u64, region: u32, at: u64) -> Result<()> {
-        let region = &self.regions[region as usize];
+    fn copy(
+        &self,
+        sending: &mut Sending,
+        from: u64,
+        len: u64,
+        region: &DeviceRegion,
+        at: u64,
+    ) -> Result<()> {
         self.number.fetch_add(1, Ordering::Relaxed);
         sending.copy(from, len, &region.memory, region.at + at)
     }
 
     /// Runs that are cast, or spread, or both: those of the innermost dimension at a time.
-    fn spread(&self, sending: &mut Sending, line: &Line, one: &Move) -> Result<()> {
+    fn spread(
+        &self,
+        sending: &mut Sending,
+        line: &Line,
+        one: &Move,
+        region: &DeviceRegion,
+    ) -> Result<()> {
         let strides = one.strides.map(|strides| &self.plan.strides[strides as usize]);
         let place = |k| strides.map_or((0, 0), |strides| strides.run(k));
         let (from0, to0) = place(one.first);
         let inner = strides.and_then(|strides| strides.0.last());
-        let region = &self.regions[one.region as usize];
         let mut k = one.first;
         while k < one.first + one.runs {
             let (from, to) = place(k);
@@ -450,6 +548,10 @@ impl<'a> Copies<'a> {
         }
         Ok(())
     }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Whether bytes stay as they are and together.

@@ -119,7 +119,7 @@ pub struct Stats {
 /// What a load to a GPU took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DeviceStats {
-    /// Time for memory of its own on the GPU, before the first read.
+    /// Time for memory of its own on the GPU, while reads were under way already.
     pub allocate: Duration,
     /// Memory that is pinned now, for this load and the next.
     pub pinned: u64,

@@ -83,8 +83,7 @@ impl Load<'_> {
     /// it is in a program that uses it.
     fn total(&self) -> Duration {
         let stats = &self.report.stats;
-        let allocate = stats.device.map_or(Duration::ZERO, |device| device.allocate);
-        self.opened + stats.plan + allocate + stats.load
+        self.opened + stats.plan + stats.load
     }
 }
 

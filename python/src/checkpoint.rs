@@ -3,7 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Instant;
 
+use nix::libc;
+use pyo3::exceptions::{PyRuntimeError, PyTimeoutError};
 use pyo3::prelude::*;
 use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
@@ -14,6 +18,7 @@ use tensorfs::source::{Behind, behind_mount};
 use tensorfs::view::{Arrangement, View};
 
 use crate::errors::raised;
+use crate::loading::LOOK;
 
 /// A checkpoint. In a child of a fork it is opened anew when it is used.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
@@ -27,11 +32,34 @@ pub(crate) struct Checkpoint {
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
 
 impl Checkpoint {
+    /// Opens on a thread beside: a file system that does not answer must not keep this one, which
+    /// looks for Ctrl-C and keeps the deadline.
     fn opened(
         py: Python<'_>,
-        open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>> + Send,
+        timeout: Option<f64>,
+        open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>> + Send + 'static,
     ) -> PyResult<Checkpoint> {
-        let first = py.detach(open).map_err(|e| raised(py, &e, None))?;
+        let (sender, mut opened) = channel();
+        let thread = std::thread::Builder::new().name("tensorfs-open".to_owned());
+        thread.spawn(move || drop(sender.send(open())))?;
+        let began = Instant::now();
+        let over = |timeout: f64| timeout > 0.0 && began.elapsed().as_secs_f64() > timeout;
+        let first = loop {
+            let waited = &mut opened;
+            match py.detach(move || waited.recv_timeout(LOOK)) {
+                Ok(first) => break first.map_err(|e| raised(py, &e, None))?,
+                Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(PyRuntimeError::new_err("opening failed by an error in tensorfs"));
+                }
+            }
+            if timeout.is_some_and(over) {
+                return Err(PyTimeoutError::new_err((
+                    libc::ETIMEDOUT,
+                    "cannot open: the file system does not answer",
+                )));
+            }
+        };
         Ok(Checkpoint { first, process: std::process::id(), again: PerProcess::new() })
     }
 
@@ -54,20 +82,28 @@ impl Checkpoint {
     /// Opens what is at `path`: a weight file alone, as it stands; a weight map with its shards;
     /// the one checkpoint in a folder; or the source behind any of these on a mount.
     #[staticmethod]
-    fn open(py: Python<'_>, path: PathBuf) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, move || open(&path))
+    fn open(py: Python<'_>, path: PathBuf, timeout: Option<f64>) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, timeout, move || open(&path))
     }
 
     /// Opens these files as one checkpoint.
     #[staticmethod]
-    fn open_files(py: Python<'_>, files: Vec<PathBuf>) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, move || core::Checkpoint::of_files(&files))
+    fn open_files(
+        py: Python<'_>,
+        files: Vec<PathBuf>,
+        timeout: Option<f64>,
+    ) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, timeout, move || core::Checkpoint::of_files(&files))
     }
 
     /// Opens the files that hold these tensors.
     #[staticmethod]
-    fn open_map(py: Python<'_>, map: BTreeMap<String, PathBuf>) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, move || core::Checkpoint::of_map(&map))
+    fn open_map(
+        py: Python<'_>,
+        map: BTreeMap<String, PathBuf>,
+        timeout: Option<f64>,
+    ) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, timeout, move || core::Checkpoint::of_map(&map))
     }
 
     /// All tensors, by name.

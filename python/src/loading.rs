@@ -19,7 +19,7 @@ use crate::errors::raised;
 use crate::memory::{Area, bytes_at, region_at};
 
 /// How often a load looks whether Ctrl-C was pressed.
-const LOOK: Duration = Duration::from_millis(50);
+pub(crate) const LOOK: Duration = Duration::from_millis(50);
 
 /// Unit in which memory and files agree.
 pub(crate) const PAGE: usize = 4096;
@@ -122,6 +122,12 @@ impl Loader {
         }))
     }
 
+    /// How long a read may take, in seconds; none: as long as it takes.
+    #[getter]
+    fn timeout(&self) -> Option<f64> {
+        self.0.timeout.map(|timeout| timeout.as_secs_f64())
+    }
+
     /// Plans these wishes.
     fn plan(&self, py: Python<'_>, checkpoint: &Checkpoint, wishes: Vec<Wish>) -> PyResult<Plan> {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
@@ -157,28 +163,28 @@ impl Loader {
     ) -> PyResult<()> {
         let regions = plan.regions(memory)?;
         let (loader, checkpoint) = (self.own(), checkpoint.own());
-        let mut interrupted: Option<PyErr> = None;
+        let (mut interrupted, mut cancelled): (Option<PyErr>, bool) = (None, false);
         let mut looked = Instant::now();
         // Elsewhere signals are not looked at, and the interpreter may be ending.
         let main = gettid() == getpid();
         let filled = py.detach(|| {
             loader.fill(&checkpoint, &plan.plan, &regions, &mut |_| {
-                if cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed)) {
-                    return false;
-                }
+                cancelled = cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed));
                 if main && looked.elapsed() >= LOOK {
                     looked = Instant::now();
                     interrupted = Python::attach(|py| py.check_signals()).err();
                 }
-                interrupted.is_none()
+                interrupted.is_none() && !cancelled
             })
         });
         // The owners are let go of here, with the interpreter; reads under way keep theirs.
         drop(regions);
-        if let Some(interrupted) = interrupted {
-            // Nobody knows when it is used next.
+        if interrupted.is_some() || cancelled {
+            // Nobody knows when it is used next: its threads go.
             self.forget();
-            py.detach(|| drop(loader));
+        }
+        py.detach(|| drop(loader));
+        if let Some(interrupted) = interrupted {
             return Err(interrupted);
         }
         filled.map(drop).map_err(|e| raised(py, &e, plan.names.as_deref()))

@@ -9,7 +9,7 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests/python"))
+sys.path.append(str(ROOT / "tests/python"))
 
 from mounts import FIXTURES, Mount, TestCase, wait_until  # noqa: E402, F401
 

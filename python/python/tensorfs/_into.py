@@ -46,7 +46,7 @@ def load_into(
     Where it fails in between, as by Ctrl-C, the memory holds old and new bytes.
     """
     loader = _settings.loader(**how)
-    checkpoint = open_checkpoint(filename)
+    checkpoint = open_checkpoint(filename, loader)
     every = {facts[0]: Info(*facts) for facts in checkpoint.tensors()}
     result = Loaded([name for name in mapping if name not in every], [name for name in every if name not in mapping])
     if strict and (result.missing_keys or result.unexpected_keys):

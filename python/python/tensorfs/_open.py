@@ -11,7 +11,7 @@ from ._errors import error, not_found
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader
-from ._tensorfs import Cancel, Checkpoint
+from ._tensorfs import Cancel, Checkpoint, Loader
 
 StrPath = Union[str, "os.PathLike[str]"]
 Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
@@ -33,19 +33,19 @@ class TensorMetadata(NamedTuple):
     """File, first byte and end of each piece."""
 
 
-def open_checkpoint(source: Source) -> Checkpoint:
-    """Opens whatever `source` is."""
+def open_checkpoint(source: Source, loader: Loader) -> Checkpoint:
+    """Opens whatever `source` is, within the deadline of `loader`."""
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
         if isinstance(path, bytes):
             path = os.fsdecode(path)
         if not os.path.exists(path):
             raise not_found(path)
-        return Checkpoint.open(path)
+        return Checkpoint.open(path, loader.timeout)
     if isinstance(source, Mapping):
-        return Checkpoint.open_map({name: _existing(path) for name, path in source.items()})
+        return Checkpoint.open_map({name: _existing(path) for name, path in source.items()}, loader.timeout)
     if isinstance(source, (list, tuple)):
-        return Checkpoint.open_files([_existing(path) for path in source])
+        return Checkpoint.open_files([_existing(path) for path in source], loader.timeout)
     raise TypeError(f"expected a path, a list of files or a mapping to files, not {type(source).__name__}")
 
 
@@ -87,7 +87,7 @@ class safe_open:
         loader = _settings.loader(chunk, io_depth, pinned_max, source, engine, io_timeout)
         strict = backend == "pread" or not found.indexes_itself
         self._filename = filename
-        self._open: Reader | None = Reader(open_checkpoint(filename), found, loader, strict)
+        self._open: Reader | None = Reader(open_checkpoint(filename, loader), found, loader, strict)
 
     def __enter__(self) -> safe_open:
         return self

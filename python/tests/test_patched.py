@@ -1,0 +1,105 @@
+"""`patched()`: safetensors itself, for code that cannot be changed."""
+
+import asyncio
+import threading
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from safetensors import safe_open as bound_by_name
+from safetensors.numpy import load_file, save_file
+
+import tensorfs
+from checkpoints import hf_set
+from package import TestCase, needs_torch, python
+
+
+class Patched(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.file = self.tmp / "model.safetensors"
+        self.tensors = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(4)}
+        save_file(self.tensors, self.file)
+
+    def is_ours(self, open_=None):
+        with (open_ or safetensors.safe_open)(self.file, "np") as f:
+            return isinstance(f, tensorfs.safe_open)
+
+    def test_names_bound_anywhere_are_ours_within_the_block_only(self):
+        genuine = safetensors.safe_open
+        self.assertFalse(self.is_ours())
+        with tensorfs.patched():
+            self.assertTrue(self.is_ours() and self.is_ours(safetensors.numpy.safe_open) and self.is_ours(bound_by_name))
+            with tensorfs.patched():
+                self.assertTrue(self.is_ours())
+            self.assertTrue(self.is_ours())
+            with safetensors.safe_open(self.file, "np") as f:
+                self.assertIsInstance(f, safetensors.safe_open)
+        self.assertFalse(self.is_ours())
+        self.assertIs(safetensors.safe_open, genuine)
+        self.assertIs(safetensors.numpy.safe_open, genuine)
+        self.assertIs(bound_by_name, genuine)
+
+    def test_load_file_takes_what_only_we_can_open(self):
+        folder = hf_set(self.tmp / "hf")
+        with self.assertRaises(Exception):
+            load_file(folder)
+        with tensorfs.patched():
+            tensors = load_file(folder)
+        self.assertEqual(set(tensors), set(tensorfs.load_file(folder, "dlpack")))
+
+    def test_other_threads_are_left_alone(self):
+        found = []
+        with tensorfs.patched():
+            thread = threading.Thread(target=lambda: found.append(self.is_ours()))
+            thread.start()
+            thread.join()
+            self.assertTrue(self.is_ours())
+        self.assertEqual(found, [False])
+
+    def test_other_tasks_are_left_alone(self):
+        async def inside(entered, left):
+            with tensorfs.patched():
+                entered.set()
+                await left.wait()
+                return self.is_ours()
+
+        async def outside(entered, left):
+            await entered.wait()
+            found = self.is_ours()
+            left.set()
+            return found
+
+        async def both():
+            entered, left = asyncio.Event(), asyncio.Event()
+            return await asyncio.gather(inside(entered, left), outside(entered, left))
+
+        self.assertEqual(asyncio.run(both()), [True, False])
+
+    def test_what_we_do_not_load_is_loaded_by_safetensors(self):
+        with tensorfs.patched():
+            with self.assertRaisesRegex(safetensors.SafetensorError, "framework nonsense is invalid"):
+                safetensors.safe_open(self.file, "nonsense")
+            # Its own error, not ours.
+            with self.assertRaisesRegex(safetensors.SafetensorError, "Device cuda:0 is not supported for framework"):
+                safetensors.safe_open(self.file, "np", device="cuda:0")
+
+    def test_an_error_ends_the_block_as_well(self):
+        with self.assertRaises(KeyError), tensorfs.patched():
+            raise KeyError
+        self.assertFalse(self.is_ours())
+
+    def test_importing_changes_nothing(self):
+        code = "import safetensors; before = safetensors.safe_open; import tensorfs; assert safetensors.safe_open is before"
+        python(code)
+
+    @needs_torch
+    def test_load_model_works(self):
+        import torch
+        from safetensors.torch import load_model, save_model
+
+        model, other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+        save_model(model, str(self.file))
+        with tensorfs.patched():
+            load_model(other, str(self.file))
+        self.assertTrue(torch.equal(model.weight, other.weight))

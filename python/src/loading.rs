@@ -64,7 +64,13 @@ impl Loader {
         let Wanted { chunk, depth, staging, direct, backend, timeout } = self.0;
         let settings = Settings { backend, direct, timeout };
         let limits = Limits { chunk, ..Limits::default() };
-        let loader = Arc::new(core::Loader::new(Tune { settings, depth, staging, limits, ..Tune::default() }));
+        let loader = Arc::new(core::Loader::new(Tune {
+            settings,
+            depth,
+            staging,
+            limits,
+            ..Tune::default()
+        }));
         loaders.push((self.0, loader.clone()));
         loader
     }

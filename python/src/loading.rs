@@ -196,20 +196,21 @@ impl Loader {
         filled.map(drop).map_err(|e| raised(py, &e, plan.names.as_deref()))
     }
 
-    /// Copies a tensor to memory of its length if the kernel's page cache holds it. Returns
-    /// whether it did; if not, the memory holds bytes that mean nothing.
+    /// Copies bytes of a tensor from byte `at` on to memory, if the kernel's page cache holds them.
+    /// Returns whether it did; if not, the memory holds bytes that mean nothing.
     fn load_cached(
         &self,
         py: Python<'_>,
         checkpoint: &Checkpoint,
         position: usize,
+        at: u64,
         address: usize,
         len: usize,
     ) -> PyResult<bool> {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
         let into = unsafe { bytes_at(address, len) };
-        let copied = py.detach(|| loader.load_cached(&checkpoint, position, into));
+        let copied = py.detach(|| loader.load_cached(&checkpoint, position, at, into));
         copied.map_err(|e| {
             let name = checkpoint.catalog().tensor_at(position).name;
             raised(py, &e, Some(name))

@@ -87,6 +87,14 @@ impl Tensor {
         Ok(Tensor { region, at, len, dtype, shape })
     }
 
+    /// A tensor of zeros, in memory of its own.
+    #[staticmethod]
+    fn empty(dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
+        let found = Dtype::from_name(dtype).and_then(|found| found.bits_of(&shape));
+        let bits = found.ok_or_else(|| PyValueError::new_err("no such dtype or shape"))?;
+        Tensor::new(&Area::new(bits / 8)?, 0, (bits / 8) as usize, dtype, shape)
+    }
+
     /// Extent in each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {

@@ -238,9 +238,9 @@ impl Loader {
         }
     }
 
-    /// Copies tensor `tensor` to `into`, which is as long as it, on this thread and without
-    /// waiting: where it is one piece, and the kernel's page cache holds it. Returns whether it
-    /// did; else `into` holds bytes that mean nothing.
+    /// Copies the bytes of tensor `tensor` from byte `at` on to `into`, on this thread and without
+    /// waiting: where the tensor is one piece, and the kernel's page cache holds them. Returns
+    /// whether it did; else `into` holds bytes that mean nothing.
     ///
     /// # Errors
     /// Where the shard is no longer what it was.
@@ -248,15 +248,16 @@ impl Loader {
         &self,
         checkpoint: &Checkpoint,
         tensor: usize,
+        at: u64,
         into: &mut [u8],
     ) -> Result<bool> {
         let mut pieces = checkpoint.catalog().tensor_at(tensor).pieces();
         let (Some(piece), None) = (pieces.next(), pieces.next()) else { return Ok(false) };
-        if piece.len() != into.len() as u64 {
+        if at > piece.len() || into.len() as u64 > piece.len() - at {
             return Ok(false);
         }
         let source = &checkpoint.sources()[piece.shard.0 as usize];
-        let read = Read { source, offset: piece.range.start, target: into };
+        let read = Read { source, offset: piece.range.start + at, target: into };
         self.engine.read_cached(&mut [read])
     }
 

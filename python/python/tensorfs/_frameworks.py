@@ -7,8 +7,8 @@ from typing import Any, Sequence
 from ._errors import DtypeError, error
 from ._tensorfs import Area, Tensor
 
-# A region of memory to load into: what owns it, its address and its length in bytes.
-Memory = "tuple[Any, int, int]"
+PAGE = 4096
+"""Regions begin at the first page of their memory."""
 
 _SHARED = {
     "F64": "float64",
@@ -77,8 +77,13 @@ class Torch:
         if nbytes == 0:
             return self.empty(dtype, shape, name)[0]
         start = -address % PAGE + at
-        wanted = self.dtype(dtype, name)
-        return area[start : start + nbytes].view(wanted).view(_packed(dtype, shape, name))
+        wanted, shape = self.dtype(dtype, name), _packed(dtype, shape, name)
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        # One call per tensor: there may be many.
+        return self._torch.as_strided(area.view(wanted), shape, strides[::-1], start // wanted.itemsize)
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return tensor[steps].clone(memory_format=self._torch.contiguous_format)
@@ -140,8 +145,7 @@ class Numpy:
     def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
         if nbytes == 0:
             return self.empty(dtype, shape, name)[0]
-        start = -address % PAGE + at
-        return area[start : start + nbytes].view(self.dtype(dtype, name)).reshape(tuple(shape))
+        return self._numpy.ndarray(tuple(shape), self.dtype(dtype, name), area, -address % PAGE + at)
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return self._numpy.ascontiguousarray(tensor[steps])
@@ -157,10 +161,7 @@ class DLPack:
         return dtype
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
-        bits = _BITS[dtype]
-        for size in shape:
-            bits *= size
-        made = Tensor(Area(max(bits // 8, 1)), 0, bits // 8, dtype, list(shape))
+        made = Tensor.empty(dtype, list(shape))
         return made, made.data_ptr
 
     def area(self, length: int) -> tuple[Any, int, int]:
@@ -173,11 +174,6 @@ class DLPack:
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         raise error('framework="dlpack" has no slices with steps: take one without, and step over it')
 
-
-PAGE = 4096
-
-_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BF16": 16, **{name: 8 for name in _SMALL_FLOATS if name != "BF16"}}
-_BITS.update({name: int("".join(c for c in name if c.isdigit())) for name in _SHARED})
 
 _NAMES = {
     "pt": Torch,

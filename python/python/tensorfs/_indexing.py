@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Sequence
 
 from ._errors import error
@@ -72,6 +73,22 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
 
 def _whole(shape: Sequence[int]) -> list[Cut]:
     return [Cut(0, size, 1, False) for size in shape]
+
+
+def run(cuts: Sequence[Cut], shape: Sequence[int], nbytes: int) -> tuple[int, int] | None:
+    """The bytes of the tensor that are wanted, first and end, if they lie together. Nothing of it is empty."""
+    at, span = 0, 1
+    together = True
+    for cut, size in zip(reversed(cuts), reversed(shape)):
+        if not together and cut.stop - cut.start > 1:
+            return None
+        at += cut.start * span
+        together = together and cut.stop - cut.start == size
+        span *= size
+    count = math.prod(cut.stop - cut.start for cut in cuts)
+    # An element may be less than a byte.
+    first, end = at * nbytes * 8 // span, (at + count) * nbytes * 8 // span
+    return None if first % 8 or end % 8 else (first // 8, end // 8)
 
 
 def _items(index: Any) -> list[Any]:

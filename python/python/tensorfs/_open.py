@@ -216,18 +216,10 @@ class Slice:
             cuts = found
         if all(cut == (0, size, 1, False) for cut, size in zip(cuts, info.shape)):
             return reader.whole(info)
-        return self._part(cuts)
-
-    def _part(self, cuts: list[_indexing.Cut]) -> Any:
-        reader, info, framework = self._reader, self._info, self._reader.framework
-        shape = [cut.stop - cut.start for cut in cuts if not cut.single]
-        tensor, address = framework.empty(info.dtype, shape, info.name)
-        if 0 not in shape:
-            part = [(cut.start, cut.stop) for cut in cuts]
-            reader.load_to(info, part, tensor, address)
+        part = reader.part(info, cuts)
         if all(cut.step == 1 for cut in cuts):
-            return tensor
-        return framework.stepped(tensor, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))
+            return part
+        return reader.framework.stepped(part, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))
 
 
 def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: int | None) -> PrefetchLoader:

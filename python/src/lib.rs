@@ -17,6 +17,7 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<loading::Plan>()?;
     module.add_class::<memory::Area>()?;
     module.add_class::<memory::Tensor>()?;
+    module.add_function(wrap_pyfunction!(loading::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(dlpack::memory_of, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use nix::unistd::{getpid, gettid};
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use tensorfs::Dtype;
+use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::error::quoted;
 use tensorfs::io::{Backend, Direct, Region, Settings};
 use tensorfs::loader::{self as core, Tune};
@@ -36,6 +38,8 @@ struct Wanted {
     direct: Direct,
     backend: Backend,
     timeout: Option<Duration>,
+    /// Where to: a GPU by number, or the memory of the CPU.
+    gpu: Option<u32>,
 }
 
 /// Loaders, and how each loads.
@@ -61,9 +65,12 @@ impl Loader {
         if let Some((_, loader)) = loaders.iter().find(|(wanted, _)| *wanted == self.0) {
             return loader.clone();
         }
-        let Wanted { chunk, depth, staging, direct, backend, timeout } = self.0;
+        let Wanted { chunk, depth, staging, direct, backend, timeout, gpu } = self.0;
         let settings = Settings { backend, direct, timeout };
-        let limits = Limits { chunk, ..Limits::default() };
+        let limits = match gpu {
+            Some(_) => Limits { chunk, moved: chunk, ..Limits::device() },
+            None => Limits { chunk, ..Limits::default() },
+        };
         let loader = Arc::new(core::Loader::new(Tune {
             settings,
             depth,
@@ -89,7 +96,7 @@ impl Loader {
 impl Loader {
     /// Sizes are in bytes, `timeout` in seconds; what is not given is as it is by default.
     #[new]
-    #[pyo3(signature = (*, chunk=None, depth=None, staging=None, source="auto", engine="auto", timeout=None))]
+    #[pyo3(signature = (*, chunk=None, depth=None, staging=None, source="auto", engine="auto", timeout=None, gpu=None))]
     fn new(
         chunk: Option<u64>,
         depth: Option<usize>,
@@ -97,8 +104,9 @@ impl Loader {
         source: &str,
         engine: &str,
         timeout: Option<f64>,
+        gpu: Option<u32>,
     ) -> PyResult<Loader> {
-        let usual = Tune::default();
+        let usual = if gpu.is_some() { Tune::device() } else { Tune::default() };
         let bad = |word: &str| PyValueError::new_err(format!("{word} is not to be had"));
         let timeout = match timeout {
             None => usual.settings.timeout,
@@ -125,6 +133,7 @@ impl Loader {
                 other => return Err(bad(other)),
             },
             timeout,
+            gpu,
         }))
     }
 
@@ -132,6 +141,12 @@ impl Loader {
     #[getter]
     fn timeout(&self) -> Option<f64> {
         self.0.timeout.map(|timeout| timeout.as_secs_f64())
+    }
+
+    /// Whether it loads to the memory of the CPU.
+    #[getter]
+    fn on_cpu(&self) -> bool {
+        self.0.gpu.is_none()
     }
 
     /// Plans these wishes.
@@ -147,44 +162,61 @@ impl Loader {
         }
         let planned = py.detach(|| {
             let plan = loader.plan(&checkpoint, &wants)?;
-            let room = loader.check_room(&checkpoint, &plan);
+            let on_host = self.0.gpu.is_none();
+            let room = if on_host { loader.check_room(&checkpoint, &plan) } else { Ok(()) };
             Ok((plan, room))
         });
         let (plan, room) = planned.map_err(|e| raised(py, &e, None))?;
         room.map_err(|e| PyMemoryError::new_err(e.to_string()))?;
-        Ok(Plan { plan, names: named(&checkpoint, &wants) })
+        Ok(Plan { plan, names: named(&checkpoint, &wants), on_gpu: self.0.gpu.is_some() })
     }
 
     /// Carries a plan out, into memory as long as `Plan::rooms` says: for each region an area, or
     /// address, length and owner. The memory of one that was given begins where its wish does.
-    /// Ctrl-C ends it, and so does `cancel`; then the memory must not be looked at.
-    #[pyo3(signature = (checkpoint, plan, memory, cancel=None))]
-    fn fill(
+    /// Memory of a GPU is written to once `stream` has done what it was given. Ctrl-C ends it, and
+    /// so does `cancel`; then the memory must not be looked at. Returns what it took.
+    #[pyo3(signature = (checkpoint, plan, memory, cancel=None, stream=None))]
+    fn fill<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         checkpoint: &Checkpoint,
         plan: &Plan,
         memory: Vec<Memory>,
         cancel: Option<&Cancel>,
-    ) -> PyResult<()> {
-        let regions = plan.regions(memory)?;
+        stream: Option<u64>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let to = match self.0.gpu {
+            None => To::Host(plan.regions(memory)?),
+            Some(ordinal) => {
+                let gpu = py.detach(|| Gpu::open(ordinal)).map_err(|e| raised(py, &e, None))?;
+                To::Gpu(plan.device_regions(&gpu, memory)?, gpu)
+            }
+        };
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         let (mut interrupted, mut cancelled): (Option<PyErr>, bool) = (None, false);
         let mut looked = Instant::now();
         // Elsewhere signals are not looked at, and the interpreter may be ending.
         let main = gettid() == getpid();
         let filled = py.detach(|| {
-            loader.fill(&checkpoint, &plan.plan, &regions, &mut |_| {
+            let mut goes_on = |_| {
                 cancelled = cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed));
                 if main && looked.elapsed() >= LOOK {
                     looked = Instant::now();
                     interrupted = Python::attach(|py| py.check_signals()).err();
                 }
                 interrupted.is_none() && !cancelled
-            })
+            };
+            match &to {
+                To::Host(regions) => loader.fill(&checkpoint, &plan.plan, regions, &mut goes_on),
+                To::Gpu(regions, gpu) => {
+                    // SAFETY: whoever calls, in Python, has this stream of the GPU, and waits here.
+                    let after = stream.map(|handle| unsafe { ForeignStream::from_raw(handle) });
+                    loader.fill_device(gpu, &checkpoint, &plan.plan, regions, after, &mut goes_on)
+                }
+            }
         });
         // The owners are let go of here, with the interpreter; reads under way keep theirs.
-        drop(regions);
+        drop(to);
         if interrupted.is_some() || cancelled {
             // Nobody knows when it is used next: its threads go.
             self.forget();
@@ -193,7 +225,8 @@ impl Loader {
         if let Some(interrupted) = interrupted {
             return Err(interrupted);
         }
-        filled.map(drop).map_err(|e| raised(py, &e, plan.names.as_deref()))
+        let report = filled.map_err(|e| raised(py, &e, plan.names.as_deref()))?;
+        facts(py, &report.stats)
     }
 
     /// Copies bytes of a tensor from byte `at` on to memory, if the kernel's page cache holds them.
@@ -216,6 +249,42 @@ impl Loader {
             raised(py, &e, Some(name))
         })
     }
+}
+
+/// Where a plan's regions are.
+enum To {
+    Host(Vec<Arc<Region>>),
+    Gpu(Vec<DeviceRegion>, Gpu),
+}
+
+/// What a load took.
+fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
+    let facts = PyDict::new(py);
+    facts.set_item("bytes", stats.wanted)?;
+    facts.set_item("bytes_read", stats.read)?;
+    facts.set_item("bytes_read_to_place", stats.placed)?;
+    facts.set_item("reads", stats.reads)?;
+    facts.set_item("reads_direct", stats.reads_direct)?;
+    facts.set_item("seconds", stats.load.as_secs_f64())?;
+    facts.set_item("move_thread_seconds", stats.moving.as_secs_f64())?;
+    facts.set_item("staging_peak", stats.staging_peak)?;
+    if let Some(device) = &stats.device {
+        facts.set_item("pinned", device.pinned)?;
+        facts.set_item("pinning", device.pinning)?;
+        facts.set_item("pin_seconds", device.pin.as_secs_f64())?;
+        facts.set_item("copy_seconds", device.copy.as_secs_f64())?;
+        facts.set_item("copies", device.copies)?;
+    }
+    Ok(facts)
+}
+
+/// Unpins and frees the memory that loads to GPUs keep for the next one.
+#[pyfunction]
+pub(crate) fn release_pinned(py: Python<'_>) {
+    py.detach(|| {
+        let all: Vec<_> = loaders().iter().map(|(_, loader)| loader.clone()).collect();
+        all.iter().for_each(|loader| loader.release());
+    });
 }
 
 /// Memory to load into, for one region of a plan.
@@ -251,15 +320,42 @@ pub(crate) struct Plan {
     plan: plan::Plan,
     /// What it loads, for messages.
     names: Option<String>,
+    on_gpu: bool,
 }
 
 impl Plan {
-    fn regions(&self, memory: Vec<Memory>) -> PyResult<Vec<Arc<Region>>> {
-        if memory.len() != self.plan.regions.len() {
-            let (given, needed) = (memory.len(), self.plan.regions.len());
-            let message = format!("{given} memories for a plan with {needed} regions");
-            return Err(PyValueError::new_err(message));
+    fn check_number(&self, memory: &[Memory]) -> PyResult<()> {
+        let (given, needed) = (memory.len(), self.plan.regions.len());
+        if given == needed {
+            return Ok(());
         }
+        let message = format!("{given} memories for a plan with {needed} regions");
+        Err(PyValueError::new_err(message))
+    }
+
+    fn device_regions(&self, gpu: &Gpu, memory: Vec<Memory>) -> PyResult<Vec<DeviceRegion>> {
+        self.check_number(&memory)?;
+        let mut regions = Vec::with_capacity(memory.len());
+        for (number, memory) in memory.into_iter().enumerate() {
+            let Memory::Of((address, len, owner)) = memory else {
+                return Err(PyValueError::new_err("memory of the host for a load to a GPU"));
+            };
+            let skipped = if self.plan.given[number] { address % PAGE } else { 0 };
+            let needed = self.plan.regions[number] as usize;
+            if skipped + len < needed {
+                return Err(too_short(number, len, needed - skipped));
+            }
+            let (address, owner) = ((address - skipped) as u64, Box::new(owner));
+            // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing but what
+            // is in the stream that the load waits for; no byte before a given address is used.
+            let memory = unsafe { gpu.foreign(address, needed as u64, owner) };
+            regions.push(DeviceRegion::whole(memory));
+        }
+        Ok(regions)
+    }
+
+    fn regions(&self, memory: Vec<Memory>) -> PyResult<Vec<Arc<Region>>> {
+        self.check_number(&memory)?;
         let mut regions = Vec::with_capacity(memory.len());
         for (number, memory) in memory.into_iter().enumerate() {
             let needed = self.plan.regions[number] as usize;
@@ -299,11 +395,15 @@ impl Plan {
 
 #[pymethods]
 impl Plan {
-    /// For each region how long its memory has to be for it to lie on pages in there; none for
-    /// one that was given.
+    /// For each region how long its memory has to be, on the host for it to lie on pages in
+    /// there; none for one that was given.
     #[getter]
     fn rooms(&self) -> Vec<Option<usize>> {
-        let room = |len: &u64| (*len as usize).next_multiple_of(PAGE) + PAGE;
+        let room = |len: &u64| match self.on_gpu {
+            // Whole elements of any dtype.
+            true => (*len as usize).next_multiple_of(256).max(256),
+            false => (*len as usize).next_multiple_of(PAGE) + PAGE,
+        };
         let regions = self.plan.regions.iter().zip(&self.plan.given);
         regions.map(|(len, given)| (!given).then(|| room(len))).collect()
     }

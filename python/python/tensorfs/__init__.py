@@ -16,7 +16,7 @@ from ._names import Names
 from ._open import Slice, Source, TensorMetadata, safe_open
 from ._patch import patched
 from ._prefetch import PrefetchLoader
-from ._tensorfs import Tensor, __version__
+from ._tensorfs import Tensor, __version__, release_pinned
 
 __all__ = [
     "DtypeError",
@@ -31,6 +31,7 @@ __all__ = [
     "load_file",
     "load_into",
     "patched",
+    "release_pinned",
     "safe_open",
 ]
 

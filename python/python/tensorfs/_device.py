@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from ._errors import error
 
@@ -10,15 +11,26 @@ from ._errors import error
 _KNOWN = re.compile(r"cpu|mps(:0)?|(cuda|musa|npu|xpu|xla|mlu|hpu)(:\d+)?|\d+", re.ASCII)
 
 
-def parse(device: object) -> str:
-    """The device that a word, a number or a `torch.device` means."""
+def parse(device: object) -> int | None:
+    """The GPU that a word, a number or a `torch.device` means; None for the CPU."""
     if device is None:
-        return "cpu"
+        return None
     text = str(device)
     if isinstance(device, bool) or not (isinstance(device, (str, int)) or type(device).__module__ == "torch"):
         raise error(f"device {device!r} is invalid")
     if not _KNOWN.fullmatch(text):
         raise error(f"device {text} is invalid")
-    if text != "cpu":
+    if text == "cpu":
+        return None
+    if text == "cuda":
+        return _current()
+    kind, _, number = text.rpartition(":")
+    if kind not in ("", "cuda") or not number.isdigit():
         raise error(f"device {text} is not supported: load to cpu, and move the tensors from there")
-    return text
+    return int(number)
+
+
+def _current() -> int:
+    """The GPU that torch takes where none is named."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0

@@ -42,10 +42,11 @@ class Torch:
     # Of a mapped file safetensors lets torch do the indexing.
     indexes_itself = True
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int | None) -> None:
         import torch
 
         self._torch = torch
+        self._device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self._dtypes: dict[str, Any] = {}
         self._names: dict[Any, str] | None = None
 
@@ -66,17 +67,23 @@ class Torch:
         return self._names.get(dtype)
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
-        made = self._torch.empty(_packed(dtype, shape, name), dtype=self.dtype(dtype, name), device="cpu")
+        made = self._torch.empty(_packed(dtype, shape, name), dtype=self.dtype(dtype, name), device=self._device)
         return made, made.data_ptr()
 
     def area(self, length: int) -> tuple[Any, int, int]:
-        made = self._torch.empty(length, dtype=self._torch.uint8, device="cpu")
+        made = self._torch.empty(length, dtype=self._torch.uint8, device=self._device)
         return made, made.data_ptr(), length
+
+    def stream(self) -> int | None:
+        """The stream of a GPU that may still use memory which torch has given."""
+        if self._device.type == "cpu":
+            return None
+        return self._torch.cuda.current_stream(self._device).cuda_stream
 
     def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
         if nbytes == 0:
             return self.empty(dtype, shape, name)[0]
-        start = -address % PAGE + at
+        start = at if self._device.type != "cpu" else -address % PAGE + at
         wanted, shape = self.dtype(dtype, name), _packed(dtype, shape, name)
         strides, step = [], 1
         for size in reversed(shape):
@@ -99,11 +106,16 @@ class Numpy:
     name = "numpy"
     indexes_itself = False
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int | None) -> None:
         import numpy
+
+        _only_cpu(self.name, gpu)
 
         self._numpy = numpy
         self._dtypes: dict[str, Any] = {}
+
+    def stream(self) -> None:
+        return None
 
     def dtype(self, dtype: str, name: str) -> Any:
         found = self._dtypes.get(dtype)
@@ -157,6 +169,12 @@ class DLPack:
     name = "dlpack"
     indexes_itself = False
 
+    def __init__(self, gpu: int | None) -> None:
+        _only_cpu(self.name, gpu)
+
+    def stream(self) -> None:
+        return None
+
     def dtype(self, dtype: str, name: str) -> str:
         return dtype
 
@@ -184,15 +202,15 @@ _NAMES = {
     "dlpack": DLPack,
 }
 _OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle")
-_made: dict[type, Any] = {}
+_made: dict[tuple[type, int | None], Any] = {}
 
 
 def is_known(framework: object) -> bool:
     return framework in _NAMES
 
 
-def find(framework: object) -> Any:
-    """The framework that a word means."""
+def find(framework: object, gpu: int | None = None) -> Any:
+    """The framework that a word means, with tensors on the CPU or a GPU."""
     if not isinstance(framework, str):
         raise TypeError(f"framework has to be a str, not {type(framework).__name__}")
     cls = _NAMES.get(framework)
@@ -200,9 +218,14 @@ def find(framework: object) -> Any:
         if framework in _OTHERS:
             raise error(f'framework {framework} is not built in: open with framework="dlpack", which it can take from')
         raise error(f"framework {framework} is invalid")
-    if cls not in _made:
-        _made[cls] = cls()
-    return _made[cls]
+    if (cls, gpu) not in _made:
+        _made[cls, gpu] = cls(gpu)
+    return _made[cls, gpu]
+
+
+def _only_cpu(name: str, gpu: int | None) -> None:
+    if gpu is not None:
+        raise error(f'framework {name} has no tensors on cuda:{gpu}: open with framework="pt", or load to cpu')
 
 
 def _packed(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:

@@ -31,13 +31,15 @@ class Target(NamedTuple):
     shape: list[int] | None
     owner: Any
     """What keeps it."""
+    gpu: int | None = None
+    """Where it is; None for the CPU."""
 
 
 def load_into(
     mapping: Mapping[str, Any], filename: Source, *, strict: bool = True, cast: bool = False, **how: Any
 ) -> Loaded:
-    """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU, arrays of numpy,
-    other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape.
+    """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
+    numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape.
 
     With `strict` the names have to be the same; else those in both are loaded. With `cast` floating point elements
     become the dtype that waits for them; else a differing dtype is an error. Nothing is written unless all of it
@@ -51,7 +53,7 @@ def load_into(
     result = Loaded([name for name in mapping if name not in every], [name for name in every if name not in mapping])
     if strict and (result.missing_keys or result.unexpected_keys):
         raise _differing_names(filename, result)
-    wishes, targets = [], []
+    by_device: dict[int | None, list[tuple[Any, Target]]] = {}
     for name, into in mapping.items():
         info = every.get(name)
         if info is None:
@@ -59,11 +61,17 @@ def load_into(
         target = target_of(into, name)
         wanted = _cast(info, target, cast)
         if target.nbytes:
-            wishes.append((info.position, None, wanted, target.address))
-            targets.append((target.address, target.nbytes, (into, target.owner)))
+            wish = (info.position, None, wanted, target.address)
+            by_device.setdefault(target.gpu, []).append((wish, target._replace(owner=(into, target.owner))))
+    targets = [target for found in by_device.values() for _, target in found]
     _refuse_overlaps(targets, [name for name in mapping if name in every])
-    if wishes:
-        loader.fill(checkpoint, loader.plan(checkpoint, wishes), targets)
+    planned = []
+    for gpu, found in by_device.items():
+        to = _settings.loader(**how, gpu=gpu)
+        planned.append((gpu, to, to.plan(checkpoint, [wish for wish, _ in found]), [target for _, target in found]))
+    for gpu, to, plan, found_targets in planned:
+        memory = [(target.address, target.nbytes, target.owner) for target in found_targets]
+        to.fill(checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
     return result
 
 
@@ -103,8 +111,8 @@ def _unpacked(target: Target) -> list[int] | None:
     return shape
 
 
-def _refuse_overlaps(targets: list[tuple[int, int, Any]], names: list[str]) -> None:
-    spans = sorted((address, address + nbytes) for address, nbytes, _ in targets)
+def _refuse_overlaps(targets: list[Target], names: list[str]) -> None:
+    spans = sorted((target.address, target.address + target.nbytes) for target in targets)
     for (_, end), (start, _) in zip(spans, spans[1:]):
         if start < end:
             raise error(f"two of {', '.join(names[:4])}... share memory: each tensor needs its own", cls=MismatchError)
@@ -118,14 +126,15 @@ def target_of(into: Any, name: str) -> Target:
 
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(into, torch.Tensor):
-        if into.device.type != "cpu" or into.layout is not torch.strided:
-            raise refused(f"is on {into.device} with layout {into.layout}; it has to be dense, on the CPU")
+        gpu = into.device.index if into.device.type == "cuda" else None
+        if (into.device.type != "cpu" and gpu is None) or into.layout is not torch.strided:
+            raise refused(f"is on {into.device} with layout {into.layout}; it has to be dense, on the CPU or a GPU")
         if not into.is_contiguous() or into.is_conj() or into.is_neg():
             raise refused("is not contiguous")
         dtype = _frameworks.find("pt").dtype_name(into.dtype)
         if dtype is None:
             raise refused(f"has {into.dtype}, which no checkpoint has")
-        return Target(into.data_ptr(), into.nbytes, dtype, list(into.shape), into)
+        return Target(into.data_ptr(), into.nbytes, dtype, list(into.shape), into, gpu)
     if numpy is not None and isinstance(into, numpy.ndarray):
         if not into.flags.c_contiguous or not into.flags.writeable:
             raise refused("is not contiguous, or must not be written to")

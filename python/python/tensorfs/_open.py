@@ -82,11 +82,11 @@ class safe_open:
     ) -> None:
         if backend not in ("mmap", "pread"):
             raise error(f'backend {json.dumps(backend)} is invalid (expected one of: "mmap", "pread")')
-        self._device = _device.parse(device)
-        found = _frameworks.find(framework)
-        loader = _settings.loader(chunk, io_depth, pinned_max, source, engine, io_timeout)
+        self._filename, self._framework, self._gpu = filename, framework, _device.parse(device)
+        self._how = (chunk, io_depth, pinned_max, source, engine, io_timeout)
+        found = _frameworks.find(framework, self._gpu)
+        loader = _settings.loader(*self._how, self._gpu)
         strict = backend == "pread" or not found.indexes_itself
-        self._filename = filename
         self._open: Reader | None = Reader(open_checkpoint(filename, loader), found, loader, strict)
 
     def __enter__(self) -> safe_open:
@@ -153,15 +153,24 @@ class safe_open:
         `plan` says for each name whether all of it is wanted (None) or which rows, as a slice. `threads` is there
         because safetensors has it; how many threads read does not depend on it.
         """
-        if device is not None:
-            _device.parse(device)
+        reader = self._reader()
+        gpu = self._gpu if device is None else _device.parse(device)
+        if gpu != self._gpu:
+            framework, loader = _frameworks.find(self._framework, gpu), _settings.loader(*self._how, gpu)
+            reader = Reader(reader.checkpoint, framework, loader, reader.strict)
         if threads < 1:
             raise error(f"threads has to be 1 or more, got {threads}")
         infos = self._infos(None if plan is None else list(plan))
         wanted: list[tuple[Info, Part]] = [(info, _rows(info, plan[info.name]) if plan else None) for info in infos]
         if not wanted:
             raise error("prefetch plan selects no tensors")
-        return _background(self._reader(), _batches(wanted), None)
+        return _background(reader, _batches(wanted), None)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What loads of this checkpoint took so far: bytes wanted and read, reads, seconds. Small tensors that were
+        in the page cache are not counted."""
+        return dict(self._reader().stats)
 
     def _reader(self) -> Reader:
         if self._open is None:

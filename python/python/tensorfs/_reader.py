@@ -6,7 +6,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import _indexing
 from ._indexing import Cut
-from ._tensorfs import Cancel, Checkpoint, Loader
+from ._tensorfs import Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
 """What of a tensor is wanted: first index and end in each dimension; None for all."""
@@ -33,9 +33,11 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
+        # What all loads took, summed up.
+        self.stats: dict[str, Any] = {}
 
     def whole(self, info: Info) -> Any:
-        if info.nbytes <= _WHOLE_MAX:
+        if info.nbytes <= _WHOLE_MAX and self.loader.on_cpu:
             tensor, address = self.framework.empty(info.dtype, info.shape, info.name)
             if info.nbytes == 0:
                 return tensor
@@ -52,7 +54,7 @@ class Reader:
         if 0 in shape:
             return tensor
         run = _indexing.run(cuts, info.shape, info.nbytes)
-        if run is not None and run[1] - run[0] <= _WHOLE_MAX:
+        if run is not None and run[1] - run[0] <= _WHOLE_MAX and self.loader.on_cpu:
             length = run[1] - run[0]
             if self.loader.load_cached(self.checkpoint, info.position, run[0], address, length):
                 return tensor
@@ -61,8 +63,18 @@ class Reader:
     def _load_to(self, info: Info, part: Part, tensor: Any, address: int) -> Any:
         """Loads a part to a tensor of its shape, of whose bytes nobody else knows yet."""
         plan = self.loader.plan(self.checkpoint, [(info.position, part, None, address)])
-        self.loader.fill(self.checkpoint, plan, [(address, plan.placements[0][2], tensor)])
+        self._fill(plan, [(address, plan.placements[0][2], tensor)], None)
         return tensor
+
+    def _fill(self, plan: Plan, memory: list[Any], cancel: Cancel | None) -> None:
+        took = self.loader.fill(self.checkpoint, plan, memory, cancel, self.framework.stream())
+        for key, value in took.items():
+            if key == "pinning":
+                self.stats[key] = value
+            elif key in ("staging_peak", "pinned"):
+                self.stats[key] = max(value, self.stats.get(key, 0))
+            else:
+                self.stats[key] = value + self.stats.get(key, 0)
 
     def load(self, wanted: Sequence[tuple[Info, Part]], cancel: Cancel | None = None) -> dict[str, Any]:
         """Loads tensors, or parts of them, together."""
@@ -72,7 +84,7 @@ class Reader:
         plan = self.loader.plan(self.checkpoint, [(info.position, part, None, None) for info, part in wanted])
         areas = [framework.area(room) for room in plan.rooms]
         memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
-        self.loader.fill(self.checkpoint, plan, memory, cancel)
+        self._fill(plan, memory, cancel)
         tensors = {}
         for (info, _), (region, at, nbytes, dtype, shape) in zip(wanted, plan.placements):
             area, address, _ = areas[region]

@@ -19,8 +19,9 @@ def loader(
     source: str | None = None,
     engine: str | None = None,
     io_timeout: float | str | None = None,
+    gpu: int | None = None,
 ) -> Loader:
-    """The loader for these settings; all that ask for the same share one."""
+    """The loader for these settings, to the CPU or a GPU; all that ask for the same share one."""
 
     def chosen(name: str, given: object) -> tuple[str, object]:
         variable = f"TENSORFS_{name.upper()}"
@@ -34,14 +35,21 @@ def loader(
         _word(*chosen("source", source), ("auto", "direct", "buffered")),
         _word(*chosen("engine", engine), ("auto", "uring", "threads")),
         _seconds(*chosen("io_timeout", io_timeout)),
+        gpu,
     )
 
 
 @lru_cache(maxsize=64)
 def _loader(
-    chunk: int | None, depth: int | None, staging: int | None, source: str, engine: str, timeout: float | None
+    chunk: int | None,
+    depth: int | None,
+    staging: int | None,
+    source: str,
+    engine: str,
+    timeout: float | None,
+    gpu: int | None,
 ) -> Loader:
-    return Loader(chunk=chunk, depth=depth, staging=staging, source=source, engine=engine, timeout=timeout)
+    return Loader(chunk=chunk, depth=depth, staging=staging, source=source, engine=engine, timeout=timeout, gpu=gpu)
 
 
 def _size(name: str, value: object, least: int, most: int) -> int | None:

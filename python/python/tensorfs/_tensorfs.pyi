@@ -3,7 +3,7 @@
 from os import PathLike
 from typing import Any, Sequence, final
 
-__all__ = ["Area", "Cancel", "Checkpoint", "Loader", "Plan", "Tensor", "__version__", "memory_of"]
+__all__ = ["Area", "Cancel", "Checkpoint", "Loader", "Plan", "Tensor", "__version__", "memory_of", "release_pinned"]
 
 __version__: str
 
@@ -55,7 +55,10 @@ class Loader:
         source: str = "auto",
         engine: str = "auto",
         timeout: float | None = None,
+        gpu: int | None = None,
     ) -> Loader: ...
+    @property
+    def on_cpu(self) -> bool: ...
     @property
     def timeout(self) -> float | None: ...
     def plan(self, checkpoint: Checkpoint, wishes: Sequence[_Wish]) -> Plan: ...
@@ -65,7 +68,8 @@ class Loader:
         plan: Plan,
         memory: Sequence[Area | tuple[int, int, Any]],
         cancel: Cancel | None = None,
-    ) -> None: ...
+        stream: int | None = None,
+    ) -> dict[str, Any]: ...
     def load_cached(self, checkpoint: Checkpoint, position: int, at: int, address: int, len: int) -> bool: ...
 
 @final
@@ -98,4 +102,5 @@ class Tensor:
         copy: bool | None = None,
     ) -> Any: ...
 
+def release_pinned() -> None: ...
 def memory_of(object: Any) -> tuple[int, int, str, list[int], Any]: ...

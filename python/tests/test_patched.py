@@ -84,6 +84,17 @@ class Patched(TestCase):
             with self.assertRaisesRegex(safetensors.SafetensorError, "Device cuda:0 is not supported for framework"):
                 safetensors.safe_open(self.file, "np", device="cuda:0")
 
+    def test_a_child_made_while_another_thread_enters_a_block_enters_one_too(self):
+        from test_workers import in_child
+
+        def inside():
+            with tensorfs.patched():
+                return self.is_ours()
+
+        # As a thread holds it that the child does not have.
+        with tensorfs._patch._lock:
+            self.assertEqual(in_child(inside), "True")
+
     def test_an_error_ends_the_block_as_well(self):
         with self.assertRaises(KeyError), tensorfs.patched():
             raise KeyError

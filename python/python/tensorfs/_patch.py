@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import sys
 import threading
 from types import ModuleType
@@ -32,6 +33,15 @@ def patched() -> Iterator[None]:
     finally:
         _active.reset(token)
         _uninstall()
+
+
+def _after_fork() -> None:
+    # A thread that the child does not have may have held the old one.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _install() -> None:

@@ -13,6 +13,7 @@ use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
 use tensorfs::format::Format;
 use tensorfs::format::names::is_weights;
+use tensorfs::index::Store;
 use tensorfs::process::PerProcess;
 use tensorfs::source::{Behind, behind_mount};
 use tensorfs::view::{Arrangement, View};
@@ -188,8 +189,10 @@ fn open_source(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoin
     core::Checkpoint::of_files(&[path.to_owned()])
 }
 
-/// The set at `path`. Whether a mount could show it as one file does not matter.
+/// The set at `path`, from the index where that is fresh. Whether a mount could show it as one
+/// file does not matter.
 fn open_set(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let (arrangement, format) = (Arrangement::Original, Format::default());
-    core::Checkpoint::open_with(path, &View { arrangement, format, ..view.clone() })
+    let index = Store::of_user().map(|store| store.folder().to_owned());
+    core::Checkpoint::open_with(path, &View { arrangement, format, index, ..view.clone() })
 }

@@ -218,3 +218,21 @@ fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
     assert_eq!(error.class(), tensorfs::Class::Changed, "{error}");
     assert_eq!(error.path(), Some(path));
 }
+
+#[test]
+fn a_read_that_is_longer_than_all_memory_for_reads_is_loaded_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let shape = vec![1 << 16];
+    let whole = Box_ { offset: vec![0], shape: shape.clone() };
+    let tensor =
+        Cut { name: "a".to_owned(), dtype: tensorfs::Dtype::I32, shape, boxes: vec![(0, whole)] };
+    write_hf(folder.path(), &[tensor]);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let limits = Limits { chunk: 4096, moved: 128 << 10, in_place: false, ..Limits::default() };
+    let right = Loader::new(Tune::default()).load_all(&checkpoint).unwrap();
+    for staging in [1, 128 << 10] {
+        let tune = Tune { limits, staging, near: 0, ..Tune::default() };
+        let loaded = Loader::new(tune).load_all(&checkpoint).unwrap();
+        assert_eq!(loaded.bytes(0), right.bytes(0));
+    }
+}

@@ -42,7 +42,10 @@ struct Wanted {
     gpu: Option<u32>,
 }
 
-/// Loaders, and how each loads.
+/// Loaders that are kept for the next load: each has threads.
+const LOADERS_MAX: usize = 8;
+
+/// Loaders, and how each loads, the one that was used last at the end.
 type Loaders = Vec<(Wanted, Arc<core::Loader>)>;
 
 /// The loaders of this process: a child of a fork begins without.
@@ -62,9 +65,11 @@ pub(crate) struct Loader(Wanted);
 impl Loader {
     fn own(&self) -> Arc<core::Loader> {
         let mut loaders = loaders();
-        if let Some((_, loader)) = loaders.iter().find(|(wanted, _)| *wanted == self.0) {
-            return loader.clone();
+        if let Some(at) = loaders.iter().position(|(wanted, _)| *wanted == self.0) {
+            loaders[at..].rotate_left(1);
+            return loaders[loaders.len() - 1].1.clone();
         }
+        let longest_unused = (loaders.len() >= LOADERS_MAX).then(|| loaders.remove(0));
         let Wanted { chunk, depth, staging, direct, backend, timeout, gpu } = self.0;
         let settings = Settings { backend, direct, timeout };
         let limits = match gpu {
@@ -79,6 +84,8 @@ impl Loader {
             ..Tune::default()
         }));
         loaders.push((self.0, loader.clone()));
+        drop(loaders);
+        drop(longest_unused);
         loader
     }
 
@@ -86,7 +93,7 @@ impl Loader {
     fn forget(&self) {
         let mut loaders = loaders();
         let at = loaders.iter().position(|(wanted, _)| *wanted == self.0);
-        let forgotten = at.map(|at| loaders.swap_remove(at));
+        let forgotten = at.map(|at| loaders.remove(at));
         drop(loaders);
         drop(forgotten);
     }

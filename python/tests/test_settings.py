@@ -4,7 +4,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tensorfs
-from package import TestCase, environment
+from package import TestCase, environment, python
 
 
 class Settings(TestCase):
@@ -55,6 +55,26 @@ class Settings(TestCase):
     def test_an_argument_goes_before_the_environment(self):
         with environment(TENSORFS_SOURCE="nonsense", TENSORFS_CHUNK=""):
             self.load(source="buffered")
+
+    def test_loads_with_many_settings_do_not_keep_the_threads_of_all(self):
+        code = """
+import os, sys, time
+import tensorfs
+
+def held():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+for turn in range(8):
+    tensorfs.load_file(sys.argv[1], "dlpack", io_timeout=60 + turn, source="direct")
+most = held()
+for turn in range(40):
+    tensorfs.load_file(sys.argv[1], "dlpack", io_timeout=70 + turn, source="direct")
+# Those let go of end by themselves.
+while any(now > 2 * before for now, before in zip(held(), most)):
+    time.sleep(0.01)
+print("few")
+"""
+        self.assertEqual(python(code, self.file), "few\n")
 
     def test_a_device_that_cannot_be_loaded_to_is_refused(self):
         for device, why in (("cuda:0", "not supported"), (0, "not supported"), ("nowhere", "invalid"), ([], "invalid")):

@@ -97,7 +97,7 @@ def _is_ours(filename: Any = None, framework: Any = None, device: Any = "cpu", *
     if not _frameworks.is_known(framework):
         return False
     try:
-        _device.parse(device)
+        _frameworks.find(framework, _device.parse(device))
     except SafetensorError:
         return False
     return True

@@ -1,7 +1,12 @@
 """`patched()`: safetensors itself, for code that cannot be changed."""
 
 import asyncio
+import contextlib
+import contextvars
+import sys
 import threading
+import types
+from unittest import mock
 
 import numpy as np
 import safetensors
@@ -94,6 +99,53 @@ class Patched(TestCase):
         # As a thread holds it that the child does not have.
         with tensorfs._patch._lock:
             self.assertEqual(in_child(inside), "True")
+
+    def test_a_block_that_is_left_in_another_context_ends(self):
+        genuine = safetensors.safe_open
+        block, elsewhere = tensorfs.patched(), contextvars.copy_context()
+        elsewhere.run(block.__enter__)
+        self.assertFalse(self.is_ours())
+        self.assertTrue(elsewhere.run(self.is_ours))
+        block.__exit__(None, None, None)
+        self.assertFalse(elsewhere.run(self.is_ours))
+        self.assertIs(safetensors.numpy.safe_open, genuine)
+
+    def test_a_task_that_outlives_its_block_is_not_in_that_of_another(self):
+        async def outliving(left):
+            await left.wait()
+            with tensorfs.patched():
+                within = self.is_ours()
+            return within, self.is_ours()
+
+        async def all_of_it():
+            left = asyncio.Event()
+            with tensorfs.patched():
+                task = asyncio.create_task(outliving(left))
+                await asyncio.sleep(0)
+            async with contextlib.AsyncExitStack() as stack:
+                other = contextvars.copy_context()
+                block = tensorfs.patched()
+                other.run(block.__enter__)
+                stack.callback(block.__exit__, None, None, None)
+                left.set()
+                return await task
+
+        self.assertEqual(asyncio.run(all_of_it()), (True, False))
+
+    def test_a_module_that_is_unlike_others_is_in_nobodys_way(self):
+        class Sealed(types.ModuleType):
+            def __setattr__(self, name, value):
+                raise AttributeError(name)
+
+        sealed, nameless = Sealed("sealed"), types.ModuleType("nameless")
+        del nameless.__dict__["__name__"]
+        genuine = sealed.__dict__["safe_open"] = nameless.__dict__["safe_open"] = safetensors.safe_open
+        with mock.patch.dict(sys.modules, sealed=sealed, nameless=nameless):
+            with tensorfs.patched():
+                self.assertTrue(self.is_ours(sealed.safe_open) and self.is_ours(nameless.safe_open))
+            self.assertIs(sealed.safe_open, genuine)
+            self.assertIs(nameless.safe_open, genuine)
+        self.assertIs(safetensors.safe_open, genuine)
 
     def test_an_error_ends_the_block_as_well(self):
         with self.assertRaises(KeyError), tensorfs.patched():

@@ -14,7 +14,15 @@ from . import _device, _frameworks
 from ._errors import SafetensorError
 from ._open import safe_open
 
-_active: contextvars.ContextVar[bool] = contextvars.ContextVar("tensorfs.patched", default=False)
+
+class _Block:
+    """A block that was entered. Whatever took over its context, such as a task, may outlive it."""
+
+    def __init__(self, around: _Block | None) -> None:
+        self.around, self.ended = around, False
+
+
+_innermost: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.patched", default=None)
 _lock = threading.Lock()
 _users = 0
 _stand_in: Any = None
@@ -27,12 +35,23 @@ def patched() -> Iterator[None]:
     other frameworks, is loaded by safetensors as ever.
     """
     _install()
-    token = _active.set(True)
+    block = _Block(_innermost.get())
     try:
+        token = _innermost.set(block)
         yield
     finally:
-        _active.reset(token)
+        block.ended = True
+        # A generator may be ended in another context than it began in.
+        with contextlib.suppress(ValueError):
+            _innermost.reset(token)
         _uninstall()
+
+
+def _is_active() -> bool:
+    block = _innermost.get()
+    while block is not None and block.ended:
+        block = block.around
+    return block is not None
 
 
 def _after_fork() -> None:
@@ -67,18 +86,21 @@ def _uninstall() -> None:
 def _replace(old: Any, new: Any) -> None:
     """Puts `new` wherever a module has `old`: most have imported it by name."""
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "tensorfs":
+        if not isinstance(module, ModuleType):
             continue
-        # Not by getattr, which may import more.
-        for name, value in list(vars(module).items()):
+        # Not by its attributes: to look at them may import more, and to set them may be forbidden.
+        names = vars(module)
+        if str(names.get("__name__")).partition(".")[0] == "tensorfs":
+            continue
+        for name, value in list(names.items()):
             if value is old:
-                setattr(module, name, new)
+                names[name] = new
 
 
 def _make_stand_in(real: type) -> type:
     class Kind(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            ours = _active.get() and _is_ours(*args, **kwargs)
+            ours = _is_active() and _is_ours(*args, **kwargs)
             return (safe_open if ours else real)(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:

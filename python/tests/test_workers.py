@@ -269,6 +269,27 @@ def for_each_way():
 for_each_way()
 
 
+class Opening(TestCase):
+    def test_paths_of_a_file_system_that_does_not_answer_are_given_up_in_time(self):
+        folder = hf_set(self.tmp / "hf")
+        file = "model-00001-of-00003.safetensors"
+        for request in ("lookup", "getattr", "open"):
+            with self.subTest(request=request), FaultFs(folder) as source, source.lifted():
+                source.tell(f"stall-{request}", "*")
+                path = source.path / file
+                for what in (source.path, path, [path], {"layers.1.rows": path}):
+                    with self.assertRaisesRegex(TimeoutError, "does not answer"):
+                        tensorfs.safe_open(what, "dlpack", io_timeout=0.2)
+                self.assertGreater(source.parked(), 0)
+
+    def test_what_is_not_there_is_said_as_safetensors_says_it(self):
+        missing, there = self.tmp / "missing.safetensors", hf_set(self.tmp / "hf") / "model-00001-of-00003.safetensors"
+        for what in (missing, os.fsencode(missing).decode(), [there, missing], {"layers.1.rows": there, "b": missing}):
+            with self.assertRaises(FileNotFoundError) as raised:
+                tensorfs.safe_open(what, "dlpack")
+            self.assertEqual(str(raised.exception), f"No such file or directory: {missing}")
+
+
 class Imports(TestCase):
     def test_the_package_needs_neither_numpy_nor_torch_nor_safetensors(self):
         folder = hf_set(self.tmp / "hf")

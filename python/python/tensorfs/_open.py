@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
@@ -35,24 +36,19 @@ class TensorMetadata(NamedTuple):
 
 def open_checkpoint(source: Source, loader: Loader) -> Checkpoint:
     """Opens whatever `source` is, within the deadline of `loader`."""
-    if isinstance(source, (str, os.PathLike)):
-        path = os.fspath(source)
-        if isinstance(path, bytes):
-            path = os.fsdecode(path)
-        if not os.path.exists(path):
-            raise not_found(path)
-        return Checkpoint.open(path, loader.timeout)
-    if isinstance(source, Mapping):
-        return Checkpoint.open_map({name: _existing(path) for name, path in source.items()}, loader.timeout)
-    if isinstance(source, (list, tuple)):
-        return Checkpoint.open_files([_existing(path) for path in source], loader.timeout)
+    # Nothing is looked at here: a file system that does not answer would keep this thread.
+    try:
+        if isinstance(source, (str, os.PathLike)):
+            return Checkpoint.open(os.fsdecode(source), loader.timeout)
+        if isinstance(source, Mapping):
+            return Checkpoint.open_map({name: os.fsdecode(path) for name, path in source.items()}, loader.timeout)
+        if isinstance(source, (list, tuple)):
+            return Checkpoint.open_files([os.fsdecode(path) for path in source], loader.timeout)
+    except FileNotFoundError as e:
+        if os.strerror(errno.ENOENT) in str(e):
+            raise not_found(e.filename) from None
+        raise
     raise TypeError(f"expected a path, a list of files or a mapping to files, not {type(source).__name__}")
-
-
-def _existing(path: StrPath) -> str:
-    if not os.path.exists(path):
-        raise not_found(os.fspath(path))
-    return os.fspath(path)
 
 
 class safe_open:

@@ -20,6 +20,28 @@ def outcome(work):
         return None, (cls, str(e))
 
 
+class HalfBytes(TestCase):
+    @needs_torch
+    def test_an_index_gives_the_elements_it_names_or_is_refused(self):
+        import torch
+
+        file = self.tmp / "model.safetensors"
+        data = np.arange(16, dtype=np.uint8) * 17 + 1
+        write_shard(file, [("a", "F4", (2, 16), data.tobytes())])
+        elements = np.stack([data & 15, data >> 4], -1).reshape(2, 16)
+        for backend in ("mmap", "pread"):
+            found = tensorfs.safe_open(file, "pt", backend=backend).get_slice("a")
+            for index in (1, slice(1, 2), (0, slice(4, 10)), (slice(None, None, 2), slice(2, 4)), (..., slice(-4, None))):
+                with self.subTest(backend=backend, index=index):
+                    got = found[index].contiguous().view(torch.uint8).numpy()
+                    got = np.stack([got & 15, got >> 4], -1).reshape(*got.shape[:-1], -1)
+                    np.testing.assert_array_equal(got, elements[index])
+            bad = [(0, 3), (0, slice(1, 3)), (0, slice(None, None, 2)), (..., slice(0, 2, 3))]
+            for index in bad + [(..., [0, 1]), [1, 0], (0, None), torch.tensor([1])] * (backend == "mmap"):
+                with self.subTest(backend=backend, index=index), self.assertRaises(tensorfs.SafetensorError):
+                    found[index]
+
+
 class SingleFile(TestCase):
     def setUp(self):
         super().setUp()

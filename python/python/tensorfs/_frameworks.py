@@ -32,7 +32,10 @@ _SMALL_FLOATS = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-_TORCH = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool", "F4": "float4_e2m1fn_x2"}
+PACKED = "F4"
+"""Two elements of this dtype are one in torch."""
+
+_TORCH = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool", PACKED: "float4_e2m1fn_x2"}
 
 
 class Torch:
@@ -230,7 +233,7 @@ def _only_cpu(name: str, gpu: int | None) -> None:
 
 def _packed(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
     """The shape that torch gives a tensor: two elements of F4 are one of its own."""
-    if dtype != "F4":
+    if dtype != PACKED:
         return tuple(shape)
     if not shape or shape[-1] % 2:
         raise error(

@@ -8,7 +8,7 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
 
 from . import _device, _frameworks, _indexing, _settings
-from ._errors import error, not_found
+from ._errors import SafetensorError, error, not_found
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader
@@ -217,14 +217,23 @@ class Slice:
             found = _indexing.simple(index, info.shape)
             if found is None:
                 reader.framework.refuse(index, info.shape)
+                if info.dtype == _frameworks.PACKED:
+                    raise _halved(info)
                 return reader.whole(info)[index]
             cuts = found
         if all(cut == (0, size, 1, False) for cut, size in zip(cuts, info.shape)):
             return reader.whole(info)
+        if info.dtype == _frameworks.PACKED and cuts and cuts[-1].step != 1:
+            raise _halved(info)
         part = reader.part(info, cuts)
         if all(cut.step == 1 for cut in cuts):
             return part
         return reader.framework.stepped(part, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))
+
+
+def _halved(info: Info) -> SafetensorError:
+    message = f"tensor `{info.name}`: two elements of {info.dtype} are one of torch, which this index would separate"
+    return error(f"{message}; take slices, without a step in the last dimension", tensor=info.name)
 
 
 def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: int | None) -> PrefetchLoader:

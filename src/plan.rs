@@ -467,7 +467,7 @@ impl Plan {
                     let fits = one.shard == first.shard
                         && small(one)
                         && small(first)
-                        && one.range.start <= end + limits.gap
+                        && one.range.start <= end.saturating_add(limits.gap)
                         && one.range.end - first.range.start <= limits.slab;
                     if fits {
                         end = end.max(one.range.end);
@@ -496,7 +496,7 @@ impl Plan {
     fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, at: u64) {
         let mut start = range.start;
         while start < range.end {
-            let end = ((start + self.limits.chunk) / PAGE * PAGE).min(range.end);
+            let end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
             let target = Target::Place { region, at: at + (start - range.start) };
             self.chunks.push(Chunk { shard, range: start..end, target });
             start = end;
@@ -518,7 +518,7 @@ impl Plan {
                 .iter()
                 .take_while(|part| {
                     let fits = part.shard == first.shard
-                        && part.range.start <= end + limits.gap
+                        && part.range.start <= end.saturating_add(limits.gap)
                         && part.range.end.max(end) - first.range.start <= limits.moved;
                     if fits {
                         end = end.max(part.range.end);

@@ -196,6 +196,47 @@ fn a_part_outside_of_its_tensor_is_refused_by_name() {
     }
 }
 
+/// A checkpoint of one tensor `a`, `len` bytes of I32 that begin on no page.
+fn of_one_tensor(folder: &std::path::Path, len: u64) -> Arc<Checkpoint> {
+    let shape = vec![len / 4];
+    let whole = Box_ { offset: vec![0], shape: shape.clone() };
+    let tensor =
+        Cut { name: "a".to_owned(), dtype: tensorfs::Dtype::I32, shape, boxes: vec![(0, whole)] };
+    write_hf(folder, &[tensor]);
+    Checkpoint::open(folder).unwrap()
+}
+
+#[test]
+fn a_read_that_takes_more_memory_than_loads_may_goes_out_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = of_one_tensor(folder.path(), 3 << 20);
+    for (in_place, staging) in [(false, 1 << 20), (false, 0), (true, 0)] {
+        let limits = Limits { chunk: 4096, in_place, ..Limits::default() };
+        let loader = Loader::new(Tune { limits, staging, near: 0, ..Tune::default() });
+        let loaded = loader.load_all(&checkpoint).unwrap();
+        let expected = common::bytes("a", tensorfs::Dtype::I32, &[3 << 18]);
+        assert!(loaded.bytes(0) == expected, "in_place: {in_place}, staging: {staging}");
+    }
+}
+
+#[test]
+fn limits_may_be_as_large_as_numbers_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = of_one_tensor(folder.path(), 3 << 20);
+    let most = u64::MAX;
+    for (in_place, own) in [(true, most), (true, 1), (false, most), (false, 1)] {
+        let limits =
+            Limits { chunk: most, moved: most, gap: most, own, slab: most, in_place, align: 64 };
+        let loader = Loader::new(Tune { limits, near: 0, staging: most, ..Tune::default() });
+        let part = |range| Want { part: Some(vec![range]), ..Want::whole(0) };
+        let wants = [part(0..100), Want::whole(0), part(1000..1 << 19)];
+        let loaded = loader.load(&checkpoint, &wants, &mut |_| true).unwrap();
+        let expected = common::bytes("a", tensorfs::Dtype::I32, &[3 << 18]);
+        assert!(loaded.bytes(1) == expected, "in_place: {in_place}, own: {own}");
+        assert!(loaded.bytes(2) == &expected[4000..4 << 19]);
+    }
+}
+
 #[test]
 fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
     let folder = tempfile::tempdir().unwrap();

@@ -96,11 +96,10 @@ pub(super) fn run(
 ) -> Result<Report> {
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
-    let staging = loader.tune.staging.max(4 * loader.tune.limits.chunk);
+    // The longest read has to fit, or it would wait for ever.
     let moved = plan.chunks.iter().filter(|chunk| matches!(chunk.target, Target::Spread(_)));
     let longest = moved.map(|chunk| Buffer::len_for(&chunk.range)).max();
-    // For a read that does not fit the load would wait for ever.
-    let budget = Budget::new(staging.max(longest.unwrap_or(0)), Arc::default());
+    let budget = Budget::new(loader.tune.staging.max(longest.unwrap_or(0)), Arc::default());
     let (moving, peak) = (AtomicU64::new(0), AtomicU64::new(0));
     let shared = Shared { plan, regions, budget, peak, moving };
     if plan.read <= loader.tune.near

@@ -20,18 +20,24 @@ impl<T> PerProcess<T> {
         PerProcess { own: OnceLock::new(), next: OnceLock::new() }
     }
 
-    /// The value of this process, which `make` makes if there is none.
+    /// The value of this process, which `make` makes if there is none. Of threads that make it at
+    /// once one is the first; what the others made is dropped.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         let process = std::process::id();
-        let mut held = self;
-        while let Some((owner, value)) = held.own.get() {
-            if *owner == process {
-                return value;
+        let (mut held, mut make) = (self, Some(make));
+        loop {
+            match held.own.get() {
+                Some((owner, value)) if *owner == process => return value,
+                Some(_) => held = held.next.get_or_init(|| Box::new(PerProcess::new())),
+                None => {
+                    // Made before the cell is taken, which a child of a fork in between would
+                    // find taken for ever.
+                    if let Some(make) = make.take() {
+                        let _ = held.own.set((process, make()));
+                    }
+                }
             }
-            held = held.next.get_or_init(|| Box::new(PerProcess::new()));
         }
-        let (_, value) = held.own.get_or_init(|| (process, make()));
-        value
     }
 }
 

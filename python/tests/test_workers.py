@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import tensorfs
 from checkpoints import hf_set, row_wise
 from faults import FaultFs
 from package import TestCase, dlpack_bytes, needs_torch, python, wait_until
+from tensorfs import _settings, _tensorfs
 
 SECONDS = 30
 
@@ -372,6 +375,30 @@ class Failures(TestCase):
             source.tell("stall", "*.safetensors")
             with self.assertRaises(TimeoutError):
                 opened.get_tensors()
+
+    def test_memory_that_was_given_is_left_alone_once_a_source_has_not_answered_in_time(self):
+        length = 4 << 20
+        save_file({"a": np.zeros(length, np.uint8)}, self.tmp / "model.safetensors")
+        with FaultFs(self.tmp) as source, source.lifted():
+            loader = _settings.loader(io_timeout=0.5)
+            opened = _tensorfs.Checkpoint.open(source.path / "model.safetensors", None)
+            ((_, start, _),) = opened.pieces(0)
+            around = np.zeros(length + 4096, np.uint8)
+            # Where the pages are those of the file: bytes could be read to their place.
+            skip = (start - around.ctypes.data) % 4096
+            into = around[skip : skip + length]
+            plan = loader.plan(opened, [(0, None, None, into.ctypes.data)])
+            source.tell("stall", "*.safetensors")
+            owner = threading.Event()
+            ends = weakref.ref(owner)
+            with self.assertRaises(TimeoutError):
+                loader.fill(opened, plan, [(into.ctypes.data, length, owner)])
+            del owner
+            into[:] = 7
+            source.tell("ok")
+            # Who drops an owner without the interpreter leaves it to the next call.
+            wait_until(lambda: loader.timeout and ends() is None, SECONDS, "the end of late reads")
+            self.assertTrue((into == 7).all())
 
     def test_a_file_that_was_replaced_is_not_mixed_with_the_new_one(self):
         folder = hf_set(self.tmp / "hf")

@@ -78,6 +78,7 @@ pub(super) trait Landing {
 /// What all threads of a load to the host share.
 struct Shared<'a> {
     plan: &'a Plan,
+    checkpoint: &'a Checkpoint,
     regions: &'a [Arc<Region>],
     /// For reads that do not go to their place.
     budget: Budget,
@@ -97,11 +98,12 @@ pub(super) fn run(
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
     // The longest read has to fit, or it would wait for ever.
-    let moved = plan.chunks.iter().filter(|chunk| matches!(chunk.target, Target::Spread(_)));
+    let moved = plan.chunks.iter().filter(|chunk| place_of(plan, checkpoint, chunk).is_none());
     let longest = moved.map(|chunk| Buffer::len_for(&chunk.range)).max();
-    let budget = Budget::new(loader.tune.staging.max(longest.unwrap_or(0)), Arc::default());
+    let staging = loader.tune.staging.max(longest.unwrap_or(0));
+    let budget = Budget::new(staging, Arc::default());
     let (moving, peak) = (AtomicU64::new(0), AtomicU64::new(0));
-    let shared = Shared { plan, regions, budget, peak, moving };
+    let shared = Shared { plan, checkpoint, regions, budget, peak, moving };
     if plan.read <= loader.tune.near
         && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
     {
@@ -112,9 +114,8 @@ pub(super) fn run(
         let (jobs, todo) = channel::<Job>();
         let (back, returned) = channel::<Back>();
         let todo = Arc::new(Mutex::new(todo));
-        let spread = plan.chunks.iter().any(|chunk| matches!(chunk.target, Target::Spread(_)));
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let movers = if spread { cores.min(MOVERS_MAX) } else { 0 };
+        let movers = if longest.is_some() { cores.min(MOVERS_MAX) } else { 0 };
         // Reads that are not waited for hold senders of jobs, too.
         let end = Ends(jobs.clone(), movers);
         for _ in 0..movers {
@@ -142,6 +143,15 @@ pub(super) fn run(
         device: None,
     };
     Ok(Report { stats, events })
+}
+
+/// Region and byte that the bytes of `chunk` are read to at once, if they are. Not to memory that
+/// was given where the file system may answer when the load has long given up: by then whoever
+/// gave it uses it for something else.
+fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
+    let Target::Place { region, at } = chunk.target else { return None };
+    let source = &checkpoint.sources()[chunk.shard.0 as usize];
+    (!plan.given[region as usize] || source.file_system().is_local()).then_some((region, at))
 }
 
 /// Tells so many movers that no more comes, however the load ends.
@@ -255,14 +265,14 @@ impl Load<'_> {
 
 impl Landing for Shared<'_> {
     fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
-        match chunk.target {
-            Target::Spread(_) => {
+        match place_of(self.plan, self.checkpoint, chunk) {
+            None => {
                 let lease = self.budget.try_lease(Buffer::len_for(&chunk.range));
                 debug_assert!(lease.is_some() || !alone, "a chunk fits into the budget");
                 self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
                 lease
             }
-            Target::Place { region, at } => {
+            Some((region, at)) => {
                 let before = chunk.range.start % PAGE;
                 let start = at - before;
                 let len = Buffer::len_for(&chunk.range);
@@ -276,14 +286,12 @@ impl Landing for Shared<'_> {
     }
 
     fn is_moved(&self, chunk: &Chunk) -> bool {
-        matches!(chunk.target, Target::Spread(_))
+        place_of(self.plan, self.checkpoint, chunk).is_none()
     }
 
     fn is_given(&self, chunk: &Chunk) -> bool {
-        match chunk.target {
-            Target::Place { region, .. } => self.plan.given[region as usize],
-            Target::Spread(_) => false,
-        }
+        let place = place_of(self.plan, self.checkpoint, chunk);
+        place.is_some_and(|(region, _)| self.plan.given[region as usize])
     }
 }
 
@@ -353,9 +361,17 @@ impl Shared<'_> {
             let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
             let Ok(Some((chunk, came, filled))) = job else { return };
             let started = Instant::now();
-            if let Target::Spread(moves) = &self.plan.chunks[chunk].target {
-                for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
-                    self.carry_out(one, &filled);
+            match &self.plan.chunks[chunk].target {
+                Target::Spread(moves) => {
+                    for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
+                        self.carry_out(one, &filled);
+                    }
+                }
+                Target::Place { region, at } => {
+                    let region = &self.regions[*region as usize];
+                    // SAFETY: the plan gives these bytes to this chunk alone, and the region is
+                    // read when the load is over.
+                    unsafe { region.bytes(*at as usize, filled.len()) }.copy_from_slice(&filled);
                 }
             }
             let began = filled.began;

@@ -147,6 +147,12 @@ impl Move {
     pub fn placed_len(&self) -> u64 {
         self.cast.map_or(self.run_len, |cast| cast.len_after(self.run_len))
     }
+
+    /// Whether its bytes stay as they are and together. Where one ends, no other of the same read
+    /// goes on: they would be one.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.strides.is_none() && self.cast.is_none()
+    }
 }
 
 /// How runs are spread: dimensions, outermost first.
@@ -550,15 +556,15 @@ impl Plan {
 impl Extent {
     /// Whether its bytes go on as they are, in one run.
     fn is_plain(&self) -> bool {
-        self.step.strides.is_none() && self.step.cast.is_none()
+        self.step.is_plain()
     }
 }
 
 impl Move {
     /// Whether `next` is more of the same run.
     fn goes_on_in(&self, next: &Move) -> bool {
-        let plain = [self, next].iter().all(|one| one.strides.is_none() && one.cast.is_none());
-        plain
+        self.is_plain()
+            && next.is_plain()
             && self.region == next.region
             && self.from + self.run_len == next.from
             && self.at + self.run_len == next.at

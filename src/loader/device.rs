@@ -474,25 +474,12 @@ impl<'a> Copies<'a> {
                 self.copy(&mut sending, 0, len, regions.get(*region)?, *at)?;
             }
             Target::Spread(moves) => {
-                let mut moves = &self.plan.moves[moves.start as usize..moves.end as usize];
-                while let Some((first, rest)) = moves.split_first() {
-                    // Those that go on where this one ends, there and here, are one copy.
-                    let mut len = first.run_len;
-                    let together = rest.iter().take_while(|one| {
-                        let follows = is_plain(first)
-                            && is_plain(one)
-                            && one.region == first.region
-                            && one.from == first.from + len
-                            && one.at == first.at + len;
-                        len += if follows { one.run_len } else { 0 };
-                        follows
-                    });
-                    moves = &rest[together.count()..];
-                    let region = regions.get(first.region)?;
-                    if is_plain(first) {
-                        self.copy(&mut sending, first.from, len, region, first.at)?;
+                for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
+                    let region = regions.get(one.region)?;
+                    if one.is_plain() {
+                        self.copy(&mut sending, one.from, one.run_len, region, one.at)?;
                     } else {
-                        self.spread(&mut sending, line, first, region)?;
+                        self.spread(&mut sending, line, one, region)?;
                     }
                 }
             }
@@ -552,11 +539,6 @@ impl<'a> Copies<'a> {
 
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// Whether bytes stay as they are and together.
-fn is_plain(one: &Move) -> bool {
-    one.strides.is_none() && one.cast.is_none()
 }
 
 /// Casts rows of elements by way of `scratch`.

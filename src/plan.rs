@@ -286,6 +286,12 @@ impl Plan {
         Ok(plan)
     }
 
+    /// Bytes of memory that is to be found for it.
+    pub fn needed(&self) -> u64 {
+        let mine = self.regions.iter().zip(&self.given).filter(|(_, given)| !**given);
+        mine.fold(0, |sum, (len, _)| sum.saturating_add(*len))
+    }
+
     /// Puts reads into the order of what they fill, which is that of the shards as long as tensors
     /// lie in one. Of tensors cut into boxes neighbours are filled one after the other.
     fn order(&mut self) {
@@ -376,15 +382,9 @@ impl Plan {
         want: &Want,
         extents: &mut Vec<Extent>,
     ) -> Result<(Placement, Option<Cast>), Fault> {
-        let part = part_of(tensor, want)?;
-        let cast = cast_of(tensor, want)?;
-        let dtype = cast.map_or(tensor.dtype, Cast::to);
-        let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
-        // Within the bounds of the tensor, which were proved; a wider type may pass them.
-        let bits = dtype.bits_of(&shape).ok_or_else(|| {
-            Fault::new(Class::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
-        })?;
-        let bits_each = (tensor.dtype.bits(), dtype.bits());
+        let (part, cast, placement) = outcome_of(tensor, want)?;
+        let shape = &placement.shape;
+        let bits_each = (tensor.dtype.bits(), placement.dtype.bits());
         for piece in tensor.pieces() {
             // Of the piece, what is wanted of it: first index and extent.
             let (mut first, mut size) = (Vec::new(), Vec::new());
@@ -406,7 +406,7 @@ impl Plan {
             let spread = Spread::new(&from, &to, &size, bits_each)?;
             self.cut(&spread, piece.shard, piece.range.start, (number, cast), extents);
         }
-        Ok((Placement { region: 0, at: 0, len: bits / 8, dtype, shape }, cast))
+        Ok((placement, cast))
     }
 
     /// Cuts runs into stretches that are read at once.
@@ -590,6 +590,30 @@ fn split(extent: Extent, chunk: u64) -> Vec<Extent> {
             Extent { shard, range: start..end, step, want }
         })
         .collect()
+}
+
+/// Bytes of memory that is to be found for `wants` at least, whatever the plan. Of a wish that
+/// cannot be planned it says nothing.
+pub fn needed(catalog: &Catalog, wants: &[Want]) -> u64 {
+    let mine = wants.iter().filter(|want| want.at.is_none());
+    mine.filter_map(|want| Some(outcome_of(&catalog.tensor_at(want.tensor), want).ok()?.2.len))
+        .fold(0, u64::saturating_add)
+}
+
+/// What is wanted of a tensor, what becomes of its elements, and what it is then, at no place yet.
+fn outcome_of(
+    tensor: &Tensor<'_>,
+    want: &Want,
+) -> Result<(Vec<Range<u64>>, Option<Cast>, Placement), Fault> {
+    let part = part_of(tensor, want)?;
+    let cast = cast_of(tensor, want)?;
+    let dtype = cast.map_or(tensor.dtype, Cast::to);
+    let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
+    // Within the bounds of the tensor, which were proved; a wider type may pass them.
+    let bits = dtype.bits_of(&shape).ok_or_else(|| {
+        Fault::new(Class::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
+    })?;
+    Ok((part, cast, Placement { region: 0, at: 0, len: bits / 8, dtype, shape }))
 }
 
 /// The wanted indices of each dimension.

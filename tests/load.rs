@@ -238,6 +238,33 @@ fn limits_may_be_as_large_as_numbers_are() {
 }
 
 #[test]
+fn a_tensor_longer_than_memory_is_refused_before_its_reads_are_planned() {
+    // A file of this length takes a file system that does not care.
+    let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
+        eprintln!("skipped: no /dev/shm here");
+        return;
+    };
+    let path = folder.path().join("model.safetensors");
+    let len = 1u64 << 58;
+    let header =
+        format!(r#"{{"a":{{"dtype":"F8_E4M3","shape":[{len}],"data_offsets":[0,{len}]}}}}"#);
+    let start = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+    std::fs::write(&path, &start).unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    if file.set_len(start.len() as u64 + len).is_err() {
+        eprintln!("skipped: no file of {len} bytes here");
+        return;
+    }
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let loader = Loader::new(Tune::default());
+    for (cast, needed) in [(None, len), (Some(tensorfs::Dtype::F32), 4 * len)] {
+        let wants = [Want { cast, ..Want::whole(0) }];
+        let error = loader.load(&checkpoint, &wants, &mut |_| true).unwrap_err().to_string();
+        assert!(error.contains(&format!("takes {needed} bytes of memory")), "{error}");
+    }
+}
+
+#[test]
 fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
     let folder = tempfile::tempdir().unwrap();
     let shape = vec![1 << 10, 64];

@@ -168,13 +168,18 @@ impl Loader {
             wants.push(Want { tensor, part, cast: cast.as_deref().map(dtype).transpose()?, at });
         }
         let planned = py.detach(|| {
-            let plan = loader.plan(&checkpoint, &wants)?;
             let on_host = self.0.gpu.is_none();
-            let room = if on_host { loader.check_room(&checkpoint, &plan) } else { Ok(()) };
-            Ok((plan, room))
+            let check = |needed| match on_host {
+                true => loader.check_room(&checkpoint, needed),
+                false => Ok(()),
+            };
+            check(plan::needed(checkpoint.catalog(), &wants))?;
+            let plan = loader.plan(&checkpoint, &wants);
+            check(plan.as_ref().map_or(0, plan::Plan::needed)).map(|()| plan)
         });
-        let (plan, room) = planned.map_err(|e| raised(py, &e, None))?;
-        room.map_err(|e| PyMemoryError::new_err(e.to_string()))?;
+        let planned =
+            planned.map_err(|e: tensorfs::Error| PyMemoryError::new_err(e.to_string()))?;
+        let plan = planned.map_err(|e| raised(py, &e, None))?;
         Ok(Plan { plan, names: named(&checkpoint, &wants), on_gpu: self.0.gpu.is_some() })
     }
 

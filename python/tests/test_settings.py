@@ -77,7 +77,7 @@ print("few")
         self.assertEqual(python(code, self.file), "few\n")
 
     def test_a_device_that_cannot_be_loaded_to_is_refused(self):
-        for device, why in (("cuda:0", "not supported"), (0, "not supported"), ("nowhere", "invalid"), ([], "invalid")):
+        for device, why in (("cuda:0", "pt"), (0, "pt"), ("mps", "not supported"), ("nowhere", "invalid"), ([], "invalid")):
             with self.subTest(device=device), self.assertRaisesRegex(tensorfs.SafetensorError, why):
                 tensorfs.safe_open(self.file, "np", device)
         with tensorfs.safe_open(self.file, "np", None) as f:

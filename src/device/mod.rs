@@ -79,7 +79,7 @@ mod regions {
 
     /// Bytes that a region of `len` bytes takes.
     fn taken(len: &u64) -> u64 {
-        len.max(&1).next_multiple_of(ALIGN)
+        len.max(&1).checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX)
     }
 
     impl Gpu {

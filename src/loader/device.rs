@@ -24,7 +24,7 @@ use crate::device::{
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Filled, Lease};
-use crate::plan::{Chunk, Limits, Move, Placement, Plan, Target, Want};
+use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, Want};
 
 /// Unit in which memory for casts is cut.
 const ALIGN: u64 = 256;
@@ -114,6 +114,7 @@ impl Loader {
         wants: &[Want],
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<LoadedDevice> {
+        gpu.check_room(&[plan::needed(checkpoint.catalog(), wants)])?;
         let started = Instant::now();
         let mut limits = self.tune.limits;
         if limits.in_place {

@@ -16,7 +16,7 @@ use crate::counters::Counters;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, Memory, Read, Region, Settings};
-use crate::plan::{Limits, Placement, Plan, Want};
+use crate::plan::{self, Limits, Placement, Plan, Want};
 
 #[cfg(feature = "cuda")]
 pub use device::LoadedDevice;
@@ -220,14 +220,13 @@ impl Loader {
             .map_err(|fault| checkpoint.refused(fault))
     }
 
-    /// Refuses a plan that takes more memory than is available: the kernel promises any amount,
-    /// and ends the process when it is used.
+    /// Refuses to load what needs more bytes of memory than are available: the kernel promises any
+    /// amount, and ends the process when it is used. A plan takes memory for each read, so wishes
+    /// are looked at before they are planned.
     ///
     /// # Errors
     /// One that says how much is needed and how much there is.
-    pub fn check_room(&self, checkpoint: &Checkpoint, plan: &Plan) -> Result<()> {
-        let mine = plan.regions.iter().zip(&plan.given).filter(|(_, given)| !**given);
-        let needed = mine.fold(0u64, |sum, (len, _)| sum.saturating_add(*len));
+    pub fn check_room(&self, checkpoint: &Checkpoint, needed: u64) -> Result<()> {
         let available = if needed < ROOM_MIN { None } else { room::available() };
         match available.filter(|available| *available < needed) {
             None => Ok(()),
@@ -272,11 +271,12 @@ impl Loader {
         wants: &[Want],
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Loaded> {
+        self.check_room(checkpoint, plan::needed(checkpoint.catalog(), wants))?;
         let started = Instant::now();
         let plan = self.plan(checkpoint, wants)?;
         let planned = started.elapsed();
         debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
-        self.check_room(checkpoint, &plan)?;
+        self.check_room(checkpoint, plan.needed())?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
         let regions = regions.collect::<Result<Vec<_>>>()?;

@@ -600,11 +600,11 @@ pub fn needed(catalog: &Catalog, wants: &[Want]) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
+/// The wanted indices of each dimension.
+type Part = Vec<Range<u64>>;
+
 /// What is wanted of a tensor, what becomes of its elements, and what it is then, at no place yet.
-fn outcome_of(
-    tensor: &Tensor<'_>,
-    want: &Want,
-) -> Result<(Vec<Range<u64>>, Option<Cast>, Placement), Fault> {
+fn outcome_of(tensor: &Tensor<'_>, want: &Want) -> Result<(Part, Option<Cast>, Placement), Fault> {
     let part = part_of(tensor, want)?;
     let cast = cast_of(tensor, want)?;
     let dtype = cast.map_or(tensor.dtype, Cast::to);
@@ -616,8 +616,8 @@ fn outcome_of(
     Ok((part, cast, Placement { region: 0, at: 0, len: bits / 8, dtype, shape }))
 }
 
-/// The wanted indices of each dimension.
-fn part_of(tensor: &Tensor<'_>, want: &Want) -> Result<Vec<Range<u64>>, Fault> {
+/// The part of a tensor that is wanted.
+fn part_of(tensor: &Tensor<'_>, want: &Want) -> Result<Part, Fault> {
     let Some(part) = &want.part else {
         return Ok(tensor.shape.iter().map(|&size| 0..size).collect());
     };

@@ -214,6 +214,7 @@ ways = {
 }
 signal.signal(signal.SIGINT, signal.default_int_handler)
 print("ready", flush=True)
+sys.stdin.readline()
 try:
     got = ways[how]()
     print("loaded", flush=True)
@@ -245,6 +246,8 @@ class Interrupts(TestCase):
                 self.assertEqual(child.stdout.readline(), "ready\n")
                 # The header was read; everything else stalls.
                 source.tell("stall", "*.safetensors")
+                child.stdin.write("go\n")
+                child.stdin.flush()
                 wait_until(source.parked, SECONDS, "a read that stalls")
                 child.send_signal(signal.SIGINT)
                 self.assertEqual(child.stdout.readline(), "interrupted\n")

@@ -219,7 +219,11 @@ impl Loader {
                 interrupted.is_none() && !cancelled
             };
             match &to {
-                To::Host(regions) => loader.fill(&checkpoint, &plan.plan, regions, &mut goes_on),
+                // SAFETY: whoever calls, in Python, has the memory for nothing else, as
+                // `Plan::regions` says, and the plan is of this checkpoint.
+                To::Host(regions) => unsafe {
+                    loader.fill(&checkpoint, &plan.plan, regions, &mut goes_on)
+                },
                 To::Gpu(regions, gpu) => {
                     // SAFETY: whoever calls, in Python, has this stream of the GPU, and waits here.
                     let after = stream.map(|handle| unsafe { ForeignStream::from_raw(handle) });

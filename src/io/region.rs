@@ -131,8 +131,11 @@ impl Region {
 
     /// A region of `new` as memory that does not change any more, if no read can still write to
     /// it.
+    ///
+    /// # Panics
+    /// For a foreign one, of which not all may be initialised.
     pub fn finish(self: Arc<Self>) -> Option<Memory> {
-        debug_assert!(matches!(self.home, Home::Mapping(..)), "all of it can be read");
+        assert!(matches!(self.home, Home::Mapping(..)), "all of it can be read");
         Arc::into_inner(self).map(|region| Memory(Arc::new(region)))
     }
 }

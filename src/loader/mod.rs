@@ -280,38 +280,12 @@ impl Loader {
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
         let regions = regions.collect::<Result<Vec<_>>>()?;
-        let mut report = self.fill(checkpoint, &plan, &regions, progress)?;
+        let mut report = run::run(self, checkpoint, &plan, &regions, progress)?;
         report.stats.plan = planned;
         let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
         let memories =
             memories.ok_or_else(|| Error::usage("a read still writes to loaded memory"))?;
         Ok(Loaded { memories, placements: plan.placements, report })
-    }
-
-    /// Carries `plan` out: fills `regions`, which are as many and at least as long as its own.
-    ///
-    /// Once it succeeded nobody writes to them any more. After a failure reads may still be under
-    /// way, each of which holds a clone of its region; of memory that waited for its wish it
-    /// returns only when they have come back or are overdue.
-    ///
-    /// # Errors
-    /// The first failure; the regions then hold bytes that mean nothing.
-    pub fn fill(
-        &self,
-        checkpoint: &Checkpoint,
-        plan: &Plan,
-        regions: &[Arc<Region>],
-        progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<Report> {
-        assert!(
-            regions.len() == plan.regions.len()
-                && regions
-                    .iter()
-                    .zip(&plan.regions)
-                    .all(|(region, &len)| region.len() as u64 >= len),
-            "the plan's regions"
-        );
-        run::run(self, checkpoint, plan, regions, progress)
     }
 
     /// Loads all tensors of `checkpoint`, in the catalog's order.

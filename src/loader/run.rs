@@ -75,6 +75,37 @@ pub(super) trait Landing {
     fn is_given(&self, chunk: &Chunk) -> bool;
 }
 
+impl Loader {
+    /// Carries `plan` out: fills `regions`, which are as many and at least as long as its own.
+    ///
+    /// Once it succeeded nobody writes to them any more. After a failure reads may still be under
+    /// way, each of which holds a clone of its region; where they write to memory that waited for
+    /// its wish, it returns only when they have come back or are overdue. Overdue ones write there
+    /// whenever the disk answers.
+    ///
+    /// # Errors
+    /// The first failure; the regions then hold bytes that mean nothing.
+    ///
+    /// # Safety
+    /// The plan is as `plan` made it of this checkpoint. No two regions share a byte that it uses,
+    /// and nobody else reads or writes one until this is over, and after a failure until no read
+    /// holds a clone of the region.
+    pub unsafe fn fill(
+        &self,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        regions: &[Arc<Region>],
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Report> {
+        let fits = |(region, &len): (&Arc<Region>, &u64)| region.len() as u64 >= len;
+        assert!(
+            regions.len() == plan.regions.len() && regions.iter().zip(&plan.regions).all(fits),
+            "the plan's regions"
+        );
+        run(self, checkpoint, plan, regions, progress)
+    }
+}
+
 /// What all threads of a load to the host share.
 struct Shared<'a> {
     plan: &'a Plan,
@@ -87,7 +118,7 @@ struct Shared<'a> {
     moving: AtomicU64,
 }
 
-/// Carries `plan` out.
+/// Carries `plan` out; see `Loader::fill` for what the regions have to be.
 pub(super) fn run(
     loader: &Loader,
     checkpoint: &Checkpoint,

@@ -45,7 +45,8 @@ def load_into(
     become the dtype that waits for them; else a differing dtype is an error. Nothing is written unless all of it
     fits. `how` is what `safe_open` takes to say how to read.
 
-    Where it fails in between, as by Ctrl-C, the memory holds old and new bytes.
+    Where it fails in between, as by Ctrl-C, the memory holds old and new bytes. Where a disk did not answer in time, it
+    may still write there when it does: the memory is of no use any more.
     """
     loader = _settings.loader(**how)
     checkpoint = open_checkpoint(filename, loader)

@@ -107,6 +107,9 @@ impl Loader {
     ///
     /// # Errors
     /// The first failure; nothing stays on the GPU then.
+    ///
+    /// # Panics
+    /// If memory waits for a wish: that is for `fill_device`.
     pub fn load_device(
         &self,
         gpu: &Gpu,
@@ -124,7 +127,7 @@ impl Loader {
         let plan = Plan::new(checkpoint.catalog(), wants, &limits)
             .map_err(|fault| checkpoint.refused(fault))?;
         let planned = started.elapsed();
-        debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
+        assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
         gpu.check_room(&plan.regions)?;
         let (regions, mut report) =
             self.fill_regions(gpu, checkpoint, &plan, None, None, progress)?;

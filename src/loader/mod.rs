@@ -265,6 +265,9 @@ impl Loader {
     ///
     /// # Errors
     /// The first failure; what was read until then is dropped.
+    ///
+    /// # Panics
+    /// If memory waits for a wish: that is for `fill`.
     pub fn load(
         &self,
         checkpoint: &Checkpoint,
@@ -275,7 +278,7 @@ impl Loader {
         let started = Instant::now();
         let plan = self.plan(checkpoint, wants)?;
         let planned = started.elapsed();
-        debug_assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
+        assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
         self.check_room(checkpoint, plan.needed())?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));

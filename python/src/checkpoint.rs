@@ -118,7 +118,7 @@ impl Checkpoint {
     }
 
     /// Positions of all tensors, in the order in which they lie in the files.
-    fn file_order(&self) -> Vec<usize> {
+    pub(crate) fn file_order(&self) -> Vec<usize> {
         let catalog = self.first.catalog();
         let mut order: Vec<usize> = (0..catalog.len()).collect();
         order.sort_by_key(|&at| {
@@ -126,6 +126,15 @@ impl Checkpoint {
             (piece.shard, piece.range.start, piece.range.end)
         });
         order
+    }
+
+    /// All dtypes, each with the name of a tensor that has it.
+    fn dtypes(&self) -> BTreeMap<&'static str, &str> {
+        let mut dtypes = BTreeMap::new();
+        for tensor in self.first.catalog().tensors() {
+            dtypes.entry(tensor.dtype.name()).or_insert(tensor.name);
+        }
+        dtypes
     }
 
     /// Where the tensor at this position lies: file and bytes of the file, for each piece.

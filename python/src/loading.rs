@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::{getpid, gettid};
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyString, PyTuple};
 use tensorfs::Dtype;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::error::quoted;
@@ -89,6 +89,32 @@ impl Loader {
         loader
     }
 
+    fn planned(
+        &self,
+        py: Python<'_>,
+        loader: &core::Loader,
+        checkpoint: &tensorfs::Checkpoint,
+        wants: Vec<Want>,
+    ) -> PyResult<Plan> {
+        let planned = py.detach(|| {
+            let check = |needed| match self.0.gpu {
+                None => loader.check_room(checkpoint, needed),
+                Some(ordinal) => room_of_gpu(ordinal, needed),
+            };
+            check(plan::needed(checkpoint.catalog(), &wants))?;
+            let plan = loader.plan(checkpoint, &wants);
+            check(plan.as_ref().map_or(0, plan::Plan::needed)).map(|()| plan)
+        });
+        let planned = planned.map_err(|e: tensorfs::Error| match self.0.gpu {
+            None => PyMemoryError::new_err(e.to_string()),
+            Some(_) => raised(py, &e, None),
+        })?;
+        let plan = planned.map_err(|e| raised(py, &e, None))?;
+        let names = named(checkpoint, &wants);
+        let tensors = wants.into_iter().map(|want| want.tensor).collect();
+        Ok(Plan { plan, names, tensors, on_gpu: self.0.gpu.is_some() })
+    }
+
     /// Lets go of the loader, so that its threads end.
     fn forget(&self) {
         let mut loaders = loaders();
@@ -167,20 +193,13 @@ impl Loader {
             let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect());
             wants.push(Want { tensor, part, cast: cast.as_deref().map(dtype).transpose()?, at });
         }
-        let planned = py.detach(|| {
-            let on_host = self.0.gpu.is_none();
-            let check = |needed| match on_host {
-                true => loader.check_room(&checkpoint, needed),
-                false => Ok(()),
-            };
-            check(plan::needed(checkpoint.catalog(), &wants))?;
-            let plan = loader.plan(&checkpoint, &wants);
-            check(plan.as_ref().map_or(0, plan::Plan::needed)).map(|()| plan)
-        });
-        let planned =
-            planned.map_err(|e: tensorfs::Error| PyMemoryError::new_err(e.to_string()))?;
-        let plan = planned.map_err(|e| raised(py, &e, None))?;
-        Ok(Plan { plan, names: named(&checkpoint, &wants), on_gpu: self.0.gpu.is_some() })
+        self.planned(py, &loader, &checkpoint, wants)
+    }
+
+    /// Plans all tensors as they are, in the order in which they lie in the files.
+    fn plan_all(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<Plan> {
+        let wants = checkpoint.file_order().into_iter().map(Want::whole).collect();
+        self.planned(py, &self.own(), &checkpoint.own(), wants)
     }
 
     /// Carries a plan out, into memory as long as `Plan::rooms` says: for each region an area, or
@@ -273,6 +292,17 @@ enum To {
     Gpu(Vec<DeviceRegion>, Gpu),
 }
 
+/// Refuses what no GPU of this size could ever hold. What torch keeps for later is not counted as
+/// free by the driver, so more cannot be said here.
+fn room_of_gpu(ordinal: u32, needed: u64) -> tensorfs::Result<()> {
+    let (_, total) = Gpu::open(ordinal)?.memory()?;
+    if needed <= total {
+        return Ok(());
+    }
+    let message = format!("takes {needed} bytes of its memory, it has {total}; load a part of it");
+    Err(tensorfs::Error::Device { device: format!("cuda:{ordinal}"), message, call: None })
+}
+
 /// What a load took.
 fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
     let facts = PyDict::new(py);
@@ -336,6 +366,8 @@ pub(crate) struct Plan {
     plan: plan::Plan,
     /// What it loads, for messages.
     names: Option<String>,
+    /// By wish.
+    tensors: Vec<usize>,
     on_gpu: bool,
 }
 
@@ -429,6 +461,22 @@ impl Plan {
     fn placements(&self) -> Vec<(u32, u64, u64, &'static str, Vec<u64>)> {
         let placements = self.plan.placements.iter();
         placements.map(|p| (p.region, p.at, p.len, p.dtype.name(), p.shape.clone())).collect()
+    }
+
+    /// For each wish its name, region, first byte there, length, dtype and shape. Of tuples, which
+    /// the garbage collector need not look at again.
+    fn placed<'py>(
+        &self,
+        py: Python<'py>,
+        checkpoint: &Checkpoint,
+    ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let checkpoint = checkpoint.own();
+        let entry = |(&tensor, p): (&usize, &plan::Placement)| {
+            let name = checkpoint.catalog().tensor_at(tensor).name;
+            let dtype = PyString::intern(py, p.dtype.name());
+            (name, p.region, p.at, p.len, dtype, PyTuple::new(py, &p.shape)?).into_pyobject(py)
+        };
+        self.tensors.iter().zip(&self.plan.placements).map(entry).collect()
     }
 
     /// Bytes that will be read.

@@ -10,6 +10,9 @@ from ._tensorfs import Area, Tensor
 PAGE = 4096
 """Regions begin at the first page of their memory."""
 
+Placed = tuple[str, int, int, int, str, tuple[int, ...]]
+"""Name, region, first byte in it, length in bytes, dtype and shape."""
+
 _SHARED = {
     "F64": "float64",
     "F32": "float32",
@@ -83,17 +86,33 @@ class Torch:
             return None
         return self._torch.cuda.current_stream(self._device).cuda_stream
 
-    def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
-        if nbytes == 0:
-            return self.empty(dtype, shape, name)[0]
-        start = at if self._device.type != "cpu" else -address % PAGE + at
-        wanted, shape = self.dtype(dtype, name), _packed(dtype, shape, name)
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= size
-        # One call per tensor: there may be many.
-        return self._torch.as_strided(area.view(wanted), shape, strides[::-1], start // wanted.itemsize)
+    def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
+        """The tensors in filled areas, by name."""
+        as_strided, on_cpu = self._torch.as_strided, self._device.type == "cpu"
+        # One call of torch per tensor: there may be many.
+        typed: dict[tuple[int, str], tuple[Any, int, int]] = {}
+        tensors = {}
+        for name, region, at, nbytes, dtype, shape in placed:
+            if nbytes == 0:
+                tensors[name] = self.empty(dtype, shape, name)[0]
+                continue
+            found = typed.get((region, dtype))
+            if found is None:
+                area, address = areas[region]
+                wanted = self.dtype(dtype, name)
+                found = (area.view(wanted), -address % PAGE if on_cpu else 0, wanted.itemsize)
+                typed[region, dtype] = found
+            base, skipped, width = found
+            if dtype == "F4":
+                shape = _packed(dtype, shape, name)
+            if len(shape) == 1:
+                strides: tuple[int, ...] = (1,)
+            elif len(shape) == 2:
+                strides = (shape[1], 1)
+            else:
+                strides = _strides(shape)
+            tensors[name] = as_strided(base, shape, strides, (skipped + at) // width)
+        return tensors
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return tensor[steps].clone(memory_format=self._torch.contiguous_format)
@@ -157,10 +176,15 @@ class Numpy:
         made = self._numpy.empty(length, dtype=self._numpy.uint8)
         return made, made.__array_interface__["data"][0], length
 
-    def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
-        if nbytes == 0:
-            return self.empty(dtype, shape, name)[0]
-        return self._numpy.ndarray(tuple(shape), self.dtype(dtype, name), area, -address % PAGE + at)
+    def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
+        tensors = {}
+        for name, region, at, nbytes, dtype, shape in placed:
+            if nbytes == 0:
+                tensors[name] = self.empty(dtype, shape, name)[0]
+                continue
+            area, address = areas[region]
+            tensors[name] = self._numpy.ndarray(shape, self.dtype(dtype, name), area, -address % PAGE + at)
+        return tensors
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return self._numpy.ascontiguousarray(tensor[steps])
@@ -189,8 +213,11 @@ class DLPack:
         made = Area(length)
         return made, 0, length
 
-    def view(self, area: Any, address: int, at: int, nbytes: int, dtype: str, shape: Sequence[int], name: str) -> Any:
-        return Tensor(area, at, nbytes, dtype, list(shape))
+    def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
+        return {
+            name: Tensor(areas[region][0], at, nbytes, dtype, list(shape))
+            for name, region, at, nbytes, dtype, shape in placed
+        }
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         raise error('framework="dlpack" has no slices with steps: take one without, and step over it')
@@ -229,6 +256,15 @@ def find(framework: object, gpu: int | None = None) -> Any:
 def _only_cpu(name: str, gpu: int | None) -> None:
     if gpu is not None:
         raise error(f'framework {name} has no tensors on cuda:{gpu}: open with framework="pt", or load to cpu')
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def _packed(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:

@@ -127,6 +127,8 @@ class safe_open:
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
         """All tensors, or those that are meant, by name in file order. They are read together."""
+        if names is None:
+            return self._reader().load_all()
         return self._reader().load([(info, None) for info in self._infos(names)])
 
     def get_slice(self, name: str) -> Slice:

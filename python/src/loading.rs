@@ -233,7 +233,9 @@ impl Loader {
                 cancelled = cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed));
                 if main && looked.elapsed() >= LOOK {
                     looked = Instant::now();
-                    interrupted = Python::attach(|py| py.check_signals()).err();
+                    // None where the interpreter is ending.
+                    let signals = Python::try_attach(|py| py.check_signals());
+                    interrupted = signals.and_then(Result::err);
                 }
                 interrupted.is_none() && !cancelled
             };

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import tensorfs
 import tensorfs._open
-from package import TestCase
+from package import TestCase, python
 
 
 class Prefetch(TestCase):
@@ -18,6 +18,8 @@ class Prefetch(TestCase):
         self.file = self.tmp / "model.safetensors"
         self.tensors = {f"t{n:02}": np.full((n + 1, 1000), n, np.int32) for n in range(40)}
         save_file(self.tensors, self.file)
+        self.long = self.tmp / "long.safetensors"
+        save_file({"a": np.zeros(16 << 20, np.uint8)}, self.long)
         # So that there are batches.
         before = tensorfs._open._BATCH_MAX
         tensorfs._open._BATCH_MAX = 400_000
@@ -110,3 +112,19 @@ class Prefetch(TestCase):
             loader.take("t39")
         with self.assertRaises(tensorfs.SafetensorError):
             list(opened.tensors())
+
+    def test_a_load_while_the_interpreter_ends_is_a_load(self):
+        code = """
+import sys
+import tensorfs
+
+class Last:
+    def __init__(self, path):
+        self.opened, self.print = tensorfs.safe_open(path, "dlpack", source="direct", chunk=4096, io_depth=1), print
+
+    def __del__(self):
+        self.print(len(self.opened.get_tensors()))
+
+sys.modules["last"] = Last(sys.argv[1])
+"""
+        self.assertEqual(python(code, self.long), "1\n")

@@ -113,6 +113,23 @@ class Prefetch(TestCase):
         with self.assertRaises(tensorfs.SafetensorError):
             list(opened.tensors())
 
+    def test_the_end_of_the_interpreter_ends_what_goes_on(self):
+        code = """
+import atexit, sys, threading
+
+@atexit.register
+def last():
+    # Registered before, so called after.
+    print([thread.name for thread in threading.enumerate()])
+
+import tensorfs, tensorfs._open
+tensorfs._open._BATCH_MAX = 400_000
+opened = tensorfs.safe_open(sys.argv[1], "dlpack")
+stream, whole = opened.tensors(), opened.prefetch()
+next(stream)
+"""
+        self.assertEqual(python(code, self.file), "['MainThread']\n")
+
     def test_a_load_while_the_interpreter_ends_is_a_load(self):
         code = """
 import sys

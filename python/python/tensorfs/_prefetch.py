@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from typing import Any, Callable, Iterator, Sequence
 
 from ._errors import error
 from ._tensorfs import Cancel
+
+
+_running: set[PrefetchLoader] = set()
+
+
+def _close_all() -> None:
+    # A thread that is ended by the end of the interpreter may take the process with it.
+    for loader in list(_running):
+        loader.close()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_running.clear)
 
 
 class PrefetchLoader:
@@ -31,7 +45,12 @@ class PrefetchLoader:
         self._changed = threading.Condition()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="tensorfs-prefetch", daemon=True)
-        self._thread.start()
+        _running.add(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            _running.discard(self)
+            raise
 
     def names(self) -> list[str]:
         """The names that it hands out, in file order."""
@@ -100,6 +119,12 @@ class PrefetchLoader:
             raise self._failed
 
     def _run(self) -> None:
+        try:
+            self._load_all()
+        finally:
+            _running.discard(self)
+
+    def _load_all(self) -> None:
         for at, batch in enumerate(self._batches):
             with self._changed:
                 self._changed.wait_for(

@@ -1,15 +1,18 @@
 """Tensors in the background: `prefetch` and `tensors`."""
 
+import contextlib
 import gc
+import os
 import threading
 import weakref
+from unittest import mock
 
 import numpy as np
 from safetensors.numpy import save_file
 
 import tensorfs
 import tensorfs._open
-from package import TestCase, python
+from package import TestCase, python, wait_until
 
 
 class Prefetch(TestCase):
@@ -113,6 +116,40 @@ class Prefetch(TestCase):
         with self.assertRaises(tensorfs.SafetensorError):
             list(opened.tensors())
 
+    def test_what_failed_holds_no_memory(self):
+        before = self.file.stat().st_size
+        held = []
+
+        def load():
+            loaded = Held()
+            held.append(weakref.ref(loaded))
+            with self.opened.prefetch() as loader:
+                loaded.tensors = dict(loader)
+
+        os.truncate(self.file, before // 2)
+        areas = []
+        make = tensorfs._frameworks.Numpy.area
+
+        def area(framework, length):
+            made = make(framework, length)
+            areas.append(weakref.ref(made[0]))
+            return made
+
+        gc.disable()
+        self.addCleanup(gc.enable)
+        with mock.patch.object(tensorfs._frameworks.Numpy, "area", area):
+            with contextlib.suppress(tensorfs.SafetensorError):
+                load()
+        self.assertGreater(len(areas), 0)
+
+        def freed():
+            # What reads still held is let go of by whoever calls next.
+            self.opened.keys()
+            return all(made() is None for made in areas)
+
+        wait_until(freed, 30, "memory to be freed")
+        self.assertEqual([loaded() for loaded in held], [None])
+
     def test_the_end_of_the_interpreter_ends_what_goes_on(self):
         code = """
 import atexit, sys, threading
@@ -145,3 +182,7 @@ class Last:
 sys.modules["last"] = Last(sys.argv[1])
 """
         self.assertEqual(python(code, self.long), "1\n")
+
+
+class Held:
+    """What a weak reference can be made to."""

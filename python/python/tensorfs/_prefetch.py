@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import traceback
 from typing import Any, Callable, Iterator, Sequence
 
 from ._errors import error
@@ -97,6 +98,8 @@ class PrefetchLoader:
             self._changed.notify_all()
         self._thread.join()
         self._ready.clear()
+        # Its traceback leads to whoever met it, and to what they hold.
+        self._failed = None
 
     def __enter__(self) -> PrefetchLoader:
         return self
@@ -135,6 +138,8 @@ class PrefetchLoader:
             try:
                 tensors = self._load(batch, self._cancel)
             except BaseException as failed:
+                # They hold memory that was to be loaded to.
+                traceback.clear_frames(failed.__traceback__)
                 with self._changed:
                     self._failed = failed
                     self._changed.notify_all()

@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Instant;
 
 use nix::libc;
-use pyo3::exceptions::{PyRuntimeError, PyTimeoutError};
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError};
 use pyo3::prelude::*;
 use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
@@ -42,7 +42,9 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         let (sender, mut opened) = channel();
         let thread = std::thread::Builder::new().name("tensorfs-open".to_owned());
-        thread.spawn(move || drop(sender.send(open())))?;
+        thread.spawn(move || drop(sender.send(open()))).map_err(|e| {
+            PyOSError::new_err((e.raw_os_error(), format!("cannot open: start a thread: {e}")))
+        })?;
         let began = Instant::now();
         let over = |timeout: f64| timeout > 0.0 && began.elapsed().as_secs_f64() > timeout;
         let first = loop {

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unittest
 import weakref
 
 import numpy as np
@@ -294,6 +295,22 @@ class Opening(TestCase):
             with self.assertRaises(FileNotFoundError) as raised:
                 tensorfs.safe_open(what, "dlpack")
             self.assertEqual(str(raised.exception), f"No such file or directory: {missing}")
+
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can become a user who has no thread left")
+    def test_that_no_thread_can_be_started_is_said(self):
+        code = """
+import os, resource, sys
+import tensorfs
+
+os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    tensorfs.safe_open(sys.argv[1], "dlpack")
+except OSError as e:
+    print(e)
+"""
+        self.assertIn("cannot open: start a thread: Resource temporarily", python(code, self.tmp))
 
 
 class Imports(TestCase):

@@ -1,6 +1,7 @@
 """Runs the suite and ends with one line of counts: `python tests/python [-k PATTERN]... [-f]`."""
 
 import argparse
+import signal
 import sys
 import time
 import unittest
@@ -31,6 +32,8 @@ class Result(unittest.TextTestResult):
 
 
 def main(folder=str(Path(__file__).parent)):
+    # A shell that starts this in the background has it ignored, and tests send it to their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog=Path(folder).name)
     parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="run the tests whose name matches")
     parser.add_argument("-f", "--failfast", action="store_true", help="stop at the first failure")

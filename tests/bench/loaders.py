@@ -450,8 +450,8 @@ def measure(case, options):
             task, folder = tasks[name], Path(tasks[name]["folder"])
             if results[name] and "failed" in results[name][-1]:
                 continue
-            touch_memory(int(options.size))
             (cool if case.endswith(":cold") else warm)(folder)
+            touch_memory(int(options.size))
             results[name].append(run_fio(folder) if name == "fio" else run_in_child(task))
             print(f"{case} {name}: {json.dumps(results[name][-1])}", file=sys.stderr)
     return results

@@ -19,8 +19,8 @@ use crate::error::{Class, Fault};
 pub struct Limits {
     /// Most of one read, rounded to whole pages.
     pub chunk: u64,
-    /// Most of one read that is moved afterwards, likewise. What runs close together are moved to
-    /// should still be in a core's cache when the neighbours of these runs come.
+    /// Most of one read that is moved afterwards, likewise. It is small, so that memory which several
+    /// shards fill in turns is still in a core's cache when the next of them comes.
     pub moved: u64,
     /// Unwanted bytes that are read rather than skipped: a read of its own costs more.
     pub gap: u64,

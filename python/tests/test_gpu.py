@@ -70,7 +70,7 @@ position = {fact[0]: fact[1] for fact in facts}
 wishes = [(fact[1], None, None, None) for fact in facts]
 wishes.append((position["f"], [(10, 200), (100, 250)], None, None))
 wishes.append((position["f"], None, "BF16", None))
-waits = allocate(20_000) + 77
+waits = allocate(50_000) + 77
 wishes.append((position["t2"], None, None, waits))
 plan = loader.plan(checkpoint, wishes)
 memory = []
@@ -85,7 +85,7 @@ for number, (region, at, length, dtype, shape) in enumerate(plan.placements):
 del memory
 assert Owner.gone == count, (Owner.gone, count)
 release_pinned()
-""".replace("20_000", "50_000"),
+""",
             DRIVER,
             self.file,
             out,

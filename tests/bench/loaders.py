@@ -235,20 +235,22 @@ LOADERS = {
 }
 
 
+def one_of_ranks(file, dim):
+    """Pairs of name and the part that rank 3 of `RANKS` has of each matrix."""
+    for name in file.keys():
+        whole = file.get_slice(name)
+        shape = whole.get_shape()
+        if len(shape) >= 2:
+            extent = shape[dim] // RANKS
+            part = slice(3 * extent, 4 * extent)
+            yield name, whole[part] if dim == 0 else whole[:, part]
+
+
 def slice_by_tensorfs(folder, dim, device):
     import tensorfs
 
-    taken = {}
     with tensorfs.safe_open(str(folder), framework="pt", device=device) as file:
-        for name in file.keys():
-            whole = file.get_slice(name)
-            shape = whole.get_shape()
-            if len(shape) < 2:
-                continue
-            extent = shape[dim] // RANKS
-            part = slice(3 * extent, 4 * extent)
-            taken[name] = whole[part] if dim == 0 else whole[:, part]
-    return taken
+        return dict(one_of_ranks(file, dim))
 
 
 def slice_by_safetensors(folder, dim, device):
@@ -257,14 +259,7 @@ def slice_by_safetensors(folder, dim, device):
     taken = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(str(path), framework="pt", device=device) as file:
-            for name in file.keys():
-                whole = file.get_slice(name)
-                shape = whole.get_shape()
-                if len(shape) < 2:
-                    continue
-                extent = shape[dim] // RANKS
-                part = slice(3 * extent, 4 * extent)
-                taken[name] = (whole[part] if dim == 0 else whole[:, part]).clone()
+            taken |= {name: part.clone() for name, part in one_of_ranks(file, dim)}
     return taken
 
 

@@ -4,9 +4,10 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use super::{Event, Loader, Progress, Report, Stats, stopped};
@@ -14,10 +15,19 @@ use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Read, Region};
-use crate::plan::{Chunk, Move, PAGE, Plan, Target};
+use crate::plan::{Chunk, Move, PAGE, Placement, Plan, Target};
 
 /// Threads that move bytes, at most.
 const MOVERS_MAX: usize = 8;
+
+/// Threads that ask for memory ahead, at most.
+const POPULATE_MAX: usize = 8;
+
+/// Smallest load that has them.
+const POPULATE_MIN: u64 = 64 << 20;
+
+/// How much they ask for at a time.
+const POPULATE_LEN: usize = 2 << 20;
 
 /// How long a load waits before it asks again whether it may go on.
 const ASK: Duration = Duration::from_millis(50);
@@ -116,6 +126,12 @@ struct Shared<'a> {
     peak: AtomicU64,
     /// Nanoseconds spent moving.
     moving: AtomicU64,
+    /// Memory that the load fills: number of the region, and bytes of it.
+    pages: Vec<(usize, Range<usize>)>,
+    /// The first of these that nobody has asked the system for yet.
+    unpopulated: AtomicUsize,
+    /// Nothing is to be read any more.
+    over: AtomicBool,
 }
 
 /// Carries `plan` out; see `Loader::fill` for what the regions have to be.
@@ -133,8 +149,17 @@ pub(super) fn run(
     let longest = moved.map(|chunk| Buffer::len_for(&chunk.range)).max();
     let staging = loader.tune.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
-    let (moving, peak) = (AtomicU64::new(0), AtomicU64::new(0));
-    let shared = Shared { plan, checkpoint, regions, budget, peak, moving };
+    let shared = Shared {
+        plan,
+        checkpoint,
+        regions,
+        budget,
+        peak: AtomicU64::new(0),
+        moving: AtomicU64::new(0),
+        pages: pages_of(plan),
+        unpopulated: AtomicUsize::new(0),
+        over: AtomicBool::new(false),
+    };
     if plan.read <= loader.tune.near
         && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
     {
@@ -155,9 +180,11 @@ pub(super) fn run(
             let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
+        shared.populate_beside(scope, cores);
         let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
         let done = load.go(&returned, loader.tune.depth.max(1), started, progress);
         drop(end);
+        shared.over.store(true, Ordering::Relaxed);
         done
     })?;
     let placed = |chunk: &&Chunk| !shared.is_moved(chunk);
@@ -183,6 +210,25 @@ fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32,
     let Target::Place { region, at } = chunk.target else { return None };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
     (!plan.given[region as usize] || source.file_system().is_local()).then_some((region, at))
+}
+
+/// The memory that a load fills, in parts that are asked for at a time; nothing where it is small.
+fn pages_of(plan: &Plan) -> Vec<(usize, Range<usize>)> {
+    if plan.read < POPULATE_MIN {
+        return Vec::new();
+    }
+    let whole = plan.regions.iter().map(|&len| 0..len as usize);
+    let mut filled: Vec<Range<usize>> = whole.collect();
+    for Placement { region, at, len, .. } in &plan.placements {
+        if plan.given[*region as usize] {
+            filled[*region as usize] = *at as usize..(at + len) as usize;
+        }
+    }
+    let parts = filled.into_iter().enumerate().flat_map(|(region, range)| {
+        let end = range.end;
+        range.step_by(POPULATE_LEN).map(move |at| (region, at..end.min(at + POPULATE_LEN)))
+    });
+    parts.collect()
 }
 
 /// Tells so many movers that no more comes, however the load ends.
@@ -384,6 +430,26 @@ impl Shared<'_> {
             times(moved).event(chunk.shard, &chunk.range, 0, started, started)
         });
         Ok(Some(Report { stats, events: events.collect() }))
+    }
+
+    /// Starts threads that ask for the load's memory ahead of the reads: one that has to wait for
+    /// pages makes those behind it wait.
+    fn populate_beside<'s>(&'s self, scope: &'s Scope<'s, '_>, cores: usize) {
+        for _ in 0..cores.min(POPULATE_MAX).min(self.pages.len()) {
+            let thread = std::thread::Builder::new().name("tensorfs-page".to_owned());
+            // It is slower without.
+            let _ = thread.spawn_scoped(scope, || self.populate());
+        }
+    }
+
+    fn populate(&self) {
+        while !self.over.load(Ordering::Relaxed) {
+            let next = self.unpopulated.fetch_add(1, Ordering::Relaxed);
+            let Some((region, range)) = self.pages.get(next) else { return };
+            if !self.regions[*region].populate(range.clone()) {
+                return;
+            }
+        }
     }
 
     /// Moves what comes until nothing can come any more.

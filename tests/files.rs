@@ -110,21 +110,16 @@ fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
     for (at, (_, _, right)) in content(&checkpoint).into_iter().enumerate() {
         let mut bytes = vec![0; right.len()];
         // Of an empty tensor there is nothing to copy; the kernel may not say what it holds.
-        if loader.load_cached(&checkpoint, at, 0, &mut bytes).unwrap() {
+        if loader.load_cached(&checkpoint, at, None, &mut bytes).unwrap() {
             assert_eq!(bytes, right);
             copied += 1;
         }
-        let middle = right.len() / 3;
-        if loader.load_cached(&checkpoint, at, middle as u64, &mut bytes[middle..]).unwrap() {
-            assert_eq!(bytes[middle..], right[middle..]);
-        }
-        assert!(!loader.load_cached(&checkpoint, at, 0, &mut vec![0; right.len() + 1]).unwrap());
-        assert!(!loader.load_cached(&checkpoint, at, 1, &mut bytes).unwrap() || bytes.is_empty());
+        assert!(!loader.load_cached(&checkpoint, at, None, &mut vec![0; right.len() + 1]).unwrap());
     }
     assert!(copied > 0 || !checkpoint.sources()[0].file_system().is_local());
     let cut = Checkpoint::open(&fixture("dcp/row_wise/shards")).unwrap();
     let pieces = |at: &usize| cut.catalog().tensor_at(*at).pieces().len() > 1;
     let at = (0..cut.catalog().len()).find(pieces).unwrap();
     let mut bytes = vec![0; cut.catalog().tensor_at(at).len as usize];
-    assert!(!loader.load_cached(&cut, at, 0, &mut bytes).unwrap());
+    assert!(!loader.load_cached(&cut, at, None, &mut bytes).unwrap());
 }

@@ -266,21 +266,23 @@ impl Loader {
         facts(py, &report.stats)
     }
 
-    /// Copies bytes of a tensor from byte `at` on to memory, if the kernel's page cache holds them.
-    /// Returns whether it did; if not, the memory holds bytes that mean nothing.
+    /// Copies a part of a tensor, (start, end) by dimension, or all of it, to memory of its size,
+    /// if the tensor is one piece and the kernel's page cache holds that. Returns whether it did;
+    /// if not, the memory holds bytes that mean nothing.
     fn load_cached(
         &self,
         py: Python<'_>,
         checkpoint: &Checkpoint,
         position: usize,
-        at: u64,
+        part: Option<Vec<(u64, u64)>>,
         address: usize,
         len: usize,
     ) -> PyResult<bool> {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
+        let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect::<Vec<_>>());
         // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
         let into = unsafe { bytes_at(address, len) };
-        let copied = py.detach(|| loader.load_cached(&checkpoint, position, at, into));
+        let copied = py.detach(|| loader.load_cached(&checkpoint, position, part.as_deref(), into));
         copied.map_err(|e| {
             let name = checkpoint.catalog().tensor_at(position).name;
             raised(py, &e, Some(name))

@@ -44,15 +44,18 @@ class Arrays(TestCase):
             np.testing.assert_array_equal(f.get_tensor("t4096"), self.tensors["t4096"], "the file is as it was")
 
     def test_a_long_array_has_memory_of_its_own(self):
-        with tensorfs.safe_open(self.file, "np") as f:
-            tensors = f.get_tensors()
+        lengths = {"a": 17 << 20, "b": 1000, "c": (18 << 20) + 1, "d": 2000}
+        save_file({name: np.full(length, 7, np.uint8) for name, length in lengths.items()}, self.file)
+        tensors = tensorfs.load_file(self.file, "np")
 
         def owner(array):
             return array if array.base is None else owner(array.base)
 
-        long = [owner(tensors[name]) for name in ("t3000001", "t9000000")]
-        self.assertIsNot(*long)
-        self.assertLess(long[0].nbytes, 3_000_001 + 3 * 4096)
+        owners = {name: owner(array) for name, array in tensors.items()}
+        self.assertEqual(len({id(one) for name, one in owners.items() if name in "ac"} - {id(owners["b"])}), 2)
+        for name in "ac":
+            self.assertLess(owners[name].nbytes, lengths[name] + 3 * 4096)
+            self.assertTrue((tensors[name] == 7).all())
 
     def test_a_part_keeps_no_more_than_itself(self):
         with tensorfs.safe_open(self.file, "np") as f:

@@ -243,6 +243,28 @@ impl Engine {
         Ok(true)
     }
 
+    /// Has `copy` copy bytes of `range` out of the kernel's page cache, if that holds them all.
+    /// Returns whether it did and `copy` said so; else what was copied means nothing.
+    ///
+    /// # Errors
+    /// `Error::Changed` where the source is no longer what it was.
+    pub fn copy_cached(
+        &self,
+        source: &Arc<Source>,
+        range: &Range<u64>,
+        copy: impl FnOnce(&Copier<'_>) -> bool,
+    ) -> Result<bool> {
+        if self.0.settings.direct == Direct::Always {
+            return Ok(false);
+        }
+        source.check_known()?;
+        let Some(file) = open_if_cached(source, range) else { return Ok(false) };
+        if !copy(&Copier(&file)) {
+            return Ok(false);
+        }
+        source.check_open(&file).map(|()| true)
+    }
+
     /// Whether the kernel's page cache holds all of `range`, as far as it says. Never waits.
     pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
         self.0.settings.direct != Direct::Always && open_if_cached(source, range).is_some()
@@ -296,6 +318,16 @@ impl Engine {
             lane
         });
         lane.clone()
+    }
+}
+
+/// Copies bytes of a file out of the kernel's page cache.
+pub struct Copier<'a>(&'a std::fs::File);
+
+impl Copier<'_> {
+    /// Fills `target` with the bytes at `offset`. Returns whether the cache still held them.
+    pub fn copy(&self, offset: u64, target: &mut [u8]) -> bool {
+        cached::copy_cached(self.0, offset, target)
     }
 }
 

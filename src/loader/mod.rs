@@ -3,6 +3,7 @@
 
 #[cfg(feature = "cuda")]
 mod device;
+mod near;
 mod room;
 mod run;
 
@@ -15,7 +16,7 @@ use crate::checkpoint::Checkpoint;
 use crate::counters::Counters;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
-use crate::io::{Engine, Memory, Read, Region, Settings};
+use crate::io::{Engine, Memory, Region, Settings};
 use crate::plan::{self, Limits, Placement, Plan, Want};
 
 #[cfg(feature = "cuda")]
@@ -235,29 +236,6 @@ impl Loader {
                 shown_path(&checkpoint.directory.join(&checkpoint.name)),
             ))),
         }
-    }
-
-    /// Copies the bytes of tensor `tensor` from byte `at` on to `into`, on this thread and without
-    /// waiting: where the tensor is one piece, and the kernel's page cache holds them. Returns
-    /// whether it did; else `into` holds bytes that mean nothing.
-    ///
-    /// # Errors
-    /// Where the shard is no longer what it was.
-    pub fn load_cached(
-        &self,
-        checkpoint: &Checkpoint,
-        tensor: usize,
-        at: u64,
-        into: &mut [u8],
-    ) -> Result<bool> {
-        let mut pieces = checkpoint.catalog().tensor_at(tensor).pieces();
-        let (Some(piece), None) = (pieces.next(), pieces.next()) else { return Ok(false) };
-        if at > piece.len() || into.len() as u64 > piece.len() - at {
-            return Ok(false);
-        }
-        let source = &checkpoint.sources()[piece.shard.0 as usize];
-        let read = Read { source, offset: piece.range.start + at, target: into };
-        self.engine.read_cached(&mut [read])
     }
 
     /// Loads `wants` of `checkpoint` into memory of its own; calls `progress` several times a

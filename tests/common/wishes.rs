@@ -18,6 +18,7 @@ pub(crate) fn limits() -> impl Strategy<Value = Limits> {
         moved: 4096 * (pages % 3 + 1),
         gap,
         own,
+        place: own,
         slab,
         in_place,
         align: 1 << align,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, Sequence
 
 from ._errors import error
@@ -19,6 +18,27 @@ class Cut(NamedTuple):
     @property
     def size(self) -> int:
         return len(range(self.start, self.stop, self.step))
+
+
+def plain(index: Any, shape: Sequence[int]) -> list[tuple[int, int]] | None:
+    """First index and end in each dimension, for what most ask for: some of each, without steps. None for others,
+    which may be right as well."""
+    items = index if type(index) is tuple else (index,)
+    if len(items) > len(shape):
+        return None
+    part = []
+    for item, size in zip(items, shape):
+        if type(item) is not slice or item.step is not None:
+            return None
+        start, stop = item.start, item.stop
+        start = 0 if start is None else start
+        stop = size if stop is None else stop
+        if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= size:
+            return None
+        part.append((start, stop))
+    for size in shape[len(items) :]:
+        part.append((0, size))
+    return part
 
 
 def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
@@ -73,22 +93,6 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
 
 def _whole(shape: Sequence[int]) -> list[Cut]:
     return [Cut(0, size, 1, False) for size in shape]
-
-
-def run(cuts: Sequence[Cut], shape: Sequence[int], nbytes: int) -> tuple[int, int] | None:
-    """The bytes of the tensor that are wanted, first and end, if they lie together. Nothing of it is empty."""
-    at, span = 0, 1
-    together = True
-    for cut, size in zip(reversed(cuts), reversed(shape)):
-        if not together and cut.stop - cut.start > 1:
-            return None
-        at += cut.start * span
-        together = together and cut.stop - cut.start == size
-        span *= size
-    count = math.prod(cut.stop - cut.start for cut in cuts)
-    # An element may be less than a byte.
-    first, end = at * nbytes * 8 // span, (at + count) * nbytes * 8 // span
-    return None if first % 8 or end % 8 else (first // 8, end // 8)
 
 
 def _items(index: Any) -> list[Any]:

@@ -213,6 +213,10 @@ class Slice:
 
     def __getitem__(self, index: Any) -> Any:
         reader, info = self._reader, self._info
+        plain = _indexing.plain(index, info.shape)
+        if plain is not None:
+            shape = [end - start for start, end in plain]
+            return reader.whole(info) if shape == info.shape else reader.part(info, plain, shape)
         if reader.strict:
             cuts = _indexing.strict(index, info.shape)
         else:
@@ -227,7 +231,8 @@ class Slice:
             return reader.whole(info)
         if info.dtype == _frameworks.PACKED and cuts and cuts[-1].step != 1:
             raise _halved(info)
-        part = reader.part(info, cuts)
+        shape = [cut.stop - cut.start for cut in cuts if not cut.single]
+        part = reader.part(info, [(cut.start, cut.stop) for cut in cuts], shape)
         if all(cut.step == 1 for cut in cuts):
             return part
         return reader.framework.stepped(part, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))

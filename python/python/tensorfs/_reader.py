@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from . import _indexing
-from ._indexing import Cut
 from ._tensorfs import Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
@@ -41,24 +39,22 @@ class Reader:
             tensor, address = self.framework.empty(info.dtype, info.shape, info.name)
             if info.nbytes == 0:
                 return tensor
-            if self.loader.load_cached(self.checkpoint, info.position, 0, address, info.nbytes):
+            if self.loader.load_cached(self.checkpoint, info.position, None, address, info.nbytes):
                 return tensor
             if info.nbytes < _OWN_MIN:
                 return self._load_to(info, None, tensor, address)
         return self.load([(info, None)])[info.name]
 
-    def part(self, info: Info, cuts: Sequence[Cut]) -> Any:
-        """What `cuts` leave of a tensor, all steps taken for 1."""
-        shape = [cut.stop - cut.start for cut in cuts if not cut.single]
+    def part(self, info: Info, part: list[tuple[int, int]], shape: list[int]) -> Any:
+        """The indices `part` of a tensor, as a tensor of this shape."""
         tensor, address = self.framework.empty(info.dtype, shape, info.name)
         if 0 in shape:
             return tensor
-        run = _indexing.run(cuts, info.shape, info.nbytes)
-        if run is not None and run[1] - run[0] <= _WHOLE_MAX and self.loader.on_cpu:
-            length = run[1] - run[0]
-            if self.loader.load_cached(self.checkpoint, info.position, run[0], address, length):
-                return tensor
-        return self._load_to(info, [(cut.start, cut.stop) for cut in cuts], tensor, address)
+        if self.loader.on_cpu and self.loader.load_cached(
+            self.checkpoint, info.position, part, address, tensor.nbytes
+        ):
+            return tensor
+        return self._load_to(info, part, tensor, address)
 
     def _load_to(self, info: Info, part: Part, tensor: Any, address: int) -> Any:
         """Loads a part to a tensor of its shape, of whose bytes nobody else knows yet."""

@@ -73,7 +73,9 @@ class Loader:
         cancel: Cancel | None = None,
         stream: int | None = None,
     ) -> dict[str, Any]: ...
-    def load_cached(self, checkpoint: Checkpoint, position: int, at: int, address: int, len: int) -> bool: ...
+    def load_cached(
+        self, checkpoint: Checkpoint, position: int, part: list[tuple[int, int]] | None, address: int, len: int
+    ) -> bool: ...
 
 @final
 class Area:

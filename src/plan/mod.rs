@@ -7,12 +7,18 @@
 //! source order and spread from there.
 //! Pure: the same wishes give the same plan.
 
+mod spread;
+
 use std::ops::Range;
 
 use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{Class, Fault};
+
+pub(crate) use spread::Rows;
+use spread::{Spread, Whole};
+pub use spread::{Stride, Strides};
 
 /// How bytes are put together, all in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,8 +30,12 @@ pub struct Limits {
     pub moved: u64,
     /// Unwanted bytes that are read rather than skipped: a read of its own costs more.
     pub gap: u64,
-    /// From this length on a tensor has memory of its own.
+    /// From this length on a tensor has memory of its own. Below, its ends cost more than it saves:
+    /// they lie on small pages.
     pub own: u64,
+    /// From this length on a tensor is read to memory that waits for it, where that agrees with the
+    /// file page by page.
+    pub place: u64,
     /// Most that smaller tensors have together.
     pub slab: u64,
     /// Whether the disk may write to the final memory; else every read is moved from where it
@@ -41,8 +51,9 @@ impl Default for Limits {
             chunk: 8 << 20,
             moved: 1 << 20,
             gap: 64 << 10,
-            own: 1 << 20,
-            slab: 32 << 20,
+            own: 16 << 20,
+            place: 1 << 20,
+            slab: 64 << 20,
             in_place: true,
             align: 64,
         }
@@ -53,7 +64,8 @@ impl Limits {
     /// For memory that no disk can write to.
     pub fn device() -> Limits {
         let limits = Limits::default();
-        Limits { in_place: false, align: 256, moved: limits.chunk, ..limits }
+        let (own, slab, moved) = (1 << 20, 32 << 20, limits.chunk);
+        Limits { in_place: false, align: 256, own, slab, moved, ..limits }
     }
 }
 
@@ -152,34 +164,6 @@ impl Move {
     /// goes on: they would be one.
     pub(crate) fn is_plain(&self) -> bool {
         self.strides.is_none() && self.cast.is_none()
-    }
-}
-
-/// How runs are spread: dimensions, outermost first.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Strides(pub Vec<Stride>);
-
-/// One dimension of runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stride {
-    /// Number of steps.
-    pub count: u64,
-    /// Bytes of the source per step.
-    pub from: u64,
-    /// Bytes of the region per step.
-    pub to: u64,
-}
-
-impl Strides {
-    /// Where run `k` begins, in source and region, from the first run of all.
-    pub fn run(&self, mut k: u64) -> (u64, u64) {
-        let (mut from, mut to) = (0, 0);
-        for stride in self.0.iter().rev() {
-            from += k % stride.count * stride.from;
-            to += k % stride.count * stride.to;
-            k /= stride.count;
-        }
-        (from, to)
     }
 }
 
@@ -331,7 +315,7 @@ impl Plan {
         let [one] = &extents[before..] else { return };
         let range = one.range.clone();
         let agrees =
-            range.start % PAGE == at && range.end - range.start >= limits.own.max(2 * PAGE);
+            range.start % PAGE == at && range.end - range.start >= limits.place.max(2 * PAGE);
         if !limits.in_place || !one.is_plain() || !agrees {
             return;
         }
@@ -638,55 +622,4 @@ fn cast_of(tensor: &Tensor<'_>, want: &Want) -> Result<Option<Cast>, Fault> {
         let message = format!("{} cannot be cast to {to}; load it as it is", tensor.dtype);
         Fault::new(Class::Usage, message)
     })
-}
-
-/// A box that holds another one: its extent, and where the other one begins in it.
-struct Whole {
-    shape: Vec<u64>,
-    offset: Vec<u64>,
-}
-
-/// A box as runs, in two boxes that hold it.
-struct Spread {
-    /// Byte at which the first run begins in each.
-    from: u64,
-    to: u64,
-    /// In the first.
-    run_len: u64,
-    strides: Strides,
-}
-
-impl Spread {
-    /// The runs of a box of extent `size`, with elements of `bits` bits in each.
-    fn new(from: &Whole, to: &Whole, size: &[u64], bits: (u64, u64)) -> Result<Spread, Fault> {
-        let (mut from_at, mut to_at, mut run) = (0, 0, bits.0);
-        let (mut from_stride, mut to_stride) = bits;
-        let mut strides = Vec::new();
-        let mut spanned = true;
-        for dim in (0..size.len()).rev() {
-            from_at += from.offset[dim] * from_stride;
-            to_at += to.offset[dim] * to_stride;
-            if spanned {
-                run *= size[dim];
-                spanned = size[dim] == from.shape[dim] && size[dim] == to.shape[dim];
-            } else if size[dim] > 1 {
-                strides.push(Stride { count: size[dim], from: from_stride, to: to_stride });
-            }
-            from_stride *= from.shape[dim];
-            to_stride *= to.shape[dim];
-        }
-        strides.reverse();
-        let steps = strides.iter().flat_map(|stride| [stride.from, stride.to]);
-        if !steps.chain([from_at, to_at, run]).all(|bits| bits.is_multiple_of(8)) {
-            return Err(Fault::new(
-                Class::Misaligned,
-                format!("a part of shape {size:?} does not begin and end on bytes"),
-            ));
-        }
-        for stride in &mut strides {
-            (stride.from, stride.to) = (stride.from / 8, stride.to / 8);
-        }
-        let strides = Strides(strides);
-        Ok(Spread { from: from_at / 8, to: to_at / 8, run_len: run / 8, strides })
-    }
 }

@@ -1,0 +1,146 @@
+//! Boxes as runs of bytes.
+
+use std::ops::Range;
+
+use crate::catalog::{ShardId, Tensor};
+use crate::error::{Class, Fault};
+
+/// How runs are spread: dimensions, outermost first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Strides(pub Vec<Stride>);
+
+/// One dimension of runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stride {
+    /// Number of steps.
+    pub count: u64,
+    /// Bytes of the source per step.
+    pub from: u64,
+    /// Bytes of the region per step.
+    pub to: u64,
+}
+
+impl Strides {
+    /// Where run `k` begins, in source and region, from the first run of all.
+    pub fn run(&self, mut k: u64) -> (u64, u64) {
+        let (mut from, mut to) = (0, 0);
+        for stride in self.0.iter().rev() {
+            from += k % stride.count * stride.from;
+            to += k % stride.count * stride.to;
+            k /= stride.count;
+        }
+        (from, to)
+    }
+}
+
+/// A box that holds another one: its extent, and where the other one begins in it.
+pub(super) struct Whole {
+    pub(super) shape: Vec<u64>,
+    pub(super) offset: Vec<u64>,
+}
+
+/// A box as runs, in two boxes that hold it.
+pub(super) struct Spread {
+    /// Byte at which the first run begins in each.
+    pub(super) from: u64,
+    pub(super) to: u64,
+    /// In the first.
+    pub(super) run_len: u64,
+    pub(super) strides: Strides,
+}
+
+impl Spread {
+    /// The runs of a box of extent `size`, with elements of `bits` bits in each.
+    pub(super) fn new(
+        from: &Whole,
+        to: &Whole,
+        size: &[u64],
+        bits: (u64, u64),
+    ) -> Result<Spread, Fault> {
+        let (mut from_at, mut to_at, mut run) = (0, 0, bits.0);
+        let (mut from_stride, mut to_stride) = bits;
+        let mut strides = Vec::new();
+        let mut spanned = true;
+        for dim in (0..size.len()).rev() {
+            from_at += from.offset[dim] * from_stride;
+            to_at += to.offset[dim] * to_stride;
+            if spanned {
+                run *= size[dim];
+                spanned = size[dim] == from.shape[dim] && size[dim] == to.shape[dim];
+            } else if size[dim] > 1 {
+                strides.push(Stride { count: size[dim], from: from_stride, to: to_stride });
+            }
+            from_stride *= from.shape[dim];
+            to_stride *= to.shape[dim];
+        }
+        strides.reverse();
+        let steps = strides.iter().flat_map(|stride| [stride.from, stride.to]);
+        if !steps.chain([from_at, to_at, run]).all(|bits| bits.is_multiple_of(8)) {
+            return Err(Fault::new(
+                Class::Misaligned,
+                format!("a part of shape {size:?} does not begin and end on bytes"),
+            ));
+        }
+        for stride in &mut strides {
+            (stride.from, stride.to) = (stride.from / 8, stride.to / 8);
+        }
+        let strides = Strides(strides);
+        Ok(Spread { from: from_at / 8, to: to_at / 8, run_len: run / 8, strides })
+    }
+}
+
+/// A part of a tensor that is one piece: runs of bytes of its shard, which follow each other in
+/// the part.
+pub(crate) struct Rows {
+    /// The shard.
+    pub(crate) shard: ShardId,
+    /// Byte of the shard at which the first run begins.
+    pub(crate) start: u64,
+    /// Length of each run; at least one byte.
+    pub(crate) run_len: u64,
+    /// How they are spread.
+    pub(crate) strides: Strides,
+}
+
+impl Rows {
+    /// The runs of the indices `part` of a tensor, or of all of it: if it is one piece, and they
+    /// lie in it, are some, and begin and end on bytes.
+    pub(crate) fn of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<Rows> {
+        let mut pieces = tensor.pieces();
+        let (Some(piece), None) = (pieces.next(), pieces.next()) else { return None };
+        let Some(part) = part else {
+            let (shard, start, run_len) = (piece.shard, piece.range.start, piece.len());
+            return (run_len > 0).then_some(Rows {
+                shard,
+                start,
+                run_len,
+                strides: Strides(vec![]),
+            });
+        };
+        let some =
+            |(wanted, &size): (&Range<u64>, &u64)| wanted.start < wanted.end && wanted.end <= size;
+        if part.len() != tensor.shape.len() || !part.iter().zip(tensor.shape).all(some) {
+            return None;
+        }
+        let size: Vec<u64> = part.iter().map(|wanted| wanted.end - wanted.start).collect();
+        let offset = part.iter().map(|wanted| wanted.start).collect();
+        let from = Whole { shape: tensor.shape.to_vec(), offset };
+        let to = Whole { shape: size.clone(), offset: vec![0; size.len()] };
+        let bits = tensor.dtype.bits();
+        let Spread { from, run_len, strides, .. } =
+            Spread::new(&from, &to, &size, (bits, bits)).ok()?;
+        let start = piece.range.start + from;
+        (run_len > 0).then_some(Rows { shard: piece.shard, start, run_len, strides })
+    }
+
+    /// How many they are.
+    pub(crate) fn count(&self) -> u64 {
+        self.strides.0.iter().map(|stride| stride.count).product()
+    }
+
+    /// The bytes of the shard from the first to the last.
+    pub(crate) fn span(&self) -> Range<u64> {
+        let last = self.strides.run(self.count() - 1).0;
+        self.start..self.start + last + self.run_len
+    }
+}

@@ -24,7 +24,7 @@ fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> L
         ..Settings::default()
     };
     let near = if near { Tune::default().near } else { 0 };
-    Loader::new(Tune { settings, depth, limits, near, ..Tune::default() })
+    Loader::new(Tune { settings, depth, limits, near, ahead: 0, ..Tune::default() })
 }
 
 /// A page-aligned place in `memory`.
@@ -294,25 +294,76 @@ fn limits_may_be_as_large_as_numbers_are() {
     }
 }
 
-#[test]
-fn a_tensor_longer_than_memory_is_refused_before_its_reads_are_planned() {
-    // A file of this length takes a file system that does not care.
-    let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
-        eprintln!("skipped: no /dev/shm here");
-        return;
-    };
+/// One tensor of zeros that no disk holds; none where no file system takes it.
+fn sparse(shape: &[u64]) -> Option<(tempfile::TempDir, Arc<Checkpoint>)> {
+    let folder = tempfile::tempdir_in("/dev/shm").ok()?;
     let path = folder.path().join("model.safetensors");
-    let len = 1u64 << 58;
+    let len: u64 = shape.iter().product();
     let header =
-        format!(r#"{{"a":{{"dtype":"F8_E4M3","shape":[{len}],"data_offsets":[0,{len}]}}}}"#);
+        format!(r#"{{"a":{{"dtype":"F8_E4M3","shape":{shape:?},"data_offsets":[0,{len}]}}}}"#);
     let start = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
     std::fs::write(&path, &start).unwrap();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
-    if file.set_len(start.len() as u64 + len).is_err() {
+    file.set_len(start.len() as u64 + len).ok()?;
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    Some((folder, checkpoint))
+}
+
+#[test]
+fn a_part_of_millions_of_runs_is_not_copied_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let shape = vec![(4 << 20) + 1, 2];
+    let boxes = vec![(0, Box_ { offset: vec![0, 0], shape: shape.clone() })];
+    let tensor = Cut { name: "a".to_owned(), dtype: Dtype::U8, shape, boxes };
+    write_hf(folder.path(), &[tensor]);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let loader = Loader::new(Tune::default());
+    let copied = |rows: u64| {
+        let mut bytes = vec![0; rows as usize];
+        loader.load_cached(&checkpoint, 0, Some(&[0..rows, 1..2]), &mut bytes).unwrap()
+    };
+    assert!(copied(4 << 20) || !checkpoint.sources()[0].file_system().is_local());
+    assert!(!copied((4 << 20) + 1));
+}
+
+#[test]
+fn the_ends_of_a_part_may_be_as_far_apart_as_any_file_is_long() {
+    // Kernels before 6.5 say of each page in between whether they hold it.
+    let Some((_folder, checkpoint)) = sparse(&[2, 1 << 57]) else {
+        eprintln!("skipped: no such file here");
+        return;
+    };
+    let wants = [Want { part: Some(vec![0..2, 0..1]), ..Want::whole(0) }];
+    let loader = Loader::new(Tune::default());
+    assert!(!loader.load_cached(&checkpoint, 0, wants[0].part.as_deref(), &mut [1; 2]).unwrap());
+    assert_eq!(loader.load(&checkpoint, &wants, &mut |_| true).unwrap().bytes(0), [0, 0]);
+}
+
+#[test]
+fn small_tensors_share_no_more_memory_than_they_may() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = |shape: &[u64]| Box_ { offset: vec![0], shape: shape.to_vec() };
+    let tensor = |n| {
+        let shape = vec![4000];
+        let boxes = vec![(0, whole(&shape))];
+        Cut { name: format!("t{n}"), dtype: Dtype::U8, shape, boxes }
+    };
+    write_hf(folder.path(), &(0..6).map(tensor).collect::<Vec<_>>());
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let wants: Vec<Want> = (0..6).map(Want::whole).collect();
+    let limits = Limits { own: 5000, slab: 10_000, in_place: false, ..Limits::default() };
+    let plan = Plan::new(checkpoint.catalog(), &wants, &limits).unwrap();
+    assert_eq!(plan.regions.len(), 3);
+    assert!(plan.regions.iter().all(|&len| len <= limits.slab), "{:?}", plan.regions);
+}
+
+#[test]
+fn a_tensor_longer_than_memory_is_refused_before_its_reads_are_planned() {
+    let len = 1u64 << 58;
+    let Some((_folder, checkpoint)) = sparse(&[len]) else {
         eprintln!("skipped: no file of {len} bytes here");
         return;
-    }
-    let checkpoint = Checkpoint::open(&path).unwrap();
+    };
     let loader = Loader::new(Tune::default());
     for (cast, needed) in [(None, len), (Some(tensorfs::Dtype::F32), 4 * len)] {
         let wants = [Want { cast, ..Want::whole(0) }];

@@ -243,23 +243,24 @@ impl Engine {
         Ok(true)
     }
 
-    /// Has `copy` copy bytes of `range` out of the kernel's page cache, if that holds them all.
+    /// Has `copy` copy bytes of `range` out of the kernel's page cache, if that holds them all, by
+    /// what it is given: that takes offset and target, and says whether the cache still held them.
     /// Returns whether it did and `copy` said so; else what was copied means nothing.
     ///
     /// # Errors
     /// `Error::Changed` where the source is no longer what it was.
-    pub fn copy_cached(
+    pub(crate) fn copy_cached(
         &self,
         source: &Arc<Source>,
         range: &Range<u64>,
-        copy: impl FnOnce(&Copier<'_>) -> bool,
+        copy: impl FnOnce(&dyn Fn(u64, &mut [u8]) -> bool) -> bool,
     ) -> Result<bool> {
         if self.0.settings.direct == Direct::Always {
             return Ok(false);
         }
         source.check_known()?;
         let Some(file) = open_if_cached(source, range) else { return Ok(false) };
-        if !copy(&Copier(&file)) {
+        if !copy(&|offset, target| cached::copy_cached(&file, offset, target)) {
             return Ok(false);
         }
         source.check_open(&file).map(|()| true)
@@ -318,16 +319,6 @@ impl Engine {
             lane
         });
         lane.clone()
-    }
-}
-
-/// Copies bytes of a file out of the kernel's page cache.
-pub struct Copier<'a>(&'a std::fs::File);
-
-impl Copier<'_> {
-    /// Fills `target` with the bytes at `offset`. Returns whether the cache still held them.
-    pub fn copy(&self, offset: u64, target: &mut [u8]) -> bool {
-        cached::copy_cached(self.0, offset, target)
     }
 }
 

@@ -1,5 +1,5 @@
 //! Memory that reads put bytes into for good: on huge pages where they are to be had, faulted in
-//! by whoever writes first.
+//! by whoever writes first, or ahead of that.
 
 use std::fmt;
 use std::io;

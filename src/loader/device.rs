@@ -121,8 +121,8 @@ impl Loader {
         let started = Instant::now();
         let mut limits = self.tune.limits;
         if limits.in_place {
-            let Limits { in_place, align, .. } = Limits::device();
-            limits = Limits { in_place, align, moved: limits.chunk, ..limits };
+            let Limits { in_place, align, own, slab, .. } = Limits::device();
+            limits = Limits { in_place, align, own, slab, moved: limits.chunk, ..limits };
         }
         let plan = Plan::new(checkpoint.catalog(), wants, &limits)
             .map_err(|fault| checkpoint.refused(fault))?;

@@ -35,6 +35,9 @@ const DEPTH: usize = 32;
 /// long.
 const NEAR_LEN: u64 = 1 << 20;
 
+/// From this many bytes on a load is worth the threads that ask for its memory.
+const AHEAD_LEN: u64 = 64 << 20;
+
 /// From this many bytes on a load asks the system whether it has them: to ask takes as long as a
 /// small load.
 const ROOM_MIN: u64 = 16 << 20;
@@ -50,6 +53,8 @@ pub struct Tune {
     pub staging: u64,
     /// Largest load that the calling thread copies out of the page cache by itself.
     pub near: u64,
+    /// Smallest load whose memory is asked for ahead of the reads.
+    pub ahead: u64,
     /// How bytes are put together.
     pub limits: Limits,
 }
@@ -61,6 +66,7 @@ impl Default for Tune {
             depth: DEPTH,
             staging: STAGING_LEN,
             near: NEAR_LEN,
+            ahead: AHEAD_LEN,
             limits: Limits::default(),
         }
     }

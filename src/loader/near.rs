@@ -6,23 +6,29 @@ use std::ops::Range;
 use super::Loader;
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
-use crate::io::Copier;
 use crate::plan::Rows;
 
-/// Most that is copied so: several threads copy more sooner, but read what lies between runs too.
+/// Longest run that is copied so: several threads copy a longer one sooner.
 const RUN_MAX: u64 = 4 << 20;
-const ROWS_MAX: u64 = 64 << 20;
 
-/// Unwanted bytes between two runs that are copied rather than skipped: a system call costs more.
+/// Most bytes of a part, most runs that these are, and most bytes from its first to its last.
+/// Together they keep the thread for less than a tenth of a second, in which it asks nobody
+/// whether to go on.
+const PART_MAX: u64 = 64 << 20;
+const RUNS_MAX: u64 = 4 << 20;
+const SPAN_MAX: u64 = 512 << 20;
+
+/// Unwanted bytes between two runs that are copied rather than skipped: a system call costs as
+/// much.
 const SKIP_MIN: u64 = 8 << 10;
 
-/// Runs so close to each other come through memory that stays in a core's cache.
+/// Runs that are copied together come through memory that stays in a core's cache.
 const SCRATCH_LEN: u64 = 128 << 10;
 
 impl Loader {
-    /// Copies a part of tensor `tensor`, or all of it, to `into`, row-major, on this thread and without waiting:
-    /// where the tensor is one piece, the kernel's page cache holds it, and that is the fastest.
-    /// Returns whether it did; else `into` holds bytes that mean nothing.
+    /// Copies a part of tensor `tensor`, or all of it, to `into`, row-major, on this thread and
+    /// without waiting: where the tensor is one piece, the part is small, and the kernel's page
+    /// cache holds it. Returns whether it did; else `into` holds bytes that mean nothing.
     ///
     /// # Errors
     /// Where the shard is no longer what it was.
@@ -36,48 +42,51 @@ impl Loader {
         let Some(rows) = Rows::of(&checkpoint.catalog().tensor_at(tensor), part) else {
             return Ok(false);
         };
-        let most = if rows.strides.0.is_empty() { RUN_MAX } else { ROWS_MAX };
-        let len = into.len() as u64;
-        if rows.count().checked_mul(rows.run_len) != Some(len) || len > most {
+        let (span, len) = (rows.span(), into.len() as u64);
+        let most = if rows.count() == 1 { RUN_MAX } else { PART_MAX };
+        let is_small = len <= most && rows.count() <= RUNS_MAX && span.end - span.start <= SPAN_MAX;
+        if !is_small || rows.count() * rows.run_len != len {
             return Ok(false);
         }
         let source = &checkpoint.sources()[rows.shard.0 as usize];
-        self.engine.copy_cached(source, &rows.span(), |file| copy(&rows, into, file))
+        self.engine.copy_cached(source, &span, |read| copy(&rows, into, read))
     }
 }
 
-/// Copies runs one after the other to `into`. Returns whether all could be had.
-fn copy(rows: &Rows, into: &mut [u8], file: &Copier<'_>) -> bool {
-    let run_len = rows.run_len as usize;
-    let Some(inner) = rows.strides.0.last() else {
-        return file.copy(rows.start, into);
-    };
-    let together = match inner.from - rows.run_len {
-        ..SKIP_MIN => (SCRATCH_LEN / inner.from).clamp(1, inner.count),
-        _ => 1,
-    };
-    let mut scratch = vec![0; if together > 1 { (together * inner.from) as usize } else { 0 }];
-    let mut rest = into.chunks_exact_mut(run_len);
-    for outer in (0..rows.count()).step_by(inner.count as usize) {
-        let start = rows.start + rows.strides.run(outer).0;
-        for first in (0..inner.count).step_by(together as usize) {
-            let start = start + first * inner.from;
-            let n = together.min(inner.count - first) as usize;
-            let copied = if n == 1 {
-                rest.next().is_some_and(|run| file.copy(start, run))
-            } else {
-                let width = inner.from as usize;
-                let bytes = &mut scratch[..(n - 1) * width + run_len];
-                let copied = file.copy(start, bytes);
-                let runs = rest.by_ref().take(n);
-                runs.zip(bytes.chunks(width))
-                    .for_each(|(to, row)| to.copy_from_slice(&row[..run_len]));
-                copied
-            };
-            if !copied {
-                return false;
+/// Copies runs one after the other to `into` by `read`, which takes offset and target and says
+/// whether it could. Returns whether all could be had.
+fn copy(rows: &Rows, into: &mut [u8], read: &dyn Fn(u64, &mut [u8]) -> bool) -> bool {
+    let (run_len, total) = (rows.run_len, rows.count());
+    let mut scratch = Vec::new();
+    let mut rest = into;
+    let (mut first, mut start) = (0, 0);
+    while first < total {
+        // Runs from `first` to before `next` lie in bytes `start..end`, close to each other.
+        let (mut next, mut end, mut after) = (first + 1, start + run_len, 0);
+        while next < total {
+            after = rows.strides.run(next).0;
+            if after - end >= SKIP_MIN || after + run_len - start > SCRATCH_LEN {
+                break;
             }
+            (next, end) = (next + 1, after + run_len);
         }
+        let (mine, others) = rest.split_at_mut(((next - first) * run_len) as usize);
+        let at = rows.start + start;
+        let copied = if next - first == 1 {
+            read(at, mine)
+        } else {
+            scratch.resize((end - start) as usize, 0);
+            let copied = read(at, &mut scratch);
+            for (k, run) in (first..next).zip(mine.chunks_exact_mut(run_len as usize)) {
+                let from = (rows.strides.run(k).0 - start) as usize;
+                run.copy_from_slice(&scratch[from..][..run.len()]);
+            }
+            copied
+        };
+        if !copied {
+            return false;
+        }
+        (rest, first, start) = (others, next, after);
     }
     true
 }

@@ -15,18 +15,15 @@ use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Read, Region};
-use crate::plan::{Chunk, Move, PAGE, Placement, Plan, Target};
+use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 
 /// Threads that move bytes, at most.
 const MOVERS_MAX: usize = 8;
 
-/// Threads that ask for memory ahead, at most.
+/// Threads that ask for memory ahead, at most: a disk is no faster than so many.
 const POPULATE_MAX: usize = 8;
 
-/// Smallest load that has them.
-const POPULATE_MIN: u64 = 64 << 20;
-
-/// How much they ask for at a time.
+/// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
 const POPULATE_LEN: usize = 2 << 20;
 
 /// How long a load waits before it asks again whether it may go on.
@@ -126,7 +123,7 @@ struct Shared<'a> {
     peak: AtomicU64,
     /// Nanoseconds spent moving.
     moving: AtomicU64,
-    /// Memory that the load fills: number of the region, and bytes of it.
+    /// Memory to ask for: number of the region, and bytes of it.
     pages: Vec<(usize, Range<usize>)>,
     /// The first of these that nobody has asked the system for yet.
     unpopulated: AtomicUsize,
@@ -149,6 +146,7 @@ pub(super) fn run(
     let longest = moved.map(|chunk| Buffer::len_for(&chunk.range)).max();
     let staging = loader.tune.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
+    let pages = if plan.read < loader.tune.ahead { vec![] } else { pages_of(plan, regions) };
     let shared = Shared {
         plan,
         checkpoint,
@@ -156,7 +154,7 @@ pub(super) fn run(
         budget,
         peak: AtomicU64::new(0),
         moving: AtomicU64::new(0),
-        pages: pages_of(plan),
+        pages,
         unpopulated: AtomicUsize::new(0),
         over: AtomicBool::new(false),
     };
@@ -180,11 +178,12 @@ pub(super) fn run(
             let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
+        let over = Over(&shared.over);
         shared.populate_beside(scope, cores);
         let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
         let done = load.go(&returned, loader.tune.depth.max(1), started, progress);
         drop(end);
-        shared.over.store(true, Ordering::Relaxed);
+        drop(over);
         done
     })?;
     let placed = |chunk: &&Chunk| !shared.is_moved(chunk);
@@ -212,23 +211,32 @@ fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32,
     (!plan.given[region as usize] || source.file_system().is_local()).then_some((region, at))
 }
 
-/// The memory that a load fills, in parts that are asked for at a time; nothing where it is small.
-fn pages_of(plan: &Plan) -> Vec<(usize, Range<usize>)> {
-    if plan.read < POPULATE_MIN {
-        return Vec::new();
-    }
-    let whole = plan.regions.iter().map(|&len| 0..len as usize);
-    let mut filled: Vec<Range<usize>> = whole.collect();
-    for Placement { region, at, len, .. } in &plan.placements {
-        if plan.given[*region as usize] {
-            filled[*region as usize] = *at as usize..(at + len) as usize;
+/// The memory that `plan` has found, in parts that are asked for at a time: number of the region,
+/// and bytes of it. What was given is left alone: it is mostly there, and may be anything.
+fn pages_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<(usize, Range<usize>)> {
+    let mut parts = Vec::new();
+    for (number, (region, &len)) in regions.iter().zip(&plan.regions).enumerate() {
+        if plan.given[number] {
+            continue;
+        }
+        let (mut at, len) = (0, len as usize);
+        let mut end = region.start().as_ptr().align_offset(POPULATE_LEN);
+        while at < len {
+            parts.push((number, at..end.min(len)));
+            (at, end) = (end, end + POPULATE_LEN);
         }
     }
-    let parts = filled.into_iter().enumerate().flat_map(|(region, range)| {
-        let end = range.end;
-        range.step_by(POPULATE_LEN).map(move |at| (region, at..end.min(at + POPULATE_LEN)))
-    });
-    parts.collect()
+    parts.retain(|(_, range)| !range.is_empty());
+    parts
+}
+
+/// Says that the load is over, however it ends.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// Tells so many movers that no more comes, however the load ends.

@@ -340,18 +340,17 @@ impl Plan {
         let mut slab: Option<u32> = None;
         for Placeless { want, width, .. } in wishes {
             let len = self.placements[want].len;
+            let unit = limits.align.max(width);
+            let after = |plan: &Plan, slab| plan.regions[slab as usize].next_multiple_of(unit);
             let (region, at) = match slab {
                 _ if len >= limits.own => (self.region(len, false), 0),
-                Some(slab) => {
-                    let at = self.regions[slab as usize].next_multiple_of(limits.align.max(width));
-                    (slab, at)
-                }
-                None => (self.region(0, false), 0),
+                Some(slab) if after(self, slab) + len <= limits.slab => (slab, after(self, slab)),
+                _ => (self.region(0, false), 0),
             };
             let end = &mut self.regions[region as usize];
             *end = (*end).max(at + len);
             if len < limits.own {
-                slab = (at + len < limits.slab).then_some(region);
+                slab = Some(region);
             }
             let placement = &mut self.placements[want];
             (placement.region, placement.at) = (region, at);

@@ -166,8 +166,8 @@ class safe_open:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What loads of this checkpoint took so far: bytes wanted and read, reads, seconds. Small tensors that were
-        in the page cache are not counted."""
+        """What loads of this checkpoint took so far: bytes wanted and read, reads, seconds. Small tensors
+        and parts that were in the page cache are not counted."""
         return dict(self._reader().stats)
 
     def _reader(self) -> Reader:

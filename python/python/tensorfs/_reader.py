@@ -12,7 +12,7 @@ Part = Optional[List[Tuple[int, int]]]
 _WHOLE_MAX = 4 << 20
 """Up to this length a tensor that the page cache holds is copied at once, by the calling thread."""
 
-_OWN_MIN = 1 << 20
+_PLACE_MIN = 1 << 20
 """Shorter ones are copied to their place; longer ones get a place that the disk can write to."""
 
 
@@ -41,7 +41,7 @@ class Reader:
                 return tensor
             if self.loader.load_cached(self.checkpoint, info.position, None, address, info.nbytes):
                 return tensor
-            if info.nbytes < _OWN_MIN:
+            if info.nbytes < _PLACE_MIN:
                 return self._load_to(info, None, tensor, address)
         return self.load([(info, None)])[info.name]
 

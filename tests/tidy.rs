@@ -74,6 +74,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/device/cuda.rs",
     "src/device/cuda/pinned.rs",
     "src/device/cuda/stream.rs",
+    "src/device/cufile.rs",
     "src/loader/run.rs",
     "mount/src/allocator.rs",
     "mount/src/attach.rs",

@@ -246,6 +246,9 @@ pub(crate) struct Load {
     /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     pub device: Device,
+    /// Read to a GPU by NVIDIA cuFile (GPUDirect Storage) where that is possible
+    #[arg(long)]
+    pub cufile: bool,
     /// Write when each read was queued, read and moved, as Chrome and Perfetto show it
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,

@@ -37,6 +37,8 @@ struct Wanted {
     staging: u64,
     direct: Direct,
     backend: Backend,
+    /// Whether reads to a GPU go by cuFile where they can.
+    cufile: bool,
     timeout: Option<Duration>,
     /// Where to: a GPU by number, or the memory of the CPU.
     gpu: Option<u32>,
@@ -70,7 +72,7 @@ impl Loader {
             return loaders[loaders.len() - 1].1.clone();
         }
         let longest_unused = (loaders.len() >= LOADERS_MAX).then(|| loaders.remove(0));
-        let Wanted { chunk, depth, staging, direct, backend, timeout, gpu } = self.0;
+        let Wanted { chunk, depth, staging, direct, backend, cufile, timeout, gpu } = self.0;
         let settings = Settings { backend, direct, timeout };
         let limits = match gpu {
             Some(_) => Limits { chunk, moved: chunk, ..Limits::device() },
@@ -81,6 +83,7 @@ impl Loader {
             depth,
             staging,
             limits,
+            cufile: cufile.then(|| core::CUFILE_MODULE.into()),
             ..Tune::default()
         }));
         loaders.push((self.0, loader.clone()));
@@ -160,11 +163,12 @@ impl Loader {
                 other => return Err(bad(other)),
             },
             backend: match engine {
-                "auto" => Backend::Auto,
+                "auto" | "cufile" => Backend::Auto,
                 "uring" => Backend::Uring,
                 "threads" => Backend::Pread,
                 other => return Err(bad(other)),
             },
+            cufile: engine == "cufile",
             timeout,
             gpu,
         }))
@@ -324,6 +328,10 @@ fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDic
         facts.set_item("pin_seconds", device.pin.as_secs_f64())?;
         facts.set_item("copy_seconds", device.copy.as_secs_f64())?;
         facts.set_item("copies", device.copies)?;
+        facts.set_item("cufile_bytes", device.cufile)?;
+        if let Some(why) = &device.cufile_unused {
+            facts.set_item("cufile_unused", why)?;
+        }
     }
     Ok(facts)
 }

@@ -78,6 +78,9 @@ for room in plan.rooms:
     memory.append((waits, 14003 * 3, Owner()) if room is None else (allocate(room), room, Owner()))
 took = loader.fill(checkpoint, plan, memory, None, 0)
 assert took["bytes_read"] > 0 and took["copies"] > 0, took
+assert took["cufile_bytes"] == 0 and "cufile_unused" not in took, took
+asked = Loader(gpu=0, chunk=65536, engine="cufile").fill(checkpoint, plan, memory, None, 0)
+assert asked["cufile_bytes"] > 0 or asked["cufile_unused"], asked
 count = len(memory)
 for number, (region, at, length, dtype, shape) in enumerate(plan.placements):
     start = waits - waits % 4096 if plan.rooms[region] is None else memory[region][0]

@@ -22,7 +22,7 @@ class Settings(TestCase):
             "IO_DEPTH": ("1", "64"),
             "PINNED_MAX": ("1M", "2g"),
             "SOURCE": ("auto", "direct", "buffered"),
-            "ENGINE": ("auto", "uring", "threads"),
+            "ENGINE": ("auto", "uring", "threads", "cufile"),
             "IO_TIMEOUT": ("0", "1.5", "60"),
         }
         for name, values in good.items():

@@ -259,6 +259,11 @@ impl Gpu {
         &self.0.name
     }
 
+    /// Binds its context to this thread as long as the result lives.
+    pub(crate) fn enter(&self) -> Result<Entered<'_>> {
+        self.0.enter()
+    }
+
     /// Bytes of its memory that are free, and all of them.
     ///
     /// # Errors

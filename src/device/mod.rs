@@ -1,10 +1,12 @@
 //! Memory on GPUs, and how bytes get there.
 //!
 //! The driver is looked for when a GPU is opened; a machine without one gets an error that says
-//! so. Only `cuda` knows the driver's interface.
+//! so. Only `cuda` knows the driver's interface, and `cufile` that of reads past the host.
 
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod cufile;
 #[cfg(feature = "cuda")]
 mod ring;
 
@@ -12,6 +14,8 @@ mod ring;
 pub use cuda::{DeviceMemory, ForeignStream, Gpu, Pinning};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{Entered, Kernels, Rows, Sending, Sent, Stream};
+#[cfg(feature = "cuda")]
+pub(crate) use cufile::{CuFile, Destination, FileHandle, Registered};
 #[cfg(feature = "cuda")]
 pub(crate) use ring::Ring;
 

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
+use super::cufile::{Beginning, Found};
 use super::run::{Back, Ends, Job, Landing, Load, Times};
 use super::{DeviceStats, Event, Loader, Progress, Report, Stats};
 use crate::cast::Cast;
@@ -29,9 +30,9 @@ use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, Want};
 /// Unit in which memory for casts is cut.
 const ALIGN: u64 = 256;
 
-/// What a loader keeps of each GPU.
+/// What a loader keeps of each GPU, and of cuFile.
 #[derive(Debug, Default)]
-pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>);
+pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>, Found);
 
 #[derive(Debug)]
 struct Kept {
@@ -142,7 +143,8 @@ impl Loader {
     /// their bytes.
     ///
     /// # Errors
-    /// The first failure; the regions then hold bytes that mean nothing.
+    /// The first failure; the regions then hold bytes that mean nothing. A read of cuFile that is
+    /// overdue keeps its region, and writes there whenever it ends.
     pub fn fill_device(
         &self,
         gpu: &Gpu,
@@ -178,10 +180,18 @@ impl Loader {
         let kept = self.gpus.get(gpu);
         kept.ring.taken();
         let lines = Line::all(gpu, plan, &kept, after)?;
-        let copies = Copies::new(gpu, plan, &lines);
-        let (regions, events) =
-            self.carry_out(checkpoint, &copies, &kept.ring, given, started, progress)?;
+        let stream = &lines[0].stream;
+        let beginning = Beginning { gpu, checkpoint, plan, given, stream, started };
+        let early = self.read_early(&self.gpus.1, &beginning, progress)?;
+        let given = early.regions.as_deref().or(given);
+        let copies = Copies::new(gpu, early.rest.as_ref().unwrap_or(plan), &lines);
+        let mut progress = |so_far: Progress| {
+            progress(Progress { read: early.read + so_far.read, total: plan.read })
+        };
+        let (regions, others) =
+            self.carry_out(checkpoint, &copies, &kept.ring, given, started, &mut progress)?;
         let taken = kept.ring.taken();
+        let allocating = Duration::from_nanos(copies.allocating.load(Ordering::Relaxed));
         let stats = Stats {
             wanted: plan.wanted,
             read: plan.read,
@@ -190,15 +200,18 @@ impl Loader {
             load: started.elapsed(),
             staging_peak: taken.peak,
             device: Some(DeviceStats {
-                allocate: Duration::from_nanos(copies.allocating.load(Ordering::Relaxed)),
+                allocate: early.allocate + allocating,
                 pinned: taken.pinned,
                 pinning: taken.how.name(),
                 pin: taken.pinning,
                 copy: Duration::from_nanos(copies.copying.load(Ordering::Relaxed)),
                 copies: copies.number.load(Ordering::Relaxed),
+                cufile: early.bytes,
+                cufile_unused: early.unused,
             }),
             ..Stats::default()
         };
+        let events = early.events.into_iter().chain(others).collect();
         Ok((regions, Report { stats, events }))
     }
 

@@ -2,12 +2,15 @@
 //! between where the layout of the shards allows it.
 
 #[cfg(feature = "cuda")]
+mod cufile;
+#[cfg(feature = "cuda")]
 mod device;
 mod near;
 mod room;
 mod run;
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,8 +45,11 @@ const AHEAD_LEN: u64 = 64 << 20;
 /// small load.
 const ROOM_MIN: u64 = 16 << 20;
 
+/// The device of the kernel module that cuFile reads by.
+pub const CUFILE_MODULE: &str = "/dev/nvidia-fs0";
+
 /// How tensors are loaded.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Tune {
     /// How shards are read.
     pub settings: Settings,
@@ -57,6 +63,9 @@ pub struct Tune {
     pub ahead: u64,
     /// How bytes are put together.
     pub limits: Limits,
+    /// Reads to a GPU go by cuFile where it can, if the kernel module is there whose device this
+    /// is, mostly `CUFILE_MODULE`; none: never.
+    pub cufile: Option<PathBuf>,
 }
 
 impl Default for Tune {
@@ -68,6 +77,7 @@ impl Default for Tune {
             near: NEAR_LEN,
             ahead: AHEAD_LEN,
             limits: Limits::default(),
+            cufile: None,
         }
     }
 }
@@ -99,7 +109,7 @@ pub struct Progress {
 }
 
 /// What a load took.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     /// Wanted bytes.
     pub wanted: u64,
@@ -124,7 +134,7 @@ pub struct Stats {
 }
 
 /// What a load to a GPU took.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceStats {
     /// Time for memory of its own on the GPU, while reads were under way already.
     pub allocate: Duration,
@@ -138,6 +148,10 @@ pub struct DeviceStats {
     pub copy: Duration,
     /// Copies from the host that the GPU was given.
     pub copies: u64,
+    /// Bytes that cuFile read, past the host.
+    pub cufile: u64,
+    /// Why it read none, where it was asked for.
+    pub cufile_unused: Option<String>,
 }
 
 /// One read of a load, and when its stages were over, from the beginning of the load.

@@ -27,7 +27,7 @@ const POPULATE_MAX: usize = 8;
 const POPULATE_LEN: usize = 2 << 20;
 
 /// How long a load waits before it asks again whether it may go on.
-const ASK: Duration = Duration::from_millis(50);
+pub(super) const ASK: Duration = Duration::from_millis(50);
 
 /// What comes back to the thread that loads.
 pub(super) enum Back {
@@ -46,7 +46,7 @@ pub(super) struct Times {
 }
 
 impl Times {
-    fn event(
+    pub(super) fn event(
         self,
         shard: ShardId,
         range: &Range<u64>,

@@ -135,6 +135,23 @@ class LoadToGpu(TestCase):
         for stage in ("gpu      fake 0", "allocate", "pin", "copy"):
             self.assertIn(f"\n  {stage}", outcome.stdout)
 
+    def test_cufile_is_used_where_it_is_asked_for_and_there_and_else_the_reason_is_said(self):
+        env = self.driver(BIN.parent / "deps/libfakecuda.so")
+        for name in ("libcufile.so.0", "libcufile.so"):
+            (self.tmp / "driver" / name).write_bytes(b"no library")
+        folder = self.tmp / "hf"
+        hf_set(folder)
+        why = "libcufile.so.0 cannot be loaded" if os.path.exists("/dev/nvidia-fs0") else "no /dev/nvidia-fs0"
+        outcome = tensorfs("load", folder, "--device", "cuda", "--cufile", env=env)
+        self.assert_done(outcome)
+        self.assertIn(f"\n  cufile   not used: {why}\n", outcome.stdout)
+        gpu = tensorfs("load", folder, "--device", "cuda", "--cufile", "--json", env=env).json()["gpu"]
+        self.assertEqual((gpu["cufile_bytes"], gpu["cufile_unused"]), (0, why))
+        outcome = tensorfs("load", folder, "--device", "cuda", env=env)
+        self.assertNotIn("cufile", outcome.stdout)
+        outcome = tensorfs("load", folder, "--cufile", env=env)
+        self.assertIn("--cufile reads to a GPU: say --device cuda:N", outcome.stderr)
+
     def test_a_machine_without_a_driver_or_gpu_says_so_in_one_line(self):
         folder = self.tmp / "hf"
         hf_set(folder)

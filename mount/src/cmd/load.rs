@@ -11,7 +11,7 @@ use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::Gpu;
 use tensorfs::error::shown_path;
 use tensorfs::io::Settings;
-use tensorfs::loader::{Loader, Progress, Report, Tune};
+use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, Progress, Report, Tune};
 use tensorfs::plan::Want;
 
 use super::verify::bar;
@@ -22,6 +22,9 @@ pub(super) fn run(args: &args::Load) -> Outcome {
     let options = query_options(&args.source)?;
     if let Some(path) = &args.trace {
         check_trace(path)?;
+    }
+    if args.cufile && args.device == args::Device::Cpu {
+        return Err(Failure::Usage("--cufile reads to a GPU: say --device cuda:N".to_owned()));
     }
     let settings =
         Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
@@ -47,7 +50,8 @@ pub(super) fn run(args: &args::Load) -> Outcome {
             loader.load(&checkpoint, &wants, &mut progress).map(|loaded| loaded.report)
         }
         Some((gpu, _)) => {
-            let loader = Loader::new(Tune { settings, ..Tune::device() });
+            let cufile = args.cufile.then(|| CUFILE_MODULE.into());
+            let loader = Loader::new(Tune { settings, cufile, ..Tune::device() });
             let loaded = loader.load_device(gpu, &checkpoint, &wants, &mut progress);
             loaded.map(|loaded| loaded.report)
         }
@@ -130,6 +134,9 @@ fn to_text(load: &Load<'_>) -> String {
             line("allocate", seconds(device.allocate));
             line("pin", format!("{how}, {}", device.pinning));
             line("copy", format!("{} in {} copies", seconds(device.copy), device.copies));
+            if let Some(cufile) = cufile_of(device) {
+                line("cufile", cufile);
+            }
         }
         None => line(
             "move",
@@ -144,12 +151,20 @@ fn to_text(load: &Load<'_>) -> String {
     text
 }
 
+/// What became of the wish for cuFile, if there was one.
+fn cufile_of(device: &DeviceStats) -> Option<String> {
+    match &device.cufile_unused {
+        Some(why) => Some(format!("not used: {why}")),
+        None => (device.cufile > 0).then(|| human(device.cufile)),
+    }
+}
+
 fn to_json(load: &Load<'_>) -> Value {
     let (checkpoint, stats) = (load.checkpoint, &load.report.stats);
     let catalog = checkpoint.catalog();
     let total = load.total();
     let device = load.gpu.map_or("cpu".to_owned(), |(gpu, _)| format!("cuda:{}", gpu.ordinal()));
-    let gpu = load.gpu.zip(stats.device).map(|((gpu, opened), device)| {
+    let gpu = load.gpu.zip(stats.device.as_ref()).map(|((gpu, opened), device)| {
         json!({
             "name": gpu.name(),
             "open_s": opened.as_secs_f64(),
@@ -159,6 +174,8 @@ fn to_json(load: &Load<'_>) -> Value {
             "pinning": device.pinning,
             "copy_s": device.copy.as_secs_f64(),
             "copies": device.copies,
+            "cufile_bytes": device.cufile,
+            "cufile_unused": device.cufile_unused,
         })
     });
     json!({

@@ -65,7 +65,7 @@ class Reader:
     def _fill(self, plan: Plan, memory: list[Any], cancel: Cancel | None) -> None:
         took = self.loader.fill(self.checkpoint, plan, memory, cancel, self.framework.stream())
         for key, value in took.items():
-            if key == "pinning":
+            if key in ("pinning", "cufile_unused"):
                 self.stats[key] = value
             elif key in ("staging_peak", "pinned"):
                 self.stats[key] = max(value, self.stats.get(key, 0))

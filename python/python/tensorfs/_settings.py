@@ -33,7 +33,7 @@ def loader(
         _number(*chosen("io_depth", io_depth), 1, 4096),
         _size(*chosen("pinned_max", pinned_max), 1 << 20, 1 << 40),
         _word(*chosen("source", source), ("auto", "direct", "buffered")),
-        _word(*chosen("engine", engine), ("auto", "uring", "threads")),
+        _word(*chosen("engine", engine), ("auto", "uring", "threads", "cufile")),
         _seconds(*chosen("io_timeout", io_timeout)),
         gpu,
     )

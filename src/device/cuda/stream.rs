@@ -114,7 +114,7 @@ impl Stream {
     }
 
     /// Waits until all work is done. Where even that fails, by whichever way, the device is lost.
-    fn drain(&self) -> Result<()> {
+    pub(crate) fn drain(&self) -> Result<()> {
         let context = &self.gpu.0;
         let _entered = context.enter().or_else(|_| context.enter())?;
         // SAFETY: the stream lives.

@@ -647,3 +647,27 @@ extern "C" fn fakecuda_report(to: *mut u8, len: usize) -> usize {
     unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), to, text.len().min(len)) };
     text.len()
 }
+
+/// For tests/fakecufile: returns 0 where the device whose context is bound has `len` bytes at
+/// `address`.
+#[unsafe(no_mangle)]
+extern "C" fn fakecuda_holds(address: u64, len: usize) -> u32 {
+    let state = lock();
+    let held = current(&state).and_then(|device| state.on_device(address, len as u64, device));
+    held.err().unwrap_or(0)
+}
+
+/// For tests/fakecufile: writes `len` bytes to the device whose context is bound, and waits for no
+/// stream. Returns 0 where it has them.
+#[unsafe(no_mangle)]
+extern "C" fn fakecuda_write(address: u64, from: u64, len: usize) -> u32 {
+    let mut state = lock();
+    let held = current(&state).and_then(|device| state.on_device(address, len as u64, device));
+    let Ok(to) = held else { return code::INVALID_VALUE };
+    if state.in_flight(to, len as u64) {
+        state.violation(format!("{len} bytes are read to while work uses them"));
+    }
+    state.copied("file_to_device", len as u64);
+    row(from, to, len).copy();
+    0
+}

@@ -323,7 +323,7 @@ impl State {
     }
 
     /// Whether work that is not done uses any of these bytes.
-    fn in_flight(&self, address: u64, len: u64) -> bool {
+    pub(crate) fn in_flight(&self, address: u64, len: u64) -> bool {
         self.streams.values().any(|stream| stream.uses(address, len))
     }
 }

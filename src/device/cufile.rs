@@ -1,0 +1,262 @@
+//! NVIDIA cuFile: reads from a file straight into memory of a GPU, behind which nothing is unsafe.
+//!
+//! Only that of the kernel module is used: without the module the library reads into memory of its
+//! own and copies from there, which we do as well. It is loaded when it is asked for first. Codes
+//! stay numbers, so those that are newer than this source mean no harm.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::ptr::null_mut;
+use std::sync::{Arc, OnceLock};
+
+use nix::libc;
+
+use super::{DeviceMemory, DeviceRegion};
+
+/// Names of the library: that of every installation, and that of those for building programs.
+const NAMES: [&CStr; 2] = [c"libcufile.so.0", c"libcufile.so"];
+
+/// `CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE`: reads without the kernel module.
+const ALLOW_COMPAT_MODE: c_int = 1;
+
+/// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`: a file by its descriptor.
+const OPAQUE_FD: c_int = 1;
+
+/// Somebody else in the process has opened the driver.
+const DRIVER_ALREADY_OPEN: c_int = 5026;
+
+/// `CUfileError_t`: what came of a call, and of the call of CUDA behind it.
+#[repr(C)]
+struct Status {
+    code: c_int,
+    cuda: c_int,
+}
+
+/// `CUfileDescr_t`: a file that is to be registered.
+#[repr(C)]
+struct Description {
+    kind: c_int,
+    file: Descriptor,
+    operations: *const c_void,
+}
+
+/// As wide as a pointer, which other kinds of files have there.
+#[repr(C)]
+union Descriptor {
+    fd: c_int,
+    pointer: *mut c_void,
+}
+
+macro_rules! library {
+    ($($name:ident($($arg:ty),*) -> $result:ty;)*) => {
+        /// The functions of the library.
+        #[allow(non_snake_case, reason = "the names of the interface")]
+        #[derive(Debug)]
+        pub(crate) struct CuFile {
+            $($name: unsafe extern "C" fn($($arg),*) -> $result,)*
+            /// Absent from old versions.
+            cuFileSetParameterBool: Option<unsafe extern "C" fn(c_int, bool) -> Status>,
+        }
+
+        impl CuFile {
+            /// Loads the library; else why it cannot be used.
+            fn load() -> Result<CuFile, String> {
+                let mut libraries = NAMES.iter().map(|name| {
+                    // SAFETY: its initialisers run, as in every program that uses it.
+                    unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) }
+                });
+                let library = libraries.find(|library| !library.is_null());
+                let library = library.ok_or("libcufile.so.0 cannot be loaded")?;
+                let find = |name: &CStr| {
+                    // SAFETY: the library is loaded and stays so.
+                    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+                    (!found.is_null()).then_some(found)
+                };
+                Ok(CuFile {
+                    $($name: {
+                        let found = find(symbol(concat!(stringify!($name), "\0")))
+                            .ok_or(concat!("libcufile.so.0 lacks ", stringify!($name)))?;
+                        // SAFETY: the type is the one that the interface gives the function.
+                        unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                unsafe extern "C" fn($($arg),*) -> $result,
+                            >(found)
+                        }
+                    },)*
+                    cuFileSetParameterBool: find(c"cuFileSetParameterBool").map(|found| {
+                        // SAFETY: likewise.
+                        unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                unsafe extern "C" fn(c_int, bool) -> Status,
+                            >(found)
+                        }
+                    }),
+                })
+            }
+        }
+    };
+}
+
+library! {
+    cuFileDriverOpen() -> Status;
+    cuFileHandleRegister(*mut *mut c_void, *mut Description) -> Status;
+    cuFileHandleDeregister(*mut c_void) -> ();
+    cuFileRead(*mut c_void, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
+    cuFileBufRegister(*const c_void, usize, c_int) -> Status;
+    cuFileBufDeregister(*const c_void) -> Status;
+}
+
+/// `name`, which ends with a zero.
+fn symbol(name: &str) -> &CStr {
+    CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
+}
+
+fn check(function: &str, status: &Status) -> Result<(), String> {
+    match status {
+        Status { code: 0, .. } => Ok(()),
+        Status { code, cuda: 0 } => Err(format!("{function} failed with {code}")),
+        Status { code, cuda } => Err(format!("{function} failed with {code} (CUDA: {cuda})")),
+    }
+}
+
+impl CuFile {
+    /// Whether the kernel module is there, whose device is `module`. The driver is not opened
+    /// without: that takes seconds, and some versions close the standard input then.
+    pub(crate) fn has_module(module: &Path) -> bool {
+        std::fs::metadata(module).is_ok_and(|meta| meta.file_type().is_char_device())
+    }
+
+    /// The library, its driver opened; else why it cannot be used. May take seconds.
+    pub(crate) fn open() -> Result<&'static CuFile, String> {
+        static LIBRARY: OnceLock<Result<CuFile, String>> = OnceLock::new();
+        let library = LIBRARY.get_or_init(CuFile::load).as_ref().map_err(Clone::clone)?;
+        if let Some(set) = library.cuFileSetParameterBool {
+            // It is refused where the driver is open already, and nothing depends on it.
+            // SAFETY: takes numbers only.
+            let _ = unsafe { set(ALLOW_COMPAT_MODE, false) };
+        }
+        // SAFETY: takes nothing; who opens it again only counts as one more.
+        let status = unsafe { (library.cuFileDriverOpen)() };
+        if status.code != DRIVER_ALREADY_OPEN {
+            check("cuFileDriverOpen", &status)?;
+        }
+        Ok(library)
+    }
+}
+
+/// A file that cuFile reads.
+#[derive(Debug)]
+pub(crate) struct FileHandle {
+    library: &'static CuFile,
+    raw: *mut c_void,
+    /// The descriptor that is registered.
+    _file: File,
+}
+
+// SAFETY: a handle may be used by any thread, and by several at once.
+unsafe impl Send for FileHandle {}
+// SAFETY: likewise.
+unsafe impl Sync for FileHandle {}
+
+impl FileHandle {
+    /// Registers `file`, a descriptor of its own that is open past the page cache.
+    pub(crate) fn register(library: &'static CuFile, file: File) -> Result<FileHandle, String> {
+        let mut descriptor = Descriptor { pointer: null_mut() };
+        descriptor.fd = file.as_raw_fd();
+        let mut description =
+            Description { kind: OPAQUE_FD, file: descriptor, operations: std::ptr::null() };
+        let mut raw = null_mut();
+        // SAFETY: both pointers are written to at most, and the descriptor is open.
+        let status = unsafe { (library.cuFileHandleRegister)(&mut raw, &mut description) };
+        check("cuFileHandleRegister", &status)?;
+        Ok(FileHandle { library, raw, _file: file })
+    }
+
+    /// Reads at most `len` bytes from byte `offset` of the file on to byte `at` of `to`, and waits
+    /// for them; says how many there were, none at the end of the file. The context of the GPU is
+    /// bound.
+    pub(crate) fn read(
+        &self,
+        offset: u64,
+        to: &Destination,
+        at: u64,
+        len: u64,
+    ) -> Result<u64, String> {
+        let DeviceRegion { memory, at: start, len: end } = &to.region;
+        assert!(at <= *end && len <= end - at, "bytes of the region");
+        assert!(start + at + len <= memory.len(), "bytes of the device's memory");
+        // What is registered is found by its beginning.
+        let (base, from) = match &to.registered {
+            Some(_) => (memory.address(), start + at),
+            None => (memory.address() + start + at, 0),
+        };
+        let too_far = |_| "cuFileRead reaches no such offset".to_owned();
+        let offset = libc::off_t::try_from(offset).map_err(too_far)?;
+        let from = libc::off_t::try_from(from).map_err(too_far)?;
+        // SAFETY: the memory has so many bytes there, and lives until the call has returned.
+        let read = unsafe {
+            (self.library.cuFileRead)(self.raw, base as *mut c_void, len as usize, offset, from)
+        };
+        match read {
+            0.. if read as u64 <= len => Ok(read as u64),
+            0.. => Err(format!("cuFileRead says {read} of {len} bytes")),
+            -1 => Err(format!("cuFileRead failed: {}", std::io::Error::last_os_error())),
+            _ => Err(format!("cuFileRead failed with {}", read.unsigned_abs())),
+        }
+    }
+}
+
+impl Drop for FileHandle {
+    fn drop(&mut self) {
+        // SAFETY: registered once by `register`, and read by nobody any more.
+        unsafe { (self.library.cuFileHandleDeregister)(self.raw) };
+    }
+}
+
+/// Memory that the disk may write to: else cuFile has bytes go by memory of its own on the GPU.
+#[derive(Debug)]
+pub(crate) struct Registered {
+    library: &'static CuFile,
+    memory: Arc<DeviceMemory>,
+}
+
+impl Registered {
+    /// Registers all of `memory`, whose context is bound.
+    pub(crate) fn new(
+        library: &'static CuFile,
+        memory: &Arc<DeviceMemory>,
+    ) -> Result<Arc<Registered>, String> {
+        let (start, len) = (memory.address() as *const c_void, memory.len() as usize);
+        // SAFETY: the memory has so many bytes, and lives until it is no longer registered.
+        let status = unsafe { (library.cuFileBufRegister)(start, len, 0) };
+        check("cuFileBufRegister", &status)?;
+        Ok(Arc::new(Registered { library, memory: memory.clone() }))
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // It is freed next, also where this fails.
+        let _entered = self.memory.gpu().enter();
+        // SAFETY: registered once by `new`, and nobody reads to it by that any more.
+        let status =
+            unsafe { (self.library.cuFileBufDeregister)(self.memory.address() as *const c_void) };
+        if let Err(e) = check("cuFileBufDeregister", &status) {
+            tracing::warn!("{e}");
+        }
+    }
+}
+
+/// A region that is read to.
+#[derive(Debug)]
+pub(crate) struct Destination {
+    /// The region.
+    pub(crate) region: DeviceRegion,
+    /// Its memory, where that is registered.
+    pub(crate) registered: Option<Arc<Registered>>,
+}

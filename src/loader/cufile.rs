@@ -1,0 +1,502 @@
+//! Reads by cuFile, straight from the disk to the GPU, before the others of a load.
+//!
+//! Whatever it does not read, for whichever reason, is left to them, so the bytes are the same. A
+//! call of cuFile cannot be taken back: its threads own all that they use, and a load that has
+//! waited too long for one goes without it.
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use super::run::{ASK, Times};
+use super::{Event, Loader, Progress, stopped};
+use crate::catalog::ShardId;
+use crate::checkpoint::Checkpoint;
+use crate::device::{CuFile, Destination, DeviceRegion, FileHandle, Gpu, Registered, Stream};
+use crate::error::{Error, Result, shown_path};
+use crate::io::Direct;
+use crate::plan::{Chunk, Move, Plan, Target};
+use crate::source::Source;
+
+/// Threads that read, at most: cuFile cuts large reads up and shares them out by itself.
+const READERS_MAX: usize = 8;
+
+/// Most reads in place of one: many small ones take longer than one that is moved.
+const PARTS_MAX: usize = 64;
+
+/// From this length on memory is registered: that takes time, too.
+const REGISTER_MIN: u64 = 1 << 20;
+
+/// The library as a loader has found it: it is looked for once, which may take seconds.
+pub(super) type Found = Arc<OnceLock<std::result::Result<&'static CuFile, String>>>;
+
+/// What has been read before the others, and what is left to them.
+#[derive(Default)]
+pub(super) struct Early {
+    /// The regions, if they are there.
+    pub(super) regions: Option<Vec<DeviceRegion>>,
+    /// The plan without what has been read, if anything was.
+    pub(super) rest: Option<Plan>,
+    pub(super) events: Vec<Event>,
+    /// Bytes of the plan that need not be read any more.
+    pub(super) read: u64,
+    /// Of these, the bytes that cuFile was asked for.
+    pub(super) bytes: u64,
+    /// Why there are none.
+    pub(super) unused: Option<String>,
+    /// Time for regions of its own.
+    pub(super) allocate: Duration,
+}
+
+impl Early {
+    fn none(why: impl Into<String>) -> Early {
+        Early { unused: Some(why.into()), ..Early::default() }
+    }
+}
+
+/// The load that this is the beginning of.
+pub(super) struct Beginning<'a> {
+    pub(super) gpu: &'a Gpu,
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) plan: &'a Plan,
+    /// The regions, where there are some.
+    pub(super) given: Option<&'a [DeviceRegion]>,
+    /// Waits for what others do in them.
+    pub(super) stream: &'a Stream,
+    pub(super) started: Instant,
+}
+
+/// A chunk that cuFile can read.
+struct Job {
+    /// Its number.
+    chunk: usize,
+    shard: ShardId,
+    source: Arc<Source>,
+    parts: Vec<Part>,
+}
+
+/// Bytes that lie together both in the shard and in a region.
+struct Part {
+    offset: u64,
+    len: u64,
+    region: u32,
+    at: u64,
+}
+
+impl Job {
+    fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<Job> {
+        let Beginning { checkpoint, plan, .. } = beginning;
+        let source = &checkpoint.sources()[chunk.shard.0 as usize];
+        if !source.file_system().is_local() {
+            return None;
+        }
+        let Chunk { shard, range, target } = chunk;
+        let parts = match target {
+            Target::Place { region, at } => {
+                let (offset, len) = (range.start, range.end - range.start);
+                vec![Part { offset, len, region: *region, at: *at }]
+            }
+            Target::Spread(moves) => {
+                let moves = &plan.moves[moves.start as usize..moves.end as usize];
+                if moves.len() > PARTS_MAX || !moves.iter().all(Move::is_plain) {
+                    return None;
+                }
+                let part = |one: &Move| Part {
+                    offset: range.start + one.from,
+                    len: one.run_len,
+                    region: one.region,
+                    at: one.at,
+                };
+                moves.iter().map(part).collect()
+            }
+        };
+        Some(Job { chunk: number, shard: *shard, source: source.clone(), parts })
+    }
+
+    fn bytes(&self) -> u64 {
+        self.parts.iter().map(|part| part.len).sum()
+    }
+}
+
+/// Who reads what.
+struct Queue {
+    jobs: Vec<Job>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Everything that reads need is there.
+    ready: bool,
+    /// Nothing is to be read any more.
+    over: bool,
+    next: usize,
+    /// By reader: the job that it has, and since when.
+    under_way: [Option<(usize, Instant)>; READERS_MAX],
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next job for a reader, which is done with the last one.
+    fn next(&self, reader: usize) -> Option<(usize, Instant)> {
+        let mut state = self.lock();
+        state.ready = true;
+        let left = !state.over && state.next < self.jobs.len();
+        let mine = left.then(|| (state.next, Instant::now()));
+        state.next += usize::from(left);
+        state.under_way[reader] = mine;
+        mine
+    }
+
+    fn end(&self) {
+        self.lock().over = true;
+    }
+
+    /// Whether anything has been read. If not, nothing will be.
+    fn starts(&self) -> bool {
+        let mut state = self.lock();
+        state.over |= !state.ready;
+        state.ready
+    }
+
+    /// The job that has been under way for longer than `timeout`.
+    fn overdue(&self, timeout: Duration) -> Option<&Job> {
+        let state = self.lock();
+        let mut late = state.under_way.iter().flatten();
+        late.find(|(_, since)| since.elapsed() > timeout).map(|(job, _)| &self.jobs[*job])
+    }
+}
+
+/// What the readers tell the thread that loads. That they are done is said by their silence.
+enum Told {
+    /// A chunk is in its place.
+    Read { job: usize, reader: usize, times: Times },
+    /// A file is not what it was.
+    Failed(Error),
+    /// cuFile cannot be used, or not for this.
+    Refused(String),
+}
+
+/// A shard that is read.
+struct Opened {
+    handle: FileHandle,
+    /// By which it is found out whether it has changed.
+    file: Arc<fs::File>,
+}
+
+#[derive(Default)]
+struct Shards {
+    /// Those that readers have open. A shard is closed before it may be opened again: a file
+    /// cannot be registered twice.
+    open: HashMap<ShardId, Weak<Opened>>,
+    /// Those that cuFile cannot read.
+    refused: HashSet<ShardId>,
+}
+
+/// All that readers need. The last of them lets go of it.
+struct Work {
+    library: &'static CuFile,
+    gpu: Gpu,
+    queue: Arc<Queue>,
+    shards: Mutex<Shards>,
+    regions: Vec<Destination>,
+}
+
+impl Loader {
+    /// Reads by cuFile what it can, if that was asked for.
+    ///
+    /// # Errors
+    /// Where the GPU has no memory, a shard has changed, a read does not end, or `progress` says
+    /// `false`. Memory that was given is then left alone by all reads that are not overdue.
+    pub(super) fn read_early(
+        &self,
+        found: &Found,
+        beginning: &Beginning<'_>,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Early> {
+        let Some(module) = &self.tune.cufile else { return Ok(Early::default()) };
+        let Beginning { gpu, plan, given, stream, .. } = beginning;
+        if let Some(why) = self.refuses(module) {
+            return Ok(Early::none(why));
+        }
+        let chunks = plan.chunks.iter().enumerate();
+        let jobs: Vec<_> = chunks.filter_map(|(n, chunk)| Job::of(beginning, n, chunk)).collect();
+        if jobs.is_empty() {
+            return Ok(Early::none("nothing is both on a local disk and loaded as it lies there"));
+        }
+        let begun = Instant::now();
+        let own = if given.is_none() { Some(gpu.regions(&plan.regions)?) } else { None };
+        let allocate = if own.is_some() { begun.elapsed() } else { Duration::ZERO };
+        let regions = own.as_deref().or(*given).unwrap_or_default();
+        // No stream can make cuFile wait.
+        stream.drain()?;
+        let queue = Arc::new(Queue { jobs, state: Mutex::default() });
+        let told =
+            start(found.clone(), Gpu::clone(gpu), queue.clone(), destinations(plan, regions));
+        let mut early = match told {
+            Ok(told) => self.wait(beginning, &queue, &told, progress)?,
+            Err(e) => Early::none(format!("no thread can be started: {e}")),
+        };
+        early.regions = own;
+        early.allocate = allocate;
+        Ok(early)
+    }
+
+    /// Why cuFile is not even tried.
+    fn refuses(&self, module: &Path) -> Option<String> {
+        if !CuFile::has_module(module) {
+            return Some(format!("no {}", shown_path(module)));
+        }
+        let never = self.tune.settings.direct == Direct::Never;
+        never.then(|| "shards are to be read through the page cache".to_owned())
+    }
+
+    /// Takes what the readers tell until they have ended.
+    fn wait(
+        &self,
+        beginning: &Beginning<'_>,
+        queue: &Queue,
+        told: &Receiver<Told>,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Early> {
+        let Beginning { plan, given, started, .. } = beginning;
+        let (timeout, begun) = (self.tune.settings.timeout, Instant::now());
+        let mut early = Early::default();
+        let mut done = HashSet::new();
+        let mut failed: Option<Error> = None;
+        loop {
+            match told.recv_timeout(ASK) {
+                Ok(Told::Read { job, reader, times }) => {
+                    let job = &queue.jobs[job];
+                    let Chunk { shard, range, .. } = &plan.chunks[job.chunk];
+                    let sent = times.began;
+                    early.events.push(times.event(*shard, range, reader, sent, *started));
+                    early.read += range.end - range.start;
+                    early.bytes += job.bytes();
+                    done.insert(job.chunk);
+                    self.counters.source_reads.add(1);
+                    self.counters.source_reads_direct.add(1);
+                }
+                Ok(Told::Refused(why)) => {
+                    tracing::debug!("cuFile: {why}");
+                    early.unused.get_or_insert(why);
+                }
+                Ok(Told::Failed(e)) => failed = failed.or(Some(e)),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            let goes_on = Progress { read: early.read, total: plan.read };
+            if failed.is_none() && !progress(goes_on) {
+                failed = Some(stopped());
+            }
+            if failed.is_some() {
+                queue.end();
+                // Nobody else has memory that was not given.
+                if given.is_none() {
+                    break;
+                }
+            }
+            let Some(timeout) = timeout else { continue };
+            if let Some(job) = queue.overdue(timeout) {
+                queue.end();
+                self.counters.source_timeouts.add(1);
+                return Err(failed.unwrap_or_else(|| overdue(job, timeout)));
+            }
+            if begun.elapsed() > timeout && !queue.starts() {
+                let seconds = timeout.as_secs_f64();
+                early.unused = Some(format!("cuFile did not start within {seconds} s"));
+                break;
+            }
+        }
+        if let Some(e) = failed {
+            return Err(e);
+        }
+        if early.bytes > 0 {
+            let mut rest = Plan::clone(plan);
+            let mut number = 0..;
+            rest.chunks.retain(|_| number.next().is_some_and(|number| !done.contains(&number)));
+            rest.read = plan.read - early.read;
+            early.rest = Some(rest);
+            early.unused = None;
+        }
+        Ok(early)
+    }
+}
+
+/// The error of a read that does not end, as other reads have it.
+fn overdue(job: &Job, timeout: Duration) -> Error {
+    let offset = job.parts.first().map_or(0, |part| part.offset);
+    let seconds = timeout.as_secs_f64();
+    let message = format!("the bytes at {offset} did not come within {seconds} s");
+    Error::io(job.source.path(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
+}
+
+/// The regions, and whether their memory may be registered: of memory that waits for a wish the
+/// pages around it are somebody else's.
+fn destinations(plan: &Plan, regions: &[DeviceRegion]) -> Vec<(DeviceRegion, bool)> {
+    let all = regions.iter().zip(&plan.given);
+    all.map(|(region, given)| (region.clone(), !given)).collect()
+}
+
+/// Starts the first reader, which starts the others once all that they need is there.
+fn start(
+    found: Found,
+    gpu: Gpu,
+    queue: Arc<Queue>,
+    regions: Vec<(DeviceRegion, bool)>,
+) -> io::Result<Receiver<Told>> {
+    let (tell, told) = channel();
+    let first = move || {
+        let work = match Work::prepare(&found, gpu, queue, regions) {
+            Ok(work) => Arc::new(work),
+            Err(why) => return drop(tell.send(Told::Refused(why))),
+        };
+        for reader in 1..work.queue.jobs.len().min(READERS_MAX) {
+            let (work, tell) = (work.clone(), tell.clone());
+            // There are fewer then.
+            let _ = spawn(move || work.read(reader, tell));
+        }
+        work.read(0, tell);
+    };
+    spawn(first)?;
+    Ok(told)
+}
+
+fn spawn(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    Builder::new().name("tensorfs-cufile".to_owned()).spawn(work).map(drop)
+}
+
+impl Work {
+    fn prepare(
+        found: &Found,
+        gpu: Gpu,
+        queue: Arc<Queue>,
+        regions: Vec<(DeviceRegion, bool)>,
+    ) -> std::result::Result<Work, String> {
+        let entered = gpu.enter().map_err(|e| e.to_string())?;
+        let library = found.get_or_init(CuFile::open).clone()?;
+        let mut known: HashMap<u64, Option<Arc<Registered>>> = HashMap::new();
+        let register = |(region, may): (DeviceRegion, bool)| {
+            let memory = &region.memory;
+            let registered = known.entry(memory.address()).or_insert_with(|| {
+                let wanted = may && memory.len() >= REGISTER_MIN;
+                // Without, it takes a little longer.
+                if wanted { Registered::new(library, memory).ok() } else { None }
+            });
+            let registered = registered.clone();
+            Destination { region, registered }
+        };
+        let regions = regions.into_iter().map(register).collect();
+        drop(entered);
+        Ok(Work { library, gpu, queue, shards: Mutex::default(), regions })
+    }
+
+    /// Reads until there is nothing left. What it has of the work is let go of before it falls
+    /// silent.
+    fn read(self: Arc<Self>, reader: usize, tell: Sender<Told>) {
+        if let Err(e) = self.read_all(reader, &tell) {
+            let _ = tell.send(e);
+        }
+        drop(self);
+        drop(tell);
+    }
+
+    fn read_all(&self, reader: usize, tell: &Sender<Told>) -> std::result::Result<(), Told> {
+        let _entered = self.gpu.enter().map_err(|e| Told::Refused(e.to_string()))?;
+        let mut current: Option<(ShardId, Arc<Opened>)> = None;
+        while let Some((number, began)) = self.queue.next(reader) {
+            let job = &self.queue.jobs[number];
+            let read = self.open(job, &mut current).and_then(|opened| {
+                let Some(opened) = opened else { return Ok(false) };
+                self.read_parts(job, &opened.handle)?;
+                Ok(true)
+            });
+            let told = match read {
+                Ok(false) => continue,
+                Ok(true) => {
+                    let file = current.as_ref().map(|(_, opened)| &opened.file);
+                    let checked = file.map_or(Ok(()), |file| job.source.check_open(file));
+                    let times = Times { began, came: Instant::now(), moved: None };
+                    checked.map_or_else(Told::Failed, |()| Told::Read {
+                        job: number,
+                        reader,
+                        times,
+                    })
+                }
+                Err(why) => {
+                    self.lock().refused.insert(job.shard);
+                    Told::Refused(format!("{}: {why}", shown_path(job.source.path())))
+                }
+            };
+            let _ = tell.send(told);
+        }
+        self.close(&mut current);
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shards> {
+        self.shards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes the shard that a reader has open. Under the lock, as to open one is.
+    fn close(&self, current: &mut Option<(ShardId, Arc<Opened>)>) {
+        let shards = self.lock();
+        *current = None;
+        drop(shards);
+    }
+
+    /// The shard of a job, opened unless it is or cuFile cannot read it.
+    fn open<'a>(
+        &self,
+        job: &Job,
+        current: &'a mut Option<(ShardId, Arc<Opened>)>,
+    ) -> std::result::Result<Option<&'a Opened>, String> {
+        let mut shards = self.lock();
+        if shards.refused.contains(&job.shard) {
+            return Ok(None);
+        }
+        if current.as_ref().is_none_or(|(shard, _)| *shard != job.shard) {
+            *current = None;
+            let opened = shards.open.get(&job.shard).and_then(Weak::upgrade);
+            let opened = match opened {
+                Some(opened) => opened,
+                None => Arc::new(self.register(&job.source)?),
+            };
+            shards.open.insert(job.shard, Arc::downgrade(&opened));
+            *current = Some((job.shard, opened));
+        }
+        Ok(current.as_ref().map(|(_, opened)| &**opened))
+    }
+
+    fn register(&self, source: &Arc<Source>) -> std::result::Result<Opened, String> {
+        let file = source.file().map_err(|e| e.to_string())?;
+        let direct = source.direct_file(&file).ok_or("it cannot be read past the page cache")?;
+        // A descriptor of its own: two loads cannot register the same.
+        let direct = direct.try_clone().map_err(|e| e.to_string())?;
+        let handle = FileHandle::register(self.library, direct)?;
+        Ok(Opened { handle, file })
+    }
+
+    fn read_parts(&self, job: &Job, handle: &FileHandle) -> std::result::Result<(), String> {
+        for part in &job.parts {
+            let to = &self.regions[part.region as usize];
+            let mut have = 0;
+            while have < part.len {
+                let (offset, left) = (part.offset + have, part.len - have);
+                match handle.read(offset, to, part.at + have, left)? {
+                    // Whether the shard is shorter is found out by who reads it next.
+                    0 => return Err(format!("no byte at {offset}")),
+                    read => have += read,
+                }
+            }
+        }
+        Ok(())
+    }
+}

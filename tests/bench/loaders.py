@@ -291,9 +291,9 @@ def total_of(tensors):
 # From so many bytes on it matters whether free memory was in use a moment ago.
 TOUCH_MIN = 5e8
 TOUCH = """
-import ctypes, mmap, threading
+import ctypes, mmap, sys, threading
 facts = dict(line.split(":") for line in open("/proc/meminfo"))
-length = int(int(facts["MemFree"].split()[0]) * 1024 * 0.75) >> 22 << 22
+length = min(int(int(facts["MemFree"].split()[0]) * 1024 * 0.75), int(sys.argv[1])) >> 22 << 22
 memory = mmap.mmap(-1, length)
 memory.madvise(mmap.MADV_HUGEPAGE)
 start, half = ctypes.addressof(ctypes.c_char.from_buffer(memory)), length // 2
@@ -303,11 +303,10 @@ for thread in threads: thread.join()
 """
 
 
-def touch_memory():
+def touch_memory(most):
     """Hosts take free memory away from virtual machines within seconds, and its first use is slow, whoever comes first.
-    So every loader finds free memory that was in use a moment ago."""
-    if sys.platform == "linux":
-        subprocess.run([sys.executable, "-c", TOUCH], check=False)
+    So every loader finds free memory that was in use a moment ago: most of it, as nobody knows what it will get."""
+    subprocess.run([sys.executable, "-c", TOUCH, str(int(most))], check=False)
 
 
 def one_run(task):
@@ -321,8 +320,9 @@ def one_run(task):
     if device != "cpu":
         torch.ones(1, device=device)
         torch.cuda.synchronize()
-    if sum(os.path.getsize(file) for file in files) > TOUCH_MIN:
-        touch_memory()
+    length = sum(os.path.getsize(file) for file in files)
+    if length > TOUCH_MIN:
+        touch_memory(16e9 + 2 * length)
     before = resource.getrusage(resource.RUSAGE_SELF)
     read_before = bytes_read()
     start = time.perf_counter()

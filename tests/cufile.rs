@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use common::boxes::checkpoint;
 use common::wishes::{Wish, expected, limits, wants, wishes};
 use common::{Box_, Cut, write_dcp, write_hf};
+use fake::check_filled;
 use files::CuFile;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -181,21 +182,7 @@ fn load_one(
     let report = report.unwrap();
     prop_assert!(plan.read == 0 || last == plan.read);
     prop_assert_eq!(report.events.len(), plan.chunks.len());
-    for (number, want) in wants.iter().enumerate() {
-        let placement = &plan.placements[number];
-        let region = &regions[placement.region as usize];
-        let mut bytes = vec![0; placement.len as usize];
-        if !bytes.is_empty() {
-            region.memory.read(region.at + placement.at, &mut bytes).unwrap();
-        }
-        prop_assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
-        if want.at.is_some() {
-            // What lies before is somebody else's, and is as it was.
-            let mut before = vec![0; placement.at as usize];
-            region.memory.read(region.at, &mut before).unwrap();
-            prop_assert!(before.iter().all(|&byte| byte == 0xA5));
-        }
-    }
+    check_filled(&plan, &regions, tensors, &wants)?;
     let stats = device(report);
     let moved = fake.cuda.report().copied.get("file_to_device").copied().unwrap_or(0);
     prop_assert!(stats.cufile <= moved, "{stats:?} {moved}");

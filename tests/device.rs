@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use common::boxes::checkpoint;
 use common::wishes::{Wish, expected, limits, wants, wishes};
 use common::{Box_, Cut, write_dcp, write_hf};
-use fake::Fake;
+use fake::{Fake, check_filled};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tensorfs::checkpoint::Checkpoint;
@@ -193,22 +193,7 @@ fn load_one(
     prop_assert!(plan.read == 0 || last == plan.read);
     prop_assert_eq!(report.events.len(), plan.chunks.len());
     check_calls(fake, &plan, report.stats.device.unwrap().copies)?;
-    for (number, want) in wants.iter().enumerate() {
-        let placement = &plan.placements[number];
-        let region = &regions[placement.region as usize];
-        let mut bytes = vec![0; placement.len as usize];
-        if !bytes.is_empty() {
-            region.memory.read(region.at + placement.at, &mut bytes).unwrap();
-        }
-        prop_assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
-        if want.at.is_some() {
-            // What lies before is somebody else's, and is as it was.
-            let mut before = vec![0; placement.at as usize];
-            region.memory.read(region.at, &mut before).unwrap();
-            prop_assert!(before.iter().all(|&byte| byte == 0xA5));
-        }
-    }
-    Ok(())
+    check_filled(&plan, &regions, tensors, &wants)
 }
 
 /// No more copies than the plan has moves, each row of runs counted; none on the device but for

@@ -220,4 +220,16 @@ mod tests {
             assert_eq!(memory.iter().map(|&byte| u64::from(byte)).sum::<u64>(), 3);
         }
     }
+    #[test]
+    fn memory_that_cannot_be_asked_for_is_there_when_it_is_used() {
+        let bytes = std::thread::spawn(|| {
+            crate::io::uring::tests::refuse(libc::SYS_madvise);
+            let region = Region::new(5 << 20).unwrap();
+            assert!(!region.populate(0..5 << 20));
+            // SAFETY: nobody else uses these bytes.
+            unsafe { region.bytes(4 << 20, 3) }.fill(7);
+            region.finish().unwrap()[(4 << 20) - 1..][..5].to_vec()
+        });
+        assert_eq!(bytes.join().unwrap(), [0, 7, 7, 7, 0]);
+    }
 }

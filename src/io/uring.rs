@@ -270,7 +270,7 @@ fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::R
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::fs::File;
     use std::io::Write;
     use std::path::Path;
@@ -282,7 +282,7 @@ mod tests {
     use crate::source::Source;
 
     /// Makes a system call fail with EPERM on this thread and those that it starts.
-    fn refuse(call: libc::c_long) {
+    pub(crate) fn refuse(call: libc::c_long) {
         let code = |code: u32, k: u32, jt, jf| libc::sock_filter { code: code as u16, jt, jf, k };
         let (load, equal) =
             (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ);

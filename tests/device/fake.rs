@@ -1,13 +1,19 @@
 //! The driver of tests/fakecuda, loaded as the driver of this process.
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use nix::libc;
+use proptest::prelude::*;
 use serde_json::Value;
+use tensorfs::device::DeviceRegion;
+use tensorfs::plan::{Plan, Want};
+
+use super::common::Cut;
+use super::common::wishes::expected;
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
@@ -30,27 +36,58 @@ impl Report {
     }
 }
 
-/// File of the driver, which cargo has built for this test.
-pub(crate) fn library() -> PathBuf {
-    let own = std::env::current_exe().unwrap();
-    let path = own.with_file_name("libfakecuda.so");
-    assert!(path.exists(), "{} is not there", path.display());
-    path
+/// A library that cargo has built for this test, in place of another one.
+pub(crate) struct Library {
+    file: &'static str,
+    /// What the other one is called, and so is this.
+    name: &'static CStr,
+    handle: OnceLock<usize>,
 }
 
-/// Loads it before anybody asks for a driver: its name is `libcuda.so`, so it is the one then.
-fn handle() -> usize {
-    static HANDLE: OnceLock<usize> = OnceLock::new();
-    *HANDLE.get_or_init(|| {
-        let path = CString::new(library().to_str().unwrap()).unwrap();
-        // SAFETY: a library of this repository, whose initialisers do nothing.
-        let own = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-        assert!(!own.is_null(), "{} cannot be loaded", library().display());
-        // SAFETY: loads nothing anew.
-        let found = unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW) };
-        assert_eq!(own, found, "another driver would be used");
-        own as usize
-    })
+impl Library {
+    pub(crate) const fn new(file: &'static str, name: &'static CStr) -> Library {
+        Library { file, name, handle: OnceLock::new() }
+    }
+
+    pub(crate) fn path(&self) -> PathBuf {
+        let path = std::env::current_exe().unwrap().with_file_name(self.file);
+        assert!(path.exists(), "{} is not there", path.display());
+        path
+    }
+
+    /// Loads it before anybody asks for the other one: by its name it is the one then.
+    fn handle(&self) -> usize {
+        *self.handle.get_or_init(|| {
+            let path = CString::new(self.path().to_str().unwrap()).unwrap();
+            // SAFETY: a library of this repository, whose initialisers do nothing.
+            let own = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+            assert!(!own.is_null(), "{} cannot be loaded", self.file);
+            // SAFETY: loads nothing anew.
+            let found = unsafe { libc::dlopen(self.name.as_ptr(), libc::RTLD_NOW) };
+            assert_eq!(own, found, "another {:?} would be used", self.name);
+            own as usize
+        })
+    }
+
+    /// A function of it.
+    ///
+    /// # Safety
+    /// `F` is its type.
+    pub(crate) unsafe fn function<F: Copy>(&self, name: &str) -> F {
+        let text = CString::new(name).unwrap();
+        // SAFETY: the library is loaded, the name ends with a zero.
+        let symbol = unsafe { libc::dlsym(self.handle() as *mut c_void, text.as_ptr()) };
+        assert!(!symbol.is_null() && size_of::<F>() == size_of::<*mut c_void>(), "no {name}");
+        // SAFETY: the caller's, and both are as wide as a pointer.
+        unsafe { std::mem::transmute_copy(&symbol) }
+    }
+}
+
+static DRIVER: Library = Library::new("libfakecuda.so", c"libcuda.so");
+
+/// File of the driver.
+pub(crate) fn library() -> PathBuf {
+    DRIVER.path()
 }
 
 /// A function of the driver.
@@ -58,12 +95,8 @@ fn handle() -> usize {
 /// # Safety
 /// `F` is its type.
 pub(crate) unsafe fn function<F: Copy>(name: &str) -> F {
-    let text = CString::new(name).unwrap();
-    // SAFETY: the library is loaded, the name ends with a zero.
-    let symbol = unsafe { libc::dlsym(handle() as *mut c_void, text.as_ptr()) };
-    assert!(!symbol.is_null() && size_of::<F>() == size_of::<*mut c_void>(), "no {name}");
-    // SAFETY: the caller's, and both are as wide as a pointer.
-    unsafe { std::mem::transmute_copy(&symbol) }
+    // SAFETY: the caller's.
+    unsafe { DRIVER.function(name) }
 }
 
 /// Where `part` begins in `bytes`.
@@ -144,4 +177,29 @@ impl Drop for Fake {
             self.assert_clean();
         }
     }
+}
+
+/// Every wish has its bytes, and of memory that waited for one nothing else was written to.
+pub(crate) fn check_filled(
+    plan: &Plan,
+    regions: &[DeviceRegion],
+    tensors: &[Cut],
+    wants: &[Want],
+) -> Result<(), TestCaseError> {
+    for (number, want) in wants.iter().enumerate() {
+        let placement = &plan.placements[number];
+        let region = &regions[placement.region as usize];
+        let mut bytes = vec![0; placement.len as usize];
+        if !bytes.is_empty() {
+            region.memory.read(region.at + placement.at, &mut bytes).unwrap();
+        }
+        prop_assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
+        if want.at.is_some() {
+            // What lies before is somebody else's, and is as it was.
+            let mut before = vec![0; placement.at as usize];
+            region.memory.read(region.at, &mut before).unwrap();
+            prop_assert!(before.iter().all(|&byte| byte == 0xA5));
+        }
+    }
+    Ok(())
 }

@@ -1,15 +1,13 @@
 //! The library of tests/fakecufile, loaded as the cuFile of this process.
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CString, c_char};
 use std::path::PathBuf;
-use std::sync::OnceLock;
 use std::time::Duration;
 
-use nix::libc;
 use serde_json::Value;
 
-use super::fake::Fake;
+use super::fake::{Fake, Library};
 
 /// The library and the driver, for one test at a time. At the end nothing may be left in either,
 /// nor may anybody have done what no correct program does.
@@ -31,27 +29,11 @@ impl Report {
     }
 }
 
-/// File of the library, which cargo has built for this test.
-pub(crate) fn library() -> PathBuf {
-    let own = std::env::current_exe().unwrap();
-    let path = own.with_file_name("libfakecufile.so");
-    assert!(path.exists(), "{} is not there", path.display());
-    path
-}
+static LIBRARY: Library = Library::new("libfakecufile.so", c"libcufile.so.0");
 
-/// Loads it before anybody asks for cuFile: its name is `libcufile.so.0`, so it is the one then.
-fn handle() -> usize {
-    static HANDLE: OnceLock<usize> = OnceLock::new();
-    *HANDLE.get_or_init(|| {
-        let path = CString::new(library().to_str().unwrap()).unwrap();
-        // SAFETY: a library of this repository, whose initialisers do nothing.
-        let own = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-        assert!(!own.is_null(), "{} cannot be loaded", library().display());
-        // SAFETY: loads nothing anew.
-        let found = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW) };
-        assert_eq!(own, found, "another cuFile would be used");
-        own as usize
-    })
+/// File of the library.
+pub(crate) fn library() -> PathBuf {
+    LIBRARY.path()
 }
 
 /// A function of the library.
@@ -59,12 +41,8 @@ fn handle() -> usize {
 /// # Safety
 /// `F` is its type.
 pub(crate) unsafe fn function<F: Copy>(name: &str) -> F {
-    let text = CString::new(name).unwrap();
-    // SAFETY: the library is loaded, the name ends with a zero.
-    let symbol = unsafe { libc::dlsym(handle() as *mut c_void, text.as_ptr()) };
-    assert!(!symbol.is_null() && size_of::<F>() == size_of::<*mut c_void>(), "no {name}");
-    // SAFETY: the caller's, and both are as wide as a pointer.
-    unsafe { std::mem::transmute_copy(&symbol) }
+    // SAFETY: the caller's.
+    unsafe { LIBRARY.function(name) }
 }
 
 impl CuFile {

@@ -310,6 +310,26 @@ fn sparse(shape: &[u64]) -> Option<(tempfile::TempDir, Arc<Checkpoint>)> {
 }
 
 #[test]
+fn a_long_part_is_copied_as_it_is_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let shape = vec![2501, 10_000];
+    let boxes = vec![(0, Box_ { offset: vec![0, 0], shape: shape.clone() })];
+    let tensor = Cut { name: "a".to_owned(), dtype: Dtype::U8, shape, boxes };
+    write_hf(folder.path(), &[tensor]);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let loader = Loader::new(Tune::default());
+    for columns in [100..1200, 8000..8001, 0..9999] {
+        let part = vec![1..2501, columns];
+        let wants = [Want { part: Some(part.clone()), ..Want::whole(0) }];
+        let right = loader.load(&checkpoint, &wants, &mut |_| true).unwrap();
+        let mut bytes = vec![0; right.bytes(0).len()];
+        let copied = loader.load_cached(&checkpoint, 0, Some(&part), &mut bytes).unwrap();
+        assert!(copied || !checkpoint.sources()[0].file_system().is_local());
+        assert!(!copied || bytes == right.bytes(0), "{part:?}");
+    }
+}
+
+#[test]
 fn a_part_of_millions_of_runs_is_not_copied_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let shape = vec![(4 << 20) + 1, 2];

@@ -411,7 +411,7 @@ impl Plan {
         }
         self.strides.push(spread.strides.clone());
         let strides = Some(self.strides.len() as u32 - 1);
-        let total: u64 = spread.strides.0.iter().map(|stride| stride.count).product();
+        let total = spread.strides.count();
         let mut first = 0;
         while first < total {
             let (from, to) = spread.strides.run(first);

@@ -21,6 +21,11 @@ pub struct Stride {
 }
 
 impl Strides {
+    /// How many runs there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.iter().map(|stride| stride.count).product()
+    }
+
     /// Where run `k` begins, in source and region, from the first run of all.
     pub fn run(&self, mut k: u64) -> (u64, u64) {
         let (mut from, mut to) = (0, 0);
@@ -135,7 +140,7 @@ impl Rows {
 
     /// How many they are.
     pub(crate) fn count(&self) -> u64 {
-        self.strides.0.iter().map(|stride| stride.count).product()
+        self.strides.count()
     }
 
     /// The bytes of the shard from the first to the last.

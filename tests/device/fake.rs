@@ -41,12 +41,18 @@ pub(crate) struct Library {
     file: &'static str,
     /// What the other one is called, and so is this.
     name: &'static CStr,
+    /// What its functions for tests begin with.
+    prefix: &'static str,
     handle: OnceLock<usize>,
 }
 
 impl Library {
-    pub(crate) const fn new(file: &'static str, name: &'static CStr) -> Library {
-        Library { file, name, handle: OnceLock::new() }
+    pub(crate) const fn new(
+        file: &'static str,
+        name: &'static CStr,
+        prefix: &'static str,
+    ) -> Library {
+        Library { file, name, prefix, handle: OnceLock::new() }
     }
 
     pub(crate) fn path(&self) -> PathBuf {
@@ -81,9 +87,59 @@ impl Library {
         // SAFETY: the caller's, and both are as wide as a pointer.
         unsafe { std::mem::transmute_copy(&symbol) }
     }
+
+    pub(crate) fn set(&self, key: &str, value: impl ToString) {
+        let [key, value] = [key, &value.to_string()].map(|text| CString::new(text).unwrap());
+        // SAFETY: the function's type.
+        let configure: extern "C" fn(*const c_char, *const c_char) -> u32 =
+            unsafe { self.function(&format!("{}_configure", self.prefix)) };
+        assert_eq!(configure(key.as_ptr(), value.as_ptr()), 0, "{key:?} = {value:?}");
+    }
+
+    /// Has it forget what it was asked for.
+    pub(crate) fn forget(&self) {
+        // SAFETY: the function's type.
+        let forget: extern "C" fn() = unsafe { self.function(&format!("{}_forget", self.prefix)) };
+        forget();
+    }
+
+    pub(crate) fn report(&self) -> Report {
+        // SAFETY: the function's type.
+        let report: extern "C" fn(*mut u8, usize) -> usize =
+            unsafe { self.function(&format!("{}_report", self.prefix)) };
+        let mut text = vec![0; 1 << 16];
+        let len = report(text.as_mut_ptr(), text.len());
+        let report: Value = serde_json::from_slice(&text[..len]).unwrap();
+        let numbers = |key: &str| {
+            let entries = report[key].as_object().into_iter().flatten();
+            entries.map(|(name, value)| (name.clone(), value.as_u64().unwrap())).collect()
+        };
+        let violations = report["violations"].as_array().unwrap().iter();
+        Report {
+            calls: numbers("calls"),
+            copied: numbers("copied"),
+            live: numbers("live"),
+            violations: violations.map(|text| text.as_str().unwrap().to_owned()).collect(),
+        }
+    }
+
+    /// Fails unless nothing is left and all was done as it should be. Reads of a load that has
+    /// failed may still come, and let go of their memory then.
+    pub(crate) fn assert_clean(&self) {
+        let mut report = self.report();
+        for _ in 0..1000 {
+            if report.live.values().all(|left| *left == 0) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+            report = self.report();
+        }
+        assert_eq!(report.violations, [""; 0]);
+        assert!(report.live.values().all(|left| *left == 0), "left: {:?}", report.live);
+    }
 }
 
-static DRIVER: Library = Library::new("libfakecuda.so", c"libcuda.so");
+static DRIVER: Library = Library::new("libfakecuda.so", c"libcuda.so", "fakecuda");
 
 /// File of the driver.
 pub(crate) fn library() -> PathBuf {
@@ -122,52 +178,19 @@ impl Fake {
     }
 
     pub(crate) fn set(&self, key: &str, value: impl ToString) {
-        let [key, value] = [key, &value.to_string()].map(|text| CString::new(text).unwrap());
-        // SAFETY: the function's type.
-        let configure: extern "C" fn(*const c_char, *const c_char) -> u32 =
-            unsafe { function("fakecuda_configure") };
-        assert_eq!(configure(key.as_ptr(), value.as_ptr()), 0, "{key:?} = {value:?}");
+        DRIVER.set(key, value);
     }
 
-    /// Forgets what it was asked for.
     pub(crate) fn forget(&self) {
-        // SAFETY: the function's type.
-        let forget: extern "C" fn() = unsafe { function("fakecuda_forget") };
-        forget();
+        DRIVER.forget();
     }
 
     pub(crate) fn report(&self) -> Report {
-        // SAFETY: the function's type.
-        let report: extern "C" fn(*mut u8, usize) -> usize = unsafe { function("fakecuda_report") };
-        let mut text = vec![0; 1 << 16];
-        let len = report(text.as_mut_ptr(), text.len());
-        let report: Value = serde_json::from_slice(&text[..len]).unwrap();
-        let numbers = |key: &str| {
-            let entries = report[key].as_object().unwrap().iter();
-            entries.map(|(name, value)| (name.clone(), value.as_u64().unwrap())).collect()
-        };
-        let violations = report["violations"].as_array().unwrap().iter();
-        Report {
-            calls: numbers("calls"),
-            copied: numbers("copied"),
-            live: numbers("live"),
-            violations: violations.map(|text| text.as_str().unwrap().to_owned()).collect(),
-        }
+        DRIVER.report()
     }
 
-    /// Fails unless nothing is left and all was done as it should be. Reads of a load that has
-    /// failed may still come, and let go of their memory then.
     pub(crate) fn assert_clean(&self) {
-        let mut report = self.report();
-        for _ in 0..1000 {
-            if report.live.values().all(|left| *left == 0) {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-            report = self.report();
-        }
-        assert_eq!(report.violations, [""; 0]);
-        assert!(report.live.values().all(|left| *left == 0), "left: {:?}", report.live);
+        DRIVER.assert_clean();
     }
 }
 

@@ -1,13 +1,8 @@
 //! The library of tests/fakecufile, loaded as the cuFile of this process.
 
-use std::collections::BTreeMap;
-use std::ffi::{CString, c_char};
 use std::path::PathBuf;
-use std::time::Duration;
 
-use serde_json::Value;
-
-use super::fake::{Fake, Library};
+use super::fake::{Fake, Library, Report};
 
 /// The library and the driver, for one test at a time. At the end nothing may be left in either,
 /// nor may anybody have done what no correct program does.
@@ -15,21 +10,7 @@ pub(crate) struct CuFile {
     pub(crate) cuda: Fake,
 }
 
-/// What it was asked for, and what is alive.
-#[derive(Debug)]
-pub(crate) struct Report {
-    calls: BTreeMap<String, u64>,
-    live: BTreeMap<String, u64>,
-    pub(crate) violations: Vec<String>,
-}
-
-impl Report {
-    pub(crate) fn calls(&self, name: &str) -> u64 {
-        self.calls.get(name).copied().unwrap_or(0)
-    }
-}
-
-static LIBRARY: Library = Library::new("libfakecufile.so", c"libcufile.so.0");
+static LIBRARY: Library = Library::new("libfakecufile.so", c"libcufile.so.0", "fakecufile");
 
 /// File of the library.
 pub(crate) fn library() -> PathBuf {
@@ -56,53 +37,21 @@ impl CuFile {
     }
 
     pub(crate) fn set(&self, key: &str, value: impl ToString) {
-        let [key, value] = [key, &value.to_string()].map(|text| CString::new(text).unwrap());
-        // SAFETY: the function's type.
-        let configure: extern "C" fn(*const c_char, *const c_char) -> u32 =
-            unsafe { function("fakecufile_configure") };
-        assert_eq!(configure(key.as_ptr(), value.as_ptr()), 0, "{key:?} = {value:?}");
+        LIBRARY.set(key, value);
     }
 
-    /// Forgets what both were asked for.
+    /// Has both forget what they were asked for.
     pub(crate) fn forget(&self) {
         self.cuda.forget();
-        // SAFETY: the function's type.
-        let forget: extern "C" fn() = unsafe { function("fakecufile_forget") };
-        forget();
+        LIBRARY.forget();
     }
 
     pub(crate) fn report(&self) -> Report {
-        // SAFETY: the function's type.
-        let report: extern "C" fn(*mut u8, usize) -> usize =
-            unsafe { function("fakecufile_report") };
-        let mut text = vec![0; 1 << 16];
-        let len = report(text.as_mut_ptr(), text.len());
-        let report: Value = serde_json::from_slice(&text[..len]).unwrap();
-        let numbers = |key: &str| {
-            let entries = report[key].as_object().unwrap().iter();
-            entries.map(|(name, value)| (name.clone(), value.as_u64().unwrap())).collect()
-        };
-        let violations = report["violations"].as_array().unwrap().iter();
-        Report {
-            calls: numbers("calls"),
-            live: numbers("live"),
-            violations: violations.map(|text| text.as_str().unwrap().to_owned()).collect(),
-        }
+        LIBRARY.report()
     }
 
-    /// Fails unless nothing is left and all was done as it should be. Reads of a load that has
-    /// failed may still end.
     pub(crate) fn assert_clean(&self) {
-        let mut report = self.report();
-        for _ in 0..1000 {
-            if report.live.values().all(|left| *left == 0) {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-            report = self.report();
-        }
-        assert_eq!(report.violations, [""; 0]);
-        assert!(report.live.values().all(|left| *left == 0), "left: {:?}", report.live);
+        LIBRARY.assert_clean();
         self.cuda.assert_clean();
     }
 }

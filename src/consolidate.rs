@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
@@ -17,6 +17,7 @@ use nix::unistd::linkat;
 
 use crate::error::{Error, Result, shown_path};
 use crate::reader::Reader;
+use crate::source::CopyMode;
 
 /// Bytes read and written at a time.
 const WINDOW_LEN: u64 = 8 << 20;
@@ -24,14 +25,13 @@ const WINDOW_LEN: u64 = 8 << 20;
 /// Windows that may be read before they are written.
 const WINDOWS_AHEAD: usize = 2;
 
-/// Permission bits of a new file, of which the umask takes its part.
-const MODE: u32 = 0o666;
-
 /// Where open files have names by which they can be linked.
 const OPEN_FILES: &str = "/proc/self/fd";
 
 /// Writes all bytes of `reader` to a new file `target`, or in place of one where `replace` says
 /// so. Calls `each` with the bytes of every window in turn; its error ends the work.
+///
+/// Nobody may read the new file who may not read all sources, and the file that it replaces.
 ///
 /// # Errors
 /// Those of the sources and of `each`, `Error::Usage` where `target` is there, and what the file
@@ -57,7 +57,12 @@ pub fn write(
             return Err(failed(reason));
         }
     }
-    let mut partial = Partial::create(target).map_err(failed)?;
+    let mut mode = CopyMode::of(reader.sources())?;
+    let there = there.filter(std::fs::Metadata::is_file);
+    if let Some(there) = &there {
+        mode.add(there, target);
+    }
+    let mut partial = Partial::create(target, &mode).map_err(failed)?;
     partial.reserve(reader.len()).map_err(failed)?;
     std::thread::scope(|scope| {
         let (sender, windows) = sync_channel(WINDOWS_AHEAD);
@@ -70,9 +75,9 @@ pub fn write(
     for source in reader.sources() {
         source.check()?;
     }
-    if let Some(there) = there.filter(std::fs::Metadata::is_file) {
-        // Who may read it is not for this to change.
-        partial.file.set_permissions(there.permissions()).map_err(failed)?;
+    if let Some(there) = there {
+        // It had this mode whatever the umask is now.
+        mode.set(&partial.file, there.mode()).map_err(failed)?;
     }
     partial.file.sync_all().map_err(failed)?;
     match partial.publish(target, replace) {
@@ -127,23 +132,27 @@ impl Drop for Partial {
 }
 
 impl Partial {
-    /// A file that will become `target`.
-    fn create(target: &Path) -> io::Result<Partial> {
+    /// A file that will become `target`, for those whom `mode` lets in.
+    fn create(target: &Path, mode: &CopyMode) -> io::Result<Partial> {
         let folder = match target.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
         let mut options = OpenOptions::new();
-        options.write(true).mode(MODE);
+        options.write(true).mode(mode.in_folder(folder));
         let nameless = options.clone().custom_flags(libc::O_TMPFILE).open(folder);
         if let Ok(file) = nameless
             && Path::new(OPEN_FILES).join(file.as_raw_fd().to_string()).exists()
         {
+            mode.narrow(&file)?;
             return Ok(Partial { file, folder: folder.to_owned(), path: None });
         }
         let path = temporary(folder);
         let file = options.create_new(true).open(&path)?;
-        Ok(Partial { file, folder: folder.to_owned(), path: Some(path) })
+        // Removed by `Partial` from here on.
+        let partial = Partial { file, folder: folder.to_owned(), path: Some(path) };
+        mode.narrow(&partial.file)?;
+        Ok(partial)
     }
 
     /// Takes the space for `len` bytes, so that a full disk is known at once.

@@ -171,7 +171,7 @@ impl fmt::Display for Fault {
         if let Some(name) = &self.tensor {
             write!(f, "tensor {}: ", quoted(name))?;
         }
-        f.write_str(&shortened(&one_line(&self.message), MESSAGE_SHOWN_MAX))
+        f.write_str(&shortened(&shown(&self.message), MESSAGE_SHOWN_MAX))
     }
 }
 
@@ -187,7 +187,7 @@ pub enum Error {
         fault: Fault,
     },
     /// A system call failed.
-    #[error("{}: cannot {action}: {source}", shown_path(path))]
+    #[error("{}: cannot {action}: {}", shown_path(path), shown(&source.to_string()))]
     Io {
         /// The file or directory.
         path: PathBuf,
@@ -197,7 +197,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A file is no longer the one that was opened.
-    #[error("{}: {detail}", shown_path(path))]
+    #[error("{}: {}", shown_path(path), shown(detail))]
     Changed {
         /// The file.
         path: PathBuf,
@@ -205,7 +205,7 @@ pub enum Error {
         detail: String,
     },
     /// A device is not to be had, or its driver refused.
-    #[error("{device}: {message}")]
+    #[error("{}: {}", shown(device), shown(message))]
     Device {
         /// The device, as `cuda:0`.
         device: String,
@@ -215,7 +215,7 @@ pub enum Error {
         call: Option<DriverCall>,
     },
     /// The request makes no sense, whatever the input.
-    #[error("{message}")]
+    #[error("{}", shown(message))]
     Usage {
         /// What is wrong and what to do.
         message: String,
@@ -251,6 +251,31 @@ impl Error {
     /// A request that makes no sense.
     pub fn usage(message: impl Into<String>) -> Self {
         Error::Usage { message: message.into() }
+    }
+
+    /// The same error again, for each set that a file belongs to.
+    pub(crate) fn copied(&self) -> Error {
+        match self {
+            Error::Refused { path, fault } => {
+                Error::Refused { path: path.clone(), fault: fault.clone() }
+            }
+            Error::Io { path, action, source } => {
+                let source = match source.raw_os_error() {
+                    Some(errno) => io::Error::from_raw_os_error(errno),
+                    None => io::Error::new(source.kind(), source.to_string()),
+                };
+                Error::Io { path: path.clone(), action, source }
+            }
+            Error::Changed { path, detail } => {
+                Error::Changed { path: path.clone(), detail: detail.clone() }
+            }
+            Error::Device { device, message, call } => Error::Device {
+                device: device.clone(),
+                message: message.clone(),
+                call: call.clone(),
+            },
+            Error::Usage { message } => Error::Usage { message: message.clone() },
+        }
     }
 
     /// The kind of the error.
@@ -297,12 +322,46 @@ const MESSAGE_SHOWN_MAX: usize = 1000;
 
 /// `name` in backquotes, control characters escaped and the far end cut, fit for one line.
 pub fn quoted(name: &str) -> String {
-    format!("`{}`", shortened(&one_line(name), NAME_SHOWN_MAX))
+    format!("`{}`", shortened(&shown(name), NAME_SHOWN_MAX))
 }
 
 /// `path` fit for one line.
 pub fn shown_path(path: &Path) -> String {
-    one_line(&path.display().to_string())
+    shown(&real_name(path))
+}
+
+/// `path` as it is, for programs: JSON, options. What people read goes through `shown_path`.
+pub fn real_name(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// `text` fit for one line of a terminal or a log: whatever could end the line, move the cursor or
+/// change the order of what is shown is escaped. Names in a source may hold anything.
+pub fn shown(text: &str) -> String {
+    escaped(text, |_| false)
+}
+
+/// The same of text of several lines.
+pub fn shown_lines(text: &str) -> String {
+    escaped(text, |c| c == '\n')
+}
+
+fn escaped(text: &str, keep: impl Fn(char) -> bool) -> String {
+    let mut line = String::with_capacity(text.len());
+    for c in text.chars() {
+        if is_hidden(c) && !keep(c) { line.extend(c.escape_default()) } else { line.push(c) }
+    }
+    line
+}
+
+/// Whether `c` is not seen as itself: controls, what sets the direction of text, separators of
+/// lines, and what takes no place.
+pub fn is_hidden(c: char) -> bool {
+    c.is_control()
+        || matches!(c,
+            '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
+            | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e007f}')
 }
 
 fn shortened(text: &str, max: usize) -> String {
@@ -312,11 +371,31 @@ fn shortened(text: &str, max: usize) -> String {
     }
 }
 
-/// `text` with its control characters escaped, so that it stays on one line.
-fn one_line(text: &str) -> String {
-    let mut line = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_part_of_an_error_reaches_a_terminal_raw() {
+        let bad = "a\n\u{1b}[2J\u{9b}31m\u{202e}b\u{2066}\u{2028}\u{200b}\u{7f}\r\t";
+        let path = PathBuf::from(bad);
+        let fault = Fault::new(Class::HeaderJson, bad).tensor(bad).in_file(bad);
+        let errors = [
+            Error::refused(&path, fault),
+            Error::io(&path, "open", io::Error::other(bad)),
+            Error::Changed { path, detail: bad.to_owned() },
+            Error::Device { device: bad.to_owned(), message: bad.to_owned(), call: None },
+            Error::usage(bad),
+        ];
+        for error in errors {
+            let text = error.to_string();
+            assert!(!text.chars().any(is_hidden), "{text:?}");
+            assert!(text.contains("\\u{202e}b") && text.contains("a\\n"), "{text}");
+        }
+        assert_eq!(
+            shown("plain \u{e9}\u{4e2d} name.safetensors"),
+            "plain \u{e9}\u{4e2d} name.safetensors"
+        );
+        assert_eq!(shown_lines("a\nb\u{1b}"), "a\nb\\u{1b}");
     }
-    line
 }

@@ -104,7 +104,7 @@ impl Layout {
             let first = tensor.first_piece();
             (Reverse(tensor.dtype.bits()), first.shard, first.range.start)
         });
-        let metadata = catalog.metadata.as_ref().filter(|metadata| !metadata.is_empty());
+        let metadata = catalog.metadata.as_deref().filter(|metadata| !metadata.is_empty());
         let header = safetensors_header(catalog, metadata, &order, DATA_ALIGN)?;
         Layout::new(catalog, &order, header)
     }
@@ -114,14 +114,14 @@ impl Layout {
         let (order, header) = match format {
             Format::Safetensors => {
                 let order = sorted(catalog, |tensor| Reverse(tensor.dtype));
-                let metadata = catalog.metadata.as_ref();
+                let metadata = catalog.metadata.as_deref();
                 let header = safetensors_header(catalog, metadata, &order, SAVED_ALIGN)?;
                 (order, header)
             }
             Format::Bintensors => {
                 let order = sorted(catalog, |tensor| Reverse(bintensors::number_of(tensor.dtype)));
                 let entries = entries(catalog, &order);
-                let header = bintensors::encode(catalog.metadata.as_ref(), entries);
+                let header = bintensors::encode(catalog.metadata.as_deref(), entries);
                 (order, header.map_err(|fault| located(catalog, fault))?)
             }
         };

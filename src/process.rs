@@ -2,14 +2,102 @@
 //!
 //! A child has none of its parent's threads, and locks that those held stay locked in it for
 //! ever. So what threads share is kept by process, and the child never looks at its parent's.
+//!
+//! A process number does not tell them apart: in a PID namespace of its own a child may have the
+//! number that its parent has outside. `token` does.
 
+use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
+use nix::libc;
+
+/// A number that no process has which this one was forked from. It stays the same as long as the
+/// process lives.
+pub fn token() -> u64 {
+    static OF_PROCESS: Token = Token::new();
+    OF_PROCESS.get(wiped_page)
+}
+
+/// Memory that the kernel fills with zeros in a child (`MADV_WIPEONFORK`), or `NO_PAGE`.
+struct Token(AtomicPtr<AtomicU64>);
+
+/// Stands for memory that the kernel did not give.
+static NO_PAGE: AtomicU64 = AtomicU64::new(0);
+
+/// The next token. A child goes on from where its parent was.
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
+/// How often this process and those before it were forked, where there is no such memory.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn count_fork() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+impl Token {
+    const fn new() -> Token {
+        Token(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// The token of this process. `make` gives the memory. No lock is taken, since a thread of the
+    /// parent may hold it during a fork.
+    fn get(&self, make: fn() -> Option<NonNull<AtomicU64>>) -> u64 {
+        let mut page = self.0.load(Ordering::Acquire);
+        if page.is_null() {
+            let made = make().map_or_else(without_page, NonNull::as_ptr);
+            let before = self.0.compare_exchange(page, made, Ordering::AcqRel, Ordering::Acquire);
+            // Of threads that come here at once, all but one leave a page unused.
+            page = before.map_or_else(|first| first, |_| made);
+        }
+        if ptr::eq(page, &NO_PAGE) {
+            let forks = u64::from(FORKS.load(Ordering::Relaxed));
+            return forks << 32 | u64::from(std::process::id());
+        }
+        // SAFETY: it is a page that is mapped for good, which begins with zeros or a token.
+        let own = unsafe { &*page };
+        match own.load(Ordering::Relaxed) {
+            0 => {
+                let next = NEXT.fetch_add(1, Ordering::Relaxed);
+                let before = own.compare_exchange(0, next, Ordering::Relaxed, Ordering::Relaxed);
+                before.map_or_else(|first| first, |_| next)
+            }
+            token => token,
+        }
+    }
+}
+
+/// A page of zeros, which a child finds full of zeros again. None where the kernel has no such
+/// memory: some sandboxes emulate a kernel without it.
+fn wiped_page() -> Option<NonNull<AtomicU64>> {
+    const LEN: usize = 4096;
+    let (protection, kind) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping, of which nobody else knows. It stays, or is given back at once.
+    unsafe {
+        let page = libc::mmap(ptr::null_mut(), LEN, protection, kind, -1, 0);
+        if page == libc::MAP_FAILED {
+            return None;
+        }
+        if libc::madvise(page, LEN, libc::MADV_WIPEONFORK) != 0 {
+            libc::munmap(page, LEN);
+            return None;
+        }
+        NonNull::new(page.cast())
+    }
+}
+
+/// Counts forks from now on: those by fork(3), which all libraries use.
+fn without_page() -> *mut AtomicU64 {
+    // SAFETY: the function only adds to a counter. Where it is registered twice, it adds two.
+    unsafe { libc::pthread_atfork(None, None, Some(count_fork)) };
+    (&raw const NO_PAGE).cast_mut()
+}
 /// A value that each process makes for itself when it needs it first.
 #[derive(Debug)]
 pub struct PerProcess<T> {
-    /// Of the process that came first.
-    own: OnceLock<(u32, T)>,
+    /// Of the process that came first, with its token.
+    own: OnceLock<(u64, T)>,
     /// Of its descendants.
     next: OnceLock<Box<PerProcess<T>>>,
 }
@@ -23,7 +111,7 @@ impl<T> PerProcess<T> {
     /// The value of this process, which `make` makes if there is none. Of threads that make it at
     /// once one is the first; what the others made is dropped.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
-        let process = std::process::id();
+        let process = token();
         let (mut held, mut make) = (self, Some(make));
         loop {
             match held.own.get() {
@@ -65,5 +153,28 @@ mod tests {
         value.own.set((0, 1)).unwrap();
         assert_eq!(*value.get_or_init(|| 2), 2);
         assert_eq!(*value.get_or_init(|| 3), 2);
+    }
+
+    /// Whether a child finds another token than its parent has.
+    fn differs_in_a_child(token: &Token, make: fn() -> Option<NonNull<AtomicU64>>) -> bool {
+        let own = token.get(make);
+        // SAFETY: the child does nothing but ask for its token, and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let same = token.get(make) == own;
+            // SAFETY: no memory is passed.
+            unsafe { libc::_exit(i32::from(same)) };
+        }
+        let mut status = 0;
+        // SAFETY: the status is written to.
+        let waited = unsafe { libc::waitpid(child, &mut status, 0) };
+        assert_eq!(token.get(make), own, "it stays the same in the parent");
+        waited == child && status == 0
+    }
+
+    #[test]
+    fn a_child_has_another_token_also_where_the_kernel_cannot_wipe_memory() {
+        assert!(differs_in_a_child(&Token::new(), wiped_page));
+        assert!(differs_in_a_child(&Token::new(), || None));
     }
 }

@@ -36,6 +36,18 @@ pub enum Prefer {
     Index,
 }
 
+/// Where symbolic links of the source may lead.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Links {
+    /// To any file that the caller may read, and to folders inside the source: a library reads
+    /// with its caller's rights, for its caller alone.
+    #[default]
+    Anywhere,
+    /// Inside the source, into the blobs of the same hub folder and into `View::follow`: what a
+    /// mount shows to others must not depend on links that anybody may have put there.
+    Inside,
+}
+
 /// How a checkpoint, or a tree of them, is opened and shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct View {
@@ -47,6 +59,8 @@ pub struct View {
     pub map: MapPolicy,
     /// Whole file or sharded set.
     pub prefer: Prefer,
+    /// Where symbolic links may lead.
+    pub links: Links,
     /// Folders outside the source into which symbolic links may lead.
     pub follow: Vec<PathBuf>,
     /// Number of shard files that a set has to have.
@@ -107,6 +121,8 @@ impl View {
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
+            // What the mount does not show is no part of what lies behind it.
+            links: Links::Inside,
             ..View::default()
         })
     }
@@ -123,11 +139,13 @@ mod tests {
             map: MapPolicy::Hide,
             prefer: Prefer::Index,
             follow: vec!["/a,b".into()],
+            links: Links::Inside,
             ..View::default()
         };
         let mut json = view.to_json();
         assert_eq!(View::from_json(&json), Some(view));
-        assert_eq!(View::from_json(&View::default().to_json()), Some(View::default()));
+        let plain = View { links: Links::Inside, ..View::default() };
+        assert_eq!(View::from_json(&plain.to_json()), Some(plain));
         json["layout"] = "double".into();
         assert_eq!(View::from_json(&json), None);
     }

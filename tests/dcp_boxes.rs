@@ -10,9 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::boxes::checkpoint;
-use common::{Box_, Cut, bytes, dcp_name, read_naively, write_dcp};
+use common::{Box_, Cut, Notes, bytes, dcp_name, read_naively, write_dcp, write_dcp_with};
 use proptest::prelude::*;
-use tensorfs::checkpoint::Checkpoint;
+use tensorfs::checkpoint::{Checkpoint, Tail};
 use tensorfs::counters::Counters;
 use tensorfs::io::{Engine, Settings};
 use tensorfs::reader::Reader;
@@ -93,9 +93,47 @@ proptest! {
                 if let Some((_, shape, _)) = read.get(&tensors[0].name) {
                     prop_assert!(shape != &tensors[0].shape);
                 }
-                prop_assert_eq!(checkpoint.tail, tensorfs::checkpoint::Tail::Unproven);
+                prop_assert_eq!(checkpoint.tail, Tail::Unproven);
             }
         }
+    }
+
+    #[test]
+    fn any_number_of_boxes_of_a_tensor_in_one_shard_read_as_the_whole_tensor(
+        tensors in checkpoint(), shards in 1usize..4, shapes in any::<bool>(),
+    ) {
+        let mut tensors = tensors;
+        for (shard, _) in tensors.iter_mut().flat_map(|tensor| &mut tensor.boxes) {
+            *shard %= shards;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let notes = if shapes { Notes::WholeShapes } else { Notes::LogicalNames };
+        write_dcp_with(folder.path(), &tensors, notes);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        prop_assert_eq!(checkpoint.tail, if shapes { Tail::Proven } else { Tail::Unproven });
+        let (_, file) = read_all(&checkpoint);
+        let read = read_naively(&file);
+        prop_assert_eq!(read.len(), tensors.len());
+        for tensor in &tensors {
+            let (_, shape, data) = &read[&tensor.name];
+            prop_assert_eq!(shape, &tensor.shape);
+            prop_assert_eq!(data, &bytes(&tensor.name, tensor.dtype, &tensor.shape));
+        }
+    }
+
+    #[test]
+    fn a_box_less_is_always_a_hole_where_the_shards_record_the_shape(
+        tensors in checkpoint(), which in any::<prop::sample::Index>(),
+    ) {
+        let mut tensors = tensors;
+        let lost = which.index(tensors[0].boxes.len());
+        prop_assume!(tensors[0].boxes.len() > 1);
+        tensors[0].boxes.remove(lost);
+        let folder = tempfile::tempdir().unwrap();
+        write_dcp_with(folder.path(), &tensors, Notes::WholeShapes);
+        let error = Checkpoint::open(folder.path()).unwrap_err();
+        prop_assert_eq!(error.class(), Class::DcpHole, "{}", error);
+        prop_assert!(error.to_string().contains(&format!("{:?}", tensors[0].shape)), "{}", error);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::boxes::checkpoint;
 use common::wishes::{Wish, expected, limits, wants, wishes};
-use common::{Box_, Cut, write_dcp, write_hf};
+use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use fake::{Fake, check_filled};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -115,16 +115,13 @@ fn any_parts_of_any_boxes_arrive_as_they_are_however_late_copies_are() {
     let mut runner =
         TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     let each = prop::collection::vec(case(), PLANS_EACH as usize);
-    let how = (any::<bool>(), any::<bool>(), 0usize..9);
+    let how = (0usize..3, any::<bool>(), 0usize..9);
     let met = Met::default();
     let outcome =
-        runner.run(&(checkpoint(), each, how), |(tensors, each, (whole, direct, depth))| {
+        runner.run(&(checkpoint(), each, how), |(tensors, each, (form, direct, depth))| {
             let folder = tempfile::tempdir().unwrap();
-            if whole {
-                write_hf(folder.path(), &tensors)
-            } else {
-                write_dcp(folder.path(), &tensors)
-            };
+            let write = [write_hf, write_dcp, write_dense_dcp][form];
+            write(folder.path(), &tensors);
             let checkpoint = Checkpoint::open(folder.path()).unwrap();
             let loader = loader(depth, direct);
             for case in each {

@@ -150,9 +150,9 @@ fn a_folder_without_weights_has_no_index() {
     File::create(home.path().join("logs/train.log")).unwrap();
     let view = View { index: Some(home.path().join("index")), ..View::default() };
     let tree = Tree::scan(home.path(), &view).unwrap();
-    for id in 0..tree.folders.len() {
+    for id in 0..tree.len() {
         let proved = tree.prove(id);
-        let with_sets = tree.folders[id].path.ends_with("model");
+        let with_sets = tree.folder(id).path.ends_with("model");
         assert_eq!(proved[0].1.sets.len(), usize::from(with_sets));
     }
     the_index(home.path());
@@ -184,7 +184,7 @@ fn every_good_fixture_is_the_same_from_the_index() {
                 };
                 assert_eq!(shown(left), shown(right));
                 let whole = left.sets.iter().all(|set| set.outcome.is_ok());
-                assert_eq!(right.from_index(), whole, "{}", tree.folders[*id].path.display());
+                assert_eq!(right.from_index(), whole, "{}", tree.folder(*id).path.display());
                 from_index += right.sets.len() * usize::from(right.from_index());
             }
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::boxes::checkpoint;
 use common::wishes::{expected, limits, wants, wishes};
-use common::{Box_, Cut, write_dcp, write_hf};
+use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::checkpoint::Checkpoint;
@@ -38,11 +38,12 @@ proptest! {
 
     #[test]
     fn any_parts_of_any_boxes_are_loaded_as_they_are(
-        tensors in checkpoint(), wishes in wishes(), limits in limits(), whole in any::<bool>(),
+        tensors in checkpoint(), wishes in wishes(), limits in limits(), form in 0usize..3,
         how in any::<[bool; 3]>(), depth in 0usize..4,
     ) {
         let folder = tempfile::tempdir().unwrap();
-        if whole { write_hf(folder.path(), &tensors) } else { write_dcp(folder.path(), &tensors) };
+        let write = [write_hf, write_dcp, write_dense_dcp][form];
+        write(folder.path(), &tensors);
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let mut wants = wants(&checkpoint, &tensors, &wishes);
         wants.iter_mut().for_each(|want| want.at = None);

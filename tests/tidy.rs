@@ -39,7 +39,7 @@ const SAME_RANK: &[(&str, &str)] =
 
 /// The only places that may name a crate. A trailing `/` means the folder.
 const CRATE_HOMES: &[(&str, &[&str])] = &[
-    ("fuser", &["mount/src/fs.rs", "mount/src/session.rs"]),
+    ("fuser", &["mount/src/fs.rs", "mount/src/fs/", "mount/src/session.rs"]),
     ("cudarc", &["src/device/cuda.rs"]),
     ("io_uring", &["src/io/uring.rs"]),
     ("bincode", &["src/index.rs", "src/index/", "src/format/bintensors.rs"]),
@@ -66,6 +66,7 @@ const EFFECTS: &[&[&str]] = &[
 
 /// The only files that may contain `unsafe`: they talk to the kernel or to a device.
 const UNSAFE_FILES: &[&str] = &[
+    "src/process.rs",
     "src/io/arena.rs",
     "src/io/buffer.rs",
     "src/io/cached.rs",
@@ -76,9 +77,13 @@ const UNSAFE_FILES: &[&str] = &[
     "src/device/cuda/stream.rs",
     "src/device/cufile.rs",
     "src/loader/run.rs",
+    "src/source/identity.rs",
     "mount/src/allocator.rs",
     "mount/src/attach.rs",
+    "mount/src/inherited.rs",
+    "mount/src/place.rs",
     "mount/src/cmd/bench/map.rs",
+    "mount/src/file_events.rs",
     "python/src/dlpack.rs",
     "python/src/loading.rs",
     "python/src/memory.rs",
@@ -92,6 +97,23 @@ const EMPTY_NAMES: &[&str] = &["util", "utils", "helper", "helpers", "manager", 
 
 /// Macros that mark unfinished work.
 const UNFINISHED: &[&str] = &["todo", "unimplemented", "dbg"];
+
+/// The only files that may name standard output or standard error: they escape what they write, or
+/// ask whether there is a terminal.
+const WRITERS: &[&str] = &[
+    "mount/src/cmd/bench.rs",
+    "mount/src/cmd/bench/job.rs",
+    "mount/src/cmd/demo.rs",
+    "mount/src/cmd/doctor.rs",
+    "mount/src/cmd/mod.rs",
+    "mount/src/cmd/top.rs",
+    "mount/src/cmd/verify.rs",
+    "mount/src/daemon.rs",
+    "mount/src/log.rs",
+    "mount/src/log/output.rs",
+    "mount/src/mount_helper.rs",
+    "mount/src/stalled.rs",
+];
 
 /// Where the shipped code lies.
 const SHIPPED: &[&str] = &["src/", "mount/src/", "python/src/"];
@@ -140,6 +162,11 @@ fn no_source_file_is_longer_than_the_limit() {
 #[test]
 fn no_unfinished_work_and_no_ignored_test_is_left_behind() {
     assert_none(&unfinished_violations(&repository()));
+}
+
+#[test]
+fn names_reach_people_only_escaped() {
+    assert_none(&raw_name_violations(&repository()));
 }
 
 #[test]
@@ -498,6 +525,32 @@ fn unfinished_violations(files: &[SourceFile]) -> Vec<String> {
             if ignored.into_iter().any(|word| word.text == "ignore") {
                 let what = "an ignored test proves nothing: run it or say at run time why not";
                 violations.push(file.violation(tokens[at].line, what));
+            }
+        }
+    }
+    violations
+}
+
+/// Names of files and tensors may hold anything: line ends, escapes of terminals, other directions of
+/// text. What people read goes through `error::shown`, and streams are written in few places.
+fn raw_name_violations(files: &[SourceFile]) -> Vec<String> {
+    let mut violations = Vec::new();
+    for file in files.iter().filter(|file| file.is_rust() && file.is_under(SHIPPED)) {
+        let tokens = without_test_items(&tokens(&file.text));
+        for (at, token) in tokens.iter().enumerate() {
+            let is = |at: usize, text: &str| tokens.get(at).is_some_and(|token| token.text == text);
+            let called = is(at + 1, "(") && is(at + 2, ")");
+            if token.text == "display" && called && at > 0 && is(at - 1, ".") {
+                let what =
+                    "`display()` shows names raw: people read `shown_path`, programs `real_name`";
+                violations.push(file.violation(token.line, what));
+            }
+            let printed = ["println", "eprintln", "print", "eprint"].contains(&token.text);
+            let stream = ["stdout", "stderr"].contains(&token.text) && called;
+            let stream = stream && !WRITERS.contains(&file.path.as_str());
+            if (printed && is(at + 1, "!")) || stream {
+                let what = "standard streams are written by `say`, `print_text` and `print_json`";
+                violations.push(file.violation(token.line, what));
             }
         }
     }

@@ -141,7 +141,7 @@ Mount options:
                      owner, group and permission bits taken away
   allow_other        let other users in
   fsname=NAME        device name in the mount table (default: the source)
-  log=FILE           where the daemon logs (default: the system log)
+  log=FILE           where the daemon logs (default: the system log); SIGHUP opens it anew
   passthrough=auto|never
                      whether the kernel may serve whole files by itself
   cache=SIZE         memory for what is read from the source (default: 128M)
@@ -156,8 +156,8 @@ Mount options:
   verify=none|read   whether each tensor is compared with the checksums that `tensorfs
                      verify` has recorded before its first bytes are handed out
                      (default: none)
-  io-timeout=SECONDS fail what the source takes longer to answer (default: 60);
-                     0 waits for ever
+  io-timeout=SECONDS fail what the source takes longer to answer, mounting included
+                     (default: 60); 0 waits for ever
   assemble=DIR       write files that are read often into DIR, and serve those
   assemble-size=SIZE how much DIR may hold
   index-dir=DIR      where indexes are kept, so that the next start need not read

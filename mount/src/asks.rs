@@ -256,7 +256,9 @@ impl Asks {
                 Some(_) => {
                     let (late, unasked) = state.expired(now);
                     drop(state);
-                    late.into_iter().for_each(|due| self.fail(due, timeout));
+                    let failed: Vec<Due> =
+                        late.into_iter().filter(|due| due.reply.fail()).collect();
+                    failed.into_iter().for_each(|due| self.note_late(due, timeout));
                     drop(unasked);
                     self.lock()
                 }
@@ -264,10 +266,8 @@ impl Asks {
         }
     }
 
-    fn fail(&self, due: Due, timeout: Duration) {
-        if !due.reply.fail() {
-            return;
-        }
+    /// Counts a reply that has failed, and logs the first one of a stall.
+    fn note_late(&self, due: Due, timeout: Duration) {
         self.0.counters.source_timeouts.add(1);
         let mut state = self.lock();
         if state.told.len() < TOLD_MAX && state.told.insert(due.place.clone()) {

@@ -8,6 +8,7 @@
 mod copy;
 mod entry;
 mod folder;
+mod latest;
 mod record;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ use tensorfs::source::Source;
 
 use entry::{Entry, Failure, Stage};
 use folder::{Folder, Partial};
+use latest::Latest;
 use record::{Record, Stamp, fingerprint, now};
 
 /// Time until something that failed is tried again, be it a full disk or a source.
@@ -54,6 +56,9 @@ const SETTLED: Duration = Duration::from_millis(100);
 
 /// Shortest time between two notes that a copy was opened.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(60);
+
+/// How long `status` waits for the folder.
+const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long `stop` waits for the work under way.
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -94,6 +99,8 @@ impl State {
 pub(crate) struct Assembler {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Bytes that the folder may hold, and those that it holds.
+    usage: Arc<Latest<(u64, u64)>>,
 }
 
 /// What callers share with the thread.
@@ -107,15 +114,15 @@ struct Shared {
 }
 
 impl Assembler {
-    /// Begins to assemble into `dir`, which is made where it is not there. It may take `limit`
-    /// bytes. `apart` are folders that it must neither lie in nor hold: the source and the mount.
+    /// Opens `dir` to assemble into; it is made where it is not there. It may take `limit` bytes.
+    /// `apart` are folders that it must neither lie in nor hold: the source and the mount.
     ///
     /// Copies that earlier runs left are used where they are what was verified; others are
     /// verified again in the background first.
     ///
     /// # Errors
     /// One line that says why the folder cannot be used.
-    pub(crate) fn start(
+    pub(crate) fn open(
         dir: &Path,
         limit: Option<u64>,
         apart: &[&Path],
@@ -130,10 +137,20 @@ impl Assembler {
             wake: Condvar::new(),
         });
         shared.take_over().map_err(|failure| fail(&failure))?;
-        let worker = shared.clone();
+        Ok(Assembler { shared, thread: Mutex::default(), usage: Latest::new() })
+    }
+
+    /// Begins to assemble.
+    ///
+    /// # Errors
+    /// If there can be no thread for it.
+    pub(crate) fn start(&self) -> Result<(), String> {
+        let worker = self.shared.clone();
         let thread = std::thread::Builder::new().name("assemble".to_owned());
-        let thread = thread.spawn(move || worker.work()).map_err(|e| fail(&e))?;
-        Ok(Assembler { shared, thread: Mutex::new(Some(thread)) })
+        let thread = thread.spawn(move || worker.work());
+        let thread = thread.map_err(|e| format!("cannot start a thread: {e}"))?;
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(())
     }
 
     /// The verified copy of `version`, which `reader` reads, opened for reading.
@@ -166,9 +183,12 @@ impl Assembler {
         self.shared.wake.notify_all();
     }
 
-    /// What there is, for `status`.
+    /// What there is, for `status`. Hardly waits for the folder: where that does not answer, its
+    /// usage is what it was before.
     pub(crate) fn status(&self) -> Value {
-        self.shared.status()
+        let shared = self.shared.clone();
+        let usage = self.usage.get(STATUS_TIMEOUT, move || shared.folder.usage().ok());
+        self.shared.status(usage)
     }
 
     /// Ends the work under way and removes what it has written, within about a second.
@@ -561,19 +581,19 @@ impl Shared {
         }
     }
 
-    fn status(&self) -> Value {
-        let usage = self.folder.usage();
+    fn status(&self, (usage, answered): (Option<(u64, u64)>, bool)) -> Value {
         let state = self.lock();
         let known = state.entries.iter();
         let mut files: Vec<Value> =
             known.filter_map(|(version, entry)| entry.to_json(version)).collect();
         files.sort_by(|a, b| a["version"].as_str().cmp(&b["version"].as_str()));
-        let (budget, used) = usage.as_ref().map_or((None, None), |(b, u)| (Some(b), Some(u)));
+        let (budget, used) = usage.unzip();
         let resting = state.resting.map(|until| until.saturating_duration_since(Instant::now()));
         json!({
             "dir": self.folder.path().to_string_lossy(),
             "budget": budget,
             "used": used,
+            "stalled": !answered,
             "resting_s": resting.map_or(0, |rest| rest.as_secs()),
             "files": files,
         })

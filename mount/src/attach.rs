@@ -17,6 +17,7 @@ use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
+use tensorfs::error::shown_path;
 
 use crate::options::{Options, escape};
 
@@ -25,6 +26,9 @@ const DEVICE: &str = "/dev/fuse";
 
 /// The setuid program that mounts for users who may not.
 const FUSERMOUNT: &str = "fusermount3";
+
+/// MS_NOSYMFOLLOW of mount(2), which kernels before 5.10 ignore. `fusermount3` does not know it.
+const NOSYMFOLLOW: MsFlags = MsFlags::from_bits_retain(256);
 
 /// A fresh mount.
 #[derive(Debug)]
@@ -52,7 +56,7 @@ pub(crate) fn attach(target: &Path, fsname: &str, options: &Options) -> Result<A
             }
             Err(e) => {
                 let reason = io::Error::from(e);
-                return Err(format!("{}: mount(2) failed: {reason}", target.display()));
+                return Err(format!("{}: mount(2) failed: {reason}", shown_path(target)));
             }
         }
     }
@@ -66,6 +70,7 @@ fn attach_directly(target: &Path, fsname: &str, options: &Options) -> nix::Resul
     let mut flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     flags.set(MsFlags::MS_NOEXEC, options.noexec);
     flags.set(MsFlags::MS_NOATIME, options.noatime);
+    flags.set(NOSYMFOLLOW, options.nosymfollow);
     let mut data = format!(
         "fd={},rootmode=40000,user_id={},group_id={},default_permissions,subtype=tensorfs",
         device.as_raw_fd(),
@@ -87,7 +92,7 @@ fn attach_directly(target: &Path, fsname: &str, options: &Options) -> nix::Resul
 }
 
 fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Result<OwnedFd, String> {
-    let fail = |e: io::Error| format!("{}: cannot mount: {e}", target.display());
+    let fail = |e: io::Error| format!("{}: cannot mount: {e}", shown_path(target));
     let (ours, theirs) = UnixStream::pair().map_err(fail)?;
     fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).map_err(|e| fail(e.into()))?;
     let mut list =
@@ -125,7 +130,7 @@ fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Resul
         } else {
             ""
         };
-        return Err(format!("{}: {said}{hint}", target.display()));
+        return Err(format!("{}: {said}{hint}", shown_path(target)));
     }
     receive_fd(&ours).map_err(fail)
 }

@@ -17,7 +17,7 @@ pub(crate) type Gates = HashMap<OsString, Arc<Gate>>;
 /// Refuses the sets of `folder` that have no checksums, or other headers; the gates of the
 /// others. Reads the headers.
 pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Gates {
-    let recorded = Recorded::load(tree.view.index.as_deref(), &tree.folders[folder].path);
+    let recorded = Recorded::load(tree.view.index.as_deref(), &tree.folder(folder).path);
     if let Some(doubt) = recorded.doubt() {
         tracing::warn!("{doubt}");
     }

@@ -12,6 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
+use tensorfs::error::{real_name, shown_path};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -73,6 +74,7 @@ pub(crate) fn exit() -> ! {
     for path in OPEN.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
         let _ = std::fs::remove_file(path);
     }
+    crate::log::flush();
     std::process::exit(0)
 }
 
@@ -88,7 +90,7 @@ pub(crate) fn serve(
     for folder in folders(geteuid().as_raw()) {
         match make_folder(&folder).and_then(|()| listen(&folder, mount.minor)) {
             Ok((path, listener)) => return start(mount, status, path, listener),
-            Err(e) => failure = io::Error::new(e.kind(), format!("{}: {e}", folder.display())),
+            Err(e) => failure = io::Error::new(e.kind(), format!("{}: {e}", shown_path(&folder))),
         }
     }
     Err(failure)
@@ -213,8 +215,8 @@ fn with_facts(mount: &Facts, since: (SystemTime, Instant), mut status: Value) ->
     let Some(object) = status.as_object_mut() else { return status };
     let started = since.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
     for (key, value) in [
-        ("target", json!(mount.target.display().to_string())),
-        ("source", json!(mount.source.display().to_string())),
+        ("target", json!(real_name(&mount.target))),
+        ("source", json!(real_name(&mount.source))),
         ("pid", json!(std::process::id())),
         ("started_unix", json!(started)),
         ("uptime_s", json!(since.1.elapsed().as_secs())),

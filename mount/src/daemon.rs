@@ -3,15 +3,18 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout, setsid};
+use nix::unistd::setsid;
+use tensorfs::error::shown_path;
 
-use crate::log;
 use crate::options::Options;
-use crate::session;
+use crate::stalled::unless_stalled;
+use crate::{ending, inherited, log, session};
 
 /// Environment variable that makes a process the child: it serves and reports on its standard
 /// output, which is a pipe to the parent.
@@ -19,6 +22,12 @@ const CHILD: &str = "TENSORFS_DAEMON";
 
 /// The line by which the child reports that the mount answers.
 const READY: &str = "ready";
+
+/// Longest time that a file for the log, where there is no system log, may take to answer.
+const LOG_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the parent waits for the end of a child that has reported a failure.
+const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Starts the child and waits until its mount answers.
 ///
@@ -55,7 +64,11 @@ pub(crate) fn run_in_background(
             Err(format!("the daemon ended before the mount answered ({status})"))
         }
         reason => {
-            child.wait().map_err(fail)?;
+            // One that waits for a source can end only once that answers.
+            let started = Instant::now();
+            while child.try_wait().map_err(fail)?.is_none() && started.elapsed() < END_LIMIT {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             Err(reason.to_owned())
         }
     }
@@ -66,50 +79,68 @@ pub(crate) fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
 }
 
+/// As the child, lets go of the caller and then tells the parent `line`, so that nothing of the
+/// caller is held any more once the parent knows.
+pub(crate) fn report(line: &str) -> std::io::Result<()> {
+    let mut parent = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+    inherited::let_go()?;
+    parent.write_all(format!("{line}\n").as_bytes())
+}
+
 /// Mounts and serves until the mount is taken off; as the child, reports to the parent.
 ///
 /// # Errors
 /// One line that says what is wrong; nothing stays mounted.
 pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<(), String> {
+    inherited::note_descriptors();
+    if is_child() {
+        inherited::restore_ignored();
+    }
     tensorfs::source::raise_limit();
     options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
     let log_file = options.log.clone();
     if let Some(file) = &log_file {
-        log::to_file(file).map_err(|e| format!("{}: cannot log there: {e}", file.display()))?;
+        let opened = file.clone();
+        unless_stalled(options.io_timeout, move || log::to_file(&opened))
+            .and_then(|opened| opened.map_err(|e| format!("cannot log there: {e}")))
+            .map_err(|why| format!("log={}: {why}", shown_path(file)))?;
     }
-    let plan = session::plan(source, target, options)?;
-    let place = plan.target.clone();
+    let log_limit = options.io_timeout.map_or(LOG_LIMIT, |limit| limit.min(LOG_LIMIT));
+    let mut plan = session::plan(source, target, options)?;
+    plan.open_assembler()?;
+    let warnings = plan.warnings();
+    if log_file.is_some() && tracing::enabled!(tracing::Level::WARN) {
+        // With `log=FILE` the warnings go to that file; the user at the terminal needs them too.
+        warnings.iter().for_each(|warning| log::say(warning));
+    }
+    let (source, target) = (plan.source.clone(), plan.target.clone());
     // From here on a signal means unmount; until now it ends the process, as it should.
-    session::block_signals();
+    ending::block_signals();
     let running = session::start(plan)?;
-    if is_child() {
-        detach_from_parent(log_file.is_none()).map_err(|e| {
-            let _ = crate::attach::detach(&place, crate::attach::Detach::Force);
-            format!("cannot go to the background: {e}")
-        })?;
+    if is_child()
+        && let Err(e) = detach_from_parent(log_file.is_none().then_some(log_limit), &warnings)
+    {
+        running.take_off();
+        return Err(format!("cannot go to the background: {e}"));
     }
-    let status = format!("serving {} on {}", source.display(), place.display());
-    let _ = sd_notify::notify(&[
-        sd_notify::NotifyState::Ready,
-        sd_notify::NotifyState::Status(&status),
-    ]);
+    // The log holds all warnings before the command returns.
+    log::flush();
+    let status = format!("serving {} on {}", shown_path(&source), shown_path(&target));
+    ending::notify(sd_notify::NotifyState::Ready, status);
     running.serve()
 }
 
-/// Leaves terminal, session and working directory, tells the parent that all is well, and lets
-/// go of its standard streams.
-fn detach_from_parent(to_system_log: bool) -> std::io::Result<()> {
+/// Leaves terminal, session and working directory, lets go of the caller, and tells the parent
+/// that all is well. With `log_limit` the log goes to the system log from now on, or to a file that
+/// answers in that time; `warnings` were given on standard error, and go there too.
+fn detach_from_parent(log_limit: Option<Duration>, warnings: &[String]) -> std::io::Result<()> {
     setsid()?;
     std::env::set_current_dir("/")?;
-    if to_system_log && let Some(file) = log::to_system_log()? {
-        crate::cmd::say(&format!("no system log here; logging to {}", file.display()));
+    if let Some(limit) = log_limit {
+        if let Some(warning) = log::to_system_log(limit)? {
+            log::say(&warning);
+        }
+        warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     }
-    let mut output = std::io::stdout();
-    writeln!(output, "{READY}")?;
-    output.flush()?;
-    let null = File::options().read(true).write(true).open("/dev/null")?;
-    dup2_stdin(&null)?;
-    dup2_stdout(&null)?;
-    dup2_stderr(&null)?;
-    Ok(())
+    report(READY)
 }

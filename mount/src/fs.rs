@@ -4,35 +4,39 @@
 //! the source takes too long. A panic in a handler is answered with EIO and does not end the
 //! thread.
 
+mod replies;
+
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
 
 use fuser::{
-    BackingId, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
-    InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData,
-    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs,
-    ReplyXattr, Request,
+    BackingId, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    IoctlFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr,
+    Request,
 };
 use tensorfs::Error;
+use tensorfs::source::Identity;
 
-use crate::asks::{Fail, Slot, guarded, offload};
-use crate::attributes;
+use crate::asks::{Slot, guarded, offload};
+use crate::attributes::{self, Common};
 use crate::kernel::{Feature, Init};
-use crate::nodes::{Entry, Node, NodeKind, Nodes};
-use crate::open::{OpenFile, Opened};
+use crate::node::Node;
+use crate::nodes::{Entry, Nodes};
+use crate::open::{Current, OpenFile, Opened};
 use crate::push::Pusher;
 use crate::service::Service;
 use crate::serving::Serving;
 use crate::watch::Watcher;
+use replies::{KnownAttr, TTL, attr_of, logged, logged_as_eio, reply_xattr};
 
-/// How long the kernel keeps names and attributes: files of the source may be replaced.
-const TTL: Duration = Duration::from_secs(1);
+/// Most files of the source that are looked at at once because somebody asks what they are.
+const LOOKS_MAX: usize = 8;
 
 /// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.
 const MAX_BACKGROUND: u16 = 128;
@@ -40,37 +44,20 @@ const MAX_BACKGROUND: u16 = 128;
 /// Of those, so many keep it from reading further ahead.
 const CONGESTION: u16 = 96;
 
-macro_rules! fail {
-    ($($reply:ty),*) => {
-        $(impl Fail for $reply {
-            fn fail(self) {
-                self.error(Errno::EIO);
-            }
-        })*
-    };
+/// One of the looks at files of the source that may go on at once.
+struct Looking(Arc<Shared>);
+
+impl Looking {
+    fn begin(shared: &Arc<Shared>) -> Option<Looking> {
+        let looking = Looking(shared.clone());
+        (shared.looks.fetch_add(1, Ordering::Relaxed) < LOOKS_MAX).then_some(looking)
+    }
 }
 
-fail!(ReplyEntry, ReplyOpen, ReplyXattr, ReplyStatfs, ReplyDirectory, ReplyDirectoryPlus);
-
-/// What the files of a mount have in common.
-#[derive(Clone, Debug)]
-pub(crate) struct Common {
-    /// Owner.
-    pub uid: u32,
-    /// Group.
-    pub gid: u32,
-    /// Permission bits taken away.
-    pub umask: u32,
-    /// Whether the kernel may serve whole files by itself.
-    pub passthrough: bool,
-    /// Whether it was mounted with root's rights, which that takes.
-    pub is_root: bool,
-    /// Largest request in bytes.
-    pub max_request: u32,
-    /// The view as JSON, for `user.tensorfs.source`.
-    pub view: serde_json::Value,
-    /// The source.
-    pub source: PathBuf,
+impl Drop for Looking {
+    fn drop(&mut self) {
+        self.0.looks.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// An open file.
@@ -84,6 +71,7 @@ struct Handle {
 /// A file that can be handed out.
 struct Ready {
     opened: Arc<Opened>,
+    current: Arc<Current>,
     /// Whether what the kernel may have cached of it is still right.
     unchanged: bool,
     /// What the kernel may serve by itself.
@@ -106,6 +94,8 @@ struct Shared {
     serving: Mutex<Serving<BackingId>>,
     /// Whether a thread looks at all open sources because a read met a changed one.
     sweeping: AtomicBool,
+    /// How many files are being looked at because somebody asks what they are.
+    looks: AtomicUsize,
 }
 
 impl TensorFs {
@@ -128,6 +118,7 @@ impl TensorFs {
             next_handle: AtomicU64::new(1),
             serving: Mutex::default(),
             sweeping: AtomicBool::new(false),
+            looks: AtomicUsize::new(0),
         }))
     }
 }
@@ -139,7 +130,7 @@ impl Shared {
         opened: Arc<Opened>,
         backing: Option<Arc<BackingId>>,
     ) -> FileHandle {
-        self.service.opened(node.ino, &node.path, opened.file.cached());
+        self.service.opened(node.ino, &node.path, opened.current().file.cached());
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
         let handle = Arc::new(Handle { node, opened, backing });
         self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(fh, handle);
@@ -163,7 +154,7 @@ impl Shared {
     /// Opens a file. Only this part asks the source.
     fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
         // ESTALE makes the kernel look the name up again, which finds the new file.
-        if node.is_replaced() {
+        if node.is_outdated() {
             return Err(Errno::ESTALE);
         }
         let on_storm = || self.pusher.on_storm(node.ino, node.gate().cloned());
@@ -175,7 +166,8 @@ impl Shared {
             | Error::Device { .. }
             | Error::Usage { .. } => logged(&error),
         })?;
-        let whole = match &opened.file {
+        let current = opened.current();
+        let whole = match &current.file {
             // The kernel compares nothing.
             _ if node.gate().is_some() => None,
             // A proved file that has changed is answered with EIO, which the kernel would not.
@@ -186,21 +178,21 @@ impl Shared {
             OpenFile::Virtual(file) if unchanged => self.service.copy_of(node, file),
             OpenFile::Virtual(_) | OpenFile::Whole(_) | OpenFile::Text(_) => None,
         };
-        Ok(Ready { opened, unchanged, whole })
+        Ok(Ready { opened, current, unchanged, whole })
     }
 
     fn reply_open(&self, node: Arc<Node>, slot: Slot<ReplyOpen>) {
         let ready = self.open_file(&node);
         // Where it is too late nothing becomes of what was opened.
         let Some(reply) = slot.take() else { return };
-        let Ready { opened, unchanged, whole } = match ready {
+        let Ready { opened, current, unchanged, whole } = match ready {
             Ok(ready) => ready,
             Err(errno) => return reply.error(errno),
         };
         let ino = node.ino;
         let mut serving = self.lock_serving();
         let known = serving.by_kernel(ino);
-        if known.is_some() && whole.is_none() && matches!(opened.file, OpenFile::Virtual(_)) {
+        if known.is_some() && whole.is_none() && matches!(current.file, OpenFile::Virtual(_)) {
             // The copy or the source has changed, and no other way can be had while it is open.
             return reply.error(Errno::EIO);
         }
@@ -218,7 +210,7 @@ impl Shared {
             }
             None => {
                 serving.opened_by_us(ino);
-                if let OpenFile::Virtual(file) = &opened.file {
+                if let OpenFile::Virtual(file) = &current.file {
                     self.service.read_by_us(&node, file, None);
                 }
                 let fh = self.handle(node, opened, None);
@@ -257,7 +249,8 @@ impl Shared {
         let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
-        let file = match &handle.opened.file {
+        let opened = handle.opened.current();
+        let file = match &opened.file {
             OpenFile::Virtual(file) | OpenFile::Whole(file) => file.clone(),
             OpenFile::Text(text) => {
                 let start = offset.min(text.len() as u64) as usize;
@@ -265,14 +258,21 @@ impl Shared {
                 return reply.data(&text[start..end]);
             }
         };
+        let range = offset..offset.saturating_add(u64::from(size));
+        let follows = handle.node.follows();
+        if follows && opened.may_have_grown(&range) {
+            return self.read_as_it_is(handle, range, reply);
+        }
         let (shared, gate) = (self.clone(), handle.node.gate().cloned());
+        let wanted = range.clone();
         let answer = move |outcome: Result<&[u8], &Error>| match outcome {
             Ok(bytes) => {
                 reply.data(bytes);
-                if let OpenFile::Virtual(file) = &handle.opened.file {
+                if let OpenFile::Virtual(file) = &opened.file {
                     shared.service.read_by_us(&handle.node, file, Some(bytes.len()));
                 }
             }
+            Err(Error::Changed { .. }) if follows => shared.read_as_it_is(handle, wanted, reply),
             Err(error) => {
                 reply.error(logged_as_eio(error));
                 if matches!(error, Error::Changed { .. }) {
@@ -280,8 +280,32 @@ impl Shared {
                 }
             }
         };
-        let end = offset.saturating_add(u64::from(size));
-        self.service.read(gate.as_ref(), &file, offset..end, Box::new(answer));
+        self.service.read(gate.as_ref(), &file, range, Box::new(answer));
+    }
+
+    /// Reads a file that follows its source past the cache: it has changed, or may have.
+    fn read_as_it_is(self: &Arc<Self>, handle: Arc<Handle>, range: Range<u64>, reply: ReplyData) {
+        let slot = self.service.asks.slot(&handle.node.path, reply);
+        let shared = self.clone();
+        self.service.asks.ask(slot, move |slot| {
+            let read = || {
+                let (watcher, service) = (&shared.watcher, &shared.service);
+                let changed = handle.node.follow(&handle.opened, watcher, service)?;
+                Ok((handle.opened.current().read_now(&range)?, changed))
+            };
+            let outcome = read();
+            let Some(reply) = slot.take() else { return };
+            match outcome {
+                Ok((bytes, changed)) => {
+                    reply.data(&bytes);
+                    // Not before the answer, for which this would wait.
+                    if changed {
+                        shared.watcher.forget(handle.node.ino);
+                    }
+                }
+                Err(error) => reply.error(logged(&error)),
+            }
+        });
     }
 
     /// Makes the kernel forget what it has cached of changed sources; not on this thread,
@@ -296,6 +320,18 @@ impl Shared {
             if !started {
                 self.sweeping.store(false, Ordering::Relaxed);
             }
+        }
+    }
+
+    /// What a file that follows its source is now: the one that is open, else the one at its path.
+    fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Identity> {
+        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
+        let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();
+        drop(handles);
+        let opened = handle.map(|handle| handle.opened.clone()).or_else(|| node.opened());
+        match opened {
+            Some(opened) => opened.current().file.sources().first()?.look().ok(),
+            None => node.look(),
         }
     }
 
@@ -322,70 +358,14 @@ impl Shared {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let slot = self.service.asks.slot(&node.path, reply);
             self.service.asks.ask(slot, move |slot| {
-                let found =
+                let mut found =
                     attributes::of(&shared.nodes.tree(), &shared.common.view, &node, (uid, gid));
+                found.extend(attributes::tail_of(&shared.nodes, &node));
                 if let Some(reply) = slot.take() {
                     then(&found, reply);
                 }
             });
         });
-    }
-}
-
-/// The attributes of `node`.
-fn attr_of(common: &Common, node: &Node) -> FileAttr {
-    let (kind, bits) = match node.kind {
-        NodeKind::Folder => (FileType::Directory, 0o555),
-        NodeKind::File { .. } => (FileType::RegularFile, 0o444),
-    };
-    let mtime = node.mtime();
-    FileAttr {
-        ino: INodeNo(node.ino),
-        size: node.len,
-        blocks: node.len.div_ceil(512),
-        atime: mtime,
-        mtime,
-        ctime: mtime,
-        crtime: mtime,
-        kind,
-        perm: (bits & !common.umask) as u16,
-        nlink: if kind == FileType::Directory { 2 } else { 1 },
-        uid: common.uid,
-        gid: common.gid,
-        rdev: 0,
-        blksize: 4096,
-        flags: 0,
-    }
-}
-
-/// The errno of a failed operation, after a line in the log.
-fn logged(error: &Error) -> Errno {
-    tracing::error!("{error}");
-    match error {
-        Error::Io { source, .. } => source.raw_os_error().map_or(Errno::EIO, Errno::from_i32),
-        Error::Refused { .. } | Error::Changed { .. } | Error::Device { .. } => Errno::EIO,
-        Error::Usage { .. } => Errno::EINVAL,
-    }
-}
-
-/// A read fails with EIO whatever the reason; a change, or bytes that are not what was recorded
-/// of them, were logged when that was first seen.
-fn logged_as_eio(error: &Error) -> Errno {
-    match error {
-        Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),
-        Error::Io { .. } | Error::Device { .. } | Error::Usage { .. } => {
-            tracing::error!("{error}");
-        }
-    }
-    Errno::EIO
-}
-
-fn reply_xattr(value: Option<&[u8]>, size: u32, reply: ReplyXattr) {
-    match value {
-        None => reply.error(Errno::NO_XATTR),
-        Some(value) if size == 0 => reply.size(value.len() as u32),
-        Some(value) if value.len() > size as usize => reply.error(Errno::ERANGE),
-        Some(value) => reply.data(value),
     }
 }
 
@@ -444,10 +424,29 @@ impl Filesystem for TensorFs {
         });
     }
 
-    fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
-        guarded(|| match self.0.nodes.node(ino.0) {
-            Some(node) => reply.attr(&TTL, &attr_of(&self.0.common, &node)),
-            None => reply.error(Errno::ESTALE),
+    fn getattr(&self, _req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            if !node.follows() {
+                return reply.attr(&TTL, &attr_of(&shared.common, &node));
+            }
+            let known = attr_of(&shared.common, &node);
+            // Stalled files must not take all threads: what is known has to do meanwhile.
+            let Some(looking) = Looking::begin(&shared) else {
+                return reply.attr(&TTL, &known);
+            };
+            let slot = shared.service.asks.slot(&node.path, KnownAttr { reply, known });
+            self.0.service.asks.ask(slot, move |slot| {
+                let now = shared.look(&node, fh);
+                drop(looking);
+                if let Some(now) = now {
+                    node.set_attributes(&now);
+                }
+                if let Some(KnownAttr { reply, .. }) = slot.take() {
+                    reply.attr(&TTL, &attr_of(&shared.common, &node));
+                }
+            });
         });
     }
 
@@ -626,7 +625,7 @@ fn entries(
 ) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
     let listing = nodes.listing(folder.folder).unwrap_or_default();
     let tree = nodes.tree();
-    let parent = tree.folders[folder.folder].parent.unwrap_or_default();
+    let parent = tree.folder(folder.folder).parent.unwrap_or_default();
     let dots = [(OsString::from("."), folder.clone()), ("..".into(), nodes.folder(parent))];
     (offset..).map_while(move |at| {
         let (name, node) = match dots.get(at as usize) {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::{SysconfVar, sysconf};
 use serde_json::{Value, json};
+use tensorfs::error::shown_path;
 
 use crate::options::Options;
 
@@ -142,14 +143,14 @@ fn request_size(places: &Places, asked: Option<u64>) -> Knob {
             let written = write(&path, pages);
             let limit = read(&path).unwrap_or(limit);
             let why = written.err().map_or("it is as high as it goes".to_owned(), |e| reason(&e));
-            (limit, format!("{}: {why}", path.display()))
+            (limit, format!("{}: {why}", shown_path(&path)))
         }
-        Ok(limit) => (limit, format!("{} is {limit} pages", path.display())),
+        Ok(limit) => (limit, format!("{} is {limit} pages", shown_path(&path))),
         // Kernels before 6.13.
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            (PAGES_FIXED, format!("{}: there is no such limit to raise", path.display()))
+            (PAGES_FIXED, format!("{}: there is no such limit to raise", shown_path(&path)))
         }
-        Err(e) => (PAGES_FIXED, format!("{}: {}", path.display(), reason(&e))),
+        Err(e) => (PAGES_FIXED, format!("{}: {}", shown_path(&path), reason(&e))),
     };
     let got = limit.min(pages).saturating_mul(page());
     let knob = Knob::new("max_request", json!(wanted), json!(got));
@@ -168,14 +169,16 @@ fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
     let written = write(&path, kib);
     let got = match read(&path) {
         Ok(got) => got << 10,
-        Err(e) => return knob.because(format!("{}: {}", path.display(), reason(&e))).costs(cost),
+        Err(e) => {
+            return knob.because(format!("{}: {}", shown_path(&path), reason(&e))).costs(cost);
+        }
     };
     let knob = Knob { got: json!(got), ..knob };
     if got == kib << 10 {
         return knob;
     }
     let why = written.err().map_or("the kernel took another value".to_owned(), |e| reason(&e));
-    let knob = knob.because(format!("{}: {why}", path.display()));
+    let knob = knob.because(format!("{}: {why}", shown_path(&path)));
     knob.costs(if got < wanted { cost } else { "more is read than was asked for" })
 }
 
@@ -195,7 +198,7 @@ fn background(places: &Places, minor: Option<u32>, name: &'static str, asked: u1
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             knob.because("fusectl is not mounted, so this cannot be seen".to_owned())
         }
-        Err(e) => knob.because(format!("{}: {}", path.display(), reason(&e))),
+        Err(e) => knob.because(format!("{}: {}", shown_path(&path), reason(&e))),
     }
 }
 

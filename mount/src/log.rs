@@ -1,34 +1,34 @@
-//! Where log lines go: standard error while somebody watches, then the system log or a file,
-//! never nowhere.
+//! Where log lines go: standard error while somebody watches, then the system log or a file.
+//!
+//! A command writes its lines itself. A daemon queues them for a thread: a stream that takes
+//! nothing (a full pipe, a stopped terminal, a stalled disk) must not hold up the threads that
+//! answer readers.
 
-use std::fs::File;
+mod output;
+mod queue;
+
 use std::io::{self, Write};
-use std::os::unix::net::UnixDatagram;
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tensorfs::error::{shown, shown_path};
 
 use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
-use tracing_subscriber::fmt::format::Writer;
-use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+
+use output::{Destination, Output};
+use queue::{Line, Queue};
 
 /// Environment variable with tracing directives.
 const FILTER: &str = "TENSORFS_LOG";
 
-/// The socket of the system log; journald listens there too.
-const SYSLOG: &str = "/dev/log";
+/// How long the end of the process, and a change of the stream, wait for queued lines.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// Facility of our lines in the system log: daemon.
-const FACILITY: u32 = 3 << 3;
-
-enum Target {
-    Stderr,
-    Syslog(UnixDatagram),
-    File(File),
-}
-
-static TARGET: Mutex<Target> = Mutex::new(Target::Stderr);
+/// The queue of a daemon; a command has none.
+static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
 
 /// Starts logging to standard error: warnings, more with each `verbose`, or what
 /// `TENSORFS_LOG` says.
@@ -51,57 +51,132 @@ pub(crate) fn start(verbose: u8) {
     let _ = subscriber.try_init();
 }
 
-/// Sends all further lines to `file`.
-pub(crate) fn to_file(file: &Path) -> io::Result<()> {
-    let file = File::options().append(true).create(true).open(file)?;
-    *TARGET.lock().unwrap_or_else(PoisonError::into_inner) = Target::File(file);
+/// From now on no thread of this process waits for the log: lines are queued, and dropped and
+/// counted while the queue is full.
+///
+/// # Errors
+/// If the thread that writes them cannot be started.
+pub(crate) fn never_wait() -> io::Result<()> {
+    let queue = Arc::new(Queue::default());
+    queue.write_to(Destination::Stderr, Output::stderr())?;
+    if QUEUE.set(queue).is_ok() {
+        // The default hook writes to standard error, which may take nothing.
+        std::panic::set_hook(Box::new(|panic| send(&panic.to_string(), severity(Level::ERROR))));
+    }
     Ok(())
 }
 
-/// Sends all further lines to the system log or, where there is none, to a file of ours; that
-/// file's path is returned.
-pub(crate) fn to_system_log() -> io::Result<Option<PathBuf>> {
-    if let Ok(socket) = connect() {
-        *TARGET.lock().unwrap_or_else(PoisonError::into_inner) = Target::Syslog(socket);
+/// Sends all further lines to `file`.
+///
+/// # Errors
+/// If it cannot be opened.
+pub(crate) fn to_file(file: &Path) -> io::Result<()> {
+    write_to(Destination::File(file.to_owned()))
+}
+
+/// Sends all further lines to the system log; if there is none, to the first fallback file that can
+/// be opened. Each candidate gets `limit` to answer. Returns a warning unless the system log is
+/// used. If no candidate works, lines are lost until a system log appears.
+///
+/// # Errors
+/// If the thread that writes them cannot be started.
+pub(crate) fn to_system_log(limit: Duration) -> io::Result<Option<String>> {
+    if write_to(Destination::SystemLog).is_ok() {
         return Ok(None);
     }
-    let path = fallback_file();
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
+    let mut failures = Vec::new();
+    for file in output::fallback_files() {
+        let path = shown_path(&file.path().unwrap_or_default());
+        match open_in_time(&file, limit) {
+            Ok(output) => {
+                switch(file, output)?;
+                failures.push(format!("logging to {path}"));
+                return Ok(Some(format!("no system log here; {}", failures.join("; "))));
+            }
+            Err(e) => failures.push(format!("cannot log to {path}: {e}")),
+        }
     }
-    to_file(&path)?;
-    Ok(Some(path))
+    write_to(Destination::Nowhere)?;
+    Ok(Some(format!(
+        "no system log here; {}; messages of the daemon are lost; name a file that can be written \
+         with -o log=FILE",
+        failures.join("; ")
+    )))
 }
 
-/// A connection to the system log that never waits: a log that is stuck must not stop reads.
-fn connect() -> io::Result<UnixDatagram> {
-    let socket = UnixDatagram::unbound()?;
-    socket.connect(SYSLOG)?;
-    socket.set_nonblocking(true)?;
-    Ok(socket)
+fn write_to(destination: Destination) -> io::Result<()> {
+    let output = destination.open()?;
+    switch(destination, output)
 }
 
-fn fallback_file() -> PathBuf {
-    if nix::unistd::geteuid().is_root() {
-        return "/var/log/tensorfs.log".into();
+/// Opens `destination` on a thread, which is left to itself if it takes longer than `limit`.
+fn open_in_time(destination: &Destination, limit: Duration) -> io::Result<Output> {
+    let (send, receive) = std::sync::mpsc::channel();
+    let destination = destination.clone();
+    queue::start_thread(move || drop(send.send(destination.open())))?;
+    let late = |_| {
+        let reason = format!("no answer within {} seconds", limit.as_secs_f64());
+        Err(io::Error::new(io::ErrorKind::TimedOut, reason))
+    };
+    receive.recv_timeout(limit).unwrap_or_else(late)
+}
+
+fn switch(destination: Destination, output: Output) -> io::Result<()> {
+    let Some(queue) = QUEUE.get() else { return Ok(()) };
+    // Lines that the old stream takes should not turn up in the new one.
+    queue.flush(FLUSH_LIMIT);
+    queue.write_to(destination, output)
+}
+
+/// Opens the log file, if it is one, anew, as after its rotation; does not wait for it.
+pub(crate) fn reopen() {
+    if let Some(queue) = QUEUE.get() {
+        queue.reopen();
     }
-    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state"));
-    let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).or_else(home);
-    state.unwrap_or_else(std::env::temp_dir).join("tensorfs").join("tensorfs.log")
+}
+
+/// Waits until all lines are written, for a second at most: the log may take none.
+pub(crate) fn flush() {
+    if let Some(queue) = QUEUE.get() {
+        queue.flush(FLUSH_LIMIT);
+    }
+}
+
+/// Number of lines that were dropped because the log took none.
+pub(crate) fn dropped() -> u64 {
+    QUEUE.get().map_or(0, |queue| queue.dropped())
+}
+
+/// Writes one line to standard error, also if the log goes elsewhere. A daemon and a command that
+/// starts one drop the line if standard error accepts nothing for `FLUSH_LIMIT`.
+pub(crate) fn say(message: &str) {
+    say_as("tensorfs", message);
+}
+
+/// Likewise, as the program `name`.
+pub(crate) fn say_as(name: &str, message: &str) {
+    let line = format!("{name}: {}\n", shown(message));
+    if QUEUE.get().is_some() {
+        flush();
+        output::write_in_time(&line, FLUSH_LIMIT);
+    } else {
+        // If it cannot be written there is nobody to tell.
+        let _ = io::stderr().write_all(line.as_bytes());
+    }
 }
 
 /// Makes writers that hand over one line each.
 struct Lines;
 
 impl<'a> MakeWriter<'a> for Lines {
-    type Writer = Line;
+    type Writer = Collected;
 
-    fn make_writer(&'a self) -> Line {
-        Line { text: Vec::new(), severity: severity(Level::INFO) }
+    fn make_writer(&'a self) -> Collected {
+        Collected { text: Vec::new(), severity: severity(Level::INFO) }
     }
 
-    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> Line {
-        Line { text: Vec::new(), severity: severity(*meta.level()) }
+    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> Collected {
+        Collected { text: Vec::new(), severity: severity(*meta.level()) }
     }
 }
 
@@ -116,12 +191,12 @@ fn severity(level: Level) -> u32 {
 }
 
 /// One line, sent when it is dropped.
-struct Line {
+struct Collected {
     text: Vec<u8>,
     severity: u32,
 }
 
-impl Write for Line {
+impl Write for Collected {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.text.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -132,37 +207,20 @@ impl Write for Line {
     }
 }
 
-impl Drop for Line {
+impl Drop for Collected {
     fn drop(&mut self) {
-        let text = String::from_utf8_lossy(&self.text);
-        let text = text.trim();
-        // Nothing can be done about a log that takes no lines.
-        let _ = match &mut *TARGET.lock().unwrap_or_else(PoisonError::into_inner) {
-            // The journal reads the severity off the line.
-            Target::Stderr if std::env::var_os("JOURNAL_STREAM").is_some() => {
-                writeln!(io::stderr(), "<{}>{text}", self.severity)
-            }
-            Target::Stderr => writeln!(io::stderr(), "tensorfs: {text}"),
-            Target::File(file) => {
-                let pid = std::process::id();
-                let line = format!("{} tensorfs[{pid}]: {text}\n", now());
-                file.write_all(line.as_bytes())
-            }
-            Target::Syslog(socket) => {
-                let pid = std::process::id();
-                let line = format!("<{}>tensorfs[{pid}]: {text}", FACILITY | self.severity);
-                // A system log that was started anew listens on a new socket.
-                socket.send(line.as_bytes()).map(|_| ()).or_else(|_| {
-                    *socket = connect()?;
-                    socket.send(line.as_bytes()).map(|_| ())
-                })
-            }
-        };
+        send(&String::from_utf8_lossy(&self.text), self.severity);
     }
 }
 
-fn now() -> String {
-    let mut text = String::new();
-    let _ = SystemTime.format_time(&mut Writer::new(&mut text));
-    text
+/// Queues a line, or writes it to standard error if there is no queue.
+fn send(text: &str, severity: u32) {
+    let line = Line::new(text, severity);
+    match QUEUE.get() {
+        Some(queue) => queue.push(line),
+        None => {
+            // Nothing can be done about a log that takes no lines.
+            let _ = io::stderr().write_all(output::on_stderr(&line).as_bytes());
+        }
+    }
 }

@@ -4,7 +4,6 @@
 //! Exit status as mount(8) wants it: 1 usage, 2 system error, 32 mount failure.
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -28,7 +27,7 @@ pub(crate) fn main() -> ExitCode {
     match run(std::env::args_os().skip(1)) {
         Ok(()) => ExitCode::SUCCESS,
         Err((status, message)) => {
-            let _ = writeln!(std::io::stderr(), "mount.tensorfs: {message}");
+            log::say_as("mount.tensorfs", &message);
             ExitCode::from(status)
         }
     }
@@ -36,6 +35,7 @@ pub(crate) fn main() -> ExitCode {
 
 fn run(args: impl Iterator<Item = OsString>) -> Result<(), (u8, String)> {
     let usage = |message: String| (USAGE, message);
+    log::never_wait().map_err(|e| (FAILURE, format!("cannot start a thread: {e}")))?;
     let call = parse(args).map_err(usage)?;
     let [source, target] = call.operands.as_slice() else {
         let usage = "usage: mount.tensorfs SOURCE TARGET [-sfnv] [-o OPTIONS]";

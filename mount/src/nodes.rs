@@ -4,71 +4,20 @@
 //! its content: a file that is replaced in the source gets a new one, and whoever has the old
 //! one open keeps it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
-};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
 
-use sha2::{Digest, Sha256};
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree};
-use tensorfs::error::shown_path;
-use tensorfs::format::{manifest, names};
-use tensorfs::source::Identity;
-use tensorfs::verify::gate::Gate;
+use tensorfs::error::{real_name, shown_path};
 use tensorfs::{Class, Error, Fault, Result};
 
 use crate::asks::Asks;
 use crate::checked::{self, Gates};
-use crate::open::Opened;
-
-/// Inode number of the root.
-pub(crate) const ROOT: u64 = 1;
-
-/// A file or folder of the mount.
-#[derive(Debug)]
-pub(crate) struct Node {
-    /// Inode number.
-    pub(crate) ino: u64,
-    /// Folder of the source that it is, or lies in.
-    pub(crate) folder: FolderId,
-    /// Path in the mount.
-    pub(crate) path: PathBuf,
-    /// Length in bytes.
-    pub(crate) len: u64,
-    /// What it is.
-    pub(crate) kind: NodeKind,
-    /// Time of the last change.
-    mtime: Mutex<SystemTime>,
-    /// How often the kernel has learnt the inode number, less how often it has forgotten it.
-    lookups: AtomicU64,
-    /// Whether a folder shows it; else it lives only for those who have it open.
-    listed: AtomicBool,
-}
-
-/// What a node is.
-#[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "nearly all nodes are files")]
-pub(crate) enum NodeKind {
-    /// A folder.
-    Folder,
-    /// A file.
-    File {
-        /// What it is made of.
-        content: Content,
-        /// Content version in hexadecimal.
-        version: String,
-        /// The open file, while somebody has it open.
-        open: Mutex<Weak<Opened>>,
-        /// What its source was when it was opened last.
-        last: Mutex<Option<Identity>>,
-        /// What its bytes have to pass, where they are compared with checksums.
-        gate: Option<Arc<Gate>>,
-    },
-}
+use crate::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};
+use crate::tails::Tails;
 
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
@@ -78,9 +27,27 @@ pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 struct Listed {
     entries: Arc<Listing>,
     /// Whether a set of it is refused.
-    refused: bool,
+    refused: Option<Refusal>,
     /// When the source was last asked whether a refused set has become whole.
     asked: Instant,
+}
+
+/// Why sets of a folder are refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Refusal {
+    /// For what their files are.
+    Proved,
+    /// A file changed, or could not be read, while it was looked at.
+    Unsettled,
+}
+
+impl Refusal {
+    fn of(sets: &[Set]) -> Option<Refusal> {
+        let errors = || sets.iter().filter_map(|set| set.outcome.as_ref().err());
+        let unsettled = |error: &Error| matches!(error, Error::Changed { .. } | Error::Io { .. });
+        let refusal = if errors().any(unsettled) { Refusal::Unsettled } else { Refusal::Proved };
+        errors().next().map(|_| refusal)
+    }
 }
 
 /// What waits for a folder to be listed.
@@ -123,11 +90,9 @@ pub(crate) enum Entry {
 
 /// All nodes of a mount.
 pub(crate) struct Nodes {
-    tree: RwLock<Arc<Tree>>,
+    tree: Arc<Tree>,
     /// By the folder at the top of a family: held while its replaced files are looked at again.
     refresh: Vec<Mutex<()>>,
-    /// Held while what was looked at again becomes part of the tree; never asks the source.
-    renewing: Mutex<()>,
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
     /// Folder nodes by folder.
     folders: Vec<Arc<Node>>,
@@ -135,6 +100,8 @@ pub(crate) struct Nodes {
     listings: RwLock<Vec<Option<Listed>>>,
     /// Number of shards of the sets whose last piece nothing proves, by folder and name.
     shards_proved: Mutex<HashMap<(FolderId, String), usize>>,
+    /// Whether the last pieces of the sets that are shown are proved.
+    tails: Tails,
     /// By the folder at the top of a family.
     progress: Mutex<HashMap<FolderId, Progress>>,
     /// Sets that came from an index, and sets whose headers were read.
@@ -151,26 +118,26 @@ impl Nodes {
     /// as they are read.
     pub(crate) fn new(tree: Tree, checked: bool) -> Nodes {
         let folders: Vec<Arc<Node>> =
-            (0..tree.folders.len()).map(|id| Arc::new(folder_node(&tree, id))).collect();
+            (0..tree.len()).map(|id| Arc::new(folder_node(&tree, id))).collect();
         let by_ino = folders.iter().map(|node| (node.ino, node.clone())).collect();
         let listings = vec![None; folders.len()];
         Nodes {
-            tree: RwLock::new(Arc::new(tree)),
+            tree: Arc::new(tree),
             refresh: folders.iter().map(|_| Mutex::default()).collect(),
-            renewing: Mutex::default(),
             by_ino: RwLock::new(by_ino),
             folders,
             listings: RwLock::new(listings),
             shards_proved: Mutex::default(),
+            tails: Tails::default(),
             progress: Mutex::new(HashMap::new()),
             indexed: Default::default(),
             checked,
         }
     }
 
-    /// The source as it was looked at last.
+    /// The source. Its folders are replaced as they are looked at again.
     pub(crate) fn tree(&self) -> Arc<Tree> {
-        read(&self.tree).clone()
+        self.tree.clone()
     }
 
     /// The node of this inode number.
@@ -223,17 +190,24 @@ impl Nodes {
     pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
         let tree = self.tree();
         let mut outcomes = Vec::new();
+        let mut family = Vec::new();
         for (id, mut folder) in tree.prove(head) {
             folder.sets.iter_mut().for_each(|set| self.refuse_fewer_shards(&tree, id, set));
             for note in &folder.notes {
-                tracing::warn!("{}: {note}", shown_path(&tree.folders[id].path));
+                tracing::warn!("{}: {note}", shown_path(&tree.folder(id).path));
             }
             let origin = &self.indexed[usize::from(!folder.from_index())];
             origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
             let gates = self.checked.then(|| checked::admit(&tree, id, &mut folder));
             let shown = tree.shown(id, &folder);
-            let refused = folder.sets.iter().any(|set| set.outcome.is_err());
-            self.list(&tree, id, (shown, gates.as_ref()), refused);
+            family.push((id, folder, shown, gates));
+        }
+        let emptied =
+            tree.emptied(family.iter().map(|(id, folder, shown, _)| (*id, folder, shown.len())));
+        for (id, folder, shown, gates) in family {
+            self.tails.note(&tree, id, &folder);
+            let refused = Refusal::of(&folder.sets);
+            self.list(&tree, id, (shown, gates.as_ref()), &emptied, refused);
             for set in folder.sets {
                 let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
                 outcomes.push((set.name, outcome));
@@ -249,7 +223,11 @@ impl Nodes {
     /// Makes the indexes of all families in the background, so that the first look into a folder
     /// finds one.
     pub(crate) fn index_rest(self: &Arc<Self>) {
-        let heads = self.tree().families();
+        let tree = self.tree();
+        let mut heads = tree.families();
+        // Many links may lead to one folder, which has one index.
+        let mut seen = HashSet::new();
+        heads.retain(|&head| seen.insert(tree.folder(head).path.clone()));
         if self.tree().view.index.is_none() || heads.len() < 2 {
             return;
         }
@@ -275,17 +253,23 @@ impl Nodes {
     pub(crate) fn index_status(&self) -> serde_json::Value {
         let [index, headers] = &self.indexed;
         serde_json::json!({
-            "folder": self.tree().view.index.as_deref().map(shown_path),
+            "folder": self.tree().view.index.as_deref().map(real_name),
             "sets_from_index": index.load(Ordering::Relaxed),
             "sets_from_headers": headers.load(Ordering::Relaxed),
         })
+    }
+
+    /// Whether the last pieces of the sets that are shown are proved.
+    pub(crate) fn tails(&self) -> &Tails {
+        &self.tails
     }
 
     /// Refuses a set that has fewer shards than this mount has proved before, where the shards
     /// themselves cannot tell that one is gone.
     fn refuse_fewer_shards(&self, tree: &Tree, folder: FolderId, set: &mut Set) {
         let Ok(checkpoint) = &set.outcome else { return };
-        if checkpoint.tail != Tail::Unproven {
+        // Recorded shapes tell of lost pieces, not of a tensor that was lost whole.
+        if checkpoint.tail != Tail::Unproven && !checkpoint.catalog().shapes_recorded {
             return;
         }
         let now = checkpoint.catalog().shards.len();
@@ -300,16 +284,18 @@ impl Nodes {
              checkpoint cannot be seen; put the others back, or mount again"
         );
         let fault = Fault::new(Class::ShardMissing, message);
-        set.outcome = Err(Error::refused(&tree.folders[folder].path, fault));
+        set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
     }
 
-    /// Makes the nodes of what `folder` shows. Nodes of what has not changed stay.
+    /// Makes the nodes of what `folder` shows, without the folders that are `emptied`. Nodes of
+    /// what has not changed stay.
     fn list(
         &self,
         tree: &Tree,
         folder: FolderId,
         (shown, gates): (Vec<Shown>, Option<&Gates>),
-        refused: bool,
+        emptied: &HashSet<FolderId>,
+        refused: Option<Refusal>,
     ) {
         let gate = |file: &Shown| gates.and_then(|gates| gates.get(&file.name)).cloned();
         let made: Vec<(OsString, Arc<Node>)> = shown
@@ -319,7 +305,9 @@ impl Nodes {
             .collect();
         let mut listing: Listing =
             made.into_iter().map(|(name, node)| (name, self.registered(node))).collect();
-        for (name, child) in &tree.folders[folder].children {
+        let found = tree.folder(folder);
+        let children = found.children.iter();
+        for (name, child) in children.filter(|(_, child)| !emptied.contains(child)) {
             listing.push((name.clone(), self.folders[*child].clone()));
         }
         listing.sort_by(|a, b| a.0.cmp(&b.0));
@@ -328,12 +316,12 @@ impl Nodes {
             if same {
                 tracing::warn!(
                     "{}: a file and a folder of this name; one is hidden",
-                    a.0.display()
+                    shown_path(a.0.as_ref())
                 );
             }
             same
         });
-        *lock(&self.folders[folder].mtime) = system_time(tree.folders[folder].newest());
+        self.folders[folder].set_mtime(tree.folder(folder).newest());
         let listed = Listed { entries: Arc::new(listing), refused, asked: Instant::now() };
         let before = write(&self.listings)[folder].replace(listed.clone());
         for (_, node) in before.iter().flat_map(|before| before.entries.iter()) {
@@ -375,14 +363,24 @@ impl Nodes {
         let Some(listed) = read(&self.listings)[folder].clone() else { return Entry::Absent };
         let found = find(&listed.entries, name);
         match found {
-            Some(node) if node.is_replaced() => {
+            Some(node) if node.is_outdated() => {
                 // A file that is no part of a checkpoint may go and come back by itself.
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
                 if gone { Entry::Absent } else { Entry::Stale }
             }
+            // A weight map follows from the headers of its set.
+            Some(node) if node.is_text() && name != ERROR_FILE => {
+                let outdated = listed.entries.iter().any(|(_, node)| node.is_outdated_set());
+                if outdated { Entry::Stale } else { Entry::Found(node) }
+            }
             Some(node) if name != ERROR_FILE => Entry::Found(node),
             found => {
-                if listed.refused && self.may_ask(folder) && self.tree().differs(folder) {
+                let may_be_whole = || match listed.refused {
+                    None => false,
+                    Some(Refusal::Proved) => self.tree().differs(folder),
+                    Some(Refusal::Unsettled) => true,
+                };
+                if listed.refused.is_some() && self.may_ask(folder) && may_be_whole() {
                     return Entry::Stale;
                 }
                 found.map_or(Entry::Absent, Entry::Found)
@@ -406,15 +404,22 @@ impl Nodes {
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let listing = self.listing(folder)?;
         if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
-            return if node.is_replaced() { self.renew(folder, name) } else { Some(node) };
+            return if node.is_outdated() { self.renew(folder, name) } else { Some(node) };
         }
         let head = self.tree().family_of(folder);
         let _one_at_a_time = lock(&self.refresh[head]);
         let listing = self.listing(folder)?;
-        let replaced = find(&listing, name).is_some_and(|node| node.is_replaced());
-        if replaced || self.tree().differs(folder) {
-            self.look_again(head);
-            tracing::info!("files were replaced in the source; proving them again");
+        let outdated = |node: Arc<Node>| {
+            node.is_outdated()
+                || (node.is_text() && listing.iter().any(|(_, n)| n.is_outdated_set()))
+        };
+        let unsettled = read(&self.listings)[folder]
+            .as_ref()
+            .is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
+        let outdated = find(&listing, name).is_some_and(outdated);
+        if outdated || unsettled || self.tree().differs(folder) {
+            self.tree.look_again(head);
+            tracing::info!("files have changed in the source; proving them again");
             log_refusals(self.prove(head));
         }
         let listing = self.listing(folder)?;
@@ -423,19 +428,6 @@ impl Nodes {
 }
 
 impl Nodes {
-    /// Looks again at the files of a family. Others go on meanwhile: the source is asked without
-    /// a lock on the tree, and they may look at families of theirs.
-    fn look_again(&self, head: FolderId) {
-        let mut looked = Tree::clone(&self.tree());
-        looked.look_again(head);
-        let _one_at_a_time = lock(&self.renewing);
-        let mut tree = Tree::clone(&self.tree());
-        for id in tree.family(head) {
-            std::mem::swap(&mut tree.folders[id], &mut looked.folders[id]);
-        }
-        *write(&self.tree) = Arc::new(tree);
-    }
-
     /// A new node for a file that is no part of a checkpoint, and was replaced.
     fn renew(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let tree = self.tree();
@@ -461,15 +453,19 @@ impl Nodes {
     }
 
     /// Makes `node` known by its inode number; where that file in that version is known
-    /// already, it is that node, and where another file has the number, the next one.
+    /// already, it is that node, and where another file has the number, the next one. A version
+    /// that was found changed is never that of another proof.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
         let mut by_ino = write(&self.by_ino);
         while let Some(other) = by_ino.get(&node.ino) {
-            if same_file(other, &node) {
+            if !same_file(other, &node) {
+                node = Arc::new(renumbered(&node));
+            } else if other.is_known_to_be_outdated() {
+                node = Arc::new(reversioned(&node));
+            } else {
                 node = other.clone();
                 break;
             }
-            node = Arc::new(renumbered(&node));
         }
         node.listed.store(true, Ordering::Relaxed);
         by_ino.insert(node.ino, node.clone());
@@ -500,171 +496,4 @@ fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
 fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
     let at = listing.binary_search_by(|(other, _)| other.as_os_str().cmp(name)).ok()?;
     Some(listing[at].1.clone())
-}
-
-impl Node {
-    fn new(
-        ino: u64,
-        folder: FolderId,
-        path: PathBuf,
-        len: u64,
-        mtime: (i64, i64),
-        kind: NodeKind,
-    ) -> Node {
-        Node {
-            ino,
-            folder,
-            path,
-            len,
-            kind,
-            mtime: Mutex::new(system_time(mtime)),
-            lookups: AtomicU64::new(0),
-            listed: AtomicBool::new(false),
-        }
-    }
-
-    /// Content version; folders have none.
-    pub(crate) fn version(&self) -> Option<&str> {
-        match &self.kind {
-            NodeKind::File { version, .. } => Some(version),
-            NodeKind::Folder => None,
-        }
-    }
-
-    /// What its bytes have to pass, where they are compared with checksums.
-    pub(crate) fn gate(&self) -> Option<&Arc<Gate>> {
-        match &self.kind {
-            NodeKind::File { gate, .. } => gate.as_ref(),
-            NodeKind::Folder => None,
-        }
-    }
-
-    /// Time of the last change.
-    pub(crate) fn mtime(&self) -> SystemTime {
-        *lock(&self.mtime)
-    }
-
-    /// Whether it is a file of the source that no checkpoint depends on.
-    fn is_plain(&self) -> bool {
-        let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
-        else {
-            return false;
-        };
-        let name = file.name.to_string_lossy();
-        names::weight_map_output(&name).is_none() && !name.ends_with(manifest::SUFFIX)
-    }
-
-    /// Whether the source now holds another file in its place.
-    pub(crate) fn is_replaced(&self) -> bool {
-        let NodeKind::File { content, .. } = &self.kind else { return false };
-        match content {
-            Content::Virtual(checkpoint) => {
-                checkpoint.sources().iter().any(|source| !source.is_at_path())
-            }
-            Content::Whole { proved: Some(source), .. } => !source.is_at_path(),
-            Content::Whole { file, proved: None } => {
-                let now = std::fs::symlink_metadata(&file.path);
-                !now.is_ok_and(|meta| Identity::of(&meta).same_bytes(&file.identity))
-            }
-            Content::Text(_) => false,
-        }
-    }
-}
-
-fn folder_node(tree: &Tree, id: FolderId) -> Node {
-    let folder = &tree.folders[id];
-    let mut hash = Sha256::new();
-    hash.update(b"folder");
-    hash.update(folder.relative.as_os_str().as_encoded_bytes());
-    let ino = if id == 0 { ROOT } else { ino_of(&hash.finalize()) };
-    Node::new(ino, id, folder.relative.clone(), 4096, folder.newest(), NodeKind::Folder)
-}
-
-fn file_node(tree: &Tree, folder: FolderId, gate: Option<Arc<Gate>>, shown: Shown) -> Arc<Node> {
-    let mut hash = Sha256::new();
-    let path = tree.folders[folder].relative.join(&shown.name);
-    hash.update(b"file");
-    hash.update(path.as_os_str().as_encoded_bytes());
-    let mut newest = (0, 0);
-    let mut add = |identity: &Identity| {
-        newest = newest.max(identity.mtime);
-        for number in [identity.len, identity.ino, identity.mtime.0 as u64, identity.mtime.1 as u64]
-        {
-            hash.update(number.to_le_bytes());
-        }
-        // The inode number and the time of a deleted file may be those of the next one.
-        hash.update(identity.born().unwrap_or_default().to_le_bytes());
-    };
-    let len = match &shown.content {
-        Content::Virtual(checkpoint) => {
-            checkpoint.sources().iter().for_each(|source| add(&source.identity()));
-            // A checkpoint without a layout is refused, so it has one.
-            let file = checkpoint.shown().ok();
-            file.inspect(|file| hash.update(file.header.0));
-            file.map_or(0, |file| file.len)
-        }
-        Content::Whole { file, proved } => {
-            let identity = proved.as_ref().map_or(file.identity, |source| source.identity());
-            add(&identity);
-            identity.len
-        }
-        Content::Text(text) => {
-            newest = tree.folders[folder].newest();
-            hash.update(text);
-            text.len() as u64
-        }
-    };
-    let digest = hash.finalize();
-    let version = digest[8..24].iter().map(|byte| format!("{byte:02x}")).collect();
-    let kind = NodeKind::File {
-        content: shown.content,
-        version,
-        open: Mutex::default(),
-        last: Mutex::default(),
-        gate,
-    };
-    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest, kind))
-}
-
-/// Whether both are one file in one version: the version covers path and content.
-fn same_file(a: &Node, b: &Node) -> bool {
-    match (&a.kind, &b.kind) {
-        (NodeKind::File { version: a, .. }, NodeKind::File { version: b, .. }) => a == b,
-        _ => false,
-    }
-}
-
-/// The same file with the next inode number, where another one has its own.
-fn renumbered(node: &Node) -> Node {
-    let kind = match &node.kind {
-        NodeKind::Folder => NodeKind::Folder,
-        NodeKind::File { content, version, gate, .. } => NodeKind::File {
-            content: content.clone(),
-            version: version.clone(),
-            open: Mutex::default(),
-            last: Mutex::default(),
-            gate: gate.clone(),
-        },
-    };
-    let ino = node.ino.wrapping_add(1).max(ROOT + 1);
-    Node {
-        mtime: Mutex::new(node.mtime()),
-        ..Node::new(ino, node.folder, node.path.clone(), node.len, (0, 0), kind)
-    }
-}
-
-fn ino_of(digest: &[u8]) -> u64 {
-    let bytes = digest.first_chunk().copied().unwrap_or_default();
-    u64::from_le_bytes(bytes).max(ROOT + 1)
-}
-
-fn system_time((seconds, nanoseconds): (i64, i64)) -> SystemTime {
-    let nanoseconds = Duration::from_nanos(nanoseconds.unsigned_abs());
-    let seconds_of = |s: i64| Duration::from_secs(s.unsigned_abs());
-    let base = if seconds >= 0 {
-        UNIX_EPOCH + seconds_of(seconds)
-    } else {
-        UNIX_EPOCH - seconds_of(seconds)
-    };
-    base + nanoseconds
 }

@@ -1,7 +1,10 @@
 //! Open files: what all who have a file open share, and what becomes of its sources.
 
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use tensorfs::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::checkpoint::Content;
@@ -10,13 +13,17 @@ use tensorfs::source::{Pin, Source};
 use tensorfs::{Error, Result};
 
 use crate::asks::Asks;
-use crate::nodes::{Node, NodeKind};
+use crate::node::{Node, NodeKind};
 use crate::service::Service;
 use crate::watch::{Watched, Watcher};
 
-/// A file as all who have it open share it. Its sources stay open as long.
-pub(crate) struct Opened {
-    /// What is read. Dropped before what keeps its sources open.
+/// A file as all who have it open share it.
+pub(crate) struct Opened(RwLock<Arc<Current>>);
+
+/// What is read of an open file: another one once a file that follows its source has changed. Its
+/// sources stay open as long.
+pub(crate) struct Current {
+    /// Dropped before what keeps its sources open.
     pub(crate) file: OpenFile,
     _held: Held,
 }
@@ -43,9 +50,54 @@ impl Drop for Held {
     }
 }
 
+impl Opened {
+    /// What is read now.
+    pub(crate) fn current(&self) -> Arc<Current> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Current {
+    /// Whether its sources are what they were when they were opened. Asks them.
+    fn is_unchanged(&self) -> bool {
+        // All are looked at, so that each that has changed is known to have.
+        self.file.sources().iter().filter(|source| source.check().is_err()).count() == 0
+    }
+
+    /// Whether `range` of a file that follows its source may hold bytes that were not there when
+    /// it was opened. Never waits.
+    pub(crate) fn may_have_grown(&self, range: &Range<u64>) -> bool {
+        let OpenFile::Whole(file) = &self.file else { return false };
+        let source = &file.reader().sources()[0];
+        let beyond = range.end > file.reader().len();
+        source.is_changed_now() || (beyond && !source.file_system().is_local())
+    }
+
+    /// Bytes `range` of a file of the source as they are now; fewer where it ends before.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub(crate) fn read_now(&self, range: &Range<u64>) -> Result<Vec<u8>> {
+        let Some(source) = self.file.sources().first() else { return Ok(Vec::new()) };
+        let file = source.file()?;
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        let mut have = 0;
+        while have < bytes.len() {
+            match file.read_at(&mut bytes[have..], range.start + have as u64) {
+                Ok(0) => break,
+                Ok(n) => have += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Error::io(source.path(), "read", e)),
+            }
+        }
+        bytes.truncate(have);
+        Ok(bytes)
+    }
+}
+
 impl std::fmt::Debug for Opened {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.file.sources().fmt(f)
+        self.current().file.sources().fmt(f)
     }
 }
 
@@ -95,37 +147,84 @@ impl Node {
         };
         // Held while the file is opened, so that it is opened and watched once.
         let mut shared = open.lock().unwrap_or_else(PoisonError::into_inner);
-        // A plain file may be written to: who opens it afterwards gets the new bytes, even while
-        // somebody still has the old ones open.
-        let plain = matches!(content, Content::Whole { proved: None, .. });
-        let usable = |opened: &Arc<Opened>| {
-            !plain || opened.file.sources().iter().all(|source| source.check().is_ok())
-        };
-        let opened = match shared.upgrade().filter(usable) {
-            Some(opened) => opened,
-            None => {
-                let file = open_file(content, &service.cache, on_storm)?;
-                let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
-                let local = file.sources().iter().all(|source| source.file_system().is_local());
-                let watched = Some(watcher.watch(self.ino, file.sources()));
-                let (path, asks) = (self.path.clone(), service.asks.clone());
-                let _held = Held { watched, pins, local, path, asks };
-                let opened = Arc::new(Opened { file, _held });
-                *shared = Arc::downgrade(&opened);
+        let opened = match shared.upgrade() {
+            Some(opened) => {
+                self.renew(&opened, watcher, service)?;
                 opened
             }
+            None => {
+                let file = open_file(content, &service.cache, on_storm)?;
+                let current = self.hold(file, watcher, service)?;
+                Arc::new(Opened(RwLock::new(current)))
+            }
         };
-        drop(shared);
-        let mut unchanged = true;
-        for source in opened.file.sources() {
-            unchanged &= source.check().is_ok();
+        let current = opened.current();
+        let mut unchanged = current.is_unchanged();
+        if !unchanged && !self.follows() {
+            let detail = "was changed while it was opened".to_owned();
+            return Err(Error::Changed { path: self.path.clone(), detail });
         }
-        if let OpenFile::Whole(file) = &opened.file {
+        if let OpenFile::Whole(file) = &current.file {
             let now = file.reader().sources()[0].identity();
             let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
             unchanged &= last.replace(now).is_none_or(|before| before == now);
         }
+        *shared = Arc::downgrade(&opened);
+        drop(shared);
+        self.set_opened();
         Ok((opened, unchanged))
+    }
+
+    /// Has `opened`, which is open, read its source as it is now, if it is a file that follows its
+    /// source and that has changed. Returns whether it had. Asks the source.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub(crate) fn follow(
+        &self,
+        opened: &Arc<Opened>,
+        watcher: &Arc<Watcher>,
+        service: &Service,
+    ) -> Result<bool> {
+        let NodeKind::File { open, .. } = &self.kind else { return Ok(false) };
+        let _one_at_a_time = open.lock().unwrap_or_else(PoisonError::into_inner);
+        self.renew(opened, watcher, service)
+    }
+
+    fn renew(&self, opened: &Opened, watcher: &Arc<Watcher>, service: &Service) -> Result<bool> {
+        let before = opened.current();
+        let OpenFile::Whole(file) = &before.file else { return Ok(false) };
+        if !self.follows() || before.is_unchanged() {
+            return Ok(false);
+        }
+        let source = file.reader().sources()[0].as_it_is_now()?;
+        source.set_followed();
+        self.set_attributes(&source.identity());
+        let file = OpenFile::Whole(service.cache.open(Reader::whole(source), None));
+        let current = self.hold(file, watcher, service)?;
+        *opened.0.write().unwrap_or_else(PoisonError::into_inner) = current;
+        Ok(true)
+    }
+
+    /// Keeps the sources of `file` open and watched.
+    fn hold(
+        &self,
+        file: OpenFile,
+        watcher: &Arc<Watcher>,
+        service: &Service,
+    ) -> Result<Arc<Current>> {
+        let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
+        let local = file.sources().iter().all(|source| source.file_system().is_local());
+        let watched = Some(watcher.watch(self.ino, file.sources(), self.is_unread()));
+        let (path, asks) = (self.path.clone(), service.asks.clone());
+        let _held = Held { watched, pins, local, path, asks };
+        Ok(Arc::new(Current { file, _held }))
+    }
+
+    /// What somebody has open of it.
+    pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
+        let NodeKind::File { open, .. } = &self.kind else { return None };
+        open.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
     }
 }
 
@@ -142,10 +241,11 @@ fn open_file(
         Content::Whole { proved: Some(source), .. } => whole(source.clone()),
         Content::Whole { file, proved: None } => {
             let source = Source::open(&file.path)?;
-            if !source.identity().same_bytes(&file.identity) {
+            if !source.identity().same_inode(&file.identity) {
                 let detail = "was replaced since it was looked at".to_owned();
                 return Err(Error::Changed { path: file.path.clone(), detail });
             }
+            source.set_followed();
             whole(source)
         }
         Content::Text(text) => OpenFile::Text(text.clone()),

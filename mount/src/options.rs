@@ -9,7 +9,7 @@ use tensorfs::error::quoted;
 use tensorfs::format::Format;
 use tensorfs::index::Store;
 use tensorfs::io::{Backend, Direct};
-use tensorfs::view::{Arrangement, MapPolicy, Prefer, View};
+use tensorfs::view::{Arrangement, Links, MapPolicy, Prefer, View};
 
 /// Whether the kernel may serve whole files by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,10 +112,12 @@ pub struct Options {
     pub log: Option<PathBuf>,
     /// Whether the kernel may serve whole files by itself.
     pub passthrough: Passthrough,
-    /// Flags of mount(2) that were asked for.
+    /// Flag of mount(2) that was asked for.
     pub noexec: bool,
-    /// Likewise.
+    /// Flag of mount(2) that was asked for.
     pub noatime: bool,
+    /// Flag of mount(2) that was asked for; kernels before 5.10 do not have it.
+    pub nosymfollow: bool,
     /// Whether `rw` was asked for, which cannot be had.
     pub rw: bool,
     /// SELinux contexts, for the kernel.
@@ -145,7 +147,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            view: View::default(),
+            view: View { links: Links::Inside, ..View::default() },
             uid: None,
             gid: None,
             umask: 0,
@@ -155,6 +157,7 @@ impl Default for Options {
             passthrough: Passthrough::default(),
             noexec: false,
             noatime: false,
+            nosymfollow: false,
             rw: false,
             contexts: Vec::new(),
             cache: None,
@@ -171,8 +174,9 @@ impl Default for Options {
     }
 }
 
-/// Options that make no difference here: defaults, and what only mount(8) acts on.
-const IGNORED: [&str; 33] = [
+/// Options that make no difference here: defaults, what only mount(8) acts on, and what a mount
+/// that is never written to need not tell the kernel.
+const IGNORED: [&str; 36] = [
     "ro",
     "defaults",
     "auto",
@@ -182,14 +186,15 @@ const IGNORED: [&str; 33] = [
     "user",
     "nouser",
     "users",
+    "nousers",
     "owner",
+    "noowner",
     "group",
+    "nogroup",
     "nodev",
     "nosuid",
     "dev",
     "suid",
-    "exec",
-    "atime",
     "diratime",
     "nodiratime",
     "relatime",
@@ -201,6 +206,8 @@ const IGNORED: [&str; 33] = [
     "async",
     "sync",
     "dirsync",
+    "mand",
+    "nomand",
     "silent",
     "loud",
     "default_permissions",
@@ -261,7 +268,11 @@ impl Options {
             }
             ("rw", None) => self.rw = true,
             ("noexec", None) => self.noexec = true,
+            ("exec", None) => self.noexec = false,
             ("noatime", None) => self.noatime = true,
+            ("atime", None) => self.noatime = false,
+            ("nosymfollow", None) => self.nosymfollow = true,
+            ("symfollow", None) => self.nosymfollow = false,
             ("allow_other", None) => self.allow_other = true,
             ("follow", Some(folder)) if !folder.is_empty() => self.view.follow.push(folder.into()),
             (key, Some(value)) if is_own(key) => {
@@ -401,7 +412,11 @@ impl Options {
         Ok(())
     }
 
-    /// Makes the paths among the options absolute: the daemon leaves the working directory.
+    /// Makes the paths among the options absolute: the daemon leaves the working directory, and
+    /// keeps no descriptor of its caller that a path may name.
+    ///
+    /// # Errors
+    /// If the working directory is gone.
     pub fn make_absolute(&mut self) -> std::io::Result<()> {
         let paths = self.view.follow.iter_mut();
         let paths = paths.chain(self.view.reference.as_mut()).chain(self.log.as_mut());
@@ -411,6 +426,11 @@ impl Options {
         };
         for path in paths.chain(self.assemble.as_mut()).chain(index_dir) {
             *path = std::path::absolute(&*path)?;
+            let of_descriptor = ["/dev/fd", "/proc/self/fd"].iter().any(|p| path.starts_with(p));
+            // A pipe has no path of its own.
+            if of_descriptor && let Ok(real) = std::fs::canonicalize(&*path) {
+                *path = real;
+            }
         }
         Ok(())
     }
@@ -504,6 +524,35 @@ mod tests {
         assert!(options.rw && options.noexec);
         assert_eq!(options.contexts, ["context=system_u:object_r:x:s0:c1,c2"]);
         assert_eq!(parse("").unwrap(), Options::default());
+    }
+
+    #[test]
+    fn of_opposites_the_last_one_counts() {
+        let flags = |options| parse(options).map(|options| (options.noexec, options.noatime));
+        assert_eq!(flags("noexec,noatime"), Ok((true, true)));
+        assert_eq!(flags("noexec,exec,noatime,atime"), Ok((false, false)));
+        assert_eq!(flags("exec,noexec,atime,noatime"), Ok((true, true)));
+        assert!(!parse("nosymfollow,symfollow").unwrap().nosymfollow);
+    }
+
+    /// The options of mount(8), version 2.42, that do not depend on the file system, and their
+    /// opposites.
+    const OF_MOUNT: &str = "async sync atime noatime auto noauto context=a fscontext=a \
+        defcontext=a rootcontext=a defaults dev nodev diratime nodiratime dirsync exec noexec \
+        group nogroup iversion noiversion mand nomand _netdev nofail relatime norelatime \
+        strictatime nostrictatime lazytime nolazytime suid nosuid silent loud owner noowner ro rw \
+        user nouser users nousers user=joe nosymfollow symfollow comment=a x-systemd.automount \
+        x-initrd.mount x-gvfs-hide X-mount.mkdir X-mount.mkdir=0755 X-mount.subdir=a \
+        X-mount.owner=joe X-mount.group=joe X-mount.mode=0755 X-mount.idmap=b:0:1:1 \
+        X-mount.nocanonicalize=source X-mount.noloop X-mount.auto-fstypes=tensorfs";
+
+    #[test]
+    fn every_option_of_mount_8_for_all_file_systems_is_accepted() {
+        for option in OF_MOUNT.split_whitespace() {
+            assert!(parse(option).is_ok(), "{option}");
+        }
+        assert!(parse("nosymfollow").unwrap().nosymfollow);
+        assert!(!parse("nosymfollow,symfollow").unwrap().nosymfollow);
     }
 
     #[test]

@@ -14,13 +14,15 @@ use serde_json::{Value, json};
 use tensorfs::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
 use tensorfs::checkpoint::Content;
 use tensorfs::counters::Counters;
+use tensorfs::error::real_name;
 use tensorfs::io::{Budget, Direct, Engine, Settings};
 use tensorfs::verify::gate::{Checker, Gate};
 
 use crate::asks::Asks;
 use crate::assemble::Assembler;
 use crate::kernel::{Init, Report};
-use crate::nodes::{Node, NodeKind};
+use crate::log;
+use crate::node::{Node, NodeKind};
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
 /// Files that `status` names, those read most first.
@@ -76,7 +78,7 @@ impl Files {
         let closed = &mut self.closed;
         let used = self.open.entry(ino).or_insert_with(|| closed.remove(&ino).unwrap_or_default());
         used.open += 1;
-        used.path = path.display().to_string();
+        used.path = real_name(path);
         let Some(file) = file else { return };
         if !std::ptr::eq(used.current.as_ptr(), Arc::as_ptr(file)) {
             used.bytes_before = used.bytes_served();
@@ -103,30 +105,37 @@ impl Files {
     }
 }
 
+/// What assembles files, where `options` ask for it, not started yet. Its folder must be apart from
+/// `places`, the source and the mount.
+///
+/// # Errors
+/// One line that says why the folder cannot be used.
+pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<Assembler>, String> {
+    let Some(folder) = &options.assemble else { return Ok(None) };
+    if options.verify == Verify::Read {
+        tracing::warn!("nothing is assembled: with verify=read no copies are used");
+        return Ok(None);
+    }
+    if options.passthrough != Passthrough::Auto || !geteuid().is_root() {
+        tracing::warn!("nothing is assembled: only root's mounts use copies");
+        return Ok(None);
+    }
+    Assembler::open(folder, options.assemble_size, places).map(Some)
+}
+
 impl Service {
-    /// Starts what `options` ask for. Nothing of ours is to lie in `places`, the source and the
-    /// mount.
+    /// Starts what `options` ask for.
     ///
     /// # Errors
     /// One line that says what is wrong.
     pub(crate) fn start(
         options: &Options,
         view: &Value,
-        places: &[&Path],
+        assembler: Option<Assembler>,
     ) -> Result<Arc<Service>, String> {
-        let passthrough = options.passthrough == Passthrough::Auto && geteuid().is_root();
-        let assembler = match &options.assemble {
-            Some(_) if options.verify == Verify::Read => {
-                tracing::warn!("nothing is assembled: with verify=read no copies are used");
-                None
-            }
-            Some(_) if !passthrough => {
-                tracing::warn!("nothing is assembled: only root's mounts use copies");
-                None
-            }
-            Some(folder) => Some(Assembler::start(folder, options.assemble_size, places)?),
-            None => None,
-        };
+        if let Some(assembler) = &assembler {
+            assembler.start()?;
+        }
         let counters = Arc::new(Counters::default());
         let settings =
             Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
@@ -201,15 +210,16 @@ impl Service {
 
     /// A real file with the bytes of the virtual file `node`, where there is one.
     pub(crate) fn copy_of(&self, node: &Node, file: &CachedFile) -> Option<Arc<File>> {
-        self.assembler.as_ref()?.ready(node.version()?, file.reader())
+        self.assembler.as_ref()?.ready(&node.version()?, file.reader())
     }
 
     /// Takes note that the virtual file `node` was opened, or `served` bytes of it were.
     pub(crate) fn read_by_us(&self, node: &Node, file: &CachedFile, served: Option<usize>) {
-        let (Some(assembler), Some(version)) = (&self.assembler, node.version()) else { return };
+        let Some(assembler) = &self.assembler else { return };
+        let Some(version) = node.version() else { return };
         match served {
-            Some(bytes) => assembler.served(version, file.reader(), bytes as u64),
-            None => assembler.opened(version, file.reader()),
+            Some(bytes) => assembler.served(&version, file.reader(), bytes as u64),
+            None => assembler.opened(&version, file.reader()),
         }
     }
 
@@ -242,9 +252,9 @@ impl Service {
         }
     }
 
-    /// What `tensorfs status` shows; `index` is what it says of indexes. Never waits for the
-    /// source.
-    pub(crate) fn status(&self, index: Value) -> Value {
+    /// What `tensorfs status` shows; `index` is what it says of indexes, `tail` of the last pieces
+    /// of checkpoints. Never waits for the source.
+    pub(crate) fn status(&self, index: Value, tail: Value) -> Value {
         let (budget, used) = self.cache.memory();
         let files = self.lock_files();
         let open: usize = files.open.values().map(|used| used.open).sum();
@@ -264,7 +274,9 @@ impl Service {
             "engine": self.engine.describe(),
             "checksums": self.checker.as_ref().map(Checker::describe),
             "index": index,
+            "tail": tail,
             "assemble": self.assembler.as_ref().map(Assembler::status),
+            "log_lines_dropped": log::dropped(),
             "open_files": open,
             "files": shown.collect::<Vec<_>>(),
         })

@@ -6,27 +6,31 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fuser::{Config, INodeNo, Session, SessionACL};
 use nix::libc;
-use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getegid, geteuid};
 use tensorfs::checkpoint::Tree;
-use tensorfs::error::shown_path;
-use tensorfs::source::mountinfo;
+use tensorfs::error::{real_name, shown_path};
+use tensorfs::source::{behind_mount, mountinfo};
 use tensorfs::view::View;
 
+use crate::assemble::Assembler;
 use crate::attach::{self, Attached, Detach};
+use crate::attributes::Common;
 use crate::control::{self, Control};
-use crate::fs::{Common, TensorFs};
+use crate::ending::Ending;
+use crate::fs::TensorFs;
 use crate::kernel;
 use crate::nodes::Nodes;
-use crate::options::{Options, Passthrough, Verify};
+use crate::options::{IndexDir, Options, Passthrough, Verify};
+use crate::place;
 use crate::push;
-use crate::service::Service;
+use crate::service::{self, Service};
+use crate::stalled::{probe_path, unless_stalled};
 use crate::watch::Watcher;
 
 /// How long a fresh mount may take to answer its first request.
@@ -47,10 +51,36 @@ const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and the folder that it is to be mounted on, checked.
 pub(crate) struct Plan {
+    /// What is mounted, absolute.
+    pub source: PathBuf,
     /// Folder that is mounted on, absolute.
     pub target: PathBuf,
     nodes: Arc<Nodes>,
+    assembler: Option<Assembler>,
     options: Options,
+}
+
+impl Plan {
+    /// Opens the folder of `assemble=`, if there is one.
+    ///
+    /// # Errors
+    /// One line that says why it cannot be used; also where it does not answer.
+    pub(crate) fn open_assembler(&mut self) -> Result<(), String> {
+        let options = self.options.clone();
+        let places = [self.nodes.tree().source.clone(), self.target.clone()];
+        let folder = options.assemble.as_deref().map(shown_path);
+        let open = move || service::assembler(&options, &[&places[0], &places[1]]);
+        let opened = unless_stalled(self.options.io_timeout, open);
+        let stalls = |why| format!("assemble={}: {why}; not mounted", folder.unwrap_or_default());
+        self.assembler = opened.map_err(stalls)??;
+        Ok(())
+    }
+
+    /// What was found while it was made that a user should know, a line each: all of it stands in
+    /// the log already.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        self.nodes.tails().warnings(&self.nodes.tree())
+    }
 }
 
 /// A mount that answers.
@@ -58,6 +88,7 @@ pub(crate) struct Running {
     target: PathBuf,
     minor: Option<u32>,
     service: Arc<Service>,
+    connection: OwnedFd,
     control: Option<Control>,
     server: JoinHandle<io::Result<()>>,
 }
@@ -65,9 +96,48 @@ pub(crate) struct Running {
 /// Checks source and target, and proves what has to be proved before the mount may stand.
 ///
 /// # Errors
-/// One line that says what is wrong.
+/// One line that says what is wrong; also where source or target do not answer.
 pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Plan, String> {
-    let target = check_target(target)?;
+    let limit = options.io_timeout;
+    let (place, wanted) = (target.to_owned(), source.to_owned());
+    let mut options = options;
+    let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));
+    let checked = unless_stalled(limit, move || check_target(&place));
+    let place = checked.map_err(|why| stalls(target, why))??;
+    probe_path(source, limit).map_err(|why| stalls(source, why))?;
+    probe_options(&mut options)?;
+    let planned = unless_stalled(limit, move || plan_source(&wanted, place, options));
+    planned.map_err(|why| stalls(source, why))?
+}
+
+/// Looks at the folders and files that `options` name. An index folder that does not answer is not
+/// used; any other is an error.
+fn probe_options(options: &mut Options) -> Result<(), String> {
+    let limit = options.io_timeout;
+    let follow = options.view.follow.iter().map(|folder| ("follow", folder));
+    let reference = options.view.reference.iter().map(|file| ("reference", file));
+    let assemble = options.assemble.iter().map(|folder| ("assemble", folder));
+    for (option, path) in follow.chain(reference).chain(assemble) {
+        let stalls = |why| format!("{option}={}: {why}; not mounted", shown_path(path));
+        probe_path(path, limit).map_err(stalls)?;
+    }
+    if let Some(folder) = options.index_dir.folder()
+        && let Err(why) = probe_path(&folder, limit)
+    {
+        let why = format!("{}: {why}", shown_path(&folder));
+        if options.verify == Verify::Read {
+            return Err(format!("{why}; verify=read needs its checksums; not mounted"));
+        }
+        tracing::warn!("{why}; no index is kept");
+        options.index_dir = IndexDir::Nowhere;
+    }
+    Ok(())
+}
+
+fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Plan, String> {
+    // A source on a mount of ours is read where that mount reads it.
+    let behind = behind_mount(source).map(|behind| behind.path);
+    let source = behind.as_deref().unwrap_or(source);
     let view = View { index: index_folder(&options, &target), ..options.view.clone() };
     let checked = options.verify == Verify::Read;
     if checked && view.index.is_none() {
@@ -77,12 +147,15 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Pla
     }
     let tree = Tree::scan(source, &view).map_err(|e| e.to_string())?;
     check_nesting(&tree, &target)?;
-    for line in &tree.skipped {
+    for line in &tree.left_out.lines {
         tracing::warn!("{line}");
     }
+    if let Some(summary) = tree.left_out.summary() {
+        tracing::warn!("{summary}");
+    }
     let nodes = Arc::new(Nodes::new(tree, checked));
-    prove_enough(&nodes, source)?;
-    Ok(Plan { target, nodes, options })
+    prove_enough(&nodes)?;
+    Ok(Plan { source: source.to_owned(), target, nodes, assembler: None, options })
 }
 
 /// Where indexes are kept; not in the mount itself, whose daemon cannot wait for itself.
@@ -98,7 +171,7 @@ fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
 
 /// Proves the checkpoints until one is found whole: a single one has to be, of several at
 /// least one.
-fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
+fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     let mut refusals = Vec::new();
     for head in nodes.tree().families() {
         let outcomes = nodes.prove(head);
@@ -114,9 +187,7 @@ fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
         }
     }
     match refusals.as_slice() {
-        [] => {
-            Err(format!("{}: no safetensors or bintensors files here or below", shown_path(source)))
-        }
+        [] => Err(nodes.tree().nothing_found()),
         [(_, error)] => Err(error.to_string()),
         [(_, error), more @ ..] => {
             Err(format!("{error}; and {} more checkpoints are refused", more.len()))
@@ -126,18 +197,18 @@ fn prove_enough(nodes: &Nodes, source: &Path) -> Result<(), String> {
 
 /// The folder to mount on, cleared of a mount of ours whose daemon is dead.
 fn check_target(target: &Path) -> Result<PathBuf, String> {
-    let fail = |e: io::Error| format!("{}: {e}", target.display());
+    let fail = |e: io::Error| format!("{}: {e}", shown_path(target));
     let path = mountinfo::absolute_target(target).map_err(fail)?;
     if mountinfo::ours_at(&path).map_err(fail)?.is_some() {
         if !is_dead(&path) {
-            return Err(format!("{}: a tensorfs mount is already there", path.display()));
+            return Err(format!("{}: a tensorfs mount is already there", shown_path(&path)));
         }
-        tracing::info!("{}: taking off a dead mount", path.display());
+        tracing::info!("{}: taking off a dead mount", shown_path(&path));
         attach::detach(&path, Detach::Lazy).map_err(fail)?;
     }
     let meta = std::fs::metadata(&path).map_err(fail)?;
     if !meta.is_dir() {
-        return Err(format!("{}: not a folder", target.display()));
+        return Err(format!("{}: not a folder", shown_path(target)));
     }
     Ok(path)
 }
@@ -168,16 +239,16 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
     let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     let (source_inode, target_inode) = (inode(source), inode(target));
     if target.ancestors().any(|above| inode(above) == source_inode) {
-        let (target, source) = (target.display(), source.display());
+        let (target, source) = (shown_path(target), shown_path(source));
         return Err(format!("{target}: lies inside the source {source}; mount somewhere else"));
     }
     if source.ancestors().any(|above| inode(above) == target_inode) {
-        let (target, source) = (target.display(), source.display());
+        let (target, source) = (shown_path(target), shown_path(source));
         return Err(format!("{source}: lies on {target}, which the mount would hide"));
     }
     // Through links the source may reach what the mount is to stand on.
     if target_inode.is_some_and(|inode| tree.reaches(target, inode)) {
-        let (target, source) = (target.display(), source.display());
+        let (target, source) = (shown_path(target), shown_path(source));
         return Err(format!("{source}: has links into {target}, where it is to be mounted"));
     }
     Ok(())
@@ -188,21 +259,24 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
 /// # Errors
 /// One line that says what is wrong; nothing stays mounted.
 pub(crate) fn start(plan: Plan) -> Result<Running, String> {
-    let Plan { target, nodes, options } = plan;
+    let Plan { target, nodes, assembler, options, .. } = plan;
     let source = nodes.tree().source.clone();
-    let fsname = options.fsname.clone().unwrap_or_else(|| source.display().to_string());
+    let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
     let view = options.view.to_json();
-    let service = Service::start(&options, &view, &[&source, &target])?;
+    let service = Service::start(&options, &view, assembler)?;
     let request = kernel::before_mount(&options);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
     let ours = mountinfo::at(&target).unwrap_or_default();
     if ours.iter().filter(|mount| mount.fstype == mountinfo::FSTYPE).count() > 1 {
         let _ = attach::detach(&target, Detach::Lazy);
-        return Err(format!("{}: another tensorfs was mounted at the same time", target.display()));
+        return Err(format!(
+            "{}: another tensorfs was mounted at the same time",
+            shown_path(&target)
+        ));
     }
     let undo = |e: io::Error| {
         let _ = attach::detach(&target, Detach::Lazy);
-        format!("{}: {e}", target.display())
+        format!("{}: {e}", shown_path(&target))
     };
     let watcher = Watcher::new();
     let common = Common {
@@ -213,16 +287,17 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         is_root: !by_fusermount,
         max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
         view,
-        source: nodes.tree().folders[0].path.clone(),
+        source: nodes.tree().folder(0).path.clone(),
     };
     let (pusher, tasks) = push::pusher();
     let fs = TensorFs::new(nodes.clone(), common, watcher.clone(), service.clone(), pusher);
+    let connection = fd.try_clone().map_err(undo)?;
     let server = serve(fs, fd, &watcher, &service, tasks).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let mut running = Running { target, minor, service, control: None, server };
+    let mut running = Running { target, minor, service, connection, control: None, server };
     if let Err(e) = running.wait_for_answer() {
-        let _ = attach::detach(&running.target, Detach::Force);
-        return Err(format!("{}: the mount does not answer: {e}", running.target.display()));
+        running.take_off();
+        return Err(format!("{}: the mount does not answer: {e}", shown_path(&running.target)));
     }
     if let Some(init) = running.service.init.get() {
         let report = kernel::after_init(minor, &options, init, request);
@@ -274,7 +349,7 @@ fn control(
 ) -> Option<Control> {
     let facts = control::Facts { target: target.to_owned(), source, minor };
     let service = service.clone();
-    control::serve(facts, move || service.status(nodes.index_status()))
+    control::serve(facts, move || service.status(nodes.index_status(), nodes.tails().status()))
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
         .ok()
 }
@@ -305,82 +380,39 @@ impl Running {
         }
     }
 
+    /// Takes the mount off; files that are open fail.
+    pub(crate) fn take_off(&self) {
+        if attach::detach(&self.target, Detach::Force).is_err()
+            && let Some(minor) = self.minor
+        {
+            let _ = place::take_off(minor);
+        }
+    }
+
     /// Serves until the mount is taken off, by somebody else or by us on SIGTERM or SIGINT.
     ///
-    /// The signals have to be blocked in all threads: see `block_signals`.
+    /// The signals have to be blocked in all threads: see `ending::block_signals`.
     ///
     /// # Errors
     /// What ended the connection, if not an unmount.
     pub(crate) fn serve(self) -> Result<(), String> {
-        let Running { target, minor, service, control: _until_the_end, server } = self;
-        let place = target.clone();
-        let of_signal = service.clone();
-        std::thread::spawn(move || unmount_on_signal(&place, minor, &of_signal));
+        let Running { target, minor, service, connection, control: _until_the_end, server } = self;
+        let taking_off = Arc::new(Mutex::new(()));
+        let ending = Ending {
+            target: target.clone(),
+            minor,
+            connection,
+            service: service.clone(),
+            taking_off: taking_off.clone(),
+        };
+        std::thread::spawn(move || ending.unmount_on_signal());
         let ended = server.join();
+        let _taken_off = taking_off.lock().unwrap_or_else(PoisonError::into_inner);
         service.stop();
         match ended {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(e)) => Err(format!("{}: the connection ended: {e}", target.display())),
-            Err(_) => Err(format!("{}: the server failed by a bug", target.display())),
+            Ok(Err(e)) => Err(format!("{}: the connection ended: {e}", shown_path(&target))),
+            Err(_) => Err(format!("{}: the server failed by a bug", shown_path(&target))),
         }
     }
-}
-
-/// Blocks the signals that end a mount in this thread and all that it starts.
-pub(crate) fn block_signals() {
-    if let Err(e) = ending_signals().thread_block() {
-        tracing::warn!("signals cannot be blocked: {e}");
-    }
-}
-
-/// The signals that end a mount. One that was ignored when the program started, as nohup does
-/// with SIGHUP, stays so: the kernel would hand it to `wait` all the same.
-pub(crate) fn ending_signals() -> SigSet {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let ignored = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
-    let ending = ending.into_iter().filter(|&signal| ignored >> (signal as u32 - 1) & 1 == 0);
-    SigSet::from_iter(ending)
-}
-
-/// How long open files are served after the mount was asked to end.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// At the first signal takes the mount off the tree. Files that are still open are served until
-/// the last one is closed, for `DRAIN_TIMEOUT` at most or until a second signal; then their
-/// readers get errors. The process ends with the last file.
-fn unmount_on_signal(target: &Path, minor: Option<u32>, service: &Service) {
-    let Ok(signal) = ending_signals().wait() else { return };
-    tracing::info!("{signal}: unmounting {}", target.display());
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-    let ours = mountinfo::ours_at(target).ok().flatten();
-    // Something else may have been mounted here since.
-    if ours.is_some_and(|mount| Some(mount.minor) == minor) {
-        match attach::detach(target, Detach::Clean) {
-            Ok(()) => {}
-            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
-                if let Err(e) = attach::detach(target, Detach::Lazy) {
-                    tracing::error!("{}: cannot unmount: {e}", target.display());
-                }
-            }
-            Err(e) => tracing::error!("{}: cannot unmount: {e}", target.display()),
-        }
-    }
-    service.stop();
-    let drain = || {
-        // Long enough for a connection without open files to have ended the process.
-        std::thread::sleep(Duration::from_secs(1));
-        let seconds = DRAIN_TIMEOUT.as_secs();
-        let status = format!("files are still open; they fail after {seconds} seconds");
-        tracing::warn!("{status}, or at once after another signal");
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status)]);
-        std::thread::sleep(DRAIN_TIMEOUT);
-        control::exit();
-    };
-    match std::thread::Builder::new().name("drain".to_owned()).spawn(drain) {
-        Ok(_) => drop(ending_signals().wait()),
-        Err(_) => drain(),
-    }
-    control::exit();
 }

@@ -1,22 +1,21 @@
 //! Seeing that a source changes while it is read: what the kernel has cached of it must not be
 //! served beside new bytes, and a reader of the cache does not ask us.
 //!
-//! Events of the file system tell at once; what they do not tell (a write through a mapping,
+//! Events of the kernel tell at once; what they do not tell (a write through a mapping,
 //! another machine on a network file system) a look at every open source finds each second.
 //! File systems that may not answer are looked at by threads of their own: a source that
 //! stalls hides no change of another.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::poll::PollTimeout;
+use tensorfs::error::shown_path;
 use tensorfs::source::Source;
 
 use crate::asks::offload;
+use crate::file_events::{self, FileEvents, FileWatch};
 
 /// Time between two looks at all open sources.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
@@ -30,20 +29,26 @@ pub(crate) type Forget = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// Watches the sources of open files.
 pub(crate) struct Watcher {
-    inotify: Option<Inotify>,
+    /// `None` where the kernel has none for us: then each second has to do.
+    events: Option<Arc<FileEvents>>,
     state: Mutex<State>,
     forget: OnceLock<Forget>,
 }
 
 #[derive(Default)]
 struct State {
-    /// Folder of each watch descriptor.
-    folders: HashMap<WatchDescriptor, PathBuf>,
     /// By number of the watch: the inode, and the sources whose bytes it shows.
-    open: HashMap<u64, (u64, Vec<Weak<Source>>)>,
+    open: HashMap<u64, (u64, Vec<Watching>)>,
     next: u64,
     /// By device: file systems that may not answer.
     lanes: HashMap<u64, Lane>,
+}
+
+/// A source that is watched.
+#[derive(Clone)]
+struct Watching {
+    source: Weak<Source>,
+    events: Option<Arc<FileWatch>>,
 }
 
 /// What to look at on one file system. It has a thread for each source being looked at.
@@ -102,19 +107,20 @@ pub(crate) struct Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        self.watcher.lock().open.remove(&self.number);
+        let ended = self.watcher.lock().open.remove(&self.number);
+        let ended = ended.into_iter().flat_map(|(_, sources)| sources);
+        ended.filter_map(|watching| watching.events).for_each(|events| events.end());
     }
 }
 
 impl Watcher {
     /// A watcher that does nothing until `start`.
     pub(crate) fn new() -> Arc<Watcher> {
-        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK);
-        if let Err(e) = &inotify {
+        let events = FileEvents::new().map_err(|e| {
             tracing::warn!("changes of the source are seen within a second only: inotify: {e}");
-        }
+        });
         let state = Mutex::new(State::default());
-        Arc::new(Watcher { inotify: inotify.ok(), state, forget: OnceLock::new() })
+        Arc::new(Watcher { events: events.ok(), state, forget: OnceLock::new() })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
@@ -129,39 +135,56 @@ impl Watcher {
         Ok(())
     }
 
-    /// Watches `sources`, whose bytes inode `ino` shows, until the result is dropped.
-    pub(crate) fn watch(self: &Arc<Self>, ino: u64, sources: &[Arc<Source>]) -> Watched {
-        let mut folders: Vec<&Path> = sources.iter().filter_map(|s| s.path().parent()).collect();
-        folders.dedup();
-        folders.into_iter().for_each(|folder| self.watch_folder(folder));
+    /// Watches `sources`, which are open and whose bytes inode `ino` shows, until the result is
+    /// dropped. `unread`: nobody has any bytes of them yet.
+    pub(crate) fn watch(
+        self: &Arc<Self>,
+        ino: u64,
+        sources: &[Arc<Source>],
+        unread: bool,
+    ) -> Watched {
+        let watching = sources.iter().map(|source| Watching {
+            source: Arc::downgrade(source),
+            events: self.events_of(source, unread),
+        });
+        let watching = watching.collect();
         let mut state = self.lock();
         state.next += 1;
         let number = state.next;
-        state.open.insert(number, (ino, sources.iter().map(Arc::downgrade).collect()));
+        state.open.insert(number, (ino, watching));
         drop(state);
         Watched { watcher: self.clone(), number }
     }
 
-    /// Adds the watch each time: another folder may stand at the path by now, and the kernel
-    /// knows those that it watches already.
-    fn watch_folder(&self, folder: &Path) {
-        let Some(inotify) = &self.inotify else { return };
-        let mask =
-            AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_CLOSE_WRITE;
-        match inotify.add_watch(folder, mask) {
-            Ok(watch) => {
-                self.lock().folders.insert(watch, folder.to_owned());
-            }
-            Err(e) => tracing::debug!("{}: not watched: inotify: {e}", folder.display()),
+    /// Has the kernel tell of `source`, and the source ask what the kernel has told.
+    fn events_of(&self, source: &Arc<Source>, unread: bool) -> Option<Arc<FileWatch>> {
+        let file = source.open_file()?;
+        let local = source.file_system().is_local();
+        if local {
+            file_events::note_stores(&file);
         }
+        let watch = self.events.as_ref()?.watch(&file, local).map_err(|e| {
+            tracing::debug!("{}: not watched: inotify: {e}", shown_path(source.path()));
+        });
+        let watch = watch.ok()?;
+        // Of a remote file system the kernel knows only what this machine does.
+        if local {
+            let confirmed = if unread { source.settle() } else { source.check() };
+            if confirmed.is_ok() {
+                source.set_witness(watch.clone());
+            }
+        }
+        Some(watch)
     }
 
     fn run(self: &Arc<Self>) {
         let mut swept = Instant::now();
         loop {
             self.wait(SWEEP_INTERVAL.saturating_sub(swept.elapsed()));
-            for path in self.changed_paths() {
-                self.check(|_, source| source.path() == path);
+            let touched = self.events.as_ref().map(|events| events.take_touched());
+            if let Some(touched) = touched.filter(|touched| !touched.is_empty()) {
+                let is_touched = |watch: &Arc<FileWatch>| touched.contains(watch);
+                self.check(|_, watching| watching.events.as_ref().is_some_and(is_touched));
             }
             if swept.elapsed() >= SWEEP_INTERVAL {
                 self.sweep();
@@ -173,45 +196,25 @@ impl Watcher {
     /// Waits for an event, for `time` at most.
     fn wait(&self, time: Duration) {
         let timeout = PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX);
-        match &self.inotify {
-            Some(inotify) => {
-                let _ = poll(&mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)], timeout);
-            }
+        match &self.events {
+            Some(events) => events.wait(timeout),
             None => std::thread::sleep(time),
         }
     }
 
-    /// The files that events have told of.
-    fn changed_paths(&self) -> Vec<PathBuf> {
-        let events = self.inotify.as_ref().and_then(|inotify| inotify.read_events().ok());
-        let mut state = self.lock();
-        let mut paths = Vec::new();
-        for event in events.unwrap_or_default() {
-            if event.mask.contains(AddWatchFlags::IN_IGNORED) {
-                state.folders.remove(&event.wd);
-            } else if let (Some(folder), Some(name)) = (state.folders.get(&event.wd), event.name) {
-                paths.push(folder.join(name));
-            }
-        }
-        paths.sort();
-        paths.dedup();
-        paths
-    }
-
     /// Confirms the sources chosen, by inode that shows them, and forgets what shows changed
     /// ones. Does not wait for file systems that may not answer.
-    fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Source) -> bool) {
+    fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Watching) -> bool) {
         let open: Vec<_> = self.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
         for (number, (ino, sources)) in open {
             let mut changed = Vec::new();
-            for weak in sources {
-                let Some(source) = weak.upgrade().filter(|source| chosen(ino, source)) else {
-                    continue;
-                };
+            for watching in sources.into_iter().filter(|watching| chosen(ino, watching)) {
+                let weak = watching.source;
+                let Some(source) = weak.upgrade() else { continue };
                 if !source.file_system().is_local() {
                     let look = Look { number, ino, source: weak };
                     self.lock().lanes.entry(source.identity().dev).or_default().push(look);
-                } else if has_changed(&source) {
+                } else if has_changed(&source, watching.events.as_deref()) {
                     changed.push(weak);
                 }
             }
@@ -242,7 +245,7 @@ impl Watcher {
             let Look { number, ino, source } = &look;
             // Not dropped before it counts as looked at: that may close its file.
             let held = source.upgrade();
-            if held.as_ref().is_some_and(has_changed) {
+            if held.as_ref().is_some_and(|source| has_changed(source, None)) {
                 self.changed(*number, *ino, std::slice::from_ref(source));
             }
             drop(held);
@@ -264,15 +267,24 @@ impl Watcher {
         if changed.is_empty() {
             return;
         }
+        self.forget(ino);
+        let is_done =
+            |watching: &mut Watching| changed.iter().any(|done| done.ptr_eq(&watching.source));
+        let mut state = self.lock();
+        let Some((_, left)) = state.open.get_mut(&number) else { return };
+        let done: Vec<Watching> = left.extract_if(.., is_done).collect();
+        drop(state);
+        done.into_iter().filter_map(|watching| watching.events).for_each(|events| events.end());
+    }
+
+    /// Has the kernel forget what it has cached of inode `ino`.
+    pub(crate) fn forget(&self, ino: u64) {
         // It waits for reads of the inode, and those may wait for a source that stalls.
         if let Some(forget) = self.forget.get() {
             let off_thread = forget.clone();
             if !offload(move || off_thread(ino)) {
                 forget(ino);
             }
-        }
-        if let Some((_, left)) = self.lock().open.get_mut(&number) {
-            left.retain(|source| !changed.iter().any(|done| done.ptr_eq(source)));
         }
     }
 
@@ -287,7 +299,14 @@ impl Watcher {
     }
 }
 
-/// Looks at a source; whether it has changed.
-fn has_changed(source: &Arc<Source>) -> bool {
-    source.check().is_err() && source.is_changed()
+/// Looks at a source; whether it has changed. Where all its times are the same, `events` learns
+/// that nobody has written through a mapping.
+fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
+    let (closes, before) = (events.map(FileWatch::closes), source.identity());
+    let changed = source.check().is_err() && source.is_changed();
+    let same = !changed && source.identity() == before && source.file_system().notes_stores();
+    if let (Some(events), Some(closes), true) = (events, closes, same) {
+        events.confirm(closes);
+    }
+    changed
 }

@@ -11,10 +11,12 @@ use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError};
 use pyo3::prelude::*;
 use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
+use tensorfs::error::real_name;
 use tensorfs::format::Format;
 use tensorfs::format::names::is_weights;
+use tensorfs::format::safetensors::Header;
 use tensorfs::index::Store;
-use tensorfs::process::PerProcess;
+use tensorfs::process::{PerProcess, token};
 use tensorfs::source::{Behind, behind_mount};
 use tensorfs::view::{Arrangement, View};
 
@@ -25,7 +27,8 @@ use crate::loading::LOOK;
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Checkpoint {
     first: Arc<core::Checkpoint>,
-    process: u32,
+    /// The token of the process that opened it.
+    process: u64,
     again: PerProcess<Arc<core::Checkpoint>>,
 }
 
@@ -63,12 +66,12 @@ impl Checkpoint {
                 )));
             }
         };
-        Ok(Checkpoint { first, process: std::process::id(), again: PerProcess::new() })
+        Ok(Checkpoint { first, process: token(), again: PerProcess::new() })
     }
 
     /// It, as this process has it.
     pub(crate) fn own(&self) -> Arc<core::Checkpoint> {
-        if std::process::id() == self.process {
+        if token() == self.process {
             return self.first.clone();
         }
         self.again.get_or_init(|| self.first.renewed()).clone()
@@ -145,7 +148,7 @@ impl Checkpoint {
         let pieces = catalog.tensor_at(position).pieces();
         let piece = |piece: tensorfs::catalog::Piece<'_>| {
             let path = checkpoint.sources()[piece.shard.0 as usize].path();
-            (path.display().to_string(), piece.range.start, piece.range.end)
+            (real_name(path), piece.range.start, piece.range.end)
         };
         pieces.map(piece).collect()
     }
@@ -160,7 +163,7 @@ impl Checkpoint {
 
     /// The metadata of the files, merged.
     fn metadata(&self) -> Option<BTreeMap<String, String>> {
-        self.first.catalog().metadata.clone()
+        self.first.catalog().metadata.as_deref().cloned()
     }
 
     fn __len__(&self) -> usize {
@@ -206,4 +209,24 @@ fn open_set(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoint>>
     let (arrangement, format) = (Arrangement::Original, Format::default());
     let index = Store::of_user().map(|store| store.folder().to_owned());
     core::Checkpoint::open_with(path, &View { arrangement, format, index, ..view.clone() })
+}
+
+/// A tensor of a file in memory: name, dtype, shape, first byte and end.
+type Described = (String, &'static str, Vec<u64>, usize, usize);
+
+/// The tensors of a safetensors file in memory, in the order in which they lie there.
+///
+/// # Errors
+/// `SafetensorError` where it is not a whole, valid file.
+#[pyfunction]
+pub(crate) fn describe(py: Python<'_>, data: &[u8]) -> PyResult<Vec<Described>> {
+    let refused = |fault| raised(py, &tensorfs::Error::refused(Path::new("<bytes>"), fault), None);
+    let header = Header::of_file(data).map_err(refused)?;
+    let start = header.data_start() as usize;
+    let described = header.tensors.into_iter().map(|entry| {
+        let range = entry.data_offsets;
+        let range = (start + range.start as usize, start + range.end as usize);
+        (entry.name, entry.dtype.name(), entry.shape, range.0, range.1)
+    });
+    Ok(described.collect())
 }

@@ -170,7 +170,7 @@ pub(crate) fn capsule<'py>(
         let deleter: unsafe extern "C" fn(*mut Managed) = delete::<Managed>;
         let managed = Managed { tensor, context, deleter: Some(deleter) };
         let held = Box::into_raw(Box::new(Held { managed, shape, _region: region }));
-        // SAFETY: likewise.
+        // SAFETY: `held` is ours until the capsule is made of it.
         unsafe {
             (*held).managed.tensor.shape = (*held).shape.as_mut_ptr();
             (*held).managed.context = held.cast();
@@ -285,6 +285,9 @@ pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Memory<'py>
         return Err(PyBufferError::new_err("is not contiguous"));
     }
     let len = dtype.bits_of(&shape).map_or(0, |bits| bits / 8) as usize;
+    if tensor.data.is_null() && len > 0 {
+        return Err(PyBufferError::new_err("has no memory"));
+    }
     let address = tensor.data as usize + tensor.byte_offset as usize;
     Ok((address, len, dtype.name(), shape, capsule))
 }

@@ -6,13 +6,14 @@ use std::io;
 use nix::libc;
 use pyo3::prelude::*;
 use tensorfs::Error;
+use tensorfs::error::{real_name, shown};
 
 /// `error`, met while loading what `loaded` names.
 pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyErr {
-    let path = error.path().map(|path| path.display().to_string());
+    let path = error.path().map(real_name);
     let (errno, message) = match error {
         Error::Io { action, source, .. } => {
-            (Some(errno(source)), format!("cannot {action}: {source}"))
+            (Some(errno(source)), shown(&format!("cannot {action}: {source}")))
         }
         _ => (None, error.to_string()),
     };

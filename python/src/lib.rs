@@ -17,7 +17,17 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<loading::Plan>()?;
     module.add_class::<memory::Area>()?;
     module.add_class::<memory::Tensor>()?;
+    module.add_function(wrap_pyfunction!(checkpoint::describe, module)?)?;
     module.add_function(wrap_pyfunction!(loading::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(dlpack::memory_of, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::unwritable, module)?)?;
+    module.add_function(wrap_pyfunction!(loading::can_cast, module)?)?;
+    module.add_function(wrap_pyfunction!(process_token, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
+}
+
+/// A number that no process has which this one was forked from, whatever their process numbers are.
+#[pyfunction]
+fn process_token() -> u64 {
+    tensorfs::process::token()
 }

@@ -9,6 +9,7 @@ use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 use tensorfs::Dtype;
+use tensorfs::cast::Cast;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::error::quoted;
 use tensorfs::io::{Backend, Direct, Region, Settings};
@@ -18,7 +19,7 @@ use tensorfs::process::PerProcess;
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
-use crate::memory::{Area, bytes_at, region_at};
+use crate::memory::{Area, bytes_at, region_at, start_of};
 
 /// How often a load looks whether Ctrl-C was pressed.
 pub(crate) const LOOK: Duration = Duration::from_millis(50);
@@ -285,7 +286,7 @@ impl Loader {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect::<Vec<_>>());
         // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
-        let into = unsafe { bytes_at(address, len) };
+        let into = unsafe { bytes_at(address, len)? };
         let copied = py.detach(|| loader.load_cached(&checkpoint, position, part.as_deref(), into));
         copied.map_err(|e| {
             let name = checkpoint.catalog().tensor_at(position).name;
@@ -405,6 +406,7 @@ impl Plan {
             if skipped + len < needed {
                 return Err(too_short(number, len, needed - skipped));
             }
+            start_of(address, len)?;
             let (address, owner) = ((address - skipped) as u64, Box::new(owner));
             // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing but what
             // is in the stream that the load waits for; no byte before a given address is used.
@@ -428,7 +430,7 @@ impl Plan {
                     }
                     // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing
                     // else until the load is over; a plan uses no byte before its wish's first.
-                    unsafe { region_at(address - skipped, needed, owner) }
+                    unsafe { region_at(address - skipped, needed, owner)? }
                 }
                 Memory::Of((address, len, owner)) => {
                     let start = address.next_multiple_of(PAGE);
@@ -436,8 +438,9 @@ impl Plan {
                     if start - address + needed > len {
                         return Err(too_short(number, len, needed + PAGE));
                     }
-                    // SAFETY: likewise.
-                    let region = unsafe { region_at(start, needed, owner) };
+                    // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing
+                    // else until the load is over.
+                    let region = unsafe { region_at(start, needed, owner)? };
                     if needed >= HUGE_MIN {
                         region.on_huge_pages();
                     }
@@ -505,6 +508,13 @@ fn too_short(number: usize, len: usize, needed: usize) -> PyErr {
 fn dtype(name: &str) -> PyResult<Dtype> {
     Dtype::from_name(name)
         .ok_or_else(|| PyValueError::new_err(format!("there is no dtype {}", quoted(name))))
+}
+
+/// Whether there is a cast from elements of a dtype to those of another dtype.
+#[pyfunction]
+pub(crate) fn can_cast(from: &str, to: &str) -> PyResult<bool> {
+    let (from, to) = (dtype(from)?, dtype(to)?);
+    Ok(Cast::new(from, to).is_some())
 }
 
 /// What is loaded, for messages: the first tensor, and how many more.

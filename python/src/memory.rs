@@ -1,8 +1,15 @@
 //! Memory: of ours, handed out by DLPack, and of others, by address.
 
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+use nix::libc;
+use nix::unistd::pipe2;
 use pyo3::exceptions::{PyBufferError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -15,11 +22,14 @@ use crate::dlpack::{self, CPU};
 ///
 /// # Safety
 /// They are there, were allocated outside of Rust, and are used by nobody else meanwhile.
-pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> &'a mut [u8] {
-    match NonNull::new(address as *mut u8) {
+///
+/// # Errors
+/// `ValueError` where there are bytes at address 0: an object without memory says that it lies there.
+pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> PyResult<&'a mut [u8]> {
+    match start_of(address, len)? {
         // SAFETY: the caller's promise.
-        Some(start) => unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) },
-        None => &mut [],
+        Some(start) => Ok(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) }),
+        None => Ok(&mut []),
     }
 }
 
@@ -27,11 +37,73 @@ pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> &'a mut [u8] {
 ///
 /// # Safety
 /// Those that a load uses are there, and are used by nobody else until it is over.
-pub(crate) unsafe fn region_at(address: usize, len: usize, owner: Py<PyAny>) -> Arc<Region> {
-    let start =
-        NonNull::new(address as *mut u8).unwrap_or_else(|| NonNull::<Page>::dangling().cast());
-    // SAFETY: the caller's promise. At the dangling address there is nothing to be used.
-    unsafe { Region::foreign(start, len, Box::new(owner)) }
+///
+/// # Errors
+/// `ValueError` where there are bytes at address 0.
+pub(crate) unsafe fn region_at(
+    address: usize,
+    len: usize,
+    owner: Py<PyAny>,
+) -> PyResult<Arc<Region>> {
+    let start = start_of(address, len)?.unwrap_or_else(|| NonNull::<Page>::dangling().cast());
+    // SAFETY: the caller's promise. At the dangling address there are no bytes.
+    Ok(unsafe { Region::foreign(start, len, Box::new(owner)) })
+}
+
+/// The first of `len` bytes at `address`; none where there are no bytes at address 0.
+///
+/// # Errors
+/// `ValueError` where there are bytes at address 0.
+pub(crate) fn start_of(address: usize, len: usize) -> PyResult<Option<NonNull<u8>>> {
+    match NonNull::new(address as *mut u8) {
+        None if len > 0 => {
+            Err(PyValueError::new_err(format!("memory for {len} bytes cannot lie at address 0")))
+        }
+        start => Ok(start),
+    }
+}
+
+/// The position of the first region, of address and length, that this process may not write to;
+/// none if it may write to all. The bytes stay as they are. Looks at the first and the last byte.
+///
+/// # Errors
+/// `OSError` where a pipe cannot be made.
+#[pyfunction]
+pub(crate) fn unwritable(regions: Vec<(usize, usize)>) -> PyResult<Option<usize>> {
+    let failed = |e: io::Error| PyOSError::new_err((e.raw_os_error(), format!("a pipe: {e}")));
+    let pipe = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).map_err(|e| failed(e.into()))?;
+    for (position, &(start, len)) in regions.iter().enumerate() {
+        let Some(last) = len.checked_sub(1) else { continue };
+        for address in [start, start.wrapping_add(last)] {
+            if !is_writable(&pipe, address).map_err(failed)? {
+                return Ok(Some(position));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Whether the byte at `address` may be written to: it goes into an empty pipe and back.
+fn is_writable((output, input): &(OwnedFd, OwnedFd), address: usize) -> io::Result<bool> {
+    let byte = address as *mut c_void;
+    // SAFETY: the kernel checks the address and answers EFAULT where it may not read a byte there.
+    let sent = retried(|| unsafe { libc::write(input.as_raw_fd(), byte, 1) })?;
+    // SAFETY: the kernel checks the address and answers EFAULT where it may not write a byte
+    // there. The byte is the one that is there already, and the caller, in Python, has this memory
+    // for nothing else until the load is over.
+    Ok(sent && retried(|| unsafe { libc::read(output.as_raw_fd(), byte, 1) })?)
+}
+
+/// Whether a call that moves one byte moves it; `false` for EFAULT.
+fn retried(call: impl Fn() -> isize) -> io::Result<bool> {
+    loop {
+        match Errno::result(call()) {
+            Ok(_) => return Ok(true),
+            Err(Errno::EINTR) => {}
+            Err(Errno::EFAULT) => return Ok(false),
+            Err(e) => return Err(e.into()),
+        }
+    }
 }
 
 /// Aligned as a page.

@@ -10,6 +10,7 @@ import tensorfs
 import tensorfs.numpy
 from manifest import BAD, GOOD, by_id
 from package import FIXTURES, TestCase
+from tensorfs._errors import shown
 
 
 def source(entry):
@@ -49,7 +50,7 @@ class Bad(TestCase):
         names = entry.names(path)
         self.assertTrue(any(name in str(error) for name in names), f"none of {sorted(names)} in {error}")
         if error.tensor is not None:
-            self.assertIn(error.tensor[:100], str(error))
+            self.assertIn(shown(error.tensor[:100]), str(error))
 
     def refused_or_right(self, entry):
         path = entry.build(self.tmp)

@@ -6,8 +6,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tensorfs
+import tensorfs._into
 from checkpoints import column_wise, random_bytes, write_shard
-from package import TestCase, needs_torch
+from package import TestCase, needs_torch, python
 
 
 class LoadInto(TestCase):
@@ -72,6 +73,38 @@ class LoadInto(TestCase):
         tensorfs.load_into({"matrix": Older(into)}, self.file, strict=False)
         np.testing.assert_array_equal(into, self.tensors["matrix"])
 
+    def test_whatever_dlpack_of_others_raises_is_one_line_with_the_name_of_the_tensor(self):
+        text = "no\n\x1b[31m\tluck"
+        for raised in (RuntimeError(text), ValueError(text), BufferError(text), TypeError(text)):
+
+            class Fails:
+                def __dlpack__(self, raised=raised, **_):
+                    raise raised
+
+                def __dlpack_device__(self):
+                    return (1, 0)
+
+            with self.subTest(raised=raised), self.assertRaisesRegex(tensorfs.MismatchError, "`matrix`.*no.*luck") as e:
+                tensorfs.load_into({"matrix": Fails()}, self.file, strict=False)
+            self.assertTrue(str(e.exception).isprintable())
+            self.assertEqual(e.exception.tensor, "matrix")
+
+    def test_what_is_no_mapping_is_refused_with_what_to_give(self):
+        class Model:
+            def state_dict(self):
+                return {}
+
+        for wrong, why in ((Model(), r"state_dict\(\), not Model$"), ([], "mapping.*, not list$"), (None, "not NoneType$")):
+            with self.assertRaisesRegex(TypeError, why):
+                tensorfs.load_into(wrong, self.file)
+
+    def test_a_path_with_a_nul_byte_is_refused_in_one_line(self):
+        bad = f"{self.file}\0.safetensors"
+        for source in (bad, type(self.file)(bad), [self.file, bad], {"matrix": bad}):
+            with self.subTest(source=source), self.assertRaisesRegex(ValueError, "NUL") as e:
+                tensorfs.load_into({}, source, strict=False)
+            self.assertTrue(str(e.exception).isprintable())
+
     def test_pieces_are_put_together_in_place(self):
         folder = column_wise(self.tmp / "dcp")
         right = tensorfs.load_file(folder, "dlpack")
@@ -97,7 +130,9 @@ class LoadInto(TestCase):
         long = np.zeros(9_000_000 // 4, np.float32)
         for name, into, why in (
             ("matrix", np.zeros((17, 33), np.float32), r"`matrix`.*\[33, 17\].*\[17, 33\]"),
-            ("matrix", np.zeros((33, 17), np.float64), "`matrix`.*F32.*F64.*cast=True"),
+            ("matrix", np.zeros((33, 17), np.float16), "`matrix`.*F32.*F16.*cast=True"),
+            ("matrix", np.zeros((33, 17), np.float64), "`matrix`.*F32.*F64; there is no cast"),
+            ("matrix", np.zeros((33, 17), np.int32), "`matrix`.*F32.*I32; there is no cast"),
             ("matrix", np.zeros((33, 34), np.float32)[:, ::2], "contiguous"),
             ("matrix", frozen, "written to"),
             ("matrix", bytearray(7), "`matrix`.*2244.*7"),
@@ -112,6 +147,49 @@ class LoadInto(TestCase):
         with self.assertRaisesRegex(tensorfs.MismatchError, "share memory"):
             tensorfs.load_into({"matrix": long[: 33 * 17].reshape(33, 17), "long": long}, self.file, strict=False)
 
+    def test_the_two_that_share_memory_in_part_are_named(self):
+        long = np.zeros(9_000_000 // 4, np.float32)
+        mapping = {"numbers": np.zeros(5, np.int64), "matrix": long[: 33 * 17].reshape(33, 17), "long": long}
+        with self.assertRaises(tensorfs.MismatchError) as e:
+            tensorfs.load_into(mapping, self.file, strict=False)
+        self.assertRegex(str(e.exception), "`(matrix|long)` and `(long|matrix)`")
+        self.assertNotIn("numbers", str(e.exception))
+
+    def test_tied_memory_is_filled_if_the_checkpoint_has_the_same_bytes_for_all_its_names(self):
+        before = tensorfs._into._COMPARED_MAX
+        self.addCleanup(setattr, tensorfs._into, "_COMPARED_MAX", before)
+        matrix = np.arange(600 * 70, dtype=np.float32).reshape(600, 70)
+        names = ["embed", "head", "third"]
+        for compared in (before, 1000):
+            tensorfs._into._COMPARED_MAX = compared
+            save_file({name: matrix.copy() for name in names}, self.file)
+            tied = np.zeros_like(matrix)
+            self.assertEqual(tensorfs.load_into(dict.fromkeys(names, tied), self.file), ([], []))
+            np.testing.assert_array_equal(tied, matrix)
+            flat = np.zeros(matrix.size, np.float32)
+            save_file({"embed": matrix, "head": matrix.ravel()}, self.file)
+            tensorfs.load_into({"embed": flat.reshape(600, 70), "head": memoryview(flat)}, self.file)
+            np.testing.assert_array_equal(flat, matrix.ravel())
+            other = matrix.copy()
+            other[-1, -1] += 1
+            save_file({"embed": matrix, "head": other, "alone": np.ones(3)}, self.file)
+            mapping = {"alone": np.zeros(3), "embed": np.zeros_like(matrix)}
+            mapping["head"] = mapping["embed"]
+            with self.assertRaisesRegex(tensorfs.MismatchError, "`embed` and `head`.*different bytes"):
+                tensorfs.load_into(mapping, self.file)
+            self.assertFalse(any(array.any() for array in mapping.values()))
+
+    def test_of_tied_names_one_in_the_checkpoint_is_enough(self):
+        save_file({"embed": self.tensors["matrix"]}, self.file)
+        tied = np.zeros((33, 17), np.float32)
+        self.assertEqual(tensorfs.load_into({"head": tied, "embed": tied}, self.file), ([], []))
+        np.testing.assert_array_equal(tied, self.tensors["matrix"])
+        for other in (tied.reshape(-1), tied.reshape(17, 33), memoryview(tied)):
+            self.assertEqual(tensorfs.load_into({"head": other, "embed": tied}, self.file), ([], []))
+        for other in (np.zeros((33, 17), np.float32), tied.view(np.int32), tied[:32], 7):
+            with self.assertRaisesRegex(tensorfs.MismatchError, "not in the checkpoint: head"):
+                tensorfs.load_into({"head": other, "embed": tied}, self.file)
+
     def test_elements_are_cast_where_that_is_asked_for(self):
         half = np.zeros((33, 17), np.float16)
         tensorfs.load_into({"matrix": half}, self.file, strict=False, cast=True)
@@ -120,8 +198,13 @@ class LoadInto(TestCase):
         single = np.zeros(2, np.float32)
         tensorfs.load_into({"w": single}, self.tmp / "bf16.safetensors", cast=True)
         self.assertEqual(single.tolist(), [1.0, -2.0])
-        with self.assertRaisesRegex(tensorfs.SafetensorError, "`numbers`"):
-            tensorfs.load_into({"numbers": np.zeros(5, np.float32)}, self.file, strict=False, cast=True)
+        kinds = [("numbers", np.zeros(5, np.float32))]
+        kinds += [("matrix", np.zeros((33, 17), dtype)) for dtype in ("i4", "u1", "?", "f8", "c8")]
+        for name, into in kinds:
+            with self.subTest(dtype=into.dtype), self.assertRaisesRegex(tensorfs.MismatchError, "there is no cast") as e:
+                tensorfs.load_into({name: into}, self.file, strict=False, cast=True)
+            self.assertEqual(e.exception.tensor, name)
+            self.assertFalse(into.any())
 
     @needs_torch
     def test_the_parameters_of_a_model_are_filled_in_place(self):
@@ -143,3 +226,222 @@ class LoadInto(TestCase):
         for bad in (torch.zeros(80, 70).t(), torch.zeros(80, 70, device="meta"), torch.zeros(80, 70).to_sparse()):
             with self.assertRaises(tensorfs.MismatchError):
                 tensorfs.load_into({"0.weight": bad}, self.file, strict=False)
+
+
+SETUP = """
+import sys
+import torch, tensorfs
+from safetensors.torch import load_file
+right = load_file(sys.argv[1])["w"]
+
+def refused(label, into, why):
+    try:
+        tensorfs.load_into({"w": into}, sys.argv[1])
+    except tensorfs.MismatchError as e:
+        assert "`w`" in str(e) and e.tensor == "w", e
+        assert why in str(e), f"{label}: {e}"
+    else:
+        raise AssertionError(f"{label} was not refused")
+
+def filled(into, memory=None):
+    assert tensorfs.load_into({"w": into}, sys.argv[1]) == ([], [])
+    assert torch.equal(into if memory is None else memory, right)
+"""
+
+
+class OfTorch(TestCase):
+    """Each in an interpreter of its own: what goes wrong here ends it."""
+
+    def setUp(self):
+        super().setUp()
+        self.file = self.tmp / "model.safetensors"
+        save_file({"w": np.random.default_rng(7).standard_normal((33, 17)).astype(np.float32)}, self.file)
+
+    def run_torch(self, code):
+        self.assertEqual(python(f"{SETUP}{code}\nprint('done')", self.file), "done\n")
+
+    @needs_torch
+    def test_tensors_without_memory_of_their_own_are_refused(self):
+        self.run_torch("""
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError("not called")
+
+with FakeTensorMode():
+    fake = torch.empty(33, 17)
+resized, short = torch.zeros(33, 17), torch.zeros(33, 17)
+resized.untyped_storage().resize_(0)
+short.untyped_storage().resize_(33 * 17 * 4 - 1)
+refused("wrapper", Wrapper(right), "Wrapper")
+refused("fake", fake, "FakeTensor")
+refused("fake parameter", torch.nn.Parameter(fake), "FakeTensor")
+refused("meta", torch.zeros(33, 17, device="meta"), "meta")
+refused("lazy", torch.nn.LazyLinear(33).weight, "not initialized")
+refused("freed", resized, "0 bytes of memory")
+refused("too short", short, "2243 bytes of memory")
+refused("functional", torch._to_functional_tensor(torch.zeros(33, 17)), "memory")
+refused("zero", torch._efficientzerotensor(33, 17), "memory")
+refused("sparse", torch.zeros(33, 17).to_sparse(), "layout")
+refused("quantized", torch.quantize_per_tensor(torch.zeros(33, 17), 1.0, 0, torch.qint8), "quantized")
+refused("conjugated", torch.zeros(33, 17, dtype=torch.complex64).conj(), "contiguous")
+refused("transposed", torch.zeros(17, 33).t(), "contiguous")
+refused("columns", torch.nn.Parameter(torch.zeros(33, 34)[:, ::2]), "contiguous")
+refused("expanded", torch.zeros(1, 17).expand(33, 17), "contiguous")
+torch.func.vmap(lambda x: (refused("vmap", x, "no memory"), x.sum())[1])(torch.zeros(2, 33, 17))
+""")
+
+    @needs_torch
+    def test_memory_that_must_not_be_written_to_is_refused_before_anything_is_written(self):
+        self.run_torch("""
+import numpy as np, warnings
+from safetensors.torch import save_file
+warnings.simplefilter("ignore")
+np.zeros((33, 17), np.float32).tofile(sys.argv[1] + ".bin")
+mapped = torch.from_numpy(np.memmap(sys.argv[1] + ".bin", np.float32, "r", shape=(33, 17)))
+
+class Speaks:
+    __dlpack_device__ = lambda self: (1, 0)
+    __dlpack__ = lambda self, **_: mapped.__dlpack__()
+
+refused("mapped", mapped, "must not be written to")
+refused("DLPack", Speaks(), "must not be written to")
+save_file({"a": torch.ones(3), "w": right}, sys.argv[1] + ".2")
+first = torch.zeros(3)
+try:
+    tensorfs.load_into({"a": first, "w": mapped}, sys.argv[1] + ".2")
+except tensorfs.MismatchError as e:
+    assert e.tensor == "w", e
+assert (first == 0).all()
+# A private mapping takes writes, and its file does not change.
+copied = torch.from_numpy(np.memmap(sys.argv[1] + ".bin", np.float32, "c", shape=(33, 17)))
+filled(copied)
+assert not np.fromfile(sys.argv[1] + ".bin", np.float32).any()
+shared = np.memmap(sys.argv[1] + ".bin", np.float32, "r+", shape=(33, 17))
+filled(shared, torch.from_numpy(shared))
+# Nothing of a target is changed by looking, even if the load is refused for another one.
+kept = torch.full((3,), 7.0)
+try:
+    tensorfs.load_into({"a": kept, "w": mapped}, sys.argv[1] + ".2")
+except tensorfs.MismatchError:
+    pass
+assert (kept == 7).all()
+""")
+
+    @needs_torch
+    def test_a_class_cannot_say_where_the_memory_of_its_tensors_lies(self):
+        self.run_torch("""
+import numpy as np
+
+class Pointer(torch.Tensor):
+    def data_ptr(self):
+        return 4096
+
+class Shape(torch.Tensor):
+    shape = property(lambda self: torch.Size([33, 17]))
+    nbytes = property(lambda self: 33 * 17 * 4)
+    device = property(lambda self: torch.device("cpu"))
+    untyped_storage = lambda self: torch.zeros(33, 17).untyped_storage()
+
+class Array(np.ndarray):
+    shape = property(lambda self: (33, 17))
+    nbytes = property(lambda self: 33 * 17 * 4)
+
+class Address(np.ndarray):
+    __array_interface__ = {"data": (4096, False)}
+
+class Frozen(np.ndarray):
+    flags = type("Flags", (), {"c_contiguous": True, "writeable": True})
+
+plain = torch.zeros(33, 17)
+filled(plain.as_subclass(Pointer), plain)
+refused("shape", torch.zeros(1).as_subclass(Shape), "shape [33, 17], the target [1]")
+refused("array", np.zeros(1, np.float32).view(Array), "shape [33, 17], the target [1]")
+array = np.zeros((33, 17), np.float32)
+filled(array.view(Address), torch.from_numpy(array))
+array.flags.writeable = False
+refused("frozen", array.view(Frozen), "must not be written to")
+""")
+
+    @needs_torch
+    def test_what_is_memory_is_filled_whatever_its_class(self):
+        self.run_torch("""
+class Subclass(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return 4096
+
+class Weight(torch.nn.Parameter):
+    pass
+
+plain = torch.zeros(33, 17)
+filled(plain.as_subclass(Subclass), plain)
+filled(torch.zeros(33, 17, requires_grad=True))
+filled(torch.nn.Parameter(torch.zeros(33, 17)))
+filled(Weight(torch.zeros(33, 17)))
+around = torch.full((40, 17), 7.0)
+filled(around[3:36])
+assert (around[:3] == 7).all() and (around[36:] == 7).all()
+original = torch.zeros(33, 17)
+filled(torch._lazy_clone(original))
+assert (original == 0).all()
+""")
+
+    @needs_torch
+    def test_where_torch_gives_tensors_without_memory_nothing_is_loaded(self):
+        self.run_torch("""
+from torch._subclasses.fake_tensor import FakeTensorMode
+with tensorfs.safe_open(sys.argv[1], "pt") as f, FakeTensorMode():
+    part = f.get_slice("w")
+    for load in (lambda: f.get_tensor("w"), f.get_tensors, lambda: part[1:3], lambda: part[:, 2], lambda: part[::2],
+                 lambda: part[[0, 1]], lambda: list(f.tensors())):
+        try:
+            load()
+        except tensorfs.SafetensorError as e:
+            assert "without memory" in str(e), e
+        else:
+            raise AssertionError("not refused")
+""")
+
+    @needs_torch
+    def test_tied_weights_are_filled_once(self):
+        self.run_torch("""
+from safetensors.torch import save_file, save_model
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+model = Tied()
+both = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+for save in (lambda: save_model(model, sys.argv[1]), lambda: save_file(both, sys.argv[1])):
+    save()
+    for names in (lambda m: m.state_dict(), lambda m: dict(m.named_parameters(remove_duplicate=False))):
+        other = Tied()
+        assert tensorfs.load_into(names(other), sys.argv[1]) == ([], [])
+        assert torch.equal(other.head.weight, model.embed.weight)
+        assert other.head.weight.data_ptr() == other.embed.weight.data_ptr()
+save_file({"embed.weight": both["embed.weight"]}, sys.argv[1])
+weight = torch.zeros(50, 8)
+for twin in (weight.view(-1), weight.view(8, 50), weight.numpy()):
+    assert tensorfs.load_into({"embed.weight": weight, "head.weight": twin}, sys.argv[1]) == ([], [])
+both["head.weight"] += 1
+save_file(both, sys.argv[1])
+other = Tied()
+before = other.embed.weight.clone()
+try:
+    tensorfs.load_into(other.state_dict(), sys.argv[1])
+except tensorfs.MismatchError as e:
+    assert "`embed.weight` and `head.weight`" in str(e), e
+else:
+    raise AssertionError("not refused")
+assert torch.equal(other.embed.weight, before)
+""")

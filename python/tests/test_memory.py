@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 import tensorfs
 from checkpoints import hf_set, random_bytes
 from package import TestCase, needs_torch
+from tensorfs import _open, _settings
 
 
 class Arrays(TestCase):
@@ -94,6 +95,22 @@ class Arrays(TestCase):
         tensors = tensorfs.load_file(self.file, "pt")
         save_torch(tensors, self.tmp / "again.safetensors")
         self.assertEqual((self.tmp / "again.safetensors").read_bytes(), self.file.read_bytes())
+
+
+class Native(TestCase):
+    def test_memory_at_address_0_is_refused(self):
+        save_file({"long": np.ones(3 << 20, np.uint8), "empty": np.zeros(0, np.uint8)}, self.tmp / "model.safetensors")
+        loader = _settings.loader()
+        checkpoint = _open.open_checkpoint(self.tmp / "model.safetensors", loader)
+        empty, long = checkpoint.tensor("empty")[1], checkpoint.tensor("long")[1]
+        for address in (None, 0):
+            plan = loader.plan(checkpoint, [(long, None, None, address)])
+            with self.subTest(address=address), self.assertRaisesRegex(ValueError, "address 0"):
+                loader.fill(checkpoint, plan, [(0, 4 << 20, self)])
+        with self.assertRaisesRegex(ValueError, "address 0"):
+            loader.load_cached(checkpoint, long, None, 0, 3 << 20)
+        # Where there are no bytes, there need not be memory.
+        loader.fill(checkpoint, loader.plan(checkpoint, [(empty, None, None, 0)]), [(0, 0, self)])
 
 
 class DLPack(TestCase):

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import tensorfs
 import tensorfs._open
+from checkpoints import write_shard
 from package import TestCase, python, wait_until
 
 
@@ -67,6 +68,21 @@ class Prefetch(TestCase):
                 opened.prefetch(plan)
         with self.assertRaises(tensorfs.SafetensorError):
             opened.prefetch(device="cuda:0")
+
+    def test_what_the_framework_cannot_have_is_refused_before_anything_is_loaded(self):
+        write_shard(self.file, [("f6", "F6_E2M3", [4], bytes(3)), ("w", "F32", [2], bytes(8))])
+        opened = tensorfs.safe_open(self.file, "np")
+        for plan in (None, {"f6": None}):
+            with self.assertRaisesRegex(tensorfs.DtypeError, "`f6`.*F6_E2M3"):
+                opened.prefetch(plan)
+        with self.assertRaisesRegex(tensorfs.DtypeError, "`f6`"):
+            opened.tensors()
+        self.assertEqual(opened.prefetch({"w": None}).names(), ["w"])
+        opened = tensorfs.safe_open(self.file, "dlpack")
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "`f6`.*begin and end on bytes") as e:
+            opened.prefetch({"f6": slice(1, 3)})
+        self.assertEqual(e.exception.kind, "misaligned")
+        self.assertEqual(opened.prefetch({"f6": slice(0, 4)}).take("f6").tobytes(), bytes(3))
 
     def test_a_closed_one_hands_out_no_more_and_leaves_no_thread(self):
         loader = self.opened.prefetch()

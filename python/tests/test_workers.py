@@ -1,7 +1,10 @@
 """Threads, forks, Ctrl-C, and an interpreter that has neither numpy nor torch."""
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tensorfs
-from checkpoints import hf_set, row_wise
+from checkpoints import hf_set, random_bytes, row_wise
 from faults import FaultFs
 from package import TestCase, dlpack_bytes, needs_torch, python, wait_until
 from tensorfs import _settings, _tensorfs
@@ -36,12 +39,15 @@ def in_child(work, seconds=SECONDS):
         finally:
             os._exit(code)
     os.close(write)
-    killer = threading.Timer(seconds, os.kill, (child, signal.SIGKILL))
-    killer.start()
     with open(read, "rb") as answer:
+        # Not by a thread, which some processes must not have, nor by an alarm, which the first process of a
+        # namespace does not heed.
+        if not select.select([answer], [], [], seconds)[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError(f"the child did not answer in {seconds} seconds")
         text = answer.read().decode()
     _, status = os.waitpid(child, 0)
-    killer.cancel()
     if status:
         raise AssertionError(f"the child ended with {os.waitstatus_to_exitcode(status)}: {text}")
     return text
@@ -71,6 +77,101 @@ class Threads(TestCase):
         self.assertEqual(wrong, [])
 
 
+class WithoutProc(TestCase):
+    def test_everything_loads_where_proc_is_not_mounted_and_a_link_in_the_way_is_refused(self):
+        folder, file = hf_set(self.tmp / "hf"), self.tmp / "model.safetensors"
+        save_file({"w": np.frombuffer(random_bytes(1, 9_000_000), np.uint8)}, file)
+        code = """
+import ctypes, os, sys
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+new_user, new_mount, private = 0x10000000, 0x20000, 1 << 18 | 1 << 14
+if libc.unshare(new_mount | (0 if os.geteuid() == 0 else new_user)):
+    sys.exit(print("not allowed"))
+if libc.mount(b"none", b"/", None, private, None) or libc.mount(b"none", b"/proc", b"tmpfs", 0, None):
+    sys.exit(print("not allowed"))
+assert not os.listdir("/proc")
+
+import hashlib, tensorfs
+folder, file = map(Path, sys.argv[1:])
+right = file.read_bytes()[-9_000_000:]
+for source in ("auto", "direct", "buffered"):
+    for engine in ("auto", "threads"):
+        found = tensorfs.load_file(file, "dlpack", source=source, engine=engine)["w"].tobytes()
+        assert found == right, (source, engine)
+into = bytearray(9_000_000)
+tensorfs.load_into({"w": into}, file)
+assert into == right
+assert len(tensorfs.load_file(folder, "dlpack")) == len(tensorfs.load_file(sorted(folder.glob("*.safetensors")), "dlpack"))
+opened = tensorfs.safe_open(file, "dlpack")
+file.rename(file.with_name("elsewhere"))
+os.mkfifo(file)
+assert opened.get_tensor("w").tobytes() == right
+try:
+    tensorfs.safe_open(file, "dlpack")
+except (tensorfs.SafetensorError, OSError) as e:
+    print(e)
+"""
+        said = python(code, folder, file)
+        if "not allowed" in said:
+            self.skipTest("no mount namespaces here")
+        self.assertIn("regular file", said)
+
+
+class ControlGroups(TestCase):
+    def test_what_is_left_of_a_limit_counts_and_not_the_limit(self):
+        file = self.tmp / "model.safetensors"
+        save_file({"w": np.zeros(20 << 20, np.uint8)}, file)
+        code = """
+import ctypes, os, sys
+from pathlib import Path
+
+libc = ctypes.CDLL(None, use_errno=True)
+new_user, new_mount, private = 0x10000000, 0x20000, 1 << 18 | 1 << 14
+root = Path("/sys/fs/cgroup")
+if libc.unshare(new_mount | (0 if os.geteuid() == 0 else new_user)):
+    sys.exit(print("not allowed"))
+if libc.mount(b"none", b"/", None, private, None) or libc.mount(b"none", bytes(root), b"tmpfs", 0, None):
+    sys.exit(print("not allowed"))
+
+import tensorfs
+limit = 10 << 30
+
+def set_up(used, cached):
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            group = root / "memory" / path.strip("/")
+            values = {"limit_in_bytes": limit, "usage_in_bytes": used, "memsw.limit_in_bytes": limit,
+                      "memsw.usage_in_bytes": used, "stat": f"total_inactive_file {cached}"}
+        elif not controllers:
+            group = root / path.strip("/")
+            values = {"max": limit, "current": used, "swap.max": 0, "swap.current": 0, "stat": f"active_file {cached}"}
+        else:
+            continue
+        group.mkdir(parents=True, exist_ok=True)
+        for name, value in values.items():
+            (group / f"memory.{name}").write_text(f"{value}\\n")
+
+def load():
+    try:
+        return len(tensorfs.load_file(sys.argv[1], "dlpack"))
+    except MemoryError as e:
+        return str(e)
+
+for used, cached in ((0, 0), (limit - (8 << 20), 0), (limit - (8 << 20), 1 << 30)):
+    set_up(used, cached)
+    print(load())
+"""
+        said = python(code, file)
+        if "not allowed" in said:
+            self.skipTest("no mount namespaces here")
+        free, full, cached = said.splitlines()
+        self.assertEqual((free, cached), ("1", "1"))
+        self.assertRegex(full, "takes 2\\d{7} bytes of memory, 8388608 are available")
+
+
 class Forks(TestCase):
     def setUp(self):
         super().setUp()
@@ -95,6 +196,35 @@ class Forks(TestCase):
 
     def test_a_grandchild_loads_too(self):
         self.assertEqual(in_child(lambda: self.same() and in_child(self.same)), repr("True"))
+
+    def test_a_child_with_the_process_number_of_its_parent_loads_too(self):
+        """As where a container's first process makes another container's."""
+        unshare = ctypes.CDLL(None, use_errno=True).unshare
+        new_user, new_pid = 0x10000000, 0x20000000
+
+        def in_namespace(work):
+            if unshare(new_pid | (0 if os.geteuid() == 0 else new_user)):
+                return "not allowed"
+            return in_child(work)
+
+        def first():
+            number, right = os.getpid(), self.same()
+            prefetch = self.opened.prefetch()
+
+            def second():
+                with contextlib.suppress(tensorfs.SafetensorError):
+                    prefetch.take(prefetch.names()[0])
+                    return "a prefetch of the parent"
+                prefetch.close()
+                return os.getpid() == number and self.same()
+
+            # A process with several threads is not allowed to: one in between does it.
+            return right, in_child(lambda: in_namespace(second))
+
+        answer = in_child(lambda: in_namespace(first))
+        if "not allowed" in answer:
+            self.skipTest("no PID namespaces here")
+        self.assertEqual(answer.replace("\\", "").replace("'", "").replace('"', ""), "(True, True)")
 
     def test_a_child_made_while_others_load_never_hangs(self):
         stop = threading.Event()

@@ -1,12 +1,13 @@
 //! From the headers of the shards of one set to its catalog.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
-use super::coverage;
-use super::tensors::{Builder, Cut, ROWS_MAX, Tensors};
+use super::coverage::{self, Found};
+use super::tensors::{Builder, Cut, ROWS_MAX};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{Class, Fault, quoted};
-use crate::format::dcp;
+use crate::format::dcp::{self, Placement};
 use crate::format::names::natural_cmp;
 use crate::format::safetensors::Entry;
 use crate::format::weight_map::WeightMap;
@@ -52,10 +53,15 @@ pub(super) fn of_whole_tensors(
         return Err(fault.tensor(&entry.name).in_file(second));
     }
     if let Some(map) = map {
-        check_map(map, &shards, |name, file| {
-            let at = kept.binary_search_by(|(entry, _)| entry.name.as_str().cmp(name));
-            at.is_ok_and(|at| shards[kept[at].1].name == file)
-        })?;
+        check_map(
+            map,
+            &shards,
+            |name, file| {
+                let at = kept.binary_search_by(|(entry, _)| entry.name.as_str().cmp(name));
+                at.is_ok_and(|at| shards[kept[at].1].name == file)
+            },
+            |name, at| shards[at].header.tensors.iter().any(|entry| entry.name == name),
+        )?;
     }
     let mut tensors = Builder::default();
     for (entry, at) in kept {
@@ -63,7 +69,8 @@ pub(super) fn of_whole_tensors(
         let start = shards[at].header.data_start() + entry.data_offsets.start;
         tensors.push_whole(&entry.name, entry.dtype, &entry.shape, (ShardId(at as u32), start));
     }
-    catalog.columns = tensors.finish();
+    catalog.columns = Arc::new(tensors.finish());
+    catalog.shapes_recorded = shards.iter().all(|shard| dcp::records_shapes(&shard.header));
     Ok(catalog)
 }
 
@@ -73,43 +80,104 @@ pub(super) fn of_dcp_shards(
 ) -> Result<Catalog, Fault> {
     let shards = sorted(shards);
     let mut catalog = empty_catalog(&shards)?;
-    let mut tensors: BTreeMap<&str, Vec<(&Entry, Cut)>> = BTreeMap::new();
-    for (at, shard) in shards.iter().enumerate() {
-        let offsets = dcp::offsets(&shard.header).map_err(|f| f.in_file(&shard.name))?;
-        for (entry, offset) in shard.header.tensors.iter().zip(offsets) {
+    let placements = shards
+        .iter()
+        .map(|shard| dcp::placements(&shard.header).map_err(|fault| fault.in_file(&shard.name)))
+        .collect::<Result<Vec<_>, _>>()?;
+    check_names(&shards, &placements)?;
+    let mut tensors: BTreeMap<&str, Vec<Found>> = BTreeMap::new();
+    for (at, (shard, places)) in shards.iter().zip(&placements).enumerate() {
+        for (entry, place) in shard.header.tensors.iter().zip(places) {
             // In range: the header was validated against the length of its file.
             let start = shard.header.data_start();
             let range = start + entry.data_offsets.start..start + entry.data_offsets.end;
-            let shape = entry.shape.clone();
+            let (offset, shape) = (place.offset.clone(), entry.shape.clone());
             let cut = Cut { shard: ShardId(at as u32), range, offset, shape };
-            tensors.entry(&entry.name).or_default().push((entry, cut));
+            let whole_shape = place.whole_shape.clone();
+            let found = Found { dtype: entry.dtype, cut, whole_shape };
+            tensors.entry(name_of(entry, place)).or_default().push(found);
         }
     }
     if let Some(map) = map {
-        let held: Vec<BTreeSet<&str>> = shards
-            .iter()
-            .map(|shard| shard.header.tensors.iter().map(|e| e.name.as_str()).collect())
-            .collect();
-        check_map(map, &shards, |name, file| {
+        let held = shards.iter().zip(&placements).map(|(shard, places)| {
+            let entries = shard.header.tensors.iter().zip(places);
+            entries.map(|(entry, place)| name_of(entry, place)).collect()
+        });
+        let held: Vec<BTreeSet<&str>> = held.collect();
+        let lies_in = |name: &str, at: usize| held[at].contains(name);
+        let holds = |name: &str, file: &str| {
             let at = shards.iter().position(|shard| shard.name == file);
-            at.is_some_and(|at| held[at].contains(name))
-        })?;
+            at.is_some_and(|at| lies_in(name, at))
+        };
+        check_map(map, &shards, holds, lies_in)?;
     }
     let shard_name = |id: ShardId| shards[id.0 as usize].name.as_str();
     let mut columns = Builder::default();
+    let mut shapes_recorded = !tensors.is_empty();
     for (name, found) in tensors {
         let tensor = coverage::prove(found, shard_name).map_err(|f| f.tensor(name))?;
+        shapes_recorded &= tensor.shape_recorded;
         columns.push(name, tensor.dtype, &tensor.shape, &tensor.pieces, &tensor.replicas);
     }
-    catalog.columns = columns.finish();
+    catalog.columns = Arc::new(columns.finish());
+    catalog.shapes_recorded = shapes_recorded;
     Ok(catalog)
 }
 
-/// Refuses a weight map that names a shard or a tensor that is not there.
+/// The name of the tensor that `entry` is a piece of.
+fn name_of<'a>(entry: &'a Entry, place: &'a Placement) -> &'a str {
+    place.logical_name.as_deref().unwrap_or(&entry.name)
+}
+
+/// The beginning of a name that ends in a number and its separator.
+fn before_number(name: &str) -> Option<&str> {
+    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    // A point separates the names of modules, of which many are numbers.
+    (stem.len() < name.len() && !stem.ends_with('.')).then_some(stem)
+}
+
+/// Refuses an entry whose note has lost the name of its tensor: one that is numbered like the
+/// pieces of a tensor, but stands for a tensor of its own.
+fn check_names(shards: &[&ShardHeader], placements: &[Vec<Placement>]) -> Result<(), Fault> {
+    let entries = || {
+        let shards = shards.iter().zip(placements);
+        shards.flat_map(|(shard, places)| {
+            let entries = shard.header.tensors.iter().zip(places);
+            entries.map(move |(entry, place)| (shard, entry, place))
+        })
+    };
+    let mut pieces: HashMap<&str, &str> = HashMap::new();
+    for (_, entry, place) in entries() {
+        let whole = name_of(entry, place);
+        let stem = before_number(&entry.name).filter(|stem| stem.starts_with(whole));
+        if let Some(stem) = stem.filter(|_| whole != entry.name) {
+            pieces.insert(stem, whole);
+        }
+    }
+    if pieces.is_empty() {
+        return Ok(());
+    }
+    for (shard, entry, _) in entries().filter(|(.., place)| place.logical_name.is_none()) {
+        if let Some(whole) = before_number(&entry.name).and_then(|stem| pieces.get(stem)) {
+            let whole = quoted(whole);
+            let message = format!(
+                "has no logical_fqn, but its name is one of those of the pieces of {whole}"
+            );
+            let fault = Fault::new(Class::DcpInfo, message);
+            return Err(fault.tensor(&entry.name).in_file(&shard.name));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a weight map that names a shard or a tensor that is not there. `holds` tells whether the
+/// file of this name holds a tensor, `lies_in` the same of the shard at this position, and may be
+/// slower.
 fn check_map(
     map: &WeightMap,
     shards: &[&ShardHeader],
     holds: impl Fn(&str, &str) -> bool,
+    lies_in: impl Fn(&str, usize) -> bool,
 ) -> Result<(), Fault> {
     let files: BTreeSet<&str> = shards.iter().map(|shard| shard.name.as_str()).collect();
     for (name, file) in &map.shard_of {
@@ -121,10 +189,8 @@ fn check_map(
         if holds(name, file) {
             continue;
         }
-        let elsewhere = shards
-            .iter()
-            .filter(|shard| shard.header.tensors.iter().any(|entry| entry.name == *name))
-            .map(|shard| shard.name.as_str());
+        let elsewhere = shards.iter().enumerate().filter(|(at, _)| lies_in(name, *at));
+        let elsewhere = elsewhere.map(|(_, shard)| shard.name.as_str());
         let elsewhere = named_some(elsewhere);
         let hint = if elsewhere.is_empty() {
             "no shard of the set holds it".to_owned()
@@ -174,15 +240,9 @@ fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
             }
         }
     }
-    let shards = shards
-        .iter()
-        .map(|shard| Shard {
-            name: shard.name.clone(),
-            file_len: shard.file_len,
-            data_start: shard.header.data_start(),
-        })
-        .collect();
-    Ok(Catalog { shards, columns: Tensors::default(), metadata, notes })
+    let shards = shards.iter().map(|shard| Shard::of(shard)).collect();
+    let metadata = metadata.map(Arc::new);
+    Ok(Catalog { shards, columns: Arc::default(), metadata, shapes_recorded: false, notes })
 }
 
 fn note(notes: &mut Vec<String>, line: impl FnOnce() -> String) {

@@ -1,18 +1,30 @@
 //! The proof that the pieces of a tensor cover each of its elements exactly once.
 //!
-//! Equal volume and no overlap prove it; neither needs a buffer of the size of the tensor, so
-//! a small file that claims terabytes is refused at once.
+//! It compares corners of boxes (see `tiling`) and needs no buffer of the size of the tensor, so a
+//! small file that claims terabytes is refused at once.
+
+use std::collections::HashMap;
 
 use super::tensors::Cut;
+use super::tiling::{Flaw, contains, flaw, hole_end};
 use super::{ShardId, Tensor, named_some};
 use crate::dtype::Dtype;
 use crate::error::{Class, Fault};
-use crate::format::safetensors::Entry;
+
+/// A piece of a tensor as its shard describes it.
+pub(super) struct Found {
+    pub(super) dtype: Dtype,
+    pub(super) cut: Cut,
+    /// The shape of the whole tensor, where the shard records it.
+    pub(super) whole_shape: Option<Vec<u64>>,
+}
 
 /// A tensor whose pieces cover it.
 pub(super) struct Covered {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
+    /// Whether a shard records the shape, so that it need not be inferred from the pieces.
+    pub(super) shape_recorded: bool,
     /// By shard and offset.
     pub(super) pieces: Vec<Cut>,
     pub(super) replicas: Vec<Cut>,
@@ -20,50 +32,47 @@ pub(super) struct Covered {
 
 /// Proves that `found` (in shard order, at least one) is a tensor, and makes it.
 pub(super) fn prove<'a>(
-    found: Vec<(&Entry, Cut)>,
+    found: Vec<Found>,
     shard_name: impl Fn(ShardId) -> &'a str,
 ) -> Result<Covered, Fault> {
-    let dtype = found[0].0.dtype;
+    let dtype = found[0].dtype;
     agree(&found, &shard_name)?;
-    let mut pieces: Vec<Cut> = found.into_iter().map(|(_, piece)| piece).collect();
-    let shape = whole_shape(&pieces);
+    let recorded = recorded_shape(&found, &shard_name)?;
+    let mut pieces: Vec<Cut> = found.into_iter().map(|found| found.cut).collect();
+    let first_shard = shard_name(pieces[0].shard);
+    let reached = reach(&pieces);
+    let shape_recorded = recorded.is_some();
+    let shape = recorded.unwrap_or_else(|| reached.clone());
     let Some(bits) = dtype.bits_of(&shape) else {
         let message = format!("{dtype} {shape:?} has 2^64 bits or more");
-        return Err(Fault::new(Class::Overflow, message));
+        return Err(Fault::new(Class::Overflow, message).in_file(first_shard));
     };
     pieces.sort_by_key(|piece| (piece.shard, piece.range.start));
     if bits == 0 {
         pieces.truncate(1);
         let whole =
             vec![Cut { offset: vec![0; shape.len()], shape: shape.clone(), ..pieces.remove(0) }];
-        return Ok(Covered { dtype, shape, pieces: whole, replicas: Vec::new() });
+        return Ok(Covered { dtype, shape, shape_recorded, pieces: whole, replicas: Vec::new() });
     }
+    let shards: Vec<ShardId> = pieces.iter().map(|piece| piece.shard).collect();
     pieces.retain(|piece| !piece.shape.contains(&0));
-    let replicas = split_replicas(&mut pieces);
-    if let Some((a, b)) = overlap(&pieces) {
-        let shared: Vec<_> = intersection(&bounds(a), &bounds(b)).unwrap_or_default();
-        return Err(Fault::new(
-            Class::DcpOverlap,
-            format!(
-                "elements {} of shape {shape:?} lie in {} (box {}) and in {} (box {})",
-                shown(&shared),
-                shard_name(a.shard),
-                shown(&bounds(a)),
-                shard_name(b.shard),
-                shown(&bounds(b)),
-            ),
-        ));
-    }
-    let covered: u64 = pieces.iter().map(|piece| piece.shape.iter().product::<u64>()).sum();
-    let elements: u64 = shape.iter().product();
-    if covered != elements {
-        return Err(hole(&shape, &pieces, elements - covered, &shard_name));
+    let replicas = split_replicas(&mut pieces, &shard_name)?;
+    if let Some(flaw) = flaw(&pieces, &shape, &mut 0) {
+        return Err(match flaw {
+            Flaw::Overlap(place) => overlap(&shape, &pieces, &place, &shard_name),
+            Flaw::Hole(place) => hole(&shape, &reached, &pieces, place, shards, &shard_name),
+            Flaw::TooMany => {
+                let (count, dims) = (pieces.len(), shape.len());
+                let message = format!("{count} pieces of {dims} dimensions are too many to prove");
+                Fault::new(Class::Overflow, message).in_file(first_shard)
+            }
+        });
     }
     if bits % 8 != 0 {
         let message = format!("{dtype} {shape:?} has {bits} bits, not whole bytes");
         return Err(Fault::new(Class::Misaligned, message));
     }
-    Ok(Covered { dtype, shape, pieces, replicas })
+    Ok(Covered { dtype, shape, shape_recorded, pieces, replicas })
 }
 
 /// Refuses `tensor` where it is not the `dtype` and `shape` that a reference knows.
@@ -90,74 +99,91 @@ pub(super) fn check_known<'a>(
     fault(Class::DcpHole, message)
 }
 
-fn agree<'a>(
-    found: &[(&Entry, Cut)],
-    shard_name: &impl Fn(ShardId) -> &'a str,
-) -> Result<(), Fault> {
-    let (first, first_piece) = &found[0];
-    let first_shard = shard_name(first_piece.shard);
-    for (entry, piece) in &found[1..] {
-        let shard = shard_name(piece.shard);
-        if entry.shape.len() != first.shape.len() {
-            return Err(Fault::new(
-                Class::DcpRank,
-                format!(
-                    "{} dimensions in {first_shard}, {} in {shard}",
-                    first.shape.len(),
-                    entry.shape.len()
-                ),
-            )
-            .in_file(shard));
+fn agree<'a>(found: &[Found], shard_name: &impl Fn(ShardId) -> &'a str) -> Result<(), Fault> {
+    let (first, first_shard) = (&found[0], shard_name(found[0].cut.shard));
+    for other in &found[1..] {
+        let shard = shard_name(other.cut.shard);
+        let (rank, first_rank) = (other.cut.shape.len(), first.cut.shape.len());
+        if rank != first_rank {
+            let message = format!("{first_rank} dimensions in {first_shard}, {rank} in {shard}");
+            return Err(Fault::new(Class::DcpRank, message).in_file(shard));
         }
-        if entry.dtype != first.dtype {
-            return Err(Fault::new(
-                Class::DcpDtype,
-                format!("{} in {first_shard}, {} in {shard}", first.dtype, entry.dtype),
-            )
-            .in_file(shard));
+        if other.dtype != first.dtype {
+            let message = format!("{} in {first_shard}, {} in {shard}", first.dtype, other.dtype);
+            return Err(Fault::new(Class::DcpDtype, message).in_file(shard));
         }
     }
     Ok(())
 }
 
-/// The smallest shape that holds all pieces; nothing in the shards records the real one.
-fn whole_shape(pieces: &[Cut]) -> Vec<u64> {
-    let ends = |piece: &Cut| -> Vec<u64> {
-        // No overflow: `dcp::offsets` has checked each sum.
-        piece.offset.iter().zip(&piece.shape).map(|(o, size)| o + size).collect()
-    };
-    let mut shape = ends(&pieces[0]);
+/// The shape that the shards record for the whole tensor, if any does. All that do agree, and
+/// hold all pieces.
+fn recorded_shape<'a>(
+    found: &[Found],
+    shard_name: &impl Fn(ShardId) -> &'a str,
+) -> Result<Option<Vec<u64>>, Fault> {
+    let mut recorded = found.iter().filter_map(|f| Some((f.whole_shape.as_ref()?, f.cut.shard)));
+    let Some((shape, first)) = recorded.next() else { return Ok(None) };
+    if let Some((other, shard)) = recorded.find(|(other, _)| *other != shape) {
+        let (first, shard) = (shard_name(first), shard_name(shard));
+        let message = format!("global_shape is {shape:?} in {first}, {other:?} in {shard}");
+        return Err(Fault::new(Class::DcpInfo, message).in_file(shard));
+    }
+    let outside = |cut: &Cut| ends(cut).zip(shape).any(|(end, size)| end > *size);
+    if let Some(piece) = found.iter().map(|found| &found.cut).find(|cut| outside(cut)) {
+        let (first, shard) = (shard_name(first), shard_name(piece.shard));
+        let place = shown(&bounds(piece));
+        let message = format!("box {place} in {shard} passes global_shape {shape:?} of {first}");
+        return Err(Fault::new(Class::DcpOffsets, message).in_file(shard));
+    }
+    Ok(Some(shape.clone()))
+}
+
+/// The end of a piece in each dimension.
+fn ends(piece: &Cut) -> impl Iterator<Item = u64> {
+    // No overflow: `dcp::placements` has checked each sum.
+    piece.offset.iter().zip(&piece.shape).map(|(first, size)| first + size)
+}
+
+/// The smallest shape that holds all pieces: that of the tensor, unless its end is lost.
+fn reach(pieces: &[Cut]) -> Vec<u64> {
+    let mut shape: Vec<u64> = ends(&pieces[0]).collect();
     for piece in &pieces[1..] {
         shape.iter_mut().zip(ends(piece)).for_each(|(max, end)| *max = end.max(*max));
     }
     shape
 }
 
-/// Takes pieces whose box stands earlier in the list out of it.
-fn split_replicas(pieces: &mut Vec<Cut>) -> Vec<Cut> {
-    let mut seen = std::collections::HashSet::new();
+/// Takes pieces whose box stands earlier in the list, which is by shard, out of it. Savers write a
+/// box once in a file: twice is refused, as nothing tells which one is meant.
+fn split_replicas<'a>(
+    pieces: &mut Vec<Cut>,
+    shard_name: &impl Fn(ShardId) -> &'a str,
+) -> Result<Vec<Cut>, Fault> {
+    let mut last_shard = HashMap::new();
     let mut replicas = Vec::new();
+    let mut doubled = None;
     pieces.retain(|piece| {
-        let first = seen.insert((piece.offset.clone(), piece.shape.clone()));
-        if !first {
+        let before = last_shard.insert((piece.offset.clone(), piece.shape.clone()), piece.shard);
+        if before == Some(piece.shard) {
+            doubled.get_or_insert_with(|| piece.clone());
+        }
+        if before.is_some() {
             replicas.push(piece.clone());
         }
-        first
+        before.is_none()
     });
-    replicas
+    let Some(piece) = doubled else { return Ok(replicas) };
+    let shard = shard_name(piece.shard);
+    let message = format!("box {} lies twice in {shard}", shown(&bounds(&piece)));
+    Err(Fault::new(Class::DcpOverlap, message).in_file(shard))
 }
 
 /// A box as (first, end) per dimension.
 type Bounds = Vec<(u64, u64)>;
 
 fn bounds(piece: &Cut) -> Bounds {
-    piece.offset.iter().zip(&piece.shape).map(|(&o, &size)| (o, o + size)).collect()
-}
-
-fn intersection(a: &Bounds, b: &Bounds) -> Option<Bounds> {
-    let both = a.iter().zip(b).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
-    let both: Bounds = both.collect();
-    both.iter().all(|(first, end)| first < end).then_some(both)
+    piece.offset.iter().copied().zip(ends(piece)).collect()
 }
 
 /// A box as Python slices it: `[0:4, 2:6]`.
@@ -166,88 +192,64 @@ fn shown(bounds: &Bounds) -> String {
     format!("[{}]", dims.join(", "))
 }
 
-/// Two pieces that share an element.
-///
-/// Sweeps along the dimension in which the pieces begin at the most different places, so that
-/// few are open at a time: in a grid each piece meets one row of the others, not all.
-fn overlap(pieces: &[Cut]) -> Option<(&Cut, &Cut)> {
-    let rank = pieces.first()?.offset.len();
-    let starts = |dim: usize| {
-        let mut starts: Vec<u64> = pieces.iter().map(|piece| piece.offset[dim]).collect();
-        starts.sort_unstable();
-        starts.dedup();
-        starts.len()
-    };
-    let Some(dim) = (0..rank).max_by_key(|&dim| starts(dim)) else {
-        // Scalars: every box is the same one.
-        return pieces.get(1).map(|second| (&pieces[0], second));
-    };
-    let mut order: Vec<&Cut> = pieces.iter().collect();
-    order.sort_by_key(|piece| piece.offset[dim]);
-    let mut open: Vec<&Cut> = Vec::new();
-    for piece in order {
-        open.retain(|other| other.offset[dim] + other.shape[dim] > piece.offset[dim]);
-        let here = bounds(piece);
-        let hit = open.iter().find(|other| intersection(&bounds(other), &here).is_some());
-        if let Some(other) = hit {
-            return Some((other, piece));
-        }
-        open.push(piece);
-    }
-    None
-}
-
-fn hole<'a>(
+/// Two of `pieces` hold the element `place`.
+fn overlap<'a>(
     shape: &[u64],
     pieces: &[Cut],
-    missing: u64,
+    place: &[u64],
     shard_name: &impl Fn(ShardId) -> &'a str,
 ) -> Fault {
-    let whole: Bounds = shape.iter().map(|&size| (0, size)).collect();
-    let boxes: Vec<Bounds> = pieces.iter().map(bounds).collect();
-    let all: Vec<&Bounds> = boxes.iter().collect();
-    let mut steps = HOLE_STEPS_MAX;
-    let place = match uncovered(&whole, &all, &mut steps) {
-        Some(gap) => format!("elements {} lie in no shard", shown(&gap)),
-        None => "some elements lie in no shard".to_owned(),
+    let mut holders = pieces.iter().filter(|piece| contains(piece, place));
+    let (Some(a), Some(b)) = (holders.next(), holders.next()) else {
+        return Fault::new(Class::DcpOverlap, format!("pieces of shape {shape:?} overlap"));
     };
-    let mut shards: Vec<ShardId> = pieces.iter().map(|piece| piece.shard).collect();
-    shards.dedup();
-    Fault::new(
-        Class::DcpHole,
-        format!(
-            "{place} ({missing} elements of shape {shape:?} missing); pieces found in {}; a \
-             shard may be missing",
-            named_some(shards.into_iter().map(shard_name)),
-        ),
-    )
+    let both = bounds(a).into_iter().zip(bounds(b));
+    let both: Bounds = both.map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
+    let message = format!(
+        "elements {} of shape {shape:?} lie in {} (box {}) and in {} (box {})",
+        shown(&both),
+        shard_name(a.shard),
+        shown(&bounds(a)),
+        shard_name(b.shard),
+        shown(&bounds(b)),
+    );
+    Fault::new(Class::DcpOverlap, message)
 }
 
-/// Bound on the search for the place of a hole, which serves the message only.
-const HOLE_STEPS_MAX: usize = 100_000;
-
-/// A box inside `region` that none of `boxes` (which do not overlap) touches.
-fn uncovered(region: &Bounds, boxes: &[&Bounds], steps: &mut usize) -> Option<Bounds> {
-    *steps = steps.checked_sub(boxes.len() + 1)?;
-    let inside: Vec<&Bounds> =
-        boxes.iter().copied().filter(|b| intersection(region, b).is_some()).collect();
-    let Some((first, rest)) = inside.split_first() else { return Some(region.clone()) };
-    // What is left of the region around the first box: a slab below and one above in each
-    // dimension, the dimensions before clipped to the box.
-    let mut core = region.clone();
-    for dim in 0..region.len() {
-        let (from, to) = core[dim];
-        let (first_from, first_to) = first[dim];
-        for slab in [(from, first_from.max(from)), (first_to.min(to), to)] {
-            if slab.0 < slab.1 {
-                let mut part = core.clone();
-                part[dim] = slab;
-                if let Some(gap) = uncovered(&part, rest, steps) {
-                    return Some(gap);
-                }
-            }
+/// No piece holds the element `place`. `reached` is the shape that the pieces make together, and
+/// `shards` are where any piece lies, in order.
+fn hole<'a>(
+    shape: &[u64],
+    reached: &[u64],
+    pieces: &[Cut],
+    place: Option<Vec<u64>>,
+    mut shards: Vec<ShardId>,
+    shard_name: &impl Fn(ShardId) -> &'a str,
+) -> Fault {
+    let gap = match place {
+        Some(place) => {
+            let end = hole_end(pieces, shape, &place);
+            format!("elements {} lie in no shard", shown(&place.into_iter().zip(end).collect()))
         }
-        core[dim] = (from.max(first_from), to.min(first_to));
-    }
-    None
+        None => "some elements lie in no shard".to_owned(),
+    };
+    let elements = |shape: &[u64]| shape.iter().product::<u64>();
+    let held = pieces.iter().map(|piece| elements(&piece.shape));
+    // Pieces may overlap besides, and pass the whole together.
+    let held = held.fold(0, u64::saturating_add);
+    let count = match elements(shape).checked_sub(held).filter(|missing| *missing > 0) {
+        Some(missing) => format!("{missing} elements of shape {shape:?} missing"),
+        None => format!("of shape {shape:?}"),
+    };
+    let tail = if shape == reached {
+        String::new()
+    } else {
+        format!("; global_shape is {shape:?}, the pieces reach {reached:?}")
+    };
+    shards.dedup();
+    let files = named_some(shards.into_iter().map(shard_name));
+    Fault::new(
+        Class::DcpHole,
+        format!("{gap} ({count}{tail}); pieces found in {files}; a shard may be missing"),
+    )
 }

@@ -7,8 +7,10 @@
 mod build;
 mod coverage;
 pub(crate) mod tensors;
+mod tiling;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::error::{Class, Fault};
 use crate::format::manifest::Reference;
@@ -33,15 +35,25 @@ pub struct Shard {
     pub data_start: u64,
 }
 
+impl Shard {
+    fn of(shard: &ShardHeader) -> Shard {
+        let (name, file_len) = (shard.name.clone(), shard.file_len);
+        Shard { name, file_len, data_start: shard.header.data_start() }
+    }
+}
+
 /// A proved checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
     /// Its files, numerically by name.
     pub shards: Vec<Shard>,
-    pub(crate) columns: Tensors,
+    /// Shared by the catalogs of files that are links to one inode.
+    pub(crate) columns: Arc<Tensors>,
     /// The metadata of all shards, merged; without the keys that describe sharding. None where no
     /// shard has other ones, or an empty map.
-    pub metadata: Option<BTreeMap<String, String>>,
+    pub metadata: Option<Arc<BTreeMap<String, String>>>,
+    /// Whether the shards record the whole shape of every tensor, so that a lost end is noticed.
+    pub shapes_recorded: bool,
     /// What is unusual but not wrong, a line each.
     pub notes: Vec<String>,
 }
@@ -54,7 +66,7 @@ pub struct ShardHeader {
     /// Length of the file in bytes.
     pub file_len: u64,
     /// Its parsed header.
-    pub header: Header,
+    pub header: Arc<Header>,
 }
 
 impl Catalog {
@@ -76,6 +88,12 @@ impl Catalog {
         map: Option<&WeightMap>,
     ) -> Result<Catalog, Fault> {
         build::of_dcp_shards(shards, map)
+    }
+
+    /// The catalog of a file that is another link to the only one of this catalog.
+    pub(crate) fn of_link(&self, shard: &ShardHeader) -> Catalog {
+        let shards = vec![Shard::of(shard)];
+        Catalog { shards, notes: Vec::new(), ..self.clone() }
     }
 
     /// Number of tensors.

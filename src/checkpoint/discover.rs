@@ -1,15 +1,19 @@
 //! Which files of one folder form a set, and which set wins a name.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Class, Error, Fault, Result};
 use crate::format::Format;
 use crate::format::dcp;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
+use crate::source::resolve::Unusable;
 use crate::view::Prefer;
 
-use super::load::{Loaded, open_shard, read_text};
+use super::header_memory::{Reserved, admitted, folder_max, too_many};
+use super::load::{Loaded, Unread, named_in, open_links, read_text};
 use super::openers::map_files;
 use super::tree::{File, Folder};
 
@@ -91,8 +95,10 @@ pub(super) struct Discovered {
     pub(super) notes: Vec<String>,
 }
 
-/// Opens the weight files of `folder`; `only` is one of them whatever its name.
-pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> Weights {
+/// Opens the weight files of `folder`; `only` is one of them whatever its name. Names of weight
+/// files that lead to no file are among them, each with the reason. The headers are in memory as
+/// long as the second result.
+pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Reserved) {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let files: Vec<(&str, &File)> = named
         .filter(|(name, _)| {
@@ -100,10 +106,77 @@ pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> Weights {
             names::is_weights(name) || (only == Some(*name) && !map)
         })
         .collect();
-    let open = |&(name, file): &(&str, &File)| {
-        (name.to_owned(), open_shard(&folder.path, name, &file.path))
+    let (mut weights, reserved) = open_headers(&folder.path, &files, folder_max());
+    let misfits = weight_misfits(folder).map(|(name, why)| {
+        let message = format!("is {}; {}", why.text(), why.advice());
+        let fault = Fault::new(Class::ShardMissing, message).in_file(name);
+        (name.to_owned(), Err(Error::refused(&folder.path, fault)))
+    });
+    weights.extend(misfits);
+    (weights, reserved)
+}
+
+/// Opens weight files and reads their headers, those of one inode once and at most `max` bytes.
+fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, Reserved) {
+    // By inode: names and paths.
+    let mut links: Vec<Vec<(&str, &Path)>> = Vec::new();
+    let mut by_inode: HashMap<(u64, u64), usize> = HashMap::new();
+    for (name, file) in files {
+        let inode = (file.identity.dev, file.identity.ino);
+        let at = *by_inode.entry(inode).or_insert(links.len());
+        if at == links.len() {
+            links.push(Vec::new());
+        }
+        links[at].push((name, &file.path));
+    }
+    let numbers: Vec<usize> = (0..links.len()).collect();
+    let open = |&at: &usize| {
+        let (name, path) = links[at][0];
+        (at, Unread::open(path).map_err(|error| named_in(folder, name, error)))
     };
-    map_files(&files, open).into_iter().collect()
+    let mut opened = map_files(&numbers, open);
+    // By name, so that the same ones are refused each time.
+    opened.sort_by_key(|(at, _)| *at);
+    let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::header_len);
+    let lens: Vec<u64> = opened.iter().map(|(_, unread)| len(unread)).collect();
+    let (count, sum) = admitted(&lens, max);
+    let fault = too_many(lens.iter().fold(0, |sum, len| sum.saturating_add(*len)), max);
+    let reserved = match Reserved::wait(folder, sum) {
+        Ok(reserved) => reserved,
+        Err(busy) => {
+            let names = files.iter().map(|(name, _)| ((*name).to_owned(), Err(busy.copied())));
+            return (names.collect(), Reserved::default());
+        }
+    };
+    opened.truncate(count);
+    let refused = links[count..].iter().flatten().map(|(name, _)| {
+        let error = Error::refused(folder, fault.clone().in_file(name));
+        ((*name).to_owned(), Err(error))
+    });
+    let mut weights: Weights = refused.collect();
+    // Each is taken by the thread that reads its header.
+    let opened: Vec<_> =
+        opened.into_iter().map(|(at, unread)| (at, Mutex::new(Some(unread)))).collect();
+    let read = |(at, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
+        let unread = unread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match unread {
+            Some(Ok(unread)) => open_links(folder, &links[*at], unread),
+            Some(Err(error)) => {
+                let names = links[*at].iter().map(|(name, _)| (*name).to_owned());
+                names.map(|name| (name, Err(error.copied()))).collect()
+            }
+            None => Vec::new(),
+        }
+    };
+    weights.extend(map_files(&opened, read).into_iter().flatten());
+    (weights, reserved)
+}
+
+/// The names of weight files that lead to no file.
+fn weight_misfits(folder: &Folder) -> impl Iterator<Item = (&str, Unusable)> {
+    let named =
+        folder.misfits.iter().filter_map(|misfit| Some((misfit.name.to_str()?, misfit.why)));
+    named.filter(|(name, _)| names::is_weights(name))
 }
 
 /// Finds the sets of `folder`, whose weight files are `weights`.
@@ -119,8 +192,14 @@ pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Di
         found.iter().flat_map(|set| set.members.iter().chain(&set.claims).cloned()).collect();
     let free = || weights.keys().filter(|name| !claimed.contains(*name));
     found.extend(numbered_sets(folder, free()));
-    let single = free().filter(|name| names::numbered(name).is_none());
-    found.extend(single.map(|name| Candidate {
+    let misfits: BTreeSet<&str> = weight_misfits(folder).map(|(name, _)| name).collect();
+    let of_sets = found.len();
+    let mut single: Vec<&String> = free().filter(|n| names::numbered(n).is_none()).collect();
+    // A name beside checkpoints that leads nowhere takes nothing from them.
+    if of_sets > 0 || single.iter().any(|name| !misfits.contains(name.as_str())) {
+        single.retain(|name| !misfits.contains(name.as_str()));
+    }
+    found.extend(single.into_iter().map(|name| Candidate {
         members: BTreeSet::from([name.clone()]),
         ..match names::bintensors_output(name) {
             Some(output) => Candidate::new(output, Kind::Bintensors),
@@ -188,10 +267,10 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
         Some(MapFile { name: name.to_owned(), output, names, parsed })
     });
     // One that is there but cannot be read is a bad weight map, not none.
-    let unusable = folder.unusable.iter().filter_map(|name| {
-        let name = name.to_str()?;
+    let unusable = folder.misfits.iter().filter_map(|misfit| {
+        let name = misfit.name.to_str()?;
         let output = names::weight_map_output(name)?;
-        let message = "is no regular file, or a link that leads nowhere or out of the source";
+        let message = format!("is {}; {}", misfit.why.text(), misfit.why.advice());
         let fault = Fault::new(Class::IndexJson, message).in_file(name);
         let parsed = Err(Error::refused(&folder.path, fault));
         Some(MapFile { name: name.to_owned(), output, names: BTreeSet::new(), parsed })
@@ -240,11 +319,11 @@ fn map_set(folder: &Folder, map: MapFile) -> Candidate {
 }
 
 fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) -> Error {
-    let path = folder.path.join(shard);
-    let state = match std::fs::symlink_metadata(&path) {
-        Err(_) => "is not there",
-        Ok(meta) if meta.is_symlink() => "is a link that leads nowhere or out of the source",
-        Ok(_) => "is not a regular file",
+    let misfit = folder.misfits.iter().find(|misfit| misfit.name == shard);
+    let state = match misfit.map(|misfit| misfit.why) {
+        Some(why) => format!("is {}; {}", why.text(), why.advice()),
+        None if folder.path.join(shard).exists() => "is not a regular file".to_owned(),
+        None => "is not there".to_owned(),
     };
     let tensors = map.shard_of.values().filter(|file| *file == shard).count();
     let message = format!("{map_name} sends {tensors} tensors to this shard, which {state}");
@@ -346,5 +425,70 @@ fn described(set: &Candidate) -> String {
         (Kind::Dcp, _) => format!("the set of {shards} DCP shards"),
         (Kind::Numbered, _) => format!("the set of {shards} numbered shards"),
         (Kind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::Identity;
+
+    fn weight_file(folder: &Path, name: &str, tensor: &str) -> File {
+        let header =
+            format!("{{\"{tensor}\":{{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}}}");
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.push(7);
+        std::fs::write(folder.join(name), bytes).unwrap();
+        look_at(folder, name)
+    }
+
+    fn look_at(folder: &Path, name: &str) -> File {
+        let path = folder.join(name);
+        let identity = Identity::of(&std::fs::metadata(&path).unwrap());
+        File { name: name.into(), path, identity }
+    }
+
+    #[test]
+    fn links_to_one_file_share_its_header_and_others_do_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let first = weight_file(folder, "a.safetensors", "x");
+        std::fs::hard_link(&first.path, folder.join("b.safetensors")).unwrap();
+        let files = [
+            look_at(folder, "a.safetensors"),
+            look_at(folder, "b.safetensors"),
+            weight_file(folder, "c.safetensors", "x"),
+        ];
+        let named: Vec<(&str, &File)> =
+            files.iter().map(|file| (file.name.to_str().unwrap(), file)).collect();
+        let (weights, _reserved) = open_headers(folder, &named, u64::MAX);
+        let header = |name: &str| &weights[name].as_ref().unwrap().shard.header;
+        assert!(std::sync::Arc::ptr_eq(header("a.safetensors"), header("b.safetensors")));
+        assert!(!std::sync::Arc::ptr_eq(header("a.safetensors"), header("c.safetensors")));
+        assert_eq!(weights["b.safetensors"].as_ref().unwrap().shard.name, "b.safetensors");
+    }
+
+    #[test]
+    fn headers_that_are_too_many_for_a_folder_are_refused_by_name_and_the_first_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let names = ["a.safetensors", "b.safetensors", "c.safetensors"];
+        let files = names.map(|name| weight_file(folder, name, "x"));
+        let named: Vec<(&str, &File)> = names.into_iter().zip(&files).collect();
+        let one = open_headers(folder, &named, u64::MAX).0["a.safetensors"]
+            .as_ref()
+            .map(|loaded| loaded.shard.header.header_len)
+            .unwrap();
+        let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1);
+        assert!(weights["a.safetensors"].is_ok() && weights["b.safetensors"].is_ok());
+        let error = weights["c.safetensors"].as_ref().unwrap_err();
+        assert_eq!(error.class(), Class::HeaderTooLarge);
+        let text = error.to_string();
+        assert!(text.contains("c.safetensors: the headers of the weight files"), "{text}");
+        assert!(
+            text.contains(&format!("have {} bytes, {} are read", 3 * one, 2 * one + 1)),
+            "{text}"
+        );
     }
 }

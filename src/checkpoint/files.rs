@@ -89,12 +89,16 @@ fn open_files(
         format: View::default().format,
         directory: folder,
         // Nothing says whether there are more files; but these are all that were asked for.
-        tail: if kind == Kind::Dcp { Tail::Unproven } else { Tail::Proven },
+        tail: if kind == Kind::Dcp && !catalog.shapes_recorded {
+            Tail::Unproven
+        } else {
+            Tail::Proven
+        },
         catalog,
         sources,
         layout: OnceLock::new(),
         shown: OnceLock::new(),
-        map: map.map(|map| (names::whole("model") + ".index.json", map.metadata)),
+        map: map.map(|map| (names::weight_map(&names::whole("model")), map.metadata)),
         manifest: None,
     }))
 }
@@ -106,7 +110,7 @@ fn catalog_of(
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     if let [one] = headers.as_slice() {
         let mut catalog = Catalog::of_whole_tensors(&headers, map)?;
-        catalog.metadata = one.header.metadata.clone();
+        catalog.metadata = one.header.metadata.clone().map(Arc::new);
         let bintensors = names::bintensors_output(&one.name).is_some();
         return Ok((if bintensors { Kind::Bintensors } else { Kind::Single }, catalog));
     }

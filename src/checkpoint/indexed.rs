@@ -16,7 +16,6 @@ use crate::source::{Identity, Source};
 use crate::view::{Arrangement, Prefer};
 
 use super::discover::{Kind, Weights, is_noted};
-use super::load::hash_head;
 use super::openers::map_files;
 use super::prove::{Proved, Set, Tailed, prove_tail};
 use super::tree::{File, Folder, FolderId, Tree};
@@ -25,6 +24,9 @@ use super::{Checkpoint, ShownFile};
 /// Seconds for which a file must have been left alone before the index was made, so that a later
 /// write cannot have the same times: some file systems count in twos.
 const SETTLED: i64 = 2;
+
+/// Most bytes of headers of which an index is kept: it is put together in memory.
+const HEADERS_MAX: u64 = 512 << 20;
 
 /// The index of one folder: where it is kept, and what stands in the folder now.
 pub(super) struct FolderIndex<'a> {
@@ -83,7 +85,8 @@ pub(super) type Texts = BTreeMap<String, Result<(Fingerprint, u64, Digest), Stri
 impl Tree {
     /// What the index of `folder`, if it is there, knows of the headers, be it fresh or not.
     pub fn indexed_heads(&self, folder: FolderId) -> Option<IndexedHeads> {
-        let index = FolderIndex::of(self, &self.folders[folder])?;
+        let folder = self.folder(folder);
+        let index = FolderIndex::of(self, &folder)?;
         let bytes = index.store.read(&index.file_name()).ok()?;
         let Index { made, files, folder, .. } = Index::decode(&bytes).ok()?;
         let own = folder == index.folder.path.as_os_str().as_bytes();
@@ -92,7 +95,8 @@ impl Tree {
 
     /// Takes the index of `folder` away. Returns whether there was one.
     pub fn forget_index(&self, folder: FolderId) -> bool {
-        let index = FolderIndex::of(self, &self.folders[folder]);
+        let folder = self.folder(folder);
+        let index = FolderIndex::of(self, &folder);
         index.is_some_and(|index| index.store.remove(&index.file_name()))
     }
 }
@@ -204,7 +208,7 @@ impl<'a> FolderIndex<'a> {
     }
 
     fn unusable(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
-        self.folder.unusable.iter().map(|name| name.as_bytes())
+        self.folder.misfits.iter().map(|misfit| misfit.name.as_bytes())
     }
 
     /// What the index says of the folder, as if it had been proved now.
@@ -219,7 +223,8 @@ impl<'a> FolderIndex<'a> {
         for mut record in index.sets {
             let kind = Kind::from_word(&record.kind).ok_or("knows another kind of set")?;
             let (name, files) = (record.name.clone(), std::mem::take(&mut record.files));
-            let outcome = self.checkpoint(record, kind, alone || !kind.is_one_file())?;
+            let judged = alone || !kind.is_one_file();
+            let outcome = self.checkpoint(record, kind, judged, &index.files)?;
             proved.sets.push(Set {
                 name,
                 kind,
@@ -238,6 +243,7 @@ impl<'a> FolderIndex<'a> {
         record: SetRecord,
         kind: Kind,
         judged: bool,
+        files: &[FileRecord],
     ) -> Result<crate::Result<Checkpoint>, String> {
         let (catalog, format) = (record.catalog, self.tree.view.format);
         let mut sources = Vec::with_capacity(catalog.shards.len());
@@ -246,7 +252,11 @@ impl<'a> FolderIndex<'a> {
             if file.identity.len != shard.file_len {
                 return Err("knows a shard of another length".to_owned());
             }
-            sources.push(Source::closed(&file.path, file.identity));
+            let source = Source::closed(&file.path, file.identity);
+            let at = files.binary_search_by(|record| record.name.as_str().cmp(&shard.name));
+            let record = &files[at.map_err(|_| "does not list one of its shards")?];
+            source.set_head(record.head_len, Digest(record.head));
+            sources.push(source);
         }
         let map = match record.map {
             None => None,
@@ -303,7 +313,7 @@ impl<'a> FolderIndex<'a> {
         });
         let look = |file: &File| {
             let source = Source::open(&file.path)?;
-            let head = hash_head(&source, source.len())?;
+            let head = source.hash_head(source.len())?;
             source.check()?;
             Ok((fingerprint(&source.identity()), source.len(), head))
         };
@@ -320,7 +330,12 @@ impl<'a> FolderIndex<'a> {
         weights: &Weights,
         proved: &Proved,
     ) -> IndexState {
-        let index = self.index_of(texts, weights, proved);
+        let index = match headers_len(weights) {
+            len if len > HEADERS_MAX => Err(format!(
+                "its weight files have headers of {len} bytes, an index is kept of {HEADERS_MAX}"
+            )),
+            _ => self.index_of(texts, weights, proved),
+        };
         if index.is_err() && before.is_some() {
             // What it says is no longer so.
             self.store.remove(&self.file_name());
@@ -411,6 +426,13 @@ impl<'a> FolderIndex<'a> {
     }
 }
 
+/// Bytes of the headers of all names, also where several are links to one file: the index holds
+/// each.
+fn headers_len(weights: &Weights) -> u64 {
+    let loaded = weights.values().filter_map(|loaded| loaded.as_ref().ok());
+    loaded.fold(0, |sum: u64, loaded| sum.saturating_add(loaded.shard.header.header_len))
+}
+
 fn not_as_it_is(record: &FileRecord) -> String {
     format!("does not know {} as it is", record.name)
 }
@@ -420,7 +442,7 @@ fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
         let source = Source::open(&file.path).ok()?;
         let same = source.identity() == file.identity;
-        let head = hash_head(&source, record.head_len).ok()?;
+        let head = source.hash_head(record.head_len).ok()?;
         source.check().ok()?;
         same.then_some(head)
     };

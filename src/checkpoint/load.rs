@@ -9,11 +9,14 @@ use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::{self, Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN};
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
 use crate::format::{Format, bintensors, names};
-use crate::hash::{Digest, Hasher};
+use crate::hash::Digest;
 use crate::source::Source;
 
 /// Bytes read at a time from a header that is parsed as it is read.
 const CHUNK_LEN: usize = 256 << 10;
+
+/// How often a file that is changed while its header is read is read again.
+const READ_TRIES: usize = 10;
 
 /// Bytes of a text file that are looked at before the rest is read.
 const TEXT_SNIFF_LEN: u64 = 4096;
@@ -27,19 +30,103 @@ pub(super) struct Loaded {
     pub(super) head: Digest,
 }
 
+/// A header and the hash of the bytes before the data, or what is wrong with it.
+type Parsed = std::result::Result<(Arc<Header>, Digest), Fault>;
+
+/// A weight file that is open, and whose header was not read yet.
+pub(super) struct Unread {
+    source: Arc<Source>,
+    /// Length of the header, or why the file has none.
+    header_len: std::result::Result<u64, Fault>,
+}
+
+impl Unread {
+    /// Opens the weight file at `path`.
+    pub(super) fn open(path: &Path) -> Result<Unread> {
+        let source = Source::open(path)?;
+        let mut sniff = vec![0; SNIFF_LEN.min(source.len() as usize)];
+        source.read_exact_at(&mut sniff, 0)?;
+        let header_len = safetensors::header_len(&sniff, source.len());
+        Ok(Unread { source, header_len })
+    }
+
+    /// Bytes of its header that will be read.
+    pub(super) fn header_len(&self) -> u64 {
+        *self.header_len.as_ref().unwrap_or(&0)
+    }
+
+    /// Reads the header; `name` says in which format it is.
+    fn parse(&self, name: &str) -> Result<Parsed> {
+        let header = match &self.header_len {
+            Ok(len) => parse_header(&self.source, *len, format_of(name))?,
+            Err(fault) => return Ok(Err(fault.clone())),
+        };
+        self.source.check()?;
+        Ok(header.map(|(header, head)| (Arc::new(header), head)))
+    }
+}
+
 /// Opens the weight file at `path`, called `name` in its checkpoint in `folder`.
 pub(super) fn open_shard(folder: &Path, name: &str, path: &Path) -> Result<Loaded> {
-    // The user knows the file by its name in the folder, not by where a link leads.
-    let named = |error| match error {
+    let named = |error| named_in(folder, name, error);
+    let mut tries = 0;
+    loop {
+        let read = Unread::open(path).and_then(|unread| Ok((unread.parse(name)?, unread)));
+        match read {
+            // Also new attributes count as a change here, and they come and go.
+            Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
+            Err(error) => return Err(named(error)),
+            Ok((parsed, unread)) => return loaded(folder, name, unread.source, parsed),
+        }
+    }
+}
+
+/// Opens weight files that are links to one inode, by name and path, and reads their header once:
+/// `unread` is the first of them.
+pub(super) fn open_links(
+    folder: &Path,
+    links: &[(&str, &Path)],
+    unread: Unread,
+) -> Vec<(String, Result<Loaded>)> {
+    let mut all = Vec::with_capacity(links.len());
+    let Some(((first, _), others)) = links.split_first() else { return all };
+    let parsed = match unread.parse(first) {
+        Ok(parsed) => parsed,
+        Err(_) => {
+            let opened = links.iter().map(|(name, path)| (name, open_shard(folder, name, path)));
+            all.extend(opened.map(|(name, loaded)| ((*name).to_owned(), loaded)));
+            return all;
+        }
+    };
+    let identity = unread.source.identity();
+    let link = |name: &str, path: &Path| {
+        let source = Source::open(path).map_err(|error| named_in(folder, name, error))?;
+        // Another file by now, or one that is read in another way.
+        if source.identity() != identity || format_of(name) != format_of(first) {
+            return open_shard(folder, name, path);
+        }
+        loaded(folder, name, source, parsed.clone())
+    };
+    let others = others.iter().map(|(name, path)| ((*name).to_owned(), link(name, path)));
+    let others: Vec<_> = others.collect();
+    all.push(((*first).to_owned(), loaded(folder, first, unread.source, parsed)));
+    all.extend(others);
+    all
+}
+
+fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Result<Loaded> {
+    let (header, head) = parsed.map_err(|fault| Error::refused(folder, fault.in_file(name)))?;
+    let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header };
+    source.set_head(shard.header.data_start(), head);
+    Ok(Loaded { source, shard, head })
+}
+
+/// The error with the name in the folder: the user knows a file by that, not by where a link leads.
+pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
+    match error {
         Error::Io { action, source, .. } => Error::io(&folder.join(name), action, source),
         other => other,
-    };
-    let source = Source::open(path).map_err(named)?;
-    let header = read_header(&source, format_of(name)).map_err(named)?;
-    let (header, head) = header.map_err(|fault| Error::refused(folder, fault.in_file(name)))?;
-    source.check()?;
-    let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header };
-    Ok(Loaded { source, shard, head })
+    }
 }
 
 /// Reads the header of `source`, which is in `format`, and hashes the bytes before its data.
@@ -50,13 +137,21 @@ fn read_header(
     source: &Arc<Source>,
     format: Format,
 ) -> Result<std::result::Result<(Header, Digest), Fault>> {
-    let file_len = source.len();
-    let mut sniff = vec![0; SNIFF_LEN.min(file_len as usize)];
+    let mut sniff = vec![0; SNIFF_LEN.min(source.len() as usize)];
     source.read_exact_at(&mut sniff, 0)?;
-    let header_len = match safetensors::header_len(&sniff, file_len) {
-        Ok(len) => len,
-        Err(fault) => return Ok(Err(fault)),
-    };
+    match safetensors::header_len(&sniff, source.len()) {
+        Ok(len) => parse_header(source, len, format),
+        Err(fault) => Ok(Err(fault)),
+    }
+}
+
+/// The same of a header of known length.
+fn parse_header(
+    source: &Arc<Source>,
+    header_len: u64,
+    format: Format,
+) -> Result<std::result::Result<(Header, Digest), Fault>> {
+    let file_len = source.len();
     if header_len > SLICE_LEN_MAX {
         let open = || ChunkReader { source, at: PREFIX_LEN, end: PREFIX_LEN + header_len };
         let header = match format {
@@ -65,7 +160,7 @@ fn read_header(
         };
         let header = header.map_err(|e| Error::io(source.path(), "read", e))?;
         let Ok(header) = header else { return Ok(header.map(|header| (header, Digest::of(&[])))) };
-        return Ok(Ok((header, hash_head(source, PREFIX_LEN + header_len)?)));
+        return Ok(Ok((header, source.hash_head(PREFIX_LEN + header_len)?)));
     }
     let mut head = vec![0; (PREFIX_LEN + header_len) as usize];
     source.read_exact_at(&mut head, 0)?;
@@ -75,20 +170,6 @@ fn read_header(
         Format::Bintensors => bintensors::parse(text, file_len),
     };
     Ok(header.map(|header| (header, Digest::of(&head))))
-}
-
-/// The hash of the first `len` bytes of `source`.
-pub(super) fn hash_head(source: &Arc<Source>, len: u64) -> Result<Digest> {
-    let mut hasher = Hasher::new();
-    let mut buf = vec![0; CHUNK_LEN.min(len as usize)];
-    let mut at = 0;
-    while at < len {
-        let chunk = &mut buf[..CHUNK_LEN.min((len - at) as usize)];
-        source.read_exact_at(chunk, at)?;
-        hasher.update(chunk);
-        at += chunk.len() as u64;
-    }
-    Ok(hasher.finish())
 }
 
 /// A part of a source as a stream.

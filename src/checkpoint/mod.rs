@@ -3,10 +3,12 @@
 
 mod discover;
 mod files;
+mod header_memory;
 mod indexed;
 mod load;
 mod openers;
 mod prove;
+mod scan;
 mod show;
 mod tree;
 
@@ -16,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 use serde_json::{Map, Value};
 
 use crate::catalog::Catalog;
-use crate::error::{Error, Fault, Result};
+use crate::error::{Error, Fault, Result, shown_path};
 use crate::format::Format;
 use crate::hash::Digest;
 use crate::layout::Layout;
@@ -27,8 +29,9 @@ pub use discover::Kind;
 pub(crate) use indexed::fingerprint;
 pub use indexed::{IndexState, IndexedHeads, Origin};
 pub use prove::{Proved, Set};
+pub use scan::LeftOut;
 pub use show::{Content, ERROR_FILE, Shown};
-pub use tree::{File, Folder, FolderId, Tree};
+pub use tree::{File, Folder, FolderId, Misfit, Tree};
 
 /// Whether something outside the shards proved that the last pieces are there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +87,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the one checkpoint at `path`: a folder, or a file of the set.
+    /// Opens the one checkpoint at `path`: a folder, or a file of the set. Links to files are
+    /// followed wherever they lead, with the rights of the caller.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor; `Error::Usage` where `path` holds more
@@ -108,9 +112,10 @@ impl Checkpoint {
         sets.retain(|set| set.shown_at_parent.is_none());
         match <[Set; 1]>::try_from(sets) {
             Ok([set]) => set.outcome,
+            Err(sets) if sets.is_empty() => Err(Error::usage(tree.nothing_found())),
             Err(sets) => Err(Error::usage(format!(
                 "{}: {} checkpoints here, name one of them: {}",
-                tree.source.display(),
+                shown_path(&tree.source),
                 sets.len(),
                 crate::catalog::named_some(sets.iter().map(|set| set.name.as_str())),
             ))),

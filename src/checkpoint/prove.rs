@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use crate::catalog::{Catalog, ShardHeader, Tensor};
-use crate::error::{Class, Error, Fault, Result};
+use crate::error::{Class, Error, Fault, Result, shown_path};
 use crate::format::manifest::{self, Reference};
 use crate::format::names;
+use crate::format::safetensors::Header;
 use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::{Arrangement, View};
@@ -60,7 +61,7 @@ impl Tree {
         let mut family: Vec<(FolderId, Proved)> =
             members.into_iter().map(|id| (id, self.prove_folder(id))).collect();
         for at in 1..family.len() {
-            let parent = self.folders[family[at].0].parent;
+            let parent = self.folder(family[at].0).parent;
             let Some(above) = family.iter().position(|(id, _)| Some(*id) == parent) else {
                 continue;
             };
@@ -71,7 +72,7 @@ impl Tree {
     }
 
     fn prove_folder(&self, id: FolderId) -> Proved {
-        let folder = &self.folders[id];
+        let folder = &*self.folder(id);
         // Of a folder that is only passed through there is nothing to know.
         let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
         let doubt = match index.as_ref().map(FolderIndex::load) {
@@ -81,7 +82,7 @@ impl Tree {
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
         let only = self.only.as_deref();
-        let weights = open_weights(folder, only);
+        let (weights, _headers) = open_weights(folder, only);
         let Discovered { mut winners, losers, notes } =
             discover(folder, &weights, self.view.prefer);
         let mut proved = Proved { notes, ..Proved::default() };
@@ -95,24 +96,40 @@ impl Tree {
             }
             proved.notes.clear();
         }
+        let mut links = Links::new();
         let alone = winners.iter().all(|set| set.kind.is_one_file());
         for candidate in winners {
             let files = candidate.files().cloned().collect();
             let name = names::in_format(&candidate.output, self.view.format);
             let kind = candidate.kind;
             let judged = alone || !kind.is_one_file();
-            let outcome = prove_set(folder, &weights, candidate, &self.view, judged);
+            let header = header_of(&weights, &candidate).map(Arc::as_ptr);
+            let linked = header.and_then(|header| links.get(&header)).cloned();
+            let outcome = prove_set(folder, &weights, (candidate, linked), &self.view, judged);
             if let Ok(checkpoint) = &outcome {
                 proved
                     .notes
                     .extend(checkpoint.catalog.notes.iter().map(|n| format!("{name}: {n}")));
             }
             let outcome = outcome.map(Arc::new);
+            if let (Some(header), Ok(checkpoint)) = (header, &outcome) {
+                links.entry(header).or_insert_with(|| checkpoint.clone());
+            }
             proved.sets.push(Set { name, kind, files, outcome, shown_at_parent: None });
         }
         proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
         proved
     }
+}
+
+/// By the header that links to one inode share: the first checkpoint of that file alone.
+type Links = HashMap<*const Header, Arc<Checkpoint>>;
+
+/// The header of a candidate of one file.
+fn header_of<'a>(weights: &'a Weights, candidate: &Candidate) -> Option<&'a Arc<Header>> {
+    let mut members = candidate.members.iter().filter(|_| candidate.kind.is_one_file());
+    let loaded = weights.get(members.next()?)?.as_ref().ok()?;
+    Some(&loaded.shard.header)
 }
 
 /// Marks the sets of `child` that hold the tensors of a set of `parent`.
@@ -130,11 +147,12 @@ fn hide_twins(parent: &Proved, child: &mut Proved) {
     }
 }
 
-/// Proves one set. `judged`: whether `expect-shards` and `reference` are about it.
+/// Proves one set, or takes over what was proved of another link to the same file. `judged`:
+/// whether `expect-shards` and `reference` are about it.
 fn prove_set(
     folder: &Folder,
     weights: &Weights,
-    candidate: Candidate,
+    (candidate, linked): (Candidate, Option<Arc<Checkpoint>>),
     view: &View,
     judged: bool,
 ) -> Result<Checkpoint> {
@@ -146,7 +164,7 @@ fn prove_set(
     for name in &candidate.members {
         match weights.get(name) {
             Some(Ok(file)) => loaded.push(file),
-            Some(Err(error)) => return Err(copy_of(error)),
+            Some(Err(error)) => return Err(error.copied()),
             None => {
                 let message = "is named by the weight map but is not a weight file";
                 return Err(refused(Fault::new(Class::ShardMissing, message).in_file(name)));
@@ -155,17 +173,18 @@ fn prove_set(
     }
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     let map = candidate.map.as_ref().map(|(_, map)| map);
-    let catalog = match candidate.kind {
-        Kind::Dcp => Catalog::of_dcp_shards(&headers, map),
-        Kind::WeightMap | Kind::Numbered | Kind::Single | Kind::Bintensors => {
+    let catalog = match (candidate.kind, &linked) {
+        (_, Some(linked)) => Ok(linked.catalog.of_link(headers[0])),
+        (Kind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
+        (Kind::WeightMap | Kind::Numbered | Kind::Single | Kind::Bintensors, None) => {
             Catalog::of_whole_tensors(&headers, map)
         }
     };
     let mut catalog = catalog.map_err(refused)?;
     let bintensors = candidate.kind == Kind::Bintensors;
-    if bintensors {
+    if bintensors && linked.is_none() {
         // Nobody saves pieces in this format: such keys are a user's own.
-        catalog.metadata = loaded[0].shard.header.metadata.clone();
+        catalog.metadata = loaded[0].shard.header.metadata.clone().map(Arc::new);
     }
     refuse_doubles(&candidate, &catalog).map_err(refused)?;
     let total_size = map.and_then(|map| map.metadata.get("total_size")?.as_u64());
@@ -178,8 +197,11 @@ fn prove_set(
         manifest: None,
     };
     let (tail, manifest) = prove_tail(folder, &catalog, view, &set)?;
-    let layout = OnceLock::new();
-    if !candidate.kind.stands_as(view.format) && view.arrangement == Arrangement::Single {
+    let layout = linked.map_or_else(OnceLock::new, |linked| linked.layout.clone());
+    if layout.get().is_none()
+        && !candidate.kind.stands_as(view.format)
+        && view.arrangement == Arrangement::Single
+    {
         // A checkpoint that cannot be laid out is refused here, not when it is first read.
         let laid_out = Layout::single(&catalog, view.format).map_err(refused)?;
         let _ = layout.set(Arc::new(laid_out));
@@ -247,7 +269,8 @@ pub(super) fn prove_tail(
     // Files with a sharding note may be pieces that lack what comes after them, also where all
     // of them begin at 0.
     let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
-    let mut proven = !set.noted || (set.kind == Kind::WeightMap && total_fits());
+    let mut proven =
+        !set.noted || catalog.shapes_recorded || (set.kind == Kind::WeightMap && total_fits());
     let compare = |path: &Path, hint: &str| -> Result<bool> {
         let known = read_reference(path)?;
         check_reference(catalog, &known, path, hint).map_err(refused)?;
@@ -280,30 +303,7 @@ fn check_reference(
     hint: &str,
 ) -> std::result::Result<(), Fault> {
     catalog.check_reference(known).map_err(|fault| Fault {
-        message: format!("{} (reference: {}{hint})", fault.message, path.display()),
+        message: format!("{} (reference: {}{hint})", fault.message, shown_path(path)),
         ..fault
     })
-}
-
-/// The error of a shard again, for each set that the shard belongs to.
-fn copy_of(error: &Error) -> Error {
-    match error {
-        Error::Refused { path, fault } => {
-            Error::Refused { path: path.clone(), fault: fault.clone() }
-        }
-        Error::Io { path, action, source } => {
-            let source = match source.raw_os_error() {
-                Some(errno) => std::io::Error::from_raw_os_error(errno),
-                None => std::io::Error::new(source.kind(), source.to_string()),
-            };
-            Error::Io { path: path.clone(), action, source }
-        }
-        Error::Changed { path, detail } => {
-            Error::Changed { path: path.clone(), detail: detail.clone() }
-        }
-        Error::Device { device, message, call } => {
-            Error::Device { device: device.clone(), message: message.clone(), call: call.clone() }
-        }
-        Error::Usage { message } => Error::Usage { message: message.clone() },
-    }
 }

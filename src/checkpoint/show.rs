@@ -1,16 +1,20 @@
 //! What a folder shows: its files, its sets as whole files, and why a set is missing.
 
+use std::collections::HashSet;
 use std::ffi::OsString;
 use std::sync::Arc;
 
-use crate::format::Format;
+use serde_json::Map;
+
+use crate::error::shown;
 use crate::format::weight_map::WeightMap;
+use crate::format::{Format, names};
 use crate::source::Source;
 use crate::view::{Arrangement, MapPolicy};
 
-use super::Checkpoint;
 use super::prove::{Proved, Set};
 use super::tree::{File, FolderId, Tree};
+use super::{Checkpoint, Kind};
 
 /// Name of the file that says why a set is not shown.
 pub const ERROR_FILE: &str = "TENSORFS-ERROR.txt";
@@ -43,7 +47,7 @@ pub struct Shown {
 impl Tree {
     /// The files that folder `id` shows, by name; its subfolders are shown beside them.
     pub fn shown(&self, id: FolderId, proved: &Proved) -> Vec<Shown> {
-        let folder = &self.folders[id];
+        let folder = self.folder(id);
         let mut shown = Vec::new();
         let whole = |file: &File, proved| Shown {
             name: file.name.clone(),
@@ -65,7 +69,7 @@ impl Tree {
                 self.show_virtual(set, checkpoint, &mut shown);
             }
         }
-        if let Some(text) = error_text(proved) {
+        if let Some(text) = error_text(proved, &folder.lacks) {
             let content = Content::Text(text.into_bytes().into());
             shown.retain(|file| file.name != ERROR_FILE);
             shown.push(Shown { name: ERROR_FILE.into(), content });
@@ -73,6 +77,25 @@ impl Tree {
         shown.sort_by(|a, b| a.name.cmp(&b.name));
         shown.dedup_by(|a, b| a.name == b.name);
         shown
+    }
+
+    /// The folders of a family that are not shown, because the parent folder shows their checkpoint
+    /// and nothing else is in them. `family` says of each, parents before children, what was
+    /// proved and how many files it shows.
+    pub fn emptied<'a>(
+        &self,
+        family: impl DoubleEndedIterator<Item = (FolderId, &'a Proved, usize)>,
+    ) -> HashSet<FolderId> {
+        let mut emptied = HashSet::new();
+        for (id, proved, files) in family.rev() {
+            let is_twin = proved.sets.iter().any(|set| set.shown_at_parent.is_some());
+            let folder = self.folder(id);
+            let mut children = folder.children.iter();
+            if is_twin && files == 0 && children.all(|(_, child)| emptied.contains(child)) {
+                emptied.insert(id);
+            }
+        }
+        emptied
     }
 
     fn shows_map(&self, checkpoint: &Checkpoint, name: &str) -> bool {
@@ -83,26 +106,31 @@ impl Tree {
     fn show_virtual(&self, set: &Set, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Shown>) {
         let content = Content::Virtual(checkpoint.clone());
         shown.push(Shown { name: set.name.clone().into(), content });
-        // Whoever follows a weight map reads safetensors.
-        if checkpoint.format != Format::Safetensors {
+        // Readers of weight maps read safetensors.
+        if checkpoint.format != Format::Safetensors || self.view.map != MapPolicy::Rewrite {
             return;
         }
-        let Some((name, metadata)) = checkpoint.weight_map() else { return };
-        if self.view.map == MapPolicy::Rewrite {
-            let catalog = checkpoint.catalog();
-            let tensors = catalog.tensors().map(|tensor| tensor.name);
-            let text = WeightMap::rewritten(metadata, &set.name, tensors, catalog.data_len());
-            shown.push(Shown { name: name.to_owned().into(), content: Content::Text(text.into()) });
-        }
+        let (name, metadata) = match checkpoint.weight_map() {
+            Some((name, metadata)) => (name.to_owned(), metadata.clone()),
+            // Consolidation writes one beside the file that it makes of rank shards, and some
+            // readers of such files need it.
+            None if checkpoint.kind == Kind::Dcp => (names::weight_map(&set.name), Map::new()),
+            None => return,
+        };
+        let catalog = checkpoint.catalog();
+        let tensors = catalog.tensors().map(|tensor| tensor.name);
+        let text = WeightMap::rewritten(&metadata, &set.name, tensors, catalog.data_len());
+        shown.push(Shown { name: name.into(), content: Content::Text(text.into()) });
     }
 }
 
-/// Why sets of the folder are refused, a line each.
-fn error_text(proved: &Proved) -> Option<String> {
-    let mut text = String::new();
+/// Why sets of the folder are refused and what else it `lacks`, a line each.
+fn error_text(proved: &Proved, lacks: &[String]) -> Option<String> {
+    let mut text: String = lacks.iter().map(|line| format!("{}\n", shown(line))).collect();
     for set in &proved.sets {
         if let Err(error) = &set.outcome {
-            text.push_str(&format!("{} is not shown: {}: {error}\n", set.name, error.class()));
+            let name = shown(&set.name);
+            text.push_str(&format!("{name} is not shown: {}: {error}\n", error.class()));
         }
     }
     (!text.is_empty()).then_some(text)

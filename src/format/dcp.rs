@@ -1,15 +1,19 @@
-//! The sharding note of torch DCP (`DCP_SHARDING_INFO`): where in its tensor each piece of a
-//! shard begins.
+//! The sharding note of torch DCP (`DCP_SHARDING_INFO`): of which tensor each entry of a shard is a
+//! piece, and where in it the piece begins.
+//!
+//! Three keys of an entry are known. `saved_offsets` is where the piece begins. `logical_fqn` is
+//! the name of the tensor, where the entry itself has another one because the shard holds several
+//! pieces of that tensor. `global_shape` is the shape of the whole tensor. Releases of torch up to
+//! 2.15 write only the first.
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault};
+use crate::error::{Class, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
-use crate::format::safetensors::{Entry, Header};
+use crate::format::safetensors::{Entry, Header, METADATA};
 
 /// Metadata key that makes a file a DCP shard.
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
@@ -17,15 +21,24 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 /// Metadata key of the note's version.
 pub const VERSION: &str = "DCP_VERSION";
 
-#[derive(Deserialize)]
-struct PieceJson {
-    #[serde(default, deserialize_with = "present")]
-    saved_offsets: Option<Value>,
-}
+/// Key of the note: where the piece begins in its tensor.
+const SAVED_OFFSETS: &str = "saved_offsets";
 
-/// Any value, `null` too: only an absent key becomes `None`.
-fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Value>, D::Error> {
-    Value::deserialize(deserializer).map(Some)
+/// Key of the note: the name of the tensor.
+const LOGICAL_FQN: &str = "logical_fqn";
+
+/// Key of the note: the shape of the whole tensor.
+const GLOBAL_SHAPE: &str = "global_shape";
+
+/// What the note says of one entry of a shard.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Name of the tensor, where the note says it; else it is the name of the entry.
+    pub logical_name: Option<String>,
+    /// First index of the piece in each dimension of the tensor, in elements.
+    pub offset: Vec<u64>,
+    /// Extent of the whole tensor in each dimension, in elements, where the note says it.
+    pub whole_shape: Option<Vec<u64>>,
 }
 
 /// Whether a file's metadata makes it a DCP shard.
@@ -33,13 +46,30 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
     metadata.is_some_and(|map| map.contains_key(SHARDING_INFO))
 }
 
-/// Whether a file with a sharding note holds whole tensors, as far as offsets tell.
+/// Whether a file with a sharding note holds whole tensors under their own names, as far as the
+/// note tells.
 pub fn is_whole(header: &Header) -> bool {
-    offsets(header).is_ok_and(|offsets| offsets.iter().flatten().all(|&offset| offset == 0))
+    let whole = |(entry, place): (&Entry, &Placement)| {
+        place.offset.iter().all(|&offset| offset == 0)
+            && place.logical_name.as_ref().is_none_or(|name| *name == entry.name)
+            && place.whole_shape.as_ref().is_none_or(|shape| *shape == entry.shape)
+    };
+    placements(header).is_ok_and(|places| header.tensors.iter().zip(&places).all(whole))
 }
 
-/// Offset of each tensor of `header` in its whole tensor, in the order of `header.tensors`.
-pub fn offsets(header: &Header) -> Result<Vec<Vec<u64>>, Fault> {
+/// Whether the note of a file says the whole shape of every tensor.
+pub fn records_shapes(header: &Header) -> bool {
+    is_shard(header.metadata.as_ref())
+        && placements(header)
+            .is_ok_and(|places| places.iter().all(|place| place.whole_shape.is_some()))
+}
+
+/// What the note of a shard says of each tensor of `header`, in the order of `header.tensors`.
+///
+/// # Errors
+/// `dcp_info` where the note is missing, malformed, or says what is not known here;
+/// `dcp_offsets` where an offset or a shape does not fit the entry.
+pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
     let metadata = header.metadata.as_ref();
     let Some(text) = metadata.and_then(|map| map.get(SHARDING_INFO)) else {
         return Err(Fault::new(
@@ -55,26 +85,21 @@ pub fn offsets(header: &Header) -> Result<Vec<Vec<u64>>, Fault> {
             format!("{VERSION} is {version:?}, this program knows version 1"),
         ));
     }
-    let UniqueMap(mut notes) = object::<UniqueMap<PieceJson>>(text.as_bytes(), Class::DcpInfo)
-        .map_err(|fault| Fault {
-            class: Class::DcpInfo,
-            message: format!("{SHARDING_INFO}: {}", fault.message),
-            ..fault
-        })?;
-    let offsets = header
-        .tensors
-        .iter()
-        .map(|entry| {
-            let note = notes.remove(&entry.name).and_then(|note| note.saved_offsets);
-            let Some(saved) = note else {
-                let message = format!("{SHARDING_INFO} has no saved_offsets for it");
-                return Err(Fault::new(Class::DcpInfo, message).tensor(&entry.name));
-            };
-            piece_offset(entry, &saved).map_err(|fault| fault.tensor(&entry.name))
-        })
-        .collect::<Result<_, _>>()?;
+    let UniqueMap(mut notes) =
+        object::<UniqueMap<UniqueMap<Value>>>(text.as_bytes(), Class::DcpInfo).map_err(
+            |fault| Fault {
+                class: Class::DcpInfo,
+                message: format!("{SHARDING_INFO}: {}", fault.message),
+                ..fault
+            },
+        )?;
+    let place = |entry: &Entry| {
+        let UniqueMap(note) = notes.remove(&entry.name).unwrap_or(UniqueMap(BTreeMap::new()));
+        placement(entry, note).map_err(|fault| fault.tensor(&entry.name))
+    };
+    let places = header.tensors.iter().map(place).collect::<Result<_, _>>()?;
     match notes.first_key_value() {
-        None => Ok(offsets),
+        None => Ok(places),
         Some((name, _)) => Err(Fault::new(
             Class::DcpInfo,
             format!("{SHARDING_INFO} describes it but the file does not hold it"),
@@ -83,27 +108,135 @@ pub fn offsets(header: &Header) -> Result<Vec<Vec<u64>>, Fault> {
     }
 }
 
-fn piece_offset(entry: &Entry, saved: &Value) -> Result<Vec<u64>, Fault> {
-    let bad = |what: &str| {
-        Fault::new(
-            Class::DcpOffsets,
-            format!("saved_offsets {saved} of a piece of shape {:?}: {what}", entry.shape),
-        )
+/// What `note` says of `entry`.
+fn placement(entry: &Entry, mut note: BTreeMap<String, Value>) -> Result<Placement, Fault> {
+    let Some(saved) = note.remove(SAVED_OFFSETS) else {
+        let message = format!("{SHARDING_INFO} has no {SAVED_OFFSETS} for it");
+        return Err(Fault::new(Class::DcpInfo, message));
     };
-    let Some(saved) = saved.as_array() else { return Err(bad("a list expected")) };
-    if saved.len() != entry.shape.len() {
-        return Err(bad("one offset per dimension expected"));
+    let (logical, whole) = (note.remove(LOGICAL_FQN), note.remove(GLOBAL_SHAPE));
+    if let Some(key) = note.into_keys().next() {
+        let message = format!(
+            "{SHARDING_INFO} has the key {} for it; this version of tensorfs knows \
+             {SAVED_OFFSETS}, {LOGICAL_FQN} and {GLOBAL_SHAPE}, a newer one may know more",
+            quoted(&key)
+        );
+        return Err(Fault::new(Class::DcpInfo, message));
     }
-    let mut offset = saved
-        .iter()
-        .map(|value| value.as_u64().ok_or_else(|| bad("offsets are integers from 0")))
-        .collect::<Result<Vec<u64>, _>>()?;
+    let offset = numbers(entry, SAVED_OFFSETS, &saved)?;
+    let outside = |offset: &u64, size: &u64| offset.checked_add(*size).is_none();
+    if offset.iter().zip(&entry.shape).any(|(offset, size)| outside(offset, size)) {
+        return Err(unfit(entry, SAVED_OFFSETS, &saved, "offset + size passes 2^64"));
+    }
+    let Some(whole) = whole else {
+        return Ok(Placement { logical_name: logical_name(logical)?, offset, whole_shape: None });
+    };
+    let shape = numbers(entry, GLOBAL_SHAPE, &whole)?;
+    let mut ends = offset.iter().zip(&entry.shape).map(|(offset, size)| offset + size);
+    if shape.iter().any(|size| ends.next() > Some(*size)) {
+        let what = format!("the piece, which begins at {offset:?}, passes it");
+        return Err(unfit(entry, GLOBAL_SHAPE, &whole, &what));
+    }
+    Ok(Placement { logical_name: logical_name(logical)?, offset, whole_shape: Some(shape) })
+}
+
+fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
+    let name = match value {
+        None => return Ok(None),
+        // The header keeps this name for itself.
+        Some(Value::String(name)) if name != METADATA => name,
+        Some(other) => {
+            let other = quoted(&other.to_string());
+            let message = format!("{LOGICAL_FQN} is {other}, the name of a tensor expected");
+            return Err(Fault::new(Class::DcpInfo, message));
+        }
+    };
+    Ok(Some(name))
+}
+
+/// The list `value` of the key `key`: a number for each dimension of `entry`, in elements.
+fn numbers(entry: &Entry, key: &str, value: &Value) -> Result<Vec<u64>, Fault> {
+    let bad = |what: &str| unfit(entry, key, value, what);
+    let Some(list) = value.as_array() else { return Err(bad("a list expected")) };
+    if list.len() != entry.shape.len() {
+        return Err(bad("one number per dimension expected"));
+    }
+    let numbers = list.iter().map(|number| number.as_u64());
+    let numbers: Option<Vec<u64>> = numbers.collect();
+    let mut numbers = numbers.ok_or_else(|| bad("integers from 0 to 2^64 - 1 expected"))?;
     // torch counts pairs of F4 elements in the last dimension, the header single ones.
-    if let (Dtype::F4, Some(last)) = (entry.dtype, offset.last_mut()) {
+    if let (Dtype::F4, Some(last)) = (entry.dtype, numbers.last_mut()) {
         *last = last.checked_mul(2).ok_or_else(|| bad("passes 2^64"))?;
     }
-    if offset.iter().zip(&entry.shape).any(|(o, size)| o.checked_add(*size).is_none()) {
-        return Err(bad("offset + size passes 2^64"));
+    Ok(numbers)
+}
+
+fn unfit(entry: &Entry, key: &str, value: &Value, what: &str) -> Fault {
+    let message = format!("{key} {value} of a piece of shape {:?}: {what}", entry.shape);
+    Fault::new(Class::DcpOffsets, message)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests {
+    use super::*;
+
+    /// A shard with one entry `e` of this dtype and shape, and `note` about it.
+    fn shard(dtype: Dtype, shape: &[u64], note: &Value) -> Header {
+        let entry = Entry { name: "e".into(), dtype, shape: shape.to_vec(), data_offsets: 0..0 };
+        let info = serde_json::json!({ "e": note }).to_string();
+        let metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), info)]);
+        Header { metadata: Some(metadata), tensors: vec![entry], header_len: 0 }
     }
-    Ok(offset)
+
+    fn place(dtype: Dtype, shape: &[u64], note: &Value) -> Result<Placement, Fault> {
+        placements(&shard(dtype, shape, note)).map(|mut places| places.remove(0))
+    }
+
+    #[test]
+    fn offsets_and_shapes_of_packed_elements_are_counted_in_elements() {
+        let note = serde_json::json!({ "saved_offsets": [1, 2], "global_shape": [2, 4] });
+        let found = place(Dtype::F4, &[1, 4], &note).unwrap();
+        assert_eq!((found.offset, found.whole_shape), (vec![1, 4], Some(vec![2, 8])));
+        let found = place(Dtype::F32, &[1, 2], &note).unwrap();
+        assert_eq!((found.offset, found.whole_shape), (vec![1, 2], Some(vec![2, 4])));
+        for key in ["saved_offsets", "global_shape"] {
+            let mut note = serde_json::json!({ "saved_offsets": [0], "global_shape": [4] });
+            note[key] = serde_json::json!([1u64 << 63]);
+            let fault = place(Dtype::F4, &[2], &note).unwrap_err();
+            assert_eq!(fault.class, Class::DcpOffsets);
+            assert!(fault.message.contains("passes 2^64"), "{fault}");
+        }
+    }
+
+    #[test]
+    fn a_key_that_is_not_known_is_named_with_those_that_are() {
+        let note = serde_json::json!({ "saved_offsets": [0], "local_strides": [1] });
+        let fault = place(Dtype::F32, &[2], &note).unwrap_err();
+        assert_eq!((fault.class, fault.tensor.as_deref()), (Class::DcpInfo, Some("e")));
+        for word in ["`local_strides`", "saved_offsets", "logical_fqn", "global_shape", "version"] {
+            assert!(fault.message.contains(word), "{word}: {fault}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_whole_only_if_no_key_of_its_note_says_otherwise() {
+        let whole = |note: Value| is_whole(&shard(Dtype::F32, &[2, 3], &note));
+        assert!(whole(serde_json::json!({ "saved_offsets": [0, 0] })));
+        let all = serde_json::json!({
+            "saved_offsets": [0, 0], "logical_fqn": "e", "global_shape": [2, 3],
+        });
+        assert!(whole(all.clone()) && records_shapes(&shard(Dtype::F32, &[2, 3], &all)));
+        for (key, value) in [
+            ("saved_offsets", serde_json::json!([1, 0])),
+            ("logical_fqn", "f".into()),
+            ("global_shape", serde_json::json!([4, 3])),
+            ("global_shape", serde_json::json!([2])),
+            ("unknown", Value::Null),
+        ] {
+            let mut note = all.clone();
+            note[key] = value;
+            assert!(!whole(note.clone()), "{note}");
+        }
+    }
 }

@@ -13,6 +13,12 @@ pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 /// Fewest digits of a shard number; savers write five, more when needed.
 const DIGITS_MIN: usize = 5;
 
+/// Whether the file is hidden. Hidden files are no part of a checkpoint: macOS leaves a
+/// `._model.safetensors` with attributes beside `model.safetensors` on file systems without them.
+fn is_hidden(name: &str) -> bool {
+    name.starts_with('.')
+}
+
 /// Whether `name` is `shard-00001-<stem>-00001-of-00001.safetensors`, as torch DCP writes.
 pub fn is_dcp_shard(name: &str) -> bool {
     let parse = || {
@@ -47,7 +53,7 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     let inner = stem.strip_suffix(SUFFIX);
     let plain = inner.unwrap_or(stem);
     let known = suffixed || (inner.is_some() && variant.is_empty());
-    if !known || plain.is_empty() || is_dcp_shard(name) {
+    if !known || plain.is_empty() || is_dcp_shard(name) || is_hidden(name) {
         return None;
     }
     Some(Numbered { output: whole(&format!("{plain}{variant}")), number, total })
@@ -63,11 +69,16 @@ pub fn weight_map_output(name: &str) -> Option<String> {
     } else {
         rest.strip_prefix("index.").or_else(|| rest.strip_suffix(".index"))?
     };
-    if stem.is_empty() || rest.starts_with('.') || variant.contains("index") {
+    if stem.is_empty() || rest.starts_with('.') || variant.contains("index") || is_hidden(name) {
         return None;
     }
     let dot = if variant.is_empty() { "" } else { "." };
     Some(whole(&format!("{stem}{dot}{variant}")))
+}
+
+/// Name of the weight map of the whole file `output`, where no variant has its own place in it.
+pub fn weight_map(output: &str) -> String {
+    format!("{output}.index.json")
 }
 
 /// Name of a whole file with this stem. Programs take a name that begins with `consolidated`
@@ -93,9 +104,11 @@ pub fn in_format(output: &str, format: Format) -> String {
     }
 }
 
-/// Whether the name is one of a weight file.
+/// Whether the name is one of a weight file. Hidden files are none.
 pub fn is_weights(name: &str) -> bool {
-    name.ends_with(SUFFIX) || numbered(name).is_some() || bintensors_output(name).is_some()
+    let is_named =
+        name.ends_with(SUFFIX) || numbered(name).is_some() || bintensors_output(name).is_some();
+    is_named && !is_hidden(name)
 }
 
 /// Order of names with the numbers in them compared as numbers: shard 2 before shard 10.
@@ -197,6 +210,7 @@ mod tests {
         assert_eq!(output("model.safetensors.index.json"), model("model.safetensors"));
         assert_eq!(output("model.safetensors.index.fp16.json"), model("model.fp16.safetensors"));
         assert_eq!(output("unet.safetensors.fp16.index.json"), model("unet.fp16.safetensors"));
+        assert_eq!(weight_map("model.safetensors"), "model.safetensors.index.json");
         assert_eq!(output("pytorch_model.bin.index.json"), None);
         assert_eq!(output("config.json"), None);
         assert_eq!(output(".safetensors.index.json"), None);
@@ -216,6 +230,22 @@ mod tests {
         assert_eq!(in_format("model.safetensors", Format::Safetensors), "model.safetensors");
         assert_eq!(Format::of_name("a.bintensors"), Some(Format::Bintensors));
         assert_eq!(Format::of_name("a.json"), None);
+    }
+
+    #[test]
+    fn hidden_files_are_no_weights_and_no_weight_maps() {
+        for name in [
+            "._model.safetensors",
+            "._model-00001-of-00002.safetensors",
+            "._shard-00001-model-00001-of-00001.safetensors",
+            "._model.bt",
+            ".model.safetensors",
+            ".safetensors",
+        ] {
+            assert!(!is_weights(name), "{name}");
+            assert_eq!(numbered(name), None, "{name}");
+        }
+        assert_eq!(weight_map_output("._model.safetensors.index.json"), None);
     }
 
     #[test]

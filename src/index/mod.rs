@@ -11,6 +11,8 @@ mod frame;
 mod store;
 mod sums;
 
+use std::sync::Arc;
+
 use bincode::{BorrowDecode, Decode, Encode};
 
 use crate::catalog::{Catalog, Shard};
@@ -27,7 +29,7 @@ pub const EXTENSION: &str = "index";
 
 /// The version goes up with every change of the content, and with every change of what is proved
 /// or how a file is laid out: an index says both as it was when it was made.
-const KIND: Kind = Kind { magic: b"TENSORFS", version: 1 };
+const KIND: Kind = Kind { magic: b"TENSORFS", version: 2 };
 
 /// What tells one state of a file from another, without reading it.
 #[derive(Clone, Copy, Debug, Decode, Encode, PartialEq, Eq)]
@@ -134,6 +136,7 @@ struct SetContent<'a> {
     /// Name, length, first byte of data.
     shards: List<(&'a str, u64, u64)>,
     metadata: Option<List<(&'a str, &'a str)>>,
+    shapes_recorded: bool,
     notes: List<&'a str>,
     columns: Columns<'a>,
 }
@@ -174,6 +177,7 @@ impl<'a> SetContent<'a> {
             metadata: catalog.metadata.as_ref().map(|metadata| {
                 metadata.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect()
             }),
+            shapes_recorded: catalog.shapes_recorded,
             notes: borrowed(&catalog.notes),
             columns: columns::encode(&catalog.columns, &catalog.shards),
         }
@@ -188,7 +192,7 @@ impl<'a> SetContent<'a> {
         let shards: Vec<Shard> = self.shards.iter().map(shard).collect();
         let columns = columns::decode(self.columns, &shards)?;
         let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-        let metadata = self.metadata.map(|metadata| metadata.iter().map(pair).collect());
+        let metadata = self.metadata.map(|metadata| Arc::new(metadata.iter().map(pair).collect()));
         Ok(SetRecord {
             name: self.name.to_owned(),
             kind: self.kind.to_owned(),
@@ -197,7 +201,13 @@ impl<'a> SetContent<'a> {
             manifest: self.manifest,
             map: self.map.map(|(name, metadata)| (name.to_owned(), metadata.to_owned())),
             shown: self.shown.map(|(len, header)| (len, Digest(header))),
-            catalog: Catalog { shards, columns, metadata, notes: owned(self.notes) },
+            catalog: Catalog {
+                shards,
+                columns: Arc::new(columns),
+                metadata,
+                shapes_recorded: self.shapes_recorded,
+                notes: owned(self.notes),
+            },
         })
     }
 }

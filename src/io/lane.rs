@@ -379,19 +379,24 @@ impl Lane {
             self.counters.source_reads_now.sub(stuck);
             (overdue, state.queue.oldest())
         };
+        let seconds = timeout.as_secs_f64();
+        let mut stalled = Vec::new();
         for Failed { source, offset, done } in overdue {
             self.counters.source_timeouts.add(1);
-            let seconds = timeout.as_secs_f64();
             if !source.set_stalled(true) {
-                let path = shown_path(source.path());
-                tracing::error!(
-                    "{path}: the bytes at {offset} did not come within {seconds} s; reads that \
-                     wait so long fail"
-                );
+                stalled.push((source.clone(), offset));
             }
             let message = format!("the bytes at {offset} did not come within {seconds} s");
             let e = io::Error::new(io::ErrorKind::TimedOut, message);
             answer(done, Err(Error::io(source.path(), "read", e)));
+        }
+        // Readers first: who logs may have to wait for the log.
+        for (source, offset) in stalled {
+            let path = shown_path(source.path());
+            tracing::error!(
+                "{path}: the bytes at {offset} did not come within {seconds} s; reads that wait \
+                 so long fail"
+            );
         }
         oldest?.checked_add(timeout)
     }

@@ -1,73 +1,202 @@
 //! How much memory a load may take: the kernel promises any amount, and ends the process when the
 //! promise is called in.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Bytes that this process can get at most, as far as the system says.
 pub(super) fn available() -> Option<u64> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let machine = of_meminfo(&meminfo)?;
+    let machine = Machine::of_meminfo(&meminfo)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Some(group_limits(&groups, Path::new("/sys/fs/cgroup")).fold(machine, u64::min))
+    let left = groups_left(&groups, Path::new("/sys/fs/cgroup"), machine.swap);
+    Some(left.fold(machine.memory.saturating_add(machine.swap), u64::min))
 }
 
-/// What is free, can be freed, or can be swapped out.
-fn of_meminfo(text: &str) -> Option<u64> {
-    let bytes = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-    };
-    Some(bytes("MemAvailable:")?.saturating_add(bytes("SwapFree:").unwrap_or(0)))
+/// What the machine has left, in bytes.
+#[derive(Debug, PartialEq, Eq)]
+struct Machine {
+    /// Memory that is free or can be freed.
+    memory: u64,
+    /// Free space to which memory can be swapped out.
+    swap: u64,
 }
 
-/// The limits of the control groups that `groups` (`/proc/self/cgroup`) names, and of those above
-/// them, below `root`. Which kind of hierarchy is mounted there does not matter.
-fn group_limits<'a>(groups: &'a str, root: &'a Path) -> impl Iterator<Item = u64> + 'a {
+impl Machine {
+    fn of_meminfo(text: &str) -> Option<Machine> {
+        let bytes = |key: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+            line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+        };
+        let (memory, swap) = (bytes("MemAvailable:")?, bytes("SwapFree:").unwrap_or(0));
+        Some(Machine { memory, swap })
+    }
+}
+
+/// What is left, in bytes, of the limits of the control groups that `groups` (`/proc/self/cgroup`)
+/// names, and of those above them, below `root`. `swap` is what the machine has left to swap to.
+/// Groups without a limit are left out. Which kind of hierarchy is mounted there does not matter.
+fn groups_left<'a>(groups: &'a str, root: &'a Path, swap: u64) -> impl Iterator<Item = u64> + 'a {
     let lines = groups.lines().filter_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, path) = (parts.next()?, parts.next()?);
         let memory = controllers.split(',').any(|name| name == "memory");
         (memory || controllers.is_empty()).then_some((memory, path))
     });
-    lines.flat_map(move |(memory, path)| {
-        let (root, file) = match memory {
-            true => (root.join("memory"), "memory.limit_in_bytes"),
-            false => (root.to_owned(), "memory.max"),
-        };
+    lines.flat_map(move |(is_v1, path)| {
+        let root = if is_v1 { root.join("memory") } else { root.to_owned() };
         let group = root.join(path.trim_start_matches('/'));
         let groups = group.ancestors().take_while(|above| above.starts_with(&root));
-        let limit =
-            |group: &Path| std::fs::read_to_string(group.join(file)).ok()?.trim().parse().ok();
-        groups.filter_map(limit).collect::<Vec<u64>>()
+        let groups = groups.map(|folder| Group { folder: folder.to_owned() });
+        let left = |group: Group| if is_v1 { group.left_v1(swap) } else { group.left_v2(swap) };
+        groups.filter_map(left).collect::<Vec<u64>>()
     })
+}
+
+/// A control group of memory.
+struct Group {
+    folder: PathBuf,
+}
+
+impl Group {
+    fn left_v2(&self, swap: u64) -> Option<u64> {
+        let memory = self.left("memory.max", "memory.current")?;
+        let own_swap = self.left("memory.swap.max", "memory.swap.current");
+        let own_swap = own_swap.map_or(swap, |left| left.min(swap));
+        let cached = self.cached(["inactive_file", "active_file", "slab_reclaimable"]);
+        Some(memory.saturating_add(own_swap).saturating_add(cached))
+    }
+
+    /// Here one limit is of memory, and another one of memory and swap together.
+    fn left_v1(&self, swap: u64) -> Option<u64> {
+        let memory = self.left("memory.limit_in_bytes", "memory.usage_in_bytes")?;
+        let memory = memory.saturating_add(swap);
+        let both = self.left("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes");
+        let cached = self.cached(["total_inactive_file", "total_active_file"]);
+        Some(memory.min(both.unwrap_or(u64::MAX)).saturating_add(cached))
+    }
+
+    /// Bytes that the group uses and the kernel frees when they are needed: mostly the page cache,
+    /// without files in memory such as those of tmpfs.
+    fn cached<const N: usize>(&self, keys: [&str; N]) -> u64 {
+        let Ok(text) = std::fs::read_to_string(self.folder.join("memory.stat")) else { return 0 };
+        let values = text.lines().filter_map(|line| {
+            let (key, value) = line.split_once(' ')?;
+            if keys.contains(&key) { value.trim().parse::<u64>().ok() } else { None }
+        });
+        values.fold(0, u64::saturating_add)
+    }
+
+    /// What is left of the limit in one file, given the use in another one.
+    fn left(&self, limit: &str, used: &str) -> Option<u64> {
+        Some(self.number(limit)?.saturating_sub(self.number(used).unwrap_or(0)))
+    }
+
+    /// The number in a file. Version 2 writes `max` where there is no limit.
+    fn number(&self, file: &str) -> Option<u64> {
+        std::fs::read_to_string(self.folder.join(file)).ok()?.trim().parse().ok()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const GIB: u64 = 1 << 30;
+
+    /// Writes files below a folder of its own.
+    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    fn left(root: &tempfile::TempDir, groups: &str, swap: u64) -> Vec<u64> {
+        groups_left(groups, root.path(), swap).collect()
+    }
+
     #[test]
     fn what_can_be_swapped_out_counts_as_available() {
         let text = "MemTotal: 9 kB\nMemAvailable:    5 kB\nSwapFree:   2 kB\n";
-        assert_eq!(of_meminfo(text), Some(7 << 10));
-        assert_eq!(of_meminfo("MemTotal: 9 kB\n"), None);
+        assert_eq!(Machine::of_meminfo(text), Some(Machine { memory: 5 << 10, swap: 2 << 10 }));
+        assert_eq!(Machine::of_meminfo("MemTotal: 9 kB\n"), None);
         assert!(available().is_some());
     }
 
     #[test]
     fn the_limits_of_all_groups_above_count_in_both_hierarchies() {
-        let root = tempfile::tempdir().unwrap();
-        let write = |path: &str, text: &str| {
-            let path = root.path().join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
-        write("a/memory.max", "4096\n");
-        write("a/b/memory.max", "max\n");
-        write("memory/c/memory.limit_in_bytes", "8192\n");
-        let limits = |groups: &str| group_limits(groups, root.path()).collect::<Vec<_>>();
-        assert_eq!(limits("0::/a/b\n"), [4096]);
-        assert_eq!(limits("4:cpu:/x\n3:memory:/c\n0::/\n"), [8192]);
-        assert_eq!(limits("nonsense"), [0u64; 0]);
+        let root = tree(&[
+            ("a/memory.max", "4096\n"),
+            ("a/memory.current", "0\n"),
+            ("a/b/memory.max", "max\n"),
+            ("a/b/memory.current", "7\n"),
+            ("memory/c/memory.limit_in_bytes", "8192\n"),
+            ("memory/c/memory.usage_in_bytes", "0\n"),
+        ]);
+        assert_eq!(left(&root, "0::/a/b\n", 0), [4096]);
+        assert_eq!(left(&root, "4:cpu:/x\n3:memory:/c\n0::/\n", 0), [8192]);
+        assert_eq!(left(&root, "nonsense", 0), [0u64; 0]);
+    }
+
+    #[test]
+    fn what_a_group_already_uses_is_not_left_of_its_limit_but_its_page_cache_is() {
+        let stat = format!(
+            "anon {}\nfile {}\nshmem {GIB}\ninactive_file {GIB}\nactive_file {GIB}\nslab_reclaimable 4096\n",
+            4 * GIB,
+            3 * GIB
+        );
+        let root = tree(&[
+            ("pod/memory.max", "10737418240\n"),
+            ("pod/memory.current", "8589934592\n"),
+            ("pod/memory.stat", &stat),
+            // One that has more left than the group above it.
+            ("pod/own/memory.max", "9663676416\n"),
+            ("pod/own/memory.current", "1073741824\n"),
+            ("pod/own/memory.stat", "inactive_file 0\n"),
+        ]);
+        assert_eq!(left(&root, "0::/pod/own\n", 0), [8 * GIB, 4 * GIB + 4096]);
+        let root = tree(&[
+            ("memory/pod/memory.limit_in_bytes", "10737418240\n"),
+            ("memory/pod/memory.usage_in_bytes", "8589934592\n"),
+            // Those of the group alone, and with all below it.
+            (
+                "memory/pod/memory.stat",
+                "inactive_file 1\ntotal_inactive_file 4096\ntotal_active_file 8192\n",
+            ),
+            // As it is written where there is no limit.
+            ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("memory/memory.usage_in_bytes", "8589934592\n"),
+        ]);
+        let found = left(&root, "4:memory:/pod\n", 0);
+        assert_eq!(found[0], 2 * GIB + 12288);
+        assert!(found[1] > 1 << 60);
+    }
+
+    #[test]
+    fn a_group_that_uses_more_than_its_limit_has_nothing_left() {
+        let root = tree(&[("a/memory.max", "4096\n"), ("a/memory.current", "8192\n")]);
+        assert_eq!(left(&root, "0::/a\n", 0), [0]);
+    }
+
+    #[test]
+    fn a_group_may_swap_out_as_much_as_its_limits_and_the_machine_have_left() {
+        let limits = [("a/memory.max", "8192\n"), ("a/memory.current", "4096\n")];
+        let with = |swap: &[(&'static str, &'static str)]| tree(&[&limits, swap].concat());
+        assert_eq!(left(&with(&[]), "0::/a\n", 1000), [5096]);
+        let none = with(&[("a/memory.swap.max", "0\n"), ("a/memory.swap.current", "0\n")]);
+        assert_eq!(left(&none, "0::/a\n", 1000), [4096]);
+        let some = with(&[("a/memory.swap.max", "700\n"), ("a/memory.swap.current", "600\n")]);
+        assert_eq!(left(&some, "0::/a\n", 1000), [4196]);
+        let v1 = [
+            ("memory/a/memory.limit_in_bytes", "8192\n"),
+            ("memory/a/memory.usage_in_bytes", "4096\n"),
+            ("memory/a/memory.memsw.limit_in_bytes", "8192\n"),
+            ("memory/a/memory.memsw.usage_in_bytes", "4100\n"),
+        ];
+        assert_eq!(left(&tree(&v1), "4:memory:/a\n", 1000), [4092]);
+        assert_eq!(left(&tree(&v1[..2]), "4:memory:/a\n", 1000), [5096]);
     }
 }

@@ -1,7 +1,7 @@
 //! How many source files are open at once: thousands of shards must not use up the process's
 //! file descriptors.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -13,6 +13,9 @@ use crate::process::PerProcess;
 /// Descriptors left to everything else: also to reads under way, whose file stays open for them
 /// when its shard makes way for another.
 const RESERVED: u64 = 192;
+
+/// Of the descriptors that there may be, one in so many is closed when there are too many.
+const EVICTED_SHARE: u64 = 8;
 
 /// Fewest shards kept open, whatever the limit.
 const OPEN_MIN: u64 = 32;
@@ -120,20 +123,26 @@ fn make_room(newest: &Arc<Source>) {
         }
         open.sources.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
     };
-    // Not under the lock: this may ask the file system, and that may never answer.
-    for evicted in others.iter().filter(|source| source.may_close()) {
-        let mut open = open_sources();
-        if open.len() <= open_max() {
-            return;
-        }
-        // Whoever strikes it out closes it: threads that look at once close one each.
-        let before = open.sources.len();
-        open.sources.retain(|source| !is(source, evicted));
-        let mine = open.sources.len() < before;
-        drop(open);
-        if mine {
-            evicted.counted.store(false, Ordering::SeqCst);
-            evicted.close();
-        }
+    // Not under the lock: this may ask the file system, and that may never answer. Many at a time:
+    // each look at what is open takes as long as there are open files.
+    let many = (open_max() / EVICTED_SHARE).max(1) as usize;
+    let chosen: HashMap<*const Source, &Arc<Source>> = others
+        .iter()
+        .filter(|source| source.may_close())
+        .take(many)
+        .map(|source| (Arc::as_ptr(source), source))
+        .collect();
+    let mut open = open_sources();
+    let mut mine: Vec<&Arc<Source>> = Vec::with_capacity(chosen.len());
+    // Whoever strikes one out closes it: threads that look at once close others.
+    open.sources.retain(|source| {
+        let struck = chosen.get(&source.as_ptr());
+        mine.extend(struck);
+        struck.is_none()
+    });
+    drop(open);
+    for evicted in mine {
+        evicted.counted.store(false, Ordering::SeqCst);
+        evicted.close();
     }
 }

@@ -1,24 +1,44 @@
 //! Which kind of file system a file lies on: a local one answers by itself, any other may wait
 //! for something far away, or for ever.
 
+use std::collections::HashMap;
 use std::fs::File;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use super::mountinfo;
+use crate::process::PerProcess;
 
 /// A file system by the number that statfs(2) reports; 0 where it could not be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileSystem(u64);
+pub struct FileSystem {
+    magic: u64,
+    /// Of an overlay: whether all its layers are local.
+    local_layers: bool,
+}
 
-/// File systems that need no one else to answer, with their magic numbers. An overlay passes for
-/// local, although a layer of it need not be.
+/// The numbers of file systems in memory.
+const TMPFS: u64 = 0x0102_1994;
+const RAMFS: u64 = 0x8584_58f6;
+
+/// Most folders of overlays that are remembered.
+const KNOWN_MAX: usize = 1024;
+
+/// The number of overlay file systems.
+const OVERLAY: u64 = 0x794c_7630;
+
+/// File systems that need no one else to answer, with their magic numbers; an overlay where its
+/// layers are such.
 const LOCAL: &[(u64, &str)] = &[
     (0xef53, "ext4"),
     (0x5846_5342, "xfs"),
     (0x9123_683e, "btrfs"),
-    (0x0102_1994, "tmpfs"),
-    (0x8584_58f6, "ramfs"),
+    (TMPFS, "tmpfs"),
+    (RAMFS, "ramfs"),
     (0xf2f5_2010, "f2fs"),
     (0x2fc1_2fc1, "zfs"),
-    (0x794c_7630, "overlay"),
+    (OVERLAY, "overlay"),
     (0xca45_1a4e, "bcachefs"),
     (0x7371_7368, "squashfs"),
     (0xe0f5_e1e2, "erofs"),
@@ -44,27 +64,77 @@ const REMOTE: &[(u64, &str)] = &[
 ];
 
 impl FileSystem {
-    /// That of an open file.
-    pub(super) fn of(file: &File) -> FileSystem {
+    /// That of an open file, which lies at `path`.
+    pub(super) fn of(file: &File, path: &Path) -> FileSystem {
         // The width and sign of the field differ between machines; the numbers have 32 bits.
         let found = nix::sys::statfs::fstatfs(file).map_or(0, |stat| stat.filesystem_type().0);
-        FileSystem(found as u64 & 0xffff_ffff)
+        FileSystem::known(found as u64 & 0xffff_ffff, path)
     }
 
     /// That of the file at `path`.
     pub(super) fn at(path: &Path) -> FileSystem {
-        let found = nix::sys::statfs::statfs(path).map_or(0, |stat| stat.filesystem_type().0);
-        FileSystem(found as u64 & 0xffff_ffff)
+        FileSystem::known(magic_at(path), path)
+    }
+
+    fn known(magic: u64, path: &Path) -> FileSystem {
+        let local_layers = magic != OVERLAY || path.parent().is_none_or(has_local_layers);
+        FileSystem { magic, local_layers }
+    }
+
+    /// That of a folder.
+    fn of_folder(path: &Path) -> FileSystem {
+        let magic = magic_at(path);
+        FileSystem { magic, local_layers: magic != OVERLAY || has_local_layers(path) }
     }
 
     /// Whether nothing but this machine is needed for an answer.
     pub fn is_local(self) -> bool {
-        LOCAL.iter().any(|(magic, _)| *magic == self.0)
+        is_local(self.magic) && self.local_layers
+    }
+
+    /// Whether the kernel notes a time for stores to its files through mappings.
+    pub fn notes_stores(self) -> bool {
+        ![TMPFS, RAMFS].contains(&self.magic)
     }
 
     /// Its usual name, else the number.
     pub fn name(self) -> String {
-        let named = LOCAL.iter().chain(REMOTE).find(|(magic, _)| *magic == self.0);
-        named.map_or_else(|| format!("{:#x}", self.0), |(_, name)| (*name).to_owned())
+        let named = LOCAL.iter().chain(REMOTE).find(|(magic, _)| *magic == self.magic);
+        named.map_or_else(|| format!("{:#x}", self.magic), |(_, name)| (*name).to_owned())
     }
+}
+
+fn magic_at(path: &Path) -> u64 {
+    let found = nix::sys::statfs::statfs(path).map_or(0, |stat| stat.filesystem_type().0);
+    found as u64 & 0xffff_ffff
+}
+
+fn is_local(magic: u64) -> bool {
+    LOCAL.iter().any(|(local, _)| *local == magic)
+}
+
+/// Whether the layers of the overlay that `folder` lies on are local, as far as they can be looked
+/// at: those of a container lie outside of it, and pass for local.
+fn has_local_layers(folder: &Path) -> bool {
+    /// By folder and device number of the overlay, which only its folders have. Device numbers are
+    /// used again.
+    static KNOWN: PerProcess<Mutex<HashMap<(PathBuf, u64), bool>>> = PerProcess::new();
+    let Ok(meta) = std::fs::metadata(folder) else { return true };
+    let known = KNOWN.get_or_init(Mutex::default);
+    let lock = || known.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (folder.to_owned(), meta.dev());
+    if let Some(local) = lock().get(&key) {
+        return *local;
+    }
+    // Not under the lock: a layer may take long to look at.
+    let layers = mountinfo::overlay_layers(meta.dev());
+    let layers = layers.iter().filter(|layer| layer.exists());
+    let local = layers.map(|layer| FileSystem::of_folder(layer)).all(FileSystem::is_local);
+    let mut known = lock();
+    // Folders come and go.
+    if known.len() >= KNOWN_MAX {
+        known.clear();
+    }
+    known.insert(key, local);
+    local
 }

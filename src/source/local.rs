@@ -3,74 +3,34 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
-use std::time::SystemTime;
 
+use nix::fcntl::OFlag;
 use nix::libc;
 
 use super::descriptors;
 use super::file_system::FileSystem;
+use super::identity::{Identity, stat_file, stat_now, stat_path};
+use super::without_proc::{
+    OPEN_TRIES, leads_elsewhere, not_regular, open_regular as open_without_proc,
+};
 use crate::error::{Error, Result, shown_path};
+use crate::hash::{Digest, Hasher};
 
-/// What tells one state of a file from another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Identity {
-    /// Device.
-    pub dev: u64,
-    /// Inode number.
-    pub ino: u64,
-    /// Length in bytes.
-    pub len: u64,
-    /// When the inode was made, where the file system says: a deleted file's number may go to
-    /// the next one.
-    born: Option<SystemTime>,
-    /// Time of the last change of the bytes, in seconds and nanoseconds.
-    pub mtime: (i64, i64),
-    ctime: (i64, i64),
-    nlink: u64,
-    mode: u32,
-    owner: (u32, u32),
-}
+/// Bytes hashed at a time.
+const HASH_CHUNK_LEN: usize = 256 << 10;
 
-impl Identity {
-    /// The identity that a system call reported.
-    pub fn of(meta: &std::fs::Metadata) -> Identity {
-        Identity {
-            dev: meta.dev(),
-            ino: meta.ino(),
-            len: meta.size(),
-            born: meta.created().ok(),
-            mtime: (meta.mtime(), meta.mtime_nsec()),
-            ctime: (meta.ctime(), meta.ctime_nsec()),
-            nlink: meta.nlink(),
-            mode: meta.mode(),
-            owner: (meta.uid(), meta.gid()),
-        }
-    }
+/// How often a source that is changed while it is looked at is looked at again.
+const SETTLE_TRIES: usize = 10;
 
-    /// Time of the last change of bytes or attributes, in seconds and nanoseconds.
-    pub fn ctime(&self) -> (i64, i64) {
-        self.ctime
-    }
-
-    /// When the inode was made, where the file system says, in nanoseconds since 1970.
-    pub fn born(&self) -> Option<u128> {
-        let born = self.born?.duration_since(SystemTime::UNIX_EPOCH);
-        born.ok().map(|since| since.as_nanos())
-    }
-
-    /// Whether both are states of one inode.
-    pub fn same_inode(&self, other: &Identity) -> bool {
-        (self.dev, self.ino, self.born) == (other.dev, other.ino, other.born)
-    }
-
-    /// Whether the bytes are the same, as far as size and modification time tell.
-    pub fn same_bytes(&self, other: &Identity) -> bool {
-        self.same_inode(other) && self.len == other.len && self.mtime == other.mtime
-    }
+/// Knows whether the bytes of a file were written to, where its times do not tell.
+pub trait WriteWitness: Send + Sync + std::fmt::Debug {
+    /// Whether `file` was written to since its source has this witness; `None` where that cannot
+    /// be known.
+    fn written(&self, file: &File) -> Option<bool>;
 }
 
 /// The descriptors of a source.
@@ -98,9 +58,17 @@ pub struct Source {
     pub(super) counted: AtomicBool,
     /// Number of pins.
     pins: AtomicUsize,
-    /// Whether a new name has explained a change time before: it does so once.
+    /// A rename may change ctime once without invalidating the file.
     moved: AtomicBool,
-    /// Set once the file is known to have changed: it is never read again.
+    /// What tells a write from a change of attributes, while the file is watched.
+    witness: Mutex<Option<Arc<dyn WriteWitness>>>,
+    /// Whether a change time was explained by attributes that differ, without a witness.
+    guessed: AtomicBool,
+    /// Number and hash of the bytes before the data, once they were read.
+    head: OnceLock<(u64, Digest)>,
+    /// Whether it is expected to change, so that nobody is told.
+    followed: AtomicBool,
+    /// Set once the file is known to have changed: this version of it is never read again.
     changed: OnceLock<String>,
 }
 
@@ -108,7 +76,7 @@ impl Source {
     /// Opens the regular file at `path`, an absolute path without symbolic links.
     pub fn open(path: &Path) -> Result<Arc<Source>> {
         let (file, identity) = open_regular(path)?;
-        let file_system = FileSystem::of(&file);
+        let file_system = FileSystem::of(&file, path);
         let open = Open { file: Some(Arc::new(file)), direct: None };
         let source = Arc::new(Source::new(path, identity, file_system, open));
         descriptors::opened(&source);
@@ -133,8 +101,24 @@ impl Source {
             counted: AtomicBool::new(false),
             pins: AtomicUsize::new(0),
             moved: AtomicBool::new(false),
+            witness: Mutex::default(),
+            guessed: AtomicBool::new(false),
+            head: OnceLock::new(),
+            followed: AtomicBool::new(false),
             changed: OnceLock::new(),
         }
+    }
+
+    /// The same file as it is now, as a source of its own that shares the descriptor.
+    ///
+    /// # Errors
+    /// Those of `file`, and `Error::Io` where it cannot be looked at.
+    pub fn as_it_is_now(self: &Arc<Self>) -> Result<Arc<Source>> {
+        let identity = self.look()?;
+        let open = Open { file: Some(self.file()?), direct: None };
+        let source = Arc::new(Source::new(&self.path, identity, self.file_system, open));
+        descriptors::opened(&source);
+        Ok(source)
     }
 
     /// The same file, closed. Takes no lock, so that it can be asked for in a child made by fork(2)
@@ -211,6 +195,10 @@ impl Source {
             .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()));
         let direct = match direct {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => self.direct_without_proc(file),
+            other => other,
+        };
+        let direct = match direct {
             Ok(direct) => Arc::new(direct),
             Err(e) => {
                 if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) {
@@ -227,6 +215,13 @@ impl Source {
             descriptors::opened_direct(self);
         }
         Some(direct)
+    }
+
+    /// Opens the path again past the page cache, if `file` is still there.
+    fn direct_without_proc(&self, file: &File) -> io::Result<File> {
+        let (direct, meta) = open_without_proc(&self.path, OFlag::O_DIRECT)?;
+        let same = Identity::of(&meta).same_inode(&Identity::of(&file.metadata()?));
+        if same { Ok(direct) } else { Err(leads_elsewhere()) }
     }
 
     /// Notes that the file system refuses O_DIRECT for this file.
@@ -319,7 +314,11 @@ impl Source {
 
     /// Confirms that the file is still the one that was opened.
     ///
-    /// Once it is not, this and all reads fail, even if it is changed back.
+    /// Once it is not, this and all reads fail, even if it is changed back: what was read of it
+    /// before may be in use. Whoever wants the file as it is now opens another source.
+    ///
+    /// # Errors
+    /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
     pub fn check(self: &Arc<Self>) -> Result<()> {
         self.check_known()?;
         self.check_open(&*self.file()?)
@@ -330,54 +329,178 @@ impl Source {
     /// # Errors
     /// Those of `check`.
     pub fn check_open(&self, file: &File) -> Result<()> {
-        self.check_known()?;
-        let meta = file.metadata().map_err(|e| Error::io(&self.path, "stat", e))?;
-        let now = Identity::of(&meta);
-        if self.identity() == now {
-            return Ok(());
+        let look = || stat_file(file, self.file_system);
+        self.check_by(&look, Some(file))
+    }
+
+    /// Whether the path still leads to this file, and its bytes are surely what they were. Opens
+    /// nothing, and takes one look at the path where nothing has changed.
+    ///
+    /// A new change time needs a witness: whoever opens the file next may find pages of old bytes.
+    pub fn is_current(&self) -> bool {
+        let look = || stat_path(&self.path, self.file_system);
+        let Ok(now) = look() else { return false };
+        let known = self.identity();
+        if !now.same_inode(&self.first) {
+            return false;
         }
-        // Not under the lock: this may wait for the file system.
-        let at_path = self.is_at_path();
-        let mut known = self.identity.lock().unwrap_or_else(PoisonError::into_inner);
-        if *known == now {
-            return Ok(());
+        let same = if known == now {
+            !self.is_changed()
+        } else if known.same_bytes(&now) && self.witness().is_none() {
+            false
+        } else {
+            self.check_by(&look, self.open_file().as_deref()).is_ok()
+        };
+        same && !self.guessed.load(Ordering::SeqCst)
+    }
+
+    /// Takes note of the hash of the first `len` bytes, which say what the others are.
+    pub(crate) fn set_head(&self, len: u64, hash: Digest) {
+        let _ = self.head.set((len, hash));
+    }
+
+    /// Like `check`, for a source of which nobody has any bytes yet: after a change of nothing but
+    /// its change time it is enough that the bytes before its data are those that were proved.
+    ///
+    /// # Errors
+    /// Those of `check`, and of `file`.
+    pub fn settle(self: &Arc<Self>) -> Result<()> {
+        for _ in 0..SETTLE_TRIES {
+            self.check_known()?;
+            let known = self.identity();
+            let now = self.look()?;
+            if known == now {
+                return Ok(());
+            }
+            let head = self.head.get().filter(|_| known.same_bytes(&now));
+            let Some((len, hash)) = head else { return self.check() };
+            if self.hash_head(*len)? != *hash {
+                return Err(self.set_changed("has another header than it had".to_owned()));
+            }
+            let mut identity = self.identity.lock().unwrap_or_else(PoisonError::into_inner);
+            if *identity == known {
+                *identity = now;
+            }
         }
+        Err(self.changed_error("is changed all the time"))
+    }
+
+    /// The hash of the first `len` bytes.
+    ///
+    /// # Errors
+    /// Those of `read_exact_at`.
+    pub(crate) fn hash_head(self: &Arc<Self>, len: u64) -> Result<Digest> {
+        let mut hasher = Hasher::new();
+        let mut buf = vec![0; HASH_CHUNK_LEN.min(len as usize)];
+        let mut offset = 0;
+        while offset < len {
+            let chunk = &mut buf[..HASH_CHUNK_LEN.min((len - offset) as usize)];
+            self.read_exact_at(chunk, offset)?;
+            hasher.update(chunk);
+            offset += chunk.len() as u64;
+        }
+        Ok(hasher.finish())
+    }
+
+    /// From now on a change of it is nothing that anybody has to be told.
+    pub fn set_followed(&self) {
+        self.followed.store(true, Ordering::Relaxed);
+    }
+
+    fn witness(&self) -> Option<Arc<dyn WriteWitness>> {
+        self.witness.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What the open file is now, whether or not it is what it was.
+    ///
+    /// # Errors
+    /// Those of `file`, and `Error::Io` where it cannot be looked at.
+    pub fn look(self: &Arc<Self>) -> Result<Identity> {
+        let file = self.file()?;
+        stat_file(&file, self.file_system).map_err(|e| Error::io(&self.path, "stat", e))
+    }
+
+    /// Compares what `look` finds with what is known, until both agree. `file` is open, if given.
+    fn check_by(&self, look: &dyn Fn() -> io::Result<Identity>, file: Option<&File>) -> Result<()> {
+        loop {
+            self.check_known()?;
+            // Known first: what is found afterwards is never older.
+            let known = self.identity();
+            let now = look().map_err(|e| Error::io(&self.path, "stat", e))?;
+            if known == now {
+                return Ok(());
+            }
+            self.judge(&known, &now, file).map_err(|detail| self.set_changed(detail))?;
+            let mut identity = self.identity.lock().unwrap_or_else(PoisonError::into_inner);
+            if *identity == known {
+                *identity = now;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Decides whether the bytes are the same in both states.
+    fn judge(
+        &self,
+        known: &Identity,
+        now: &Identity,
+        file: Option<&File>,
+    ) -> std::result::Result<(), String> {
         if known.len != now.len {
-            let detail = format!("has {} bytes, it had {} when it was opened", now.len, known.len);
-            return Err(self.set_changed(detail));
+            return Err(format!("has {} bytes, it had {} when it was opened", now.len, known.len));
         }
-        if known.mtime != now.mtime || !self.explains_ctime(&known, &now, at_path) {
-            return Err(self.set_changed("was written to while it was in use".to_owned()));
+        if known.mtime != now.mtime {
+            return Err("was written to while it was in use".to_owned());
         }
-        *known = now;
-        Ok(())
+        let witness = self.witness();
+        let written = witness.zip(file).and_then(|(witness, file)| witness.written(file));
+        if written == Some(false) {
+            return Ok(());
+        }
+        if written.is_none() && self.explains_ctime(known, now) {
+            self.guessed.store(true, Ordering::SeqCst);
+            return Ok(());
+        }
+        Err("was changed while it was in use: its change time is new, its modification time is \
+             not, so a write cannot be ruled out"
+            .to_owned())
     }
 
     /// Whether a new change time with old size and modification time has a cause that leaves
-    /// the bytes alone: links, mode, owner, or a new name. Otherwise the modification time was
-    /// set back after a write.
-    fn explains_ctime(&self, known: &Identity, now: &Identity, at_path: bool) -> bool {
-        known.nlink != now.nlink
-            || known.mode != now.mode
-            || known.owner != now.owner
-            || (!at_path && !self.moved.swap(true, Ordering::Relaxed))
+    /// the bytes alone: links, mode, owner, or a new name. Otherwise the modification time may
+    /// have been set back after a write.
+    fn explains_ctime(&self, known: &Identity, now: &Identity) -> bool {
+        known.differs_in_attributes(now)
+            || (!self.is_at_path() && !self.moved.swap(true, Ordering::Relaxed))
+    }
+
+    /// Has `witness` say from now on whether a new change time comes from a write. It must have
+    /// been at work when the source was confirmed last, by `check` or `settle`.
+    pub fn set_witness(&self, witness: Arc<dyn WriteWitness>) {
+        *self.witness.lock().unwrap_or_else(PoisonError::into_inner) = Some(witness);
     }
 
     /// Whether the path still leads to this file.
     pub fn is_at_path(&self) -> bool {
-        let there = std::fs::symlink_metadata(&self.path);
-        there.is_ok_and(|meta| Identity::of(&meta).same_inode(&self.first))
+        let there = stat_path(&self.path, self.file_system);
+        there.is_ok_and(|now| now.same_inode(&self.first))
     }
 
-    /// Marks the file as changed, for ever. The line in the log stands there before any read
-    /// fails for it.
+    /// Marks this version of the file as changed. The line in the log stands there before this
+    /// returns, and nobody waits for it.
     fn set_changed(&self, detail: String) -> Error {
-        let detail = self.changed.get_or_init(|| {
-            let path = shown_path(&self.path);
-            tracing::error!("{path}: {detail}; reads of it fail from now on");
-            detail
-        });
-        self.changed_error(detail)
+        let error = self.changed_error(&detail);
+        if self.changed.set(detail).is_err() {
+            return self.check_known().err().unwrap_or(error);
+        }
+        if self.followed.load(Ordering::Relaxed) {
+            tracing::debug!("{error}");
+        } else if self.pins.load(Ordering::SeqCst) > 0 {
+            tracing::error!("{error}; what has it open gets errors, a new open proves it again");
+        } else {
+            tracing::info!("{error}; the next open proves it again");
+        }
+        error
     }
 
     fn changed_error(&self, detail: &str) -> Error {
@@ -438,22 +561,21 @@ fn open_regular(path: &Path) -> Result<(File, Identity)> {
             .custom_flags(libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC)
             .open(path)
             .map_err(open_error)?;
-        let meta = handle.metadata().map_err(open_error)?;
-        if !meta.is_file() {
-            let reason = io::Error::new(io::ErrorKind::NotFound, "not a regular file");
-            return Err(open_error(reason));
+        let identity = stat_now(&handle).map_err(open_error)?;
+        if !identity.is_file() {
+            return Err(open_error(not_regular()));
         }
         let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
         // A folder on the way may have become a link since the path was resolved and found
         // allowed; or the file was replaced this very moment, and the next try meets the new one.
-        if std::fs::read_link(&link).map_err(open_error)? == path {
-            let file = File::open(&link).map_err(open_error)?;
+        let Ok(leads_to) = std::fs::read_link(&link) else {
+            let (file, meta) = open_without_proc(path, OFlag::empty()).map_err(open_error)?;
             return Ok((file, Identity::of(&meta)));
+        };
+        if leads_to == path {
+            let file = File::open(&link).map_err(open_error)?;
+            return Ok((file, identity));
         }
     }
-    let reason = io::Error::new(io::ErrorKind::NotFound, "it leads somewhere else now");
-    Err(open_error(reason))
+    Err(open_error(leads_elsewhere()))
 }
-
-/// How often a file that is replaced while it is opened is tried again.
-const OPEN_TRIES: usize = 10;

@@ -1,7 +1,10 @@
 //! A path on a mount of ours leads to its source: who can read that need not go through the mount.
 
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use nix::libc;
 use serde_json::Value;
 
 use super::mountinfo;
@@ -20,13 +23,21 @@ pub struct Behind {
     pub view: View,
 }
 
-/// The source behind `path`, where it lies on a mount whose source the caller may read.
+/// The source behind `path`, where it lies on a mount of root or of the caller whose source the
+/// caller may read.
 pub fn behind_mount(path: &Path) -> Option<Behind> {
+    // Held, so that what is asked for the attribute is what was looked at.
+    let held = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_PATH | libc::O_CLOEXEC)
+        .open(path)
+        .ok()?;
     // Anywhere else anybody may have written the attribute.
-    if !mountinfo::is_on_ours(path) {
+    if !mountinfo::is_on_ours(&held) {
         return None;
     }
-    let json = xattr::get(path, XATTR_SOURCE).ok()??;
+    let json = xattr::get_deref(format!("/proc/self/fd/{}", held.as_raw_fd()), XATTR_SOURCE);
+    let json = json.ok()??;
     let json: Value = serde_json::from_slice(&json).ok()?;
     let mut source = PathBuf::from(json.get("source")?.as_str()?);
     if let Some(file) = json.get("file").and_then(Value::as_str) {

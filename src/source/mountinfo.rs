@@ -1,6 +1,7 @@
 //! The mounts that this process sees, from `/proc/self/mountinfo`.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -11,6 +12,10 @@ pub const FSTYPE: &str = "fuse.tensorfs";
 /// One line of the mount table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mount {
+    /// Number of the mount.
+    pub id: u32,
+    /// Number of the mount that it stands on.
+    pub parent: u32,
     /// Minor number of its device, which also names the FUSE connection.
     pub minor: u32,
     /// Where it is mounted.
@@ -19,8 +24,30 @@ pub struct Mount {
     pub fstype: String,
     /// Device name: of our mounts the source, or what `fsname=` says.
     pub source: String,
-    /// User that a FUSE mount belongs to.
+    /// User that a FUSE mount belongs to, as its own user namespace counts.
     pub owner: Option<u32>,
+}
+
+impl Mount {
+    /// Whether it is a mount of ours with this device number.
+    pub fn is_ours_of(&self, minor: u32) -> bool {
+        self.minor == minor && self.fstype == FSTYPE
+    }
+
+    /// Whether what the mount says of itself may be believed: it belongs to root, or to the user
+    /// as whom this process acts.
+    fn is_trusted(&self, user: Option<u32>) -> bool {
+        self.owner.is_some_and(|owner| owner == 0 || Some(owner) == user)
+    }
+}
+
+/// All mounts that the calling thread sees.
+///
+/// # Errors
+/// Where the table cannot be read.
+pub fn all() -> std::io::Result<Vec<Mount>> {
+    let table = std::fs::read("/proc/thread-self/mountinfo")?;
+    Ok(table.split(|&byte| byte == b'\n').filter_map(parse_line).collect())
 }
 
 /// All mounts of ours.
@@ -28,9 +55,7 @@ pub struct Mount {
 /// # Errors
 /// Where the table cannot be read.
 pub fn ours() -> std::io::Result<Vec<Mount>> {
-    let table = std::fs::read("/proc/self/mountinfo")?;
-    let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
-    Ok(mounts.filter(|mount| mount.fstype == FSTYPE).collect())
+    Ok(all()?.into_iter().filter(|mount| mount.fstype == FSTYPE).collect())
 }
 
 /// The mounts on `target`, the one on top last.
@@ -51,21 +76,86 @@ pub fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
     Ok(at(target)?.pop().filter(|mount| mount.fstype == FSTYPE))
 }
 
-/// Whether `path` lies on a mount of ours, and not on a file system where anybody can write what
-/// only we should say.
-pub fn is_on_ours(path: &Path) -> bool {
-    let Ok(meta) = std::fs::metadata(path) else { return false };
+/// Whether `file` lies on a mount of ours whose word counts: anybody may mount a file system of
+/// this type, with any answers, so it has to be one of root or of the caller.
+///
+/// While `file` is open its file system is in use, so that no other one gets its number.
+pub fn is_on_ours(file: &File) -> bool {
+    let Ok(meta) = file.metadata() else { return false };
     let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
-    let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
-    let mut mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
     // FUSE has no devices of its own, so its major number is 0.
-    major == 0 && mounts.any(|m| u64::from(m.minor) == minor && m.fstype == FSTYPE)
+    if major != 0 {
+        return false;
+    }
+    let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    is_ours_in(&table, minor, trusted_user())
+}
+
+/// Whether the file system `minor` is one of ours that may be believed. It stands in the table
+/// once for each place that it is mounted on; all of them have to agree.
+fn is_ours_in(table: &[u8], minor: u64, user: Option<u32>) -> bool {
+    let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
+    let mut mounts = mounts.filter(|mount| u64::from(mount.minor) == minor).peekable();
+    mounts.peek().is_some() && mounts.all(|mount| mount.fstype == FSTYPE && mount.is_trusted(user))
+}
+
+/// The user as whom this process acts, where the mount table means the same by that number. It
+/// shows the number that the user has in the user namespace of the mount. Below the first
+/// namespace that may be a stranger in an outer one.
+fn trusted_user() -> Option<u32> {
+    let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
+    let first = map.split_whitespace().eq(["0", "0", "4294967295"]);
+    first.then(|| nix::unistd::geteuid().as_raw())
+}
+
+/// The folders that the overlay file system with device number `dev` is made of, as the mount table
+/// has them. None where it is not there.
+pub(super) fn overlay_layers(dev: u64) -> Vec<PathBuf> {
+    let (major, minor) = (nix::sys::stat::major(dev), nix::sys::stat::minor(dev));
+    let device = format!("{major}:{minor}");
+    let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let of_device = |line: &&[u8]| line.split(|&b| b == b' ').nth(2) == Some(device.as_bytes());
+    table.split(|&byte| byte == b'\n').find(of_device).map(layers_of_line).unwrap_or_default()
+}
+
+/// The layers in the options of one line: `lowerdir=/a:/b,upperdir=/c`, or `lowerdir+=/a` each.
+fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
+    let options = line.rsplit(|&byte| byte == b' ').next().unwrap_or_default();
+    let mut layers = Vec::new();
+    for option in options.split(|&byte| byte == b',') {
+        let Some(at) = option.iter().position(|&byte| byte == b'=') else { continue };
+        let (key, value) = (&option[..at], unescape(&option[at + 1..]).into_vec());
+        match key {
+            b"lowerdir" => layers.extend(split_layers(&value)),
+            b"upperdir" | b"lowerdir+" | b"datadir+" => layers.push(value),
+            _ => {}
+        }
+    }
+    layers.into_iter().map(|layer| PathBuf::from(OsString::from_vec(layer))).collect()
+}
+
+/// Splits at colons, but for those after a backslash. Two colons stand before layers of data.
+fn split_layers(value: &[u8]) -> Vec<Vec<u8>> {
+    let mut layers = vec![Vec::new()];
+    let mut bytes = value.iter();
+    while let Some(&byte) = bytes.next() {
+        match (byte, layers.last_mut()) {
+            (b':', _) => layers.push(Vec::new()),
+            (b'\\', Some(layer)) => layer.extend(bytes.next()),
+            (_, Some(layer)) => layer.push(byte),
+            (_, None) => {}
+        }
+    }
+    layers.retain(|layer| !layer.is_empty());
+    layers
 }
 
 /// `36 35 98:0 /root /target opts... - type source superopts`
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|&byte| byte == b' ');
-    let device = std::str::from_utf8(fields.nth(2)?).ok()?;
+    let mut number = || std::str::from_utf8(fields.next()?).ok()?.parse().ok();
+    let (id, parent) = (number()?, number()?);
+    let device = std::str::from_utf8(fields.next()?).ok()?;
     let minor = device.split_once(':')?.1.parse().ok()?;
     let target = PathBuf::from(unescape(fields.nth(1)?));
     let mut fields = fields.skip_while(|field| *field != b"-");
@@ -74,7 +164,7 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut flags = fields.next().unwrap_or_default().split(|&byte| byte == b',');
     let owner = flags.find_map(|flag| flag.strip_prefix(b"user_id="));
     let owner = owner.and_then(|owner| std::str::from_utf8(owner).ok()?.parse().ok());
-    Some(Mount { minor, target, fstype, source, owner })
+    Some(Mount { id, parent, minor, target, fstype, source, owner })
 }
 
 /// Undoes the octal escapes (`\040`) of the mount table.
@@ -123,16 +213,58 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_layers_of_an_overlay_are_read_with_their_escapes() {
+        let layers = |options: &str| {
+            let line = format!("43 28 0:51 / /mnt rw - overlay overlay {options}");
+            layers_of_line(line.as_bytes())
+        };
+        let paths = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
+        let found = layers(r"rw,lowerdir=/a\134:b\040c:/d::/e,upperdir=/u\054v,workdir=/w");
+        assert_eq!(found, paths(&["/a:b c", "/d", "/e", "/u,v"]));
+        assert_eq!(layers("ro,lowerdir+=/a:b,datadir+=/c"), paths(&["/a:b", "/c"]));
+        assert_eq!(layers("rw"), paths(&[]));
+    }
+
+    #[test]
     fn a_line_of_the_mount_table_is_read_with_its_escapes() {
         let line =
             br"43 28 0:51 / /mnt/a\040b\134c ro,nosuid - fuse.tensorfs /data/x\040y ro,user_id=0";
         let mount = parse_line(line).unwrap();
-        assert_eq!(mount.minor, 51);
+        assert_eq!((mount.id, mount.parent, mount.minor), (43, 28, 51));
         assert_eq!(mount.target.as_os_str().as_bytes(), br"/mnt/a b\c");
         assert_eq!(mount.fstype, "fuse.tensorfs");
         assert_eq!((mount.source.as_str(), mount.owner), ("/data/x y", Some(0)));
         let optional = b"43 28 0:51 / /mnt ro shared:1 master:2 - fuse.tensorfs x ro";
         assert_eq!(parse_line(optional).unwrap().fstype, "fuse.tensorfs");
         assert_eq!(parse_line(b""), None);
+    }
+
+    #[test]
+    fn only_mounts_of_root_and_of_the_caller_are_believed() {
+        let line = |minor: u32, root: &str, fstype: &str, owner: &str| {
+            format!("43 28 0:{minor} {root} /mnt ro - {fstype} /data ro,{owner}group_id=0\n")
+        };
+        let believed = |lines: &[String], user| is_ours_in(lines.concat().as_bytes(), 51, user);
+        let of = |owner: &str| [line(51, "/", FSTYPE, owner), line(52, "/", FSTYPE, "user_id=9,")];
+        assert!(believed(&of("user_id=0,"), Some(1000)));
+        assert!(believed(&of("user_id=1000,"), Some(1000)));
+        assert!(believed(&of("user_id=0,"), None));
+        for (owner, user) in [
+            ("user_id=1001,", Some(1000)),
+            ("user_id=1000,", Some(0)),
+            ("user_id=1000,", None),
+            ("", Some(1000)),
+            ("user_id=-1,", Some(1000)),
+            ("user_id=00x,", Some(1000)),
+        ] {
+            assert!(!believed(&of(owner), user), "{owner} read by {user:?}");
+        }
+        // Bound to several places; and a table in which one of them says something else.
+        let own = || line(51, "/", FSTYPE, "user_id=0,");
+        let sub = line(51, "/model", FSTYPE, "user_id=0,");
+        assert!(believed(&[own(), sub], Some(1000)));
+        assert!(!believed(&[own(), line(51, "/", FSTYPE, "user_id=7,")], Some(1000)));
+        assert!(!believed(&[own(), line(51, "/", "fuse.sshfs", "user_id=0,")], Some(1000)));
+        assert!(!believed(&[line(52, "/", FSTYPE, "user_id=0,")], Some(1000)));
     }
 }

@@ -1,19 +1,129 @@
 //! Where symbolic links may lead: inside the source, into the blobs of the same hub folder, or
-//! into folders that the user named.
+//! into folders that the user named; for a library, to any file that its caller may read.
 
+use std::fs::Metadata;
+use std::io;
 use std::path::{Component, Path, PathBuf};
+
+use nix::libc;
+
+use crate::view::Links;
 
 /// The folders into which links of one source may lead.
 #[derive(Clone, Debug)]
 pub struct Bounds {
     root: PathBuf,
     follow: Vec<PathBuf>,
+    links: Links,
+}
+
+/// Why a name is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Unusable {
+    /// A link whose target is not there.
+    Nowhere,
+    /// A link that leads back to itself.
+    Loop,
+    /// A link that leads out of the source.
+    Outside,
+    /// A link to a folder out of the source, where links to files may lead anywhere.
+    FolderOutside,
+    /// A name that the operating system does not let the caller look at.
+    Denied,
+    /// Neither a file nor a folder: a FIFO, a socket or a device.
+    Special,
+    /// A weight file whose name is not UTF-8.
+    NotUtf8,
+    /// A link to a folder that it lies in.
+    Above,
+    /// A folder in too many folders.
+    TooDeep,
+    /// A folder that cannot be read.
+    Unreadable,
+    /// A folder from which links lead to too much.
+    TooManyLinks,
+    /// A folder of too many files.
+    TooManyFiles,
+}
+
+impl Unusable {
+    /// What is wrong with the name, as the end of `NAME is ...`.
+    pub fn text(self) -> &'static str {
+        match self {
+            Unusable::Nowhere => "a link that leads nowhere",
+            Unusable::Loop => "a link that leads back to itself",
+            Unusable::Outside => "a link that leads out of the source",
+            Unusable::FolderOutside => "a link to a folder outside this one",
+            Unusable::Denied => "a link that leads where permission is denied",
+            Unusable::Special => "neither a file nor a folder",
+            Unusable::NotUtf8 => "a weight file whose name is not UTF-8",
+            Unusable::Above => "a link to a folder that it lies in",
+            Unusable::TooDeep => "a folder in too many others",
+            Unusable::Unreadable => "a folder that cannot be read",
+            Unusable::TooManyLinks => "one of too many folders that links lead to",
+            Unusable::TooManyFiles => "a folder of too many files",
+        }
+    }
+
+    /// The same of `count` names.
+    pub fn counted(self, count: usize) -> String {
+        let (one, more) = match self {
+            Unusable::Nowhere => ("link leads nowhere", "links lead nowhere"),
+            Unusable::Loop => ("link leads back to itself", "links lead back to themselves"),
+            Unusable::Outside => ("link leads out of the source", "links lead out of the source"),
+            Unusable::FolderOutside => (
+                "link leads to a folder outside this one",
+                "links lead to folders outside this one",
+            ),
+            Unusable::Denied => {
+                ("link leads where permission is denied", "links lead where permission is denied")
+            }
+            Unusable::Special => {
+                ("is neither a file nor a folder", "are neither files nor folders")
+            }
+            Unusable::NotUtf8 => {
+                ("weight file is not named in UTF-8", "weight files are not named in UTF-8")
+            }
+            Unusable::Above => {
+                ("link leads to a folder that it lies in", "links lead to folders that they lie in")
+            }
+            Unusable::TooDeep => {
+                ("folder lies in too many others", "folders lie in too many others")
+            }
+            Unusable::Unreadable => ("folder cannot be read", "folders cannot be read"),
+            Unusable::TooManyLinks => (
+                "folder is one of too many that links lead to",
+                "folders are among too many that links lead to",
+            ),
+            Unusable::TooManyFiles => {
+                ("folder holds too many files", "folders hold too many files")
+            }
+        };
+        format!("{count} {}", if count == 1 { one } else { more })
+    }
+
+    /// What the user can do about it.
+    pub fn advice(self) -> &'static str {
+        match self {
+            Unusable::Nowhere | Unusable::Loop => "put the target back, or remove the link",
+            Unusable::Outside => "allow the target with -o follow=DIR",
+            Unusable::FolderOutside => "open the folder that the link leads to",
+            Unusable::Denied => "let the user of this process read the target",
+            Unusable::Special => "put a regular file there",
+            Unusable::NotUtf8 => "rename the file",
+            Unusable::Above => "remove the link",
+            Unusable::TooDeep => "mount a smaller part",
+            Unusable::Unreadable => "let the user of this process read it",
+            Unusable::TooManyLinks => "remove links between folders, or mount a smaller part",
+            Unusable::TooManyFiles => "mount a smaller part",
+        }
+    }
 }
 
 impl Bounds {
     /// Bounds of the source at `root`; both it and `follow` are absolute and without links.
-    pub fn new(root: PathBuf, follow: Vec<PathBuf>) -> Bounds {
-        Bounds { root, follow }
+    pub fn new(root: PathBuf, follow: Vec<PathBuf>, links: Links) -> Bounds {
+        Bounds { root, follow, links }
     }
 
     /// The source.
@@ -26,17 +136,35 @@ impl Bounds {
         self.root = root;
     }
 
-    /// Where `path`, which lies in the source, really is; `None` where it leads nowhere or out
-    /// of bounds.
-    pub fn resolve(&self, path: &Path) -> Option<PathBuf> {
-        let real = std::fs::canonicalize(path).ok()?;
-        self.allows(path, &real).then_some(real)
+    /// Where `path`, which lies in the source, really is, and what is there.
+    ///
+    /// # Errors
+    /// Why that may not be read.
+    pub fn resolve(&self, path: &Path) -> Result<(PathBuf, Metadata), Unusable> {
+        let real = std::fs::canonicalize(path).map_err(|e| reason(&e))?;
+        let meta = std::fs::symlink_metadata(&real).map_err(|e| reason(&e))?;
+        if self.allows(path, &real) || (self.links == Links::Anywhere && meta.is_file()) {
+            return Ok((real, meta));
+        }
+        Err(match self.links {
+            Links::Inside => Unusable::Outside,
+            Links::Anywhere if meta.is_dir() => Unusable::FolderOutside,
+            Links::Anywhere => Unusable::Special,
+        })
     }
 
     fn allows(&self, link: &Path, real: &Path) -> bool {
         let inside = real.starts_with(&self.root)
             || self.follow.iter().any(|folder| real.starts_with(folder));
         inside || is_own_blob(link, real)
+    }
+}
+
+fn reason(error: &io::Error) -> Unusable {
+    match error.raw_os_error() {
+        Some(libc::ELOOP) => Unusable::Loop,
+        Some(libc::EACCES | libc::EPERM) => Unusable::Denied,
+        _ => Unusable::Nowhere,
     }
 }
 

@@ -13,6 +13,9 @@ use crate::io::{Read, read_all};
 
 use super::mismatch::{Mismatch, Place};
 
+/// Most parts of one folder of which checksums are kept: all of them are in memory at a time.
+const PARTS_MAX: usize = 16 << 20;
+
 /// The checksums of a folder that were recorded before.
 #[derive(Clone, Debug)]
 pub struct Recorded {
@@ -151,9 +154,10 @@ impl Recorded {
                 there.is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
             };
             sums.shards.retain(|shard| !gone(&shard.name));
-            let encoded = sums.encode();
+            let parts: usize = sums.shards.iter().map(|shard| shard.cuts.chunks_len()).sum();
+            let encoded = (parts <= PARTS_MAX).then(|| sums.encode()).flatten();
             if encoded.is_none() {
-                refused = Some("they would be too long".to_owned());
+                refused = Some(format!("checksums of {parts} parts would be too many"));
             }
             encoded.filter(|_| before.as_ref() != Some(&sums))
         };

@@ -66,13 +66,13 @@ impl Cut {
         piece
     }
 
-    /// Offsets as torch writes them: pairs of F4 elements in the last dimension.
-    fn saved_offsets(&self, part: &Box_) -> Vec<u64> {
-        let mut offset = part.offset.clone();
-        if let (Dtype::F4, Some(last)) = (self.dtype, offset.last_mut()) {
+    /// Offsets or a shape as torch writes them: pairs of F4 elements in the last dimension.
+    fn saved(&self, numbers: &[u64]) -> Vec<u64> {
+        let mut saved = numbers.to_vec();
+        if let (Dtype::F4, Some(last)) = (self.dtype, saved.last_mut()) {
             *last /= 2;
         }
-        offset
+        saved
     }
 }
 
@@ -81,8 +81,24 @@ pub(crate) fn dcp_name(number: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", number + 1)
 }
 
+/// What the sharding notes of shards say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Notes {
+    /// Where pieces begin, as releases of torch write it: one piece of a tensor in a file.
+    Offsets,
+    /// The name of the tensor besides, as torch's main branch writes it: any number of pieces.
+    LogicalNames,
+    /// And the shape of the whole tensor.
+    WholeShapes,
+}
+
 /// Writes `tensors` as DCP shards into `folder`; a shard without a box is not written.
 pub(crate) fn write_dcp(folder: &Path, tensors: &[Cut]) {
+    write_dcp_with(folder, tensors, Notes::Offsets);
+}
+
+/// Likewise with other notes.
+pub(crate) fn write_dcp_with(folder: &Path, tensors: &[Cut], notes: Notes) {
     let mut shards: BTreeMap<usize, Vec<(&Cut, &Box_)>> = BTreeMap::new();
     for tensor in tensors {
         for (shard, part) in &tensor.boxes {
@@ -90,23 +106,47 @@ pub(crate) fn write_dcp(folder: &Path, tensors: &[Cut]) {
         }
     }
     for (number, parts) in shards {
-        let info: serde_json::Map<_, _> = parts
-            .iter()
-            .map(|(t, part)| {
-                (t.name.clone(), serde_json::json!({ "saved_offsets": t.saved_offsets(part) }))
-            })
-            .collect();
+        let key = |at: usize| {
+            let name = &parts[at].0.name;
+            let same = |(t, _): &&(&Cut, &Box_)| t.name == *name;
+            let (all, before) =
+                (parts.iter().filter(same).count(), parts[..at].iter().filter(same).count());
+            if all == 1 { name.clone() } else { format!("{name}.__dcp_shard_{before}") }
+        };
+        let keys: Vec<String> = (0..parts.len()).map(key).collect();
+        let note = |t: &Cut, part: &Box_| {
+            let mut note = serde_json::json!({ "saved_offsets": t.saved(&part.offset) });
+            if notes != Notes::Offsets {
+                note["logical_fqn"] = t.name.clone().into();
+            }
+            if notes == Notes::WholeShapes {
+                note["global_shape"] = t.saved(&t.shape).into();
+            }
+            note
+        };
+        let info = keys.iter().zip(&parts).map(|(key, (t, part))| (key.clone(), note(t, part)));
+        let info: serde_json::Map<_, _> = info.collect();
         let metadata = BTreeMap::from([
             ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::from(info).to_string()),
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
             ("format".to_owned(), "pt".to_owned()),
         ]);
-        let pieces: Vec<_> = parts
+        let pieces: Vec<_> = keys
             .iter()
-            .map(|(t, part)| (t.name.as_str(), t.dtype, part.shape.as_slice(), t.piece(part)))
+            .zip(&parts)
+            .map(|(key, (t, part))| (key.as_str(), t.dtype, part.shape.as_slice(), t.piece(part)))
             .collect();
         write_shard(&folder.join(dcp_name(number)), &metadata, &pieces);
     }
+}
+
+/// Writes `tensors` as two DCP shards into `folder`, each with all its pieces of a tensor.
+pub(crate) fn write_dense_dcp(folder: &Path, tensors: &[Cut]) {
+    let mut tensors = tensors.to_vec();
+    for (shard, _) in tensors.iter_mut().flat_map(|tensor| &mut tensor.boxes) {
+        *shard %= 2;
+    }
+    write_dcp_with(folder, &tensors, Notes::WholeShapes);
 }
 
 /// Writes `tensors` whole into two numbered shards in `folder`.

@@ -28,6 +28,8 @@ FAULTS_SECONDS = 60
 
 SYS_IO_URING_SETUP = 425
 SYS_CACHESTAT = 451
+SYS_STATX = {"x86_64": 332, "aarch64": 291}[os.uname().machine]
+SYS_INOTIFY_INIT1 = {"x86_64": 294, "aarch64": 26}[os.uname().machine]
 
 # Prints a line per range as soon as it is read: number, errno, sha256, seconds.
 READER = """
@@ -123,11 +125,15 @@ os._exit(0)
 
 
 class FaultFs:
-    """`faultfs` over a folder, mounted at `path`; `tell` gives it commands, see tests/faultfs/src/main.rs."""
+    """`faultfs` over a folder, mounted at `path`; `tell` gives it commands, see tests/faultfs/src/main.rs.
 
-    def __init__(self, source, seconds=FAULTS_SECONDS):
+    With `remembers` the kernel answers for that many seconds what a file is, as a client of NFS does.
+    """
+
+    def __init__(self, source, seconds=FAULTS_SECONDS, remembers=0):
         self.source = Path(source)
         self._seconds = seconds
+        self._remembers = remembers
         self._home = Path(tempfile.mkdtemp(prefix="tensorfs-test-"))
         self.path = self._home / "source"
         self.path.mkdir()
@@ -145,7 +151,7 @@ class FaultFs:
         if not FAULTFS.exists():
             raise AssertionError(f"{FAULTFS} is not there: cargo build -p tensorfs-faultfs, or set TENSORFS_FAULTFS")
         self._process = subprocess.Popen(
-            [FAULTFS, self.source, self.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [FAULTFS, self.source, self.path, str(self._remembers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         # When it ends it fails what it holds back, and lets go everybody who waits for it.
         self._watchdog = subprocess.Popen(
@@ -419,6 +425,16 @@ def values_of(status, key):
 def without_io_uring():
     """For `preexec_fn`: the kernel answers EPERM when this process or its children ask for an io_uring."""
     _refuse(SYS_IO_URING_SETUP)
+
+
+def without_statx():
+    """For `preexec_fn`: statx(2) is refused, as old sandboxes do."""
+    _refuse(SYS_STATX)
+
+
+def without_inotify():
+    """For `preexec_fn`: the process and its children get no inotify instance, as where the user has no more of them."""
+    _refuse(SYS_INOTIFY_INIT1)
 
 
 def without_cachestat():

@@ -120,7 +120,9 @@ class MountEntry:
 
 
 def mount_table():
-    return [_mount_entry(line) for line in Path("/proc/mounts").read_text().splitlines()]
+    # Not `splitlines`: the kernel escapes only blanks, and names may hold other ends of lines.
+    table = Path("/proc/mounts").read_bytes().decode(errors="surrogateescape")
+    return [_mount_entry(line) for line in table.split("\n") if line]
 
 
 def _mount_entry(line):
@@ -149,7 +151,8 @@ def daemon_of(path):
             continue
         with contextlib.suppress(OSError):
             argv = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"tensorfs" in os.path.basename(argv[0]) and os.fsencode(path) in argv:
+            # A command that mounts it in the background names it too.
+            if b"tensorfs" in os.path.basename(argv[0]) and {b"--foreground", os.fsencode(path)} <= set(argv):
                 if not process_gone(int(entry.name)):
                     return int(entry.name)
     return None
@@ -224,9 +227,8 @@ class Mount:
 
     def _start(self):
         env = {**self.popen.get("env", os.environ), "NOTIFY_SOCKET": str(self._notified.path)}
-        self._process = subprocess.Popen(
-            self.command(), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, **{**self.popen, "env": env}
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
+        self._process = subprocess.Popen(self.command(), **{**streams, **self.popen, "env": env})
         if not self.background:
             self.pid = self._process.pid
             self._watch()
@@ -263,6 +265,10 @@ class Mount:
 
     def log(self):
         return _content(self._log)
+
+    def wait_for_log(self, text, seconds=5):
+        """Waits until the log holds `text`: a daemon answers first and logs then."""
+        wait_until(lambda: text in self.log(), seconds, f"{text!r} in the log")
 
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)

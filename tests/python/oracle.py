@@ -124,7 +124,9 @@ def from_dcp(folder):
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         _merge(metadata, header.metadata)
         for name, entry in header.tensors.items():
-            offsets = list(info[name]["saved_offsets"])
+            note = info[name]
+            name = note.get("logical_fqn", name)
+            offsets = list(note["saved_offsets"])
             if entry["dtype"] == "F4" and offsets:
                 offsets[-1] *= 2
             piece = Piece(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import checkpoints
 import oracle
-from mounts import Child, Mount, MountFailed, TestCase, is_root, needs_root, tensorfs, wait_until
+from faults import FaultFs, status_of
+from mounts import Child, Mount, MountFailed, TestCase, is_root, needs_root, run, tensorfs, wait_until
 from test_regressions import FILE, numbered_set, overwrite, shard_name, write_one
 
 # Reads an inherited descriptor to the end and prints the hash of what it read.
@@ -88,6 +89,27 @@ class Assembled(TestCase):
             return hash_while_stopped(m, m.path / name, 1)
 
         return wait_until(look, 20, "the kernel serves the file")
+
+
+@needs_root
+class Told(Assembled):
+    def test_status_answers_while_the_folder_does_not(self):
+        # The way to the folder leads through a file system that stalls on command.
+        (self.tmp / "behind/copies").mkdir(parents=True)
+        faults = self.enter(FaultFs(self.tmp / "behind"))
+        self.dir = faults.path / "copies"
+        self.assert_done(run("mount", "-t", "tmpfs", "-o", "mode=0700", "copies", self.dir))
+        self.addCleanup(run, "umount", self.dir)
+        with self.mount(numbered_set(self.tmp / "ck", 1)) as m, faults.lifted():
+            before = status_of(m)[0]["assemble"]
+            self.assertEqual((before["stalled"], before["dir"]), (False, str(self.dir)))
+            faults.tell("stall-lookup", "copies")
+            for _ in range(3):
+                one = status_of(m)[0]
+                self.assertEqual((one["state"], one["assemble"]["stalled"]), ("running", True))
+                self.assertEqual(one["assemble"]["budget"], before["budget"])
+            faults.tell("ok")
+            wait_until(lambda: not status_of(m)[0]["assemble"]["stalled"], 20, "the folder answers again")
 
 
 @needs_root

@@ -1,16 +1,19 @@
 """A lost last shard, which the shards alone cannot show: what is said, and what proves or refuses it."""
 
 import json
+import os
 from pathlib import Path
 
 import checkpoints
 import oracle
+from manifest import by_id
 from mounts import Mount, MountFailed, TestCase, tensorfs
 
 RANKS = 4
+TAIL = "user.tensorfs.tail"
 
 
-class LostTail(TestCase):
+class Sets(TestCase):
     """`full` is a set with one row per rank, `cut` the same without its last shard."""
 
     def setUp(self):
@@ -21,6 +24,8 @@ class LostTail(TestCase):
         self.cut = self.copy(self.full, "cut")
         (self.cut / checkpoints.dcp_name(RANKS)).unlink()
 
+
+class LostTail(Sets):
     def verify(self, source, *words):
         outcome = tensorfs("verify", source, "--json", *words)
         return outcome, outcome.json()["sets"][0]
@@ -117,3 +122,85 @@ class LostTail(TestCase):
         source = checkpoints.hf_set(self.tmp / "hf", 3, 1)
         _, found = self.verify(source, "--strict")
         self.assertEqual((found["ok"], found["tail"]), (True, "proven"))
+
+
+class Told(Sets):
+    """A mount of a set whose tail is unproven says so when it is mounted, and whenever it is asked."""
+
+    REMEDIES = ("expect-shards=", "reference=", "manifest")
+
+    def lines(self, text):
+        return [line for line in text.splitlines() if "tail: unproven" in line]
+
+    def assert_warned_once(self, text):
+        (line,) = self.lines(text)
+        self.assertIn(str(self.full / "model.safetensors"), line)
+        for remedy in self.REMEDIES:
+            self.assertIn(remedy, line)
+
+    def status(self, m):
+        (one,) = tensorfs("status", m.path, "--json").json()
+        return one["tail"], tensorfs("status", m.path).stdout
+
+    def test_one_warning_is_given_in_the_foreground(self):
+        with Mount(self.full) as m:
+            (m.path / "model.safetensors").read_bytes()
+            self.assert_warned_once(m.log())
+
+    def test_one_warning_is_given_before_the_daemon_goes_to_the_background(self):
+        with Mount(self.full, background=True) as m:
+            self.assert_warned_once(m.log())
+
+    def test_one_warning_is_given_on_standard_error_and_one_in_the_log(self):
+        for background in (True, False):
+            log = self.tmp / f"log-{background}"
+            with Mount(self.full, f"log={log}", background=background) as m:
+                self.assert_warned_once(m.log())
+                self.assert_warned_once(log.read_text())
+
+    def test_who_wants_errors_only_gets_no_warning(self):
+        log = self.tmp / "log"
+        with Mount(self.full, f"log={log}", env={**os.environ, "TENSORFS_LOG": "error"}) as m:
+            self.assertEqual((self.lines(m.log()), self.lines(log.read_text())), ([], []))
+
+    def test_the_status_and_an_attribute_say_it(self):
+        with Mount(self.full) as m:
+            self.assertEqual(os.getxattr(m.path / "model.safetensors", TAIL), b"unproven")
+            found, text = self.status(m)
+            self.assertEqual(found, {"proven": 0, "unproven": 1, "files": ["model.safetensors"]})
+            (line,) = [line for line in text.splitlines() if "unproven" in line]
+            for word in ("model.safetensors", *self.REMEDIES):
+                self.assertIn(word, line)
+
+    def test_shards_shown_as_they_are_say_it_too(self):
+        with Mount(self.full, "layout=original") as m:
+            self.assertEqual(os.getxattr(m.path / checkpoints.dcp_name(1), TAIL), b"unproven")
+            self.assertEqual(self.status(m)[0]["files"], ["model.safetensors"])
+
+    def test_nothing_is_said_of_a_tail_that_is_proven(self):
+        hf = checkpoints.hf_set(self.tmp / "hf", 3, 1)
+        for source, option in (
+            (self.full, f"expect-shards={RANKS}"),
+            (self.full, f"reference={self.consolidated}"),
+            (by_id("dcp_global_shapes").source, "prefer=file"),
+            (hf, "prefer=file"),
+        ):
+            with self.subTest(option), Mount(source, option) as m:
+                self.assertEqual(self.lines(m.log()), [])
+                self.assertEqual(os.getxattr(m.path / "model.safetensors", TAIL), b"proven")
+                found, text = self.status(m)
+                self.assertEqual(found, {"proven": 1, "unproven": 0, "files": []})
+                self.assertNotIn("unproven", text)
+                self.assertNotIn(TAIL, os.listxattr(m.path))
+
+    def test_in_a_tree_each_set_is_warned_of_at_its_first_look_and_once(self):
+        tree = self.tmp / "tree"
+        for name in "ab":
+            checkpoints.rows_of_one(tree / name, RANKS)
+        with Mount(tree) as m:
+            self.assertEqual(len(self.lines(m.log())), 1, m.log())
+            for _ in range(2):
+                for name in "ab":
+                    (m.path / name / "model.safetensors").read_bytes()
+            self.assertEqual(len(self.lines(m.log())), 2, m.log())
+            self.assertEqual(self.status(m)[0]["files"], ["a/model.safetensors", "b/model.safetensors"])

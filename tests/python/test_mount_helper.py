@@ -45,6 +45,20 @@ class Helper(HelperCase):
                 self.assert_done(self.helper("-o", options))
                 self.assert_served_then_unmount()
 
+    def test_every_option_of_mount_8_for_all_file_systems_is_taken(self):
+        options = (
+            "async,atime,auto,noauto,defaults,dev,nodev,diratime,nodiratime,dirsync,exec,group,nogroup,iversion,"
+            "noiversion,mand,nomand,_netdev,nofail,relatime,norelatime,strictatime,nostrictatime,lazytime,nolazytime,"
+            "suid,nosuid,silent,loud,owner,noowner,ro,rw,sync,user,nouser,users,nousers,X-mount.mkdir=0755,x-gvfs-hide,"
+            "comment=a,nosymfollow"
+        )
+        self.assert_done(self.helper("-o", options))
+        release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        flags = next(fields[5] for fields in lines if fields[4] == str(self.place))
+        self.assertEqual("nosymfollow" in flags.split(","), release >= (5, 10), flags)
+        self.assert_served_then_unmount()
+
     def test_the_helper_takes_its_flags_anywhere(self):
         for words in (["-n", "-v", "-o", "ro"], ["-nv"], ["-sn", "-o", "ro", "-o", "index=hide"]):
             with self.subTest(words=words):

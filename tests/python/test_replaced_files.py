@@ -95,9 +95,25 @@ class ReplacedFiles(TestCase):
             wait_until(lambda: self.read(m.path / FILE) != whole, 3, "the change is seen")
             for _ in range(20):
                 self.assertIn(self.read(m.path / FILE), (b"", whole))
-            self.assertIn("has 2 shard files, it had 3 before", (self.tmp / "log").read_text())
+            said = "has 2 shard files, it had 3 before"
+            wait_until(lambda: said in (self.tmp / "log").read_text(), 5, "it is logged")
             (self.tmp / "gone").rename(shards[2])
             wait_until(lambda: self.read(m.path / FILE) == whole, 5, "the set is shown again")
+
+    def test_so_it_is_with_a_shard_whose_tensors_lie_in_it_alone_though_shapes_are_recorded(self):
+        source = self.tmp / "dcp"
+        source.mkdir()
+        shards = [source / f"shard-{n:05}-model-00001-of-00001.safetensors" for n in (1, 2)]
+        for number, shard in enumerate(shards):
+            note = {f"w{number}": {"saved_offsets": [0], "global_shape": [SHARD_LEN]}}
+            write_one(shard, f"w{number}", number, {**NOTED, "DCP_SHARDING_INFO": json.dumps(note)})
+        with Mount(source, f"log={self.tmp / 'log'}") as m:
+            whole = (m.path / FILE).read_bytes()
+            shards[1].rename(self.tmp / "gone")
+            wait_until(lambda: self.read(m.path / FILE) != whole, 3, "the change is seen")
+            for _ in range(20):
+                self.assertIn(self.read(m.path / FILE), (b"", whole))
+            self.assertIn("has 1 shard files, it had 2 before", (self.tmp / "log").read_text())
 
     # Every look at a log file that grew proved the whole checkpoint again.
     def test_a_growing_log_file_is_shown_as_it_is_and_proves_nothing(self):

@@ -3,6 +3,7 @@
 import os
 import pwd
 import shutil
+import signal
 import stat
 import sys
 import unittest
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import checkpoints
 from manifest import by_id
-from mounts import BIN, Mount, MountFailed, TestCase, needs_root, run
+from mounts import BIN, Mount, MountFailed, TestCase, find_mount, needs_root, run
 
 FILE = "model.safetensors"
 USER = "nobody"
 DEVICE = Path("/dev/fuse")
-NAMESPACE = "mknod -m 666 $0 c 10 229 && mount --bind $0 /dev/fuse && exec $1 $2 -k WithoutRights"
+FUSE_CONF = Path("/etc/fuse.conf")
+NAMESPACE = """mknod -m 666 $0 c 10 229 && mount --bind $0 /dev/fuse
+echo user_allow_other > $0.conf && mount --bind $0.conf /etc/fuse.conf
+exec $1 $2 -k WithoutRights -k test_users.Strangers"""
 
 
 def device_is_for_everybody():
@@ -24,7 +28,7 @@ def device_is_for_everybody():
 
 @needs_root
 @unittest.skipUnless(device_is_for_everybody(), f"{DEVICE} is for root only; done again in a namespace below")
-class WithoutRights(TestCase):
+class UserMounts(TestCase):
     """Copies binary and checkpoint to where `nobody` can read them."""
 
     def setUp(self):
@@ -66,6 +70,8 @@ class WithoutRights(TestCase):
         path.chmod(0o644)
         return path
 
+
+class WithoutRights(UserMounts):
     def test_a_user_mounts_twice_and_unmounts(self):
         with self.mount("one") as first, self.mount("two") as second:
             self.assert_right(first)
@@ -95,6 +101,28 @@ class WithoutRights(TestCase):
             pass
         self.assertIn(shard.name, caught.exception.stderr)
 
+    def test_sigterm_takes_off_a_mount_of_a_user_whose_folder_was_renamed(self):
+        above = self.place("above")
+        with self.mount("above/mnt") as m:
+            above.rename(self.tmp / "renamed")
+            self.assertIsNotNone(find_mount(self.tmp / "renamed/mnt"))
+            m.kill(signal.SIGTERM)
+            m.wait_for_exit(20)
+            self.assertIsNone(find_mount(self.tmp / "renamed/mnt"))
+
+    def test_sigterm_leaves_alone_what_root_has_mounted_on_top_of_a_mount_of_a_user(self):
+        with self.mount("one") as m:
+            self.assert_done(run("mount", "-t", "tmpfs", "other", m.path))
+            try:
+                m.kill(signal.SIGTERM)
+                m.wait_for_exit(20)
+                self.assertEqual(find_mount(m.path).type, "tmpfs")
+                m.wait_for_log("cannot unmount")
+            finally:
+                run("umount", m.path)
+            # What is left can be taken off now.
+            self.assert_done(self.as_user(self.binary, "umount", m.path))
+
     def test_a_killed_mount_of_a_user_can_be_cleaned_up(self):
         with self.mount("one", background=True) as m:
             m.kill()
@@ -103,8 +131,41 @@ class WithoutRights(TestCase):
             self.assert_not_mounted(m.path)
 
 
+def users_may_let_others_in():
+    return FUSE_CONF.exists() and "user_allow_other" in FUSE_CONF.read_text().splitlines()
+
+
+@unittest.skipUnless(users_may_let_others_in(), f"{FUSE_CONF} lets no user give others access; done in a namespace below")
+class Strangers(UserMounts):
+    """Anybody may mount a file system of our type and let others in, with any answers."""
+
+    def shards(self, outcome):
+        self.assert_done(outcome)
+        return outcome.json()["sets"][0]["shards"]
+
+    # The attribute that names the source was believed on any mount of the type.
+    def test_the_source_that_a_mount_of_another_user_names_is_not_read(self):
+        own = sorted(path.name for path in self.source.glob("model-*.safetensors"))
+        with self.mount("one", "allow_other") as m:
+            for path in (m.path, m.path / FILE):
+                self.assertEqual(self.shards(run(BIN, "ls", path, "--json")), [FILE])
+                self.assertEqual(self.shards(self.as_user(self.binary, "ls", path, "--json")), own)
+
+    def test_the_source_that_a_mount_of_root_names_is_read_by_all(self):
+        own = sorted(path.name for path in self.source.glob("model-*.safetensors"))
+        with Mount(self.source, "allow_other") as m:
+            self.assertEqual(self.shards(run(BIN, "ls", m.path, "--json")), own)
+            self.assertEqual(self.shards(self.as_user(self.binary, "ls", m.path, "--json")), own)
+            bound = self.place("bound")
+            self.assert_done(run("mount", "--bind", m.path, bound))
+            try:
+                self.assertEqual(self.shards(self.as_user(self.binary, "ls", bound, "--json")), own)
+            finally:
+                self.assert_done(run("umount", bound))
+
+
 @needs_root
-@unittest.skipIf(device_is_for_everybody(), f"{DEVICE} is for everybody: done above")
+@unittest.skipIf(device_is_for_everybody() and users_may_let_others_in(), "done above")
 class WithoutRightsInANamespace(TestCase):
     def test_a_user_mounts_where_the_device_is_for_everybody(self):
         words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", NAMESPACE]

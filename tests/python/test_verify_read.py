@@ -36,6 +36,11 @@ def log_lines(path, text):
     return [line for line in path.read_text().splitlines() if text in line] if path.exists() else []
 
 
+def logged_lines(path, text):
+    """The same, once there is one: a daemon answers first and logs then."""
+    return wait_until(lambda: log_lines(path, text), 5, f"a line with {text!r} in the log")
+
+
 class VerifyRead(VerifyCase):
     def mount(self, source, *options, **kwargs):
         self.log = self.tmp / "log"
@@ -154,7 +159,7 @@ class VerifyRead(VerifyCase):
                 with self.subTest(tensor, options=options), self.mount(folder, *options) as m:
                     self.assert_only(m.path / FILE, right, {tensor})
                     self.assertEqual(counters(m)["checksum_mismatches"], 1)
-                    [line] = log_lines(self.log, "have the checksum")
+                    [line] = logged_lines(self.log, "have the checksum")
                     self.assertIn(f"{shard}: tensor `{tensor}`: bytes ", line)
                     self.assertIn("reads of it through the mount fail", line)
                 self.log.unlink()
@@ -216,7 +221,7 @@ class VerifyRead(VerifyCase):
             tensors = [end - start for start, end in (places_of(right)[n] for n in ("layers.1.F32", "layers.2.U8"))]
             # That of the one that differs may end before all of it is read.
             self.assertLessEqual(counters(m)["checked_bytes"], sum(tensors))
-            self.assertEqual(len(log_lines(self.log, "have the checksum")), 1)
+            self.assertEqual(len(logged_lines(self.log, "have the checksum")), 1)
 
     def test_a_mount_that_is_made_again_compares_again(self):
         folder = single(self.tmp / "ck")

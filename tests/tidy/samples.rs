@@ -198,6 +198,26 @@ fn unfinished_work_is_flagged_and_its_mention_in_text_is_not() {
 }
 
 #[test]
+fn names_shown_raw_and_streams_written_by_anybody_are_flagged() {
+    for text in [
+        "fn f(p: &Path) { format!(\"{}\", p.display()); }",
+        "fn f() { println!(\"x\"); }",
+        "fn f() { eprintln!(\"x\"); }",
+        "fn f() { writeln!(io::stderr(), \"x\"); }",
+        "fn f() { io::stdout().lock(); }",
+    ] {
+        assert_eq!(raw_name_violations(&[sample("mount/src/nodes.rs", text)]).len(), 1, "{text}");
+    }
+    for text in [
+        "#[cfg(test)]\nmod tests { fn f(p: &Path) { p.display(); println!(\"x\"); } }",
+        "fn display() { command.stdout(Stdio::null()).stderr(log); display(); }",
+    ] {
+        assert_none(&raw_name_violations(&[sample("src/a.rs", text)]));
+    }
+    assert_none(&raw_name_violations(&[sample("mount/src/log.rs", "fn f() { io::stderr(); }")]));
+}
+
+#[test]
 fn empty_names_are_flagged_as_file_folder_and_inline_module() {
     for (path, text) in [
         ("src/io/util.rs", "//! x"),

@@ -270,7 +270,7 @@ impl Locked<'_> {
                 },
             };
             if stale {
-                tracing::info!("removing {}, which is incomplete", file.path.display());
+                tracing::info!("removing {}, which is incomplete", shown_path(&file.path));
                 std::fs::remove_file(&file.path)?;
             }
         }

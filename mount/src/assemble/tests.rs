@@ -52,7 +52,9 @@ impl Place {
     }
 
     fn start(&self, limit: Option<u64>) -> Assembler {
-        Assembler::start(&self.dir(), limit, &[&self.source()]).unwrap()
+        let assembler = Assembler::open(&self.dir(), limit, &[&self.source()]).unwrap();
+        assembler.start().unwrap();
+        assembler
     }
 
     fn names(&self) -> Vec<String> {
@@ -330,7 +332,7 @@ fn a_stop_in_the_middle_leaves_nothing_behind() {
 #[test]
 fn a_folder_that_is_no_place_for_copies_is_refused() {
     let place = Place::new();
-    let start = |dir: &Path| Assembler::start(dir, None, &[&place.source()]).err().unwrap();
+    let start = |dir: &Path| Assembler::open(dir, None, &[&place.source()]).err().unwrap();
     let inside = place.source().join("copies");
     assert!(start(&inside).contains("lies in"));
     assert!(!inside.exists());

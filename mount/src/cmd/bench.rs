@@ -21,7 +21,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use tensorfs::checkpoint::Tree;
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::format::Format;
 use tensorfs::source::behind_mount;
 use tensorfs::view::Arrangement;
@@ -117,7 +117,7 @@ fn bench(args: &Args) -> Outcome {
     let written = consolidate(&mut subject, args)?;
     let outcome = measure(&subject, args);
     if args.keep {
-        let kept = made.iter().chain(&written).map(|scratch| scratch.path().display().to_string());
+        let kept = made.iter().chain(&written).map(|scratch| shown_path(scratch.path()));
         for path in kept {
             super::say(&format!("left in {path}"));
         }
@@ -196,7 +196,7 @@ fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result
     match (largest, refusal) {
         (Some(largest), _) => Ok(largest),
         (None, Some(error)) => Err(Failure::Error(error)),
-        (None, None) => Err(Failure::Failed(format!("{}: nothing to measure", source.display()))),
+        (None, None) => Err(Failure::Failed(format!("{}: nothing to measure", shown_path(source)))),
     }
 }
 
@@ -210,7 +210,7 @@ fn consolidate(subject: &mut Subject, args: &Args) -> Result<Option<Scratch>, Fa
             Scratch::beside(&subject.shards, args.dir.as_deref(), subject.bytes, args.keep)?;
         subject.file = folder.path().join("consolidated.safetensors");
         scratch = Some(folder);
-        progress(&format!("writing {}", subject.file.display()));
+        progress(&format!("writing {}", shown_path(&subject.file)));
         let words = [shown.as_os_str(), "--against".as_ref(), subject.file.as_os_str()];
         worker::run("copy", &words, subject.limit)?;
     }
@@ -221,8 +221,8 @@ fn consolidate(subject: &mut Subject, args: &Args) -> Result<Option<Scratch>, Fa
         None => Ok(scratch),
         Some(difference) => Err(Failure::Failed(format!(
             "{}: not what the mount shows as {}: {difference}",
-            subject.file.display(),
-            subject.shown.display()
+            shown_path(&subject.file),
+            shown_path(&subject.shown)
         ))),
     }
 }
@@ -253,14 +253,16 @@ fn measure(subject: &Subject, args: &Args) -> Outcome {
         facts["cases"] = measured.iter().map(Measured::json).collect();
         print_json(&facts)?;
     } else {
-        print_text(&notes.iter().map(|note| format!("note: {note}\n")).collect::<String>())?;
+        print_text(
+            &notes.iter().map(|note| format!("note: {}\n", shown(note))).collect::<String>(),
+        )?;
     }
     if failed { Err(Failure::Told) } else { Ok(()) }
 }
 
 /// What the figures belong to.
 fn facts(subject: &Subject) -> Result<Value, Failure> {
-    let failed = |e: std::io::Error| Failure::Failed(format!("{}: {e}", subject.file.display()));
+    let failed = |e: std::io::Error| Failure::Failed(format!("{}: {e}", shown_path(&subject.file)));
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
     let shards = subject.shards.first().unwrap_or(&subject.file);
     let checked = page_cache::cached_part(&subject.shards).is_some();
@@ -268,15 +270,15 @@ fn facts(subject: &Subject) -> Result<Value, Failure> {
         "tensorfs": env!("CARGO_PKG_VERSION"),
         "machine": machine::describe(),
         "source": {
-            "path": shown_path(&subject.source),
-            "file": shown_path(&subject.shown),
+            "path": real_name(&subject.source),
+            "file": real_name(&subject.shown),
             "kind": subject.kind,
             "shards": subject.shards.len(),
             "tensors": subject.tensors,
             "on": machine::below(shards).map_err(failed)?,
         },
         "against": {
-            "path": shown_path(&subject.file),
+            "path": real_name(&subject.file),
             "on": machine::below(&subject.file).map_err(failed)?,
         },
         "mount": {
@@ -302,7 +304,7 @@ fn title(facts: &Value) -> String {
     let (source, against, evict) = (&facts["source"], &facts["against"], &facts["evict"]);
     let options = facts["mount"]["options"].as_array().into_iter().flatten();
     let options: Vec<&str> = options.filter_map(Value::as_str).collect();
-    let options = if options.is_empty() { "none".to_owned() } else { options.join(",") };
+    let options = if options.is_empty() { "none".to_owned() } else { shown(&options.join(",")) };
     let checked = if evict["checked"] == true { "checked" } else { "not checked" };
     format!(
         "tensorfs {}, Linux {}, {} cores, {} of memory\n\
@@ -313,13 +315,13 @@ fn title(facts: &Value) -> String {
         text(&facts["machine"]["kernel"]),
         facts["machine"]["cores"],
         super::human(facts["machine"]["memory_bytes"].as_u64().unwrap_or(0)),
-        text(&source["file"]),
-        text(&source["path"]),
+        shown(&text(&source["file"])),
+        shown(&text(&source["path"])),
         text(&source["kind"]),
         source["shards"],
         on(&source["on"]),
         text(&facts["mount"]["readahead_kib"]),
-        text(&against["path"]),
+        shown(&text(&against["path"])),
         on(&against["on"]),
         super::human(facts["bytes"].as_u64().unwrap_or(0)),
         facts["runs"],

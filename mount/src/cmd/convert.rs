@@ -11,7 +11,7 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use tensorfs::checkpoint::{Checkpoint, Tail};
 use tensorfs::consolidate;
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::format::Format;
 use tensorfs::layout::Layout;
 use tensorfs::reader::Reader;
@@ -20,7 +20,7 @@ use tensorfs::{Error, Fault};
 use super::verify::bar;
 use super::{Failure, Outcome, human, one_checkpoint, print_json, print_text, query_options};
 use crate::args::{self, To};
-use crate::session::{block_signals, ending_signals};
+use crate::ending::{block_signals, ending_signals};
 
 /// Set once the command was told to stop.
 static STOPPED: AtomicBool = AtomicBool::new(false);
@@ -56,13 +56,13 @@ pub(super) fn run(args: &args::Convert) -> Outcome {
     }
     if args.source.json {
         return print_json(&json!({
-            "source": shown_path(&args.source.source),
+            "source": real_name(&args.source.source),
             "ok": true,
             "class": Value::Null,
             "error": Value::Null,
             "name": checkpoint.name,
             "kind": checkpoint.kind.as_str(),
-            "path": shown_path(&target),
+            "path": real_name(&target),
             "format": format.as_str(),
             "tensors": catalog.len(),
             "shards": catalog.shards.len(),
@@ -80,7 +80,7 @@ pub(super) fn run(args: &args::Convert) -> Outcome {
         catalog.len(),
         human(reader.len())
     );
-    text.extend(notes.iter().map(|note| format!("  note: {note}\n")));
+    text.extend(notes.iter().map(|note| format!("  note: {}\n", shown(note))));
     print_text(&text)
 }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tensorfs::Dtype;
+use tensorfs::error::{real_name, shown_path};
 
 use super::saved::{Cut, Tensor, byte_of, write_checkpoint};
 use super::{Failure, Outcome, human};
@@ -47,21 +48,21 @@ pub(super) fn run(args: &args::Demo) -> Outcome {
     crate::log::start(0);
     let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
     let root = nix::unistd::mkdtemp(&template)
-        .map_err(|e| Failure::Failed(format!("{}: {e}", template.display())))?;
+        .map_err(|e| Failure::Failed(format!("{}: {e}", shown_path(&template))))?;
     let outcome = demo(&root);
     if args.keep {
-        tell!("\nThe checkpoints stay in {}", root.display());
+        tell!("\nThe checkpoints stay in {}", shown_path(&root));
     } else if let Err(e) = fs::remove_dir_all(&root) {
-        super::say(&format!("{}: {e}", root.display()));
+        super::say(&format!("{}: {e}", shown_path(&root)));
     }
     outcome
 }
 
 fn demo(root: &Path) -> Outcome {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", root.display()));
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(root)));
     let (models, mount) = (root.join("models"), root.join("mnt"));
     fs::create_dir(&mount).map_err(failed)?;
-    tell!("Four small checkpoints in {}:", models.display());
+    tell!("Four small checkpoints in {}:", shown_path(&models));
     let tensors = tensors();
     for (name, cut, what) in CHECKPOINTS {
         let folder = models.join(name);
@@ -69,13 +70,13 @@ fn demo(root: &Path) -> Outcome {
         write_checkpoint(&folder, &tensors, cut).map_err(failed)?;
         tell!("  {name:<12} {what}");
     }
-    tell!("\n$ tensorfs mount {} {}", models.display(), mount.display());
-    let log = format!("log={}", crate::options::escape(&root.join("log").display().to_string()));
+    tell!("\n$ tensorfs mount {} {}", shown_path(&models), shown_path(&mount));
+    let log = format!("log={}", crate::options::escape(&real_name(&root.join("log"))));
     // What is gone in a moment needs no index in the cache of the user.
     let options = [log, "index-dir=none".to_owned()];
     daemon::run_in_background(&models, &mount, &options, false, 0).map_err(Failure::Failed)?;
     let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));
-    tell!("\n$ tensorfs umount {}", mount.display());
+    tell!("\n$ tensorfs umount {}", shown_path(&mount));
     unmount(&mount).map_err(failed)?;
     compared?;
     tell!("\nEvery byte read through the mount is right, and nothing was copied.");
@@ -93,12 +94,12 @@ fn tensors() -> Vec<Tensor> {
 
 /// Prints what `folder` of the mount shows and compares its weights.
 fn show(folder: &Path) -> Outcome {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", folder.display()));
-    tell!("\n$ ls -l {}", folder.display());
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(folder)));
+    tell!("\n$ ls -l {}", shown_path(folder));
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let len = entry.metadata().map_err(failed)?.len();
-        tell!("  {len:>10}  {}", entry.file_name().display());
+        tell!("  {len:>10}  {}", shown_path(entry.file_name().as_ref()));
     }
     let file = folder.join("model.safetensors");
     let started = Instant::now();
@@ -114,8 +115,8 @@ fn show(folder: &Path) -> Outcome {
 
 /// Reads `file` from end to end. Returns how many tensors and bytes it has.
 fn compare(file: &Path) -> Result<(usize, u64), Failure> {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", file.display()));
-    let wrong = |what: String| Failure::Failed(format!("{}: {what}", file.display()));
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(file)));
+    let wrong = |what: String| Failure::Failed(format!("{}: {what}", shown_path(file)));
     let mut content = Vec::new();
     File::open(file).and_then(|mut f| f.read_to_end(&mut content)).map_err(failed)?;
     let prefix = content.first_chunk().ok_or_else(|| wrong("shorter than 8 bytes".into()))?;

@@ -11,8 +11,9 @@ use std::io::IsTerminal;
 
 use clap::builder::styling::{AnsiColor, Style};
 use serde_json::{Value, json};
+use tensorfs::error::shown;
 
-use super::{Failure, Outcome, print_json, print_text};
+use super::{Failure, Outcome, print_bytes, print_json, print_text};
 use crate::args;
 
 /// How a thing is.
@@ -103,7 +104,7 @@ pub(super) fn run(args: &args::Doctor) -> Outcome {
             "checks": checks.iter().map(Check::to_json).collect::<Value>(),
         }))?;
     } else {
-        print_text(&table(&checks, in_colour()))?;
+        print_bytes(table(&checks, in_colour()).as_bytes())?;
         if outcome.is_ok() {
             print_text("\nMounting works here.\n")?;
         }
@@ -124,10 +125,10 @@ fn table(checks: &[Check], colour: bool) -> String {
     let mut text = String::new();
     for Check { name, state, found, advice } in checks {
         let style = if colour { state.style() } else { Style::new() };
-        let state = state.as_str();
+        let (state, found) = (state.as_str(), shown(found));
         let _ = writeln!(text, "{style}{state:<8}{style:#}  {name:<width$}  {found}");
         if let Some(advice) = advice {
-            let _ = writeln!(text, "{:8}  {:width$}  -> {advice}", "", "");
+            let _ = writeln!(text, "{:8}  {:width$}  -> {}", "", "", shown(advice));
         }
     }
     text

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use tensorfs::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::verify::Recorded;
 use tensorfs::view::Arrangement;
 
@@ -46,15 +46,14 @@ pub(super) fn run(args: &args::Index) -> Outcome {
         }
     }
     if reports.is_empty() {
-        let source = tree.source.display();
-        return Err(Failure::Failed(format!("{source}: no weight files here or below")));
+        return Err(Failure::Failed(tree.nothing_found()));
     }
     let ok = reports.iter().all(|report| report.refused.is_empty() && report.state != "not_kept");
     if args.source.json {
         print_json(&json!({
-            "source": shown_path(&tree.source),
+            "source": real_name(&tree.source),
             "ok": ok,
-            "folder": tree.view.index.as_deref().map(shown_path),
+            "folder": tree.view.index.as_deref().map(real_name),
             "indexes": reports.iter().map(Report::to_json).collect::<Vec<_>>(),
         }))?;
     } else {
@@ -75,6 +74,7 @@ fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<
     let refused: Vec<String> = refused.map(ToString::to_string).collect();
     let whole = || proved.sets.iter().filter_map(|set| set.outcome.as_ref().ok());
     let index = proved.index?;
+    let folder = tree.folder(id);
     let (state, reason) = match &index.origin {
         _ if !refused.is_empty() => ("refused", None),
         Origin::NotKept(why) => ("not_kept", Some(why.clone())),
@@ -83,13 +83,13 @@ fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<
         Origin::Headers(before) => ("rebuilt", before.clone()),
     };
     Some(Report {
-        directory: shown_path(&tree.folders[id].path),
+        directory: real_name(&folder.path),
         state,
         reason,
         sets: proved.sets.len(),
         tensors: whole().map(|checkpoint| checkpoint.catalog().len()).sum(),
         shards: whole().map(|checkpoint| checkpoint.catalog().shards.len()).sum(),
-        checksums: Recorded::load(tree.view.index.as_deref(), &tree.folders[id].path).extent(),
+        checksums: Recorded::load(tree.view.index.as_deref(), &folder.path).extent(),
         refused,
         index,
     })
@@ -112,7 +112,7 @@ impl Report {
             "state": self.state,
             "fresh": self.is_kept(),
             "reason": self.reason,
-            "path": shown_path(&self.index.path),
+            "path": real_name(&self.index.path),
             "size": self.index.len,
             "made_unix": self.is_kept().then_some(self.index.made),
             "age_s": self.age().filter(|_| self.is_kept()),
@@ -129,13 +129,13 @@ impl Report {
     fn to_text(&self) -> String {
         let mut text = format!(
             "{}: {} tensors in {} shards, {}",
-            self.directory,
+            shown(&self.directory),
             self.tensors,
             self.shards,
             self.state.replace('_', " ")
         );
         if let Some(reason) = &self.reason {
-            text.push_str(&format!(" ({reason})"));
+            text.push_str(&format!(" ({})", shown(reason)));
         }
         if let (Some(len), Some(age)) = (self.index.len, self.age()) {
             let path = shown_path(&self.index.path);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::Gpu;
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::io::Settings;
 use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, Progress, Report, Tune};
 use tensorfs::plan::Want;
@@ -60,15 +60,15 @@ pub(super) fn run(args: &args::Load) -> Outcome {
     let load = Load { checkpoint: &checkpoint, report: &report?, opened, gpu: gpu.as_ref() };
     if let Some(path) = &args.trace {
         write_trace(path, &checkpoint, load.report)
-            .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", path.display())))?;
+            .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(path))))?;
     }
     if args.source.json {
         let mut json = to_json(&load);
-        json["source"] = json!(shown_path(&args.source.source));
+        json["source"] = json!(real_name(&args.source.source));
         json["notes"] = json!(notes);
         return print_json(&json);
     }
-    let notes = notes.iter().map(|note| format!("  note: {note}\n"));
+    let notes = notes.iter().map(|note| format!("  note: {}\n", shown(note)));
     print_text(&(to_text(&load) + &notes.collect::<String>()))
 }
 
@@ -182,7 +182,7 @@ fn to_json(load: &Load<'_>) -> Value {
         "ok": true,
         "class": Value::Null,
         "error": Value::Null,
-        "directory": shown_path(&checkpoint.directory),
+        "directory": real_name(&checkpoint.directory),
         "name": checkpoint.name,
         "device": device,
         "gpu": gpu,

@@ -22,8 +22,8 @@ use std::sync::Arc;
 use clap::{CommandFactory, Parser};
 use serde_json::Value;
 use tensorfs::Class;
-use tensorfs::checkpoint::{Checkpoint, Set, Tree};
-use tensorfs::error::shown_path;
+use tensorfs::checkpoint::{Checkpoint, FolderId, Set, Tree};
+use tensorfs::error::{is_hidden, real_name, shown, shown_lines, shown_path};
 use tensorfs::format::Format;
 use tensorfs::source::{Behind, behind_mount};
 use tensorfs::view::{Arrangement, View};
@@ -71,8 +71,21 @@ impl From<tensorfs::Error> for Failure {
 /// Result of a command.
 pub(crate) type Outcome = Result<(), Failure>;
 
+/// Prints help, the version, or what is wrong with the arguments. These may be names of files, so
+/// they are shown escaped.
+fn usage(error: clap::Error) -> ExitCode {
+    let args = std::env::args_os().map(|arg| shown(&arg.to_string_lossy()));
+    let shown = Cli::try_parse_from(args).err().unwrap_or(error);
+    let _ = shown.print();
+    u8::try_from(shown.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
 pub(crate) fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(error),
+    };
+    let outcome = match cli.command {
         Command::Bench(args) => bench::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Doctor(args) => doctor::run(&args),
@@ -105,7 +118,7 @@ fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
             let json = serde_json::json!({
-                "source": shown_path(&args.source),
+                "source": real_name(&args.source),
                 "ok": false,
                 "class": failure.class().as_str(),
                 "error": failure.message(),
@@ -122,38 +135,38 @@ fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
 
 /// One line on standard error, unless a parent waits for it on standard output.
 fn complain(message: &str) {
-    let message = message.replace('\n', "; ");
+    let message = shown(&message.replace('\n', "; "));
     if daemon::is_child() {
-        let _ = writeln!(io::stdout(), "{message}");
+        let _ = daemon::report(&message);
     } else {
         say(&message);
     }
 }
 
-/// One line on standard error; where that cannot be written there is nobody to tell.
+/// One line on standard error.
 pub(crate) fn say(message: &str) {
-    let _ = writeln!(io::stderr(), "tensorfs: {message}");
+    log::say(message);
 }
 
 fn completions(shell: clap_complete::Shell) -> Outcome {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut script);
-    print_text(&String::from_utf8_lossy(&script))
+    print_bytes(&script)
 }
 
 fn mount(args: &args::Mount) -> Outcome {
+    log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
     let mut words = args.options.clone();
     words.extend(index_option(args.index_dir.as_deref()));
     let options = Options::parse(&words, args.sloppy).map_err(Failure::Usage)?;
     log::start(args.verbose);
-    let source = behind_mount(&args.source).map_or_else(|| args.source.clone(), |b| b.path);
     if args.foreground {
-        return daemon::run(&source, &args.target, options).map_err(Failure::Failed);
+        return daemon::run(&args.source, &args.target, options).map_err(Failure::Failed);
     }
     if options.rw {
         say("mounted read-only; there is no writing through a mount");
     }
-    daemon::run_in_background(&source, &args.target, &words, args.sloppy, args.verbose)
+    daemon::run_in_background(&args.source, &args.target, &words, args.sloppy, args.verbose)
         .map_err(Failure::Failed)
 }
 
@@ -169,7 +182,7 @@ fn man(folder: Option<&Path>) -> Outcome {
         None => {
             let mut page = Vec::new();
             clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
-            print_text(&String::from_utf8_lossy(&page))
+            print_bytes(&page)
         }
     }
 }
@@ -178,14 +191,19 @@ fn man(folder: Option<&Path>) -> Outcome {
 /// `-o` says how.
 pub(crate) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
-    if let Some(Behind { path, view: mounted }) = behind_mount(&args.source) {
-        let mut view = options.view;
+    let (mut path, mut view) = (args.source.clone(), options.view);
+    if let Some(Behind { path: source, view: mounted }) = behind_mount(&args.source) {
+        path = source;
         if args.options.is_empty() {
             view = View { expect_shards: view.expect_shards, reference: view.reference, ..mounted };
         }
-        return Ok(Tree::scan(&path, &View { index, ..view })?);
     }
-    Ok(Tree::scan(&args.source, &View { index, ..options.view })?)
+    let tree = Tree::scan(&path, &View { index, ..view })?;
+    // A source without any checkpoint is refused with the same summary.
+    if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
+        say(&format!("{}: {summary}", shown_path(&tree.source)));
+    }
+    Ok(tree)
 }
 
 /// Parses `-o` of a query.
@@ -206,25 +224,37 @@ pub(crate) struct Found {
 /// Proves everything in `tree`. Returns the sets that count and the notes.
 pub(crate) fn prove_all(tree: &Tree) -> Result<(Vec<Found>, Vec<String>), Failure> {
     let mut found = Vec::new();
-    let mut notes = tree.skipped.clone();
+    let mut notes = skipped_notes(tree);
     for head in tree.families() {
-        for (id, proved) in tree.prove(head) {
-            let directory = &tree.folders[id].relative;
-            notes.extend(proved.notes.iter().map(|note| {
-                let place = shown_path(directory);
-                if place.is_empty() { note.clone() } else { format!("{place}: {note}") }
-            }));
-            let sets = proved.sets.into_iter().filter(|set| set.shown_at_parent.is_none());
-            found.extend(sets.map(|set| Found { directory: directory.clone(), set }));
-        }
+        let (sets, more) = prove_family(tree, head);
+        found.extend(sets);
+        notes.extend(more);
     }
     if found.is_empty() {
-        let source = tree.source.display();
-        return Err(Failure::Failed(format!(
-            "{source}: no safetensors or bintensors files here or below"
-        )));
+        return Err(Failure::Failed(tree.nothing_found()));
     }
     Ok((found, notes))
+}
+
+/// Notes about what the scan of `tree` left out.
+pub(crate) fn skipped_notes(tree: &Tree) -> Vec<String> {
+    tree.left_out.lines.iter().cloned().chain(tree.left_out.summary()).collect()
+}
+
+/// Proves the family of folders of which `head` is the top. Returns the sets that count and the
+/// notes.
+pub(crate) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<Found>, Vec<String>) {
+    let (mut found, mut notes) = (Vec::new(), Vec::new());
+    for (id, proved) in tree.prove(head) {
+        let directory = &tree.folder(id).relative;
+        notes.extend(proved.notes.iter().map(|note| {
+            let place = shown_path(directory);
+            if place.is_empty() { note.clone() } else { format!("{place}: {note}") }
+        }));
+        let sets = proved.sets.into_iter().filter(|set| set.shown_at_parent.is_none());
+        found.extend(sets.map(|set| Found { directory: directory.clone(), set }));
+    }
+    (found, notes)
 }
 
 /// The one checkpoint of the source, and the notes about it. Whether a mount could show it as one
@@ -261,11 +291,8 @@ pub(crate) fn one_checkpoint(
 pub(crate) fn print_json(value: &Value) -> Outcome {
     use std::io::IsTerminal;
     let mut output = io::stdout().lock();
-    let printed = if output.is_terminal() {
-        writeln!(output, "{value:#}")
-    } else {
-        writeln!(output, "{value}")
-    };
+    let text = if output.is_terminal() { format!("{value:#}") } else { value.to_string() };
+    let printed = writeln!(output, "{}", plain_json(&text));
     // A reader that has seen enough is no failure.
     match printed {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
@@ -275,12 +302,29 @@ pub(crate) fn print_json(value: &Value) -> Outcome {
     }
 }
 
-/// Prints text; a reader that has seen enough is no failure.
-pub(crate) fn print_text(text: &str) -> Outcome {
-    print_bytes(text.as_bytes())
+/// The same JSON with everything escaped that a terminal would not show as itself: serialising
+/// escapes only the first 32 characters.
+fn plain_json(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for c in text.chars() {
+        if is_hidden(c) && c != '\n' {
+            let mut units = [0; 2];
+            let units = c.encode_utf16(&mut units).iter();
+            plain.extend(units.map(|unit| format!("\\u{unit:04x}")));
+        } else {
+            plain.push(c);
+        }
+    }
+    plain
 }
 
-/// Likewise what may be no text.
+/// Prints lines for people; a reader that has seen enough is no failure. Names within a line have
+/// to be `shown` before: what ends a line is not escaped here.
+pub(crate) fn print_text(text: &str) -> Outcome {
+    print_bytes(shown_lines(text).as_bytes())
+}
+
+/// Prints bytes as they are, for programs; a reader that has seen enough is no failure.
 pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {
     match io::stdout().lock().write_all(bytes) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {

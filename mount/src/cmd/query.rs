@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::catalog::{Piece, Tensor};
 use tensorfs::checkpoint::Checkpoint;
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::gather::Runs;
 
 use super::{
@@ -67,7 +67,7 @@ pub(super) fn inspect(args: &args::Inspect) -> Outcome {
         if let Some((_, _, error)) = refused.into_iter().next() {
             return Err(Failure::Error(error));
         }
-        let source = args.source.source.display();
+        let source = shown_path(&args.source.source);
         return Err(Failure::Failed(format!(
             "{source}: no tensor {}",
             tensorfs::error::quoted(name)
@@ -113,7 +113,7 @@ fn look(args: &args::Source) -> Result<Looked, Failure> {
     let (found, notes) = prove_all(&tree)?;
     let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };
     for Found { directory, set } in found {
-        let directory = shown_path(&directory);
+        let directory = real_name(&directory);
         let shown = set.outcome.and_then(|checkpoint| Shown::new(directory.clone(), checkpoint));
         match shown {
             Ok(shown) => looked.shown.push(shown),
@@ -137,13 +137,13 @@ fn print_answer(
             "ok": false,
             "class": error.class().as_str(),
             "error": error.to_string(),
-            "file": error.path().map(shown_path),
+            "file": error.path().map(real_name),
             "tensor": error.tensor(),
         })
     });
     let first = refused.first().map(|(_, _, error)| error);
     print_json(&json!({
-        "source": shown_path(&path),
+        "source": real_name(&path),
         "ok": refused.is_empty(),
         "class": first.map(|error| error.class().as_str()),
         "error": first.map(Error::to_string),
@@ -191,7 +191,7 @@ impl Shown {
             "size": self.size,
             "bytes": catalog.data_len(),
             "shards": catalog.shards.iter().map(|shard| &shard.name).collect::<Vec<_>>(),
-            "metadata": catalog.metadata.clone().unwrap_or_default(),
+            "metadata": catalog.metadata.as_deref().cloned().unwrap_or_default(),
             "tail": self.checkpoint.tail.as_str(),
             "tensors": self.tensors().map(|placed| tensor(&placed)).collect::<Vec<_>>(),
         })
@@ -242,8 +242,8 @@ impl Shown {
         let _ = writeln!(
             text,
             "{}{slash}{}: {} tensors, {} in {} shards ({}), tail {}",
-            self.directory,
-            self.checkpoint.name,
+            shown(&self.directory),
+            shown(&self.checkpoint.name),
             catalog.len(),
             human(catalog.data_len()),
             catalog.shards.len(),
@@ -269,7 +269,7 @@ impl Shown {
             let _ = writeln!(
                 text,
                 "    {} bytes {}..{}: box {:?} at {:?}, {runs} runs of {run_bytes} bytes{remark}",
-                self.checkpoint.catalog().shard(piece.shard).name,
+                shown(&self.checkpoint.catalog().shard(piece.shard).name),
                 piece.range.start,
                 piece.range.end,
                 piece.shape,
@@ -293,7 +293,7 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
 
 /// A name fit for one line.
 fn printable(name: &str) -> String {
-    if name.is_empty() || name.chars().any(char::is_control) {
+    if name.is_empty() || name.chars().any(tensorfs::error::is_hidden) {
         return tensorfs::error::quoted(name);
     }
     name.to_owned()

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::unistd::geteuid;
 use serde_json::{Map, Value, json};
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown_path};
 use tensorfs::source::mountinfo::{self, Mount};
 
 use super::{Failure, Outcome, human, print_json, print_text, say};
 use crate::args;
 use crate::control::{self, Found};
+use crate::tails::REMEDY;
 
 /// How long a daemon may take to answer.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
@@ -104,9 +105,8 @@ pub(super) fn run(args: &args::Status) -> Outcome {
     let seen =
         if args.targets.is_empty() { look(mounts, LIMIT, true) } else { ask(chosen, LIMIT, true) };
     if args.json {
-        let missing = missing
-            .iter()
-            .map(|path| json!({ "target": shown_path(path), "state": "not-mounted" }));
+        let missing =
+            missing.iter().map(|path| json!({ "target": real_name(path), "state": "not-mounted" }));
         let all = seen.iter().map(|one| one.facts.clone()).chain(missing);
         print_json(&Value::Array(all.collect()))?;
     } else if args.targets.is_empty() && seen.is_empty() {
@@ -255,7 +255,7 @@ fn describe(mount: Mount, state: State, pid: i32, said: Value) -> Seen {
         _ => Map::new(),
     };
     facts.entry("source").or_insert_with(|| mount.source.clone().into());
-    facts.insert("target".into(), mount.target.display().to_string().into());
+    facts.insert("target".into(), real_name(&mount.target).into());
     facts.insert("state".into(), state.key().into());
     facts.insert("owner".into(), json!(mount.owner));
     if pid > 0 {
@@ -291,6 +291,7 @@ fn block(seen: &Seen) -> String {
     line("state", state_text(seen));
     line("source", word("source"));
     line("options", options_text(facts.get("options")));
+    line("tail", tail_text(seen));
     for (label, said) in counter_lines(seen) {
         line(label, said);
     }
@@ -318,6 +319,17 @@ fn state_text(seen: &Seen) -> String {
         let _ = write!(text, ", for {}", indicatif::HumanDuration(Duration::from_secs(seconds)));
     }
     text
+}
+
+/// The sets whose last pieces nothing proves; nothing where there are none.
+fn tail_text(seen: &Seen) -> String {
+    let count = seen.number("/tail/unproven").unwrap_or_default();
+    if count == 0 {
+        return String::new();
+    }
+    let named = seen.facts.pointer("/tail/files").map(compact).unwrap_or_default();
+    let sets = if count == 1 { "set" } else { "sets" };
+    format!("unproven in {count} {sets}: {named}; {REMEDY}")
 }
 
 /// Options as they are given to `-o`.
@@ -493,6 +505,7 @@ mod tests {
                 { "name": "splice", "wanted": true, "got": true, "why_not": null },
             ],
             "engine": { "timeout_s": 60, "lanes": [{ "device": "8:1", "in flight": 2 }, { "device": "8:2" }] },
+            "tail": { "proven": 3, "unproven": 1, "files": ["a/model.safetensors"] },
             "open_files": 2,
             "files": [{ "path": "model.safetensors\u{1b}[2J", "open": 1 }],
         });
@@ -508,6 +521,7 @@ mod tests {
             "  engine    timeout_s: 60\n",
             "  engine    device 8:1, in flight 2\n",
             "open      2 files",
+            "tail      unproven in 1 set: a/model.safetensors; settle it with",
         ] {
             assert!(text.contains(part), "{part} in {text}");
         }

@@ -3,6 +3,7 @@
 use std::io;
 
 use nix::libc;
+use tensorfs::error::shown_path;
 use tensorfs::source::mountinfo;
 
 use super::{Failure, Outcome};
@@ -10,7 +11,7 @@ use crate::args;
 use crate::attach::{Detach, detach};
 
 pub(super) fn run(args: &args::Umount) -> Outcome {
-    let shown = args.target.display();
+    let shown = shown_path(&args.target);
     let failed = |e: io::Error| Failure::Failed(format!("{shown}: {e}"));
     let target = mountinfo::absolute_target(&args.target).map_err(failed)?;
     if mountinfo::ours_at(&target).map_err(failed)?.is_none() {

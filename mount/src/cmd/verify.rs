@@ -2,20 +2,22 @@
 
 use std::fs::File;
 use std::io::{IsTerminal, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
-use tensorfs::Error;
 use tensorfs::checkpoint::{Checkpoint, FolderId, Tail, Tree};
-use tensorfs::error::shown_path;
+use tensorfs::error::{real_name, shown, shown_lines, shown_path};
+use tensorfs::source::CopyMode;
 use tensorfs::verify::{Place, Recorded, Task, Verified, bytes_to_read, manifest, verify};
+use tensorfs::{Class, Error};
 
 use super::{
-    Failure, Found, Outcome, human, open_source, print_bytes, print_json, print_text, prove_all,
-    query_options, say,
+    Failure, Found, Outcome, human, open_source, print_bytes, print_json, print_text, prove_family,
+    query_options, say, skipped_notes,
 };
 use crate::args::{self, When};
 
@@ -29,47 +31,25 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
     }
     options.view.expect_shards = args.expect_shards.or(options.view.expect_shards);
     let mut tree = open_source(&args.source, options)?;
-    // What an index says is what is to be verified.
-    let store = tree.view.index.take();
-    let (mut found, mut notes) = prove_all(&tree)?;
-    tree.view.index = store;
-    let bar = progress_bar(args, &found);
+    let mut notes = skipped_notes(&tree);
+    let bar = bar(args.progress, 0);
     let mut report = Report::default();
-    for Found { directory, set } in &mut found {
-        let outcome = std::mem::replace(&mut set.outcome, Err(Error::usage("taken")));
-        let started = Instant::now();
-        let judged = outcome.and_then(|checkpoint| {
-            let id = tree.folders.iter().position(|folder| folder.relative == *directory);
-            judge(args, &tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
-        });
-        let mut line = json!({
-            "directory": shown_path(directory),
-            "name": set.name,
-            "kind": set.kind.as_str(),
-        });
-        match judged {
-            Ok(judged) if judged.verified.mismatch.is_none() => {
-                report.unproven |= judged.checkpoint.tail == Tail::Unproven;
-                let written = write_manifest_if_asked(args, &judged.checkpoint)?;
-                judged.describe(&mut line);
-                notes.extend(judged.notes(directory));
-                if !args.source.json {
-                    let mut text = judged.told(started);
-                    if let Some(path) = written {
-                        text.push_str(&format!("\n  wrote {path}"));
-                    }
-                    let sums = judged.sha256_lines(&named_source(args, &tree).join(directory));
-                    bar.suspend(|| report_text(args, &(text + "\n"), &sums))?;
-                }
-            }
-            Ok(judged) => report.refuse(&mut line, &judged.refusal(), &bar, |line| {
-                judged.describe_mismatch(line);
-            }),
-            Err(error) => report.refuse(&mut line, &error, &bar, |_| {}),
+    // One family after the other: the headers of all of a tree may be more than memory holds.
+    for head in tree.families() {
+        // What an index says is what is to be verified.
+        let store = tree.view.index.take();
+        let (found, more) = prove_family(&tree, head);
+        tree.view.index = store;
+        notes.extend(more);
+        bar.inc_length(len_of(&found));
+        for found in found {
+            notes.extend(report.verify(args, &tree, found, &bar)?);
         }
-        report.sets.push(line);
     }
     bar.finish_and_clear();
+    if report.sets.is_empty() {
+        return Err(Failure::Failed(tree.nothing_found()));
+    }
     report.finish(args, &tree, &notes)
 }
 
@@ -83,6 +63,49 @@ struct Report {
 }
 
 impl Report {
+    /// Reads a set and reports it; returns the notes about it.
+    fn verify(
+        &mut self,
+        args: &args::Verify,
+        tree: &Tree,
+        Found { directory, set }: Found,
+        bar: &ProgressBar,
+    ) -> Result<Vec<String>, Failure> {
+        let started = Instant::now();
+        let mut line = json!({
+            "directory": real_name(&directory),
+            "name": set.name,
+            "kind": set.kind.as_str(),
+        });
+        let judged = set.outcome.and_then(|checkpoint| {
+            let id = (0..tree.len()).find(|&id| tree.folder(id).relative == directory);
+            judge(args, tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
+        });
+        let mut notes = Vec::new();
+        match judged {
+            Ok(judged) if judged.verified.mismatch.is_none() => {
+                self.unproven |= judged.checkpoint.tail == Tail::Unproven;
+                let written = write_manifest_if_asked(args, &judged.checkpoint)?;
+                judged.describe(&mut line);
+                notes = judged.notes(&directory);
+                if !args.source.json {
+                    let mut text = judged.told(started);
+                    if let Some(path) = written {
+                        text.push_str(&format!("\n  wrote {}", shown(&path)));
+                    }
+                    let sums = judged.sha256_lines(&named_source(args, tree).join(&directory));
+                    bar.suspend(|| report_text(args, &(text + "\n"), &sums))?;
+                }
+            }
+            Ok(judged) => self.refuse(&mut line, &judged.refusal(), bar, |line| {
+                judged.describe_mismatch(line);
+            }),
+            Err(error) => self.refuse(&mut line, &error, bar, |_| {}),
+        }
+        self.sets.push(line);
+        Ok(notes)
+    }
+
     fn refuse(
         &mut self,
         line: &mut Value,
@@ -99,14 +122,17 @@ impl Report {
 
     fn finish(self, args: &args::Verify, tree: &Tree, notes: &[String]) -> Outcome {
         let strict = args.strict && self.unproven;
-        let ok = self.first_refusal.is_none() && !strict;
         let source = shown_path(&tree.source);
+        // Parts of the tree that the scan left out are not verified. `open_source` has warned of them.
+        let partial = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
+        let partial = partial.map(|why| (json!(Class::Usage.as_str()), format!("{source}: {why}")));
+        let refusal = self.first_refusal.as_ref().or(partial.as_ref());
+        let ok = refusal.is_none() && !strict;
         if args.source.json {
-            let refusal = self.first_refusal.as_ref();
             let (class, error) =
                 refusal.map_or((Value::Null, Value::Null), |(c, e)| (c.clone(), json!(e)));
             print_json(&json!({
-                "source": source,
+                "source": real_name(&tree.source),
                 "ok": ok,
                 "class": class,
                 "error": error,
@@ -114,7 +140,7 @@ impl Report {
                 "notes": notes,
             }))?;
         } else {
-            let lines = notes.iter().map(|note| format!("  note: {note}\n"));
+            let lines = notes.iter().map(|note| format!("  note: {}\n", shown(note)));
             report_text(args, &lines.collect::<String>(), &[])?;
         }
         if self.first_refusal.is_none() && strict {
@@ -133,7 +159,7 @@ fn report_text(args: &args::Verify, text: &str, sums: &[u8]) -> Outcome {
     if !args.sha256 {
         return print_text(text);
     }
-    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+    let _ = std::io::stderr().lock().write_all(shown_lines(text).as_bytes());
     print_bytes(sums)
 }
 
@@ -149,7 +175,7 @@ fn named_source(args: &args::Verify, tree: &Tree) -> PathBuf {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         std::fs::canonicalize(path).ok()
     };
-    if there(&named).as_deref() == Some(&tree.folders[0].path) {
+    if there(&named).as_deref() == Some(&tree.folder(0).path) {
         named
     } else {
         folder(&tree.source)
@@ -326,15 +352,15 @@ fn describe_refusal(line: &mut Value, error: &Error) {
     line["ok"] = json!(false);
     line["class"] = json!(error.class().as_str());
     line["error"] = json!(error.to_string());
-    line["file"] = json!(error.path().map(shown_path));
+    line["file"] = json!(error.path().map(real_name));
     line["tensor"] = json!(error.tensor());
     line["notes"] = json!([]);
 }
 
-fn progress_bar(args: &args::Verify, found: &[Found]) -> ProgressBar {
+/// Bytes that are read to verify these sets.
+fn len_of(found: &[Found]) -> u64 {
     let checkpoints = found.iter().filter_map(|found| found.set.outcome.as_ref().ok());
-    let total = checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum();
-    bar(args.progress, total)
+    checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum()
 }
 
 /// A bar of so many bytes, drawn when `progress` says so.
@@ -366,17 +392,21 @@ fn write_manifest_if_asked(
     }
     let (name, text) = manifest(checkpoint);
     let path = checkpoint.directory.join(name);
-    write_whole(&path, &text)
-        .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", path.display())))?;
-    Ok(Some(path.display().to_string()))
+    let mode = CopyMode::of(checkpoint.sources())?;
+    write_whole(&path, &text, &mode)
+        .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(&path))))?;
+    Ok(Some(real_name(&path)))
 }
 
-/// Writes a file so that it is there whole or not at all.
-fn write_whole(path: &Path, text: &[u8]) -> std::io::Result<()> {
+/// Writes a file so that it is there whole or not at all, for those whom `mode` lets in.
+fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()> {
     let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
     let temporary = path.with_extension(format!("{}-{nanos}.tmp", std::process::id()));
     // Fails where something is there already, a link that somebody left for us too.
-    let written = File::create_new(&temporary).and_then(|mut file| {
+    let bits = mode.in_folder(path.parent().unwrap_or(Path::new(".")));
+    let created = File::options().write(true).create_new(true).mode(bits).open(&temporary);
+    let written = created.and_then(|mut file| {
+        mode.narrow(&file)?;
         file.write_all(text)?;
         file.sync_all()?;
         std::fs::rename(&temporary, path)

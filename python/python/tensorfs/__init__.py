@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._bytes import deserialize
 from ._errors import DtypeError, MismatchError, SafetensorError
+from ._genuine import named
 from ._into import Loaded, load_into
 from ._names import Names
 from ._open import Slice, Source, TensorMetadata, safe_open
@@ -18,16 +20,25 @@ from ._patch import patched
 from ._prefetch import PrefetchLoader
 from ._tensorfs import Tensor, __version__, release_pinned
 
+PySafeSlice = Slice
+"""As safetensors calls it."""
+
+TensorMeta = TensorMetadata
+"""As safetensors calls it."""
+
 __all__ = [
     "DtypeError",
     "Loaded",
     "MismatchError",
     "PrefetchLoader",
+    "PySafeSlice",
     "SafetensorError",
     "Slice",
     "Tensor",
+    "TensorMeta",
     "TensorMetadata",
     "__version__",
+    "deserialize",
     "load_file",
     "load_into",
     "patched",
@@ -42,3 +53,7 @@ def load_file(
     """All tensors of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
     with safe_open(filename, framework, device, **how) as opened:
         return opened.get_tensors(names)
+
+
+def __getattr__(name: str) -> Any:
+    return named("safetensors", __name__, name, ("TensorSpec", "serialize", "serialize_file"))

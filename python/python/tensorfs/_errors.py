@@ -25,7 +25,16 @@ class DtypeError(SafetensorError, TypeError):
 
 
 class MismatchError(SafetensorError, RuntimeError):
-    """Names, shapes or dtypes are not those of the checkpoint."""
+    """Names, shapes or dtypes are not those of the checkpoint, or there is no memory to load into."""
+
+
+def shown(text: str) -> str:
+    """`text` fit for one line of a terminal or a log: names of files and tensors may hold anything."""
+    if text.isprintable():
+        return text
+    # As the native part writes them.
+    short = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return "".join(c if c.isprintable() else short.get(c, f"\\u{{{ord(c):x}}}") for c in text)
 
 
 def error(
@@ -38,7 +47,7 @@ def error(
 ) -> SafetensorError:
     """An exception to raise."""
     genuine = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
-    made = (cls if genuine is None else _derived(cls, genuine))(message)
+    made = (cls if genuine is None else _derived(cls, genuine))(shown(message))
     made.kind, made.path, made.tensor = kind, path, tensor
     return made
 
@@ -68,7 +77,7 @@ def _unpickled(cls: type[SafetensorError], args: tuple[str], facts: dict[str, ob
 
 def not_found(path: object) -> FileNotFoundError:
     """What `safetensors` raises where there is no file."""
-    missing = FileNotFoundError(f"No such file or directory: {path}")
+    missing = FileNotFoundError(shown(f"No such file or directory: {path}"))
     missing.errno = 2
     return missing
 
@@ -76,9 +85,9 @@ def not_found(path: object) -> FileNotFoundError:
 def of_native(kind: str, message: str, path: str | None, tensor: str | None, errno: int | None) -> Exception:
     """The exception for an error of the native part."""
     if errno is None:
-        if tensor is not None and tensor not in message:
+        if tensor is not None and shown(tensor) not in message:
             message = f"{message} (while loading {tensor})"
         return error(message, kind, path=path, tensor=tensor)
     if tensor is not None:
         message = f"{message} (while loading {tensor})"
-    return OSError(errno, message, None if path is None else os.fspath(path))
+    return OSError(errno, shown(message), None if path is None else os.fspath(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from ._errors import DtypeError, error
+from ._errors import DtypeError, MismatchError, error
 from ._tensorfs import Area, Tensor
 
 PAGE = 4096
@@ -65,6 +65,11 @@ class Torch:
             self._dtypes[dtype] = found
         return found
 
+    def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
+        """Refuses a tensor that torch cannot have."""
+        self.dtype(dtype, name)
+        _packed(dtype, shape, name)
+
     def dtype_name(self, dtype: Any) -> str | None:
         """The name in a header of a dtype of torch."""
         if self._names is None:
@@ -74,11 +79,22 @@ class Torch:
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
         made = self._torch.empty(_packed(dtype, shape, name), dtype=self.dtype(dtype, name), device=self._device)
-        return made, made.data_ptr()
+        return made, self._address(made)
 
     def area(self, length: int) -> tuple[Any, int, int]:
         made = self._torch.empty(length, dtype=self._torch.uint8, device=self._device)
-        return made, made.data_ptr(), length
+        return made, self._address(made), length
+
+    def _address(self, made: Any) -> int:
+        """Where a new tensor lies."""
+        # Within some blocks torch makes tensors that have no memory, such as those of FakeTensorMode.
+        address = made.data_ptr() if type(made) is self._torch.Tensor else 0
+        if address == 0 and (made.numel() or type(made) is not self._torch.Tensor):
+            raise error(
+                f"torch gives a {type(made).__name__} without memory here, as in FakeTensorMode; load outside of it",
+                cls=MismatchError,
+            )
+        return address
 
     def stream(self) -> int | None:
         """The stream of a GPU that may still use memory which torch has given."""
@@ -114,6 +130,13 @@ class Torch:
             tensors[name] = as_strided(base, shape, strides, (skipped + at) // width)
         return tensors
 
+    def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
+        """A tensor that lies in `data`."""
+        if not data:
+            return self.empty(dtype, shape, name)[0]
+        made = self._torch.frombuffer(data, dtype=self.dtype(dtype, name))
+        return made.reshape(_packed(dtype, shape, name))
+
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return tensor[steps].clone(memory_format=self._torch.contiguous_format)
 
@@ -144,6 +167,10 @@ class Numpy:
         if found is None:
             found = self._dtypes[dtype] = self._find(dtype, name)
         return found
+
+    def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
+        """Refuses a tensor that numpy cannot have."""
+        self.dtype(dtype, name)
 
     def _find(self, dtype: str, name: str) -> Any:
         if dtype == "BOOL":
@@ -186,6 +213,10 @@ class Numpy:
             tensors[name] = self._numpy.ndarray(shape, self.dtype(dtype, name), area, -address % PAGE + at)
         return tensors
 
+    def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
+        """An array that lies in `data`."""
+        return self._numpy.ndarray(tuple(shape), self.dtype(dtype, name), data)
+
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return self._numpy.ascontiguousarray(tensor[steps])
 
@@ -204,6 +235,9 @@ class DLPack:
 
     def dtype(self, dtype: str, name: str) -> str:
         return dtype
+
+    def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
+        """Takes every tensor."""
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
         made = Tensor.empty(dtype, list(shape))

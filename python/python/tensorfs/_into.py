@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Mapping, NamedTuple
+import itertools
+import math
+from typing import Any, Hashable, Iterator, Mapping, NamedTuple
 
 from . import _frameworks, _settings
+from ._dtensor import Box
 from ._errors import MismatchError, SafetensorError, error
 from ._open import Source, open_checkpoint
-from ._reader import Info
-from ._tensorfs import memory_of
+from ._reader import Info, Part
+from ._targets import Target, target_of
+from ._tensorfs import Checkpoint, Loader, can_cast, unwritable
+
+_COMPARED_MAX = 64 << 20
+"""Bytes that are read at a time of tensors that have to be equal."""
 
 
 class Loaded(NamedTuple):
@@ -21,57 +27,63 @@ class Loaded(NamedTuple):
     """In the checkpoint, not in the mapping."""
 
 
-class Target(NamedTuple):
-    """Memory that waits for a tensor."""
+class _Wish(NamedTuple):
+    """A part of a tensor, and the memory that waits for it."""
 
+    info: Info
+    part: Part
+    cast: str | None
     address: int
     nbytes: int
-    dtype: str | None
-    """None where it is bytes of anything."""
-    shape: list[int] | None
     owner: Any
-    """What keeps it."""
-    gpu: int | None = None
-    """Where it is; None for the CPU."""
+
+    def native(self, address: int) -> tuple[int, Part, str | None, int]:
+        return self.info.position, self.part, self.cast, address
 
 
 def load_into(
     mapping: Mapping[str, Any], filename: Source, *, strict: bool = True, cast: bool = False, **how: Any
 ) -> Loaded:
     """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
-    numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape.
+    numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape. Of a
+    DTensor the local shard is filled, and no more than its part of the tensor is read.
 
     With `strict` the names have to be the same; else those in both are loaded. With `cast` floating point elements
-    become the dtype that waits for them; else a differing dtype is an error. Nothing is written unless all of it
-    fits. `how` is what `safe_open` takes to say how to read.
+    become those of a target of F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless
+    all of it fits. `how` is what `safe_open` takes to say how to read.
+
+    Several names may stand for the same memory, as those of tied weights do. One of them in the checkpoint is enough;
+    of several there the bytes have to be the same.
 
     Where it fails in between, as by Ctrl-C, the memory holds old and new bytes. Where a disk did not answer in time, it
     may still write there when it does: the memory is of no use any more.
     """
+    if not hasattr(mapping, "items"):
+        hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
+        raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
     loader = _settings.loader(**how)
     checkpoint = open_checkpoint(filename, loader)
     every = {facts[0]: Info(*facts) for facts in checkpoint.tensors()}
-    result = Loaded([name for name in mapping if name not in every], [name for name in every if name not in mapping])
+    targets = {name: target_of(into, name) for name, into in mapping.items() if name in every}
+    missing = _without_aliases([name for name in mapping if name not in every], mapping, targets)
+    result = Loaded(missing, [name for name in every if name not in mapping])
     if strict and (result.missing_keys or result.unexpected_keys):
         raise _differing_names(filename, result)
-    by_device: dict[int | None, list[tuple[Any, Target]]] = {}
-    for name, into in mapping.items():
-        info = every.get(name)
-        if info is None:
-            continue
-        target = target_of(into, name)
-        wanted = _cast(info, target, cast)
+    wishes = {name: _wishes(every[name], target, cast) for name, target in targets.items()}
+    _check_writable(targets)
+    _check_shared(targets, wishes, checkpoint, loader)
+    by_device: dict[int | None, dict[int, list[_Wish]]] = {}
+    for name, target in targets.items():
         if target.nbytes:
-            wish = (info.position, None, wanted, target.address)
-            by_device.setdefault(target.gpu, []).append((wish, target._replace(owner=(into, target.owner))))
-    targets = [target for found in by_device.values() for _, target in found]
-    _refuse_overlaps(targets, [name for name in mapping if name in every])
+            # Of names that share memory one is enough.
+            by_device.setdefault(target.gpu, {})[target.address] = wishes[name]
     planned = []
     for gpu, found in by_device.items():
-        to = _settings.loader(**how, gpu=gpu)
-        planned.append((gpu, to, to.plan(checkpoint, [wish for wish, _ in found]), [target for _, target in found]))
-    for gpu, to, plan, found_targets in planned:
-        memory = [(target.address, target.nbytes, target.owner) for target in found_targets]
+        to = loader if gpu is None else _settings.loader(**how, gpu=gpu)
+        mine = [wish for several in found.values() for wish in several]
+        planned.append((gpu, to, mine, to.plan(checkpoint, [wish.native(wish.address) for wish in mine])))
+    for gpu, to, mine, plan in planned:
+        memory = [(wish.address, wish.nbytes, wish.owner) for wish in mine]
         to.fill(checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
     return result
 
@@ -86,81 +98,149 @@ def _differing_names(filename: Source, names: Loaded) -> SafetensorError:
     return error(f"{filename}: the names differ{missing}{unexpected}", cls=MismatchError, path=str(filename))
 
 
+def _without_aliases(missing: list[str], mapping: Mapping[str, Any], targets: dict[str, Target]) -> list[str]:
+    """Those of `missing` whose memory no other name fills."""
+    filled: dict[Hashable, list[Target]] = {}
+    for target in targets.values():
+        filled.setdefault(target.identity, []).append(target)
+
+    def is_filled(name: str) -> bool:
+        try:
+            target = target_of(mapping[name], name)
+        except Exception:
+            # Whatever it is, it is left as it is.
+            return False
+        return any(map(target.is_alias_of, filled.get(target.identity, [])))
+
+    return [name for name in missing if not is_filled(name)]
+
+
+def _wishes(info: Info, target: Target, cast: bool) -> list[_Wish]:
+    """The parts that fill a target, one after the other."""
+    becomes = _cast(info, target, cast)
+    if not target.nbytes:
+        return []
+    if target.boxes is None:
+        return [_Wish(info, None, becomes, target.address, target.nbytes, target.owner)]
+    wishes, address = [], target.address
+    # A box has a number of elements that its share of the memory is for.
+    elements = sum(map(_elements, target.boxes))
+    for box in target.boxes:
+        nbytes = target.nbytes * _elements(box) // elements
+        part = [*box[:-1], (box[-1][0] * 2, box[-1][1] * 2)] if _is_packed(target) and box else box
+        wishes.append(_Wish(info, part, becomes, address, nbytes, target.owner))
+        address += nbytes
+    return wishes
+
+
 def _cast(info: Info, target: Target, cast: bool) -> str | None:
     """The dtype that the elements are to become, if they fit into the target at all."""
 
     def refused(expected: object, found: object, what: str, hint: str = "") -> SafetensorError:
-        message = f"tensor `{info.name}`: the checkpoint has {what} {expected}, what waits for it {found}{hint}"
+        message = f"tensor `{info.name}`: the checkpoint has {what} {expected}, the target {found}{hint}"
         return error(message, cls=MismatchError, tensor=info.name)
 
     if target.shape is not None and _unpacked(target) != info.shape:
         raise refused(info.shape, target.shape, "shape")
     if target.dtype is None or target.dtype == info.dtype:
-        if target.nbytes != info.nbytes:
+        if target.boxes is None and target.nbytes != info.nbytes:
             raise refused(info.nbytes, target.nbytes, "length in bytes")
         return None
+    if not can_cast(info.dtype, target.dtype):
+        raise refused(info.dtype, target.dtype, "dtype", "; there is no cast between them")
     if not cast:
-        raise refused(info.dtype, target.dtype, "dtype", "; cast=True casts floating point elements")
+        raise refused(info.dtype, target.dtype, "dtype", "; cast=True casts its elements")
     return target.dtype
 
 
+def _is_packed(target: Target) -> bool:
+    """Whether torch has two elements in one."""
+    return target.dtype == _frameworks.PACKED
+
+
 def _unpacked(target: Target) -> list[int] | None:
-    """Its shape in elements: torch has two of F4 in one."""
+    """Its shape in elements."""
     shape = target.shape
-    if target.dtype == "F4" and shape:
-        return [*shape[:-1], shape[-1] * 2]
-    return shape
+    return [*shape[:-1], shape[-1] * 2] if _is_packed(target) and shape else shape
 
 
-def _refuse_overlaps(targets: list[Target], names: list[str]) -> None:
-    spans = sorted((target.address, target.address + target.nbytes) for target in targets)
-    for (_, end), (start, _) in zip(spans, spans[1:]):
-        if start < end:
-            raise error(f"two of {', '.join(names[:4])}... share memory: each tensor needs its own", cls=MismatchError)
+def _check_writable(targets: dict[str, Target]) -> None:
+    """Refuses memory that must not be written to, such as a file that is mapped for reading: a write would end the
+    process."""
+    names = [name for name, target in targets.items() if target.nbytes and target.gpu is None]
+    refused = unwritable([(targets[name].address, targets[name].nbytes) for name in names])
+    if refused is not None:
+        name = names[refused]
+        message = f"tensor `{name}`: the target lies in memory that must not be written to"
+        raise error(message, cls=MismatchError, tensor=name)
 
 
-def target_of(into: Any, name: str) -> Target:
-    """The memory of an object."""
+def _check_shared(
+    targets: dict[str, Target], wishes: dict[str, list[_Wish]], checkpoint: Checkpoint, loader: Loader
+) -> None:
+    """Refuses memory that two names share, unless it is all of both and the checkpoint has the same bytes for them."""
 
-    def refused(why: str) -> SafetensorError:
-        return error(f"tensor `{name}`: what waits for it {why}", cls=MismatchError, tensor=name)
+    def place(name: str) -> tuple[int, int, int]:
+        target = targets[name]
+        return -1 if target.gpu is None else target.gpu, target.address, target.nbytes
 
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(into, torch.Tensor):
-        gpu = into.device.index if into.device.type == "cuda" else None
-        if (into.device.type != "cpu" and gpu is None) or into.layout is not torch.strided:
-            raise refused(f"is on {into.device} with layout {into.layout}; it has to be dense, on the CPU or a GPU")
-        if not into.is_contiguous() or into.is_conj() or into.is_neg():
-            raise refused("is not contiguous")
-        dtype = _frameworks.find("pt").dtype_name(into.dtype)
-        if dtype is None:
-            raise refused(f"has {into.dtype}, which no checkpoint has")
-        return Target(into.data_ptr(), into.nbytes, dtype, list(into.shape), into, gpu)
-    if numpy is not None and isinstance(into, numpy.ndarray):
-        if not into.flags.c_contiguous or not into.flags.writeable:
-            raise refused("is not contiguous, or must not be written to")
-        dtype = _frameworks.find("np").dtype_name(into.dtype)
-        if dtype is None:
-            raise refused(f"has {into.dtype}, which no checkpoint has")
-        return Target(into.__array_interface__["data"][0], into.nbytes, dtype, list(into.shape), into)
-    if hasattr(into, "__dlpack__"):
-        try:
-            address, nbytes, dtype, shape, owner = memory_of(into)
-        except (BufferError, TypeError) as e:
-            raise refused(str(e)) from None
-        return Target(address, nbytes, dtype, list(shape), owner)
-    return _buffer(into, refused)
+    names = sorted((name for name, target in targets.items() if target.nbytes), key=place)
+    for name, other in zip(names, names[1:]):
+        (gpu, start, length), (other_gpu, other_start, _) = place(name), place(other)
+        if gpu != other_gpu or start + length <= other_start:
+            continue
+        shared = f"tensors `{name}` and `{other}`: their targets share memory"
+        if place(name) != place(other):
+            raise error(f"{shared}, but are not the same", cls=MismatchError, tensor=other)
+        if not _same_bytes(wishes[name], wishes[other], checkpoint, loader):
+            raise error(f"{shared}, but the checkpoint has different bytes for them", cls=MismatchError, tensor=other)
 
 
-def _buffer(into: Any, refused: Any) -> Target:
-    import ctypes
+def _same_bytes(one: list[_Wish], other: list[_Wish], checkpoint: Checkpoint, loader: Loader) -> bool:
+    """Whether both fill memory of the same length with the same bytes. Reads them."""
+    pairs: Iterator[tuple[list[_Wish], list[_Wish]]] = iter([(one, other)])
+    if [_extent(wish) for wish in one] == [_extent(wish) for wish in other]:
+        slabs = [_slabs(wish) for wish in one], [_slabs(wish) for wish in other]
+        pairs = (([mine], [yours]) for pair in zip(*slabs) for mine, yours in zip(*pair))
+    return all(_read(mine, checkpoint, loader) == _read(yours, checkpoint, loader) for mine, yours in pairs)
 
-    try:
-        view = memoryview(into)
-    except TypeError:
-        raise refused(f"is a {type(into).__name__}, which has no memory to load into") from None
-    if view.readonly or not view.c_contiguous:
-        raise refused("is not contiguous, or must not be written to")
-    # Holds the buffer, so that it is not resized meanwhile.
-    held = (ctypes.c_char * view.nbytes).from_buffer(view)
-    return Target(ctypes.addressof(held), view.nbytes, None, None, held)
+
+def _read(wishes: list[_Wish], checkpoint: Checkpoint, loader: Loader) -> bytearray:
+    """The bytes of parts, one after the other, in memory of their own."""
+    into = bytearray(sum(wish.nbytes for wish in wishes))
+    target = target_of(into, "")
+    ends = itertools.accumulate((wish.nbytes for wish in wishes), initial=target.address)
+    memory = [(address, wish.nbytes, target.owner) for address, wish in zip(ends, wishes)]
+    plan = loader.plan(checkpoint, [wish.native(address) for wish, (address, *_) in zip(wishes, memory)])
+    loader.fill(checkpoint, plan, memory)
+    return into
+
+
+def _slabs(wish: _Wish) -> Iterator[_Wish]:
+    """A part in pieces that follow each other, of which none is longer than may be read at a time."""
+    box = _box(wish)
+    bits = wish.nbytes * 8 // _elements(box)
+    # Other widths need not end on bytes.
+    dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if wish.nbytes <= _COMPARED_MAX or bits % 8 or dim is None:
+        yield wish
+        return
+    start, stop = box[dim]
+    row = wish.nbytes // (stop - start)
+    step = max(_COMPARED_MAX // row, 1)
+    for first in range(start, stop, step):
+        end = min(first + step, stop)
+        part = [*box[:dim], (first, end), *box[dim + 1 :]]
+        yield from _slabs(wish._replace(part=part, nbytes=row * (end - first)))
+
+
+def _box(wish: _Wish) -> Box:
+    return [(0, size) for size in wish.info.shape] if wish.part is None else wish.part
+
+
+def _extent(wish: _Wish) -> tuple[int, list[int]]:
+    return wish.nbytes, [stop - start for start, stop in _box(wish)]
+
+
+def _elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)

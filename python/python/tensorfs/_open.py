@@ -8,7 +8,7 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
 
 from . import _device, _frameworks, _indexing, _settings
-from ._errors import SafetensorError, error, not_found
+from ._errors import SafetensorError, error, not_found, shown
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader
@@ -39,16 +39,23 @@ def open_checkpoint(source: Source, loader: Loader) -> Checkpoint:
     # Nothing is looked at here: a file system that does not answer would keep this thread.
     try:
         if isinstance(source, (str, os.PathLike)):
-            return Checkpoint.open(os.fsdecode(source), loader.timeout)
+            return Checkpoint.open(_path(source), loader.timeout)
         if isinstance(source, Mapping):
-            return Checkpoint.open_map({name: os.fsdecode(path) for name, path in source.items()}, loader.timeout)
+            return Checkpoint.open_map({name: _path(path) for name, path in source.items()}, loader.timeout)
         if isinstance(source, (list, tuple)):
-            return Checkpoint.open_files([os.fsdecode(path) for path in source], loader.timeout)
+            return Checkpoint.open_files([_path(path) for path in source], loader.timeout)
     except FileNotFoundError as e:
         if os.strerror(errno.ENOENT) in str(e):
             raise not_found(e.filename) from None
         raise
     raise TypeError(f"expected a path, a list of files or a mapping to files, not {type(source).__name__}")
+
+
+def _path(path: StrPath) -> str:
+    decoded = os.fsdecode(path)
+    if "\0" in decoded:
+        raise ValueError(shown(f"{decoded}: a path holds no NUL byte"))
+    return decoded
 
 
 class safe_open:
@@ -138,6 +145,7 @@ class safe_open:
     def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
         """Pairs of name and tensor in file order. What comes next is loaded meanwhile, in bounded memory."""
         wanted: list[tuple[Info, Part]] = [(info, None) for info in self._infos(names)]
+        _refuse_unfit(self._reader(), wanted)
         batches = _batches(wanted)
         if len(batches) > 1:
             return _stream(self._reader(), batches)
@@ -162,6 +170,7 @@ class safe_open:
         wanted: list[tuple[Info, Part]] = [(info, _rows(info, plan[info.name]) if plan else None) for info in infos]
         if not wanted:
             raise error("prefetch plan selects no tensors")
+        _refuse_unfit(reader, wanted)
         return _background(reader, _batches(wanted), None)
 
     @property
@@ -241,6 +250,22 @@ class Slice:
 def _halved(info: Info) -> SafetensorError:
     message = f"tensor `{info.name}`: two elements of {info.dtype} are one of torch, which this index would separate"
     return error(f"{message}; take slices, without a step in the last dimension", tensor=info.name)
+
+
+def _refuse_unfit(reader: Reader, wanted: list[tuple[Info, Part]]) -> None:
+    """Refuses what the framework cannot have, before anything is loaded."""
+    for info, part in wanted:
+        reader.framework.check(info.dtype, info.shape, info.name)
+        if part is not None and part[0] != (0, info.shape[0]):
+            # Elements may be shorter than a byte.
+            rows = max(info.shape[0], 1)
+            if any(info.nbytes * 8 // rows * bound % 8 for bound in part[0]):
+                raise error(
+                    f"tensor `{info.name}`: rows {part[0][0]} to {part[0][1]} of {info.dtype} {info.shape} do not "
+                    "begin and end on bytes",
+                    "misaligned",
+                    tensor=info.name,
+                )
 
 
 def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: int | None) -> PrefetchLoader:

@@ -9,8 +9,7 @@ import traceback
 from typing import Any, Callable, Iterator, Sequence
 
 from ._errors import error
-from ._tensorfs import Cancel
-
+from ._tensorfs import Cancel, process_token
 
 _running: set[PrefetchLoader] = set()
 
@@ -44,7 +43,7 @@ class PrefetchLoader:
         self._closed = False
         self._cancel = Cancel()
         self._changed = threading.Condition()
-        self._process = os.getpid()
+        self._process = process_token()
         self._thread = threading.Thread(target=self._run, name="tensorfs-prefetch", daemon=True)
         _running.add(self)
         try:
@@ -89,7 +88,7 @@ class PrefetchLoader:
 
     def close(self) -> None:
         """Ends the load and lets go of what was not taken. What was stays as it is."""
-        if os.getpid() != self._process:
+        if process_token() != self._process:
             return
         self._cancel.cancel()
         with self._changed:
@@ -109,7 +108,7 @@ class PrefetchLoader:
 
     def _check_process(self) -> None:
         # Its thread is in the parent.
-        if os.getpid() != self._process:
+        if process_token() != self._process:
             raise error("this prefetch belongs to the process that started it; start another one")
 
     def _wait_for(self, batch: int) -> None:

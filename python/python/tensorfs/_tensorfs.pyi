@@ -3,7 +3,19 @@
 from os import PathLike
 from typing import Any, Sequence, final
 
-__all__ = ["Area", "Cancel", "Checkpoint", "Loader", "Plan", "Tensor", "__version__", "memory_of", "release_pinned"]
+__all__ = [
+    "Area",
+    "Cancel",
+    "Checkpoint",
+    "Loader",
+    "Plan",
+    "Tensor",
+    "__version__",
+    "describe",
+    "memory_of",
+    "process_token",
+    "release_pinned",
+]
 
 __version__: str
 
@@ -107,5 +119,9 @@ class Tensor:
         copy: bool | None = None,
     ) -> Any: ...
 
+def describe(data: bytes) -> list[tuple[str, str, list[int], int, int]]: ...
 def release_pinned() -> None: ...
+def unwritable(regions: Sequence[tuple[int, int]]) -> int | None: ...
+def can_cast(dtype: str, to: str) -> bool: ...
+def process_token() -> int: ...
 def memory_of(object: Any) -> tuple[int, int, str, list[int], Any]: ...

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, Union
 
+from . import _bytes, _frameworks
+from ._bytes import deserialize
+from ._genuine import genuine, named
 from ._names import Names
 from ._open import Source, safe_open
 
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["load_file"]
+__all__ = ["deserialize", "load", "load_file", "safe_open", "save", "save_file"]
+
+_MODULE = "safetensors.numpy"
+
+
+def load(data: bytes) -> dict[str, numpy.ndarray]:
+    """All arrays of a file of safetensors that is in memory."""
+    return _bytes.load(data, _frameworks.find("np"))
 
 
 def load_file(filename: Source, *, backend: str = "mmap", names: Names = None, **how: Any) -> dict[str, numpy.ndarray]:
     """All arrays of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
     with safe_open(filename, "np", backend=backend, **how) as opened:
         return opened.get_tensors(names)
+
+
+def save(tensor_dict: dict[str, numpy.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+    """The bytes of a file with these arrays, by safetensors, which has to be installed."""
+    return bytes(genuine(_MODULE).save(tensor_dict, metadata))
+
+
+def save_file(
+    tensor_dict: dict[str, numpy.ndarray],
+    filename: Union[str, "os.PathLike[str]"],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Writes these arrays to a file, by safetensors, which has to be installed."""
+    genuine(_MODULE).save_file(tensor_dict, filename, metadata)
+
+
+def __getattr__(name: str) -> Any:
+    return named(_MODULE, __name__, name, ("TensorSpec", "serialize", "serialize_file"))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, Union
 
+from . import _bytes, _frameworks
+from ._bytes import deserialize
+from ._genuine import genuine, named
+from ._model import load_into_model
 from ._names import Names
 from ._open import Source, safe_open
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_file"]
+__all__ = ["deserialize", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
+
+_MODULE = "safetensors.torch"
+
+
+def load(data: bytes) -> dict[str, torch.Tensor]:
+    """All tensors of a file of safetensors that is in memory, on the CPU."""
+    return _bytes.load(data, _frameworks.find("pt"))
 
 
 def load_file(
@@ -19,3 +31,47 @@ def load_file(
     """All tensors of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
     with safe_open(filename, "pt", device, backend=backend, **how) as opened:
         return opened.get_tensors(names)
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: Source,
+    strict: bool = True,
+    device: Any = "cpu",
+    *,
+    backend: str = "mmap",
+    **how: Any,
+) -> tuple[set[str], list[str]]:
+    """Loads a checkpoint by `model.load_state_dict`, which copies it; `load_into` does not. Returns the names that the
+    checkpoint lacks, and those that the model lacks; with `strict` these are a `RuntimeError`.
+
+    Of names that share memory in the model, such as those of tied weights, one in the checkpoint is enough; of several
+    there the bytes have to be the same.
+    """
+    return load_into_model(model, load_file(filename, device, backend=backend, **how), strict)
+
+
+def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """The bytes of a file with these tensors, by safetensors, which has to be installed."""
+    return bytes(genuine(_MODULE).save(tensors, metadata))
+
+
+def save_file(
+    tensors: dict[str, torch.Tensor],
+    filename: Union[str, "os.PathLike[str]"],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Writes these tensors to a file, by safetensors, which has to be installed."""
+    genuine(_MODULE).save_file(tensors, filename, metadata)
+
+
+def save_model(
+    model: torch.nn.Module, filename: str, metadata: dict[str, str] | None = None, force_contiguous: bool = True
+) -> None:
+    """Writes a model to a file, of names that share memory one, by safetensors, which has to be installed."""
+    genuine(_MODULE).save_model(model, filename, metadata, force_contiguous)
+
+
+def __getattr__(name: str) -> Any:
+    names = ("TensorSpec", "serialize", "serialize_file", "storage_ptr", "storage_size")
+    return named(_MODULE, __name__, name, names)

@@ -1,4 +1,4 @@
-//! `faultfs SRC MNT`: mirrors a folder and misbehaves on command, as the source of mounts under
+//! `faultfs SRC MNT [SECONDS]`: mirrors a folder and misbehaves on command, as the source of mounts under
 //! test.
 //!
 //! Prints `ready` once it is mounted; then each line on stdin is a command that is answered by one
@@ -13,6 +13,8 @@
 //! - `counts GLOB`, `ranges GLOB`: JSON of what was asked for since the start or `reset`;
 //! - `parked GLOB`: the number of requests that are held back.
 //!
+//! The kernel may answer for that many seconds what a file is, as a client of NFS does.
+//!
 //! It ends, and takes the mount off, when stdin does, on SIGTERM, and with its parent.
 
 mod faults;
@@ -22,6 +24,7 @@ use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use fuser::{Config, MountOption};
 use nix::mount::{MntFlags, umount2};
@@ -42,8 +45,14 @@ fn main() -> ExitCode {
 
 fn run() -> Result<std::convert::Infallible, String> {
     let arguments: Vec<_> = std::env::args_os().skip(1).map(PathBuf::from).collect();
-    let [source, target] = arguments.as_slice() else {
-        return Err("usage: faultfs SRC MNT".to_owned());
+    let usage = || "usage: faultfs SRC MNT [SECONDS]".to_owned();
+    let (source, target, seconds) = match arguments.as_slice() {
+        [source, target] => (source, target, 0),
+        [source, target, seconds] => {
+            let seconds = seconds.to_str().and_then(|seconds| seconds.parse().ok());
+            (source, target, seconds.ok_or_else(usage)?)
+        }
+        _ => return Err(usage()),
     };
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
     signals.thread_block().map_err(|e| e.to_string())?;
@@ -58,8 +67,12 @@ fn run() -> Result<std::convert::Infallible, String> {
         MountOption::RO,
     ];
     config.n_threads = Some(THREADS);
-    let session = fuser::spawn_mount(Mirror::new(&source, faults.clone()), target, &config)
-        .map_err(|e| format!("{}: cannot mount: {e}", target.display()))?;
+    let session = fuser::spawn_mount(
+        Mirror::new(&source, faults.clone(), Duration::from_secs(seconds)),
+        target,
+        &config,
+    )
+    .map_err(|e| format!("{}: cannot mount: {e}", target.display()))?;
     std::thread::spawn({
         let faults = faults.clone();
         move || faults.answer_parked()

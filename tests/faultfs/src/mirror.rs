@@ -20,8 +20,6 @@ use nix::libc;
 
 use crate::faults::{self, Answer, Faults};
 
-const TTL: Duration = Duration::ZERO;
-
 /// What makes a node: a path, and which file is there. A file put in another's place is a new one.
 type Key = (PathBuf, u64);
 
@@ -36,6 +34,8 @@ struct Table {
 struct Shared {
     root: PathBuf,
     faults: Arc<Faults>,
+    /// How long the kernel may answer what a file is.
+    ttl: Duration,
     table: Mutex<Table>,
     next_handle: AtomicU64,
 }
@@ -44,10 +44,10 @@ struct Shared {
 pub(crate) struct Mirror(Arc<Shared>);
 
 impl Mirror {
-    pub(crate) fn new(root: &Path, faults: Arc<Faults>) -> Mirror {
+    pub(crate) fn new(root: &Path, faults: Arc<Faults>, ttl: Duration) -> Mirror {
         let table = Table { paths: vec![PathBuf::new()], ..Table::default() };
         let table = Mutex::new(table);
-        Mirror(Arc::new(Shared { root: root.into(), faults, table, next_handle: 1.into() }))
+        Mirror(Arc::new(Shared { root: root.into(), faults, ttl, table, next_handle: 1.into() }))
     }
 }
 
@@ -136,7 +136,7 @@ impl Filesystem for Mirror {
         let path = self.0.path(parent).join(name);
         let (shared, at) = (self.0.clone(), path.clone());
         let job = move |answer| match unless_eio(answer, || shared.attr(&at)) {
-            Ok(attr) => reply.entry(&TTL, &attr, Generation(0)),
+            Ok(attr) => reply.entry(&shared.ttl, &attr, Generation(0)),
             Err(e) => reply.error(errno(&e)),
         };
         self.0.faults.meet(faults::Request::Lookup, &path, Box::new(job));
@@ -153,7 +153,7 @@ impl Filesystem for Mirror {
                 None => Ok(attr_of(ino.0, &fs::symlink_metadata(shared.root.join(&at))?)),
             });
             match attr {
-                Ok(attr) => reply.attr(&TTL, &attr),
+                Ok(attr) => reply.attr(&shared.ttl, &attr),
                 Err(e) => reply.error(errno(&e)),
             }
         };
@@ -244,25 +244,30 @@ impl Filesystem for Mirror {
         mut reply: ReplyDirectory,
     ) {
         let path = self.0.path(ino);
-        let list = || -> io::Result<Vec<_>> {
+        let (shared, at) = (self.0.clone(), path.clone());
+        let list = move || -> io::Result<Vec<_>> {
             let mut names = Vec::new();
-            for entry in fs::read_dir(self.0.root.join(&path))? {
+            for entry in fs::read_dir(shared.root.join(&at))? {
                 names.push(entry?.file_name());
             }
             names.sort();
             Ok(names)
         };
-        let names = match list() {
-            Ok(names) => names,
-            Err(e) => return reply.error(errno(&e)),
-        };
-        for (at, name) in names.iter().enumerate().skip(offset as usize) {
-            // What went away meanwhile is left out.
-            let Ok(attr) = self.0.attr(&path.join(name)) else { continue };
-            if reply.add(attr.ino, at as u64 + 1, attr.kind, name) {
-                break;
+        let (shared, folder) = (self.0.clone(), path.clone());
+        let job = move |answer| {
+            let names = match unless_eio(answer, list) {
+                Ok(names) => names,
+                Err(e) => return reply.error(errno(&e)),
+            };
+            for (at, name) in names.iter().enumerate().skip(offset as usize) {
+                // What went away meanwhile is left out.
+                let Ok(attr) = shared.attr(&folder.join(name)) else { continue };
+                if reply.add(attr.ino, at as u64 + 1, attr.kind, name) {
+                    break;
+                }
             }
-        }
-        reply.ok();
+            reply.ok();
+        };
+        self.0.faults.meet(faults::Request::Readdir, &path, Box::new(job));
     }
 }

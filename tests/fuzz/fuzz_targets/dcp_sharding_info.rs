@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 use tensorfs::Dtype;
 use tensorfs::error::Class;
-use tensorfs::format::dcp::{SHARDING_INFO, VERSION, is_shard, offsets};
+use tensorfs::format::dcp::{Placement, SHARDING_INFO, VERSION, is_shard, placements};
 use tensorfs::format::safetensors::{Entry, Header};
 
 fuzz_target!(|data: &[u8]| {
@@ -21,8 +21,8 @@ fuzz_target!(|data: &[u8]| {
     };
     let header = header_for(note, &notes, *choice);
     assert!(is_shard(header.metadata.as_ref()));
-    match offsets(&header) {
-        Ok(offsets) => check(&header, &notes, &offsets),
+    match placements(&header) {
+        Ok(places) => check(&header, &notes, &places),
         Err(fault) => assert!(
             matches!(fault.class, Class::DcpInfo | Class::DcpOffsets),
             "{:?}: {fault}",
@@ -53,17 +53,34 @@ fn header_for(note: &str, notes: &serde_json::Map<String, Value>, choice: [u8; 4
     Header { metadata: Some(metadata), tensors: tensors.collect(), header_len: 0 }
 }
 
-fn check(header: &Header, notes: &serde_json::Map<String, Value>, offsets: &[Vec<u64>]) {
-    assert_eq!(offsets.len(), header.tensors.len());
-    for (entry, offset) in header.tensors.iter().zip(offsets) {
+fn check(header: &Header, notes: &serde_json::Map<String, Value>, places: &[Placement]) {
+    assert_eq!(places.len(), header.tensors.len());
+    for (entry, place) in header.tensors.iter().zip(places) {
+        let Placement { logical_name, offset, whole_shape } = place;
         assert_eq!(offset.len(), entry.shape.len(), "{entry:?}");
         for (start, size) in offset.iter().zip(&entry.shape) {
             assert!(start.checked_add(*size).is_some(), "{entry:?} at {offset:?}");
         }
-        let mut saved = offset.clone();
-        if let (Dtype::F4, Some(last)) = (entry.dtype, saved.last_mut()) {
-            *last /= 2;
+        if let Some(shape) = whole_shape {
+            let ends = offset.iter().zip(&entry.shape).map(|(start, size)| start + size);
+            assert!(shape.len() == offset.len() && ends.zip(shape).all(|(end, size)| end <= *size));
         }
-        assert_eq!(notes[&entry.name]["saved_offsets"], Value::from(saved), "{entry:?}");
+        // As the note says it: pairs of F4 elements in the last dimension.
+        let saved = |numbers: &[u64]| {
+            let mut saved = numbers.to_vec();
+            if let (Dtype::F4, Some(last)) = (entry.dtype, saved.last_mut()) {
+                *last /= 2;
+            }
+            Value::from(saved)
+        };
+        let mut said = serde_json::Map::from_iter([("saved_offsets".to_owned(), saved(offset))]);
+        if let Some(name) = logical_name {
+            assert_ne!(name, "__metadata__");
+            said.insert("logical_fqn".to_owned(), name.as_str().into());
+        }
+        if let Some(shape) = whole_shape {
+            said.insert("global_shape".to_owned(), saved(shape));
+        }
+        assert_eq!(notes[&entry.name], Value::Object(said), "{entry:?}");
     }
 }

@@ -80,7 +80,9 @@ pub(super) fn evict(file: &File) -> io::Result<()> {
 }
 
 fn copy(from: &Path, to: &Path) -> io::Result<Value> {
-    let (mut from, mut to) = (File::open(from)?, File::create_new(to)?);
+    // For this user alone: the mount does not tell who may read the shards.
+    let to = File::options().write(true).create_new(true).mode(0o600).open(to)?;
+    let (mut from, mut to) = (File::open(from)?, to);
     let mut buffer = vec![0; DIRECT_LEN];
     loop {
         let len = from.read(&mut buffer)?;

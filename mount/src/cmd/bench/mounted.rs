@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
+use tensorfs::error::{real_name, shown_path};
 use tensorfs::source::mountinfo;
 
 use super::worker::{Trouble, check_stopped, wait};
@@ -148,15 +149,15 @@ impl Drop for Mounted {
         }
         // Never what lies on a mount that would not go.
         if self.is_mounted() {
-            crate::cmd::say(&format!("{}: cannot unmount", self.target.display()));
+            crate::cmd::say(&format!("{}: cannot unmount", shown_path(&self.target)));
         } else if let Err(e) = fs::remove_dir_all(&self.home) {
-            crate::cmd::say(&format!("{}: {e}", self.home.display()));
+            crate::cmd::say(&format!("{}: {e}", shown_path(&self.home)));
         }
     }
 }
 
 fn failed(path: &Path, error: io::Error) -> Trouble {
-    Trouble::Failed(format!("{}: {error}", path.display()))
+    Trouble::Failed(format!("{}: {error}", shown_path(path)))
 }
 
 /// Starts the daemon in the foreground, so that it is a child of ours, and the socket on which
@@ -177,7 +178,7 @@ fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, U
     };
     if !options.iter().any(logs) {
         let log = home.join("log");
-        command.arg("-o").arg(format!("log={}", escape(&log.display().to_string())));
+        command.arg("-o").arg(format!("log={}", escape(&real_name(&log))));
     }
     // What is gone in a moment needs no index in the cache of the user; `-o index-dir=` wins.
     command.env(tensorfs::index::STORE_VARIABLE, "none");

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
+use tensorfs::error::real_name;
 
 use super::args::{Case, Pattern, State};
 use super::mounted::Mounted;
@@ -208,7 +209,7 @@ impl Assembled {
             return Err(Trouble::Skip("needs root, as the kernel's passthrough does".to_owned()));
         }
         let folder = Scratch::beside(&subject.shards, dir, subject.bytes, false)?;
-        let option = format!("assemble={}", escape(&folder.path().display().to_string()));
+        let option = format!("assemble={}", escape(&real_name(folder.path())));
         let options = [&subject.options[..], &[option]].concat();
         let mounted = Mounted::start(&subject.source, &options, subject.limit)?;
         let assembled = Assembled { mounted, folder };

@@ -4,6 +4,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use tensorfs::error::shown_path;
+
 use super::space_free;
 use super::worker::Trouble;
 
@@ -20,12 +22,12 @@ pub(super) struct Scratch {
 impl Scratch {
     /// Makes one in `dir`, where `bytes` have to be free.
     pub(super) fn new(dir: &Path, bytes: u64, keep: bool) -> Result<Scratch, Trouble> {
-        let failed = |e: io::Error| Trouble::Failed(format!("{}: {e}", dir.display()));
+        let failed = |e: io::Error| Trouble::Failed(format!("{}: {e}", shown_path(dir)));
         let free = space_free(dir).map_err(failed)?;
         if free < bytes + SPARE {
             return Err(Trouble::Failed(format!(
                 "{}: {} are free and {} are needed; give another folder with --dir",
-                dir.display(),
+                shown_path(dir),
                 crate::cmd::human(free),
                 crate::cmd::human(bytes + SPARE)
             )));
@@ -60,7 +62,7 @@ impl Scratch {
             }
         }
         Err(Trouble::Failed(reasons.pop().unwrap_or_else(|| {
-            let place = first.parent().unwrap_or(first).display();
+            let place = shown_path(first.parent().unwrap_or(first));
             format!("give a folder on the file system of {place} with --dir")
         })))
     }
@@ -76,7 +78,7 @@ impl Drop for Scratch {
             return;
         }
         if let Err(e) = std::fs::remove_dir_all(&self.path) {
-            crate::cmd::say(&format!("{}: {e}", self.path.display()));
+            crate::cmd::say(&format!("{}: {e}", shown_path(&self.path)));
         }
     }
 }

@@ -10,10 +10,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use tensorfs::error::shown_path;
 
 use super::args::Pattern;
 use super::job;
-use crate::session;
+use crate::ending;
 
 /// How long between looks at whether the bench was told to stop.
 const LOOK: Duration = Duration::from_millis(50);
@@ -45,9 +46,9 @@ static STOPPED: AtomicBool = AtomicBool::new(false);
 
 /// From here on a signal that would end the process stops the bench, which cleans up.
 pub(super) fn stop_on_signals() {
-    session::block_signals();
+    ending::block_signals();
     std::thread::spawn(|| {
-        if session::ending_signals().wait().is_ok() {
+        if ending::ending_signals().wait().is_ok() {
             STOPPED.store(true, Ordering::Relaxed);
         }
     });
@@ -92,7 +93,7 @@ pub(super) fn reader(
         let mut command = Command::new(&python);
         command.args(["-c", job::LOAD]).arg(path);
         Worker::spawn(command, limit)
-            .map_err(|_| Trouble::Skip(format!("cannot run {}", python.display())))?
+            .map_err(|_| Trouble::Skip(format!("cannot run {}", shown_path(python.as_ref()))))?
     } else {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg0("tensorfs").arg("bench").arg("--").arg(path);

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tensorfs::error::shown_path;
 use tensorfs::source::mountinfo;
 
 use super::Check;
@@ -50,11 +51,11 @@ const FUSE_PASSTHROUGH: u64 = 1 << 37;
 pub(super) fn trial() -> Result<Trial, String> {
     let template = std::env::temp_dir().join("tensorfs-doctor-XXXXXX");
     let folder = nix::unistd::mkdtemp(&template)
-        .map_err(|e| format!("{}: {}; set TMPDIR", template.display(), e.desc()))?;
+        .map_err(|e| format!("{}: {}; set TMPDIR", shown_path(&template), e.desc()))?;
     let trial = trial_on(&folder);
     // A mount that stayed would keep the folder, and its name says whose it is.
     if let Err(e) = std::fs::remove_dir(&folder) {
-        super::super::say(&format!("{}: {e}", folder.display()));
+        super::super::say(&format!("{}: {e}", shown_path(&folder)));
     }
     trial
 }
@@ -67,7 +68,7 @@ fn trial_on(folder: &Path) -> Result<Trial, String> {
     let offer = first_request(File::from(fd)).ok().as_deref().and_then(Offer::parse);
     // The connection has ended, so nobody waits for it.
     if let Err(e) = attach::detach(folder, Detach::Lazy) {
-        super::super::say(&format!("{}: cannot unmount: {e}", folder.display()));
+        super::super::say(&format!("{}: cannot unmount: {e}", shown_path(folder)));
     }
     Ok(Trial { by_fusermount, offer, readahead })
 }
@@ -159,7 +160,7 @@ fn fusermount() -> Check {
     let said = said.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
     let version = said.ok().and_then(|said| said.split_whitespace().last().map(str::to_owned));
     let version = version.unwrap_or_else(|| "of unknown version".to_owned());
-    let place = path.display();
+    let place = shown_path(&path);
     if meta.uid() == 0 && meta.mode() & 0o4000 != 0 {
         Check::ok(name, format!("{version}, {place}, setuid root: mounts for users"))
     } else {
@@ -201,12 +202,12 @@ fn helper() -> Check {
     let name = "mount.tensorfs";
     let paths = HELPER_FOLDERS.map(|folder| Path::new(folder).join(name));
     let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("tensorfs"));
-    let advice = format!("ln -sf {} /sbin/{name}, as root", program.display());
+    let advice = format!("ln -sf {} /sbin/{name}, as root", shown_path(&program));
     let Some(path) = paths.into_iter().find(|path| path.is_symlink() || path.exists()) else {
         let found = "not in /sbin: no mount -t tensorfs, no fstab, no systemd mount units";
         return Check::missing(name, found, advice);
     };
-    let shown = path.display();
+    let shown = shown_path(&path);
     match path.metadata() {
         Ok(meta) if meta.is_file() && meta.mode() & 0o111 != 0 => {
             Check::ok(name, format!("{shown}: mount -t tensorfs and fstab work"))
@@ -276,7 +277,7 @@ fn request_limit() -> Check {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             return Check::unknown(name, "this kernel does not tell: requests cannot be enlarged");
         }
-        Err(e) => return Check::unknown(name, format!("{}: {}", path.display(), reason(&e))),
+        Err(e) => return Check::unknown(name, format!("{}: {}", shown_path(path), reason(&e))),
     };
     let size = limit.saturating_mul(kernel::page());
     let may_raise = match File::options().write(true).open(path) {

@@ -1,0 +1,85 @@
+//! The last outcome of a question that a file system may never answer.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A question, asked on a thread of its own.
+pub(super) struct Latest<T> {
+    state: Mutex<State<T>>,
+    answered: Condvar,
+}
+
+struct State<T> {
+    value: Option<T>,
+    /// Whether a thread asks now.
+    asking: bool,
+    /// Whether the thread that asks has taken longer than somebody waited.
+    late: bool,
+}
+
+impl<T: Copy + Send + 'static> Latest<T> {
+    /// A question that was not asked yet.
+    pub(super) fn new() -> Arc<Latest<T>> {
+        let state = Mutex::new(State { value: None, asking: false, late: false });
+        Arc::new(Latest { state, answered: Condvar::new() })
+    }
+
+    /// The answer to `ask`, or the one before if it does not come within `limit`; also whether it
+    /// came. While an answer is late nobody asks again, and nobody waits.
+    pub(super) fn get(
+        self: &Arc<Self>,
+        limit: Duration,
+        ask: impl FnOnce() -> Option<T> + Send + 'static,
+    ) -> (Option<T>, bool) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.asking {
+            let latest = self.clone();
+            let answer = move || {
+                let value = ask();
+                let mut state = latest.state.lock().unwrap_or_else(PoisonError::into_inner);
+                *state = State { value, asking: false, late: false };
+                latest.answered.notify_all();
+            };
+            let thread = std::thread::Builder::new().name("usage".to_owned());
+            state.asking = thread.spawn(answer).is_ok();
+        }
+        let deadline = Instant::now() + limit;
+        while state.asking && !state.late {
+            let left = deadline.saturating_duration_since(Instant::now());
+            state.late = left.is_zero();
+            let waited = self.answered.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        (state.value, !state.asking)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_question_without_an_answer_is_asked_once_and_the_last_answer_stands() {
+        let latest = Latest::new();
+        let long = Duration::from_secs(30);
+        assert_eq!(latest.get(long, || Some(1)), (Some(1), true));
+        let held = Arc::new(Mutex::new(()));
+        let guard = held.lock().unwrap();
+        let stalls = held.clone();
+        let ask = move || {
+            drop(stalls.lock().unwrap());
+            Some(2)
+        };
+        assert_eq!(latest.get(Duration::from_millis(10), ask), (Some(1), false));
+        for _ in 0..10 {
+            assert_eq!(latest.get(long, || unreachable!()), (Some(1), false));
+        }
+        drop(guard);
+        let started = Instant::now();
+        while latest.state.lock().unwrap().asking {
+            assert!(started.elapsed() < long);
+            std::thread::yield_now();
+        }
+        assert_eq!(latest.get(long, || Some(3)), (Some(3), true));
+    }
+}

@@ -1,0 +1,340 @@
+//! Events of the kernel about open source files: which were touched, and which were written to.
+//!
+//! A file is watched by its inode, so that a write under any of its names is seen.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use nix::errno::Errno;
+use nix::libc;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use tensorfs::source::WriteWitness;
+
+/// `F_SETSIG` of fcntl(2), which libc does not name.
+const F_SETSIG: libc::c_int = 10;
+
+/// The events of one mount.
+pub(crate) struct FileEvents {
+    inotify: Inotify,
+    /// Wakes the watcher thread when another thread has taken events from the kernel.
+    wake: EventFd,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Several sources may be one inode, which the kernel watches once.
+    watches: HashMap<WatchDescriptor, Vec<Weak<FileWatch>>>,
+    /// Numbers of the watches whose files were touched.
+    touched: HashSet<u64>,
+}
+
+/// The watched files that had events since `take_touched` was called before.
+#[derive(Debug, Default)]
+pub(crate) struct Touched(HashSet<u64>);
+
+impl Touched {
+    /// Whether the file of `watch` had one.
+    pub(crate) fn contains(&self, watch: &FileWatch) -> bool {
+        self.0.contains(&watch.number)
+    }
+
+    /// Whether no file had one.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// One file that is watched.
+pub(crate) struct FileWatch {
+    number: u64,
+    events: Arc<FileEvents>,
+    descriptor: WatchDescriptor,
+    /// Whether it was written to by a system call.
+    written: AtomicBool,
+    /// Whether it cannot tell any more: it has ended, or events were lost.
+    blind: AtomicBool,
+    /// How often somebody who could write through a mapping has closed the file, and up to which
+    /// of these it is known that the file was not written to.
+    closes: AtomicU64,
+    confirmed: AtomicU64,
+}
+
+impl std::fmt::Debug for FileWatch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FileWatch({})", self.number)
+    }
+}
+
+impl FileEvents {
+    /// # Errors
+    /// Where the kernel has no inotify instance left for this user.
+    pub(crate) fn new() -> nix::Result<Arc<FileEvents>> {
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Arc::new(FileEvents { inotify, wake, state: Mutex::default() }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Watches the inode of `file` until `FileWatch::end`. `local`: its file system answers at
+    /// once.
+    ///
+    /// # Errors
+    /// Where the user has no watch left, or `/proc` is not there.
+    pub(crate) fn watch(self: &Arc<Self>, file: &File, local: bool) -> nix::Result<Arc<FileWatch>> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let mask =
+            AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_CLOSE_WRITE;
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        // Under the lock, so that the end of another watch of this inode does not end this one
+        // as well. A remote file system may take long, and there nobody relies on it.
+        let locked = local.then(|| self.lock());
+        let descriptor = self.inotify.add_watch(path.as_str(), mask)?;
+        let watch = Arc::new(FileWatch {
+            number: NUMBER.fetch_add(1, Ordering::Relaxed),
+            events: self.clone(),
+            descriptor,
+            written: AtomicBool::new(false),
+            blind: AtomicBool::new(false),
+            closes: AtomicU64::new(0),
+            confirmed: AtomicU64::new(0),
+        });
+        let mut state = locked.unwrap_or_else(|| self.lock());
+        state.watches.entry(descriptor).or_default().push(Arc::downgrade(&watch));
+        drop(state);
+        Ok(watch)
+    }
+
+    /// Waits for an event, for `timeout` at most.
+    pub(crate) fn wait(&self, timeout: PollTimeout) {
+        let mut fds = [&self.inotify.as_fd(), &self.wake.as_fd()]
+            .map(|fd| PollFd::new(*fd, PollFlags::POLLIN));
+        let _ = poll(&mut fds, timeout);
+        let _ = self.wake.read();
+    }
+
+    /// Takes what was touched since the last call.
+    pub(crate) fn take_touched(&self) -> Touched {
+        self.read();
+        Touched(std::mem::take(&mut self.lock().touched))
+    }
+
+    /// Takes in all events that the kernel has.
+    fn read(&self) {
+        // The lock is held during the whole read: a thread that locks next finds every event that
+        // this one has taken from the kernel.
+        let mut state = self.lock();
+        while let Ok(events) = self.inotify.read_events() {
+            for event in events {
+                state.take(event.wd, event.mask);
+            }
+        }
+    }
+}
+
+impl State {
+    fn take(&mut self, descriptor: WatchDescriptor, mask: AddWatchFlags) {
+        if mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
+            for watch in self.watches.values().flatten().filter_map(Weak::upgrade) {
+                watch.blind.store(true, Ordering::SeqCst);
+                self.touched.insert(watch.number);
+            }
+            return;
+        }
+        let Some(watches) = self.watches.get(&descriptor) else { return };
+        for watch in watches.iter().filter_map(Weak::upgrade) {
+            self.touched.insert(watch.number);
+            if mask.contains(AddWatchFlags::IN_MODIFY) {
+                watch.written.store(true, Ordering::SeqCst);
+            }
+            // Stores through a mapping make no event. The close of the file does.
+            if mask.contains(AddWatchFlags::IN_CLOSE_WRITE) {
+                watch.closes.fetch_add(1, Ordering::SeqCst);
+            }
+            if mask.contains(AddWatchFlags::IN_IGNORED) {
+                watch.blind.store(true, Ordering::SeqCst);
+            }
+        }
+        if mask.contains(AddWatchFlags::IN_IGNORED) {
+            self.watches.remove(&descriptor);
+        }
+    }
+}
+
+impl FileWatch {
+    /// How often somebody who could write through a mapping has closed the file, as far as the
+    /// events say that were taken in.
+    pub(crate) fn closes(&self) -> u64 {
+        self.closes.load(Ordering::SeqCst)
+    }
+
+    /// Notes that the times of the file, looked at after `closes` was that, were still the same:
+    /// until then nobody had stored anything through a mapping.
+    pub(crate) fn confirm(&self, closes: u64) {
+        self.confirmed.fetch_max(closes, Ordering::SeqCst);
+    }
+
+    /// Ends the watch.
+    pub(crate) fn end(&self) {
+        self.blind.store(true, Ordering::SeqCst);
+        let mut state = self.events.lock();
+        let Some(watches) = state.watches.get_mut(&self.descriptor) else { return };
+        watches.retain(|other| other.strong_count() > 0 && !std::ptr::eq(other.as_ptr(), self));
+        if watches.is_empty() {
+            state.watches.remove(&self.descriptor);
+            let _ = self.events.inotify.rm_watch(self.descriptor);
+        }
+    }
+}
+
+impl WriteWitness for FileWatch {
+    fn written(&self, file: &File) -> Option<bool> {
+        // Before the events are read: the kernel queues IN_CLOSE_WRITE before it counts a writer out,
+        // so a writer is seen here or by its event.
+        let writer = has_writer(file);
+        self.events.read();
+        if !self.events.lock().touched.is_empty() {
+            let _ = self.events.wake.write(1);
+        }
+        if self.written.load(Ordering::SeqCst) {
+            return Some(true);
+        }
+        let unsure = self.closes.load(Ordering::SeqCst) > self.confirmed.load(Ordering::SeqCst);
+        let blind = unsure || self.blind.load(Ordering::SeqCst);
+        (!blind && writer == Some(false)).then_some(false)
+    }
+}
+
+/// Has stores through mappings that were made before change the time of `file`, unless nobody can
+/// make such: the kernel notes the first store to a page that is clean. May wait for the disk.
+pub(crate) fn note_stores(file: &File) {
+    if has_writer(file) != Some(false) {
+        let _ = file.sync_data();
+    }
+}
+
+/// Whether anybody has the inode of `file` open for writing; `None` where the kernel does not
+/// say, as to a user who does not own it.
+///
+/// The kernel grants a read lease only where there is no writer. It is given back at once.
+fn has_writer(file: &File) -> Option<bool> {
+    let fd = file.as_raw_fd();
+    let set = |command, argument: libc::c_int| {
+        // SAFETY: `fd` is open while `file` is borrowed, and the commands take an int.
+        Errno::result(unsafe { libc::fcntl(fd, command, argument) })
+    };
+    // If another process opens the file during the lease, the kernel sends this signal. It is
+    // ignored by default; SIGIO would end the process.
+    set(F_SETSIG, libc::SIGURG).ok()?;
+    match set(libc::F_SETLEASE, libc::F_RDLCK as libc::c_int) {
+        Ok(_) => {
+            let _ = set(libc::F_SETLEASE, libc::F_UNLCK as libc::c_int);
+            Some(false)
+        }
+        Err(Errno::EAGAIN) => Some(true),
+        Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn watched() -> (tempfile::TempDir, std::path::PathBuf, File, Arc<FileWatch>) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, b"bytes").unwrap();
+        let file = File::open(&path).unwrap();
+        let watch = FileEvents::new().unwrap().watch(&file, true).unwrap();
+        (folder, path, file, watch)
+    }
+
+    fn writer(path: &std::path::Path) -> File {
+        File::options().write(true).open(path).unwrap()
+    }
+
+    #[test]
+    fn links_and_modes_are_no_writes() {
+        let (_folder, path, file, watch) = watched();
+        let other = path.with_extension("link");
+        std::fs::hard_link(&path, &other).unwrap();
+        std::fs::remove_file(&other).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+        assert_eq!(watch.written(&file), Some(false));
+        assert!(watch.events.take_touched().contains(&watch));
+        assert!(watch.events.take_touched().is_empty());
+    }
+
+    #[test]
+    fn a_write_under_another_name_is_one() {
+        let (_folder, path, file, watch) = watched();
+        let other = path.with_extension("link");
+        std::fs::hard_link(&path, &other).unwrap();
+        writer(&other).write_all(b"other").unwrap();
+        assert_eq!(watch.written(&file), Some(true));
+    }
+
+    #[test]
+    fn who_could_write_through_a_mapping_is_not_believed() {
+        let (_folder, path, file, watch) = watched();
+        let open = writer(&path);
+        assert_eq!(watch.written(&file), None);
+        drop(open);
+        assert_eq!(watch.written(&file), None);
+    }
+
+    #[test]
+    fn a_watch_that_begins_while_others_end_misses_no_write() {
+        let (_folder, path, file, first) = watched();
+        let (events, stop) = (first.events.clone(), AtomicBool::new(false));
+        first.end();
+        let deaf = std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        events.watch(&file, true).unwrap().end();
+                    }
+                });
+            }
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    drop(events.take_touched())
+                }
+            });
+            let written = || {
+                let watch = events.watch(&file, true).unwrap();
+                writer(&path).write_all(b"other").unwrap();
+                let written = watch.written(&file);
+                watch.end();
+                written
+            };
+            let deaf = (0..10_000).filter(|_| written() == Some(false)).count();
+            stop.store(true, Ordering::Relaxed);
+            deaf
+        });
+        assert_eq!(deaf, 0);
+    }
+
+    #[test]
+    fn two_watches_of_one_inode_end_by_themselves() {
+        let (_folder, path, file, first) = watched();
+        let second = first.events.watch(&file, true).unwrap();
+        first.end();
+        assert_eq!((first.written(&file), second.written(&file)), (None, Some(false)));
+        writer(&path).write_all(b"other").unwrap();
+        assert_eq!((first.written(&file), second.written(&file)), (None, Some(true)));
+        second.end();
+        assert!(second.events.lock().watches.is_empty());
+    }
+}

@@ -1,0 +1,79 @@
+//! What a process takes over from its caller and a daemon must not keep: ignored and blocked
+//! signals, and open descriptors.
+
+use std::fs::File;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::{Mutex, PoisonError};
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
+
+/// Signals that a caller may have ignored, as nohup and shells do.
+const IGNORABLE: [Signal; 8] = [
+    Signal::SIGHUP,
+    Signal::SIGINT,
+    Signal::SIGQUIT,
+    Signal::SIGTERM,
+    Signal::SIGALRM,
+    Signal::SIGUSR1,
+    Signal::SIGUSR2,
+    Signal::SIGCHLD,
+];
+
+/// Descriptors of the caller that are still open.
+static DESCRIPTORS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
+
+/// Unblocks all signals, and restores the action of SIGCHLD: where that is ignored, nobody can
+/// wait for a child. To be called before the first thread starts.
+pub(crate) fn restore_signals() {
+    restore(Signal::SIGCHLD);
+    // With these arguments the call cannot fail.
+    let _ = SigSet::empty().thread_set_mask();
+}
+
+/// Restores the default action of every signal that a caller may have ignored.
+pub(crate) fn restore_ignored() {
+    IGNORABLE.into_iter().for_each(restore);
+}
+
+fn restore(signal: Signal) {
+    let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
+    // SAFETY: no handler of this process is replaced, for it installs none for these signals.
+    let _ = unsafe { sigaction(signal, &default) };
+}
+
+/// Takes note of the descriptors above standard error that came from the caller, which the
+/// programs that this one starts do not get. To be called before it opens any of its own.
+pub(crate) fn note_descriptors() {
+    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
+    let mut descriptors: Vec<RawFd> = numbers.filter(|&number| number > 2).collect();
+    // Here the folder itself is closed again. What stays open and is not close-on-exec came
+    // through exec.
+    descriptors.retain(|&number| {
+        // SAFETY: the number is used for these calls only, which fail if it is not open.
+        let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
+        let flags = fcntl(descriptor, FcntlArg::F_GETFD);
+        let inherited = flags.is_ok_and(|flags| flags & FdFlag::FD_CLOEXEC.bits() == 0);
+        inherited && fcntl(descriptor, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).is_ok()
+    });
+    *DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner) = descriptors;
+}
+
+/// Closes the descriptors of the caller, and puts `/dev/null` in the place of the standard
+/// streams.
+///
+/// # Errors
+/// If `/dev/null` cannot be opened.
+pub(crate) fn let_go() -> std::io::Result<()> {
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    dup2_stdin(&null)?;
+    dup2_stdout(&null)?;
+    dup2_stderr(&null)?;
+    let mut descriptors = DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner);
+    for descriptor in descriptors.drain(..) {
+        let _ = nix::unistd::close(descriptor);
+    }
+    Ok(())
+}

@@ -1,0 +1,390 @@
+//! Log lines that wait to be written, and the thread that writes them.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigSet, SigmaskHow};
+
+use tensorfs::error::{shown, shown_path};
+
+use super::output::{Destination, Output};
+
+/// Most lines that wait.
+const LINES_MAX: usize = 1024;
+
+/// Most bytes that wait.
+const BYTES_MAX: usize = 1 << 20;
+
+/// Longest line, in bytes: a message may quote names of any length.
+const LINE_MAX: usize = 16 << 10;
+
+/// A line of the log.
+pub(super) struct Line {
+    /// The line, without its end.
+    pub text: String,
+    /// As syslog counts: 3 is an error.
+    pub severity: u32,
+}
+
+impl Line {
+    /// `text`, cut off where it is too long.
+    pub(super) fn new(text: &str, severity: u32) -> Line {
+        let text = shown(text.trim());
+        let most = LINE_MAX.min(text.len());
+        let cut = (0..=most).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
+        let end = if cut < text.len() { " ..." } else { "" };
+        Line { text: format!("{}{end}", &text[..cut]), severity }
+    }
+}
+
+/// Lines between the threads that log and the one that writes.
+#[derive(Default)]
+pub(super) struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    lines: VecDeque<Line>,
+    bytes: usize,
+    /// Lines dropped in all, and those of them that the log tells of.
+    dropped: u64,
+    told: u64,
+    /// Lines that were queued before the first one that was dropped.
+    before_loss: usize,
+    /// Number of the thread that writes. Threads of lower numbers end once they come back.
+    writer: u64,
+    /// Whether it writes a line.
+    writing: bool,
+    /// Whether the last line could not be written.
+    failing: bool,
+    destination: Destination,
+    /// Device and inode number of the log file.
+    file: Option<(u64, u64)>,
+    /// Whether a thread opens the log file anew.
+    reopening: bool,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a line, or drops it if the queue is full. Never waits for the log.
+    pub(super) fn push(&self, line: Line) {
+        let mut state = self.lock();
+        let len = line.text.len();
+        if state.lines.len() >= LINES_MAX || state.bytes + len > BYTES_MAX {
+            return state.lose();
+        }
+        state.bytes += len;
+        state.lines.push_back(line);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Number of lines that were dropped.
+    pub(super) fn dropped(&self) -> u64 {
+        self.lock().dropped
+    }
+
+    /// Waits until all lines are written, for `limit` at most.
+    pub(super) fn flush(&self, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        let mut state = self.lock();
+        while state.has_work() || state.writing {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Writes all further lines to `output`, which `destination` opens. The thread that writes to
+    /// the old one may hang there for ever; it is left to itself.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub(super) fn write_to(
+        self: &Arc<Self>,
+        destination: Destination,
+        output: Output,
+    ) -> io::Result<()> {
+        let queue = self.clone();
+        let file = output.identity();
+        let mut state = self.lock();
+        let number = state.writer + 1;
+        start_thread(move || queue.write(number, output))?;
+        state.adopt(number);
+        state.destination = destination;
+        state.file = file;
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Opens the log file, if it is one, anew on a thread, which then writes to it and says so. One
+    /// that is still the same is left to the thread that writes to it, which may hang there.
+    pub(super) fn reopen(self: &Arc<Self>) {
+        let mut state = self.lock();
+        let destination = state.destination.clone();
+        let Some(path) = destination.path() else { return };
+        if state.reopening {
+            return;
+        }
+        state.reopening = true;
+        drop(state);
+        let queue = self.clone();
+        let reopen = move || {
+            let opened = destination.open().map(|output| (output.identity(), output));
+            let shown = shown_path(&path);
+            let mut state = queue.lock();
+            state.reopening = false;
+            let taken_over = match opened {
+                Ok((file, output)) if file.is_none() || file != state.file => {
+                    state.file = file;
+                    Some((state.take_over(), output))
+                }
+                Ok(_) => None,
+                Err(e) => {
+                    drop(state);
+                    tracing::error!("log={shown}: cannot be opened anew: {e}");
+                    return;
+                }
+            };
+            drop(state);
+            tracing::info!("SIGHUP: {shown} is opened anew");
+            if let Some((number, output)) = taken_over {
+                queue.changed.notify_all();
+                queue.write(number, output);
+            }
+        };
+        if let Err(e) = start_thread(reopen) {
+            self.lock().reopening = false;
+            tracing::error!("the log cannot be opened anew: {e}");
+        }
+    }
+
+    /// A thread: writes lines as long as no other thread has taken over.
+    fn write(&self, number: u64, mut output: Output) {
+        let mut state = self.lock();
+        while state.writer == number {
+            let Some((line, lost)) = state.next() else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            state.writing = true;
+            drop(state);
+            let written = output.write(&line);
+            state = self.lock();
+            if state.writer == number {
+                state.writing = false;
+                state.failing = written.is_err();
+            }
+            match (&written, lost) {
+                (Ok(()), Some(lost)) => state.told = state.told.max(lost),
+                (Err(_), None) => state.lose(),
+                _ => {}
+            }
+            self.changed.notify_all();
+        }
+    }
+}
+
+impl State {
+    /// Makes thread `number` the one that writes.
+    fn adopt(&mut self, number: u64) {
+        self.writer = number;
+        self.writing = false;
+        self.failing = false;
+    }
+
+    /// Makes a new thread the one that writes; its number.
+    fn take_over(&mut self) -> u64 {
+        let number = self.writer + 1;
+        self.adopt(number);
+        number
+    }
+
+    /// Counts a line that is dropped.
+    fn lose(&mut self) {
+        if self.dropped == self.told {
+            self.before_loss = self.lines.len();
+        }
+        self.dropped += 1;
+    }
+
+    fn has_work(&self) -> bool {
+        !self.lines.is_empty() || self.has_losses()
+    }
+
+    /// Whether lines were dropped of which the log, which takes lines again, does not tell yet.
+    fn has_losses(&self) -> bool {
+        !self.failing && self.dropped > self.told
+    }
+
+    /// The next line to be written. Losses are told of where the dropped lines would stand; with
+    /// such a line comes the number of those dropped so far, which counts as told once it is
+    /// written.
+    fn next(&mut self) -> Option<(Line, Option<u64>)> {
+        if self.has_losses() && self.before_loss == 0 {
+            let lost = self.dropped - self.told;
+            let text = format!("{lost} lines of the log were dropped: it took no more");
+            return Some((Line { text, severity: 4 }, Some(self.dropped)));
+        }
+        let line = self.lines.pop_front()?;
+        self.bytes -= line.text.len();
+        self.before_loss = self.before_loss.saturating_sub(1);
+        Some((line, None))
+    }
+}
+
+/// Starts a thread that takes no signals, so that those that end the process reach the thread
+/// that waits for them.
+pub(super) fn start_thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    let started = std::thread::Builder::new().name("log".to_owned()).spawn(work);
+    let _ = before.thread_set_mask();
+    started.map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use nix::fcntl::{FcntlArg, OFlag, fcntl};
+    use nix::unistd::pipe;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// Long, so that a busy machine is not taken for a log that hangs.
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// A queue that writes to a pipe nobody reads from, which is full.
+    fn blocked() -> (Arc<Queue>, OwnedFd) {
+        let (reader, writer) = pipe().unwrap();
+        fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
+        while nix::unistd::write(&writer, b"full\n").is_ok() {}
+        fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+        let queue = Arc::new(Queue::default());
+        queue.write_to(Destination::Nowhere, Output::File(writer.into())).unwrap();
+        (queue, reader)
+    }
+
+    fn file(folder: &tempfile::TempDir) -> (Destination, PathBuf) {
+        let path = folder.path().join("log");
+        (Destination::File(path.clone()), path)
+    }
+
+    #[test]
+    fn a_stream_that_takes_nothing_holds_up_nobody_and_lines_are_dropped_and_counted() {
+        let (queue, _reader) = blocked();
+        for number in 0..LINES_MAX + 500 {
+            queue.push(Line::new(&format!("line {number}"), 4));
+        }
+        // One line may be on its way to the pipe.
+        assert!((499..=500).contains(&queue.dropped()), "{}", queue.dropped());
+        queue.flush(Duration::from_millis(10));
+    }
+
+    #[test]
+    fn bytes_that_wait_are_bounded_and_so_is_a_line() {
+        let (queue, _reader) = blocked();
+        for _ in 0..BYTES_MAX / LINE_MAX + 10 {
+            queue.push(Line::new(&"\u{e9}".repeat(LINE_MAX), 4));
+        }
+        let state = queue.lock();
+        assert!(state.bytes <= BYTES_MAX && state.dropped > 0);
+        assert!(state.lines.iter().all(|line| line.text.len() <= LINE_MAX + " ...".len()));
+    }
+
+    #[test]
+    fn another_stream_takes_what_the_blocked_one_did_not_and_says_how_much_was_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let (queue, _reader) = blocked();
+        (0..LINES_MAX + 100).for_each(|n| queue.push(Line::new(&format!("line {n}"), 4)));
+        let lost = queue.dropped();
+        let (destination, path) = file(&folder);
+        let output = destination.open().unwrap();
+        queue.write_to(destination, output).unwrap();
+        queue.flush(LONG);
+        queue.push(Line::new("after it", 4));
+        queue.flush(LONG);
+        let text = std::fs::read_to_string(path).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        let note = lines.iter().position(|line| line.contains("lines of the log were dropped"));
+        let note = note.unwrap();
+        assert!(lines[note].contains(&format!(": {lost} lines")), "{}", lines[note]);
+        assert!(lines[note - 1].contains("line 10"), "{}", lines[note - 1]);
+        assert!(lines[note + 1].ends_with("after it"), "{}", lines[note + 1]);
+    }
+
+    #[test]
+    fn a_file_that_was_moved_away_is_opened_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let (destination, path) = file(&folder);
+        let queue = Arc::new(Queue::default());
+        let output = destination.open().unwrap();
+        queue.write_to(destination, output).unwrap();
+        queue.push(Line::new("before", 4));
+        queue.flush(LONG);
+        let old = folder.path().join("log.1");
+        std::fs::rename(&path, &old).unwrap();
+        queue.reopen();
+        let started = Instant::now();
+        while queue.lock().writer < 2 {
+            assert!(started.elapsed() < LONG);
+            std::thread::yield_now();
+        }
+        queue.push(Line::new("after", 4));
+        queue.flush(LONG);
+        assert!(std::fs::read_to_string(old).unwrap().ends_with("before\n"));
+        assert!(std::fs::read_to_string(path).unwrap().ends_with("after\n"));
+    }
+    #[test]
+    fn a_file_that_is_still_there_keeps_the_thread_that_hangs_on_it_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let mut reader = std::fs::File::options();
+        let _reader = reader.read(true).write(true).open(&path).unwrap();
+        let destination = Destination::File(path);
+        let output = destination.open().unwrap();
+        let queue = Arc::new(Queue::default());
+        queue.write_to(destination, output).unwrap();
+        for _ in 0..3 {
+            queue.push(Line::new(&"x".repeat(LINE_MAX), 4));
+            queue.reopen();
+            let started = Instant::now();
+            while queue.lock().reopening {
+                assert!(started.elapsed() < LONG);
+                std::thread::yield_now();
+            }
+            assert_eq!(queue.lock().writer, 1);
+        }
+    }
+
+    #[test]
+    fn lines_that_were_lost_are_told_of_again_where_the_note_could_not_be_written() {
+        let mut state = State::default();
+        state.lose();
+        let (note, lost) = state.next().unwrap();
+        assert!(note.text.starts_with("1 lines"));
+        assert_eq!(lost, Some(1));
+        // The note fails, and another line is lost.
+        state.failing = true;
+        state.lose();
+        assert!(state.next().is_none());
+        state.failing = false;
+        let (note, lost) = state.next().unwrap();
+        assert!(note.text.starts_with("2 lines"), "{}", note.text);
+        state.told = lost.unwrap();
+        assert!(state.next().is_none());
+    }
+}

@@ -1,0 +1,101 @@
+//! The sets of a mount whose last pieces nothing proves: a warning, and what is said of them later.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use serde_json::{Value, json};
+use tensorfs::checkpoint::{FolderId, Proved, Tail, Tree};
+use tensorfs::error::shown_path;
+use tensorfs::view::Arrangement;
+
+/// Sets that `status` names.
+const NAMED_MAX: usize = 20;
+
+/// What settles an unproven tail.
+pub(crate) const REMEDY: &str =
+    "settle it with -o expect-shards=N or reference=FILE, or a manifest (verify --write-manifest)";
+
+/// The tail of each set that is shown.
+#[derive(Default)]
+pub(crate) struct Tails(Mutex<BTreeMap<FolderId, Folder>>);
+
+/// The sets of one folder.
+#[derive(Default)]
+struct Folder {
+    /// Its path in the mount.
+    path: PathBuf,
+    /// Sets with an unproven tail, by the name that they are shown as.
+    unproven: Vec<String>,
+    /// Number of the other sets.
+    proven: usize,
+    /// The weight files that are shown, with the tail of their set.
+    files: BTreeMap<String, Tail>,
+}
+
+impl Tails {
+    /// Takes note of the sets of a folder, in place of what was known of it. Warns of each whose
+    /// tail is unproven, once.
+    pub(crate) fn note(&self, tree: &Tree, id: FolderId, proved: &Proved) {
+        let source = tree.folder(id);
+        let mut folder = Folder { path: source.relative.clone(), ..Folder::default() };
+        for set in proved.sets.iter().filter(|set| set.shown_at_parent.is_none()) {
+            let Ok(checkpoint) = &set.outcome else { continue };
+            if checkpoint.tail == Tail::Unproven {
+                folder.unproven.push(set.name.clone());
+            } else {
+                folder.proven += 1;
+            }
+            let as_it_is = tree.view.arrangement == Arrangement::Original;
+            let files = if as_it_is { set.files.iter().collect() } else { vec![&set.name] };
+            folder.files.extend(files.into_iter().map(|file| (file.clone(), checkpoint.tail)));
+        }
+        let new = {
+            let mut folders = self.lock();
+            let before = folders.get(&id).map_or(&[][..], |before| &before.unproven);
+            let new = folder.unproven.iter().filter(|name| !before.contains(name));
+            let new: Vec<String> = new.cloned().collect();
+            folders.insert(id, folder);
+            new
+        };
+        for name in new {
+            tracing::warn!("{}", warning(&source.path.join(name)));
+        }
+    }
+
+    /// The warnings given so far.
+    pub(crate) fn warnings(&self, tree: &Tree) -> Vec<String> {
+        let folders = self.lock();
+        let paths = folders.iter().flat_map(|(id, folder)| {
+            let path = tree.folder(*id).path.clone();
+            folder.unproven.iter().map(move |name| warning(&path.join(name)))
+        });
+        paths.collect()
+    }
+
+    /// The tail of the set that the weight file `name` of `folder` shows, or is a shard of.
+    pub(crate) fn of(&self, folder: FolderId, name: &str) -> Option<Tail> {
+        self.lock().get(&folder)?.files.get(name).copied()
+    }
+
+    /// What `tensorfs status` says: how many sets there are of each kind, and the unproven ones.
+    pub(crate) fn status(&self) -> Value {
+        let folders = self.lock();
+        let unproven: usize = folders.values().map(|folder| folder.unproven.len()).sum();
+        let proven: usize = folders.values().map(|folder| folder.proven).sum();
+        let named = folders.values().flat_map(|folder| {
+            folder.unproven.iter().map(|name| shown_path(&folder.path.join(name)))
+        });
+        let named: Vec<String> = named.take(NAMED_MAX).collect();
+        json!({ "proven": proven, "unproven": unproven, "files": named })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<FolderId, Folder>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn warning(path: &Path) -> String {
+    let path = shown_path(path);
+    format!("{path}: tail: unproven: a lost last piece would only make a tensor smaller; {REMEDY}")
+}

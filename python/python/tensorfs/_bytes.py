@@ -1,0 +1,24 @@
+"""Files of safetensors that are bytes in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._tensorfs import describe
+
+
+def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Name, and `dtype`, `shape` and `data`, of each tensor of a file; `data` is a copy that may be written to."""
+    whole = memoryview(bytes)
+    return [
+        (name, {"dtype": dtype, "shape": shape, "data": bytearray(whole[start:end])})
+        for name, dtype, shape, start, end in describe(bytes)
+    ]
+
+
+def load(data: bytes, framework: Any) -> dict[str, Any]:
+    """The tensors of a file, in memory that they share with nobody."""
+    tensors = {}
+    for name, found in deserialize(data):
+        tensors[name] = framework.of_bytes(found["data"], found["dtype"], found["shape"], name)
+    return tensors

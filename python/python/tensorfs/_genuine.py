@@ -1,0 +1,26 @@
+"""What is left to the package safetensors: saving."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def genuine(module: str) -> Any:
+    """A module of safetensors, such as `safetensors.torch`.
+
+    Raises `ImportError` where it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != "safetensors":
+            raise
+        raise ImportError(f"tensorfs saves by {module}, and it is not installed: pip install safetensors") from None
+
+
+def named(module: str, here: str, name: str, names: tuple[str, ...]) -> Any:
+    """For `__getattr__` of the module `here`: one of `names` that `module` of safetensors has."""
+    if name in names:
+        return getattr(genuine(module), name)
+    raise AttributeError(f"module {here!r} has no attribute {name!r}")

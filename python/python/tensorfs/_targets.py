@@ -1,0 +1,165 @@
+"""Memory that waits for tensors: of torch, of numpy, and of others."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Callable, Hashable, NamedTuple
+
+from . import _dtensor, _frameworks
+from ._dtensor import Box
+from ._errors import MismatchError, SafetensorError, error
+from ._tensorfs import memory_of
+
+
+class Target(NamedTuple):
+    """Memory that waits for a tensor, or for the part of it that this process has."""
+
+    address: int
+    nbytes: int
+    dtype: str | None
+    """None where it is bytes of anything."""
+    shape: list[int] | None
+    """Of the whole tensor, as its framework counts; None where it is bytes of anything."""
+    owner: Any
+    """What keeps it."""
+    gpu: int | None = None
+    """Where it is; None for the CPU."""
+    boxes: list[Box] | None = None
+    """The parts of the tensor that lie there one after the other; None where it is all of the tensor."""
+    identity: Hashable = None
+    """Equal where two targets are the same memory, also if it has no bytes. None where that cannot be told."""
+
+    def is_alias_of(self, other: Target) -> bool:
+        """Whether what fills the other one fills this one, with the same bytes."""
+        if self.identity is None or self.identity != other.identity or self.dtype not in (None, other.dtype):
+            return False
+        # The bytes of a whole tensor are the same in any shape, those of a shard are of its place in there.
+        same = (self.shape, self.boxes) == (other.shape, other.boxes)
+        return same or (self.boxes is None and other.boxes is None)
+
+
+Refused = Callable[[str], SafetensorError]
+
+
+def target_of(into: Any, name: str) -> Target:
+    """The memory of an object.
+
+    Raises `MismatchError` where it has none, or none that can be loaded into.
+    """
+
+    def refused(why: str) -> SafetensorError:
+        return error(f"tensor `{name}`: the target {why}", cls=MismatchError, tensor=name)
+
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(into, torch.Tensor):
+        return _of_torch(torch, into, refused)
+    if numpy is not None and isinstance(into, numpy.ndarray):
+        return _of_array(numpy, into, refused)
+    if hasattr(into, "__dlpack__"):
+        try:
+            address, nbytes, dtype, shape, owner = memory_of(into)
+        except (BufferError, TypeError) as e:
+            raise refused(str(e)) from None
+        except Exception as e:
+            # Code of others: it may raise anything.
+            raise refused(f"does not give its memory by DLPack: {type(e).__name__}: {e}") from None
+        identity = (None, address, nbytes) if nbytes else None
+        return Target(address, nbytes, dtype, list(shape), owner, identity=identity)
+    return _of_buffer(into, refused)
+
+
+def _of_array(numpy: Any, into: Any, refused: Refused) -> Target:
+    own = _asked_of(numpy.ndarray, into)
+    if not own("flags").c_contiguous or not own("flags").writeable:
+        raise refused("is not contiguous, or must not be written to")
+    dtype = _frameworks.find("np").dtype_name(own("dtype"))
+    if dtype is None:
+        raise refused(f"has {own('dtype')}, which no checkpoint has")
+    address, nbytes = own("__array_interface__")["data"][0], own("nbytes")
+    identity = (None, address, nbytes) if nbytes else None
+    return Target(address, nbytes, dtype, list(own("shape")), into, identity=identity)
+
+
+def _of_torch(torch: Any, into: Any, refused: Refused) -> Target:
+    if not _dtensor.is_dtensor(into):
+        return _of_plain(torch, into, refused)
+    with torch.no_grad():
+        local = into.to_local()
+    found = _of_plain(torch, local, refused)
+    try:
+        boxes = _dtensor.local_boxes(into, found.shape)
+    except _dtensor.Unknown as e:
+        raise refused(str(e)) from None
+    shape = list(into.shape)
+    is_whole = boxes == [[(0, size) for size in shape]] or 0 in shape
+    # The local shard may be all that keeps the memory, and the DTensor all that keeps the shard.
+    return found._replace(shape=shape, boxes=None if is_whole else boxes, owner=(into, local))
+
+
+def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
+    """A tensor that is memory and nothing else."""
+    # Classes of Python may answer anything to what is asked of their objects.
+    own = _asked_of(torch.Tensor, into)
+    with torch._C.DisableTorchFunctionSubclass():
+        _refuse_other_kinds(torch, into, refused)
+        device, layout, shape = own("device"), own("layout"), list(own("shape"))
+        gpu = device.index if device.type == "cuda" else None
+        if (device.type != "cpu" and gpu is None) or layout is not torch.strided:
+            raise refused(f"is on {device} with layout {layout}; it has to be dense, on the CPU or a GPU")
+        dtype = _frameworks.find("pt").dtype_name(own("dtype"))
+        if dtype is None:
+            raise refused(f"has {own('dtype')}, which no checkpoint has")
+        try:
+            is_plain = own("is_contiguous")() and not own("is_conj")() and not own("is_neg")()
+            address, nbytes, storage = own("data_ptr")(), own("nbytes"), own("untyped_storage")()
+            end = own("storage_offset")() * own("element_size")() + nbytes
+            has = storage.nbytes()
+        except (RuntimeError, NotImplementedError):
+            # Such as what functions of torch.func are called with.
+            raise refused("has no memory of its own") from None
+        if not is_plain:
+            raise refused("is not contiguous")
+        if nbytes and (address == 0 or has < end):
+            raise refused(f"has {has if address else 0} bytes of memory, and needs {end}; allocate it first")
+        # Tensors without elements have no address.
+        identity = (gpu, address, nbytes) if nbytes else (storage._cdata, end)
+        return Target(address, nbytes, dtype, shape, into, gpu, identity=identity)
+
+
+def _asked_of(cls: type, into: Any) -> Callable[[str], Any]:
+    """Attributes and methods of an object as `cls` has them, whatever classes derived from it make of them."""
+
+    def own(name: str) -> Any:
+        return getattr(cls, name).__get__(into)
+
+    return own
+
+
+def _refuse_other_kinds(torch: Any, into: Any, refused: Refused) -> None:
+    """Refuses tensors whose memory, if they have any, is not the elements that they show."""
+    kind = type(into)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise refused(f"is a {kind.__module__}.{kind.__qualname__}, of which it is not known where its elements lie")
+    if torch.nn.parameter.is_lazy(into):
+        raise refused("is a parameter that is not initialized yet")
+    own = _asked_of(torch.Tensor, into)
+    if own("is_meta"):
+        raise refused("is on meta, which has no memory; allocate it first, as to_empty() does")
+    if own("is_nested") or own("is_quantized"):
+        raise refused("is nested or quantized; it has to be dense")
+
+
+def _of_buffer(into: Any, refused: Refused) -> Target:
+    import ctypes
+
+    try:
+        view = memoryview(into)
+    except TypeError:
+        raise refused(f"is a {type(into).__name__}, which has no memory to load into") from None
+    if view.readonly or not view.c_contiguous:
+        raise refused("is not contiguous, or must not be written to")
+    # Holds the buffer, so that it is not resized meanwhile.
+    held = (ctypes.c_char * view.nbytes).from_buffer(view)
+    address = ctypes.addressof(held)
+    identity = (None, address, view.nbytes) if view.nbytes else None
+    return Target(address, view.nbytes, None, None, held, identity=identity)

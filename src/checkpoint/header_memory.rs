@@ -1,0 +1,141 @@
+//! How many bytes of headers are in memory at a time: a header takes several times its length, and
+//! whoever may put files into a source could otherwise take all memory of who serves it.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::{Class, Error, Fault, Result};
+
+/// Bytes of headers of one folder that are read on any machine.
+const FOLDER_MIN: u64 = 512 << 20;
+
+/// Part of the machine's memory that the headers of one folder may have in bytes: on machines for
+/// the largest checkpoints the headers are more than on others.
+const FOLDER_SHARE: u64 = 64;
+
+/// Headers of a folder of which there are no more wait for nobody: what others do is no reason to
+/// refuse an ordinary checkpoint.
+const SMALL_MAX: u64 = 1 << 20;
+
+/// How long one folder waits for the headers of others.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// Bytes of headers in memory, of all folders that are being proved.
+static IN_USE: Mutex<u64> = Mutex::new(0);
+static FREED: Condvar = Condvar::new();
+
+/// The headers of a folder, while they are in memory.
+#[derive(Debug, Default)]
+pub(super) struct Reserved(u64);
+
+impl Reserved {
+    /// Takes note of `len` bytes of headers in `folder`. Waits while those of other folders leave no
+    /// room.
+    ///
+    /// # Errors
+    /// `Error::Io` where they leave none for long: it says nothing of the folder.
+    pub(super) fn wait(folder: &Path, len: u64) -> Result<Reserved> {
+        Reserved::wait_for(folder, len, WAIT_MAX)
+    }
+
+    fn wait_for(folder: &Path, len: u64, limit: Duration) -> Result<Reserved> {
+        if len <= SMALL_MAX {
+            return Ok(Reserved(0));
+        }
+        let deadline = Instant::now() + limit;
+        let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        // Two folders of the largest kind; one alone always goes on.
+        while *in_use > 0 && *in_use + len > 2 * folder_max() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let message = format!(
+                    "headers of {} bytes are being read in other folders; look again later",
+                    *in_use
+                );
+                let busy = io::Error::new(io::ErrorKind::ResourceBusy, message);
+                return Err(Error::io(folder, "read headers", busy));
+            }
+            let waited = FREED.wait_timeout(in_use, left);
+            in_use = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *in_use += len;
+        Ok(Reserved(len))
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        *IN_USE.lock().unwrap_or_else(PoisonError::into_inner) -= self.0;
+        FREED.notify_all();
+    }
+}
+
+/// Most bytes of headers of one folder.
+pub(super) fn folder_max() -> u64 {
+    static MAX: OnceLock<u64> = OnceLock::new();
+    *MAX.get_or_init(|| {
+        let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+        let total = total.and_then(|kib| kib.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        (total.unwrap_or(0) * 1024 / FOLDER_SHARE).max(FOLDER_MIN)
+    })
+}
+
+/// How many of the headers, by their lengths in the order in which they count, fit into `max`
+/// bytes, and the bytes of those: all up to the first that does not.
+pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
+    let mut sum = 0_u64;
+    for (count, &len) in lens.iter().enumerate() {
+        match sum.checked_add(len).filter(|&sum| sum <= max) {
+            Some(more) => sum = more,
+            None => return (count, sum),
+        }
+    }
+    (lens.len(), sum)
+}
+
+/// Why a weight file of a folder is not read.
+pub(super) fn too_many(total: u64, max: u64) -> Fault {
+    let message = format!(
+        "the headers of the weight files in this folder have {total} bytes, {max} are read of one \
+         folder; move checkpoints to folders of their own"
+    );
+    Fault::new(Class::HeaderTooLarge, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_admitted_in_order_until_one_does_not_fit() {
+        assert_eq!(admitted(&[], 10), (0, 0));
+        assert_eq!(admitted(&[4, 6], 10), (2, 10));
+        assert_eq!(admitted(&[4, 7, 1], 10), (1, 4));
+        assert_eq!(admitted(&[11], 10), (0, 0));
+        assert_eq!(admitted(&[1, u64::MAX], u64::MAX), (1, 1));
+    }
+
+    #[test]
+    fn a_folder_waits_for_the_headers_of_others_and_one_alone_always_goes_on() {
+        let (folder, large) = (Path::new("/a"), SMALL_MAX + 1);
+        let first = Reserved::wait(folder, 2 * folder_max() + 1).unwrap();
+        let soon = Duration::from_millis(10);
+        let busy = Reserved::wait_for(folder, large, soon).map(|_| ()).unwrap_err();
+        assert_eq!(busy.class(), Class::Io);
+        assert!(busy.to_string().contains("look again later"), "{busy}");
+        // Ordinary checkpoints do not wait at all.
+        Reserved::wait_for(folder, SMALL_MAX, Duration::ZERO).unwrap();
+        let (send, receive) = std::sync::mpsc::channel();
+        let second = std::thread::spawn(move || {
+            let reserved = Reserved::wait(Path::new("/a"), large);
+            send.send(reserved.map(|_| ())).unwrap();
+        });
+        assert!(receive.recv_timeout(soon).is_err());
+        drop(first);
+        receive.recv().unwrap().unwrap();
+        second.join().unwrap();
+    }
+}

@@ -1,0 +1,601 @@
+//! Scanning a source: which folders and files there are, and where links lead.
+//!
+//! Folders that lie in the source come first, then those behind one link, behind two, and so on.
+//! So a tree that fits is seen whole before links multiply it. Where there is too much, the part
+//! that is too large is left out and says so; its neighbours stay.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::error::{Error, Result, shown_path};
+use crate::format::names;
+use crate::source::Identity;
+use crate::source::resolve::{Bounds, Unusable};
+
+use super::tree::{File, Folder, FolderId, Misfit};
+
+/// How much of one source is looked at.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Deepest folder entered: links could make a tree without end.
+    pub(super) depth: usize,
+    /// Most files and folders that lie in one source.
+    pub(super) entries: usize,
+    /// Most folders reached through links: few links to each other's folders make many paths.
+    pub(super) linked: usize,
+    /// Most files and folders in those.
+    pub(super) linked_entries: usize,
+}
+
+/// The limits of every source.
+pub(super) const LIMITS: Limits =
+    Limits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
+
+/// Most lines kept of what was left out for one reason.
+const LINES_MAX: usize = 10;
+
+/// Most names in the note of a folder about what it lacks.
+const NAMED_MAX: usize = 20;
+
+/// What a scan left out.
+#[derive(Clone, Debug, Default)]
+pub struct LeftOut {
+    /// A line for each of the first names of each reason.
+    pub lines: Vec<String>,
+    /// How many names were left out for the same reason.
+    counts: BTreeMap<Unusable, usize>,
+}
+
+impl LeftOut {
+    /// How many names were left out and why, with advice, on one line; none where all are shown.
+    pub fn summary(&self) -> Option<String> {
+        let count: usize = self.counts.values().sum();
+        if count == 0 {
+            return None;
+        }
+        let reasons = self.counts.iter();
+        let reasons = reasons.map(|(why, n)| format!("{} ({})", why.counted(*n), why.advice()));
+        let names = if count == 1 { "name is" } else { "names are" };
+        Some(format!("{count} {names} skipped: {}", reasons.collect::<Vec<_>>().join(", ")))
+    }
+
+    /// Whether parts of the source are left out because there is too much.
+    pub fn is_partial(&self) -> bool {
+        let too_much = [Unusable::TooManyLinks, Unusable::TooManyFiles];
+        too_much.iter().any(|why| self.counts.contains_key(why))
+    }
+
+    fn add(&mut self, why: Unusable, line: impl FnOnce() -> String) {
+        let count = self.counts.entry(why).or_default();
+        *count += 1;
+        if *count <= LINES_MAX {
+            self.lines.push(line());
+        }
+    }
+}
+
+/// What stands in a folder, whatever path leads to it.
+struct Listing {
+    identity: Identity,
+    files: Arc<[File]>,
+    misfits: Arc<[Misfit]>,
+    folders: Vec<Arc<Subfolder>>,
+    /// Number of entries.
+    len: usize,
+}
+
+/// A folder in a folder, or a link to one.
+struct Subfolder {
+    name: OsString,
+    real: PathBuf,
+    inode: (u64, u64),
+    is_link: bool,
+}
+
+/// A folder on its way into the tree.
+struct Place {
+    folder: Arc<Subfolder>,
+    parent: Option<usize>,
+    depth: usize,
+    /// Whether a link leads to it, or to a folder that it lies in.
+    linked: bool,
+    /// `None` until it was read, and where it cannot be.
+    listing: Option<Arc<Listing>>,
+    children: Vec<usize>,
+    /// Why it is left out, where it is.
+    closed: Option<Unusable>,
+    /// Whether links in it, or below, are not followed because they lead to too much.
+    trimmed: bool,
+}
+
+/// A scan in progress.
+pub(super) struct Scan<'a> {
+    bounds: &'a Bounds,
+    limits: Limits,
+    /// Whether folders in the source are entered.
+    deep: bool,
+    /// Parents before children.
+    places: Vec<Place>,
+    /// Folders to be read, as places.
+    next: VecDeque<usize>,
+    /// Those behind one link more.
+    behind_links: VecDeque<usize>,
+    /// By the real path of a folder: each is read once, however many links lead to it.
+    listings: HashMap<PathBuf, Arc<Listing>>,
+    /// What links were already said to be left out.
+    told: HashSet<PathBuf>,
+    entries: usize,
+    linked: usize,
+    linked_entries: usize,
+    left_out: LeftOut,
+}
+
+impl<'a> Scan<'a> {
+    /// A scan within `bounds` and `limits`; `deep`: of the folders in the source too.
+    pub(super) fn new(bounds: &'a Bounds, limits: Limits, deep: bool) -> Scan<'a> {
+        Scan {
+            bounds,
+            limits,
+            deep,
+            places: Vec::new(),
+            next: VecDeque::new(),
+            behind_links: VecDeque::new(),
+            listings: HashMap::new(),
+            told: HashSet::new(),
+            entries: 0,
+            linked: 0,
+            linked_entries: 0,
+            left_out: LeftOut::default(),
+        }
+    }
+
+    /// The folders of the source at `root`, parents before children and siblings by name, and
+    /// what was left out.
+    ///
+    /// # Errors
+    /// Where the source itself cannot be read, or holds too many files of its own.
+    pub(super) fn run(mut self, root: PathBuf) -> Result<(Vec<Folder>, LeftOut)> {
+        let meta = std::fs::metadata(&root).map_err(|e| Error::io(&root, "read", e))?;
+        let identity = Identity::of(&meta);
+        let inode = (identity.dev, identity.ino);
+        let root = Subfolder { name: OsString::new(), real: root, inode, is_link: false };
+        self.places.push(Place {
+            folder: Arc::new(root),
+            parent: None,
+            depth: 0,
+            linked: false,
+            listing: None,
+            children: Vec::new(),
+            closed: None,
+            trimmed: false,
+        });
+        self.next.push_back(0);
+        loop {
+            let Some(at) = self.next.pop_front() else {
+                if self.behind_links.is_empty() {
+                    break;
+                }
+                std::mem::swap(&mut self.next, &mut self.behind_links);
+                continue;
+            };
+            if let Err(error) = self.enter(at) {
+                if at == 0 {
+                    return Err(error);
+                }
+                let relative = shown_path(&self.relative(at));
+                self.left_out
+                    .add(Unusable::Unreadable, || format!("{relative}: not shown: {error}"));
+                continue;
+            }
+            for &child in &self.places[at].children {
+                let is_link = self.places[child].folder.is_link;
+                let queue = if is_link { &mut self.behind_links } else { &mut self.next };
+                queue.push_back(child);
+            }
+            self.shed()?;
+        }
+        Ok(self.finish())
+    }
+
+    /// Reads the folder at `at` and notes the folders in it.
+    fn enter(&mut self, at: usize) -> Result<()> {
+        let place = &self.places[at];
+        let listing = match self.listings.get(&place.folder.real) {
+            Some(listing) => listing.clone(),
+            None => {
+                let listing = Arc::new(read(self.bounds, &place.folder.real)?);
+                self.listings.insert(place.folder.real.clone(), listing.clone());
+                let relative = self.relative(at);
+                for misfit in listing.misfits.iter() {
+                    self.skip(&relative.join(&misfit.name), misfit.why);
+                }
+                listing
+            }
+        };
+        let above = self.above(at);
+        let (depth, linked) = (self.places[at].depth + 1, self.places[at].linked);
+        *(if linked { &mut self.linked_entries } else { &mut self.entries }) += listing.len;
+        let deep = self.deep;
+        for folder in listing.folders.iter().filter(|_| deep) {
+            let why = if above.contains(&folder.inode) {
+                Unusable::Above
+            } else if depth >= self.limits.depth {
+                Unusable::TooDeep
+            } else {
+                let child = self.places.len();
+                let linked = linked || folder.is_link;
+                self.linked += usize::from(linked);
+                self.places.push(Place {
+                    folder: folder.clone(),
+                    parent: Some(at),
+                    depth,
+                    linked,
+                    listing: None,
+                    children: Vec::new(),
+                    closed: None,
+                    trimmed: false,
+                });
+                self.places[at].children.push(child);
+                continue;
+            };
+            if self.told.insert(self.places[at].folder.real.join(&folder.name)) {
+                let relative = self.relative(at).join(&folder.name);
+                self.skip(&relative, why);
+            }
+        }
+        self.places[at].listing = Some(listing);
+        Ok(())
+    }
+
+    /// The inodes of the folder at `at` and of those that it lies in.
+    fn above(&self, at: usize) -> Vec<(u64, u64)> {
+        let parents = std::iter::successors(Some(at), |&at| self.places[at].parent);
+        parents.map(|at| self.places[at].folder.inode).collect()
+    }
+
+    /// Path of the folder at `at` below the source.
+    fn relative(&self, at: usize) -> PathBuf {
+        let parents = std::iter::successors(Some(at), |&at| self.places[at].parent);
+        let names: Vec<&OsStr> =
+            parents.map(|at| self.places[at].folder.name.as_os_str()).collect();
+        names.iter().rev().collect()
+    }
+
+    fn skip(&mut self, relative: &Path, why: Unusable) {
+        self.left_out.add(why, || {
+            format!("{}: not shown: {}; {}", shown_path(relative), why.text(), why.advice())
+        });
+    }
+
+    /// Leaves out the largest parts until the rest is well below the limits. What links lead to is
+    /// counted apart: links cost nothing, so they must not take the place of real files.
+    ///
+    /// # Errors
+    /// Where the source itself holds too many files.
+    fn shed(&mut self) -> Result<()> {
+        if self.linked > self.limits.linked {
+            let weigh = |place: &Place| usize::from(place.linked && place.closed.is_none());
+            self.linked = self.shed_to(self.limits.linked, &weigh, Unusable::TooManyLinks)?;
+        }
+        if self.linked_entries > self.limits.linked_entries {
+            let weigh = |place: &Place| if place.linked { place.len() } else { 0 };
+            self.linked_entries =
+                self.shed_to(self.limits.linked_entries, &weigh, Unusable::TooManyLinks)?;
+        }
+        if self.entries > self.limits.entries {
+            let weigh = |place: &Place| if place.linked { 0 } else { place.len() };
+            self.entries = self.shed_to(self.limits.entries, &weigh, Unusable::TooManyFiles)?;
+        }
+        Ok(())
+    }
+
+    /// Closes folders until what is left weighs no more than three quarters of `max`; returns that
+    /// weight. Goes down into the folder that outweighs all others, so that a small one beside it
+    /// stays, and closes the heaviest folders there, or only the links in them. Part of what a link
+    /// leads to is of no use, so it does not go down behind links.
+    fn shed_to(
+        &mut self,
+        max: usize,
+        weigh: &dyn Fn(&Place) -> usize,
+        why: Unusable,
+    ) -> Result<usize> {
+        let mut weights = self.weights(weigh);
+        while weights[0] > max {
+            let mut at = 0;
+            let heaviest = |at: usize| {
+                let children = self.places[at].children.iter().copied();
+                children.max_by_key(|&child| weights[child]).filter(|&child| weights[child] > 0)
+            };
+            while let Some(child) = heaviest(at)
+                .filter(|&child| weights[child] * 2 > weights[at] && !self.places[child].linked)
+            {
+                at = child;
+            }
+            let mut children = self.places[at].children.clone();
+            let of_children: usize = children.iter().map(|&child| weights[child]).sum();
+            if of_children * 2 < weights[at] {
+                // The files of the folder itself are too many.
+                if at == 0 {
+                    let root = shown_path(self.bounds.root());
+                    let message = format!("{root}: {}; {}", why.text(), why.advice());
+                    return Err(Error::usage(message));
+                }
+                children = vec![at];
+            }
+            // Of equal ones the last by name goes first.
+            children.sort_by_key(|&child| std::cmp::Reverse((weights[child], child)));
+            let mut left = weights[0];
+            for child in children {
+                if left <= max / 4 * 3 {
+                    break;
+                }
+                left -= weights[child];
+                if why == Unusable::TooManyLinks {
+                    self.close_links(child);
+                } else {
+                    self.close(child, why);
+                }
+            }
+            self.places[at].trimmed |= why == Unusable::TooManyLinks;
+            self.forget_closed();
+            weights = self.weights(weigh);
+        }
+        Ok(weights[0])
+    }
+
+    /// The weight of each folder with all below it.
+    fn weights(&self, weigh: &dyn Fn(&Place) -> usize) -> Vec<usize> {
+        let mut weights = vec![0; self.places.len()];
+        for (at, place) in self.places.iter().enumerate().rev() {
+            weights[at] += weigh(place);
+            if let Some(parent) = place.parent {
+                weights[parent] += weights[at];
+            }
+        }
+        weights
+    }
+
+    /// Leaves out what links in the folder at `at` lead to; the files that lie there stay.
+    fn close_links(&mut self, at: usize) {
+        let mut next = vec![at];
+        while let Some(at) = next.pop() {
+            if self.places[at].linked {
+                self.close(at, Unusable::TooManyLinks);
+            } else {
+                next.extend(&self.places[at].children);
+            }
+        }
+    }
+
+    /// Leaves out what is in the folder at `at`.
+    fn close(&mut self, at: usize, why: Unusable) {
+        let relative = self.relative(at);
+        self.skip(&relative, why);
+        let place = &mut self.places[at];
+        place.closed = Some(why);
+        place.listing = None;
+    }
+
+    /// Forgets all that lies in closed folders. The folders themselves stay, and weigh nothing.
+    fn forget_closed(&mut self) {
+        let mut now_at: Vec<Option<usize>> = Vec::with_capacity(self.places.len());
+        let mut kept: Vec<Place> = Vec::new();
+        for mut place in std::mem::take(&mut self.places) {
+            let parent = place.parent.map(|at| now_at[at].filter(|&at| kept[at].closed.is_none()));
+            now_at.push(match parent {
+                Some(None) => None,
+                parent => {
+                    place.parent = parent.flatten();
+                    kept.push(place);
+                    Some(kept.len() - 1)
+                }
+            });
+        }
+        let open = |at: &usize| kept[*at].closed.is_none();
+        for queue in [&mut self.next, &mut self.behind_links] {
+            *queue = queue.iter().filter_map(|&at| now_at[at].filter(open)).collect();
+        }
+        for place in &mut kept {
+            let children = place.children.iter().filter_map(|&at| now_at[at]);
+            place.children = children.collect();
+        }
+        self.places = kept;
+    }
+
+    fn finish(self) -> (Vec<Folder>, LeftOut) {
+        let mut folders: Vec<Folder> = Vec::new();
+        let mut next: Vec<(usize, Option<FolderId>, PathBuf)> = vec![(0, None, PathBuf::new())];
+        while let Some((at, parent, relative)) = next.pop() {
+            let place = &self.places[at];
+            let Some(folder) = self.folder(at, parent, &relative) else { continue };
+            let id = folders.len();
+            if let Some(parent) = parent {
+                folders[parent].children.push((place.folder.name.clone(), id));
+            }
+            folders.push(folder);
+            // The last one is taken first.
+            let children = place.children.iter().rev();
+            next.extend(
+                children.map(|&child| {
+                    (child, Some(id), relative.join(&self.places[child].folder.name))
+                }),
+            );
+        }
+        (folders, self.left_out)
+    }
+
+    /// The folder at `at` as part of the tree; none where it cannot be read.
+    fn folder(&self, at: usize, parent: Option<FolderId>, relative: &Path) -> Option<Folder> {
+        let place = &self.places[at];
+        let (identity, files, misfits) = match (&place.listing, place.closed) {
+            (Some(listing), _) => {
+                (listing.identity, listing.files.clone(), listing.misfits.clone())
+            }
+            (None, Some(_)) => {
+                let meta = std::fs::symlink_metadata(&place.folder.real).ok()?;
+                (Identity::of(&meta), [].into(), [].into())
+            }
+            (None, None) => return None,
+        };
+        let is = |name: &str, why: Unusable| {
+            format!("{name} is not shown: it is {}; {}", why.text(), why.advice())
+        };
+        let mut lacks = Vec::from_iter(place.closed.map(|why| is("this folder", why)));
+        if place.trimmed {
+            let advice = Unusable::TooManyLinks.advice();
+            lacks
+                .push(format!("links here lead to too many folders, some are not shown; {advice}"));
+        }
+        let closed = place.children.iter().map(|&child| &self.places[child]);
+        let closed: Vec<_> = closed.filter_map(|p| Some((&p.folder.name, p.closed?))).collect();
+        let lines = closed.iter().take(NAMED_MAX);
+        lacks.extend(lines.map(|(name, why)| is(&shown_path(name.as_ref()), *why)));
+        if closed.len() > NAMED_MAX {
+            lacks.push(format!("{} more folders are not shown", closed.len() - NAMED_MAX));
+        }
+        Some(Folder {
+            relative: relative.to_owned(),
+            path: place.folder.real.clone(),
+            identity,
+            parent,
+            children: Vec::new(),
+            files,
+            misfits,
+            lacks,
+            gone: Vec::new(),
+        })
+    }
+}
+
+impl Place {
+    /// Number of entries, where it was read.
+    fn len(&self) -> usize {
+        self.listing.as_ref().map_or(0, |listing| listing.len)
+    }
+}
+
+/// Reads the folder at `path`.
+fn read(bounds: &Bounds, path: &Path) -> Result<Listing> {
+    let read_error = |e| Error::io(path, "read", e);
+    let identity = Identity::of(&std::fs::metadata(path).map_err(read_error)?);
+    let entries = std::fs::read_dir(path).map_err(read_error)?;
+    let names = entries.map(|entry| entry.map(|entry| entry.file_name()));
+    let mut names = names.collect::<std::io::Result<Vec<OsString>>>().map_err(read_error)?;
+    names.sort();
+    let (mut files, mut misfits, mut folders) = (Vec::new(), Vec::new(), Vec::new());
+    let len = names.len();
+    for name in names {
+        let here = path.join(&name);
+        let Ok(meta) = std::fs::symlink_metadata(&here) else { continue };
+        let is_link = meta.is_symlink();
+        let found = if is_link { bounds.resolve(&here) } else { Ok((here, meta)) };
+        let (real, meta) = match found {
+            Ok(found) => found,
+            Err(why) => {
+                misfits.push(Misfit { name, why });
+                continue;
+            }
+        };
+        let identity = Identity::of(&meta);
+        if meta.is_file() && name.to_str().is_none() && is_weight_file(&name) {
+            misfits.push(Misfit { name, why: Unusable::NotUtf8 });
+        } else if meta.is_file() {
+            files.push(File { name, path: real, identity });
+        } else if meta.is_dir() {
+            let inode = (identity.dev, identity.ino);
+            folders.push(Arc::new(Subfolder { name, real, inode, is_link }));
+        } else {
+            misfits.push(Misfit { name, why: Unusable::Special });
+        }
+    }
+    Ok(Listing { identity, files: files.into(), misfits: misfits.into(), folders, len })
+}
+
+fn is_weight_file(name: &OsStr) -> bool {
+    let suffixes = [names::SUFFIX].into_iter().chain(names::BINTENSORS_SUFFIXES);
+    let name = name.as_encoded_bytes();
+    !name.starts_with(b".") && suffixes.into_iter().any(|suffix| name.ends_with(suffix.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::view::Links;
+
+    const LIMITS: Limits = Limits { depth: 40, entries: 50, linked: 12, linked_entries: 30 };
+
+    fn files(folder: &Path, count: usize) {
+        std::fs::create_dir_all(folder).unwrap();
+        (0..count).for_each(|n| std::fs::write(folder.join(n.to_string()), "").unwrap());
+    }
+
+    fn scan(root: &Path) -> Result<(Vec<Folder>, LeftOut)> {
+        let root = std::fs::canonicalize(root).unwrap();
+        let bounds = Bounds::new(root.clone(), Vec::new(), Links::Inside);
+        Scan::new(&bounds, LIMITS, true).run(root)
+    }
+
+    fn shape(folders: &[Folder]) -> Vec<(String, usize, bool)> {
+        let row = |folder: &Folder| {
+            let name = folder.relative.to_str().unwrap().to_owned();
+            (name, folder.files.len(), !folder.lacks.is_empty())
+        };
+        folders.iter().map(row).collect()
+    }
+
+    fn row(name: &str, files: usize, lacks: bool) -> (String, usize, bool) {
+        (name.to_owned(), files, lacks)
+    }
+
+    #[test]
+    fn a_folder_of_too_many_files_is_left_out_and_its_neighbours_stay() {
+        let root = tempfile::tempdir().unwrap();
+        files(&root.path().join("a/small"), 3);
+        files(&root.path().join("b/big"), 60);
+        files(&root.path().join("c"), 2);
+        let (folders, left_out) = scan(root.path()).unwrap();
+        let expected = [
+            row("", 0, false),
+            row("a", 0, false),
+            row("a/small", 3, false),
+            row("b", 0, true),
+            row("b/big", 0, true),
+            row("c", 2, false),
+        ];
+        assert_eq!(shape(&folders), expected);
+        assert!(left_out.is_partial() && left_out.summary().unwrap().contains("too many files"));
+        for (id, folder) in folders.iter().enumerate() {
+            assert!(folder.children.iter().all(|&(_, child)| folders[child].parent == Some(id)));
+        }
+    }
+
+    #[test]
+    fn a_source_of_too_many_files_of_its_own_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        files(root.path(), 60);
+        assert!(scan(root.path()).unwrap_err().to_string().contains("too many files"));
+    }
+
+    #[test]
+    fn links_that_lead_to_too_much_take_no_place_of_real_files() {
+        let root = tempfile::tempdir().unwrap();
+        let link = |to: &str, from: &str| {
+            std::os::unix::fs::symlink(to, root.path().join(from)).unwrap();
+        };
+        files(&root.path().join("a"), 20);
+        files(&root.path().join("farm/target"), 4);
+        (0..9).for_each(|n| link("target", &format!("farm/link{n}")));
+        files(&root.path().join("z"), 1);
+        link("../a", "z/one");
+        let (folders, _) = scan(root.path()).unwrap();
+        let found = shape(&folders);
+        for expected in [row("a", 20, false), row("farm", 0, true), row("z", 1, false)] {
+            assert!(found.contains(&expected), "{found:?}");
+        }
+        assert!(found.contains(&row("farm/target", 4, false)), "{found:?}");
+        let links = found.iter().filter(|(name, ..)| name.starts_with("farm/link"));
+        assert!(links.clone().any(|(_, _, lacks)| *lacks) && links.count() == 9, "{found:?}");
+    }
+}

@@ -1,0 +1,161 @@
+//! What tells one state of a file from another.
+
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use nix::libc;
+
+use super::file_system::FileSystem;
+
+/// What tells one state of a file from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Device.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// When the inode was made, where the file system says: a deleted file's number may go to
+    /// the next one.
+    born: Option<SystemTime>,
+    /// Time of the last change of the bytes, in seconds and nanoseconds.
+    pub mtime: (i64, i64),
+    ctime: (i64, i64),
+    nlink: u64,
+    mode: u32,
+    owner: (u32, u32),
+}
+
+impl Identity {
+    /// The identity that a system call reported.
+    pub fn of(meta: &std::fs::Metadata) -> Identity {
+        Identity {
+            dev: meta.dev(),
+            ino: meta.ino(),
+            len: meta.size(),
+            born: meta.created().ok(),
+            mtime: (meta.mtime(), meta.mtime_nsec()),
+            ctime: (meta.ctime(), meta.ctime_nsec()),
+            nlink: meta.nlink(),
+            mode: meta.mode(),
+            owner: (meta.uid(), meta.gid()),
+        }
+    }
+
+    /// Time of the last change of bytes or attributes, in seconds and nanoseconds.
+    pub fn ctime(&self) -> (i64, i64) {
+        self.ctime
+    }
+
+    /// When the inode was made, where the file system says, in nanoseconds since 1970.
+    pub fn born(&self) -> Option<u128> {
+        let born = self.born?.duration_since(SystemTime::UNIX_EPOCH);
+        born.ok().map(|since| since.as_nanos())
+    }
+
+    /// Whether both are states of one inode.
+    pub fn same_inode(&self, other: &Identity) -> bool {
+        (self.dev, self.ino, self.born) == (other.dev, other.ino, other.born)
+    }
+
+    /// Whether the bytes are the same, as far as size and modification time tell.
+    pub fn same_bytes(&self, other: &Identity) -> bool {
+        self.same_inode(other) && self.len == other.len && self.mtime == other.mtime
+    }
+
+    /// The identity of what is at `path` now, links not followed. The server of a remote file
+    /// system is asked, whatever a client remembers.
+    ///
+    /// # Errors
+    /// Those of statx(2).
+    pub fn now(path: &Path) -> io::Result<Identity> {
+        let name = CString::new(path.as_os_str().as_bytes())?;
+        match statx_now(libc::AT_FDCWD, &name, libc::AT_SYMLINK_NOFOLLOW) {
+            Err(e) if lacks_statx(&e) => {
+                std::fs::symlink_metadata(path).map(|meta| Identity::of(&meta))
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Whether it is a regular file.
+    pub fn is_file(&self) -> bool {
+        self.mode & libc::S_IFMT == libc::S_IFREG
+    }
+
+    /// Whether links, mode or owner differ, which leave the bytes alone.
+    pub(super) fn differs_in_attributes(&self, other: &Identity) -> bool {
+        (self.nlink, self.mode, self.owner) != (other.nlink, other.mode, other.owner)
+    }
+
+    fn of_statx(stat: &libc::statx) -> Identity {
+        let time = |time: libc::statx_timestamp| (time.tv_sec, i64::from(time.tv_nsec));
+        let birth = stat.stx_btime;
+        let born = (stat.stx_mask & libc::STATX_BTIME != 0 && birth.tv_sec >= 0)
+            .then(|| SystemTime::UNIX_EPOCH + Duration::new(birth.tv_sec as u64, birth.tv_nsec));
+        let device = (u64::from(stat.stx_dev_major), u64::from(stat.stx_dev_minor));
+        Identity {
+            dev: nix::sys::stat::makedev(device.0, device.1),
+            ino: stat.stx_ino,
+            len: stat.stx_size,
+            born,
+            mtime: time(stat.stx_mtime),
+            ctime: time(stat.stx_ctime),
+            nlink: u64::from(stat.stx_nlink),
+            mode: u32::from(stat.stx_mode),
+            owner: (stat.stx_uid, stat.stx_gid),
+        }
+    }
+}
+
+/// The identity of an open file, whatever a client of a remote file system remembers.
+pub(super) fn stat_now(file: &File) -> io::Result<Identity> {
+    match statx_now(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH) {
+        Err(e) if lacks_statx(&e) => file.metadata().map(|meta| Identity::of(&meta)),
+        outcome => outcome,
+    }
+}
+
+/// The identity of an open file on `file_system`.
+pub(super) fn stat_file(file: &File, file_system: FileSystem) -> io::Result<Identity> {
+    if file_system.is_local() {
+        return file.metadata().map(|meta| Identity::of(&meta));
+    }
+    stat_now(file)
+}
+
+/// The identity of the file at `path` on `file_system`, links not followed.
+pub(super) fn stat_path(path: &Path, file_system: FileSystem) -> io::Result<Identity> {
+    if file_system.is_local() {
+        return std::fs::symlink_metadata(path).map(|meta| Identity::of(&meta));
+    }
+    Identity::now(path)
+}
+
+/// Whether a sandbox hides statx(2): some answer EPERM for what they do not know.
+fn lacks_statx(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
+}
+
+/// Asks a remote file system's server: what NFS remembers of a file may be a minute old.
+fn statx_now(folder: i32, name: &CStr, flags: i32) -> io::Result<Identity> {
+    let mut found = MaybeUninit::<libc::statx>::zeroed();
+    let flags = flags | libc::AT_STATX_FORCE_SYNC;
+    let mask = libc::STATX_BASIC_STATS | libc::STATX_BTIME;
+    // SAFETY: `name` ends with a zero byte, and the kernel writes one `statx` to `found`, which
+    // outlives the call.
+    let result = unsafe { libc::statx(folder, name.as_ptr(), flags, mask, found.as_mut_ptr()) };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: all zeros are a valid `statx`, and the kernel has written over them.
+    Ok(Identity::of_statx(unsafe { found.assume_init_ref() }))
+}

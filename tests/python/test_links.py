@@ -1,0 +1,198 @@
+"""Symbolic links of a tree: a farm of them takes nothing from its neighbours, and skipped ones are counted with a reason."""
+
+import os
+import re
+import sys
+import unittest
+
+import checkpoints
+from mounts import BIN, Mount, MountFailed, TestCase, run_measured, tensorfs
+from test_regressions import FILE, numbered_set
+
+NOTE = "TENSORFS-ERROR.txt"
+MEGABYTE = 1 << 20
+
+
+def cross_linked(folder, width):
+    """Folders that each link to all others: the paths through them are as many as their orders."""
+    for number in range(width):
+        here = folder / f"d{number:02}"
+        here.mkdir(parents=True)
+        (here / "notes.txt").write_text("x")
+        for other in range(width):
+            if other != number:
+                (here / f"to{other:02}").symlink_to(f"../d{other:02}")
+
+
+def linked_levels(folder, levels, width):
+    """Each folder links to two of the next level: 2^levels paths from each of the first."""
+    for level in range(levels):
+        for number in range(width):
+            here = folder / f"n{level:02}-{number:02}"
+            here.mkdir(parents=True)
+            for link in (0, 1) if level + 1 < levels else ():
+                (here / f"l{link}").symlink_to(f"../n{level + 1:02}-{(number + link) % width:02}")
+
+
+def many_links(folder, count):
+    """One folder, and very many links to it."""
+    (folder / "target").mkdir(parents=True)
+    (folder / "target/notes.txt").write_text("x")
+    for number in range(count):
+        (folder / f"link{number:06}").symlink_to("target")
+
+
+def links_up(folder, width):
+    """Folders that link to the folder that they lie in, and to each other."""
+    for number in range(width):
+        here = folder / f"u{number:02}/inner"
+        here.mkdir(parents=True)
+        for other in range(width):
+            (here / f"up{other:02}").symlink_to(f"../../u{other:02}")
+        (here / "top").symlink_to("../..")
+
+
+def wide_links(folder, files, links):
+    """Links to one folder of many files: hundreds of thousands of entries for a few links."""
+    (folder / "wide").mkdir(parents=True)
+    for number in range(files):
+        (folder / f"wide/{number}").touch()
+    for number in range(links):
+        (folder / f"link{number:04}").symlink_to("wide")
+
+
+class Farms(TestCase):
+    FARMS = {
+        "each to all others": lambda folder: cross_linked(folder, 14),
+        "two of the next level": lambda folder: linked_levels(folder, 17, 12),
+        "very many to one": lambda folder: many_links(folder, 21_000),
+        "up and across": lambda folder: links_up(folder, 12),
+        "to a folder of many files": lambda folder: wide_links(folder, 2000, 600),
+    }
+
+    def neighbours(self, top):
+        """Checkpoints before and after the farm, and one that is reached by a link."""
+        self.wholes = {}
+        for folder, seed in (("aaa/model", 1), ("zzz/model", 2)):
+            self.wholes[folder] = checkpoints.hf_whole(numbered_set(top / folder, seed))
+        (top / "zzz/latest").symlink_to("model")
+        self.wholes["zzz/latest"] = self.wholes["zzz/model"]
+
+    def assert_neighbours(self, path):
+        for folder, whole in self.wholes.items():
+            self.assertTrue((path / folder / FILE).read_bytes() == whole, folder)
+            self.assertFalse((path / folder / NOTE).exists(), folder)
+
+    # The farm of one made the whole tree refused.
+    def test_a_farm_of_links_in_a_folder_leaves_the_neighbours(self):
+        for what, plant in self.FARMS.items():
+            with self.subTest(what):
+                top = self.tmp / re.sub(r"\W", "-", what)
+                self.neighbours(top)
+                plant(top / "tenants/mallory/farm")
+                # Whoever links to the farm keeps what is his own.
+                (top / "aaa/shared").symlink_to("../tenants/mallory/farm")
+                numbered_set(top / "tenants/mallory/model", 7)
+                numbered_set(top / "tenants/alice", 5)
+                with Mount(top) as m:
+                    self.assert_neighbours(m.path)
+                    self.assertTrue((m.path / "tenants/alice" / FILE).exists())
+                    self.assertTrue((m.path / "tenants/mallory/model" / FILE).exists())
+                    self.assertIn("too many", (m.path / "tenants/mallory/farm" / NOTE).read_text())
+                    self.assertFalse((m.path / "tenants" / NOTE).exists())
+                    self.assertRegex(m.log(), r"mallory/farm/.* not shown: .* too many")
+
+    # The same where the source itself is the farm.
+    def test_a_farm_of_links_in_the_source_itself_leaves_the_neighbours(self):
+        for what, plant in self.FARMS.items():
+            with self.subTest(what):
+                top = self.tmp / re.sub(r"\W", "-", what)
+                self.neighbours(top)
+                plant(top)
+                with Mount(top) as m:
+                    self.assert_neighbours(m.path)
+                    self.assertIn("too many", (m.path / NOTE).read_text())
+
+    def test_ls_and_verify_see_the_neighbours_and_say_what_they_skip(self):
+        top = self.tmp / "tree"
+        self.neighbours(top)
+        cross_linked(top / "mallory", 14)
+        for command in ("ls", "verify"):
+            outcome, peak = run_measured(BIN, command, top, "--json")
+            # What was not looked at is not verified.
+            self.assertEqual((outcome.code, outcome.json()["ok"]), (1, False) if command == "verify" else (0, True))
+            found = {s["directory"] for s in outcome.json()["sets"]}
+            self.assertLessEqual(set(self.wholes), found)
+            self.assertIn("too many", " ".join(outcome.json()["notes"]))
+            self.assertLess(peak, 300 * MEGABYTE, command)
+
+    # A log must not be flooded by whoever makes many broken links.
+    def test_very_many_broken_links_are_counted_and_not_listed(self):
+        top = numbered_set(self.tmp / "tree", 1)
+        for number in range(20_000):
+            (top / f"broken{number:06}").symlink_to("nowhere")
+        with Mount(top) as m:
+            self.assertTrue((m.path / FILE).exists())
+            self.assertLess(len(m.log().splitlines()), 200)
+            self.assertIn("20000 links lead nowhere", m.log())
+
+
+class Skipped(TestCase):
+    def source(self):
+        source = numbered_set(self.tmp / "model", 1)
+        (self.tmp / "outside").mkdir()
+        for shard in sorted(source.glob("*.safetensors")):
+            shard.rename(self.tmp / "outside" / shard.name)
+            shard.symlink_to(self.tmp / "outside" / shard.name)
+        return source
+
+    # The commands show what a mount would show; a user was told nothing, or only that there is nothing.
+    def test_commands_count_the_links_that_they_skip_and_say_what_to_do(self):
+        source = self.source()
+        count = len(list(source.glob("*.safetensors")))
+        for command in ("ls", "inspect", "verify", "index"):
+            with self.subTest(command):
+                outcome = tensorfs(command, source)
+                self.assert_refused(outcome)
+                self.assertIn(f"{count} links lead out of the source", outcome.stderr)
+                self.assertIn("-o follow=DIR", outcome.stderr)
+                self.assert_done(tensorfs(command, source, "-o", f"follow={self.tmp / 'outside'}"))
+
+    def test_a_mount_counts_the_links_that_it_skips_and_says_what_to_do(self):
+        source = self.source()
+        with self.assertRaises(MountFailed) as caught, Mount(source):
+            pass
+        self.assertIn("out of the source", caught.exception.stderr)
+        self.assertIn("-o follow=DIR", caught.exception.stderr)
+        with Mount(source, f"follow={self.tmp / 'outside'}") as m:
+            self.assertTrue((m.path / FILE).exists())
+
+    # A name of a shard that leads nowhere was left out of a set of DCP shards, which then looked smaller.
+    def test_a_dcp_shard_that_is_a_broken_link_refuses_its_set(self):
+        source = self.tmp / "dcp"
+        source.mkdir()
+        for rank in range(3):
+            (source / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors").symlink_to("nowhere")
+        outcome = tensorfs("verify", source, "--json")
+        self.assert_refused(outcome)
+        self.assertEqual(outcome.json()["class"], "shard_missing")
+        self.assertIn("leads nowhere", outcome.json()["error"])
+
+    def test_a_fifo_and_a_cycle_are_named_with_their_reason(self):
+        for name, make, reason in (
+            ("fifo", lambda path: os.mkfifo(path), "neither a file nor a folder"),
+            ("loop", lambda path: path.symlink_to(path.name), "leads back to itself"),
+            ("null", lambda path: path.symlink_to("/dev/null"), "out of the source"),
+        ):
+            with self.subTest(name):
+                source = self.tmp / name
+                source.mkdir()
+                make(source / FILE)
+                outcome = tensorfs("verify", source)
+                self.assert_refused(outcome)
+                self.assertIn(FILE, outcome.stderr)
+                self.assertIn(reason, outcome.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())

@@ -4,11 +4,12 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
 use tensorfs::Class;
 use tensorfs::checkpoint::{Checkpoint, Kind};
 use tensorfs::loader::{Loader, Tune};
+use tensorfs::source::Source;
 
 fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
@@ -122,4 +123,27 @@ fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
     let at = (0..cut.catalog().len()).find(pieces).unwrap();
     let mut bytes = vec![0; cut.catalog().tensor_at(at).len as usize];
     assert!(!loader.load_cached(&cut, at, None, &mut bytes).unwrap());
+}
+
+// Whoever came second was told that a write cannot be ruled out.
+#[test]
+fn a_new_name_is_found_harmless_by_every_thread_that_looks_at_once() {
+    let root = tempfile::tempdir().unwrap();
+    for round in 0..100 {
+        let file = root.path().join(format!("{round}.safetensors"));
+        std::fs::write(&file, "weights").unwrap();
+        let source = Source::open(&file).unwrap();
+        std::fs::rename(&file, root.path().join("elsewhere")).unwrap();
+        let start = Barrier::new(8);
+        std::thread::scope(|scope| {
+            let look = || {
+                start.wait();
+                source.check()
+            };
+            let looks: Vec<_> = (0..8).map(|_| scope.spawn(look)).collect();
+            for outcome in looks {
+                outcome.join().unwrap().unwrap();
+            }
+        });
+    }
 }

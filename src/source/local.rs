@@ -59,7 +59,7 @@ pub struct Source {
     /// Number of pins.
     pins: AtomicUsize,
     /// A rename may change ctime once without invalidating the file.
-    moved: AtomicBool,
+    moved: OnceLock<(i64, i64)>,
     /// What tells a write from a change of attributes, while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
     /// Whether a change time was explained by attributes that differ, without a witness.
@@ -100,7 +100,7 @@ impl Source {
             identity: Mutex::new(identity),
             counted: AtomicBool::new(false),
             pins: AtomicUsize::new(0),
-            moved: AtomicBool::new(false),
+            moved: OnceLock::new(),
             witness: Mutex::default(),
             guessed: AtomicBool::new(false),
             head: OnceLock::new(),
@@ -470,8 +470,9 @@ impl Source {
     /// the bytes alone: links, mode, owner, or a new name. Otherwise the modification time may
     /// have been set back after a write.
     fn explains_ctime(&self, known: &Identity, now: &Identity) -> bool {
+        // Several threads may judge the same change at once.
         known.differs_in_attributes(now)
-            || (!self.is_at_path() && !self.moved.swap(true, Ordering::Relaxed))
+            || (!self.is_at_path() && *self.moved.get_or_init(|| now.ctime()) == now.ctime())
     }
 
     /// Has `witness` say from now on whether a new change time comes from a write. It must have

@@ -85,6 +85,7 @@ struct State {
 /// A read to be answered.
 struct Ask {
     file: Arc<CachedFile>,
+    reader: u64,
     range: Range<u64>,
     since: Instant,
     answer: Answer,
@@ -176,15 +177,16 @@ impl Cache {
 
     /// Reads bytes `range` of `file`, cut at its end. Never waits: `answer` is called on this
     /// thread if the bytes are in memory, else on the one that brings the last of them. It
-    /// must not wait for another read.
-    pub fn read(&self, file: &Arc<CachedFile>, range: Range<u64>, answer: Answer) {
+    /// must not wait for another read. `reader` tells apart the open handles of the file, each
+    /// of which may take the tensors in an order of its own.
+    pub fn read(&self, file: &Arc<CachedFile>, reader: u64, range: Range<u64>, answer: Answer) {
         let inner = &self.0;
         inner.counters.reads.add(1);
         let range = range.start..range.end.min(file.reader.len());
         if range.is_empty() {
             return answer(Ok(&[]));
         }
-        let ask = Ask { file: file.clone(), range, since: Instant::now(), answer };
+        let ask = Ask { file: file.clone(), reader, range, since: Instant::now(), answer };
         let known = lock(&inner.state).of(file).end_of_overlap(&ask.range).is_some();
         let range = ask.range.clone();
         let ask = if known { Some(ask) } else { inner.answer_from_page_cache(ask) };
@@ -270,7 +272,7 @@ impl Inner {
     /// Answers a read, or lets it wait for blocks that are being read. Gives it back where
     /// there is no memory for them.
     fn admit(self: &Arc<Self>, ask: Ask) -> Option<Waiting> {
-        let (file, range) = (ask.file.clone(), ask.range.clone());
+        let (file, reader, range) = (ask.file.clone(), ask.reader, ask.range.clone());
         self.drop_outdated(&file, &range);
         let (mut state, covers, plans) = self.plan(&file, &range);
         let mut holes = Vec::new();
@@ -302,7 +304,7 @@ impl Inner {
         for hole in holes {
             self.fetch(&file, hole, Class::Demand);
         }
-        self.look_ahead(&file, &range, late);
+        self.look_ahead(&file, reader, &range, late);
         None
     }
 
@@ -360,13 +362,14 @@ impl Inner {
         let (mut late, mut used) = (false, 0);
         let State { files, idle, .. } = state;
         let file = files.entry(id).or_insert_with(|| FileBlocks::new(planner));
+        file.last_read = now;
         for (piece, cover) in covers.iter().enumerate() {
             let waiter = || Waiter { pending: pending.clone(), piece };
             let (start, part, there) = match cover {
                 Cover::Block(start, part, ready) => (*start, part, ready.clone()),
                 Cover::Hole(hole) => {
                     let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
-                    let block = Block { end: hole.end, asked: 0, ahead: false, data };
+                    let block = Block { end: hole.end, asked: 0, ahead: false, left: false, data };
                     file.blocks.insert(hole.start, block);
                     (hole.start, hole, None)
                 }
@@ -475,7 +478,13 @@ impl Inner {
         let Some(block) = blocks.get_mut(&start) else { return };
         let Data::Loading { waiters, .. } = &mut block.data else { return };
         let waiters = std::mem::take(waiters);
+        let is_left = block.left && block.asked == 0;
         match &outcome {
+            Ok(_) if is_left => {
+                if let Some(block) = blocks.remove(&start) {
+                    self.waste(&file.planner, start, &block);
+                }
+            }
             Ok(loaded) if block.asked < block.end - start => {
                 let sources = charges.into_iter().map(|(source, _)| source).collect();
                 block.data = Data::Ready(loaded.clone(), sources);
@@ -550,22 +559,23 @@ impl Inner {
             if let Some(lease) = self.budget.try_lease(need) {
                 return Some(lease);
             }
-            self.evict(state, Duration::ZERO).then_some(())?;
+            self.evict(state).then_some(())?;
         }
     }
 
-    /// Drops the block that was asked for last longest ago, if that is longer than `age`.
-    fn evict(&self, state: &mut State, age: Duration) -> bool {
-        let Some((_, since)) = state.idle.peek_lru() else { return false };
-        if since.elapsed() < age {
-            return false;
-        }
-        let Some(((id, start), _)) = state.idle.pop_lru() else { return false };
-        let Some(file) = state.files.get_mut(&id) else { return true };
+    /// Drops the block that was asked for last longest ago.
+    fn evict(&self, state: &mut State) -> bool {
+        let Some(key) = state.idle.peek_lru().map(|(key, _)| *key) else { return false };
+        self.evict_block(state, key);
+        true
+    }
+
+    fn evict_block(&self, state: &mut State, (id, start): (u64, u64)) {
+        state.idle.pop(&(id, start));
+        let Some(file) = state.files.get_mut(&id) else { return };
         if let Some(block) = file.blocks.remove(&start) {
             self.waste(&file.planner, start, &block);
         }
-        true
     }
 
     /// Counts what of a block was read ahead for nothing.
@@ -604,7 +614,7 @@ impl Inner {
     fn tick(self: &Arc<Self>) -> bool {
         let mut late = Vec::new();
         let mut state = lock(&self.state);
-        while self.evict(&mut state, IDLE_TIME) {}
+        while self.evict_stale(&mut state, IDLE_TIME) {}
         if let Some(timeout) = self.timeout {
             late.extend(std::iter::from_fn(|| state.queue.take_overdue(timeout)));
         }

@@ -16,6 +16,10 @@ use crate::error::{Class, Fault};
 use crate::format::{Format, bintensors, safetensors};
 use crate::gather::{Part, Runs};
 
+pub use self::orders::{Orders, Successors};
+
+mod orders;
+
 /// Tensor data of a virtual safetensors file begins at a multiple of this many bytes: a page, so
 /// that a mapping of the file has its tensors where a mapping of the data would.
 pub const DATA_ALIGN: u64 = 4096;
@@ -179,16 +183,22 @@ impl Layout {
             .map(|placed| placed.tensor as usize)
     }
 
-    /// The bytes of the tensor that `offset` lies in, or of the header.
-    pub fn tensor_at(&self, offset: u64) -> Range<u64> {
+    /// The place in the file of the tensor that `offset` lies in, and its bytes; of the header
+    /// `None`, and its bytes.
+    pub fn tensor_at(&self, offset: u64) -> (Option<u32>, Range<u64>) {
         let header_len = self.header.len() as u64;
         if offset < header_len {
-            return 0..header_len;
+            return (None, 0..header_len);
         }
         match self.first_at(offset) {
-            Some(at) => self.bytes_of(at),
-            None => offset.min(header_len)..self.len,
+            Some(at) => (Some(at as u32), self.bytes_of(at)),
+            None => (None, offset.min(header_len)..self.len),
         }
+    }
+
+    /// The bytes of the tensor at `place` in the file, where there is one.
+    pub fn bytes_at(&self, place: u32) -> Option<Range<u64>> {
+        ((place as usize) < self.tensors.len()).then(|| self.bytes_of(place as usize))
     }
 
     /// The first tensor that ends after `offset`.

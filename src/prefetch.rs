@@ -2,15 +2,30 @@
 //! fetch out.
 //!
 //! Reads are sorted into streams, each moving forward through the file. A stream is read ahead
-//! of by a window, which grows while its reader has to wait. Tensors bound it: who begins to
-//! read a tensor mostly reads it to its end, and who has gone from one into the next goes on.
+//! of by a window, which grows while its reader has to wait. Tensors bound it: a reader that
+//! begins a tensor mostly reads it to its end, and then goes on with the next tensor of an order
+//! that is learned from the tensors it has begun so far.
 //! Pure: no I/O, no clock (the time is an argument), no threads.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use self::order::{Reader, Seen};
+use self::storm::Storms;
+
+pub use self::order::{Order, Tensor, Tensors};
+
+mod order;
+mod storm;
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests;
+
 /// Streams of one file at most: more readers than that share them.
 const STREAMS_MAX: usize = 16;
+
+/// Readers of one file whose orders are remembered.
+const READERS_MAX: usize = 16;
 
 /// First window, in bytes.
 const WINDOW_MIN: u64 = 2 << 20;
@@ -28,25 +43,28 @@ const SMALL: u64 = 64 << 10;
 /// Small reads that have to follow each other before they are taken for a stream.
 const SMALL_RUN: u32 = 4;
 
+/// How much of the next tensors is read ahead before an order has proved itself.
+const TRIAL: u64 = 8 << 20;
+
 /// Read-ahead bytes after which it is judged whether they are of use.
 const JUDGED_FROM: u64 = 32 << 20;
 
-/// A storm of page faults: so many reads of a few pages in one tensor within so short a time.
-const STORM_READS: u32 = 32;
-/// Milliseconds.
-const STORM_TIME: u64 = 250;
-/// How long a tensor that was pushed is not pushed again, in milliseconds.
-const PUSHED_TIME: u64 = 10_000;
-/// Pushed tensors remembered.
-const PUSHED_MAX: usize = 16;
-/// Largest read that counts for a storm.
-const STORM_READ_LEN: u64 = 16 << 10;
+/// A stream that was not continued by so many reads for each stream may have been left.
+const LEFT_READS: u64 = 4;
+
+/// Ranges that one stream is read ahead by, at most.
+const PATH_MAX: usize = 64;
+
+/// The kernel asks for whole pages.
+const PAGE: u64 = 4096;
 
 /// One read of a file.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// The bytes asked for; not empty.
     pub range: Range<u64>,
+    /// Who asks: an open handle of the file.
+    pub reader: u64,
     /// Whether they are being read ahead, but not there yet.
     pub late: bool,
     /// Milliseconds since any fixed moment.
@@ -56,8 +74,8 @@ pub struct Request {
 /// What to do after a read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Advice {
-    /// Bytes to read ahead, with the stream that they are for.
-    pub ahead: Option<(StreamId, Range<u64>)>,
+    /// Bytes to read ahead, in this order, with the stream that they are for.
+    pub ahead: Option<(StreamId, Vec<Range<u64>>)>,
     /// Bytes to put into the kernel's page cache, because they are asked for page by page.
     pub push: Option<Range<u64>>,
 }
@@ -72,27 +90,69 @@ struct Stream {
     id: StreamId,
     /// End of the furthest read.
     next: u64,
-    /// End of what was read ahead.
-    planned: u64,
+    /// What was read ahead and is not read yet, in the order in which it is expected.
+    path: VecDeque<Range<u64>>,
     window: u64,
     /// Reads that continued it.
     run: u32,
     /// Start of its first read.
     began: u64,
-    /// `next` when the window grew last.
+    /// Bytes read since the window grew.
     grown: u64,
-    /// Start of the tensor that its last read lies in.
-    tensor: u64,
+    /// The tensor that its last read lies in.
+    tensor: Tensor,
     /// Number of the last read of it.
     last: u64,
 }
 
-/// Small reads of one tensor, close together in time.
-#[derive(Clone, Debug)]
-struct Storm {
-    tensor: Range<u64>,
-    since: u64,
-    reads: u32,
+impl Stream {
+    /// Bytes that are read ahead for it and not read yet.
+    fn ahead(&self) -> u64 {
+        let left = |range: &Range<u64>| range.end - range.start;
+        self.path.iter().map(left).sum()
+    }
+
+    /// Whether something is read ahead right behind its last read.
+    fn goes_on(&self) -> bool {
+        self.path.front().is_some_and(|range| range.start <= self.next)
+    }
+
+    /// Moves on to `end`, and drops what lies before that from the path.
+    fn move_on(&mut self, end: u64) {
+        self.grown += end.saturating_sub(self.next);
+        self.next = self.next.max(end);
+        while let Some(range) = self.path.front_mut() {
+            if range.start > self.next {
+                break;
+            }
+            range.start = self.next.min(range.end);
+            if range.start < range.end {
+                break;
+            }
+            self.path.pop_front();
+        }
+    }
+
+    /// Takes out what is planned from `start` on to the end of that range.
+    fn take(&mut self, start: u64) -> Option<Range<u64>> {
+        let holds = |range: &Range<u64>| range.contains(&start);
+        let index = self.path.iter().position(holds)?;
+        let range = &mut self.path[index];
+        let taken = start..range.end;
+        range.end = start;
+        if range.start == range.end {
+            self.path.remove(index);
+        }
+        Some(taken)
+    }
+
+    /// Adds to the path, and joins what follows each other.
+    fn plan(&mut self, range: Range<u64>) {
+        match self.path.back_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => self.path.push_back(range),
+        }
+    }
 }
 
 /// The streams of one file.
@@ -101,6 +161,10 @@ pub struct Planner {
     /// Length of the file.
     len: u64,
     streams: Vec<Stream>,
+    /// By handle, and when it read last.
+    readers: Vec<(u64, Reader, u64)>,
+    /// Tensors that were read.
+    seen: Seen,
     /// Reads so far.
     reads: u64,
     /// Window of the stream that grew last: what this source needs.
@@ -108,13 +172,7 @@ pub struct Planner {
     /// Read-ahead bytes that were asked for, and that were thrown away.
     used: u64,
     wasted: u64,
-    storm: Option<Storm>,
-    /// Tensors that were pushed, and when.
-    pushed: VecDeque<(Range<u64>, u64)>,
-    /// How often a stream went from one tensor into the next, and how often one began
-    /// somewhere else.
-    onward: u32,
-    elsewhere: u32,
+    storms: Storms,
 }
 
 impl Planner {
@@ -123,45 +181,69 @@ impl Planner {
         Planner {
             len,
             streams: Vec::new(),
+            readers: Vec::new(),
+            seen: Seen::default(),
             reads: 0,
             window: WINDOW_MIN,
             used: 0,
             wasted: 0,
-            storm: None,
-            pushed: VecDeque::new(),
-            onward: 0,
-            elsewhere: 0,
+            storms: Storms::default(),
         }
     }
 
-    /// Takes note of a read, and says what to do. `tensor_at` gives the bytes of the tensor
-    /// that an offset lies in; at most `most` bytes are to be held for one stream.
-    pub fn observe(
-        &mut self,
-        request: &Request,
-        most: u64,
-        tensor_at: &dyn Fn(u64) -> Range<u64>,
-    ) -> Advice {
+    /// Takes note of a read, and says what to do. At most `most` bytes are to be held for all
+    /// streams.
+    pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn Tensors) -> Advice {
         self.reads += 1;
-        let at = self.stream_of(request);
-        let ahead = self.plan(at, most, tensor_at);
-        let push = self.storm(request, tensor_at);
+        let push = self.storms.push(request, tensors);
+        let ahead = self.stream_of(request, tensors).and_then(|index| {
+            let reader = self.reader_of(request.reader);
+            self.enter(index, reader, tensors);
+            self.plan(index, reader, most, tensors)
+        });
+        self.seen.add(&request.range, tensors);
         Advice { ahead, push }
     }
 
-    /// Takes note that only the bytes before `to` of what was planned last for a stream are
-    /// read ahead: there was no room for more.
-    pub fn cut_short(&mut self, stream: StreamId, to: u64) {
-        if let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) {
-            stream.planned = stream.planned.min(to).max(stream.next);
-            stream.window = (stream.window / 2).max(WINDOW_MIN);
+    /// The tensor that is asked for page by page, when that is noticed first. `observe` does
+    /// this too; by itself it is for reads that take nothing from the source.
+    pub fn storm(&mut self, request: &Request, tensors: &dyn Tensors) -> Option<Range<u64>> {
+        self.storms.push(request, tensors)
+    }
+
+    /// Takes note that of what was planned last for a stream, nothing from `from` on is read
+    /// ahead: there was no room for it.
+    pub fn cut_short(&mut self, stream: StreamId, from: u64) {
+        let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) else { return };
+        while let Some(range) = stream.path.pop_back() {
+            if range.contains(&from) {
+                if range.start < from {
+                    stream.path.push_back(range.start..from);
+                }
+                break;
+            }
         }
+        stream.window = (stream.window / 2).max(WINDOW_MIN);
+    }
+
+    /// What was read ahead for the stream that was left longest ago, to make way for what
+    /// `stream` needs. `None` where all others go on.
+    pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
+        let patience = LEFT_READS * (self.streams.len() as u64 + 1);
+        let left = |s: &Stream| s.id != stream && s.last + patience < self.reads;
+        let left = self.streams.iter().enumerate().filter(|(_, s)| !s.path.is_empty() && left(s));
+        let (index, _) = left.min_by_key(|(_, s)| s.last)?;
+        Some(self.streams.swap_remove(index).path.into())
     }
 
     /// Takes note of what became of bytes that were read ahead.
     pub fn judge(&mut self, used: u64, wasted: u64) {
         self.used += used;
         self.wasted += wasted;
+        // What a reader begins with is not always what it reads to the end.
+        if self.wasted > self.used / 8 {
+            self.window = (self.window / 2).max(WINDOW_MIN);
+        }
         // Old experience counts less.
         if self.used + self.wasted > 8 * JUDGED_FROM {
             self.used /= 2;
@@ -174,316 +256,246 @@ impl Planner {
         self.used + self.wasted >= JUDGED_FROM && self.wasted > self.used
     }
 
-    /// The stream that `request` belongs to, moved on by it.
-    fn stream_of(&mut self, request: &Request) -> usize {
+    /// The stream that `request` belongs to, moved on by it. `None` for what the kernel reads
+    /// around a page in front of the tensor that the page belongs to: nobody goes on from there.
+    fn stream_of(&mut self, request: &Request, tensors: &dyn Tensors) -> Option<usize> {
         let Range { start, end } = request.range;
-        let continues = |s: &Stream| {
-            start >= s.next.saturating_sub(SLACK) && start <= s.planned.max(s.next) + SLACK
-        };
+        let continues = |s: &Stream| s.next.abs_diff(start) <= SLACK;
         let distance = |s: &Stream| s.next.abs_diff(start);
         let (reads, wasteful) = (self.reads, self.is_wasteful());
         let candidates = self.streams.iter_mut().enumerate().filter(|(_, s)| continues(s));
-        if let Some((at, stream)) = candidates.min_by_key(|(_, s)| distance(s)) {
+        if let Some((index, stream)) = candidates.min_by_key(|(_, s)| distance(s)) {
             stream.last = reads;
             stream.run = stream.run.saturating_add(1);
-            stream.next = stream.next.max(end);
+            stream.move_on(end);
             // Once for all reads that came while one window was under way.
-            if request.late && !wasteful && stream.next >= stream.grown + stream.window {
-                stream.grown = stream.next;
+            if request.late && !wasteful && stream.grown >= stream.window {
+                stream.grown = 0;
                 stream.window = (stream.window * 2).min(WINDOW_MAX);
                 self.window = stream.window;
             }
-            return at;
+            return Some(index);
         }
-        self.elsewhere += u32::from(!self.streams.is_empty());
-        let window = if wasteful { WINDOW_MIN } else { (self.window / 2).max(WINDOW_MIN) };
-        let small = end - start < SMALL;
-        let stream = Stream {
-            id: StreamId(reads),
+        let (planned, window) = self.planned_for(request);
+        if planned.is_empty() && reads_around(request, tensors) {
+            return None;
+        }
+        let tensor = touched(request, tensors);
+        // A tensor that is begun at its start is mostly read to its end.
+        let at_start = tensor.range.start + PAGE > start && tensor.range.start < end;
+        let window = match window {
+            Some(window) => window,
+            None if wasteful => WINDOW_MIN,
+            None if at_start => self.window,
+            None => (self.window / 2).max(WINDOW_MIN),
+        };
+        let hesitates = end - start < SMALL || wasteful;
+        let run = if hesitates && planned.is_empty() { 0 } else { SMALL_RUN };
+        let id = StreamId(reads);
+        let mut stream = Stream {
+            id,
             next: end,
-            planned: end,
+            path: planned,
             window,
-            run: if small || wasteful { 0 } else { SMALL_RUN },
+            run,
             began: start,
-            grown: start,
-            tensor: start,
+            grown: end - start,
+            tensor,
             last: reads,
         };
+        stream.move_on(end);
         if self.streams.len() < STREAMS_MAX {
             self.streams.push(stream);
-            return self.streams.len() - 1;
+            return Some(self.streams.len() - 1);
         }
         let oldest = (0..self.streams.len()).min_by_key(|&at| self.streams[at].last).unwrap_or(0);
         self.streams[oldest] = stream;
-        oldest
+        Some(oldest)
+    }
+
+    /// What is read ahead already for a reader that begins with `request`, taken from the stream
+    /// that it was planned for, and the window of that.
+    fn planned_for(&mut self, request: &Request) -> (VecDeque<Range<u64>>, Option<u64>) {
+        let Range { start, end } = request.range;
+        let meets = |range: &Range<u64>| range.start < end && start < range.end;
+        let planned = self.streams.iter().position(|s| s.path.iter().any(meets));
+        let Some(index) = planned else { return (VecDeque::new(), None) };
+        let stream = &mut self.streams[index];
+        let first = stream.path.iter().find(|range| meets(range)).map_or(start, |r| r.start);
+        let taken = stream.take(start.max(first));
+        let mut planned: VecDeque<Range<u64>> = taken.into_iter().collect();
+        let window = stream.window;
+        // The reader has ended one tensor and begins the next one.
+        if !stream.goes_on() {
+            planned.extend(self.streams.swap_remove(index).path);
+        }
+        (planned, Some(window))
+    }
+
+    /// The index of the reader called `id`. One that is new begins with what the last one
+    /// has taught.
+    fn reader_of(&mut self, id: u64) -> usize {
+        let found = self.readers.iter().position(|(known, ..)| *known == id);
+        let index = found.unwrap_or_else(|| {
+            let latest = self.readers.iter().max_by_key(|(_, _, last)| *last);
+            let reader = latest.map_or_else(Reader::default, |(_, reader, _)| reader.follower());
+            if self.readers.len() == READERS_MAX {
+                let last = |index: &usize| self.readers[*index].2;
+                let oldest = (0..READERS_MAX).min_by_key(last).unwrap_or(0);
+                self.readers.swap_remove(oldest);
+            }
+            self.readers.push((id, reader, 0));
+            self.readers.len() - 1
+        });
+        self.readers[index].2 = self.reads;
+        index
+    }
+
+    /// Takes note of the tensor that stream `index` has come to.
+    fn enter(&mut self, index: usize, reader: usize, tensors: &dyn Tensors) {
+        let stream = &self.streams[index];
+        let is_new = stream.last == stream.id.0;
+        let mut tensor = stream.tensor.clone();
+        if !is_new {
+            let here = tensors.at(stream.next - 1);
+            let read = stream.next - here.range.start;
+            // The kernel reads a little more than its reader asks for.
+            let is_begun = read >= SLACK.min((here.range.end - here.range.start) / 4 * 3);
+            if here.place == tensor.place || !(is_begun || stream.goes_on()) {
+                return;
+            }
+            tensor = here;
+        }
+        let mut state = std::mem::take(&mut self.readers[reader].1);
+        let stream = &self.streams[index];
+        let passed = |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index);
+        if is_new {
+            state.begins(&tensor, tensors, &passed);
+        } else {
+            state.goes_on(&stream.tensor, &tensor, tensors);
+        }
+        self.readers[reader].1 = state;
+        self.streams[index].tensor = tensor;
+    }
+
+    /// Whether a stream other than `index` reads the tensor.
+    fn is_busy(&self, tensor: &Tensor, index: usize) -> bool {
+        let others = self.streams.iter().enumerate().filter(|(at, _)| *at != index);
+        others.map(|(_, s)| s).any(|s| s.tensor.place == tensor.place)
     }
 
     /// What to read ahead for a stream.
     fn plan(
         &mut self,
-        at: usize,
+        index: usize,
+        reader: usize,
         most: u64,
-        tensor_at: &dyn Fn(u64) -> Range<u64>,
-    ) -> Option<(StreamId, Range<u64>)> {
+        tensors: &dyn Tensors,
+    ) -> Option<(StreamId, Vec<Range<u64>>)> {
         let wasteful = self.is_wasteful();
-        let limit = self.limit(at, tensor_at);
-        let stream = &mut self.streams[at];
-        let window = stream.window.min(most);
-        stream.planned = stream.planned.max(stream.next);
+        let patience = LEFT_READS * (self.streams.len() as u64 + 1);
+        let live = self.streams.iter().filter(|s| s.last + patience >= self.reads).count() as u64;
+        let stream = &self.streams[index];
+        let window = stream.window.min(most / live.max(2)).max(WINDOW_MIN.min(most));
+        let ahead = stream.ahead();
         let needed = if wasteful { 4 * SMALL_RUN } else { SMALL_RUN };
         // Little by little would be many small reads: half a window at a time.
-        if stream.run < needed || stream.planned - stream.next > window / 2 {
+        if stream.run < needed || ahead > window / 2 {
             return None;
         }
-        let limit = limit.min(stream.next + window);
-        if limit <= stream.planned {
-            return None;
+        let mut room = window - ahead;
+        let mut planned: Vec<Range<u64>> = Vec::new();
+        let (mut from, mut tensor) = match stream.path.back() {
+            Some(last) => (last.end, tensors.at(last.end - 1)),
+            None => (stream.next, stream.tensor.clone()),
+        };
+        let beyond = self.beyond(&self.streams[index], &self.readers[reader].1);
+        if tensor.place != stream.tensor.place {
+            room = room.min(beyond.saturating_sub(ahead));
         }
-        let ahead = stream.planned..limit;
-        stream.planned = limit;
-        Some((stream.id, ahead))
-    }
-
-    /// Where reading ahead for a stream has to end.
-    fn limit(&mut self, at: usize, tensor_at: &dyn Fn(u64) -> Range<u64>) -> u64 {
-        let Stream { next, began, tensor: before, .. } = self.streams[at];
-        let tensor = tensor_at(next - 1);
-        if tensor.start > before {
-            self.streams[at].tensor = tensor.start;
-            self.onward += 1;
-        }
-        if self.onward + self.elsewhere > 64 {
-            self.onward /= 2;
-            self.elsewhere /= 2;
-        }
-        // What another reader began with has been read.
-        let others = self.streams.iter().filter(|s| s.began >= next && s.next - s.began > SLACK);
-        let limit = others.map(|s| s.began).min().unwrap_or(self.len);
-        let near_end = next - tensor.start >= (tensor.end - tensor.start) / 4 * 3;
-        // Whoever has read the tensor before from its start goes through them in order.
-        let in_order = || tensor.start > 0 && tensor_at(tensor.start - 1).start >= began;
-        let goes_on = (near_end && self.onward >= self.elsewhere) || in_order();
-        if goes_on { limit } else { limit.min(tensor.end) }
-    }
-
-    /// `tensor`, unless it was pushed a short while ago and is on its way.
-    fn push_once(&mut self, tensor: Range<u64>, now: u64) -> Option<Range<u64>> {
-        self.pushed.retain(|(_, at)| now.saturating_sub(*at) < PUSHED_TIME);
-        if self.pushed.iter().any(|(pushed, _)| *pushed == tensor) {
-            return None;
-        }
-        if self.pushed.len() == PUSHED_MAX {
-            self.pushed.pop_front();
-        }
-        self.pushed.push_back((tensor.clone(), now));
-        Some(tensor)
-    }
-
-    /// The tensor that is asked for page by page, when that is noticed first. `observe` does
-    /// this too; by itself it is for reads that take nothing from the source.
-    pub fn storm(
-        &mut self,
-        request: &Request,
-        tensor_at: &dyn Fn(u64) -> Range<u64>,
-    ) -> Option<Range<u64>> {
-        let Range { start, end } = request.range;
-        if end - start > STORM_READ_LEN {
-            return None;
-        }
-        match &mut self.storm {
-            Some(storm)
-                if storm.tensor.contains(&start)
-                    && request.now.saturating_sub(storm.since) <= STORM_TIME =>
-            {
-                storm.reads += 1;
-                if storm.reads == STORM_READS {
-                    let tensor = storm.tensor.clone();
-                    return self.push_once(tensor, request.now);
+        while room > 0 && stream.path.len() + planned.len() < PATH_MAX {
+            // What another stream began with has been read.
+            let others = self.streams.iter().filter(|s| s.began >= from && s.id != stream.id);
+            let limit = others.map(|s| s.began).min().unwrap_or(self.len);
+            let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
+            let end_here = end.min(limit).min(from.saturating_add(room));
+            if end_here > from {
+                room -= end_here - from;
+                match planned.last_mut() {
+                    Some(last) if last.end == from => last.end = end_here,
+                    _ => planned.push(from..end_here),
                 }
+                from = end_here;
             }
-            storm => {
-                let tensor = tensor_at(start);
-                *storm = Some(Storm { tensor, since: request.now, reads: 1 });
+            if from < end {
+                break;
             }
+            let Some(next) = self.next_tensor(index, reader, &tensor, tensors) else { break };
+            let so_far: u64 = planned.iter().map(|range| range.end - range.start).sum();
+            room = room.min(beyond.saturating_sub(ahead + so_far));
+            // What follows in the file may have been read in part.
+            if from < next.range.start || from >= next.range.end.next_multiple_of(PAGE) {
+                from = next.range.start / PAGE * PAGE;
+            }
+            tensor = next;
         }
-        None
+        let stream = &mut self.streams[index];
+        planned.iter().for_each(|range| stream.plan(range.clone()));
+        (!planned.is_empty()).then_some((stream.id, planned))
+    }
+
+    /// How many bytes may be read ahead where some lie beyond the tensor that is read.
+    fn beyond(&self, stream: &Stream, reader: &Reader) -> u64 {
+        match reader.trust() {
+            // A reader that has read most of a tensor may go on.
+            0 | 1 if !reader.is_mistaken() => {
+                let Range { start, end } = stream.tensor.range;
+                let read = stream.next.saturating_sub(stream.began.max(start));
+                if read >= (end - start) / 4 * 3 { TRIAL } else { 0 }
+            }
+            0 | 1 => 0,
+            2 | 3 => TRIAL,
+            _ => u64::MAX,
+        }
+    }
+
+    /// The tensor that the reader of stream `index` is likely to begin after `tensor`.
+    fn next_tensor(
+        &self,
+        index: usize,
+        reader: usize,
+        tensor: &Tensor,
+        tensors: &dyn Tensors,
+    ) -> Option<Tensor> {
+        let is_planned = |t: &Tensor| {
+            let starts = |range: &Range<u64>| range.contains(&t.range.start);
+            self.streams.iter().any(|s| s.path.iter().any(starts))
+        };
+        let passed =
+            |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index) || is_planned(t);
+        self.readers[reader].1.next(tensor, tensors, &passed)
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
-mod tests {
-    use super::*;
+/// The tensor that a read touches which nothing led to: the one that begins at its start, or in
+/// the middle, where the page lies that the kernel reads around.
+fn touched(request: &Request, tensors: &dyn Tensors) -> Tensor {
+    let Range { start, end } = request.range;
+    let begins = |at: u64| {
+        let tensor = tensors.at((at + PAGE - 1).min(end - 1));
+        (tensor.range.start >= at).then_some(tensor)
+    };
+    let middle = start + (end - start) / 2 / PAGE * PAGE;
+    begins(start).or_else(|| begins(middle)).unwrap_or_else(|| tensors.at(end - 1))
+}
 
-    const MIB: u64 = 1 << 20;
-
-    /// A file of 40 tensors of 64 MiB.
-    fn planner() -> Planner {
-        Planner::new(40 * 64 * MIB)
-    }
-
-    fn tensor_at(offset: u64) -> Range<u64> {
-        let start = offset / (64 * MIB) * (64 * MIB);
-        start..start + 64 * MIB
-    }
-
-    fn read(planner: &mut Planner, start: u64, len: u64, late: bool) -> Option<Range<u64>> {
-        let request = Request { range: start..start + len, late, now: 0 };
-        planner.observe(&request, u64::MAX, &tensor_at).ahead.map(|(_, range)| range)
-    }
-
-    #[test]
-    fn a_reader_in_order_is_read_ahead_of_without_a_gap() {
-        let mut planner = planner();
-        let (mut at, mut planned) = (0, None);
-        while at < 2000 * MIB {
-            if let Some(ahead) = read(&mut planner, at, MIB, true) {
-                let before = planned.unwrap_or(at + MIB);
-                assert_eq!(ahead.start, before, "planned without gap and without overlap");
-                assert!(ahead.end - at <= WINDOW_MAX + MIB);
-                planned = Some(ahead.end);
-            }
-            at += MIB;
-            assert!(planned.unwrap_or(0) >= at.min(tensor_at(at - 1).end), "it stays ahead");
-        }
-    }
-
-    #[test]
-    fn the_window_grows_only_while_the_reader_waits() {
-        let (mut waiting, mut served) = (planner(), planner());
-        let mut longest = [0, 0];
-        for at in 0..200 {
-            for (which, planner, late) in [(0, &mut waiting, true), (1, &mut served, false)] {
-                if let Some(ahead) = read(planner, at * MIB, MIB, late) {
-                    longest[which] = longest[which].max(ahead.end - (at + 1) * MIB);
-                }
-            }
-        }
-        assert_eq!(longest, [WINDOW_MAX, WINDOW_MIN]);
-    }
-
-    #[test]
-    fn the_first_touch_of_a_tensor_plans_to_its_end_and_no_further() {
-        let mut planner = planner();
-        for tensor in [7, 3, 20, 11] {
-            let (mut at, end) = (tensor * 64 * MIB, (tensor + 1) * 64 * MIB);
-            let mut furthest = 0;
-            while at < tensor * 64 * MIB + 40 * MIB {
-                if let Some(ahead) = read(&mut planner, at, MIB, true) {
-                    furthest = ahead.end.max(furthest);
-                }
-                at += MIB;
-            }
-            assert!(furthest <= end, "tensor {tensor}: {furthest} is past {end}");
-        }
-    }
-
-    #[test]
-    fn whoever_goes_through_the_tensors_in_order_gets_the_next_one_ahead() {
-        let mut planner = planner();
-        let mut across = false;
-        for at in 0..130 {
-            if let Some(ahead) = read(&mut planner, at * MIB, MIB, true) {
-                across |= tensor_at(ahead.end - 1).start > tensor_at(at * MIB).start;
-            }
-        }
-        assert!(across);
-    }
-
-    #[test]
-    fn small_reads_at_random_places_are_not_read_ahead_of() {
-        let mut planner = planner();
-        let mut seed = 1u64;
-        for _ in 0..1000 {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1);
-            let at = (seed >> 20) % (2500 * MIB);
-            assert_eq!(read(&mut planner, at, 4096, true), None);
-        }
-    }
-
-    #[test]
-    fn reading_ahead_in_vain_ends_until_reads_follow_each_other_for_long() {
-        let mut planner = planner();
-        planner.judge(0, 100 * MIB);
-        for (count, at) in (0..10u64).map(|n| (n, n * 200 * MIB)) {
-            assert_eq!(read(&mut planner, at % (2500 * MIB), MIB, true), None, "read {count}");
-        }
-        let mut ahead = None;
-        for at in 0..40 {
-            ahead = ahead.or(read(&mut planner, 400 * MIB + at * MIB, MIB, true));
-        }
-        assert!(ahead.is_some());
-    }
-
-    #[test]
-    fn four_readers_at_once_are_four_streams() {
-        let mut planner = planner();
-        let mut planned = [0; 4];
-        for at in 0..100 {
-            for (reader, planned) in planned.iter_mut().enumerate() {
-                let start = reader as u64 * 600 * MIB + at * MIB;
-                if let Some(ahead) = read(&mut planner, start, MIB, true) {
-                    assert!(tensor_at(ahead.start).start.abs_diff(start) <= 128 * MIB);
-                    *planned += ahead.end - ahead.start;
-                }
-            }
-        }
-        assert!(planned.iter().all(|&planned| planned >= 90 * MIB), "{planned:?}");
-    }
-
-    #[test]
-    fn where_another_reader_began_there_is_nothing_to_read_ahead() {
-        let mut planner = planner();
-        let mut ahead = Vec::new();
-        for at in 0..60 {
-            ahead.extend(read(&mut planner, at * MIB, MIB, true));
-            ahead.extend(read(&mut planner, (61 + at) * MIB, MIB, true));
-        }
-        let mut ends: Vec<u64> =
-            ahead.iter().filter(|a| a.start < 61 * MIB).map(|a| a.end).collect();
-        ends.sort();
-        assert_eq!(ends.last(), Some(&(61 * MIB)));
-    }
-
-    #[test]
-    fn tensors_in_any_order_are_read_ahead_of_to_their_ends_only() {
-        let mut planner = planner();
-        let mut past = 0;
-        for tensor in [7, 3, 20, 11, 30, 1, 25, 9, 16, 5] {
-            for at in 0..64 {
-                if let Some(ahead) = read(&mut planner, (tensor * 64 + at) * MIB, MIB, true) {
-                    past += ahead.end.saturating_sub((tensor + 1) * 64 * MIB);
-                }
-            }
-        }
-        assert!(past <= 2 * WINDOW_MAX, "{past} bytes for nothing");
-    }
-
-    #[test]
-    fn what_there_was_no_room_for_is_planned_again() {
-        let mut planner = planner();
-        let request = Request { range: 0..MIB, late: false, now: 0 };
-        let advice = planner.observe(&request, u64::MAX, &tensor_at);
-        let (stream, ahead) = advice.ahead.unwrap();
-        planner.cut_short(stream, ahead.start + MIB);
-        let next = read(&mut planner, MIB, MIB, false).unwrap();
-        assert_eq!(next.start, ahead.start + MIB);
-    }
-
-    #[test]
-    fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
-        let mut planner = planner();
-        let mut pushed = Vec::new();
-        // The second half comes later, while the tensor is being pushed.
-        for n in 0..200u64 {
-            let at = 64 * MIB * 5 + (n * 7919 * 4096) % (64 * MIB);
-            let now = if n < 100 { n / 4 } else { 300 + n / 4 };
-            let request = Request { range: at..at + 4096, late: false, now };
-            pushed.extend(planner.observe(&request, u64::MAX, &tensor_at).push);
-        }
-        assert_eq!(pushed, [tensor_at(64 * MIB * 5)]);
-        let slow = |n: u64| Request { range: n * MIB..n * MIB + 4096, late: false, now: n * 100 };
-        let mut planner = Planner::new(2500 * MIB);
-        assert!((0..60).all(|n| planner.observe(&slow(n), u64::MAX, &tensor_at).push.is_none()));
-    }
+/// Whether a read ends where a tensor begins, and begins inside another one: the kernel reads as
+/// much before a page that is touched as after it.
+fn reads_around(request: &Request, tensors: &dyn Tensors) -> bool {
+    let Range { start, end } = request.range;
+    let begins_in = |at: u64| {
+        let tensor = tensors.at(at + PAGE - 1);
+        tensor.range.start >= at && tensor.range.start < at + PAGE
+    };
+    end - start >= SMALL && start > 0 && begins_in(end) && !begins_in(start)
 }

@@ -99,7 +99,7 @@ impl Fixture {
         let answer = move |outcome: Result<&[u8], &Error>| {
             send.send(outcome.map(<[u8]>::to_vec).map_err(ToString::to_string)).unwrap();
         };
-        self.cache.read(&self.file, offset..offset + len, Box::new(answer));
+        self.cache.read(&self.file, 0, offset..offset + len, Box::new(answer));
         receive.recv_timeout(Duration::from_secs(60)).expect("an answer")
     }
 
@@ -182,7 +182,7 @@ fn many_reads_of_the_same_bytes_at_once_read_the_source_once() {
         let answer = move |outcome: Result<&[u8], &Error>| {
             send.send(outcome.unwrap().to_vec()).unwrap();
         };
-        fixture.cache.read(&fixture.file, 5_000_000..6_000_000, Box::new(answer));
+        fixture.cache.read(&fixture.file, 0, 5_000_000..6_000_000, Box::new(answer));
     }
     for _ in 0..100 {
         let read = receive.recv_timeout(Duration::from_secs(60)).unwrap();
@@ -253,7 +253,7 @@ fn what_is_read_ahead_for_a_closed_file_leaves_no_source_open() {
             let file = cache.open(file.reader().clone(), None);
             let (send, receive) = channel();
             let answer = move |outcome: Result<&[u8], &Error>| send.send(outcome.is_ok()).unwrap();
-            cache.read(&file, 1 << 20..2 << 20, Box::new(answer));
+            cache.read(&file, 0, 1 << 20..2 << 20, Box::new(answer));
             drop((file, pins));
             assert!(receive.recv_timeout(Duration::from_secs(60)).unwrap());
             let end = Instant::now() + Duration::from_secs(10);

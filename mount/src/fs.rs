@@ -280,7 +280,7 @@ impl Shared {
                 }
             }
         };
-        self.service.read(gate.as_ref(), &file, range, Box::new(answer));
+        self.service.read(gate.as_ref(), &file, fh, range, Box::new(answer));
     }
 
     /// Reads a file that follows its source past the cache: it has changed, or may have.

@@ -30,6 +30,9 @@ const PAGE: u64 = 4096;
 /// Tensors that may wait for their turn; more are left to page faults.
 const QUEUE_MAX: usize = 16;
 
+/// Tells these reads from those of open handles.
+const PUSHER: u64 = u64::MAX;
+
 struct Task {
     file: Weak<CachedFile>,
     ino: u64,
@@ -105,7 +108,7 @@ fn push(cache: &Cache, counters: &Counters, task: &Task, store: &Store) {
             let _ = send.send(outcome.ok().map(<[u8]>::to_vec));
         };
         let Some(file) = task.file.upgrade() else { return };
-        cache.read(&file, step.clone(), Box::new(answer));
+        cache.read(&file, PUSHER, step.clone(), Box::new(answer));
         drop(file);
         let Ok(Some(bytes)) = receive.recv() else { return };
         if let Err(e) = store(task.ino, at, &bytes) {

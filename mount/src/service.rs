@@ -186,14 +186,15 @@ impl Service {
         self: &Arc<Self>,
         gate: Option<&Arc<Gate>>,
         file: &Arc<CachedFile>,
+        reader: u64,
         range: Range<u64>,
         answer: Answer,
     ) {
-        let Some(gate) = gate else { return self.cache.read(file, range, answer) };
+        let Some(gate) = gate else { return self.cache.read(file, reader, range, answer) };
         let Some(checker) = &self.checker else { return };
         let (service, file, wanted) = (self.clone(), file.clone(), range.clone());
         let checked = move |outcome: Result<(), &tensorfs::Error>| match outcome {
-            Ok(()) => service.cache.read(&file, wanted, answer),
+            Ok(()) => service.cache.read(&file, reader, wanted, answer),
             Err(error) => {
                 service.counters.reads.add(1);
                 service.counters.read_errors.add(1);

@@ -2,23 +2,25 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::blocks::{Block, Data};
 use super::{CachedFile, Hole, Inner, State, lock};
 use crate::io::{Class, Lease};
 use crate::prefetch::{Advice, Request, StreamId};
 
-/// How old a block has to be to make way for one that is read ahead.
+/// Blocks that are looked at to find one that makes way.
+const LOOKED_AT_MAX: usize = 128;
+
+/// How long a file has to be left alone until what was read ahead of it makes way.
 const STALE_TIME: Duration = Duration::from_secs(2);
 
 impl Inner {
     /// Notices where a tensor in the source's page cache is asked for page by page.
     pub(super) fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
         let Some(on_storm) = &file.on_storm else { return };
-        let request = Request { range, late: false, now: self.now() };
-        let tensor_at = |offset| file.reader.tensor_at(offset);
-        let push = lock(&file.planner).storm(&request, &tensor_at);
+        let request = Request { range, reader: 0, late: false, now: self.now() };
+        let push = lock(&file.planner).storm(&request, &file.reader);
         if let Some(range) = push {
             on_storm(file, range);
         }
@@ -29,26 +31,42 @@ impl Inner {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
+    /// Memory for what is read ahead, at most: the rest is for readers who wait.
+    fn ahead_max(&self) -> u64 {
+        self.budget.limit() / 4 * 3
+    }
+
     /// Reads ahead what is likely to be asked for next.
     pub(super) fn look_ahead(
         self: &Arc<Self>,
         file: &Arc<CachedFile>,
+        reader: u64,
         range: &Range<u64>,
         late: bool,
     ) {
-        let request = Request { range: range.clone(), late, now: self.now() };
-        let most = self.budget.limit() / 8 * 3;
-        let tensor_at = |offset| file.reader.tensor_at(offset);
-        let Advice { ahead, push } = lock(&file.planner).observe(&request, most, &tensor_at);
-        if let Some((stream, ahead)) = ahead {
-            self.read_ahead(file, stream, ahead);
+        let request = Request { range: range.clone(), reader, late, now: self.now() };
+        let most = self.ahead_max();
+        let Advice { ahead, push } = lock(&file.planner).observe(&request, most, &file.reader);
+        if let Some((stream, ranges)) = ahead {
+            for range in ranges {
+                if let Err(from) = self.read_ahead(file, stream, range) {
+                    lock(&file.planner).cut_short(stream, from);
+                    break;
+                }
+            }
         }
         if let (Some(range), Some(on_storm)) = (push, &file.on_storm) {
             on_storm(file, range);
         }
     }
 
-    fn read_ahead(self: &Arc<Self>, file: &Arc<CachedFile>, stream: StreamId, range: Range<u64>) {
+    /// Reads `range` ahead; the error says from where on there was no room for it.
+    fn read_ahead(
+        self: &Arc<Self>,
+        file: &Arc<CachedFile>,
+        stream: StreamId,
+        range: Range<u64>,
+    ) -> Result<(), u64> {
         let mut at = range.start;
         while at < range.end {
             let end = (at + file.reader.block_len(at)).min(range.end);
@@ -64,15 +82,12 @@ impl Inner {
                 at = over;
                 continue;
             }
-            let most = self.budget.limit() / 4 * 3;
-            let may = state.queue.is_empty() && state.loading.refusing(&plan, most).is_none();
-            let lease = may.then(|| self.lease_ahead(&mut state, need, most)).flatten();
-            let Some(lease) = lease else {
-                drop(state);
-                return lock(&file.planner).cut_short(stream, at);
-            };
+            let may =
+                state.queue.is_empty() && state.loading.refusing(&plan, self.ahead_max()).is_none();
+            let lease = may.then(|| self.lease_ahead(&mut state, file, stream, need)).flatten();
+            let lease = lease.ok_or(at)?;
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
-            let block = Block { end, asked: 0, ahead: true, data };
+            let block = Block { end, asked: 0, ahead: true, left: false, data };
             state.of(file).blocks.insert(at, block);
             state.loading.add(&plan);
             drop(state);
@@ -80,15 +95,63 @@ impl Inner {
             self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
             at = end;
         }
+        Ok(())
     }
 
-    /// Memory of `need` bytes for what nobody asked for yet, which leaves the rest over `most`
-    /// to readers who wait. Blocks make way for it that nobody has asked for lately.
-    fn lease_ahead(&self, state: &mut State, need: u64, most: u64) -> Option<Lease> {
-        let others = most.checked_sub(need)?;
+    /// Memory of `need` bytes for what nobody asked for yet. Blocks make way for it that were
+    /// read ahead of a reader who went elsewhere, and those that nobody has asked for lately.
+    fn lease_ahead(
+        &self,
+        state: &mut State,
+        file: &CachedFile,
+        stream: StreamId,
+        need: u64,
+    ) -> Option<Lease> {
+        let others = self.ahead_max().checked_sub(need)?;
         while self.budget.used() > others {
-            self.evict(state, STALE_TIME).then_some(())?;
+            let left = lock(&file.planner).make_way(stream);
+            match left {
+                Some(left) => left.iter().for_each(|range| self.leave(state, file, range)),
+                None => self.evict_stale(state, STALE_TIME).then_some(())?,
+            }
         }
         self.budget.try_lease(need)
+    }
+
+    /// Drops the blocks in `range` that nobody has asked for; those that are being read, once
+    /// they are there.
+    fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
+        let State { files, idle, .. } = state;
+        let Some(blocks) = files.get_mut(&file.id).map(|file| &mut file.blocks) else { return };
+        let mut dropped = Vec::new();
+        for (&start, block) in blocks.range_mut(range.clone()) {
+            match &block.data {
+                Data::Ready(..) if block.asked == 0 => dropped.push(start),
+                Data::Loading { waiters, .. } if waiters.is_empty() => block.left = true,
+                _ => {}
+            }
+        }
+        for start in dropped {
+            idle.pop(&(file.id, start));
+            if let Some(block) = blocks.remove(&start) {
+                self.waste(&file.planner, start, &block);
+            }
+        }
+    }
+
+    /// Drops a block that nobody has asked for since `age`, if there is one among the oldest:
+    /// what was read ahead stays as long as its file is read.
+    pub(super) fn evict_stale(&self, state: &mut State, age: Duration) -> bool {
+        let State { files, idle, .. } = state;
+        let is_stale = |(&(id, start), since): (&(u64, u64), &Instant)| {
+            let Some(file) = files.get(&id) else { return true };
+            let is_partly_read = file.blocks.get(&start).is_none_or(|block| block.asked > 0);
+            since.elapsed() >= age && (is_partly_read || file.last_read.elapsed() >= age)
+        };
+        let oldest = idle.iter().rev().take(LOOKED_AT_MAX);
+        let stale = oldest.map(|(key, since)| (key, since)).find(|&entry| is_stale(entry));
+        let Some(key) = stale.map(|(key, _)| *key) else { return false };
+        self.evict_block(state, key);
+        true
     }
 }

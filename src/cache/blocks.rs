@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use super::Ask;
 use crate::io::Ticket;
@@ -15,6 +16,8 @@ pub(super) struct FileBlocks {
     /// By start.
     pub(super) blocks: BTreeMap<u64, Block>,
     pub(super) planner: Arc<Mutex<Planner>>,
+    /// When a read of it was admitted last.
+    pub(super) last_read: Instant,
 }
 
 /// Some bytes of a file.
@@ -24,6 +27,8 @@ pub(super) struct Block {
     pub(super) asked: u64,
     /// Whether it is read ahead, and not for a reader who waits.
     pub(super) ahead: bool,
+    /// Whether its reader went elsewhere before it was there.
+    pub(super) left: bool,
     pub(super) data: Data,
 }
 
@@ -77,7 +82,7 @@ impl Cover {
 
 impl FileBlocks {
     pub(super) fn new(planner: Arc<Mutex<Planner>>) -> FileBlocks {
-        FileBlocks { blocks: BTreeMap::new(), planner }
+        FileBlocks { blocks: BTreeMap::new(), planner, last_read: Instant::now() }
     }
 
     /// End of the first block that holds bytes of `range`, if one does.

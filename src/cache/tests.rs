@@ -46,7 +46,7 @@ impl Fixture {
         let answer = move |outcome: std::result::Result<&[u8], &Error>| {
             let _ = send.send(outcome.unwrap().to_vec());
         };
-        self.cache.read(file, range, Box::new(answer));
+        self.cache.read(file, 0, range, Box::new(answer));
         receive
     }
 
@@ -59,8 +59,9 @@ impl Fixture {
         let buffer = Buffer::new(MIB as usize, self.budget.try_lease(MIB).unwrap());
         let sources = file.reader.sources().into();
         let data = Data::Ready(Arc::new(Loaded::Gathered(buffer)), sources);
-        let block = Block { end: start + MIB, asked: 0, ahead: true, data };
+        let block = Block { end: start + MIB, asked: 0, ahead: true, left: false, data };
         let mut state = self.state();
+        state.of(file).last_read = since;
         state.of(file).blocks.insert(start, block);
         state.idle.put((file.id, start), since);
     }
@@ -173,7 +174,7 @@ fn whether_a_source_has_changed_is_looked_at_without_the_lock() {
     let answer = Box::new(move |outcome: std::result::Result<&[u8], &Error>| {
         let _ = send.send(outcome.is_ok());
     });
-    tracing::subscriber::with_default(log, || fixture.cache.read(&file, 0..4096, answer));
+    tracing::subscriber::with_default(log, || fixture.cache.read(&file, 0, 0..4096, answer));
     assert!(!receive.recv_timeout(PATIENCE).unwrap());
     assert_eq!(*lock(&locked), [false]);
 }

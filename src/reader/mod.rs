@@ -2,13 +2,14 @@
 
 use std::cell::Cell;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
 use crate::io::{Engine, Read, read_all};
-use crate::layout::{Extent, Layout};
+use crate::layout::{Extent, Layout, Orders};
+use crate::prefetch::{Order, Tensor, Tensors};
 use crate::source::Source;
 
 pub use block::{BlockPlan, Done, Loaded};
@@ -31,6 +32,10 @@ pub struct Reader {
     /// By shard number.
     sources: Vec<Arc<Source>>,
     len: u64,
+    /// Whose names say in which orders the tensors may be read.
+    checkpoint: Option<Arc<Checkpoint>>,
+    /// Once a reader went from one tensor to another that does not follow it.
+    orders: Arc<OnceLock<Orders>>,
 }
 
 /// How reads of sources are carried out: `false` where they were not, because it would have
@@ -67,20 +72,22 @@ impl Reader {
     ///
     /// # Errors
     /// Those of `Checkpoint::layout`.
-    pub fn open(checkpoint: &Checkpoint) -> Result<Reader> {
-        Ok(Reader::new(checkpoint.layout()?, checkpoint.sources().to_vec()))
+    pub fn open(checkpoint: &Arc<Checkpoint>) -> Result<Reader> {
+        let reader = Reader::new(checkpoint.layout()?, checkpoint.sources().to_vec());
+        Ok(Reader { checkpoint: Some(checkpoint.clone()), ..reader })
     }
 
     /// A reader of `layout`, whose shards are `sources` in the catalog's order.
     pub fn new(layout: Arc<Layout>, sources: Vec<Arc<Source>>) -> Reader {
         let len = layout.len();
-        Reader { layout: Some(layout), sources, len }
+        Reader { layout: Some(layout), sources, len, checkpoint: None, orders: Arc::default() }
     }
 
     /// A reader of `source` as it is.
     pub fn whole(source: Arc<Source>) -> Reader {
         let len = source.len();
-        Reader { layout: None, sources: vec![source], len }
+        let (sources, orders) = (vec![source], Arc::default());
+        Reader { layout: None, sources, len, checkpoint: None, orders }
     }
 
     /// Length of the file in bytes.
@@ -98,12 +105,10 @@ impl Reader {
         &self.sources
     }
 
-    /// The bytes of the tensor, or of the header, that `offset` lies in; of a whole file all.
-    pub fn tensor_at(&self, offset: u64) -> Range<u64> {
-        match &self.layout {
-            Some(layout) => layout.tensor_at(offset),
-            None => 0..self.len,
-        }
+    fn orders(&self, layout: &Layout) -> &Orders {
+        let catalog = self.checkpoint.as_ref().map(|checkpoint| checkpoint.catalog());
+        let orders = || catalog.map_or_else(Orders::default, |catalog| layout.orders(catalog));
+        self.orders.get_or_init(orders)
     }
 
     /// Reads bytes of the virtual file from `offset` on into `buf`, on this thread.
@@ -195,6 +200,33 @@ impl Reader {
         }
         SCRATCH.set(scratch);
         Ok(true)
+    }
+}
+
+impl Tensors for Reader {
+    fn at(&self, offset: u64) -> Tensor {
+        // A whole file is taken for one tensor.
+        let (place, range) = match &self.layout {
+            Some(layout) => layout.tensor_at(offset),
+            None => (Some(0), 0..self.len),
+        };
+        Tensor { place: place.map_or(0, |place| place + 1), range }
+    }
+
+    fn after(&self, place: u32, order: Order) -> Option<Tensor> {
+        let layout = self.layout.as_ref()?;
+        let mut next = match (order, place.checked_sub(1)) {
+            (Order::File, _) | (_, None) => place,
+            (Order::Name, Some(place)) => self.orders(layout).by_name.after(place)?,
+            (Order::Natural, Some(place)) => self.orders(layout).by_number.after(place)?,
+            (Order::Shard, Some(place)) => self.orders(layout).by_shard.after(place)?,
+        };
+        let mut range = layout.bytes_at(next)?;
+        while range.is_empty() {
+            next += 1;
+            range = layout.bytes_at(next)?;
+        }
+        Some(Tensor { place: next + 1, range })
     }
 }
 

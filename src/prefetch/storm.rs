@@ -1,0 +1,72 @@
+//! Tensors that are asked for page by page: what maps the file takes its pages one by one.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::{Request, Tensors};
+
+/// A storm of page faults: so many reads of a few pages in one tensor within so short a time.
+const STORM_READS: u32 = 32;
+/// Milliseconds.
+const STORM_TIME: u64 = 250;
+/// How long a tensor that was pushed is not pushed again, in milliseconds.
+const PUSHED_TIME: u64 = 10_000;
+/// Pushed tensors remembered.
+const PUSHED_MAX: usize = 16;
+/// Largest read that counts for a storm.
+const STORM_READ_LEN: u64 = 16 << 10;
+
+/// Small reads of one tensor, close together in time.
+#[derive(Clone, Debug)]
+struct Storm {
+    tensor: Range<u64>,
+    since: u64,
+    reads: u32,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Storms {
+    storm: Option<Storm>,
+    /// Tensors that were pushed, and when.
+    pushed: VecDeque<(Range<u64>, u64)>,
+}
+
+impl Storms {
+    /// The tensor that is asked for page by page, when that is noticed first.
+    pub(super) fn push(&mut self, request: &Request, tensors: &dyn Tensors) -> Option<Range<u64>> {
+        let Range { start, end } = request.range;
+        if end - start > STORM_READ_LEN {
+            return None;
+        }
+        match &mut self.storm {
+            Some(storm)
+                if storm.tensor.contains(&start)
+                    && request.now.saturating_sub(storm.since) <= STORM_TIME =>
+            {
+                storm.reads += 1;
+                if storm.reads == STORM_READS {
+                    let tensor = storm.tensor.clone();
+                    return self.push_once(tensor, request.now);
+                }
+            }
+            storm => {
+                let tensor = tensors.at(start).range;
+                *storm = Some(Storm { tensor, since: request.now, reads: 1 });
+            }
+        }
+        None
+    }
+
+    /// `tensor`, unless it was pushed a short while ago and is on its way.
+    fn push_once(&mut self, tensor: Range<u64>, now: u64) -> Option<Range<u64>> {
+        self.pushed.retain(|(_, at)| now.saturating_sub(*at) < PUSHED_TIME);
+        if self.pushed.iter().any(|(pushed, _)| *pushed == tensor) {
+            return None;
+        }
+        if self.pushed.len() == PUSHED_MAX {
+            self.pushed.pop_front();
+        }
+        self.pushed.push_back((tensor.clone(), now));
+        Some(tensor)
+    }
+}

@@ -49,8 +49,13 @@ const TRIAL: u64 = 8 << 20;
 /// Read-ahead bytes after which it is judged whether they are of use.
 const JUDGED_FROM: u64 = 32 << 20;
 
-/// A stream that was not continued by so many reads for each stream may have been left.
+/// A stream may have been left that was not continued by so many reads for each stream; by so
+/// many in all, where its reader does what was foretold.
 const LEFT_READS: u64 = 4;
+const LEFT_READS_FORETOLD: u64 = 256;
+
+/// Reads somewhere else after which a stream is not expected any more where it was.
+const ELSEWHERE_READS: u32 = 32;
 
 /// Ranges that one stream is read ahead by, at most.
 const PATH_MAX: usize = 64;
@@ -76,6 +81,8 @@ pub struct Request {
 pub struct Advice {
     /// Bytes to read ahead, in this order, with the stream that they are for.
     pub ahead: Option<(StreamId, Vec<Range<u64>>)>,
+    /// Bytes that were read ahead and that nobody is expected to ask for any more.
+    pub left: Vec<Range<u64>>,
     /// Bytes to put into the kernel's page cache, because they are asked for page by page.
     pub push: Option<Range<u64>>,
 }
@@ -95,6 +102,8 @@ struct Stream {
     window: u64,
     /// Reads that continued it.
     run: u32,
+    /// Reads since it was where it was expected.
+    elsewhere: u32,
     /// Start of its first read.
     began: u64,
     /// Bytes read since the window grew.
@@ -173,6 +182,8 @@ pub struct Planner {
     used: u64,
     wasted: u64,
     storms: Storms,
+    /// What was planned for readers who went elsewhere since the last read.
+    left: Vec<Range<u64>>,
 }
 
 impl Planner {
@@ -188,6 +199,7 @@ impl Planner {
             used: 0,
             wasted: 0,
             storms: Storms::default(),
+            left: Vec::new(),
         }
     }
 
@@ -202,7 +214,7 @@ impl Planner {
             self.plan(index, reader, most, tensors)
         });
         self.seen.add(&request.range, tensors);
-        Advice { ahead, push }
+        Advice { ahead, left: std::mem::take(&mut self.left), push }
     }
 
     /// The tensor that is asked for page by page, when that is noticed first. `observe` does
@@ -229,11 +241,18 @@ impl Planner {
     /// What was read ahead for the stream that was left longest ago, to make way for what
     /// `stream` needs. `None` where all others go on.
     pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
-        let patience = LEFT_READS * (self.streams.len() as u64 + 1);
+        let patience = match self.readers.iter().any(|(_, reader, _)| reader.trust() > 1) {
+            true => LEFT_READS_FORETOLD,
+            false => self.patience(),
+        };
         let left = |s: &Stream| s.id != stream && s.last + patience < self.reads;
         let left = self.streams.iter().enumerate().filter(|(_, s)| !s.path.is_empty() && left(s));
         let (index, _) = left.min_by_key(|(_, s)| s.last)?;
         Some(self.streams.swap_remove(index).path.into())
+    }
+
+    fn patience(&self) -> u64 {
+        LEFT_READS * (self.streams.len() as u64 + 1)
     }
 
     /// Takes note of what became of bytes that were read ahead.
@@ -298,6 +317,7 @@ impl Planner {
             path: planned,
             window,
             run,
+            elsewhere: 0,
             began: start,
             grown: end - start,
             tensor,
@@ -358,10 +378,9 @@ impl Planner {
         let mut tensor = stream.tensor.clone();
         if !is_new {
             let here = tensors.at(stream.next - 1);
-            let read = stream.next - here.range.start;
             // The kernel reads a little more than its reader asks for.
-            let is_begun = read >= SLACK.min((here.range.end - here.range.start) / 4 * 3);
-            if here.place == tensor.place || !(is_begun || stream.goes_on()) {
+            let is_begun = stream.goes_on() || stream.next >= tensor.range.end + SLACK;
+            if here.place == tensor.place || !is_begun {
                 return;
             }
             tensor = here;
@@ -393,10 +412,17 @@ impl Planner {
         tensors: &dyn Tensors,
     ) -> Option<(StreamId, Vec<Range<u64>>)> {
         let wasteful = self.is_wasteful();
-        let patience = LEFT_READS * (self.streams.len() as u64 + 1);
-        let live = self.streams.iter().filter(|s| s.last + patience >= self.reads).count() as u64;
-        let stream = &self.streams[index];
+        let is_live = |s: &&Stream| s.last + self.patience() >= self.reads;
+        let live = self.streams.iter().filter(is_live).count() as u64;
+        let stream = &mut self.streams[index];
         let window = stream.window.min(most / live.max(2)).max(WINDOW_MIN.min(most));
+        let is_elsewhere = !stream.goes_on() && stream.ahead() > window / 2;
+        stream.elsewhere = if is_elsewhere { stream.elsewhere + 1 } else { 0 };
+        if stream.elsewhere == ELSEWHERE_READS {
+            stream.elsewhere = 0;
+            self.left.extend(stream.path.drain(..));
+        }
+        let stream = &self.streams[index];
         let ahead = stream.ahead();
         let needed = if wasteful { 4 * SMALL_RUN } else { SMALL_RUN };
         // Little by little would be many small reads: half a window at a time.

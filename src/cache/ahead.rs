@@ -46,7 +46,12 @@ impl Inner {
     ) {
         let request = Request { range: range.clone(), reader, late, now: self.now() };
         let most = self.ahead_max();
-        let Advice { ahead, push } = lock(&file.planner).observe(&request, most, &file.reader);
+        let advice = lock(&file.planner).observe(&request, most, &file.reader);
+        let Advice { ahead, left, push } = advice;
+        if !left.is_empty() {
+            let mut state = lock(&self.state);
+            left.iter().for_each(|range| self.leave(&mut state, file, range));
+        }
         if let Some((stream, ranges)) = ahead {
             for range in ranges {
                 if let Err(from) = self.read_ahead(file, stream, range) {

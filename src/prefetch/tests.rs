@@ -362,7 +362,9 @@ fn replay(recorded: &str) -> Replayed {
         }
         planner.judge(used, 0);
         let request = Request { range, reader: words[0], late, now: turn as u64 };
-        if let Some((stream, ranges)) = planner.observe(&request, most, &model).ahead {
+        let advice = planner.observe(&request, most, &model);
+        advice.left.iter().for_each(|range| replay.drop_pages(&mut planner, range));
+        if let Some((stream, ranges)) = advice.ahead {
             replay.fetch(&mut planner, stream, &ranges, turn);
         }
     }

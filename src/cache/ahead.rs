@@ -153,8 +153,7 @@ impl Inner {
             let is_partly_read = file.blocks.get(&start).is_none_or(|block| block.asked > 0);
             since.elapsed() >= age && (is_partly_read || file.last_read.elapsed() >= age)
         };
-        let oldest = idle.iter().rev().take(LOOKED_AT_MAX);
-        let stale = oldest.map(|(key, since)| (key, since)).find(|&entry| is_stale(entry));
+        let stale = idle.iter().rev().take(LOOKED_AT_MAX).find(|&entry| is_stale(entry));
         let Some(key) = stale.map(|(key, _)| *key) else { return false };
         self.evict_block(state, key);
         true

@@ -46,22 +46,21 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
     metadata.is_some_and(|map| map.contains_key(SHARDING_INFO))
 }
 
-/// Whether a file with a sharding note holds whole tensors under their own names, as far as the
-/// note tells.
-pub fn is_whole(header: &Header) -> bool {
+/// Whether a file with a sharding note, which says `places` of its tensors, holds whole tensors
+/// under their own names, as far as the note tells.
+pub fn are_whole(header: &Header, places: &[Placement]) -> bool {
     let whole = |(entry, place): (&Entry, &Placement)| {
         place.offset.iter().all(|&offset| offset == 0)
             && place.logical_name.as_ref().is_none_or(|name| *name == entry.name)
             && place.whole_shape.as_ref().is_none_or(|shape| *shape == entry.shape)
     };
-    placements(header).is_ok_and(|places| header.tensors.iter().zip(&places).all(whole))
+    header.tensors.iter().zip(places).all(whole)
 }
 
-/// Whether the note of a file says the whole shape of every tensor.
-pub fn records_shapes(header: &Header) -> bool {
-    is_shard(header.metadata.as_ref())
-        && placements(header)
-            .is_ok_and(|places| places.iter().all(|place| place.whole_shape.is_some()))
+/// The fault of a file that is named like a shard and has no note.
+pub(crate) fn no_note() -> Fault {
+    let message = format!("named like a DCP shard but its metadata has no {SHARDING_INFO}");
+    Fault::new(Class::DcpInfo, message)
 }
 
 /// What the note of a shard says of each tensor of `header`, in the order of `header.tensors`.
@@ -72,10 +71,7 @@ pub fn records_shapes(header: &Header) -> bool {
 pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
     let metadata = header.metadata.as_ref();
     let Some(text) = metadata.and_then(|map| map.get(SHARDING_INFO)) else {
-        return Err(Fault::new(
-            Class::DcpInfo,
-            format!("named like a DCP shard but its metadata has no {SHARDING_INFO}"),
-        ));
+        return Err(no_note());
     };
     if let Some(version) = metadata.and_then(|map| map.get(VERSION))
         && version.split('.').next() != Some("1")
@@ -221,12 +217,15 @@ mod tests {
 
     #[test]
     fn a_file_is_whole_only_if_no_key_of_its_note_says_otherwise() {
-        let whole = |note: Value| is_whole(&shard(Dtype::F32, &[2, 3], &note));
+        let whole = |note: Value| {
+            let header = shard(Dtype::F32, &[2, 3], &note);
+            placements(&header).is_ok_and(|places| are_whole(&header, &places))
+        };
         assert!(whole(serde_json::json!({ "saved_offsets": [0, 0] })));
         let all = serde_json::json!({
             "saved_offsets": [0, 0], "logical_fqn": "e", "global_shape": [2, 3],
         });
-        assert!(whole(all.clone()) && records_shapes(&shard(Dtype::F32, &[2, 3], &all)));
+        assert!(whole(all.clone()));
         for (key, value) in [
             ("saved_offsets", serde_json::json!([1, 0])),
             ("logical_fqn", "f".into()),

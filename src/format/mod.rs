@@ -4,6 +4,7 @@
 
 pub mod bintensors;
 pub mod dcp;
+pub mod flat;
 pub mod json;
 pub mod manifest;
 pub mod names;

@@ -20,6 +20,8 @@ pub struct Heads {
     /// None once they are looked at.
     filling: Mutex<Option<Columns>>,
     filled: OnceLock<Columns>,
+    /// Whether the text of a sharding note stays, as the metadata of a file that is shown alone.
+    keeps_notes: bool,
 }
 
 /// Lists of numbers, each kept once.
@@ -145,36 +147,45 @@ fn range_of(ends: &[u64], at: usize) -> Range<usize> {
 }
 
 impl Heads {
+    /// For the shards of a folder: a plain note is not kept once it is read.
+    pub fn without_notes() -> Heads {
+        Heads { keeps_notes: false, ..Heads::default() }
+    }
+
     /// Adds a header.
     pub fn add(self: &Arc<Self>, header: Header) -> Head {
         let placed = dcp::is_shard(header.metadata.as_ref()).then(|| dcp::placements(&header));
-        let is_whole = matches!(&placed, Some(Ok(places)) if dcp::are_whole(&header, places));
         let mut flat = Flat::from(&header);
         flat.metadata = header.metadata;
-        self.push(flat, placed, is_whole)
+        self.push(flat, placed)
     }
 
-    /// Adds a header without a sharding note.
-    pub fn add_flat(self: &Arc<Self>, flat: Flat) -> Head {
-        self.push(flat, None, false)
+    /// Adds a header. None where its sharding note is not plain: it is for `add`.
+    pub fn add_flat(self: &Arc<Self>, mut flat: Flat) -> Option<Head> {
+        let placed = match dcp::is_shard(flat.metadata.as_ref()) {
+            true => Some(Ok(dcp::plain_placements(&flat)?)),
+            false => None,
+        };
+        if !self.keeps_notes {
+            forget_note(&mut flat.metadata);
+        }
+        Some(self.push(flat, placed))
     }
 
-    fn push(
-        self: &Arc<Self>,
-        flat: Flat,
-        placed: Option<Result<Vec<Placement>, Fault>>,
-        is_whole: bool,
-    ) -> Head {
+    fn push(self: &Arc<Self>, flat: Flat, placed: Option<Result<Vec<Placement>, Fault>>) -> Head {
         let mut filling = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(columns) = filling.as_mut() else {
             drop(filling);
             // These are being looked at already.
-            return Arc::new(Heads::default()).push(flat, placed, is_whole);
+            return Arc::new(Heads::default()).push(flat, placed);
         };
         let tensors = columns.push(&flat);
         let note = placed.map(|placed| {
             placed.map(|places| Note {
-                is_whole,
+                is_whole: dcp::are_whole(
+                    &places,
+                    flat.tensors().map(|(n, _, shape, _)| (n, shape)),
+                ),
                 records_shapes: places.iter().all(|place| place.whole_shape.is_some()),
                 first_place: columns.push_places(&places),
             })
@@ -195,7 +206,11 @@ impl Heads {
 
 impl Default for Heads {
     fn default() -> Heads {
-        Heads { filling: Mutex::new(Some(Columns::default())), filled: OnceLock::new() }
+        Heads {
+            filling: Mutex::new(Some(Columns::default())),
+            filled: OnceLock::new(),
+            keeps_notes: true,
+        }
     }
 }
 
@@ -227,6 +242,13 @@ impl Columns {
             self.places.push(Place { offset, whole_shape, logical_name });
         }
         first
+    }
+}
+
+/// Leaves of a sharding note that it was there.
+fn forget_note(metadata: &mut Option<BTreeMap<String, String>>) {
+    if let Some(note) = metadata.as_mut().and_then(|map| map.get_mut(dcp::SHARDING_INFO)) {
+        *note = String::new();
     }
 }
 
@@ -271,9 +293,7 @@ impl Head {
     /// needs.
     pub fn without_tensors(&self) -> Head {
         let mut metadata = self.metadata.clone();
-        if let Some(note) = metadata.as_mut().and_then(|map| map.get_mut(dcp::SHARDING_INFO)) {
-            *note = String::new();
-        }
+        forget_note(&mut metadata);
         let header_len = self.header_len;
         Head { heads: Arc::default(), tensors: 0..0, metadata, header_len, note: None }
     }

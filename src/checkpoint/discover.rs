@@ -157,7 +157,7 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
     // Each is taken by the thread that reads its header.
     let opened: Vec<_> =
         opened.into_iter().map(|(at, unread)| (at, Mutex::new(Some(unread)))).collect();
-    let heads = Arc::new(Heads::default());
+    let heads = Arc::new(Heads::without_notes());
     let read = |(at, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
         let unread = unread.lock().unwrap_or_else(PoisonError::into_inner).take();
         match unread {

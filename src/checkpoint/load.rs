@@ -162,8 +162,9 @@ fn read_head(
     if format == Format::Safetensors && header_len <= SLICE_LEN_MAX {
         let bytes = read_start(source, PREFIX_LEN + header_len)?;
         let text = &bytes[PREFIX_LEN as usize..];
-        let head = match Flat::parse(text, source.len()) {
-            Some(flat) => Ok(heads.add_flat(flat)),
+        let plain = Flat::parse(text, source.len()).and_then(|flat| heads.add_flat(flat));
+        let head = match plain {
+            Some(head) => Ok(head),
             None => Header::parse(text, source.len()).map(|header| heads.add(header)),
         };
         return Ok(head.map(|head| (head, Digest::of(&bytes))));

@@ -1,16 +1,15 @@
 //! A safetensors header as savers write it, read straight into a few large vectors.
 //!
-//! Takes only what is plainly right: no escapes, no unknown keys, every tensor where it should be.
+//! Takes only what is plainly right: names without escapes, no unknown keys, every tensor where it should be.
 //! Anything else is left to `Header::parse`, which decides, and words every error. So both agree
 //! on all that is read here, and a header of a million tensors needs no allocation for each.
 
 use std::collections::BTreeMap;
 use std::collections::HashMap;
-use std::collections::btree_map::Entry as MapEntry;
 use std::ops::Range;
 
 use crate::dtype::Dtype;
-use crate::format::dcp;
+use crate::format::plain::Cursor;
 use crate::format::safetensors::{Header, METADATA, PREFIX_LEN};
 use crate::hash::Digest;
 
@@ -51,7 +50,7 @@ impl Flat {
         let header_len = text.len() as u64;
         // Positions are kept in 32 bits.
         u32::try_from(header_len).ok()?;
-        let mut cursor = Cursor { text: std::str::from_utf8(text).ok()?, at: 0 };
+        let mut cursor = Cursor::new(std::str::from_utf8(text).ok()?);
         let mut flat = Flat { header_len, ..Flat::default() };
         let mut rows = Vec::new();
         let mut names_len = 0;
@@ -59,18 +58,14 @@ impl Flat {
             let name = cursor.string()?;
             cursor.token(b':')?;
             if name == METADATA {
-                let before = flat.metadata.replace(cursor.metadata()?);
+                let before = flat.metadata.replace(read_metadata(cursor)?);
                 return before.is_none().then_some(());
             }
             names_len += name.len();
-            rows.push(cursor.tensor(name, &mut flat.numbers)?);
+            rows.push(read_tensor(cursor, name, &mut flat.numbers)?);
             Some(())
         })?;
-        cursor.space();
-        // The note of a shard is read with the whole header.
-        if cursor.at < text.len() || dcp::is_shard(flat.metadata.as_ref()) {
-            return None;
-        }
+        cursor.end()?;
         let key = |row: &Row<'_>| (row.data.start, row.data.end);
         if !rows.is_sorted_by(|a, b| (key(a), a.name) <= (key(b), b.name)) {
             rows.sort_by(|a, b| key(a).cmp(&key(b)).then_with(|| a.name.cmp(b.name)));
@@ -149,117 +144,46 @@ impl From<&Header> for Flat {
     }
 }
 
-/// A place in the text. Every step is `None` where something else stands there.
-struct Cursor<'a> {
-    text: &'a str,
-    at: usize,
+fn read_metadata(cursor: &mut Cursor<'_>) -> Option<BTreeMap<String, String>> {
+    let mut map = BTreeMap::new();
+    cursor.items(b'{', b'}', |cursor| {
+        let key = cursor.string()?.to_owned();
+        cursor.token(b':')?;
+        map.insert(key, cursor.any_string()?).is_none().then_some(())
+    })?;
+    Some(map)
 }
 
-impl<'a> Cursor<'a> {
-    fn peek(&self) -> Option<u8> {
-        self.text.as_bytes().get(self.at).copied()
-    }
-
-    fn space(&mut self) {
-        while matches!(self.peek(), Some(b' ' | b'\n' | b'\t' | b'\r')) {
-            self.at += 1;
-        }
-    }
-
-    /// Passes `wanted`, and space before it.
-    fn token(&mut self, wanted: u8) -> Option<()> {
-        self.space();
-        (self.peek()? == wanted).then(|| self.at += 1)
-    }
-
-    /// Passes items between `open` and `close`, separated by commas.
-    fn items(
-        &mut self,
-        open: u8,
-        close: u8,
-        mut item: impl FnMut(&mut Self) -> Option<()>,
-    ) -> Option<()> {
-        self.token(open)?;
-        if self.token(close).is_some() {
-            return Some(());
-        }
-        loop {
-            item(self)?;
-            if self.token(b',').is_none() {
-                return self.token(close);
+/// What is said of the tensor `name`. Its shape is put into `numbers`.
+fn read_tensor<'a>(
+    cursor: &mut Cursor<'a>,
+    name: &'a str,
+    numbers: &mut Vec<u64>,
+) -> Option<Row<'a>> {
+    let (mut dtype, mut shape, mut data) = (None, None, None);
+    cursor.items(b'{', b'}', |cursor| {
+        let key = cursor.string()?;
+        cursor.token(b':')?;
+        let again = match key {
+            "dtype" => dtype.replace(Dtype::from_name(cursor.string()?)?).is_some(),
+            "shape" => {
+                let begin = numbers.len();
+                cursor.numbers(numbers)?;
+                shape.replace((begin as u32, numbers.len() as u32)).is_some()
             }
-        }
-    }
-
-    /// A string without escapes.
-    fn string(&mut self) -> Option<&'a str> {
-        self.token(b'"')?;
-        let bytes = &self.text.as_bytes()[self.at..];
-        let len = bytes.iter().position(|&byte| byte == b'"' || byte == b'\\' || byte < b' ')?;
-        let string = &self.text[self.at..self.at + len];
-        self.at += len;
-        (self.peek()? == b'"').then(|| self.at += 1)?;
-        Some(string)
-    }
-
-    /// A number of plain digits.
-    fn number(&mut self) -> Option<u64> {
-        self.space();
-        let begin = self.at;
-        let mut number = 0_u64;
-        while let Some(digit @ b'0'..=b'9') = self.peek() {
-            number = number.checked_mul(10)?.checked_add(u64::from(digit - b'0'))?;
-            self.at += 1;
-        }
-        let digits = self.at - begin;
-        let leads = digits > 1 && self.text.as_bytes()[begin] == b'0';
-        (digits > 0 && !leads).then_some(number)
-    }
-
-    fn metadata(&mut self) -> Option<BTreeMap<String, String>> {
-        let mut map = BTreeMap::new();
-        self.items(b'{', b'}', |cursor| {
-            let key = cursor.string()?.to_owned();
-            cursor.token(b':')?;
-            match map.entry(key) {
-                MapEntry::Vacant(place) => drop(place.insert(cursor.string()?.to_owned())),
-                MapEntry::Occupied(_) => return None,
+            "data_offsets" => {
+                cursor.token(b'[')?;
+                let start = cursor.number()?;
+                cursor.token(b',')?;
+                let end = cursor.number()?;
+                cursor.token(b']')?;
+                data.replace(start..end).is_some()
             }
-            Some(())
-        })?;
-        Some(map)
-    }
-
-    /// What is said of the tensor `name`. Its shape is put into `numbers`.
-    fn tensor(&mut self, name: &'a str, numbers: &mut Vec<u64>) -> Option<Row<'a>> {
-        let (mut dtype, mut shape, mut data) = (None, None, None);
-        self.items(b'{', b'}', |cursor| {
-            let key = cursor.string()?;
-            cursor.token(b':')?;
-            let again = match key {
-                "dtype" => dtype.replace(Dtype::from_name(cursor.string()?)?).is_some(),
-                "shape" => {
-                    let begin = numbers.len();
-                    cursor.items(b'[', b']', |cursor| {
-                        numbers.push(cursor.number()?);
-                        Some(())
-                    })?;
-                    shape.replace((begin as u32, numbers.len() as u32)).is_some()
-                }
-                "data_offsets" => {
-                    cursor.token(b'[')?;
-                    let start = cursor.number()?;
-                    cursor.token(b',')?;
-                    let end = cursor.number()?;
-                    cursor.token(b']')?;
-                    data.replace(start..end).is_some()
-                }
-                _ => true,
-            };
-            (!again).then_some(())
-        })?;
-        Some(Row { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
-    }
+            _ => true,
+        };
+        (!again).then_some(())
+    })?;
+    Some(Row { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
 }
 
 /// The place of a shape that was put at the end of `numbers`: the one before it, if that is equal.
@@ -310,6 +234,8 @@ mod tests {
         assert_eq!(names, ["a", "b", "none", "one"]);
         assert_eq!((flat.len(), flat.names_len()), (4, 9));
         assert!(agrees("{}", 0).unwrap().is_empty());
+        let escaped = r#"{"__metadata__":{"a":"\"\u00e9\n\\","b":"\\\""}}"#;
+        assert_eq!(agrees(escaped, 0).unwrap().metadata.unwrap()["a"], "\"\u{e9}\n\\");
     }
 
     #[test]
@@ -326,7 +252,7 @@ mod tests {
             ("\"U8\",\"shape\":[]", "\"F4\",\"shape\":[]"),
             ("{\"format\":\"pt\"}", "null"),
             ("{\"format\":\"pt\"}", "{\"a\":\"\",\"a\":\"\"}"),
-            ("{\"format\":\"pt\"}", "{\"DCP_SHARDING_INFO\":\"\"}"),
+            ("\"pt\"", "\"\\x\""),
             ("\"none\"", "\"__metadata__\""),
             ("\"dtype\":\"U8\"", "\"dtype\":\"U8\",\"more\":1"),
             ("\"dtype\":\"U8\"", "\"dtype\":\"U8\",\"dtype\":\"U8\""),

@@ -8,6 +8,7 @@ pub mod flat;
 pub mod json;
 pub mod manifest;
 pub mod names;
+mod plain;
 pub mod safetensors;
 pub mod weight_map;
 

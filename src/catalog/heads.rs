@@ -363,3 +363,50 @@ impl<'a> Tensors<'a> {
         if number == NONE { self.name(at) } else { self.columns.logical_names.get(number as usize) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flat(name: &str) -> Flat {
+        let text =
+            format!("{{\"{name}\":{{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}}}");
+        let len = PREFIX_LEN + text.len() as u64 + 2;
+        Flat::parse(text.as_bytes(), len).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_header_that_comes_after_the_first_look_is_kept_apart_and_none_is_lost() {
+        let heads = Arc::new(Heads::default());
+        let add = |name| heads.add_flat(flat(name)).map(|head| (name, head));
+        let mut all: Vec<(&str, Head)> = ["a", "b"].into_iter().filter_map(add).collect();
+        assert_eq!(all[1].1.tensors().name(0), "b");
+        all.extend(add("c"));
+        assert_eq!(all.len(), 3);
+        for (name, head) in &all {
+            let stored = head.tensors().get(0);
+            assert_eq!(
+                (stored.name, stored.shape, stored.start),
+                (*name, &[2][..], head.data_start())
+            );
+            assert!(head.without_tensors().is_empty() && !head.is_empty());
+        }
+    }
+
+    #[test]
+    fn of_a_plain_note_that_is_not_kept_it_stays_known_that_it_was_there() {
+        let noted = || {
+            let note = r#"{"a":{"saved_offsets":[0],"global_shape":[2]}}"#;
+            let metadata = BTreeMap::from([(dcp::SHARDING_INFO.to_owned(), note.to_owned())]);
+            let mut flat = flat("a");
+            flat.metadata = Some(metadata);
+            flat
+        };
+        for (heads, len) in [(Heads::default(), 46), (Heads::without_notes(), 0)] {
+            let Some(head) = Arc::new(heads).add_flat(noted()) else { unreachable!() };
+            assert!(head.is_noted() && head.is_whole() && head.records_shapes());
+            assert_eq!(head.metadata.as_ref().map(|map| map[dcp::SHARDING_INFO].len()), Some(len));
+            assert!(head.without_tensors().is_noted());
+        }
+    }
+}

@@ -52,7 +52,7 @@ impl ShardOf {
     }
 
     /// Tensors and files, by tensor name.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> + Clone {
         (0..self.len()).map(|at| self.get(at))
     }
 

@@ -8,7 +8,6 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
@@ -30,7 +29,7 @@ const SAVED_ALIGN: u64 = 8;
 /// A virtual file of all tensors of a checkpoint.
 #[derive(Debug)]
 pub struct Layout {
-    header: Arc<[u8]>,
+    header: Vec<u8>,
     tensors: Vec<Placed>,
     /// Of all tensors, one after another; of each by first byte.
     pieces: Vec<PlacedPiece>,
@@ -151,7 +150,7 @@ impl Layout {
             let message = format!("the file would have {end} bytes, more than a file can have");
             return Err(Fault::new(Class::Overflow, message));
         }
-        Ok(Layout { header: header.into(), tensors, pieces, len: end })
+        Ok(Layout { header, tensors, pieces, len: end })
     }
 
     /// Length of the file in bytes.
@@ -165,7 +164,7 @@ impl Layout {
     }
 
     /// The 8 bytes of length and the header text.
-    pub fn header(&self) -> &Arc<[u8]> {
+    pub fn header(&self) -> &[u8] {
         &self.header
     }
 

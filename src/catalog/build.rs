@@ -1,16 +1,17 @@
 //! From the headers of the shards of one set to its catalog.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::coverage::{self, Found};
+use super::coverage::{self, Covered, Found};
+use super::heads::{Stored, Tensors};
+use super::name_order::{self, Ref};
 use super::tensors::{Builder, Cut, ROWS_MAX};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{Class, Fault, quoted};
-use crate::format::dcp::{self, Placement};
+use crate::format::dcp;
 use crate::format::names::natural_cmp;
-use crate::format::safetensors::Entry;
-use crate::format::weight_map::WeightMap;
+use crate::format::weight_map::{ShardOf, WeightMap};
 
 /// Lines of one kind kept in the notes of a catalog.
 const NOTES_MAX: usize = 20;
@@ -21,56 +22,27 @@ pub(super) fn of_whole_tensors(
 ) -> Result<Catalog, Fault> {
     let shards = sorted(shards);
     let mut catalog = empty_catalog(&shards)?;
-    let mut kept: Vec<(&Entry, usize)> = Vec::new();
-    let listed = |name: &str| map.and_then(|map| map.shard_of.get(name));
-    for (at, shard) in shards.iter().enumerate() {
-        for entry in &shard.header.tensors {
-            match listed(&entry.name) {
-                Some(file) if *file != shard.name => {
-                    note(&mut catalog.notes, || {
-                        let (name, other) = (quoted(&entry.name), &shard.name);
-                        format!("{name} also lies in {other}; the weight map says {file}")
-                    });
-                    continue;
-                }
-                Some(_) => {}
-                None if map.is_some() => note(&mut catalog.notes, || {
-                    let (name, file) = (quoted(&entry.name), &shard.name);
-                    format!("{name} in {file} is not in the weight map; it is kept")
-                }),
-                None => {}
-            }
-            kept.push((entry, at));
-        }
-    }
-    kept.sort_unstable_by(|a, b| (&a.0.name, a.1).cmp(&(&b.0.name, b.1)));
-    if let Some([(entry, first), (_, second)]) =
-        kept.windows(2).find(|pair| pair[0].0.name == pair[1].0.name)
-    {
-        let (first, second) = (&shards[*first].name, &shards[*second].name);
-        let message = format!("lies in {first} and in {second}");
+    let tensors: Vec<Tensors<'_>> = shards.iter().map(|shard| shard.header.tensors()).collect();
+    let name = |one: &Ref| tensors[one.shard as usize].name(one.at as usize);
+    let mut refs = refs_by_name(&tensors, &name);
+    let wrong = map.and_then(|map| {
+        let listed = Listed::new(map, &shards);
+        listed.settle(&mut refs, &name, &mut catalog.notes)
+    });
+    if let Some([first, second]) = refs.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
+        let [first_file, second_file] = [first, second].map(|one| &shards[one.shard as usize].name);
+        let message = format!("lies in {first_file} and in {second_file}");
         let fault = Fault::new(Class::DuplicateTensor, message);
-        return Err(fault.tensor(&entry.name).in_file(second));
+        return Err(fault.tensor(name(first)).in_file(second_file));
     }
-    if let Some(map) = map {
-        check_map(
-            map,
-            &shards,
-            |name, file| {
-                let at = kept.binary_search_by(|(entry, _)| entry.name.as_str().cmp(name));
-                at.is_ok_and(|at| shards[kept[at].1].name == file)
-            },
-            |name, at| shards[at].header.tensors.iter().any(|entry| entry.name == name),
-        )?;
+    wrong.map_or(Ok(()), Err)?;
+    let mut columns = Builder::with_room(refs.iter().map(|one| name(one).len()));
+    for one in &refs {
+        let Stored { name, dtype, shape, start } = tensors[one.shard as usize].get(one.at as usize);
+        columns.push_whole(name, dtype, shape, (ShardId(one.shard), start));
     }
-    let mut tensors = Builder::default();
-    for (entry, at) in kept {
-        // In range: the header was validated against the length of its file.
-        let start = shards[at].header.data_start() + entry.data_offsets.start;
-        tensors.push_whole(&entry.name, entry.dtype, &entry.shape, (ShardId(at as u32), start));
-    }
-    catalog.columns = Arc::new(tensors.finish());
-    catalog.shapes_recorded = shards.iter().all(|shard| dcp::records_shapes(&shard.header));
+    catalog.columns = Arc::new(columns.finish());
+    catalog.shapes_recorded = shards.iter().all(|shard| shard.header.records_shapes());
     Ok(catalog)
 }
 
@@ -80,53 +52,72 @@ pub(super) fn of_dcp_shards(
 ) -> Result<Catalog, Fault> {
     let shards = sorted(shards);
     let mut catalog = empty_catalog(&shards)?;
-    let placements = shards
+    let pieces = shards
         .iter()
-        .map(|shard| dcp::placements(&shard.header).map_err(|fault| fault.in_file(&shard.name)))
+        .map(|shard| shard.header.pieces().map_err(|fault| fault.in_file(&shard.name)))
         .collect::<Result<Vec<_>, _>>()?;
-    check_names(&shards, &placements)?;
-    let mut tensors: BTreeMap<&str, Vec<Found>> = BTreeMap::new();
-    for (at, (shard, places)) in shards.iter().zip(&placements).enumerate() {
-        for (entry, place) in shard.header.tensors.iter().zip(places) {
-            // In range: the header was validated against the length of its file.
-            let start = shard.header.data_start();
-            let range = start + entry.data_offsets.start..start + entry.data_offsets.end;
-            let (offset, shape) = (place.offset.clone(), entry.shape.clone());
-            let cut = Cut { shard: ShardId(at as u32), range, offset, shape };
-            let whole_shape = place.whole_shape.clone();
-            let found = Found { dtype: entry.dtype, cut, whole_shape };
-            tensors.entry(name_of(entry, place)).or_default().push(found);
-        }
-    }
+    check_names(&shards, &pieces)?;
+    let name = |one: &Ref| pieces[one.shard as usize].tensor_name(one.at as usize);
+    let refs = refs_by_name(&pieces, &name);
     if let Some(map) = map {
-        let held = shards.iter().zip(&placements).map(|(shard, places)| {
-            let entries = shard.header.tensors.iter().zip(places);
-            entries.map(|(entry, place)| name_of(entry, place)).collect()
-        });
-        let held: Vec<BTreeSet<&str>> = held.collect();
-        let lies_in = |name: &str, at: usize| held[at].contains(name);
-        let holds = |name: &str, file: &str| {
-            let at = shards.iter().position(|shard| shard.name == file);
-            at.is_some_and(|at| lies_in(name, at))
-        };
-        check_map(map, &shards, holds, lies_in)?;
+        let wrong = Listed::new(map, &shards).first_wrong(&refs, &name);
+        wrong.map_or(Ok(()), Err)?;
     }
     let shard_name = |id: ShardId| shards[id.0 as usize].name.as_str();
-    let mut columns = Builder::default();
-    let mut shapes_recorded = !tensors.is_empty();
-    for (name, found) in tensors {
-        let tensor = coverage::prove(found, shard_name).map_err(|f| f.tensor(name))?;
+    let by_tensor = || refs.chunk_by(|a, b| name(a) == name(b));
+    let mut columns = Builder::with_room(by_tensor().map(|same| name(&same[0]).len()));
+    let mut shapes_recorded = !refs.is_empty();
+    for same in by_tensor() {
+        if let Some((whole, recorded)) = alone(same, &pieces) {
+            let place = (ShardId(same[0].shard), whole.start);
+            columns.push_whole(name(&same[0]), whole.dtype, whole.shape, place);
+            shapes_recorded &= recorded;
+            continue;
+        }
+        let found = same.iter().map(|one| found(one, &pieces)).collect();
+        let tensor =
+            coverage::prove(found, shard_name).map_err(|fault| fault.tensor(name(&same[0])))?;
         shapes_recorded &= tensor.shape_recorded;
-        columns.push(name, tensor.dtype, &tensor.shape, &tensor.pieces, &tensor.replicas);
+        let Covered { dtype, shape, pieces, replicas, .. } = &tensor;
+        columns.push(name(&same[0]), *dtype, shape, pieces, replicas);
     }
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = shapes_recorded;
     Ok(catalog)
 }
 
-/// The name of the tensor that `entry` is a piece of.
-fn name_of<'a>(entry: &'a Entry, place: &'a Placement) -> &'a str {
-    place.logical_name.as_deref().unwrap_or(&entry.name)
+/// All tensors or pieces of the shards, by name, then in the order of shards and files.
+fn refs_by_name<'a>(tensors: &[Tensors<'a>], name: &impl Fn(&Ref) -> &'a str) -> Vec<Ref> {
+    let mut refs = Vec::with_capacity(tensors.iter().map(Tensors::len).sum());
+    for (shard, tensors) in tensors.iter().enumerate() {
+        refs.extend((0..tensors.len()).map(|at| Ref::new(shard, at)));
+    }
+    name_order::sort(&mut refs, &|one| name(one).as_bytes(), 0);
+    refs
+}
+
+/// The only piece of a tensor, where it plainly is all of it; and whether the note says the shape.
+fn alone<'a>(same: &[Ref], pieces: &[Tensors<'a>]) -> Option<(Stored<'a>, bool)> {
+    let [one] = same else { return None };
+    let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
+    let (stored, place) = (pieces.get(at), pieces.place(at));
+    let whole = place.offset.iter().all(|&offset| offset == 0)
+        && place.whole_shape.is_none_or(|shape| shape == stored.shape);
+    whole.then_some((stored, place.whole_shape.is_some()))
+}
+
+fn found(one: &Ref, pieces: &[Tensors<'_>]) -> Found {
+    let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
+    let (Stored { dtype, shape, start, .. }, place) = (pieces.get(at), pieces.place(at));
+    // Checked with the header: it ends in its file.
+    let len = dtype.bits_of(shape).unwrap_or(0) / 8;
+    let cut = Cut {
+        shard: ShardId(one.shard),
+        range: start..start + len,
+        offset: place.offset.to_vec(),
+        shape: shape.to_vec(),
+    };
+    Found { dtype, cut, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
 }
 
 /// The beginning of a name that ends in a number and its separator.
@@ -138,69 +129,124 @@ fn before_number(name: &str) -> Option<&str> {
 
 /// Refuses an entry whose note has lost the name of its tensor: one that is numbered like the
 /// pieces of a tensor, but stands for a tensor of its own.
-fn check_names(shards: &[&ShardHeader], placements: &[Vec<Placement>]) -> Result<(), Fault> {
+fn check_names(shards: &[&ShardHeader], pieces: &[Tensors<'_>]) -> Result<(), Fault> {
     let entries = || {
-        let shards = shards.iter().zip(placements);
-        shards.flat_map(|(shard, places)| {
-            let entries = shard.header.tensors.iter().zip(places);
-            entries.map(move |(entry, place)| (shard, entry, place))
+        let shards = shards.iter().zip(pieces);
+        shards.flat_map(|(shard, pieces)| {
+            (0..pieces.len()).map(move |at| {
+                (shard, pieces.name(at), pieces.tensor_name(at), pieces.place(at).logical_name)
+            })
         })
     };
-    let mut pieces: HashMap<&str, &str> = HashMap::new();
-    for (_, entry, place) in entries() {
-        let whole = name_of(entry, place);
-        let stem = before_number(&entry.name).filter(|stem| stem.starts_with(whole));
-        if let Some(stem) = stem.filter(|_| whole != entry.name) {
-            pieces.insert(stem, whole);
+    let mut numbered: HashMap<&str, &str> = HashMap::new();
+    for (_, name, whole, _) in entries().filter(|(_, name, whole, _)| name != whole) {
+        if let Some(stem) = before_number(name).filter(|stem| stem.starts_with(whole)) {
+            numbered.insert(stem, whole);
         }
     }
-    if pieces.is_empty() {
+    if numbered.is_empty() {
         return Ok(());
     }
-    for (shard, entry, _) in entries().filter(|(.., place)| place.logical_name.is_none()) {
-        if let Some(whole) = before_number(&entry.name).and_then(|stem| pieces.get(stem)) {
+    for (shard, name, ..) in entries().filter(|(.., logical_name)| logical_name.is_none()) {
+        if let Some(whole) = before_number(name).and_then(|stem| numbered.get(stem)) {
             let whole = quoted(whole);
             let message = format!(
                 "has no logical_fqn, but its name is one of those of the pieces of {whole}"
             );
-            let fault = Fault::new(Class::DcpInfo, message);
-            return Err(fault.tensor(&entry.name).in_file(&shard.name));
+            return Err(Fault::new(Class::DcpInfo, message).tensor(name).in_file(&shard.name));
         }
     }
     Ok(())
 }
 
-/// Refuses a weight map that names a shard or a tensor that is not there. `holds` tells whether the
-/// file of this name holds a tensor, `lies_in` the same of the shard at this position, and may be
-/// slower.
-fn check_map(
-    map: &WeightMap,
-    shards: &[&ShardHeader],
-    holds: impl Fn(&str, &str) -> bool,
-    lies_in: impl Fn(&str, usize) -> bool,
-) -> Result<(), Fault> {
-    let files: BTreeSet<&str> = shards.iter().map(|shard| shard.name.as_str()).collect();
-    for (name, file) in &map.shard_of {
-        if !files.contains(file.as_str()) {
-            let message =
-                format!("the weight map sends it to {file}, which is no shard of this set");
-            return Err(Fault::new(Class::ShardMissing, message).tensor(name).in_file(file));
-        }
-        if holds(name, file) {
-            continue;
-        }
-        let elsewhere = shards.iter().enumerate().filter(|(at, _)| lies_in(name, *at));
-        let elsewhere = elsewhere.map(|(_, shard)| shard.name.as_str());
-        let elsewhere = named_some(elsewhere);
-        let hint = if elsewhere.is_empty() {
-            "no shard of the set holds it".to_owned()
-        } else {
-            format!("it lies in {elsewhere}")
-        };
-        let message = format!("the weight map sends it to {file}, which does not hold it; {hint}");
-        return Err(Fault::new(Class::TensorMissing, message).tensor(name).in_file(file));
+/// A weight map beside the shards.
+struct Listed<'a> {
+    map: &'a ShardOf,
+    shards: &'a [&'a ShardHeader],
+    /// By file of the map: the shard.
+    shard_of_file: Vec<Option<u32>>,
+}
+
+impl<'a> Listed<'a> {
+    fn new(map: &'a WeightMap, shards: &'a [&'a ShardHeader]) -> Listed<'a> {
+        let by_name: HashMap<&str, u32> =
+            shards.iter().enumerate().map(|(at, s)| (s.name.as_str(), at as u32)).collect();
+        let map = &map.shard_of;
+        let files = map.files().iter();
+        let shard_of_file = files.map(|file| by_name.get(file.as_str()).copied()).collect();
+        Listed { map, shards, shard_of_file }
     }
-    Ok(())
+
+    /// Takes the tensors out of `refs`, which are by name, that the map sends elsewhere, and notes
+    /// those and the ones that it does not name. Returns what is wrong with the map first.
+    fn settle<'n>(
+        &self,
+        refs: &mut Vec<Ref>,
+        name: &impl Fn(&Ref) -> &'n str,
+        notes: &mut Vec<String>,
+    ) -> Option<Fault> {
+        let wrong = self.first_wrong(refs, name);
+        let mut line = 0;
+        // Each with the line of the map that names it.
+        let mut odd: Vec<(u32, u32, Option<usize>)> = Vec::new();
+        refs.retain(|one| {
+            let own = name(one);
+            while line < self.map.len() && self.map.get(line).0 < own {
+                line += 1;
+            }
+            let listed = (line < self.map.len() && self.map.get(line).0 == own).then_some(line);
+            let shard = listed.map(|line| self.shard_of_file[self.map.file_number(line)]);
+            if shard != Some(Some(one.shard)) {
+                odd.push((one.shard, one.at, listed));
+            }
+            shard.is_none_or(|shard| shard == Some(one.shard))
+        });
+        odd.sort_unstable();
+        for (shard, at, listed) in odd.into_iter().take(NOTES_MAX) {
+            let shard = self.shards[shard as usize];
+            let (name, file) = (quoted(shard.header.tensors().name(at as usize)), &shard.name);
+            note(notes, || match listed.map(|line| self.map.get(line).1) {
+                Some(listed) => {
+                    format!("{name} also lies in {file}; the weight map says {listed}")
+                }
+                None => format!("{name} in {file} is not in the weight map; it is kept"),
+            });
+        }
+        wrong
+    }
+
+    /// The first line of the map, by tensor name, that names a shard or a tensor that is not there.
+    /// `refs` are all tensors by name.
+    fn first_wrong<'n>(&self, refs: &[Ref], name: &impl Fn(&Ref) -> &'n str) -> Option<Fault> {
+        let mut rest = refs;
+        for (line, (tensor, file)) in self.map.iter().enumerate() {
+            let Some(shard) = self.shard_of_file[self.map.file_number(line)] else {
+                let message =
+                    format!("the weight map sends it to {file}, which is no shard of this set");
+                let fault = Fault::new(Class::ShardMissing, message);
+                return Some(fault.tensor(tensor).in_file(file));
+            };
+            let before = rest.iter().take_while(|one| name(one) < tensor).count();
+            rest = &rest[before..];
+            let mut holders = rest.iter().take_while(|one| name(one) == tensor);
+            if holders.clone().any(|one| one.shard == shard) {
+                continue;
+            }
+            let mut elsewhere: Vec<u32> = holders.by_ref().map(|one| one.shard).collect();
+            elsewhere.dedup();
+            let names = elsewhere.iter().map(|&at| self.shards[at as usize].name.as_str());
+            let elsewhere = named_some(names);
+            let hint = if elsewhere.is_empty() {
+                "no shard of the set holds it".to_owned()
+            } else {
+                format!("it lies in {elsewhere}")
+            };
+            let message =
+                format!("the weight map sends it to {file}, which does not hold it; {hint}");
+            return Some(Fault::new(Class::TensorMissing, message).tensor(tensor).in_file(file));
+        }
+        None
+    }
 }
 
 fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
@@ -211,10 +257,12 @@ fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
 
 /// A catalog with the shards and merged metadata, still without tensors.
 fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
-    let entries = || shards.iter().flat_map(|shard| &shard.header.tensors);
-    let numbers: usize = entries().map(|entry| 1 + 2 * entry.shape.len()).sum();
+    let tensors = || shards.iter().map(|shard| shard.header.tensors());
+    let numbers =
+        tensors().map(|t| (0..t.len()).map(|at| 1 + 2 * t.rank(at)).sum::<usize>()).sum::<usize>();
     if numbers > ROWS_MAX {
-        let message = format!("{} tensors and pieces are too many", entries().count());
+        let count: usize = tensors().map(|tensors| tensors.len()).sum();
+        let message = format!("{count} tensors and pieces are too many");
         return Err(Fault::new(Class::Overflow, message));
     }
     let mut metadata: Option<BTreeMap<String, String>> = None;

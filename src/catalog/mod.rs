@@ -6,6 +6,8 @@
 
 mod build;
 mod coverage;
+mod heads;
+mod name_order;
 pub(crate) mod tensors;
 mod tiling;
 
@@ -14,9 +16,9 @@ use std::sync::Arc;
 
 use crate::error::{Class, Fault};
 use crate::format::manifest::Reference;
-use crate::format::safetensors::Header;
 use crate::format::weight_map::WeightMap;
 
+pub use heads::{Head, Heads};
 use tensors::Tensors;
 pub use tensors::{Piece, Tensor};
 
@@ -66,7 +68,7 @@ pub struct ShardHeader {
     /// Length of the file in bytes.
     pub file_len: u64,
     /// Its parsed header.
-    pub header: Arc<Header>,
+    pub header: Arc<Head>,
 }
 
 impl Catalog {

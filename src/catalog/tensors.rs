@@ -224,6 +224,19 @@ pub(super) struct Builder {
 }
 
 impl Builder {
+    /// One with room for tensors whose names have these lengths.
+    pub(super) fn with_room(lens: impl Iterator<Item = usize>) -> Builder {
+        let (count, bytes) = lens.fold((0, 0), |(count, bytes), len| (count + 1, bytes + len));
+        let mut builder = Builder::default();
+        let columns = &mut builder.columns;
+        columns.names.reserve_exact(bytes);
+        columns.name_ends.reserve_exact(count);
+        columns.dtypes.reserve_exact(count);
+        columns.shapes.reserve_exact(count);
+        columns.piece_ends.reserve_exact(count);
+        builder
+    }
+
     /// Adds a tensor with its pieces, which cover it. Tensors come by name, and no more than
     /// `ROWS_MAX` tensors and pieces in all.
     pub(super) fn push(

@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::catalog::Heads;
 use crate::error::{Class, Error, Fault, Result};
 use crate::format::Format;
-use crate::format::dcp;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::source::resolve::Unusable;
@@ -67,7 +67,7 @@ pub(super) type Weights = BTreeMap<String, Result<Loaded>>;
 
 /// Whether the file says of its tensors where in whole ones they lie.
 pub(super) fn is_noted(loaded: &Loaded) -> bool {
-    dcp::is_shard(loaded.shard.header.metadata.as_ref())
+    loaded.shard.header.is_noted()
 }
 
 /// A set of files that stand for one checkpoint, not yet proved.
@@ -157,10 +157,11 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
     // Each is taken by the thread that reads its header.
     let opened: Vec<_> =
         opened.into_iter().map(|(at, unread)| (at, Mutex::new(Some(unread)))).collect();
+    let heads = Arc::new(Heads::without_notes());
     let read = |(at, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
         let unread = unread.lock().unwrap_or_else(PoisonError::into_inner).take();
         match unread {
-            Some(Ok(unread)) => open_links(folder, &links[*at], unread),
+            Some(Ok(unread)) => open_links(&heads, folder, &links[*at], unread),
             Some(Err(error)) => {
                 let names = links[*at].iter().map(|(name, _)| (*name).to_owned());
                 names.map(|name| (name, Err(error.copied()))).collect()
@@ -230,7 +231,7 @@ fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
         .filter(|(name, _)| !names::is_dcp_shard(name) && names::bintensors_output(name).is_none())
         .filter_map(|(name, loaded)| {
             let loaded = loaded.as_ref().ok()?;
-            is_noted(loaded).then(|| (name, dcp::is_whole(&loaded.shard.header)))
+            is_noted(loaded).then(|| (name, loaded.shard.header.is_whole()))
         })
         .collect();
     let pieces = noted.iter().any(|(_, whole)| !whole);
@@ -259,7 +260,7 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
         let parsed = read_text(&file.path, WEIGHT_MAP_LEN_MAX).and_then(|text| {
             let parsed = WeightMap::parse(&text);
             names = match &parsed {
-                Ok(map) => map.shard_of.values().cloned().collect(),
+                Ok(map) => map.shard_of.files().iter().cloned().collect(),
                 Err(_) => WeightMap::names_in(&text),
             };
             parsed.map_err(|fault| Error::refused(&folder.path, fault.in_file(name)))
@@ -325,7 +326,7 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
         None if folder.path.join(shard).exists() => "is not a regular file".to_owned(),
         None => "is not there".to_owned(),
     };
-    let tensors = map.shard_of.values().filter(|file| *file == shard).count();
+    let tensors = map.shard_of.iter().filter(|(_, file)| *file == shard).count();
     let message = format!("{map_name} sends {tensors} tensors to this shard, which {state}");
     Error::refused(&folder.path, Fault::new(Class::ShardMissing, message).in_file(shard))
 }

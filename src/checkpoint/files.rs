@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use crate::catalog::{Catalog, ShardHeader};
+use crate::catalog::{Catalog, Heads, ShardHeader};
 use crate::error::{Error, Fault, Result, shown_path};
-use crate::format::dcp;
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
 use crate::source::Source;
@@ -73,7 +72,8 @@ fn open_files(
         }
     }
     let named: Vec<(String, PathBuf)> = named.into_iter().collect();
-    let open = |(name, path): &(String, PathBuf)| open_shard(&folder, name, path);
+    let heads = Arc::new(Heads::default());
+    let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path);
     let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<Loaded>>>()?;
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
     let (kind, catalog) =
@@ -114,7 +114,7 @@ fn catalog_of(
         let bintensors = names::bintensors_output(&one.name).is_some();
         return Ok((if bintensors { Kind::Bintensors } else { Kind::Single }, catalog));
     }
-    if loaded.iter().any(|file| is_noted(file) && !dcp::is_whole(&file.shard.header)) {
+    if loaded.iter().any(|file| is_noted(file) && !file.shard.header.is_whole()) {
         return Ok((Kind::Dcp, Catalog::of_dcp_shards(&headers, map)?));
     }
     let kind = if map.is_some() { Kind::WeightMap } else { Kind::Numbered };
@@ -147,9 +147,7 @@ fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
 }
 
 fn weight_map(folder: &Path, map: &BTreeMap<String, PathBuf>) -> Result<WeightMap> {
-    let mut shard_of = BTreeMap::new();
-    for (tensor, file) in map {
-        shard_of.insert(tensor.clone(), name_in(folder, file)?.0);
-    }
+    let pairs = map.iter().map(|(tensor, file)| Ok((tensor.clone(), name_in(folder, file)?.0)));
+    let shard_of = pairs.collect::<Result<_>>()?;
     Ok(WeightMap { metadata: serde_json::Map::new(), shard_of })
 }

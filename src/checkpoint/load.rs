@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::catalog::ShardHeader;
+use crate::catalog::{Head, Heads, ShardHeader};
 use crate::error::{Class, Error, Fault, Result};
+use crate::format::flat::Flat;
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::{self, Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN};
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
@@ -31,7 +32,7 @@ pub(super) struct Loaded {
 }
 
 /// A header and the hash of the bytes before the data, or what is wrong with it.
-type Parsed = std::result::Result<(Arc<Header>, Digest), Fault>;
+type Parsed = std::result::Result<(Arc<Head>, Digest), Fault>;
 
 /// A weight file that is open, and whose header was not read yet.
 pub(super) struct Unread {
@@ -55,10 +56,10 @@ impl Unread {
         *self.header_len.as_ref().unwrap_or(&0)
     }
 
-    /// Reads the header; `name` says in which format it is.
-    fn parse(&self, name: &str) -> Result<Parsed> {
+    /// Reads the header; `name` says in which format it is. Its tensors are added to `heads`.
+    fn parse(&self, heads: &Arc<Heads>, name: &str) -> Result<Parsed> {
         let header = match &self.header_len {
-            Ok(len) => parse_header(&self.source, *len, format_of(name))?,
+            Ok(len) => read_head(heads, &self.source, *len, format_of(name))?,
             Err(fault) => return Ok(Err(fault.clone())),
         };
         self.source.check()?;
@@ -67,11 +68,16 @@ impl Unread {
 }
 
 /// Opens the weight file at `path`, called `name` in its checkpoint in `folder`.
-pub(super) fn open_shard(folder: &Path, name: &str, path: &Path) -> Result<Loaded> {
+pub(super) fn open_shard(
+    heads: &Arc<Heads>,
+    folder: &Path,
+    name: &str,
+    path: &Path,
+) -> Result<Loaded> {
     let named = |error| named_in(folder, name, error);
     let mut tries = 0;
     loop {
-        let read = Unread::open(path).and_then(|unread| Ok((unread.parse(name)?, unread)));
+        let read = Unread::open(path).and_then(|unread| Ok((unread.parse(heads, name)?, unread)));
         match read {
             // Also new attributes count as a change here, and they come and go.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
@@ -84,17 +90,18 @@ pub(super) fn open_shard(folder: &Path, name: &str, path: &Path) -> Result<Loade
 /// Opens weight files that are links to one inode, by name and path, and reads their header once:
 /// `unread` is the first of them.
 pub(super) fn open_links(
+    heads: &Arc<Heads>,
     folder: &Path,
     links: &[(&str, &Path)],
     unread: Unread,
 ) -> Vec<(String, Result<Loaded>)> {
     let mut all = Vec::with_capacity(links.len());
     let Some(((first, _), others)) = links.split_first() else { return all };
-    let parsed = match unread.parse(first) {
+    let parsed = match unread.parse(heads, first) {
         Ok(parsed) => parsed,
         Err(_) => {
-            let opened = links.iter().map(|(name, path)| (name, open_shard(folder, name, path)));
-            all.extend(opened.map(|(name, loaded)| ((*name).to_owned(), loaded)));
+            let open = |name, path| open_shard(heads, folder, name, path);
+            all.extend(links.iter().map(|(name, path)| ((*name).to_owned(), open(name, path))));
             return all;
         }
     };
@@ -103,7 +110,7 @@ pub(super) fn open_links(
         let source = Source::open(path).map_err(|error| named_in(folder, name, error))?;
         // Another file by now, or one that is read in another way.
         if source.identity() != identity || format_of(name) != format_of(first) {
-            return open_shard(folder, name, path);
+            return open_shard(heads, folder, name, path);
         }
         loaded(folder, name, source, parsed.clone())
     };
@@ -145,7 +152,35 @@ fn read_header(
     }
 }
 
-/// The same of a header of known length.
+/// Reads a header of known length into `heads`, and hashes the bytes before its data.
+fn read_head(
+    heads: &Arc<Heads>,
+    source: &Arc<Source>,
+    header_len: u64,
+    format: Format,
+) -> Result<std::result::Result<(Head, Digest), Fault>> {
+    if format == Format::Safetensors && header_len <= SLICE_LEN_MAX {
+        let bytes = read_start(source, PREFIX_LEN + header_len)?;
+        let text = &bytes[PREFIX_LEN as usize..];
+        let plain = Flat::parse(text, source.len()).and_then(|flat| heads.add_flat(flat));
+        let head = match plain {
+            Some(head) => Ok(head),
+            None => Header::parse(text, source.len()).map(|header| heads.add(header)),
+        };
+        return Ok(head.map(|head| (head, Digest::of(&bytes))));
+    }
+    let parsed = parse_header(source, header_len, format)?;
+    Ok(parsed.map(|(header, head)| (heads.add(header), head)))
+}
+
+/// The first `len` bytes.
+fn read_start(source: &Arc<Source>, len: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; len as usize];
+    source.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+/// Reads a header of known length, and hashes the bytes before its data.
 fn parse_header(
     source: &Arc<Source>,
     header_len: u64,
@@ -162,8 +197,7 @@ fn parse_header(
         let Ok(header) = header else { return Ok(header.map(|header| (header, Digest::of(&[])))) };
         return Ok(Ok((header, source.hash_head(PREFIX_LEN + header_len)?)));
     }
-    let mut head = vec![0; (PREFIX_LEN + header_len) as usize];
-    source.read_exact_at(&mut head, 0)?;
+    let head = read_start(source, PREFIX_LEN + header_len)?;
     let text = &head[PREFIX_LEN as usize..];
     let header = match format {
         Format::Safetensors => Header::parse(text, file_len),

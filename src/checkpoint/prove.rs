@@ -4,11 +4,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use crate::catalog::{Catalog, ShardHeader, Tensor};
+use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
 use crate::error::{Class, Error, Fault, Result, shown_path};
 use crate::format::manifest::{self, Reference};
 use crate::format::names;
-use crate::format::safetensors::Header;
 use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::{Arrangement, View};
@@ -82,7 +81,7 @@ impl Tree {
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
         let only = self.only.as_deref();
-        let (weights, _headers) = open_weights(folder, only);
+        let (mut weights, _headers) = open_weights(folder, only);
         let Discovered { mut winners, losers, notes } =
             discover(folder, &weights, self.view.prefer);
         let mut proved = Proved { notes, ..Proved::default() };
@@ -96,25 +95,50 @@ impl Tree {
             }
             proved.notes.clear();
         }
-        let mut links = Links::new();
         let alone = winners.iter().all(|set| set.kind.is_one_file());
+        let view = &self.view;
+        let mut links = Links::new();
+        let mut judged: Vec<Judged> = Vec::with_capacity(winners.len());
         for candidate in winners {
             let files = candidate.files().cloned().collect();
-            let name = names::in_format(&candidate.output, self.view.format);
+            let name = names::in_format(&candidate.output, view.format);
             let kind = candidate.kind;
-            let judged = alone || !kind.is_one_file();
             let header = header_of(&weights, &candidate).map(Arc::as_ptr);
-            let linked = header.and_then(|header| links.get(&header)).cloned();
-            let outcome = prove_set(folder, &weights, (candidate, linked), &self.view, judged);
+            let link = header.and_then(|header| links.get(&header)).copied();
+            let linked = link.and_then(|at| judged[at].outcome.as_ref().ok());
+            let outcome = prove_set(
+                folder,
+                &weights,
+                (candidate, linked),
+                view,
+                alone || !kind.is_one_file(),
+            );
+            if let (Some(header), Ok(_)) = (header, &outcome) {
+                links.entry(header).or_insert(judged.len());
+            }
+            judged.push(Judged { name, kind, files, outcome, link });
+        }
+        // The catalogs hold all that is needed of the headers, and a layout is as large as they.
+        for loaded in weights.values_mut().flatten() {
+            loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
+        }
+        for at in 0..judged.len() {
+            let layout = |at: usize| judged[at].outcome.as_ref().ok()?.layout.get().cloned();
+            let linked = judged[at].link.and_then(layout);
+            let laid_out = match &judged[at].outcome {
+                Ok(checkpoint) => lay_out(folder, checkpoint, linked, view),
+                Err(_) => Ok(()),
+            };
+            if let Err(error) = laid_out {
+                judged[at].outcome = Err(error);
+            }
+        }
+        for Judged { name, kind, files, outcome, .. } in judged {
             if let Ok(checkpoint) = &outcome {
-                proved
-                    .notes
-                    .extend(checkpoint.catalog.notes.iter().map(|n| format!("{name}: {n}")));
+                let notes = checkpoint.catalog.notes.iter();
+                proved.notes.extend(notes.map(|note| format!("{name}: {note}")));
             }
             let outcome = outcome.map(Arc::new);
-            if let (Some(header), Ok(checkpoint)) = (header, &outcome) {
-                links.entry(header).or_insert_with(|| checkpoint.clone());
-            }
             proved.sets.push(Set { name, kind, files, outcome, shown_at_parent: None });
         }
         proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
@@ -122,11 +146,21 @@ impl Tree {
     }
 }
 
-/// By the header that links to one inode share: the first checkpoint of that file alone.
-type Links = HashMap<*const Header, Arc<Checkpoint>>;
+/// By the header that links to one inode share: which checkpoint was the first of that file alone.
+type Links = HashMap<*const Head, usize>;
+
+/// A set that is proved but not yet laid out, or refused.
+struct Judged {
+    name: String,
+    kind: Kind,
+    files: BTreeSet<String>,
+    outcome: Result<Checkpoint>,
+    /// The one before it that is another link to the same file.
+    link: Option<usize>,
+}
 
 /// The header of a candidate of one file.
-fn header_of<'a>(weights: &'a Weights, candidate: &Candidate) -> Option<&'a Arc<Header>> {
+fn header_of<'a>(weights: &'a Weights, candidate: &Candidate) -> Option<&'a Arc<Head>> {
     let mut members = candidate.members.iter().filter(|_| candidate.kind.is_one_file());
     let loaded = weights.get(members.next()?)?.as_ref().ok()?;
     Some(&loaded.shard.header)
@@ -152,7 +186,7 @@ fn hide_twins(parent: &Proved, child: &mut Proved) {
 fn prove_set(
     folder: &Folder,
     weights: &Weights,
-    (candidate, linked): (Candidate, Option<Arc<Checkpoint>>),
+    (candidate, linked): (Candidate, Option<&Checkpoint>),
     view: &View,
     judged: bool,
 ) -> Result<Checkpoint> {
@@ -197,15 +231,6 @@ fn prove_set(
         manifest: None,
     };
     let (tail, manifest) = prove_tail(folder, &catalog, view, &set)?;
-    let layout = linked.map_or_else(OnceLock::new, |linked| linked.layout.clone());
-    if layout.get().is_none()
-        && !candidate.kind.stands_as(view.format)
-        && view.arrangement == Arrangement::Single
-    {
-        // A checkpoint that cannot be laid out is refused here, not when it is first read.
-        let laid_out = Layout::single(&catalog, view.format).map_err(refused)?;
-        let _ = layout.set(Arc::new(laid_out));
-    }
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
     // The catalog has the shards of `loaded`, sorted.
@@ -218,11 +243,32 @@ fn prove_set(
         tail,
         sources: sources.collect(),
         catalog,
-        layout,
+        layout: OnceLock::new(),
         shown: OnceLock::new(),
         map: candidate.map.map(|(name, map)| (name, map.metadata)),
         manifest,
     })
+}
+
+/// Lays out a checkpoint, or takes over the layout of another link to the same file: one that
+/// cannot be laid out is refused here, not when it is first read.
+fn lay_out(
+    folder: &Folder,
+    checkpoint: &Checkpoint,
+    linked: Option<Arc<Layout>>,
+    view: &View,
+) -> Result<()> {
+    let needed = !checkpoint.kind.stands_as(view.format) && view.arrangement == Arrangement::Single;
+    let layout = match linked {
+        Some(layout) => layout,
+        None if needed => {
+            let layout = Layout::single(&checkpoint.catalog, view.format);
+            Arc::new(layout.map_err(|fault| Error::refused(&folder.path, fault))?)
+        }
+        None => return Ok(()),
+    };
+    let _ = checkpoint.layout.set(layout);
+    Ok(())
 }
 
 /// Refuses files that merely carry a sharding note, hold whole tensors, and hold the same ones:

@@ -6,13 +6,15 @@
 //! pieces of that tensor. `global_shape` is the shape of the whole tensor. Releases of torch up to
 //! 2.15 write only the first.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use serde_json::Value;
 
 use crate::dtype::Dtype;
 use crate::error::{Class, Fault, quoted};
+use crate::format::flat::Flat;
 use crate::format::json::{UniqueMap, object};
+use crate::format::plain::Cursor;
 use crate::format::safetensors::{Entry, Header, METADATA};
 
 /// Metadata key that makes a file a DCP shard.
@@ -31,7 +33,7 @@ const LOGICAL_FQN: &str = "logical_fqn";
 const GLOBAL_SHAPE: &str = "global_shape";
 
 /// What the note says of one entry of a shard.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// Name of the tensor, where the note says it; else it is the name of the entry.
     pub logical_name: Option<String>,
@@ -47,21 +49,24 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
 }
 
 /// Whether a file with a sharding note holds whole tensors under their own names, as far as the
-/// note tells.
-pub fn is_whole(header: &Header) -> bool {
-    let whole = |(entry, place): (&Entry, &Placement)| {
-        place.offset.iter().all(|&offset| offset == 0)
-            && place.logical_name.as_ref().is_none_or(|name| *name == entry.name)
-            && place.whole_shape.as_ref().is_none_or(|shape| *shape == entry.shape)
-    };
-    placements(header).is_ok_and(|places| header.tensors.iter().zip(&places).all(whole))
+/// note tells: it says `places` of its tensors, which have these names and shapes.
+pub(crate) fn are_whole<'a>(
+    places: &[Placement],
+    mut tensors: impl Iterator<Item = (&'a str, &'a [u64])>,
+) -> bool {
+    places.iter().all(|place| {
+        tensors.next().is_some_and(|(name, shape)| {
+            place.offset.iter().all(|&offset| offset == 0)
+                && place.logical_name.as_ref().is_none_or(|logical| logical == name)
+                && place.whole_shape.as_ref().is_none_or(|whole| whole == shape)
+        })
+    })
 }
 
-/// Whether the note of a file says the whole shape of every tensor.
-pub fn records_shapes(header: &Header) -> bool {
-    is_shard(header.metadata.as_ref())
-        && placements(header)
-            .is_ok_and(|places| places.iter().all(|place| place.whole_shape.is_some()))
+/// The fault of a file that is named like a shard and has no note.
+pub(crate) fn no_note() -> Fault {
+    let message = format!("named like a DCP shard but its metadata has no {SHARDING_INFO}");
+    Fault::new(Class::DcpInfo, message)
 }
 
 /// What the note of a shard says of each tensor of `header`, in the order of `header.tensors`.
@@ -72,10 +77,7 @@ pub fn records_shapes(header: &Header) -> bool {
 pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
     let metadata = header.metadata.as_ref();
     let Some(text) = metadata.and_then(|map| map.get(SHARDING_INFO)) else {
-        return Err(Fault::new(
-            Class::DcpInfo,
-            format!("named like a DCP shard but its metadata has no {SHARDING_INFO}"),
-        ));
+        return Err(no_note());
     };
     if let Some(version) = metadata.and_then(|map| map.get(VERSION))
         && version.split('.').next() != Some("1")
@@ -106,6 +108,71 @@ pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
         )
         .tensor(name)),
     }
+}
+
+/// The same of a header whose note is plainly right; `None` where `placements` has to look at it.
+pub(crate) fn plain_placements(flat: &Flat) -> Option<Vec<Placement>> {
+    let metadata = flat.metadata.as_ref()?;
+    let mut version =
+        metadata.get(VERSION).into_iter().flat_map(|version| version.split('.').next());
+    version.all(|version| version == "1").then_some(())?;
+    let mut notes: Vec<(&str, Placement)> = Vec::with_capacity(flat.len());
+    let mut cursor = Cursor::new(metadata.get(SHARDING_INFO)?);
+    cursor.items(b'{', b'}', |cursor| {
+        let name = cursor.string()?;
+        cursor.token(b':')?;
+        notes.push((name, plain_note(cursor)?));
+        Some(())
+    })?;
+    cursor.end()?;
+    // Mostly they come in the order of the tensors.
+    let mut by_name = HashMap::new();
+    if !flat.tensors().map(|(name, ..)| name).eq(notes.iter().map(|(name, _)| *name)) {
+        for (at, (name, _)) in notes.iter().enumerate() {
+            by_name.insert(*name, at).is_none().then_some(())?;
+        }
+    }
+    (notes.len() == flat.len()).then_some(())?;
+    let mut places = Vec::with_capacity(notes.len());
+    for (at, (name, dtype, shape, _)) in flat.tensors().enumerate() {
+        let at = if by_name.is_empty() { at } else { *by_name.get(name)? };
+        let place = std::mem::take(&mut notes[at].1);
+        let whole = place.whole_shape.as_deref();
+        let fits = dtype != Dtype::F4
+            && place.offset.len() == shape.len()
+            && whole.is_none_or(|whole| whole.len() == shape.len());
+        let mut ends = place.offset.iter().zip(shape).enumerate();
+        let inside = ends.all(|(dim, (offset, size))| {
+            let end = offset.checked_add(*size);
+            end.is_some_and(|end| fits && whole.is_none_or(|whole| end <= whole[dim]))
+        });
+        (fits && inside).then_some(())?;
+        places.push(place);
+    }
+    Some(places)
+}
+
+/// What a plain note says of one entry.
+fn plain_note(cursor: &mut Cursor<'_>) -> Option<Placement> {
+    let (mut name, mut offset, mut shape) = (None, None, None);
+    cursor.items(b'{', b'}', |cursor| {
+        let key = cursor.string()?;
+        cursor.token(b':')?;
+        let again = match key {
+            LOGICAL_FQN => name.replace(cursor.string()?).is_some(),
+            SAVED_OFFSETS | GLOBAL_SHAPE => {
+                let list = if key == SAVED_OFFSETS { &mut offset } else { &mut shape };
+                let mut numbers = Vec::new();
+                cursor.numbers(&mut numbers)?;
+                list.replace(numbers).is_some()
+            }
+            _ => true,
+        };
+        (!again).then_some(())
+    })?;
+    (name != Some(METADATA)).then_some(())?;
+    let logical_name = name.map(str::to_owned);
+    Some(Placement { logical_name, offset: offset?, whole_shape: shape })
 }
 
 /// What `note` says of `entry`.
@@ -209,6 +276,57 @@ mod tests {
         }
     }
 
+    /// What the reader of plain notes says, which is the same as the strict one, or nothing.
+    fn plain(note: &str) -> Option<Vec<Placement>> {
+        let entry = |name: &str, data_offsets| Entry {
+            name: name.into(),
+            dtype: Dtype::U8,
+            shape: vec![1, 2],
+            data_offsets,
+        };
+        let tensors = vec![entry("a", 0..2), entry("b", 2..4)];
+        let metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), note.to_owned())]);
+        let header = Header { metadata: Some(metadata.clone()), tensors, header_len: 0 };
+        let mut flat = Flat::from(&header);
+        flat.metadata = Some(metadata);
+        let plain = plain_placements(&flat)?;
+        assert_eq!(placements(&header).unwrap(), plain);
+        Some(plain)
+    }
+
+    #[test]
+    fn a_plain_note_is_read_as_by_the_strict_reader_and_any_other_is_left_to_it() {
+        let note = r#"{"b": {"saved_offsets": [1, 0], "global_shape": [2, 2]},
+                       "a": {"logical_fqn": "w", "saved_offsets": [0, 0]}}"#;
+        let places = plain(note).unwrap();
+        assert_eq!(places[0].logical_name.as_deref(), Some("w"));
+        assert_eq!(
+            (&*places[1].offset, places[1].whole_shape.as_deref()),
+            (&[1, 0][..], Some(&[2, 2][..]))
+        );
+        for (from, to) in [
+            ("[1, 0]", "[1]"),
+            ("[1, 0]", "[1, 1]"),
+            ("[1, 0]", "[18446744073709551615, 0]"),
+            ("[2, 2]", "[2]"),
+            ("\"b\"", "\"a\""),
+            ("\"b\"", "\"c\""),
+            ("\"w\"", "\"__metadata__\""),
+            ("\"w\"", "\"\\u0077\""),
+            ("\"w\"", "null"),
+            ("\"logical_fqn\"", "\"other\""),
+            ("\"logical_fqn\": \"w\", ", "\"saved_offsets\": [0, 0], "),
+            ("\"saved_offsets\": [1, 0], ", ""),
+            ("}}", "}, \"c\": {\"saved_offsets\": []}}"),
+            ("}}", "}"),
+            ("}}", "}}x"),
+        ] {
+            let changed = note.replacen(from, to, 1);
+            assert_ne!(changed, note, "{from}");
+            assert_eq!(plain(&changed), None, "{to}");
+        }
+    }
+
     #[test]
     fn a_key_that_is_not_known_is_named_with_those_that_are() {
         let note = serde_json::json!({ "saved_offsets": [0], "local_strides": [1] });
@@ -221,12 +339,18 @@ mod tests {
 
     #[test]
     fn a_file_is_whole_only_if_no_key_of_its_note_says_otherwise() {
-        let whole = |note: Value| is_whole(&shard(Dtype::F32, &[2, 3], &note));
+        let whole = |note: Value| {
+            let header = shard(Dtype::F32, &[2, 3], &note);
+            placements(&header).is_ok_and(|places| {
+                let tensors = header.tensors.iter().map(|e| (e.name.as_str(), &*e.shape));
+                are_whole(&places, tensors)
+            })
+        };
         assert!(whole(serde_json::json!({ "saved_offsets": [0, 0] })));
         let all = serde_json::json!({
             "saved_offsets": [0, 0], "logical_fqn": "e", "global_shape": [2, 3],
         });
-        assert!(whole(all.clone()) && records_shapes(&shard(Dtype::F32, &[2, 3], &all)));
+        assert!(whole(all.clone()));
         for (key, value) in [
             ("saved_offsets", serde_json::json!([1, 0])),
             ("logical_fqn", "f".into()),

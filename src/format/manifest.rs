@@ -70,7 +70,7 @@ impl Reference {
         }
         let map = WeightMap::parse(text)?;
         let total_size = map.metadata.get("total_size").and_then(serde_json::Value::as_u64);
-        let tensors = map.shard_of.into_keys().map(|name| (name, None)).collect();
+        let tensors = map.shard_of.iter().map(|(name, _)| (name.to_owned(), None)).collect();
         Ok(Reference { tensors, shards: None, total_size })
     }
 

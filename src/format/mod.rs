@@ -4,9 +4,11 @@
 
 pub mod bintensors;
 pub mod dcp;
+pub mod flat;
 pub mod json;
 pub mod manifest;
 pub mod names;
+mod plain;
 pub mod safetensors;
 pub mod weight_map;
 

@@ -1,9 +1,9 @@
 //! The weight map of Hugging Face checkpoints (`*.safetensors.index.json`): tensor to shard.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 
@@ -20,19 +20,186 @@ pub struct WeightMap {
     /// The `metadata` object as it stands, empty where the file has none.
     pub metadata: Map<String, Value>,
     /// Shard file by tensor name.
-    pub shard_of: BTreeMap<String, String>,
+    pub shard_of: ShardOf,
+}
+
+/// Which shard file each tensor is in, by name: columns, since a map may name millions.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ShardOf {
+    /// All tensor names, one after another.
+    names: String,
+    /// By tensor: where its name begins and ends, and the position of its file.
+    rows: Vec<(u32, u32, u32)>,
+    /// Each file once.
+    files: Vec<String>,
+}
+
+impl ShardOf {
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether it names no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Tensor and file at this position in the order of names.
+    pub fn get(&self, at: usize) -> (&str, &str) {
+        let (begin, end, file) = self.rows[at];
+        (&self.names[begin as usize..end as usize], &self.files[file as usize])
+    }
+
+    /// Tensors and files, by tensor name.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> + Clone {
+        (0..self.len()).map(|at| self.get(at))
+    }
+
+    /// The files, each once.
+    pub fn files(&self) -> &[String] {
+        &self.files
+    }
+
+    /// Position in `files` of the file of the tensor at this position.
+    pub(crate) fn file_number(&self, at: usize) -> usize {
+        self.rows[at].2 as usize
+    }
+
+    /// Brings the tensors into the order of their names. False where a name stands twice.
+    fn sort(&mut self) -> bool {
+        let names = &self.names;
+        let name = |row: &(u32, u32, u32)| &names[row.0 as usize..row.1 as usize];
+        if !self.rows.is_sorted_by(|a, b| name(a) < name(b)) {
+            self.rows.sort_unstable_by(|a, b| name(a).cmp(name(b)));
+        }
+        self.rows.windows(2).all(|pair| name(&pair[0]) != name(&pair[1]))
+    }
+}
+
+impl FromIterator<(String, String)> for ShardOf {
+    /// Of several files for one name the last one counts.
+    fn from_iter<I: IntoIterator<Item = (String, String)>>(pairs: I) -> ShardOf {
+        let by_name: BTreeMap<String, String> = pairs.into_iter().collect();
+        let mut filler = Filler::default();
+        for (name, file) in &by_name {
+            filler.begin(name);
+            filler.end(file);
+        }
+        filler.shard_of
+    }
+}
+
+/// Fills the columns.
+#[derive(Default)]
+struct Filler {
+    shard_of: ShardOf,
+    known: HashMap<String, u32>,
+    name: (u32, u32),
+}
+
+impl Filler {
+    fn begin(&mut self, name: &str) {
+        let begin = self.shard_of.names.len() as u32;
+        self.shard_of.names.push_str(name);
+        self.name = (begin, self.shard_of.names.len() as u32);
+    }
+
+    fn end(&mut self, file: &str) {
+        let files = &mut self.shard_of.files;
+        let last = self.shard_of.rows.last().map(|row| row.2);
+        let number = match last.filter(|&last| files[last as usize] == file) {
+            Some(last) => last,
+            None => match self.known.get(file) {
+                Some(&known) => known,
+                None => {
+                    files.push(file.to_owned());
+                    let number = files.len() as u32 - 1;
+                    self.known.insert(file.to_owned(), number);
+                    number
+                }
+            },
+        };
+        self.shard_of.rows.push((self.name.0, self.name.1, number));
+    }
+}
+
+/// Puts the next string into a `Filler`: a name, or the file that it lies in.
+struct StringSeed<'a> {
+    filler: &'a mut Filler,
+    is_name: bool,
+}
+
+impl<'de> DeserializeSeed<'de> for StringSeed<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for StringSeed<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<(), E> {
+        if self.is_name {
+            self.filler.begin(text)
+        } else {
+            self.filler.end(text)
+        }
+        Ok(())
+    }
+}
+
+impl<'de> Deserialize<'de> for ShardOf {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ShardOf, D::Error> {
+        struct Pairs;
+
+        impl<'de> Visitor<'de> for Pairs {
+            type Value = ShardOf;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ShardOf, A::Error> {
+                let mut filler = Filler::default();
+                while map
+                    .next_key_seed(StringSeed { filler: &mut filler, is_name: true })?
+                    .is_some()
+                {
+                    map.next_value_seed(StringSeed { filler: &mut filler, is_name: false })?;
+                }
+                let mut found = filler.shard_of;
+                if found.sort() { Ok(found) } else { Err(de::Error::custom("a name twice")) }
+            }
+        }
+        deserializer.deserialize_map(Pairs)
+    }
 }
 
 #[derive(Deserialize)]
-struct WeightMapJson {
+struct WeightMapJson<T> {
     metadata: Option<Value>,
-    weight_map: UniqueMap<String>,
+    weight_map: T,
 }
 
 impl WeightMap {
     /// Parses the text of a weight map.
     pub fn parse(text: &[u8]) -> Result<WeightMap, Fault> {
-        let json: WeightMapJson = object(text, Class::IndexJson)?;
+        // Straight into columns; where that fails the strict map decides, and words the error.
+        let json: WeightMapJson<ShardOf> = match object(text, Class::IndexJson) {
+            Ok(json) => json,
+            Err(_) => {
+                let strict: WeightMapJson<UniqueMap<String>> = object(text, Class::IndexJson)?;
+                let weight_map = strict.weight_map.0.into_iter().collect();
+                WeightMapJson { metadata: strict.metadata, weight_map }
+            }
+        };
         let metadata = match json.metadata {
             None | Some(Value::Null) => Map::new(),
             Some(Value::Object(map)) => map,
@@ -40,13 +207,16 @@ impl WeightMap {
                 return Err(Fault::new(Class::IndexJson, "`metadata` is not an object"));
             }
         };
-        if json.weight_map.0.is_empty() {
+        let shard_of = json.weight_map;
+        if shard_of.is_empty() {
             return Err(Fault::new(Class::IndexJson, "`weight_map` names no tensor"));
         }
-        for (tensor, shard) in &json.weight_map.0 {
-            check_shard_name(shard).map_err(|fault| fault.tensor(tensor))?;
+        if shard_of.files.iter().any(|file| check_shard_name(file).is_err()) {
+            for (tensor, file) in shard_of.iter() {
+                check_shard_name(file).map_err(|fault| fault.tensor(tensor))?;
+            }
         }
-        Ok(WeightMap { metadata, shard_of: json.weight_map.0 })
+        Ok(WeightMap { metadata, shard_of })
     }
 
     /// The files that a weight map names, as far as they can be read out of `text`: also where

@@ -9,7 +9,7 @@ import unittest
 
 from mounts import BIN, FIXTURES, TestCase, daemon_of, mount_table, process_gone, run, wait_until
 
-CASES = "read,read4,direct,mmap,mmap-shuffled,source-cached,reread,mmap:warm"
+CASES = "read,read4,direct,mmap,mmap-shuffled,mmap-sorted,random4k,source-cached,reread,mmap:warm,mmap-sorted:warm"
 
 
 class Bench(TestCase):
@@ -52,6 +52,43 @@ class Bench(TestCase):
                 self.assertGreater(case["ratio_of_pairs"]["median"], 0)
                 self.assertGreaterEqual(case["daemon_cpu_s_per_gb"]["min"], 0)
                 self.assertGreater(case["daemon_peak_bytes"], 1 << 20)
+        self.assert_nothing_left()
+
+    def test_the_threads_of_the_daemon_and_its_reading_ahead_are_told_with_each_case(self):
+        outcome = self.bench(
+            "--make=hf", "--size=8M", "--json", "--runs=2", "--cases=read,random4k", "-o", "passthrough=never"
+        )
+        self.assert_done(outcome)
+        read, random = outcome.json()["cases"]
+        for case in (read, random):
+            threads = {one["name"]: one for one in case["daemon_threads"]}
+            self.assertTrue(threads["cache"]["once"], threads)
+            self.assertEqual(set(threads["cache"]["busiest_cpu_s_per_gb"]), {"median", "min", "max", "mad"})
+            self.assertIn("fuser", threads)
+            for counter in ("prefetched_bytes", "prefetch_used_bytes", "prefetch_wasted_bytes"):
+                self.assertGreaterEqual(case["read_ahead"][counter], 0)
+            for one in case["runs"]:
+                self.assertEqual(bool(one["threads"]), one["side"] == "mount")
+        # Each page once, whichever the order.
+        self.assertEqual({one["bytes"] for one in random["runs"]}, {random["runs"][0]["bytes"]})
+        for side in ("mount", "file"):
+            self.assertGreater(random[side]["ops_per_s"]["min"], 0)
+            self.assertIsNone(read[side]["ops_per_s"])
+        self.assert_nothing_left()
+
+    def test_a_model_is_loaded_by_transformers_where_it_is_there_and_skipped_with_a_reason_where_not(self):
+        outcome = self.bench(self.source, "--json", "--runs=1", "--cases=from-pretrained")
+        self.assert_done(outcome)
+        (case,) = outcome.json()["cases"]
+        if case["skipped"]:
+            self.assertRegex(case["skipped"], "transformers|config.json")
+        else:
+            self.assertEqual({one["bytes"] for one in case["runs"]}, {case["runs"][0]["bytes"]})
+            self.assertGreater(case["runs"][0]["bytes"], 0)
+        (self.source / "config.json").unlink(missing_ok=True)
+        outcome = self.bench(self.source, "--json", "--runs=1", "--cases=from-pretrained")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.json()["cases"][0]["skipped"], "no config.json beside the shards")
         self.assert_nothing_left()
 
     def test_load_by_numpy_reads_what_numpy_has_no_type_for(self):

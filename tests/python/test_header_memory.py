@@ -65,5 +65,44 @@ class LinkedHeaders(TestCase):
         self.assert_links_cost_little(measure)
 
 
+class ManyShards(TestCase):
+    def shards(self, noted):
+        """A set of many shards and tensors; the bytes of all headers and of the weight map."""
+        folder = self.tmp / f"noted-{noted}"
+        folder.mkdir()
+        count, each, total, shard_of = 128, 500, 0, {}
+        for shard in range(count):
+            names = [f"model.layers.{shard}.mlp.experts.{n}.gate_proj.weight" for n in range(each)]
+            header = {n: {"dtype": "U8", "shape": [1, 1], "data_offsets": [at, at + 1]} for at, n in enumerate(names)}
+            if noted:
+                note = json.dumps({n: {"saved_offsets": [0, 0]} for n in names})
+                header["__metadata__"] = {"DCP_SHARDING_INFO": note, "DCP_VERSION": "1.0"}
+                file = f"shard-{shard + 1:05}-model-00001-of-00001.safetensors"
+            else:
+                file = f"model-{shard + 1:05}-of-{count:05}.safetensors"
+                shard_of |= dict.fromkeys(names, file)
+            text = json.dumps(header, separators=(",", ":")).encode()
+            total += len(text)
+            (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + bytes(each))
+        if shard_of:
+            text = json.dumps({"metadata": {}, "weight_map": shard_of})
+            total += len(text)
+            (folder / "model.safetensors.index.json").write_text(text)
+        return folder, total
+
+    # All headers were held as trees of strings until the whole proof was done, and the weight map beside them.
+    def test_a_first_proof_of_many_shards_takes_little_more_memory_than_their_headers(self):
+        name = "model.layers.3.mlp.experts.5.gate_proj.weight"
+        fewest = self.tmp / "one"
+        numbered_set(fewest, 1)
+        _, least = run_measured(BIN, "inspect", fewest, "--index-dir", "none")
+        for noted in (False, True):
+            with self.subTest(noted=noted):
+                folder, total = self.shards(noted)
+                outcome, peak = run_measured(BIN, "inspect", folder, name, "--index-dir", "none")
+                self.assert_done(outcome)
+                self.assertLess((peak - least) / total, 3, f"{peak} bytes, {least} for a small one")
+
+
 if __name__ == "__main__":
     sys.exit(unittest.main())

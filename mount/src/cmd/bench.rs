@@ -7,9 +7,11 @@ mod make;
 mod map;
 mod mounted;
 mod page_cache;
+mod python;
 mod report;
 mod rounds;
 mod scratch;
+mod threads;
 mod worker;
 
 use std::ffi::OsStr;
@@ -58,6 +60,8 @@ struct Subject {
     shown: PathBuf,
     /// The files that its bytes lie in.
     shards: Vec<PathBuf>,
+    /// The folder of the checkpoint.
+    folder: PathBuf,
     bytes: u64,
     tensors: usize,
     kind: &'static str,
@@ -182,6 +186,7 @@ fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result
                 source: source.to_owned(),
                 shown: found.directory.join(&found.set.name),
                 shards: checkpoint.sources().iter().map(|s| s.path().to_owned()).collect(),
+                folder: checkpoint.directory.clone(),
                 bytes,
                 tensors: catalog.len(),
                 kind: checkpoint.kind.as_str(),

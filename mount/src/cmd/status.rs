@@ -162,7 +162,7 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
 }
 
 /// Asks the daemons of `mounts`, all at the same time. Leaves out what was unmounted meanwhile.
-fn ask(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
+pub(super) fn ask(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let mut seen = ask_each(mounts, limit, probe);
     if seen.iter().any(|one| one.state != State::Running) {
         let table = mountinfo::ours().unwrap_or_default();

@@ -78,7 +78,10 @@ pub(super) enum Pattern {
     Direct,
     Mmap,
     MmapShuffled,
+    MmapSorted,
+    Random4k,
     Load,
+    FromPretrained,
 }
 
 /// What the page cache holds when a run begins.
@@ -109,11 +112,15 @@ Cases, each cold (nothing in the page cache) unless it says else:
   direct         O_DIRECT, 8 MiB at a time
   mmap           mapped shared; copied to a buffer from start to end
   mmap-shuffled  likewise, tensor by tensor in random order
+  mmap-sorted    likewise, in the order of the sorted names of the tensors
+  random4k       one thread, pages of 4 KiB all over the file (thousands a second)
   load           safetensors.numpy.load_file by $TENSORFS_PYTHON or python3
+  from-pretrained  AutoModel.from_pretrained by the same, where it has
+                 transformers and torch; then every page of every parameter
   source-cached  `read`: the shards are cached, what the mount shows is not
   reread         `read`: everything is cached
   assembled      `read` after -o assemble=, where this tensorfs has it
-Any pattern (the first six) also goes as PATTERN:warm, PATTERN:source-cached
+Any pattern (the first nine) also goes as PATTERN:warm, PATTERN:source-cached
 and PATTERN:assembled. The real file is cached in the first two of these.
 
 Every run on the mount has a fresh mount and a fresh daemon. Mount and real
@@ -131,8 +138,9 @@ GB is 1e9 bytes. `pairs` is the median ratio of runs that followed each other;
 
 impl Case {
     /// All cases worth measuring.
-    const DEFAULT: &str = "read,read4,direct,mmap,mmap-shuffled,load,source-cached,reread,\
-                           mmap:warm,load:warm,assembled";
+    const DEFAULT: &str = "read,read4,direct,mmap,mmap-shuffled,mmap-sorted,random4k,load,\
+                           from-pretrained,source-cached,reread,mmap:warm,mmap-sorted:warm,\
+                           load:warm,from-pretrained:warm,assembled";
 
     fn parse(name: &str) -> Result<Case, String> {
         let (pattern, state) = match name {
@@ -150,13 +158,16 @@ impl Case {
 }
 
 impl Pattern {
-    const ALL: [Pattern; 6] = [
+    const ALL: [Pattern; 9] = [
         Pattern::Read,
         Pattern::Read4,
         Pattern::Direct,
         Pattern::Mmap,
         Pattern::MmapShuffled,
+        Pattern::MmapSorted,
+        Pattern::Random4k,
         Pattern::Load,
+        Pattern::FromPretrained,
     ];
 
     pub(super) fn as_str(self) -> &'static str {
@@ -166,8 +177,16 @@ impl Pattern {
             Pattern::Direct => "direct",
             Pattern::Mmap => "mmap",
             Pattern::MmapShuffled => "mmap-shuffled",
+            Pattern::MmapSorted => "mmap-sorted",
+            Pattern::Random4k => "random4k",
             Pattern::Load => "load",
+            Pattern::FromPretrained => "from-pretrained",
         }
+    }
+
+    /// Whether all that is read is in the memory of the reader at once.
+    pub(super) fn keeps_all(self) -> bool {
+        matches!(self, Pattern::Load | Pattern::FromPretrained)
     }
 
     /// The pattern called `name`.

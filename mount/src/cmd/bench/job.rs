@@ -44,6 +44,10 @@ const DIRECT_ALIGN: usize = 4096;
 /// Threads of `read4`.
 const THREADS: u64 = 4;
 
+/// Bytes of a small read, and how many there are at most.
+const SMALL_LEN: u64 = 4096;
+const SMALL_READS_MAX: u64 = 8192;
+
 /// Distance of the bytes that a digest looks at: one in each page.
 const DIGEST_STEP: u64 = 4096;
 
@@ -155,11 +159,21 @@ fn measure(pattern: Pattern, path: &Path) -> io::Result<Value> {
             let map = Map::new(&File::open(path)?)?;
             copy_out(&map, 0, std::fs::metadata(path)?.len(), &mut buffer[..READ_LEN])
         }
-        Pattern::MmapShuffled => read_shuffled(path, seed, &mut buffer[..READ_LEN])?,
-        Pattern::Load => return Err(io::Error::other("`load` is read by Python")),
+        Pattern::MmapShuffled => {
+            read_mapped(path, |ranges| shuffle(ranges, seed), &mut buffer[..READ_LEN])?
+        }
+        Pattern::MmapSorted => {
+            let by_name = |tensors: &mut [Placed]| tensors.sort_by(|a, b| a.name.cmp(&b.name));
+            read_mapped(path, by_name, &mut buffer[..READ_LEN])?
+        }
+        Pattern::Random4k => read_random(path, seed, &mut buffer[..SMALL_LEN as usize])?,
+        Pattern::Load | Pattern::FromPretrained => {
+            return Err(io::Error::other("this case is for Python"));
+        }
     };
     let seconds = started.elapsed().as_secs_f64();
     Ok(json!({
+        "operations": (pattern == Pattern::Random4k).then_some(digest.bytes.div_ceil(SMALL_LEN)),
         "seconds": seconds,
         "bytes": digest.bytes,
         "digest": format!("{:016x}", digest.sum),
@@ -240,17 +254,47 @@ fn copy_out(map: &Map, start: u64, len: u64, buffer: &mut [u8]) -> Digest {
     digest
 }
 
-fn read_shuffled(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<Digest> {
+/// A tensor and where it lies in the file.
+struct Placed {
+    name: String,
+    start: u64,
+    len: u64,
+}
+
+/// Copies tensor after tensor out of a mapping, in the order that `arrange` puts them in.
+fn read_mapped(
+    path: &Path,
+    arrange: impl FnOnce(&mut [Placed]),
+    buffer: &mut [u8],
+) -> io::Result<Digest> {
     let file = File::open(path)?;
-    let mut ranges = tensors(&file)?;
-    shuffle(&mut ranges, seed);
+    let mut tensors = tensors(&file)?;
+    arrange(&mut tensors);
     let map = Map::new(&file)?;
-    let copied = ranges.iter().map(|&(start, len)| copy_out(&map, start, len, buffer));
+    let copied = tensors.iter().map(|tensor| copy_out(&map, tensor.start, tensor.len, buffer));
     Ok(copied.fold(Digest::default(), Digest::merge))
 }
 
-/// Offset and length of the tensors of a safetensors file.
-fn tensors(file: &File) -> io::Result<Vec<(u64, u64)>> {
+/// Reads pages all over the file, one after another. Which ones is the same for every `seed`, only
+/// their order is not; none is read twice.
+fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<Digest> {
+    let file = File::open(path)?;
+    let pages = file.metadata()?.len() / SMALL_LEN;
+    let step = pages.div_ceil(SMALL_READS_MAX).max(1);
+    let mut chosen: Vec<u64> = (0..pages / step)
+        .map(|at| at * step + (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) % step)
+        .collect();
+    shuffle(&mut chosen, seed);
+    let mut digest = Digest::default();
+    for page in chosen {
+        file.read_exact_at(buffer, page * SMALL_LEN)?;
+        digest.add(page * SMALL_LEN, buffer);
+    }
+    Ok(digest)
+}
+
+/// The tensors of a safetensors file, in data order.
+fn tensors(file: &File) -> io::Result<Vec<Placed>> {
     let wrong = |what: String| io::Error::other(format!("not a safetensors file: {what}"));
     let mut prefix = [0; PREFIX_LEN as usize];
     file.read_exact_at(&mut prefix, 0)?;
@@ -263,8 +307,12 @@ fn tensors(file: &File) -> io::Result<Vec<(u64, u64)>> {
     file.read_exact_at(&mut text, PREFIX_LEN)?;
     let header = Header::parse(&text, len).map_err(|fault| wrong(format!("{fault:?}")))?;
     let start = header.data_start();
-    let range = |at: &std::ops::Range<u64>| (start + at.start, at.end - at.start);
-    Ok(header.tensors.iter().map(|tensor| range(&tensor.data_offsets)).collect())
+    let placed = header.tensors.into_iter().map(|tensor| Placed {
+        name: tensor.name,
+        start: start + tensor.data_offsets.start,
+        len: tensor.data_offsets.end - tensor.data_offsets.start,
+    });
+    Ok(placed.collect())
 }
 
 /// Puts `items` in an order that only `seed` decides.
@@ -277,33 +325,6 @@ fn shuffle<T>(items: &mut [T], seed: u64) {
         items.swap(at, ((state >> 33) % (at as u64 + 1)) as usize);
     }
 }
-
-/// What Python runs for `load`, with the path as its argument. A dtype that numpy does not
-/// know stands in by integers of its size: the bytes are the same.
-pub(super) const LOAD: &str = r#"
-import json, sys, time
-try:
-    import numpy, safetensors.numpy
-except ImportError:
-    print(json.dumps({"skip": "no safetensors and numpy"}))
-    sys.exit()
-try:
-    import ml_dtypes
-except ImportError:
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        numpy.sctypeDict.setdefault(name, numpy.uint8 if "8_" in name else numpy.uint16)
-print("ready", flush=True)
-if not sys.stdin.readline():
-    sys.exit()
-start, cpu = time.perf_counter(), time.process_time()
-try:
-    tensors = safetensors.numpy.load_file(sys.argv[1])
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    print(json.dumps({"seconds": seconds, "bytes": total, "cpu_seconds": cpu}))
-except Exception as error:
-    print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
-"#;
 
 #[cfg(test)]
 mod tests {
@@ -362,5 +383,32 @@ mod tests {
         let mut sorted = shuffled(3);
         sorted.sort_unstable();
         assert!(sorted.into_iter().eq(0..100));
+    }
+
+    #[test]
+    fn random_reads_are_of_the_same_pages_in_another_order() {
+        let bytes: Vec<u8> = (0..3_000_000u32).map(|at| (at >> 7) as u8).collect();
+        let file = file(&bytes);
+        let read = |seed| read_random(file.path(), seed, &mut [0; SMALL_LEN as usize]).unwrap();
+        assert_eq!(read(1), read(2));
+        assert_eq!(read(1).bytes, bytes.len() as u64 / SMALL_LEN * SMALL_LEN);
+    }
+
+    #[test]
+    fn tensors_are_copied_by_name_and_all_of_them() {
+        let header = r#"{"b":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},
+                         "a":{"dtype":"U8","shape":[5000],"data_offsets":[3,5003]}}"#;
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend([7; 5003]);
+        let file = file(&bytes);
+        let mut order = Vec::new();
+        let note = |tensors: &mut [Placed]| {
+            tensors.sort_by(|a, b| a.name.cmp(&b.name));
+            order.extend(tensors.iter().map(|tensor| (tensor.name.clone(), tensor.len)));
+        };
+        let digest = read_mapped(file.path(), note, &mut [0; 64]).unwrap();
+        assert_eq!(digest.bytes, 5003);
+        assert_eq!(order, [("a".to_owned(), 5000), ("b".to_owned(), 3)]);
     }
 }

@@ -1,6 +1,7 @@
 //! The mounts that the bench makes for itself: a daemon of the same program in a temporary folder,
 //! taken down again whatever happens.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::net::UnixDatagram;
@@ -17,6 +18,7 @@ use tensorfs::source::mountinfo;
 
 use super::worker::{Trouble, check_stopped, wait};
 use crate::attach::{Detach, detach};
+use crate::cmd::status;
 use crate::options::escape;
 
 /// How long the mount may stay busy before it is taken off lazily.
@@ -106,6 +108,20 @@ impl Mounted {
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
         let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
         Some(kib * 1024)
+    }
+
+    /// The daemon.
+    pub(super) fn pid(&self) -> u32 {
+        self.daemon.id()
+    }
+
+    /// What the daemon counts of its reading ahead, by name. Empty where it does not say.
+    pub(super) fn read_ahead(&self) -> BTreeMap<String, u64> {
+        let Ok(Some(mount)) = mountinfo::ours_at(&self.target) else { return BTreeMap::new() };
+        let seen = status::ask(vec![mount], status::LIMIT, false);
+        let counters = seen.first().and_then(|one| one.facts.get("counters")?.as_object());
+        let ahead = counters.into_iter().flatten().filter(|(name, _)| name.starts_with("prefetch"));
+        ahead.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?))).collect()
     }
 
     /// The kernel's readahead window for the mount, in KiB.

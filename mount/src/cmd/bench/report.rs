@@ -1,8 +1,11 @@
 //! What was measured, as figures: medians, spread, ratios; a table and JSON.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use serde_json::{Value, json};
 
 use super::args::Case;
+use super::threads::Taken;
 
 /// Which side a run was on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +37,12 @@ pub(super) struct Run {
     /// Processor time and peak memory of the daemon.
     pub(super) daemon_cpu: Option<f64>,
     pub(super) daemon_peak: Option<u64>,
+    /// Reads that were made, where they are what counts.
+    pub(super) operations: Option<u64>,
+    /// Processor time of the daemon's threads.
+    pub(super) threads: Vec<Taken>,
+    /// What the daemon counted of its reading ahead, by name.
+    pub(super) read_ahead: BTreeMap<String, u64>,
     /// Part of the files read that was cached when it began.
     pub(super) cached: Option<f64>,
 }
@@ -47,8 +56,15 @@ impl Run {
         self.gb() / self.seconds.max(1e-9)
     }
 
+    fn ops(&self) -> Option<f64> {
+        Some(self.operations? as f64 / self.seconds.max(1e-9))
+    }
+
     fn json(&self) -> Value {
         json!({
+            "ops_per_s": self.ops(),
+            "threads": self.threads.iter().map(Taken::json).collect::<Vec<_>>(),
+            "read_ahead": self.read_ahead,
             "side": self.side.as_str(),
             "round": self.round,
             "seconds": self.seconds,
@@ -91,6 +107,11 @@ impl Spread {
 
     fn told(self) -> String {
         format!("{:.2} ({:.2}-{:.2})", self.median, self.min, self.max)
+    }
+
+    fn told_in_thousands(self) -> String {
+        let [median, min, max] = [self.median, self.min, self.max].map(|figure| figure / 1e3);
+        format!("{median:.1}k/s ({min:.1}-{max:.1})")
     }
 }
 
@@ -139,6 +160,39 @@ impl Measured {
         Spread::of(self.on(Side::Mount).filter_map(|run| Some(run.daemon_cpu? / run.gb())))
     }
 
+    fn ops(&self, side: Side) -> Option<Spread> {
+        Spread::of(self.on(side).filter_map(Run::ops))
+    }
+
+    /// Processor time for each GB of the busiest thread of each name, and whether that name is of
+    /// one thread only in every run.
+    fn threads(&self) -> Vec<Value> {
+        let runs =
+            || self.on(Side::Mount).flat_map(|run| run.threads.iter().map(move |t| (run, t)));
+        let names: BTreeSet<&str> = runs().map(|(_, taken)| taken.name.as_str()).collect();
+        let told = |name: &str| {
+            let own = || runs().filter(move |(_, taken)| taken.name == name);
+            let busiest = Spread::of(own().map(|(run, taken)| taken.busiest / run.gb()));
+            json!({
+                "name": name,
+                "once": own().all(|(_, taken)| taken.threads == 1),
+                "busiest_cpu_s_per_gb": busiest.map(Spread::json),
+            })
+        };
+        names.into_iter().map(told).collect()
+    }
+
+    /// The median of each counter of the daemon's reading ahead.
+    fn read_ahead(&self) -> BTreeMap<&str, f64> {
+        let names = self.on(Side::Mount).flat_map(|run| run.read_ahead.keys());
+        let names: BTreeSet<&String> = names.collect();
+        let median = |name: &'_ String| {
+            let runs = self.on(Side::Mount).filter_map(|run| run.read_ahead.get(name));
+            Spread::of(runs.map(|&count| count as f64)).map(|spread| spread.median)
+        };
+        names.into_iter().filter_map(|name| Some((name.as_str(), median(name)?))).collect()
+    }
+
     fn daemon_peak(&self) -> Option<u64> {
         self.on(Side::Mount).filter_map(|run| run.daemon_peak).max()
     }
@@ -162,10 +216,12 @@ impl Measured {
             "failed": self.failed,
             "mount": {
                 "gb_per_s": spread(self.gbps(Side::Mount)),
+                "ops_per_s": spread(self.ops(Side::Mount)),
                 "reader_cpu_s_per_gb": spread(reader_cpu(Side::Mount)),
             },
             "file": {
                 "gb_per_s": spread(self.gbps(Side::File)),
+                "ops_per_s": spread(self.ops(Side::File)),
                 "reader_cpu_s_per_gb": spread(reader_cpu(Side::File)),
             },
             "ratio_of_medians": self.ratio(),
@@ -173,6 +229,8 @@ impl Measured {
             "noise": self.noise(),
             "daemon_cpu_s_per_gb": spread(self.daemon_cpu()),
             "daemon_peak_bytes": self.daemon_peak(),
+            "daemon_threads": self.threads(),
+            "read_ahead": self.read_ahead(),
             "runs": self.runs.iter().map(Run::json).collect::<Vec<_>>(),
         })
     }
@@ -180,18 +238,22 @@ impl Measured {
     /// Its line of the table.
     pub(super) fn row(&self) -> String {
         if let Some(reason) = &self.failed {
-            return format!("{:<14} failed: {reason}\n", self.case.name);
+            return format!("{:<20} failed: {reason}\n", self.case.name);
         }
         if let Some(reason) = &self.skipped {
-            return format!("{:<14} skipped: {reason}\n", self.case.name);
+            return format!("{:<20} skipped: {reason}\n", self.case.name);
         }
         let told = |spread: Option<Spread>| spread.map_or("-".to_owned(), Spread::told);
+        let speed = |side| match self.ops(side) {
+            Some(ops) => ops.told_in_thousands(),
+            None => told(self.gbps(side)),
+        };
         let figure = |figure: Option<f64>| figure.map_or("-".to_owned(), |f| format!("{f:.2}"));
         format!(
-            "{:<14} {:>18} {:>18} {:>6} {:>18} {:>6} {:>8} {:>9}\n",
+            "{:<20} {:>18} {:>18} {:>6} {:>18} {:>6} {:>8} {:>9}\n",
             self.case.name,
-            told(self.gbps(Side::Mount)),
-            told(self.gbps(Side::File)),
+            speed(Side::Mount),
+            speed(Side::File),
             figure(self.ratio()),
             told(self.pairs()),
             self.noise().map_or("-".to_owned(), |noise| format!("{:.0}%", noise * 100.0)),
@@ -204,7 +266,7 @@ impl Measured {
 /// The head of the table.
 pub(super) fn head() -> String {
     format!(
-        "{:<14} {:>18} {:>18} {:>6} {:>18} {:>6} {:>8} {:>9}\n",
+        "{:<20} {:>18} {:>18} {:>6} {:>18} {:>6} {:>8} {:>9}\n",
         "case", "mount GB/s", "file GB/s", "ratio", "pairs", "noise", "CPU s/GB", "peak MiB"
     )
 }
@@ -224,6 +286,9 @@ mod tests {
             reader_cpu: None,
             daemon_cpu: (side == Side::Mount).then_some(0.5),
             daemon_peak: (side == Side::Mount).then_some(64 << 20),
+            operations: None,
+            threads: Vec::new(),
+            read_ahead: BTreeMap::new(),
             cached: None,
         };
         let case = Case { name: "read".to_owned(), pattern: Pattern::Read, state: State::Cold };
@@ -268,5 +333,33 @@ mod tests {
         assert!(measured.agrees());
         measured.runs[1].digest = Some("2".to_owned());
         assert!(!measured.agrees());
+    }
+
+    #[test]
+    fn a_thread_that_stands_alone_is_told_from_those_that_share_a_name() {
+        let mut measured = measured(&[(Side::Mount, 0, 1.0), (Side::Mount, 1, 1.0)]);
+        let taken = |name: &str, threads, busiest| Taken {
+            name: name.to_owned(),
+            threads,
+            all: 1.0,
+            busiest,
+        };
+        measured.runs[0].threads = vec![taken("cache", 1, 0.25), taken("read", 1, 0.5)];
+        measured.runs[1].threads = vec![taken("cache", 1, 0.75), taken("read", 4, 0.5)];
+        measured.runs[0].read_ahead = BTreeMap::from([("prefetch_wasted_bytes".to_owned(), 6)]);
+        let json = measured.json();
+        let threads = &json["daemon_threads"];
+        assert_eq!((&threads[0]["name"], &threads[0]["once"]), (&json!("cache"), &json!(true)));
+        assert_eq!(threads[0]["busiest_cpu_s_per_gb"]["median"], 0.5);
+        assert_eq!((&threads[1]["name"], &threads[1]["once"]), (&json!("read"), &json!(false)));
+        assert_eq!(json["read_ahead"]["prefetch_wasted_bytes"], 6.0);
+    }
+
+    #[test]
+    fn small_reads_are_told_by_the_second() {
+        let mut measured = measured(&[(Side::Mount, 0, 1.0), (Side::File, 0, 2.0)]);
+        measured.runs.iter_mut().for_each(|run| run.operations = Some(9_100));
+        assert_eq!(measured.json()["file"]["ops_per_s"]["median"], 18_200.0);
+        assert!(measured.row().contains("9.1k/s (9.1-9.1)"), "{}", measured.row());
     }
 }

@@ -1,5 +1,6 @@
 //! The rounds of a case: one run on each side, which goes first changing every time.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -7,10 +8,11 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 use tensorfs::error::real_name;
 
-use super::args::{Case, Pattern, State};
+use super::args::{Case, State};
 use super::mounted::Mounted;
 use super::report::{Measured, Run, Side};
 use super::scratch::Scratch;
+use super::threads::Threads;
 use super::worker::{self, Trouble, Worker};
 use super::{Subject, machine, page_cache, progress};
 use crate::options::{Options, escape};
@@ -48,8 +50,8 @@ fn rounds(
     dir: Option<&Path>,
     runs: &mut Vec<Run>,
 ) -> Result<(), Trouble> {
-    if case.pattern == Pattern::Load {
-        // The arrays are in memory all at once.
+    if case.pattern.keeps_all() {
+        // The tensors are in memory all at once.
         let wanted = subject.bytes + subject.bytes / 4;
         if machine::memory_available().is_some_and(|free| free < wanted) {
             let wanted = crate::cmd::human(wanted);
@@ -84,15 +86,17 @@ fn rounds(
 /// A run on the real file.
 fn on_file(subject: &Subject, case: &Case, round: u32) -> Result<Run, Trouble> {
     let file = std::slice::from_ref(&subject.file);
+    let start =
+        || worker::reader(case.pattern, &subject.file, &subject.folder, round, subject.limit);
     match case.state {
         State::Cold | State::Assembled => {
-            let reader = worker::reader(case.pattern, &subject.file, round, subject.limit)?;
+            let reader = start()?;
             subject.method.evict(&all_files(subject, None))?;
             begin(reader, file)
         }
         State::Warm | State::SourceCached => {
             worker::warm(&subject.file, subject.limit)?;
-            begin(worker::reader(case.pattern, &subject.file, round, subject.limit)?, file)
+            begin(start()?, file)
         }
     }
 }
@@ -114,7 +118,7 @@ fn on_mount(
         }
     };
     let shown = mounted.path().join(&subject.shown);
-    let start = || worker::reader(case.pattern, &shown, round, subject.limit);
+    let start = || worker::reader(case.pattern, &shown, &subject.folder, round, subject.limit);
     let reader = match case.state {
         State::Cold | State::Assembled => {
             let reader = start()?;
@@ -136,7 +140,8 @@ fn on_mount(
         }
     };
     let reset = mounted.reset_peak();
-    let cpu = mounted.cpu();
+    let (cpu, counted) = (mounted.cpu(), mounted.read_ahead());
+    let before = Threads::of(mounted.pid());
     let read = match assembled {
         Some(assembled) => files_below(assembled.folder.path()),
         None => subject.shards.clone(),
@@ -144,6 +149,8 @@ fn on_mount(
     let mut run = begin(reader, &read)?;
     let taken = mounted.cpu().zip(cpu).map(|(after, before)| after.saturating_sub(before));
     run.daemon_cpu = taken.map(|taken| taken.as_secs_f64());
+    run.threads = Threads::of(mounted.pid()).since(&before);
+    run.read_ahead = counters_since(mounted.read_ahead(), &counted);
     run.daemon_peak = mounted.peak().filter(|_| reset);
     if case.state == State::Warm {
         // What counts are the pages of the mount, of which the kernel tells us nothing.
@@ -166,10 +173,25 @@ fn begin(reader: Worker, files: &[PathBuf]) -> Result<Run, Trouble> {
         bytes,
         digest: found["digest"].as_str().map(str::to_owned),
         reader_cpu: found["cpu_seconds"].as_f64(),
+        operations: found["operations"].as_u64(),
         daemon_cpu: None,
         daemon_peak: None,
+        threads: Vec::new(),
+        read_ahead: BTreeMap::new(),
         cached,
     })
+}
+
+/// How far each counter has come. One that was not there before began at 0.
+fn counters_since(
+    now: BTreeMap<String, u64>,
+    before: &BTreeMap<String, u64>,
+) -> BTreeMap<String, u64> {
+    let since = |(name, now): (String, u64)| {
+        let before = before.get(&name).copied().unwrap_or(0);
+        (name, now.saturating_sub(before))
+    };
+    now.into_iter().map(since).collect()
 }
 
 /// All files on disks that a run may read.

@@ -13,7 +13,7 @@ use serde_json::Value;
 use tensorfs::error::shown_path;
 
 use super::args::Pattern;
-use super::job;
+use super::{job, python};
 use crate::ending;
 
 /// How long between looks at whether the bench was told to stop.
@@ -21,9 +21,6 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// How long a killed child may take to end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Environment variable with the Python that has safetensors.
-const PYTHON: &str = "TENSORFS_PYTHON";
 
 /// Why there is no outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,19 +78,18 @@ pub(super) fn run(job: &str, words: &[&OsStr], limit: Duration) -> Result<Value,
     start(job, words, limit)?.outcome()
 }
 
-/// Starts a reader of `path` and waits until it is ready.
+/// Starts a reader of `path` and waits until it is ready. `beside` is a folder with the other files
+/// of the checkpoint.
 pub(super) fn reader(
     pattern: Pattern,
     path: &Path,
+    beside: &Path,
     seed: u32,
     limit: Duration,
 ) -> Result<Worker, Trouble> {
-    let mut worker = if pattern == Pattern::Load {
-        let python = std::env::var_os(PYTHON).unwrap_or_else(|| "python3".into());
-        let mut command = Command::new(&python);
-        command.args(["-c", job::LOAD]).arg(path);
-        Worker::spawn(command, limit)
-            .map_err(|_| Trouble::Skip(format!("cannot run {}", shown_path(python.as_ref()))))?
+    let mut worker = if let Some(command) = python::command(pattern, path, beside) {
+        let cannot = || format!("cannot run {}", shown_path(python::interpreter().as_ref()));
+        Worker::spawn(command, limit).map_err(|_| Trouble::Skip(cannot()))?
     } else {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg0("tensorfs").arg("bench").arg("--").arg(path);
@@ -110,7 +106,7 @@ pub(super) fn reader(
 
 /// Reads `path` from end to end, so that the page cache has it.
 pub(super) fn warm(path: &Path, limit: Duration) -> Result<(), Trouble> {
-    reader(Pattern::Read, path, 0, limit)?.go().map(drop)
+    reader(Pattern::Read, path, path, 0, limit)?.go().map(drop)
 }
 
 impl Worker {

@@ -1,0 +1,108 @@
+//! Sorting very many names that have long beginnings in common.
+
+/// Names fewer than this are compared as a whole.
+const FEW: usize = 24;
+
+/// Bytes of a name that are compared at a time.
+const KEY_LEN: usize = 8;
+
+/// A tensor or piece among all of its set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ref {
+    key: u64,
+    /// Position of the shard.
+    pub(super) shard: u32,
+    /// Position in the shard.
+    pub(super) at: u32,
+}
+
+impl Ref {
+    pub(super) fn new(shard: usize, at: usize) -> Ref {
+        Ref { key: 0, shard: shard as u32, at: at as u32 }
+    }
+
+    fn place(&self) -> (u32, u32) {
+        (self.shard, self.at)
+    }
+}
+
+/// Sorts `refs` by name, then by shard and position in it. All names are equal up to `depth`.
+pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth: usize) {
+    if refs.len() < FEW {
+        return compare_whole(refs, name, depth);
+    }
+    let first = name(&refs[0]);
+    let common = refs.iter().fold(first.len(), |common, other| {
+        let other = name(other);
+        // Mostly all of it is.
+        let most = common.min(other.len());
+        if other[depth..most] == first[depth..most] {
+            return most;
+        }
+        depth + first[depth..most].iter().zip(&other[depth..]).take_while(|(a, b)| a == b).count()
+    });
+    for one in refs.iter_mut() {
+        let rest = &name(one)[common..];
+        let mut key = [0; KEY_LEN];
+        let len = rest.len().min(KEY_LEN);
+        key[..len].copy_from_slice(&rest[..len]);
+        one.key = u64::from_be_bytes(key);
+    }
+    refs.sort_unstable_by_key(|one| (one.key, one.shard, one.at));
+    for same in refs.chunk_by_mut(|a, b| a.key == b.key) {
+        if same.len() == 1 {
+            continue;
+        }
+        // A name that ends here was filled with zeros, which another one may have as bytes.
+        if same.iter().any(|one| name(one).len() < common + KEY_LEN) {
+            compare_whole(same, name, common);
+        } else {
+            sort(same, name, common + KEY_LEN);
+        }
+    }
+}
+
+fn compare_whole<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth: usize) {
+    refs.sort_unstable_by(|a, b| {
+        name(a)[depth..].cmp(&name(b)[depth..]).then_with(|| a.place().cmp(&b.place()))
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn check(names: &[Vec<u8>]) {
+        let mut refs: Vec<Ref> = (0..names.len()).map(|at| Ref::new(at % 3, at)).collect();
+        let mut expected = refs.clone();
+        let name = |one: &Ref| names[one.at as usize].as_slice();
+        expected.sort_by_key(|one| (names[one.at as usize].clone(), one.place()));
+        sort(&mut refs, &name, 0);
+        let places = |refs: &[Ref]| refs.iter().map(Ref::place).collect::<Vec<_>>();
+        assert_eq!(places(&refs), places(&expected));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+
+        #[test]
+        fn names_come_in_the_order_of_their_bytes_then_of_their_shards(
+            names in prop::collection::vec(
+                prop::collection::vec(prop::sample::select(vec![0, b'a', b'b', 255]), 0..40), 0..300
+            ),
+            beginning in 0_usize..20,
+        ) {
+            let long = |name: &Vec<u8>| [&b"layers.0.experts.1."[..beginning.min(19)], name].concat();
+            check(&names.iter().map(long).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn names_that_are_each_the_beginning_of_the_next_and_equal_ones_are_sorted() {
+        check(&(0..500).rev().map(|len| vec![b'a'; len]).collect::<Vec<_>>());
+        check(&vec![vec![b'a'; 50]; 100]);
+        check(&(0..100).map(|len| vec![0; len % 50]).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,283 @@
+//! A safetensors header as savers write it, read straight into a few large vectors.
+//!
+//! Takes only what is plainly right: names without escapes, no unknown keys, every tensor where it should be.
+//! Anything else is left to `Header::parse`, which decides, and words every error. So both agree
+//! on all that is read here, and a header of a million tensors needs no allocation for each.
+
+use std::collections::BTreeMap;
+use std::collections::HashMap;
+use std::ops::Range;
+
+use crate::dtype::Dtype;
+use crate::format::plain::Cursor;
+use crate::format::safetensors::{Header, METADATA, PREFIX_LEN};
+use crate::hash::Digest;
+
+/// The tensors of one valid header, in data order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Flat {
+    /// The free-form strings, where the file has any.
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// Length of the header with its padding.
+    pub header_len: u64,
+    names: String,
+    tensors: Vec<FlatTensor>,
+    /// The extents of all tensors; equal ones in a row are kept once.
+    numbers: Vec<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FlatTensor {
+    name_end: u32,
+    /// Where in `numbers` its shape stands.
+    shape: (u32, u32),
+    dtype: Dtype,
+    start: u64,
+}
+
+/// A tensor that is being read.
+struct Row<'a> {
+    name: &'a str,
+    shape: (u32, u32),
+    dtype: Dtype,
+    data: Range<u64>,
+}
+
+impl Flat {
+    /// The header `text` of a file of `file_len` bytes; `None` where `Header::parse` has to look
+    /// at it.
+    pub fn parse(text: &[u8], file_len: u64) -> Option<Flat> {
+        let header_len = text.len() as u64;
+        // Positions are kept in 32 bits.
+        u32::try_from(header_len).ok()?;
+        let mut cursor = Cursor::new(std::str::from_utf8(text).ok()?);
+        let mut flat = Flat { header_len, ..Flat::default() };
+        let mut rows = Vec::new();
+        let mut names_len = 0;
+        cursor.items(b'{', b'}', |cursor| {
+            let name = cursor.string()?;
+            cursor.token(b':')?;
+            if name == METADATA {
+                let before = flat.metadata.replace(read_metadata(cursor)?);
+                return before.is_none().then_some(());
+            }
+            names_len += name.len();
+            rows.push(read_tensor(cursor, name, &mut flat.numbers)?);
+            Some(())
+        })?;
+        cursor.end()?;
+        let key = |row: &Row<'_>| (row.data.start, row.data.end);
+        if !rows.is_sorted_by(|a, b| (key(a), a.name) <= (key(b), b.name)) {
+            rows.sort_by(|a, b| key(a).cmp(&key(b)).then_with(|| a.name.cmp(b.name)));
+        }
+        flat.check(&rows, file_len)?;
+        flat.names.reserve_exact(names_len);
+        flat.tensors.reserve_exact(rows.len());
+        for Row { name, shape, dtype, data } in rows {
+            flat.push(name, dtype, shape, data.start);
+        }
+        Some(flat)
+    }
+
+    /// Whether the tensors follow each other from the end of the header to that of the file, and
+    /// no two names can be the same.
+    fn check(&self, rows: &[Row<'_>], file_len: u64) -> Option<()> {
+        let mut end = 0;
+        for Row { dtype, shape, data, .. } in rows {
+            let bits = dtype.bits_of(&self.numbers[shape.0 as usize..shape.1 as usize])?;
+            let fits = data.start == end && bits.is_multiple_of(8);
+            end = data.start.checked_add(bits / 8).filter(|&end| fits && end == data.end)?;
+        }
+        (end.checked_add(PREFIX_LEN + self.header_len)? == file_len).then_some(())?;
+        // Names with the same hash are compared by the other parser.
+        let mut hashes: Vec<[u8; 16]> =
+            rows.iter().map(|row| Digest::of(row.name.as_bytes()).0).collect();
+        hashes.sort_unstable();
+        hashes.windows(2).all(|pair| pair[0] != pair[1]).then_some(())
+    }
+
+    fn push(&mut self, name: &str, dtype: Dtype, shape: (u32, u32), start: u64) {
+        self.names.push_str(name);
+        self.tensors.push(FlatTensor { name_end: self.names.len() as u32, shape, dtype, start });
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether it has no tensors.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Name, dtype, shape and first byte (from the end of the header) of all tensors.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, Dtype, &[u64], u64)> {
+        let mut begin = 0;
+        self.tensors.iter().map(move |tensor| {
+            let FlatTensor { name_end, shape, dtype, start } = *tensor;
+            let name = &self.names[begin..name_end as usize];
+            begin = name_end as usize;
+            (name, dtype, &self.numbers[shape.0 as usize..shape.1 as usize], start)
+        })
+    }
+
+    /// Bytes of all names together.
+    pub fn names_len(&self) -> usize {
+        self.names.len()
+    }
+}
+
+impl From<&Header> for Flat {
+    fn from(header: &Header) -> Flat {
+        let mut flat = Flat { header_len: header.header_len, ..Flat::default() };
+        let mut known: HashMap<&[u64], (u32, u32)> = HashMap::new();
+        for entry in &header.tensors {
+            let shape = *known.entry(&entry.shape).or_insert_with(|| {
+                let begin = flat.numbers.len() as u32;
+                flat.numbers.extend_from_slice(&entry.shape);
+                (begin, flat.numbers.len() as u32)
+            });
+            flat.push(&entry.name, entry.dtype, shape, entry.data_offsets.start);
+        }
+        flat
+    }
+}
+
+fn read_metadata(cursor: &mut Cursor<'_>) -> Option<BTreeMap<String, String>> {
+    let mut map = BTreeMap::new();
+    cursor.items(b'{', b'}', |cursor| {
+        let key = cursor.string()?.to_owned();
+        cursor.token(b':')?;
+        map.insert(key, cursor.any_string()?).is_none().then_some(())
+    })?;
+    Some(map)
+}
+
+/// What is said of the tensor `name`. Its shape is put into `numbers`.
+fn read_tensor<'a>(
+    cursor: &mut Cursor<'a>,
+    name: &'a str,
+    numbers: &mut Vec<u64>,
+) -> Option<Row<'a>> {
+    let (mut dtype, mut shape, mut data) = (None, None, None);
+    cursor.items(b'{', b'}', |cursor| {
+        let key = cursor.string()?;
+        cursor.token(b':')?;
+        let again = match key {
+            "dtype" => dtype.replace(Dtype::from_name(cursor.string()?)?).is_some(),
+            "shape" => {
+                let begin = numbers.len();
+                cursor.numbers(numbers)?;
+                shape.replace((begin as u32, numbers.len() as u32)).is_some()
+            }
+            "data_offsets" => {
+                cursor.token(b'[')?;
+                let start = cursor.number()?;
+                cursor.token(b',')?;
+                let end = cursor.number()?;
+                cursor.token(b']')?;
+                data.replace(start..end).is_some()
+            }
+            _ => true,
+        };
+        (!again).then_some(())
+    })?;
+    Some(Row { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
+}
+
+/// The place of a shape that was put at the end of `numbers`: the one before it, if that is equal.
+fn same_before(numbers: &mut Vec<u64>, (begin, end): (u32, u32)) -> (u32, u32) {
+    let len = end - begin;
+    if begin < len || numbers[(begin - len) as usize..begin as usize] != numbers[begin as usize..] {
+        return (begin, end);
+    }
+    numbers.truncate(begin as usize);
+    (begin - len, begin)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    type Told<'a> = Vec<(&'a str, Dtype, &'a [u64], u64)>;
+
+    /// Whether both parsers read the same out of `text`, if the fast one reads it.
+    fn agrees(text: &str, data_len: u64) -> Option<Flat> {
+        let file_len = PREFIX_LEN + text.len() as u64 + data_len;
+        let flat = Flat::parse(text.as_bytes(), file_len)?;
+        let header = Header::parse(text.as_bytes(), file_len).unwrap();
+        assert_eq!((&flat.metadata, flat.header_len), (&header.metadata, header.header_len));
+        let slow: Told<'_> = header
+            .tensors
+            .iter()
+            .map(|e| (e.name.as_str(), e.dtype, &*e.shape, e.data_offsets.start))
+            .collect();
+        assert_eq!(flat.tensors().collect::<Told<'_>>(), slow);
+        assert!(Flat::from(&header).tensors().eq(flat.tensors()));
+        Some(flat)
+    }
+
+    const PLAIN: &str = r#"{"__metadata__":{"format":"pt"},
+        "b":{"dtype":"F32","shape":[2,1],"data_offsets":[8,16]},
+        "a":{"shape":[2,1],"data_offsets":[0,8],"dtype":"F32"},
+        "none":{"dtype":"U8","shape":[0],"data_offsets":[16,16]},
+        "one":{"dtype":"U8","shape":[],"data_offsets":[16,17]}}  "#;
+
+    #[test]
+    fn a_plain_header_is_read_and_says_the_same_as_by_the_strict_parser() {
+        let flat = agrees(PLAIN, 17).unwrap();
+        let names: Vec<&str> = flat.tensors().map(|(name, ..)| name).collect();
+        assert_eq!(names, ["a", "b", "none", "one"]);
+        assert_eq!((flat.len(), flat.names_len()), (4, 9));
+        assert!(agrees("{}", 0).unwrap().is_empty());
+        let escaped = r#"{"__metadata__":{"a":"\"\u00e9\n\\","b":"\\\""}}"#;
+        assert_eq!(agrees(escaped, 0).unwrap().metadata.unwrap()["a"], "\"\u{e9}\n\\");
+    }
+
+    #[test]
+    fn whatever_is_not_plain_is_left_to_the_strict_parser() {
+        for (from, to) in [
+            ("\"b\"", "\"\\u0062\""),
+            ("\"b\"", "\"a\""),
+            ("[8,16]", "[8,16.0]"),
+            ("[8,16]", "[8,016]"),
+            ("[8,16]", "[8,16,]"),
+            ("[8,16]", "[9,16]"),
+            ("[8,16]", "[8,99999999999999999999]"),
+            ("\"U8\"", "\"U7\""),
+            ("\"U8\",\"shape\":[]", "\"F4\",\"shape\":[]"),
+            ("{\"format\":\"pt\"}", "null"),
+            ("{\"format\":\"pt\"}", "{\"a\":\"\",\"a\":\"\"}"),
+            ("\"pt\"", "\"\\x\""),
+            ("\"none\"", "\"__metadata__\""),
+            ("\"dtype\":\"U8\"", "\"dtype\":\"U8\",\"more\":1"),
+            ("\"dtype\":\"U8\"", "\"dtype\":\"U8\",\"dtype\":\"U8\""),
+            ("}}", "},}"),
+            ("}}", "}}x"),
+        ] {
+            let text = PLAIN.replacen(from, to, 1);
+            assert_ne!(text, PLAIN, "{from}");
+            let file_len = PREFIX_LEN + text.len() as u64 + 17;
+            assert_eq!(Flat::parse(text.as_bytes(), file_len), None, "{to}");
+        }
+        assert_eq!(agrees(PLAIN, 18), None);
+        assert_eq!(Flat::parse(b"{\"\xff\":1}", 17), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn a_header_with_anything_changed_is_read_as_by_the_strict_parser_or_not_at_all(
+            at in 0..PLAIN.len(), len in 0_usize..4, put in "[ -~]{0,3}"
+        ) {
+            let end = (at + len).min(PLAIN.len());
+            let text = format!("{}{put}{}", &PLAIN[..at], &PLAIN[end..]);
+            agrees(&text, 17);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! JSON as programs write it, read without an allocation for each value. Whoever gets `None` asks
+//! the strict parser, which words the errors.
+
+/// A place in a text. Every step is `None` where something else stands there.
+#[derive(Debug)]
+pub(super) struct Cursor<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub(super) fn new(text: &'a str) -> Cursor<'a> {
+        Cursor { text, at: 0 }
+    }
+
+    /// Whether nothing but space is left.
+    pub(super) fn end(&mut self) -> Option<()> {
+        self.space();
+        (self.at == self.text.len()).then_some(())
+    }
+
+    fn peek(&self) -> Option<u8> {
+        self.text.as_bytes().get(self.at).copied()
+    }
+
+    fn space(&mut self) {
+        while matches!(self.peek(), Some(b' ' | b'\n' | b'\t' | b'\r')) {
+            self.at += 1;
+        }
+    }
+
+    /// Passes `wanted`, and space before it.
+    pub(super) fn token(&mut self, wanted: u8) -> Option<()> {
+        self.space();
+        (self.peek()? == wanted).then(|| self.at += 1)
+    }
+
+    /// Passes items between `open` and `close`, separated by commas.
+    pub(super) fn items(
+        &mut self,
+        open: u8,
+        close: u8,
+        mut item: impl FnMut(&mut Self) -> Option<()>,
+    ) -> Option<()> {
+        self.token(open)?;
+        if self.token(close).is_some() {
+            return Some(());
+        }
+        loop {
+            item(self)?;
+            if self.token(b',').is_none() {
+                return self.token(close);
+            }
+        }
+    }
+
+    /// A string without escapes.
+    pub(super) fn string(&mut self) -> Option<&'a str> {
+        self.token(b'"')?;
+        let bytes = &self.text.as_bytes()[self.at..];
+        let len = bytes.iter().position(|&byte| byte == b'"' || byte == b'\\' || byte < b' ')?;
+        let string = &self.text[self.at..self.at + len];
+        self.at += len;
+        (self.peek()? == b'"').then(|| self.at += 1)?;
+        Some(string)
+    }
+
+    /// A number of plain digits.
+    pub(super) fn number(&mut self) -> Option<u64> {
+        self.space();
+        let begin = self.at;
+        let mut number = 0_u64;
+        while let Some(digit @ b'0'..=b'9') = self.peek() {
+            number = number.checked_mul(10)?.checked_add(u64::from(digit - b'0'))?;
+            self.at += 1;
+        }
+        let digits = self.at - begin;
+        let leads = digits > 1 && self.text.as_bytes()[begin] == b'0';
+        (digits > 0 && !leads).then_some(number)
+    }
+
+    /// A list of numbers, put at the end of `numbers`.
+    pub(super) fn numbers(&mut self, numbers: &mut Vec<u64>) -> Option<()> {
+        self.items(b'[', b']', |cursor| {
+            numbers.push(cursor.number()?);
+            Some(())
+        })
+    }
+
+    /// A string with whatever escapes.
+    pub(super) fn any_string(&mut self) -> Option<String> {
+        let before = self.at;
+        if let Some(string) = self.string() {
+            return Some(string.to_owned());
+        }
+        self.at = before;
+        self.token(b'"')?;
+        let begin = self.at - 1;
+        loop {
+            match self.peek()? {
+                b'\\' => self.at += 2,
+                b'"' => break,
+                _ => self.at += 1,
+            }
+        }
+        self.at += 1;
+        serde_json::from_str(self.text.get(begin..self.at)?).ok()
+    }
+}

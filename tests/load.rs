@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::io::{Backend, Direct, Region, Settings};
-use tensorfs::loader::{Loader, Tune};
+use tensorfs::loader::{Loader, Pages, Tune};
 use tensorfs::plan::{Limits, Plan, Target, Want};
 
 fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
@@ -24,7 +24,8 @@ fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> L
         ..Settings::default()
     };
     let near = if near { Tune::default().near } else { 0 };
-    Loader::new(Tune { settings, depth, limits, near, ahead: 0, ..Tune::default() })
+    let pages = [None, Some(Pages::Huge), Some(Pages::Small)][depth % 3];
+    Loader::new(Tune { settings, depth, limits, near, ahead: 0, pages, ..Tune::default() })
 }
 
 /// A page-aligned place in `memory`.
@@ -403,12 +404,15 @@ fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let limits = Limits { chunk: 4096, ..Limits::default() };
-    let loader = Loader::new(Tune { limits, depth: 3, ..Tune::default() });
     let wants = [Want::whole(0)];
-    let stopped = loader.load(&checkpoint, &wants, &mut |progress| progress.read < 10_000);
-    assert!(stopped.unwrap_err().to_string().contains("stopped"));
-    // The same loader goes on.
-    assert_eq!(loader.load_all(&checkpoint).unwrap().bytes(0).len(), 1 << 18);
+    for (near, ahead) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX)] {
+        let loader = Loader::new(Tune { limits, depth: 3, near, ahead, ..Tune::default() });
+        let stopped = loader.load(&checkpoint, &wants, &mut |progress| progress.read < 10_000);
+        assert!(stopped.unwrap_err().to_string().contains("stopped"));
+        // The same loader goes on.
+        assert_eq!(loader.load_all(&checkpoint).unwrap().bytes(0).len(), 1 << 18);
+    }
+    let loader = Loader::new(Tune { limits, depth: 3, ..Tune::default() });
     let path = checkpoint.sources()[0].path();
     std::fs::File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
     let error = loader.load_all(&checkpoint).unwrap_err();

@@ -323,6 +323,10 @@ fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDic
     facts.set_item("seconds", stats.load.as_secs_f64())?;
     facts.set_item("move_thread_seconds", stats.moving.as_secs_f64())?;
     facts.set_item("staging_peak", stats.staging_peak)?;
+    facts.set_item("huge_bytes", stats.memory.huge)?;
+    facts.set_item("huge_thread_seconds", stats.memory.huge_time.as_secs_f64())?;
+    facts.set_item("small_bytes", stats.memory.small)?;
+    facts.set_item("small_thread_seconds", stats.memory.small_time.as_secs_f64())?;
     if let Some(device) = &stats.device {
         facts.set_item("pinned", device.pinned)?;
         facts.set_item("pinning", device.pinning)?;

@@ -32,6 +32,17 @@ class Arrays(TestCase):
             for name, right in self.tensors.items():
                 np.testing.assert_array_equal(tensors[name], right)
 
+    def test_stats_say_in_which_pages_the_memory_of_long_loads_came(self):
+        length = 65 << 20
+        save_file({"a": np.zeros(length, np.uint8)}, self.file)
+        with tensorfs.safe_open(self.file, "np") as f:
+            f.get_tensors()
+            taken = f.stats["huge_bytes"] + f.stats["small_bytes"]
+            seconds = f.stats["huge_thread_seconds"] + f.stats["small_thread_seconds"]
+        # Before Linux 5.14 it cannot be asked for.
+        self.assertTrue(taken == 0 or length <= taken <= length + (2 << 20), taken)
+        self.assertEqual(taken > 0, seconds > 0)
+
     def test_no_two_arrays_share_a_byte_and_each_may_be_written_to(self):
         with tensorfs.safe_open(self.file, "np") as f:
             tensors = f.get_tensors()

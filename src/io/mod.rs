@@ -28,6 +28,8 @@ pub use buffer::{Budget, Buffer, Filled, Lease};
 pub use cached::{cached_pages, probe_cachestat};
 
 pub use region::{Memory, Region};
+#[cfg(test)]
+pub(crate) use uring::tests::refuse;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};

@@ -80,13 +80,25 @@ impl Region {
 
     /// Asks for huge pages where the region has whole ones: they are faulted in faster.
     pub fn on_huge_pages(&self) {
-        let skip = self.start.as_ptr().align_offset(HUGE);
-        let len = self.len.saturating_sub(skip) / HUGE * HUGE;
+        self.advise(0..self.len, true);
+    }
+
+    /// Says whether pages that are not there yet are to be huge, where bytes `range` have whole
+    /// huge ones.
+    ///
+    /// # Panics
+    /// If the region does not have these bytes.
+    pub(crate) fn advise(&self, range: Range<usize>, huge: bool) {
+        assert!(range.start <= range.end && range.end <= self.len, "bytes of the region");
+        // SAFETY: the range lies in the region.
+        let start = unsafe { self.start.as_ptr().add(range.start) };
+        let skip = start.align_offset(HUGE);
+        let len = range.len().saturating_sub(skip) / HUGE * HUGE;
         if len > 0 {
-            // SAFETY: the range lies in the region. It is slower without.
-            unsafe {
-                libc::madvise(self.start.as_ptr().add(skip).cast(), len, libc::MADV_HUGEPAGE)
-            };
+            let advice = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+            // SAFETY: the range lies in the region, and its bytes stay what they are. Without, it
+            // is slower.
+            unsafe { libc::madvise(start.add(skip).cast(), len, advice) };
         }
     }
 
@@ -220,10 +232,47 @@ mod tests {
             assert_eq!(memory.iter().map(|&byte| u64::from(byte)).sum::<u64>(), 3);
         }
     }
+
+    #[test]
+    fn pages_are_huge_or_small_as_advised_where_there_are_whole_huge_ones() {
+        let region = Region::new(8 << 20).unwrap();
+        let flags_at = |at: usize| {
+            let address = region.start().as_ptr().addr() + at;
+            let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let mut here = false;
+            maps.lines().find_map(|line| {
+                let range = line.split(' ').next()?.split_once('-');
+                let range = range.map(|(a, b)| [a, b].map(|n| usize::from_str_radix(n, 16)));
+                if let Some([Ok(start), Ok(end)]) = range {
+                    here = (start..end).contains(&address);
+                }
+                line.strip_prefix("VmFlags:").filter(|_| here).map(str::to_owned)
+            })
+        };
+        let is_huge = |at| {
+            let flags = flags_at(at).unwrap();
+            let has = |flag| flags.split(' ').any(|one| one == flag);
+            (has("hg"), has("nh"))
+        };
+        let built = std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists();
+        if !built {
+            eprintln!("skipped: a kernel without huge pages");
+            return;
+        }
+        region.advise(3 << 20..8 << 20, false);
+        assert_eq!([0, 3 << 20, 4 << 20, 7 << 20].map(is_huge), {
+            [(true, false), (true, false), (false, true), (false, true)]
+        });
+        region.advise(4 << 20..(6 << 20) + 1, true);
+        assert_eq!([4 << 20, 6 << 20].map(is_huge), [(true, false), (false, true)]);
+        region.on_huge_pages();
+        assert_eq!([0, 4 << 20, 6 << 20].map(is_huge), [(true, false); 3]);
+    }
+
     #[test]
     fn memory_that_cannot_be_asked_for_is_there_when_it_is_used() {
         let bytes = std::thread::spawn(|| {
-            crate::io::uring::tests::refuse(libc::SYS_madvise);
+            crate::io::refuse(libc::SYS_madvise);
             let region = Region::new(5 << 20).unwrap();
             assert!(!region.populate(0..5 << 20));
             // SAFETY: nobody else uses these bytes.

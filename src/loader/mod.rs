@@ -1,6 +1,8 @@
 //! Loading: tensors of a checkpoint into memory of their own, past the mount and without a copy in
 //! between where the layout of the shards allows it.
 
+mod ahead;
+mod choice;
 #[cfg(feature = "cuda")]
 mod cufile;
 #[cfg(feature = "cuda")]
@@ -11,7 +13,7 @@ mod run;
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::catalog::ShardId;
@@ -22,6 +24,7 @@ use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, Memory, Region, Settings};
 use crate::plan::{self, Limits, Placement, Plan, Want};
 
+use choice::Choice;
 #[cfg(feature = "cuda")]
 pub use device::LoadedDevice;
 
@@ -61,6 +64,8 @@ pub struct Tune {
     pub near: u64,
     /// Smallest load whose memory is asked for ahead of the reads.
     pub ahead: u64,
+    /// Pages that such memory is asked for in; none: those that cost less, found out by trying.
+    pub pages: Option<Pages>,
     /// How bytes are put together.
     pub limits: Limits,
     /// Reads to a GPU go by cuFile where it can, if the kernel module is there whose device this
@@ -76,6 +81,7 @@ impl Default for Tune {
             staging: STAGING_LEN,
             near: NEAR_LEN,
             ahead: AHEAD_LEN,
+            pages: None,
             limits: Limits::default(),
             cufile: None,
         }
@@ -89,12 +95,23 @@ impl Tune {
     }
 }
 
+/// Sizes of pages of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pages {
+    /// Huge ones, where the system has them.
+    Huge,
+    /// The smallest.
+    Small,
+}
+
 /// What loads. Keeps its threads from one load to the next, and pinned memory.
 #[derive(Debug)]
 pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
     tune: Tune,
+    /// Which pages cost less, as far as loads have found out.
+    choice: Mutex<Choice>,
     #[cfg(feature = "cuda")]
     gpus: device::Gpus,
 }
@@ -129,8 +146,24 @@ pub struct Stats {
     pub moving: Duration,
     /// Most memory for bytes on their way.
     pub staging_peak: u64,
+    /// How the system was asked for memory, where that was done ahead of the reads.
+    pub memory: MemoryStats,
     /// What a GPU had to do with it.
     pub device: Option<DeviceStats>,
+}
+
+/// How the system was asked for memory. Times are those of all threads, summed, while they were on
+/// a processor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes asked for in huge pages.
+    pub huge: u64,
+    /// Time for these.
+    pub huge_time: Duration,
+    /// Bytes asked for in small pages.
+    pub small: u64,
+    /// Time for these.
+    pub small_time: Duration,
 }
 
 /// What a load to a GPU took.
@@ -227,9 +260,14 @@ impl Loader {
             engine,
             counters,
             tune,
+            choice: Mutex::default(),
             #[cfg(feature = "cuda")]
             gpus,
         }
+    }
+
+    fn choice(&self) -> MutexGuard<'_, Choice> {
+        self.choice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What has to be read for `wants`, and where it goes.

@@ -4,12 +4,12 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::Scope;
 use std::time::{Duration, Instant};
 
+use super::ahead::Ahead;
 use super::{Event, Loader, Progress, Report, Stats, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
@@ -20,12 +20,6 @@ use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 /// Threads that move bytes, at most.
 const MOVERS_MAX: usize = 8;
 
-/// Threads that ask for memory ahead, at most: a disk is no faster than so many.
-const POPULATE_MAX: usize = 8;
-
-/// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
-const POPULATE_LEN: usize = 2 << 20;
-
 /// How long a load waits before it asks again whether it may go on.
 pub(super) const ASK: Duration = Duration::from_millis(50);
 
@@ -34,7 +28,6 @@ pub(super) enum Back {
     /// A read, with its bytes in their place.
     Read { chunk: usize, outcome: Result<Times> },
     /// There is more memory for reads to land in, or there cannot be.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only pinned memory grows"))]
     More(Result<()>),
 }
 
@@ -123,12 +116,7 @@ struct Shared<'a> {
     peak: AtomicU64,
     /// Nanoseconds spent moving.
     moving: AtomicU64,
-    /// Memory to ask for: number of the region, and bytes of it.
-    pages: Vec<(usize, Range<usize>)>,
-    /// The first of these that nobody has asked the system for yet.
-    unpopulated: AtomicUsize,
-    /// Nothing is to be read any more.
-    over: AtomicBool,
+    ahead: Ahead<'a>,
 }
 
 /// Carries `plan` out; see `Loader::fill` for what the regions have to be.
@@ -146,7 +134,6 @@ pub(super) fn run(
     let longest = moved.map(|chunk| Buffer::len_for(&chunk.range)).max();
     let staging = loader.tune.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
-    let pages = if plan.read < loader.tune.ahead { vec![] } else { pages_of(plan, regions) };
     let shared = Shared {
         plan,
         checkpoint,
@@ -154,9 +141,7 @@ pub(super) fn run(
         budget,
         peak: AtomicU64::new(0),
         moving: AtomicU64::new(0),
-        pages,
-        unpopulated: AtomicUsize::new(0),
-        over: AtomicBool::new(false),
+        ahead: Ahead::new(loader, plan, regions),
     };
     if plan.read <= loader.tune.near
         && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
@@ -178,8 +163,8 @@ pub(super) fn run(
             let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
-        let over = Over(&shared.over);
-        shared.populate_beside(scope, cores);
+        let over = Over(&shared.ahead);
+        shared.ahead.ask_beside(scope, cores, &back);
         let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
         let done = load.go(&returned, loader.tune.depth.max(1), started, progress);
         drop(end);
@@ -197,6 +182,7 @@ pub(super) fn run(
         load: started.elapsed(),
         moving: Duration::from_nanos(shared.moving.load(Ordering::Relaxed)),
         staging_peak: shared.peak.load(Ordering::Relaxed),
+        memory: shared.ahead.stats(),
         device: None,
     };
     Ok(Report { stats, events })
@@ -211,31 +197,12 @@ fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32,
     (!plan.given[region as usize] || source.file_system().is_local()).then_some((region, at))
 }
 
-/// The memory that `plan` has found, in parts that are asked for at a time: number of the region,
-/// and bytes of it. What was given is left alone: it is mostly there, and may be anything.
-fn pages_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<(usize, Range<usize>)> {
-    let mut parts = Vec::new();
-    for (number, (region, &len)) in regions.iter().zip(&plan.regions).enumerate() {
-        if plan.given[number] {
-            continue;
-        }
-        let (mut at, len) = (0, len as usize);
-        let mut end = region.start().as_ptr().align_offset(POPULATE_LEN);
-        while at < len {
-            parts.push((number, at..end.min(len)));
-            (at, end) = (end, end + POPULATE_LEN);
-        }
-    }
-    parts.retain(|(_, range)| !range.is_empty());
-    parts
-}
-
-/// Says that the load is over, however it ends.
-struct Over<'a>(&'a AtomicBool);
+/// Ends the asking for memory with the load, however that ends.
+struct Over<'a>(&'a Ahead<'a>);
 
 impl Drop for Over<'_> {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.0.end();
     }
 }
 
@@ -358,6 +325,10 @@ impl Landing for Shared<'_> {
                 lease
             }
             Some((region, at)) => {
+                let end = at + (chunk.range.end - chunk.range.start);
+                if !self.ahead.are_there(region, end as usize) {
+                    return None;
+                }
                 let before = chunk.range.start % PAGE;
                 let start = at - before;
                 let len = Buffer::len_for(&chunk.range);
@@ -438,26 +409,6 @@ impl Shared<'_> {
             times(moved).event(chunk.shard, &chunk.range, 0, started, started)
         });
         Ok(Some(Report { stats, events: events.collect() }))
-    }
-
-    /// Starts threads that ask for the load's memory ahead of the reads: one that has to wait for
-    /// pages makes those behind it wait.
-    fn populate_beside<'s>(&'s self, scope: &'s Scope<'s, '_>, cores: usize) {
-        for _ in 0..cores.min(POPULATE_MAX).min(self.pages.len()) {
-            let thread = std::thread::Builder::new().name("tensorfs-page".to_owned());
-            // It is slower without.
-            let _ = thread.spawn_scoped(scope, || self.populate());
-        }
-    }
-
-    fn populate(&self) {
-        while !self.over.load(Ordering::Relaxed) {
-            let next = self.unpopulated.fetch_add(1, Ordering::Relaxed);
-            let Some((region, range)) = self.pages.get(next) else { return };
-            if !self.regions[*region].populate(range.clone()) {
-                return;
-            }
-        }
     }
 
     /// Moves what comes until nothing can come any more.

@@ -6,7 +6,8 @@
 Needs torch and tensorfs (`pip install ./python`); measures every other loader that is installed: safetensors,
 fastsafetensors, runai-model-streamer, tensorizer, instanttensor, and torch's own DCP reader. fio gives the speed of the
 disk, where it is installed. A run counts until the last tensor is there, owns its memory and, on a GPU, the device is
-done. What was loaded is summed up after the clock stopped and compared between loaders.
+done. What was loaded is summed up after the clock stopped and compared between loaders, and then let go of, by another
+clock. `hf:warm:untouched` is `hf:warm` with free memory that nobody has touched for a while.
 """
 
 import argparse
@@ -309,6 +310,10 @@ def touch_memory(most):
     subprocess.run([sys.executable, "-c", TOUCH, str(int(most))], check=False)
 
 
+# So long it takes hosts at most to take back what was freed.
+UNTOUCHED_SECONDS = 30
+
+
 def one_run(task):
     """Runs in a process of its own and prints what it took."""
     folder, device = Path(task["folder"]), task["device"]
@@ -321,7 +326,9 @@ def one_run(task):
         torch.ones(1, device=device)
         torch.cuda.synchronize()
     length = sum(os.path.getsize(file) for file in files)
-    if length > TOUCH_MIN:
+    if task["memory"] == "untouched":
+        time.sleep(UNTOUCHED_SECONDS)
+    elif length > TOUCH_MIN:
         touch_memory(16e9 + 2 * length)
     before = resource.getrusage(resource.RUSAGE_SELF)
     read_before = bytes_read()
@@ -344,6 +351,9 @@ def one_run(task):
         "peak_over_tensors": (after.ru_maxrss - before.ru_maxrss) * 1024 - length if device == "cpu" else None,
         "sum": total_of(tensors),
     }
+    start = time.perf_counter()
+    del tensors
+    facts["free_seconds"] = time.perf_counter() - start
     print(json.dumps(facts))
 
 
@@ -437,7 +447,7 @@ def version_of(package):
 
 def runners(case, options):
     """Name -> task of everything that takes part in a case."""
-    kind, _, how = case.partition(":")
+    kind, how, memory = (*case.split(":"), "touched")[:3]
     folder = str(Path(options.dir, USES.get(kind, kind)))
     tasks = {}
     if kind.startswith("tp"):
@@ -451,7 +461,7 @@ def runners(case, options):
         if how == "cold" and shutil.which("fio") and options.device == "cpu":
             tasks["fio"] = {"loader": "fio", "folder": folder}
     chosen = options.loaders.split(",") if options.loaders else tasks
-    return {name: task | {"device": options.device} for name, task in tasks.items() if name in chosen}
+    return {name: task | {"device": options.device, "memory": memory} for name, task in tasks.items() if name in chosen}
 
 
 def measure(case, options):
@@ -464,22 +474,22 @@ def measure(case, options):
             task, folder = tasks[name], Path(tasks[name]["folder"])
             if results[name] and "failed" in results[name][-1]:
                 continue
-            (cool if case.endswith(":cold") else warm)(folder)
+            (cool if case.split(":")[1] == "cold" else warm)(folder)
             results[name].append(run_fio(folder) if name == "fio" else run_in_child(task))
             print(f"{case} {name}: {json.dumps(results[name][-1])}", file=sys.stderr)
     return results
 
 
 def table(case, results):
-    lines = [f"\n{case}", "", "| loader | version | s, median (range) | GB/s | tensors/s | read/wanted | CPU s | over MiB |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    columns = "loader | version | s, median (range) | GB/s | tensors/s | read/wanted | CPU s | free s | over MiB"
+    lines = [f"\n{case}", "", f"| {columns} |", "|---|---|---|---|---|---|---|---|---|"]
     sums = set()
     for name, runs in results.items():
         good = [run for run in runs if "failed" not in run]
         version = version_of(LOADERS[name][1]) if name in LOADERS else ""
         if not good or len(good) < len(runs):
             failed = next((run["failed"] for run in runs if "failed" in run), "not run")
-            lines.append(f"| {name} | {version} | failed: {failed} | | | | | |")
+            lines.append(f"| {name} | {version} | failed: {failed} | | | | | | |")
             continue
         seconds = sorted(run["seconds"] for run in good)
         middle = statistics.median(seconds)
@@ -487,20 +497,22 @@ def table(case, results):
         spread = f"{middle:.3f} ({seconds[0]:.3f} to {seconds[-1]:.3f})"
         cells = [name, version, spread, f"{first['bytes'] / middle / 1e9:.2f}"]
         if name == "fio":
-            cells += ["", "", "", ""]
+            cells += ["", "", "", "", ""]
         else:
             sums.add((first["bytes"], first["sum"]))
             cpu = statistics.median(run["cpu_seconds"] for run in good)
+            free = statistics.median(run["free_seconds"] for run in good)
             over = max(run["peak_over_tensors"] or 0 for run in good) / (1 << 20)
             read = statistics.median(run["read"] for run in good) / first["bytes"]
-            cells += [f"{first['tensors'] / middle:.0f}", f"{read:.2f}", f"{cpu:.2f}", f"{over:.0f}"]
+            cells += [f"{first['tensors'] / middle:.0f}", f"{read:.2f}", f"{cpu:.2f}", f"{free:.2f}", f"{over:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     if len(sums) > 1:
         lines.append(f"\nTHE LOADERS DO NOT AGREE ON THE BYTES: {sorted(sums)}")
     return "\n".join(lines), len(sums) <= 1
 
 
-CASES = "hf:cold,hf:warm,small:warm,small:cold,dcp:warm,dcp:cold,tp0:cold,tp1:cold,tp0:warm,tp1:warm"
+CASES = "hf:cold,hf:warm,hf:cold:untouched,hf:warm:untouched,"
+CASES += "small:warm,small:cold,dcp:warm,dcp:cold,tp0:cold,tp1:cold,tp0:warm,tp1:warm"
 
 
 def main():

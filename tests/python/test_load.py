@@ -29,6 +29,20 @@ class Load(TestCase):
                 self.assertLessEqual(loaded["bytes_read"], loaded["bytes"] * 1.05)
                 self.assertLessEqual(loaded["staging_peak"], 256 << 20)
 
+    def test_it_says_in_which_pages_the_memory_of_a_long_load_came(self):
+        file, length = self.tmp / "model.safetensors", 65 << 20
+        header = json.dumps({"a": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}).encode()
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+        os.truncate(file, 8 + len(header) + length)
+        loaded = self.load(file)
+        taken = loaded["huge_bytes"] + loaded["small_bytes"]
+        # Before Linux 5.14 it cannot be asked for.
+        self.assertTrue(taken == 0 or length <= taken <= length + (2 << 20), taken)
+        self.assertEqual(taken > 0, loaded["huge_thread_s"] + loaded["small_thread_s"] > 0)
+        text = tensorfs("load", file)
+        self.assert_done(text)
+        self.assertEqual(taken > 0, " huge pages" in text.stdout and " small pages" in text.stdout, text.stdout)
+
     def test_the_trace_shows_each_read_with_its_stages_in_order(self):
         folder, trace = self.tmp / "dcp", self.tmp / "trace.json"
         column_wise(folder)

@@ -11,7 +11,7 @@ use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::Gpu;
 use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::io::Settings;
-use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, Progress, Report, Tune};
+use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, MemoryStats, Progress, Report, Tune};
 use tensorfs::plan::Want;
 
 use super::verify::bar;
@@ -148,7 +148,22 @@ fn to_text(load: &Load<'_>) -> String {
         ),
     }
     line("staging", format!("{} at its peak", human(stats.staging_peak)));
+    if stats.memory != MemoryStats::default() {
+        line("memory", memory_of(&stats.memory));
+    }
     text
+}
+
+/// How the system was asked for memory ahead of the reads.
+fn memory_of(memory: &MemoryStats) -> String {
+    let of = |bytes, time, pages| match bytes {
+        0 => format!("none in {pages} pages"),
+        _ => {
+            format!("{} in {pages} pages at {}/s a thread", human(bytes), human(rate(bytes, time)))
+        }
+    };
+    let small = of(memory.small, memory.small_time, "small");
+    format!("{}, {small}", of(memory.huge, memory.huge_time, "huge"))
 }
 
 /// What became of the wish for cuFile, if there was one.
@@ -201,6 +216,10 @@ fn to_json(load: &Load<'_>) -> Value {
         "bytes_per_s": rate(stats.wanted, total),
         "read_bytes_per_s": rate(stats.read, stats.load),
         "staging_peak": stats.staging_peak,
+        "huge_bytes": stats.memory.huge,
+        "huge_thread_s": stats.memory.huge_time.as_secs_f64(),
+        "small_bytes": stats.memory.small,
+        "small_thread_s": stats.memory.small_time.as_secs_f64(),
     })
 }
 

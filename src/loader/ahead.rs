@@ -1,0 +1,314 @@
+//! The memory of a load, asked for ahead of its reads by threads of its own: a read that has to
+//! wait for pages makes those behind it wait.
+
+use std::ops::Range;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::Scope;
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+
+use super::choice::Choice;
+use super::run::Back;
+use super::{Loader, MemoryStats, Pages};
+use crate::io::Region;
+use crate::plan::Plan;
+
+/// Threads that ask for memory, at most: a disk is no faster than so many.
+const THREADS_MAX: usize = 8;
+
+/// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
+const PART_LEN: usize = 2 << 20;
+
+/// The memory that a load has found, and how much of it is there.
+pub(super) struct Ahead<'a> {
+    loader: &'a Loader,
+    regions: &'a [Arc<Region>],
+    parts: Vec<Part>,
+    state: Mutex<State>,
+}
+
+/// What is asked for at a time: number of the region, and bytes of it.
+type Part = (usize, Range<usize>);
+
+struct State {
+    choice: Choice,
+    /// The first part that nobody has asked for yet.
+    next: usize,
+    /// Whether each is there, and how many from the first on are.
+    there: Vec<bool>,
+    ready: usize,
+    /// How many of them the load waits for.
+    awaited: Option<usize>,
+    /// Nobody asks any more: pages come when they are written to.
+    ended: bool,
+    /// How the rest of which region was asked to come.
+    advised: Option<(usize, Pages)>,
+    /// Regions that have small pages by our advice.
+    small: Vec<usize>,
+    stats: MemoryStats,
+}
+
+impl<'a> Ahead<'a> {
+    pub(super) fn new(loader: &'a Loader, plan: &Plan, regions: &'a [Arc<Region>]) -> Ahead<'a> {
+        let parts = if plan.read < loader.tune.ahead { vec![] } else { parts_of(plan, regions) };
+        let state = State {
+            choice: loader.choice().clone().next(),
+            next: 0,
+            there: vec![false; parts.len()],
+            ready: 0,
+            awaited: None,
+            ended: parts.is_empty(),
+            advised: None,
+            small: Vec::new(),
+            stats: MemoryStats::default(),
+        };
+        Ahead { loader, regions, parts, state: Mutex::new(state) }
+    }
+
+    /// Starts the threads. They tell `back` when there is what the load waits for.
+    pub(super) fn ask_beside<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        cores: usize,
+        back: &Sender<Back>,
+    ) {
+        let mut started = false;
+        for _ in 0..cores.min(THREADS_MAX).min(self.parts.len()) {
+            let thread = std::thread::Builder::new().name("tensorfs-page".to_owned());
+            let back = back.clone();
+            started |= thread.spawn_scoped(scope, move || self.ask(&back)).is_ok();
+        }
+        self.lock().ended |= !started;
+    }
+
+    /// Whether the first `len` bytes of a region, and those of the regions before it, are there,
+    /// or are not asked for. If not, `back` is told once they are.
+    pub(super) fn are_there(&self, region: u32, len: usize) -> bool {
+        let wanted = (region as usize, len);
+        let needed = self.parts.partition_point(|(region, range)| (*region, range.start) < wanted);
+        let mut state = self.lock();
+        let there = state.ended || needed <= state.ready;
+        state.awaited = (!there).then_some(needed);
+        there
+    }
+
+    /// Nothing is asked for any more.
+    pub(super) fn end(&self) {
+        self.lock().ended = true;
+    }
+
+    /// How the memory was taken.
+    pub(super) fn stats(&self) -> MemoryStats {
+        self.lock().stats.clone()
+    }
+
+    fn ask(&self, back: &Sender<Back>) {
+        let leaves = Leaves(self, back);
+        while let Some((number, size)) = self.take() {
+            let (region, range) = &self.parts[number];
+            let started = thread_time();
+            if !self.regions[*region].populate(range.clone()) {
+                return;
+            }
+            self.done(number, size, thread_time().saturating_sub(started), back);
+        }
+        // The others may still be at it.
+        std::mem::forget(leaves);
+    }
+
+    /// The next part, and the size of its pages.
+    fn take(&self) -> Option<(usize, Pages)> {
+        let mut state = self.lock();
+        let number = state.next;
+        let (region, range) = self.parts.get(number).filter(|_| !state.ended)?;
+        state.next += 1;
+        if range.len() < PART_LEN {
+            return Some((number, Pages::Small));
+        }
+        let size = self.loader.tune.pages.unwrap_or(state.choice.now());
+        if state.advised != Some((*region, size)) {
+            let memory = &self.regions[*region];
+            memory.advise(range.start..memory.len(), size == Pages::Huge);
+            state.advised = Some((*region, size));
+            if size == Pages::Small && state.small.last() != Some(region) {
+                state.small.push(*region);
+            }
+        }
+        Some((number, size))
+    }
+
+    /// A part is there.
+    fn done(&self, number: usize, size: Pages, time: Duration, back: &Sender<Back>) {
+        let mut state = self.lock();
+        let len = self.parts[number].1.len();
+        if len == PART_LEN {
+            state.choice.took(size, len as u64, time);
+        }
+        let stats = &mut state.stats;
+        let (bytes, total) = match size {
+            Pages::Huge => (&mut stats.huge, &mut stats.huge_time),
+            Pages::Small => (&mut stats.small, &mut stats.small_time),
+        };
+        *bytes += len as u64;
+        *total += time;
+        state.there[number] = true;
+        while state.there.get(state.ready) == Some(&true) {
+            state.ready += 1;
+        }
+        if state.awaited.is_some_and(|awaited| awaited <= state.ready) {
+            state.awaited = None;
+            let _ = back.send(Back::More(Ok(())));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Ahead<'_> {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // Small pages that stay may become huge ones later on, as the rest of the memory may.
+        for &region in &state.small {
+            self.regions[region].advise(0..self.regions[region].len(), true);
+        }
+        if state.next > 0 {
+            *self.loader.choice() = state.choice.clone();
+        }
+    }
+}
+
+/// A thread that asks no more, though there is more to ask for.
+struct Leaves<'a>(&'a Ahead<'a>, &'a Sender<Back>);
+
+impl Drop for Leaves<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+        let _ = self.1.send(Back::More(Ok(())));
+    }
+}
+
+/// The memory that `plan` has found, in parts. What was given is left alone: it is mostly there,
+/// and may be anything.
+fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<Part> {
+    let mut parts = Vec::new();
+    for (number, (region, &len)) in regions.iter().zip(&plan.regions).enumerate() {
+        if plan.given[number] {
+            continue;
+        }
+        let (mut at, len) = (0, len as usize);
+        let mut end = region.start().as_ptr().align_offset(PART_LEN);
+        while at < len {
+            parts.push((number, at..end.min(len)));
+            (at, end) = (end, end + PART_LEN);
+        }
+    }
+    parts.retain(|(_, range)| !range.is_empty());
+    parts
+}
+
+/// How long this thread has been on a processor: pages cost that, and not the time in which others
+/// were.
+fn thread_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::checkpoint::Checkpoint;
+    use crate::loader::Tune;
+    use crate::plan::Want;
+
+    const LEN: usize = 9 << 20;
+
+    /// One tensor of LEN bytes, and the bytes.
+    fn checkpoint(folder: &Path) -> (Arc<Checkpoint>, Vec<u8>) {
+        let header =
+            format!(r#"{{"a":{{"dtype":"U8","shape":[{LEN}],"data_offsets":[0,{LEN}]}}}}"#);
+        let data: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8).collect();
+        let start = (header.len() as u64).to_le_bytes();
+        let file = [&start, header.as_bytes(), &data].concat();
+        std::fs::write(folder.join("model.safetensors"), file).unwrap();
+        (Checkpoint::open(folder).unwrap(), data)
+    }
+
+    fn loader(pages: Option<Pages>) -> Loader {
+        Loader::new(Tune { pages, ahead: 0, near: 0, ..Tune::default() })
+    }
+
+    #[test]
+    fn memory_is_taken_in_the_pages_that_are_wanted_and_the_stats_say_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let (checkpoint, data) = checkpoint(folder.path());
+        for pages in [None, Some(Pages::Huge), Some(Pages::Small)] {
+            let loader = loader(pages);
+            let loaded = loader.load_all(&checkpoint).unwrap();
+            assert!(loaded.bytes(0) == data, "{pages:?}");
+            let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
+            // Before Linux 5.14 nothing is asked for.
+            assert!(huge + small == 0 || huge + small >= LEN as u64, "{huge} {small}");
+            assert!(pages != Some(Pages::Small) || huge == 0, "{huge}");
+            assert!(pages != Some(Pages::Huge) || huge + small == 0 || huge >= 6 << 20, "{huge}");
+        }
+    }
+
+    #[test]
+    fn a_load_goes_on_where_memory_cannot_be_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let (checkpoint, data) = checkpoint(folder.path());
+        let refused = move || {
+            crate::io::refuse(nix::libc::SYS_madvise);
+            let loaded = loader(None).load_all(&checkpoint).unwrap();
+            assert!(loaded.bytes(0) == data);
+            assert_eq!(loaded.report.stats.memory, MemoryStats::default());
+        };
+        std::thread::spawn(refused).join().unwrap();
+    }
+
+    #[test]
+    fn a_read_waits_until_its_memory_is_there_and_is_told_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let (checkpoint, _) = checkpoint(folder.path());
+        let loader = loader(None);
+        let plan = loader.plan(&checkpoint, &[Want::whole(0)]).unwrap();
+        let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
+        let ahead = Ahead::new(&loader, &plan, &regions);
+        let (back, returned) = channel();
+        assert!(!ahead.are_there(0, 1) && !ahead.are_there(0, LEN));
+        ahead.ask(&back);
+        assert!(matches!(returned.try_recv(), Ok(Back::More(Ok(())))));
+        assert!(ahead.are_there(0, 1) && ahead.are_there(0, LEN));
+    }
+
+    #[test]
+    fn nothing_waits_for_memory_that_nobody_asks_for_any_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let (checkpoint, _) = checkpoint(folder.path());
+        let loader = loader(None);
+        let plan = loader.plan(&checkpoint, &[Want::whole(0)]).unwrap();
+        let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
+        let ahead = Ahead::new(&loader, &plan, &regions);
+        let (back, returned) = channel();
+        drop(Leaves(&ahead, &back));
+        assert!(matches!(returned.try_recv(), Ok(Back::More(Ok(())))));
+        assert!(ahead.are_there(0, LEN) && ahead.take().is_none());
+    }
+
+    #[test]
+    fn memory_that_was_given_is_not_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let (checkpoint, _) = checkpoint(folder.path());
+        let loader = loader(None);
+        let want = Want { at: Some(1 << 30), ..Want::whole(0) };
+        let plan = loader.plan(&checkpoint, &[want]).unwrap();
+        let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
+        assert_eq!(parts_of(&plan, &regions), []);
+    }
+}

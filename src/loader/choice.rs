@@ -1,0 +1,206 @@
+//! Huge pages or small ones: which of them memory costs less in. On most machines huge pages win
+//! several times over. A host that takes free memory back from virtual machines takes whole huge
+//! pages and leaves scattered small ones, and to get memory back from it takes longest of all. So
+//! both are tried and the cheaper ones are kept, as long as that lasts: neither kind is there
+//! without end.
+
+use std::time::Duration;
+
+use super::Pages;
+
+/// How much memory a judgement is made from. Judging is not to cost what it is to save.
+const STRETCH: u64 = 4 << 20;
+
+/// How much is taken until the other size is tried again: at first, and at most.
+const WAIT_MIN: u64 = 16 << 20;
+const WAIT_MAX: u64 = 1 << 30;
+
+/// The other size.
+fn other(pages: Pages) -> Pages {
+    match pages {
+        Pages::Huge => Pages::Small,
+        Pages::Small => Pages::Huge,
+    }
+}
+
+/// Chooses between the sizes: is told what each took, and says which is next.
+#[derive(Clone, Debug)]
+pub(super) struct Choice {
+    now: Pages,
+    /// Whether `now` is only tried.
+    trial: bool,
+    /// Nanoseconds per byte of huge pages and of small ones, when they were taken last.
+    cost: [Option<f64>; 2],
+    /// What was taken since the last judgement: bytes and time.
+    bytes: u64,
+    time: Duration,
+    /// How much is taken before the next trial, and how much of that is left.
+    wait: u64,
+    left: u64,
+}
+
+impl Default for Choice {
+    fn default() -> Choice {
+        Choice {
+            now: Pages::Huge,
+            trial: false,
+            cost: [None; 2],
+            bytes: 0,
+            time: Duration::ZERO,
+            wait: WAIT_MIN,
+            left: 0,
+        }
+    }
+}
+
+impl Choice {
+    /// Which pages to take next.
+    pub(super) fn now(&self) -> Pages {
+        self.now
+    }
+
+    /// Bytes of pages of `size` took a thread so much time.
+    pub(super) fn took(&mut self, size: Pages, bytes: u64, time: Duration) {
+        // Another thread may have been at it when the choice changed.
+        if size != self.now {
+            return;
+        }
+        self.bytes += bytes;
+        self.time += time;
+        if self.bytes < STRETCH {
+            return;
+        }
+        let cost = self.time.as_nanos() as f64 / self.bytes as f64;
+        let before = self.cost[size as usize].replace(cost);
+        let others = self.cost[other(size) as usize];
+        self.left = self.left.saturating_sub(self.bytes);
+        (self.bytes, self.time) = (0, Duration::ZERO);
+        if self.trial {
+            self.trial = false;
+            if others.is_some_and(|others| others <= cost) {
+                self.now = other(size);
+                self.wait = (2 * self.wait).min(WAIT_MAX);
+            } else {
+                self.wait = WAIT_MIN;
+            }
+            self.left = self.wait;
+        } else if self.left == 0 || before.is_some_and(|before| cost > 2.0 * before) {
+            // Their time has come, or what these were chosen for is over.
+            self.now = other(size);
+            self.trial = true;
+        }
+    }
+
+    /// For the next load, before which much may have changed. Small pages have to prove
+    /// themselves at once.
+    pub(super) fn next(self) -> Choice {
+        let now = if self.trial { other(self.now) } else { self.now };
+        let left = if now == Pages::Small { 0 } else { self.left };
+        Choice { now, trial: false, bytes: 0, time: Duration::ZERO, left, ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PART: u64 = 2 << 20;
+
+    /// Takes `bytes` of pages that take so many nanoseconds a KiB, as `cost` says of those taken
+    /// so far. Returns how many of them were huge.
+    fn take(choice: &mut Choice, bytes: u64, cost: &mut dyn FnMut(Pages) -> u64) -> u64 {
+        let mut huge = 0;
+        for _ in 0..bytes / PART {
+            let pages = choice.now();
+            huge += if pages == Pages::Huge { PART } else { 0 };
+            choice.took(pages, PART, Duration::from_nanos(cost(pages) * (PART >> 10)));
+        }
+        huge
+    }
+
+    fn costs(huge: u64, small: u64) -> impl FnMut(Pages) -> u64 {
+        move |pages| if pages == Pages::Huge { huge } else { small }
+    }
+
+    #[test]
+    fn huge_pages_that_cost_less_are_kept_with_few_trials_of_small_ones() {
+        let mut choice = Choice::default();
+        let huge = take(&mut choice, 4 << 30, &mut costs(45, 320));
+        assert!((4 << 30) - huge <= 48 << 20, "{huge}");
+        assert_eq!(choice.now(), Pages::Huge);
+    }
+
+    #[test]
+    fn small_pages_that_cost_less_are_taken_from_the_first_megabytes_on() {
+        let mut choice = Choice::default();
+        let huge = take(&mut choice, 4 << 30, &mut costs(2500, 320));
+        assert!(huge <= 48 << 20, "{huge}");
+        assert_eq!(choice.now(), Pages::Small);
+    }
+
+    #[test]
+    fn the_choice_changes_within_few_megabytes_when_the_cheaper_pages_are_used_up() {
+        let mut choice = Choice::default();
+        // 1 GiB of huge pages is there, then 2 GiB of small ones, and after that none.
+        let mut left = [1 << 30, 2 << 30];
+        let mut cost = |pages| {
+            let here: &mut u64 = &mut left[pages as usize];
+            let there = *here > 0;
+            *here = here.saturating_sub(PART);
+            match pages {
+                _ if !there => 2500,
+                Pages::Huge => 45,
+                Pages::Small => 320,
+            }
+        };
+        take(&mut choice, (3 << 30) + (128 << 20), &mut cost);
+        // All that was cheap was taken.
+        assert_eq!(left, [0, 0]);
+    }
+
+    #[test]
+    fn equal_costs_leave_huge_pages() {
+        let mut choice = Choice::default();
+        let huge = take(&mut choice, 1 << 30, &mut costs(2500, 2500));
+        assert!((1 << 30) - huge <= 48 << 20, "{huge}");
+    }
+
+    #[test]
+    fn one_dear_part_costs_no_more_than_a_short_stay_with_the_other_pages() {
+        let mut choice = Choice::default();
+        take(&mut choice, 1 << 30, &mut costs(45, 320));
+        let mut parts = 0;
+        let mut cost = |pages| {
+            parts += 1;
+            if parts == 1 { 2500 } else { costs(45, 320)(pages) }
+        };
+        let huge = take(&mut choice, 1 << 30, &mut cost);
+        assert!((1 << 30) - huge <= 64 << 20, "{huge}");
+    }
+
+    #[test]
+    fn the_next_load_begins_with_the_choice_and_tries_huge_pages_again_at_once() {
+        let mut choice = Choice::default();
+        take(&mut choice, 1 << 30, &mut costs(2500, 320));
+        let mut choice = choice.next();
+        assert_eq!(choice.now(), Pages::Small);
+        let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
+        assert!((256 << 20) - huge <= 24 << 20, "{huge}");
+        assert_eq!(choice.next().now(), Pages::Huge);
+    }
+
+    #[test]
+    fn a_load_that_ends_within_a_trial_leaves_no_trial_to_the_next() {
+        let mut choice = Choice::default();
+        take(&mut choice, STRETCH, &mut costs(45, 320));
+        assert_eq!((choice.now(), choice.trial), (Pages::Small, true));
+        assert_eq!(choice.next().now(), Pages::Huge);
+    }
+
+    #[test]
+    fn times_of_the_other_pages_count_for_nothing() {
+        let mut choice = Choice::default();
+        choice.took(Pages::Small, 1 << 30, Duration::ZERO);
+        assert_eq!((choice.now(), choice.bytes), (Pages::Huge, 0));
+    }
+}

@@ -84,6 +84,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mount/src/place.rs",
     "mount/src/cmd/bench/map.rs",
     "mount/src/file_events.rs",
+    "python/src/ahead.rs",
     "python/src/dlpack.rs",
     "python/src/loading.rs",
     "python/src/memory.rs",

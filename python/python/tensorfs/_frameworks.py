@@ -102,6 +102,10 @@ class Torch:
             return None
         return self._torch.cuda.current_stream(self._device).cuda_stream
 
+    def mode(self) -> object:
+        """What decides, beside the arguments, which kind of tensor torch makes."""
+        return self._torch.is_inference_mode_enabled(), type(self._torch.empty(0))
+
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         """The tensors in filled areas, by name."""
         as_strided, on_cpu = self._torch.as_strided, self._device.type == "cpu"
@@ -160,6 +164,9 @@ class Numpy:
         self._dtypes: dict[str, Any] = {}
 
     def stream(self) -> None:
+        return None
+
+    def mode(self) -> object:
         return None
 
     def dtype(self, dtype: str, name: str) -> Any:
@@ -231,6 +238,9 @@ class DLPack:
         _only_cpu(self.name, gpu)
 
     def stream(self) -> None:
+        return None
+
+    def mode(self) -> object:
         return None
 
     def dtype(self, dtype: str, name: str) -> str:

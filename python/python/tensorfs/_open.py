@@ -96,7 +96,9 @@ class safe_open:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open = None
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._open is None else f"{len(self._open.checkpoint)} tensors"
@@ -177,7 +179,9 @@ class safe_open:
     def stats(self) -> dict[str, Any]:
         """What loads of this checkpoint took so far: bytes wanted and read, reads, seconds. Small tensors
         and parts that were in the page cache are not counted."""
-        return dict(self._reader().stats)
+        reader = self._reader()
+        ahead, unused = reader.ahead
+        return {**reader.stats, "bytes_ahead": ahead, "bytes_ahead_unused": unused}
 
     def _reader(self) -> Reader:
         if self._open is None:

@@ -13,7 +13,9 @@ use crate::catalog::Catalog;
 /// From so many tensors on, names are not sorted by their numbers: it takes a second for a million.
 const NATURAL_MAX: usize = 200_000;
 
-/// Places in an order that readers go on from. More readers than that share them.
+/// Places in an order that each reader may go on from, and all of them together: the more there are,
+/// the more often a request at random is near one.
+const CURSORS_EACH: usize = 2;
 const CURSORS_MAX: usize = 8;
 
 /// Tensors that a cursor has passed and still expects: threads overtake each other.
@@ -135,9 +137,10 @@ struct Track {
 }
 
 impl Track {
-    /// Takes note of request `number`, for the tensor of this rank. Returns whether it was
-    /// expected: a reader goes on by up to `reach` ranks.
-    fn ask(&mut self, rank: u32, reach: u32, number: u64) -> bool {
+    /// Takes note of request `number`, for the tensor of this rank. Returns whether one of so many
+    /// readers was expected to ask for it: threads that share an order overtake each other.
+    fn ask(&mut self, rank: u32, readers: usize, number: u64) -> bool {
+        let reach = if readers > 1 { 2 * readers as u32 } else { 1 };
         if let Some(cursor) = self.cursors.iter_mut().find(|cursor| cursor.rank == rank) {
             // Asked for again, which says nothing.
             cursor.last = number;
@@ -150,8 +153,9 @@ impl Track {
             (self.score, self.misses) = (self.score / 2, self.misses.saturating_add(1));
         }
         if !expected {
-            if self.cursors.len() == CURSORS_MAX {
-                let oldest = (0..CURSORS_MAX).min_by_key(|&at| self.cursors[at].last);
+            let most = (CURSORS_EACH * readers).min(CURSORS_MAX);
+            while self.cursors.len() >= most {
+                let oldest = (0..self.cursors.len()).min_by_key(|&at| self.cursors[at].last);
                 self.cursors.swap_remove(oldest.unwrap_or(0));
             }
             self.cursors.push(Cursor { rank, passed: VecDeque::new(), last: number });
@@ -189,7 +193,7 @@ pub struct Walk {
     asked: Vec<u16>,
     requests: u64,
     /// Who sent the last requests.
-    readers: VecDeque<u64>,
+    recent: VecDeque<u64>,
     /// Order and rank of the last request, where it was expected.
     onward: Option<(usize, u32)>,
 }
@@ -201,8 +205,8 @@ impl Walk {
         let track = |order| Track { score: score(order), ..Track::default() };
         let tracks = orders.0.iter().map(track).collect();
         let asked = vec![0; orders.0.first().map_or(0, |order| order.tensors.len())];
-        let readers = VecDeque::with_capacity(READERS_IN + 1);
-        Walk { orders, tracks, asked, requests: 0, readers, onward: None }
+        let recent = VecDeque::with_capacity(READERS_IN + 1);
+        Walk { orders, tracks, asked, requests: 0, recent, onward: None }
     }
 
     /// Takes note of a request of `reader` for `tensor`. Returns whether it was expected by an
@@ -213,15 +217,15 @@ impl Walk {
     pub fn ask(&mut self, tensor: usize, reader: u64) -> bool {
         self.requests += 1;
         self.asked[tensor] = self.asked[tensor].saturating_add(1);
-        self.readers.push_back(reader);
-        if self.readers.len() > READERS_IN {
-            self.readers.pop_front();
+        self.recent.push_back(reader);
+        if self.recent.len() > READERS_IN {
+            self.recent.pop_front();
         }
-        let reach = self.reach();
+        let readers = self.readers();
         let mut best = None;
         for (number, (order, track)) in self.orders.0.iter().zip(&mut self.tracks).enumerate() {
             let rank = order.ranks[tensor];
-            let expected = track.ask(rank, reach, self.requests);
+            let expected = track.ask(rank, readers, self.requests);
             // Of those that are as good now, the one that was wrong less often.
             let merit = (track.score, u32::MAX - track.misses);
             if expected && track.score >= BELIEVED && best.is_none_or(|(_, _, other)| merit > other)
@@ -233,13 +237,10 @@ impl Walk {
         self.onward.is_some()
     }
 
-    /// How far requests may be from their order: threads that share one overtake each other.
-    fn reach(&self) -> u32 {
-        let first = |at: usize| !self.readers.iter().take(at).any(|one| *one == self.readers[at]);
-        match (0..self.readers.len()).filter(|&at| first(at)).count() as u32 {
-            0 | 1 => 1,
-            readers => 2 * readers,
-        }
+    /// How many sent the last requests.
+    fn readers(&self) -> usize {
+        let first = |at: usize| !self.recent.iter().take(at).any(|one| *one == self.recent[at]);
+        (0..self.recent.len()).filter(|&at| first(at)).count()
     }
 
     /// The tensors that follow the one that was asked for last, the next one first. Those that

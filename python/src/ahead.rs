@@ -5,7 +5,7 @@
 //! it, and they end when there is nothing to load. No object of Python is let go of under the lock:
 //! that may run code of the user.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -89,6 +89,8 @@ struct Entry {
     job: Arc<Job>,
     progress: Progress,
     len: u64,
+    /// Whether its job loads others, too.
+    is_with_others: bool,
     /// Number of the request at which it was begun.
     born: u64,
     /// What Python makes the tensor of.
@@ -99,6 +101,8 @@ struct Entry {
 struct State {
     walk: Option<Walk>,
     entries: HashMap<usize, Entry>,
+    /// Tensors whose memory is being found. Those that are asked for meanwhile are taken off.
+    chosen: HashSet<usize>,
     queue: VecDeque<Arc<Job>>,
     /// Bytes of all entries.
     held: u64,
@@ -149,27 +153,30 @@ impl State {
 
     /// What is to be begun now: the next tensors as far as there is memory for them, each with the
     /// byte of a page that it begins at in its file. Small ones only if `small` says so. `stale`
-    /// gets what makes way for them.
+    /// gets what makes way for them. The tensor at `position` is the one that is asked for now.
     fn next(
         &mut self,
         checkpoint: &tensorfs::Checkpoint,
+        position: usize,
         small: bool,
         stale: &mut Vec<Entry>,
     ) -> Vec<(usize, u64)> {
         let Some(walk) = self.walk.take() else { return Vec::new() };
-        let (mut free, mut wanted) = (self.free(), Vec::new());
+        let (mut free, mut wanted) = (self.free(position), Vec::new());
         // Mostly nothing: small ones are begun many at a time.
         let small = small && self.small <= SMALL_HELD_MAX / 2;
         let mut left = if small { SMALL_HELD_MAX - self.small } else { 0 };
         for tensor in walk.next().take(LOOK_AHEAD) {
             let found = checkpoint.catalog().tensor_at(tensor);
             let is_small = found.len < SMALL_MAX;
-            if self.entries.contains_key(&tensor) || found.len == 0 || (is_small && left == 0) {
+            let begun = self.entries.contains_key(&tensor) || self.chosen.contains(&tensor);
+            if begun || found.len == 0 || (is_small && left == 0) {
                 continue;
             }
             if found.len > free && wanted.is_empty() {
-                stale.extend(self.remove_older(self.requests.saturating_sub(STALE), None));
-                free = self.free();
+                stale
+                    .extend(self.remove_older(self.requests.saturating_sub(STALE), Some(position)));
+                free = self.free(position);
             }
             if found.len > free {
                 break;
@@ -179,6 +186,7 @@ impl State {
             let mut pieces = found.pieces();
             let offset = pieces.next().filter(|_| pieces.len() == 0).map(|one| one.range.start);
             wanted.push((tensor, offset.unwrap_or(0) % PAGE as u64));
+            self.chosen.insert(tensor);
         }
         self.walk = Some(walk);
         wanted
@@ -189,9 +197,11 @@ impl State {
         mine.for_each(|entry| entry.progress = progress);
     }
 
-    fn free(&self) -> u64 {
-        let left = HELD_MAX_ALL.saturating_sub(held_by_all().load(Ordering::Relaxed));
-        HELD_MAX.saturating_sub(self.held).min(left)
+    /// Bytes that may be loaded ahead now. The tensor at `position` is about to be handed out.
+    fn free(&self, position: usize) -> u64 {
+        let taken = self.entries.get(&position).map_or(0, |entry| entry.len);
+        let all = held_by_all().load(Ordering::Relaxed).saturating_sub(taken);
+        HELD_MAX.saturating_sub(self.held - taken).min(HELD_MAX_ALL.saturating_sub(all))
     }
 }
 
@@ -244,11 +254,12 @@ impl Ahead {
             state.walk.get_or_insert_with(|| Walk::new(orders, usual));
         }
         let expected = state.walk.as_mut().is_some_and(|walk| walk.ask(position, reader()));
+        state.chosen.remove(&position);
         let mut stale = Vec::new();
         let mut wanted = Vec::new();
         if expected {
             state.lost = 0;
-            wanted = state.next(&checkpoint, small, &mut stale);
+            wanted = state.next(&checkpoint, position, small, &mut stale);
             let kind = state.walk.as_ref().and_then(Walk::kind);
             if let Some(at) = KINDS.iter().position(|other| Some(*other) == kind) {
                 USUAL.store(at + 1, Ordering::Relaxed);
@@ -287,27 +298,36 @@ impl Ahead {
             stats: Mutex::default(),
             overdue: Mutex::default(),
         });
-        let mut replaced = Vec::new();
+        let mut unwanted = Vec::new();
         let mut state = self.shared.lock();
         if state.closed {
             drop(state);
             return Ok(());
         }
-        let born = state.requests;
+        let (born, is_with_others) = (state.requests, tensors.len() > 1);
         for (position, len, payload) in tensors {
-            // Two threads may have been told to begin the same.
-            replaced.extend(state.remove(position));
+            if !state.chosen.remove(&position) || state.entries.contains_key(&position) {
+                unwanted.push(payload);
+                continue;
+            }
             state.held += len;
             state.small += usize::from(len < SMALL_MAX);
             held_by_all().fetch_add(len, Ordering::Relaxed);
             let (job, progress) = (job.clone(), Progress::Waiting);
-            state.entries.insert(position, Entry { job, progress, len, born, payload });
+            state
+                .entries
+                .insert(position, Entry { job, progress, len, is_with_others, born, payload });
+        }
+        if Arc::strong_count(&job) == 1 {
+            // All of it was asked for meanwhile.
+            drop(state);
+            return Ok(());
         }
         state.queue.push_back(job);
         let starts = state.threads < THREADS;
         state.threads += usize::from(starts);
         drop(state);
-        drop(replaced);
+        drop(unwanted);
         if starts {
             let (shared, process) = (self.shared.clone(), self.process);
             let thread = std::thread::Builder::new().name("tensorfs-ahead".to_owned());
@@ -337,7 +357,11 @@ impl Ahead {
             let Some(progress) = state.entries.get(&position).map(|entry| entry.progress) else {
                 return Ok(None);
             };
-            if progress != Progress::Loading {
+            // One that is alone and waits for its turn is loaded by whoever asks, and sooner.
+            let in_turn =
+                |entry: &Entry| entry.progress == Progress::Waiting && entry.is_with_others;
+            let waits = state.entries.get(&position).is_some_and(in_turn);
+            if progress != Progress::Loading && !waits {
                 let entry = state.remove(position);
                 drop(state);
                 let Some(entry) = entry else { return Ok(None) };
@@ -359,14 +383,15 @@ impl Ahead {
             py.detach(|| {
                 let is_loading = |state: &mut State| {
                     let entry = state.entries.get(&position);
-                    entry.is_some_and(|entry| entry.progress == Progress::Loading)
+                    let busy = [Progress::Waiting, Progress::Loading];
+                    entry.is_some_and(|entry| busy.contains(&entry.progress))
                 };
                 let waiting =
                     self.shared.changed.wait_timeout_while(self.shared.lock(), LOOK, is_loading);
                 drop(waiting);
             });
             if main && let Err(interrupted) = py.check_signals() {
-                self.drop_all();
+                Ahead::drop(self);
                 loader.forget();
                 return Err(interrupted);
             }
@@ -379,7 +404,15 @@ impl Ahead {
             return;
         }
         self.shared.lock().closed = true;
-        self.drop_all();
+        Ahead::drop(self);
+    }
+
+    /// Lets go of everything that is loaded ahead or on its way. Waits for nothing.
+    fn drop(&self) {
+        if token() == self.process {
+            let dropped = self.shared.lock().remove_older(u64::MAX, None);
+            drop(dropped);
+        }
     }
 
     /// Bytes that are loaded ahead now, and bytes that were in vain.
@@ -390,13 +423,6 @@ impl Ahead {
         }
         let state = self.shared.lock();
         (state.held, state.unused)
-    }
-}
-
-impl Ahead {
-    fn drop_all(&self) {
-        let dropped = self.shared.lock().remove_older(u64::MAX, None);
-        drop(dropped);
     }
 }
 

@@ -205,7 +205,7 @@ impl Loader {
 
     /// How long a read may take, in seconds; none: as long as it takes.
     #[getter]
-    fn timeout(&self) -> Option<f64> {
+    pub(crate) fn timeout(&self) -> Option<f64> {
         self.0.timeout.map(|timeout| timeout.as_secs_f64())
     }
 
@@ -213,6 +213,24 @@ impl Loader {
     #[getter]
     fn on_cpu(&self) -> bool {
         self.0.gpu.is_none()
+    }
+
+    /// Shard and first byte of the tensor at `position`, if it lies there in one piece, as it was when
+    /// the checkpoint was opened.
+    ///
+    /// # Errors
+    /// Where the shard is no longer what it was.
+    fn run_of(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        position: usize,
+    ) -> PyResult<Option<(u32, u64)>> {
+        let checkpoint = checkpoint.own();
+        let mut pieces = checkpoint.catalog().tensor_at(position).pieces();
+        let Some(piece) = pieces.next().filter(|_| pieces.len() == 0) else { return Ok(None) };
+        self.check(py, &checkpoint, position)?;
+        Ok(Some((piece.shard.0, piece.range.start)))
     }
 
     /// Whether there is memory for `len` bytes that nobody has asked for yet.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 from ._errors import SafetensorError
-from ._frameworks import PAGE
-from ._tensorfs import Ahead, Cancel, Checkpoint, Loader, Plan
+from ._frameworks import PAGE, WIDTHS
+from ._tensorfs import Ahead, Area, Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
 """What of a tensor is wanted: first index and end in each dimension; None for all."""
@@ -35,8 +35,14 @@ class Info(NamedTuple):
 class Reader:
     """What an open checkpoint, its slices and its background loads share."""
 
-    def __init__(self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool = True
+    ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
+        # Whether every tensor gets memory of its own.
+        self.copy = copy or not loader.on_cpu
+        # The shards that are mapped, each as what views are made of, with its address; None where it cannot be mapped.
+        self._mapped: dict[int, tuple[Any, int] | None] = {}
         # What all loads took, summed up.
         self.stats: dict[str, Any] = {}
         # Of a GPU nothing is loaded ahead.
@@ -54,7 +60,49 @@ class Reader:
         """Bytes that are loaded ahead now, and bytes that were in vain."""
         return (0, 0) if self._ahead is None else self._ahead.bytes
 
+    def shared(self, info: Info, part: Part, shape: Sequence[int]) -> Any:
+        """A tensor, or rows of it, in the mapped shard; None where it does not lie there as it has to."""
+        if info.nbytes == 0 or 0 in shape:
+            return None
+        found = self.loader.run_of(self.checkpoint, info.position)
+        if found is None:
+            return None
+        (shard, at), nbytes = found, info.nbytes
+        if part is not None:
+            if any(bounds != (0, size) for bounds, size in zip(part[1:], info.shape[1:])):
+                return None
+            row, rest = divmod(nbytes, info.shape[0])
+            first, end = part[0]
+            if rest:
+                return None
+            at, nbytes = at + first * row, (end - first) * row
+        if at % WIDTHS.get(info.dtype, 1):
+            return None
+        self.framework.check(info.dtype, shape, info.name)
+        if shard not in self._mapped:
+            area = Area.of_shard(self.loader, self.checkpoint, shard)
+            self._mapped[shard] = None if area is None else (self.framework.over(area), area.address)
+            # It may have been cut short before it was mapped.
+            self.loader.run_of(self.checkpoint, info.position)
+        mapped = self._mapped[shard]
+        if mapped is None:
+            return None
+        place = (info.name, 0, at, nbytes, info.dtype, tuple(shape))
+        return self.framework.views([mapped], [place])[info.name]
+
+    def all_shared(self, infos: Sequence[Info]) -> dict[str, Any]:
+        """Tensors in the mapped shards, and those that cannot be there read together, in this order."""
+        tensors = {info.name: self.shared(info, None, info.shape) for info in infos}
+        missing: list[tuple[Info, Part]] = [(info, None) for info in infos if tensors[info.name] is None]
+        if missing:
+            tensors.update(self.load(missing))
+        return tensors
+
     def whole(self, info: Info) -> Any:
+        if not self.copy:
+            made = self.shared(info, None, info.shape)
+            if made is not None:
+                return made
         if self._ahead is not None:
             is_there, wanted = self._ahead.ask(self.checkpoint, info.position, self._is_cold)
             if wanted:
@@ -63,6 +111,15 @@ class Reader:
                 made = self._take(self._ahead, info)
                 if made is not None:
                     return made
+        try:
+            return self._whole_now(info)
+        except BaseException:
+            # What fails or is interrupted here is not loaded behind the caller's back either.
+            if self._ahead is not None:
+                self._ahead.drop()
+            raise
+
+    def _whole_now(self, info: Info) -> Any:
         if info.nbytes <= _WHOLE_MAX and self.loader.on_cpu:
             tensor, address = self.framework.empty(info.dtype, info.shape, info.name)
             if info.nbytes == 0:
@@ -151,6 +208,10 @@ class Reader:
 
     def part(self, info: Info, part: list[tuple[int, int]], shape: list[int]) -> Any:
         """The indices `part` of a tensor, as a tensor of this shape."""
+        if not self.copy:
+            made = self.shared(info, part, shape)
+            if made is not None:
+                return made
         tensor, address = self.framework.empty(info.dtype, shape, info.name)
         if 0 in shape:
             return tensor

@@ -35,8 +35,9 @@ const SMALL_MAX: u64 = 1 << 20;
 /// Small tensors loaded ahead. More are loaded when half of them are taken.
 const SMALL_HELD_MAX: usize = 256;
 
-/// How far into what follows it is looked for something to load.
-const LOOK_AHEAD: usize = 320;
+/// Tensors that follow among which something to load is looked for, also where it may be small.
+const LOOK_AHEAD: usize = 32;
+const LOOK_AHEAD_SMALL: usize = 320;
 
 /// Threads of one handle that load ahead: while one finishes a tensor the other keeps the disk busy.
 const THREADS: usize = 2;
@@ -166,11 +167,14 @@ impl State {
         // Mostly nothing: small ones are begun many at a time.
         let small = small && self.small <= SMALL_HELD_MAX / 2;
         let mut left = if small { SMALL_HELD_MAX - self.small } else { 0 };
-        for tensor in walk.next().take(LOOK_AHEAD) {
+        let look = if left > 0 { LOOK_AHEAD_SMALL } else { LOOK_AHEAD };
+        for tensor in walk.next().take(look) {
             let found = checkpoint.catalog().tensor_at(tensor);
             let is_small = found.len < SMALL_MAX;
-            let begun = self.entries.contains_key(&tensor) || self.chosen.contains(&tensor);
-            if begun || found.len == 0 || (is_small && left == 0) {
+            if found.len == 0 || (is_small && left == 0) {
+                continue;
+            }
+            if self.entries.contains_key(&tensor) || self.chosen.contains(&tensor) {
                 continue;
             }
             if found.len > free && wanted.is_empty() {
@@ -429,6 +433,10 @@ impl Ahead {
 impl Drop for Ahead {
     fn drop(&mut self) {
         self.close();
+        if token() != self.process {
+            // In a child what it shares with threads of the parent stays as it is.
+            std::mem::forget(self.shared.clone());
+        }
     }
 }
 

@@ -1,3 +1,5 @@
+//! The walks of tests: requests as programs send them, in order, at random, and from several threads.
+
 use std::collections::BTreeSet;
 
 use super::*;

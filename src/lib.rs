@@ -23,6 +23,7 @@ pub mod reader;
 pub mod source;
 pub mod verify;
 pub mod view;
+pub mod walk;
 
 pub use checkpoint::Checkpoint;
 pub use dtype::Dtype;

@@ -26,7 +26,7 @@ const RANKS: &[(u32, &[&str])] = &[
     (0, &["error", "dtype", "counters", "hash", "process"]),
     (1, &["cast", "format"]),
     (2, &["catalog"]),
-    (3, &["view", "layout", "gather", "index", "plan", "prefetch"]),
+    (3, &["view", "layout", "gather", "index", "plan", "prefetch", "walk"]),
     (4, &["source", "io"]),
     (5, &["checkpoint"]),
     (6, &["cache", "reader", "device"]),
@@ -51,7 +51,7 @@ const OUTSIDE_THE_CORE: &[&str] = &["fuser", "clap", "pyo3"];
 
 /// Modules that decide and never do: the same input gives the same output on any machine.
 const PURE: &[&str] =
-    &["cast", "format", "catalog", "view", "layout", "gather", "plan", "prefetch"];
+    &["cast", "format", "catalog", "view", "layout", "gather", "plan", "prefetch", "walk"];
 
 /// Paths (by their first segments) that touch the world outside the process.
 const EFFECTS: &[&[&str]] = &[
@@ -84,6 +84,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mount/src/place.rs",
     "mount/src/cmd/bench/map.rs",
     "mount/src/file_events.rs",
+    "python/src/ahead.rs",
     "python/src/dlpack.rs",
     "python/src/loading.rs",
     "python/src/memory.rs",

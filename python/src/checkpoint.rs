@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Instant;
 
 use nix::libc;
-use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError};
+use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyTimeoutError};
 use pyo3::prelude::*;
 use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
@@ -43,29 +43,8 @@ impl Checkpoint {
         timeout: Option<f64>,
         open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>> + Send + 'static,
     ) -> PyResult<Checkpoint> {
-        let (sender, mut opened) = channel();
-        let thread = std::thread::Builder::new().name("tensorfs-open".to_owned());
-        thread.spawn(move || drop(sender.send(open()))).map_err(|e| {
-            PyOSError::new_err((e.raw_os_error(), format!("cannot open: start a thread: {e}")))
-        })?;
-        let began = Instant::now();
-        let over = |timeout: f64| timeout > 0.0 && began.elapsed().as_secs_f64() > timeout;
-        let first = loop {
-            let waited = &mut opened;
-            match py.detach(move || waited.recv_timeout(LOOK)) {
-                Ok(first) => break first.map_err(|e| raised(py, &e, None))?,
-                Err(RecvTimeoutError::Timeout) => py.check_signals()?,
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(PyRuntimeError::new_err("opening failed by an error in tensorfs"));
-                }
-            }
-            if timeout.is_some_and(over) {
-                return Err(PyTimeoutError::new_err((
-                    libc::ETIMEDOUT,
-                    "cannot open: the file system does not answer",
-                )));
-            }
-        };
+        let first = beside(py, "tensorfs-open", timeout, "open", open)?;
+        let first = first.map_err(|e| raised(py, &e, None))?;
         Ok(Checkpoint { first, process: token(), again: PerProcess::new() })
     }
 
@@ -120,6 +99,15 @@ impl Checkpoint {
     /// The tensor of this name.
     fn tensor(&self, name: &str) -> Option<Facts> {
         self.first.catalog().tensor(name).map(|tensor| Checkpoint::facts(&tensor))
+    }
+
+    /// The tensor at this position.
+    fn tensor_at(&self, position: usize) -> PyResult<Facts> {
+        let catalog = self.first.catalog();
+        if position >= catalog.len() {
+            return Err(PyIndexError::new_err(position));
+        }
+        Ok(Checkpoint::facts(&catalog.tensor_at(position)))
     }
 
     /// Positions of all tensors, in the order in which they lie in the files.
@@ -180,6 +168,41 @@ impl Checkpoint {
     #[getter]
     fn files(&self) -> Vec<PathBuf> {
         self.first.sources().iter().map(|source| source.path().to_owned()).collect()
+    }
+}
+
+/// Has a thread beside do `work`, waits for it until the deadline, and looks for Ctrl-C meanwhile.
+///
+/// # Errors
+/// `TimeoutError` past the deadline, and that of a signal.
+pub(crate) fn beside<T: Send + 'static>(
+    py: Python<'_>,
+    name: &str,
+    timeout: Option<f64>,
+    action: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<T> {
+    let (sender, mut done) = channel();
+    let thread = std::thread::Builder::new().name(name.to_owned());
+    thread.spawn(move || drop(sender.send(work()))).map_err(|e| {
+        PyOSError::new_err((e.raw_os_error(), format!("cannot {action}: start a thread: {e}")))
+    })?;
+    let began = Instant::now();
+    let over = |timeout: f64| timeout > 0.0 && began.elapsed().as_secs_f64() > timeout;
+    loop {
+        let waited = &mut done;
+        match py.detach(move || waited.recv_timeout(LOOK)) {
+            Ok(done) => return Ok(done),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                let message = format!("cannot {action}: an error in tensorfs");
+                return Err(PyRuntimeError::new_err(message));
+            }
+        }
+        if timeout.is_some_and(over) {
+            let message = format!("cannot {action}: the file system does not answer");
+            return Err(PyTimeoutError::new_err((libc::ETIMEDOUT, message)));
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The native part of the Python package: opening, planning, reading. What users see is in Python;
 //! this trusts the addresses that it is given from there.
 
+mod ahead;
 mod checkpoint;
 mod dlpack;
 mod errors;
@@ -11,6 +12,7 @@ use pyo3::prelude::*;
 
 #[pymodule(gil_used = false)]
 fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ahead::Ahead>()?;
     module.add_class::<checkpoint::Checkpoint>()?;
     module.add_class::<loading::Cancel>()?;
     module.add_class::<loading::Loader>()?;

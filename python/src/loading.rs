@@ -17,7 +17,7 @@ use tensorfs::loader::{self as core, Tune};
 use tensorfs::plan::{self, Limits, Want};
 use tensorfs::process::PerProcess;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, beside};
 use crate::errors::raised;
 use crate::memory::{Area, bytes_at, region_at, start_of};
 
@@ -29,6 +29,9 @@ pub(crate) const PAGE: usize = 4096;
 
 /// From this length on memory is asked for on huge pages.
 const HUGE_MIN: usize = 4 << 20;
+
+/// Memory that has to be left beside one that nobody has asked for yet.
+const SPARE: u64 = 512 << 20;
 
 /// How a loader loads: it is shared by all who want the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -66,7 +69,7 @@ type Wish = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
 pub(crate) struct Loader(Wanted);
 
 impl Loader {
-    fn own(&self) -> Arc<core::Loader> {
+    pub(crate) fn own(&self) -> Arc<core::Loader> {
         let mut loaders = loaders();
         if let Some(at) = loaders.iter().position(|(wanted, _)| *wanted == self.0) {
             loaders[at..].rotate_left(1);
@@ -116,11 +119,36 @@ impl Loader {
         let plan = planned.map_err(|e| raised(py, &e, None))?;
         let names = named(checkpoint, &wants);
         let tensors = wants.into_iter().map(|want| want.tensor).collect();
-        Ok(Plan { plan, names, tensors, on_gpu: self.0.gpu.is_some() })
+        Ok(Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() })
+    }
+
+    /// Confirms that the files of a tensor are still what they were. File systems that may not
+    /// answer are asked on a thread beside, within the deadline.
+    ///
+    /// # Errors
+    /// As a read of them; `TimeoutError` past the deadline.
+    pub(crate) fn check(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Arc<tensorfs::Checkpoint>,
+        position: usize,
+    ) -> PyResult<()> {
+        let tensor = checkpoint.catalog().tensor_at(position);
+        let name = tensor.name;
+        let sources: Vec<_> = tensor.pieces().map(|piece| piece.shard.0 as usize).collect();
+        let sources = sources.into_iter().map(|shard| checkpoint.sources()[shard].clone());
+        let sources: Vec<_> = sources.collect();
+        let checked = if sources.iter().all(|source| source.file_system().is_local()) {
+            sources.iter().try_for_each(|source| source.check())
+        } else {
+            let check = move || sources.iter().try_for_each(|source| source.check());
+            beside(py, "tensorfs-check", self.timeout(), "check", check)?
+        };
+        checked.map_err(|e| raised(py, &e, Some(name)))
     }
 
     /// Lets go of the loader, so that its threads end.
-    fn forget(&self) {
+    pub(crate) fn forget(&self) {
         let mut loaders = loaders();
         let at = loaders.iter().position(|(wanted, _)| *wanted == self.0);
         let forgotten = at.map(|at| loaders.remove(at));
@@ -177,7 +205,7 @@ impl Loader {
 
     /// How long a read may take, in seconds; none: as long as it takes.
     #[getter]
-    fn timeout(&self) -> Option<f64> {
+    pub(crate) fn timeout(&self) -> Option<f64> {
         self.0.timeout.map(|timeout| timeout.as_secs_f64())
     }
 
@@ -185,6 +213,30 @@ impl Loader {
     #[getter]
     fn on_cpu(&self) -> bool {
         self.0.gpu.is_none()
+    }
+
+    /// Shard and first byte of the tensor at `position`, if it lies there in one piece, as it was when
+    /// the checkpoint was opened.
+    ///
+    /// # Errors
+    /// Where the shard is no longer what it was.
+    fn run_of(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        position: usize,
+    ) -> PyResult<Option<(u32, u64)>> {
+        let checkpoint = checkpoint.own();
+        let mut pieces = checkpoint.catalog().tensor_at(position).pieces();
+        let Some(piece) = pieces.next().filter(|_| pieces.len() == 0) else { return Ok(None) };
+        self.check(py, &checkpoint, position)?;
+        Ok(Some((piece.shard.0, piece.range.start)))
+    }
+
+    /// Whether there is memory for `len` bytes that nobody has asked for yet.
+    fn has_spare(&self, py: Python<'_>, checkpoint: &Checkpoint, len: u64) -> bool {
+        let (loader, checkpoint) = (self.own(), checkpoint.own());
+        py.detach(|| loader.check_room(&checkpoint, len.saturating_add(SPARE)).is_ok())
     }
 
     /// Plans these wishes.
@@ -313,7 +365,7 @@ fn room_of_gpu(ordinal: u32, needed: u64) -> tensorfs::Result<()> {
 }
 
 /// What a load took.
-fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
     let facts = PyDict::new(py);
     facts.set_item("bytes", stats.wanted)?;
     facts.set_item("bytes_read", stats.read)?;
@@ -352,7 +404,7 @@ pub(crate) fn release_pinned(py: Python<'_>) {
 
 /// Memory to load into, for one region of a plan.
 #[derive(FromPyObject)]
-enum Memory {
+pub(crate) enum Memory {
     /// Of ours.
     #[pyo3(transparent)]
     Area(Py<Area>),
@@ -380,7 +432,7 @@ impl Cancel {
 /// What is to be read, and where it goes.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Plan {
-    plan: plan::Plan,
+    pub(crate) plan: Arc<plan::Plan>,
     /// What it loads, for messages.
     names: Option<String>,
     /// By wish.
@@ -420,7 +472,7 @@ impl Plan {
         Ok(regions)
     }
 
-    fn regions(&self, memory: Vec<Memory>) -> PyResult<Vec<Arc<Region>>> {
+    pub(crate) fn regions(&self, memory: Vec<Memory>) -> PyResult<Vec<Arc<Region>>> {
         self.check_number(&memory)?;
         let mut regions = Vec::with_capacity(memory.len());
         for (number, memory) in memory.into_iter().enumerate() {

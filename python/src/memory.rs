@@ -1,9 +1,10 @@
 //! Memory: of ours, handed out by DLPack, and of others, by address.
 
 use std::ffi::c_void;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use nix::errno::Errno;
@@ -16,7 +17,10 @@ use pyo3::types::{PyBytes, PyTuple};
 use tensorfs::Dtype;
 use tensorfs::io::Region;
 
+use crate::checkpoint::{Checkpoint, beside};
 use crate::dlpack::{self, CPU};
+use crate::errors::raised;
+use crate::loading::{Loader, PAGE};
 
 /// `len` bytes of Python's from `address` on.
 ///
@@ -118,12 +122,79 @@ pub(crate) struct Area {
 
 #[pymethods]
 impl Area {
+    /// A shard of a checkpoint, mapped so that whoever writes there gets pages of his own. None where
+    /// the system does not map it.
+    #[staticmethod]
+    fn of_shard(
+        py: Python<'_>,
+        loader: &Loader,
+        checkpoint: &Checkpoint,
+        shard: usize,
+    ) -> PyResult<Option<Area>> {
+        let checkpoint = checkpoint.own();
+        let Some(source) = checkpoint.sources().get(shard).cloned() else {
+            return Err(PyValueError::new_err(format!("there is no shard {shard}")));
+        };
+        let map = move || source.file().map(|file| Mapping::of(&file, source.len()));
+        let mapping = beside(py, "tensorfs-map", loader.timeout(), "map", map)?;
+        let mapping = mapping.map_err(|e| raised(py, &e, None))?;
+        Ok(mapping.map(|mapping| {
+            let (start, len) = (mapping.start, mapping.len);
+            // SAFETY: the pages live as long as the mapping; no load is given this region.
+            Area { region: unsafe { Region::foreign(start, len, Box::new(mapping)) } }
+        }))
+    }
+
+    /// Address of its first byte.
+    #[getter]
+    fn address(&self) -> usize {
+        self.region.start().as_ptr() as usize
+    }
+
+    fn __len__(&self) -> usize {
+        self.region.len()
+    }
+
     #[new]
     fn new(len: u64) -> PyResult<Area> {
         let region = Region::new(len).map_err(|e| {
             PyOSError::new_err((e.raw_os_error(), format!("{len} bytes of memory: {e}")))
         })?;
         Ok(Area { region })
+    }
+}
+
+/// A file in memory: whole pages, the last one filled up with zeros.
+struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the pages belong to the mapping alone, and it does not look at them.
+unsafe impl Send for Mapping {}
+// SAFETY: it is only ever dropped.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn of(file: &File, len: u64) -> Option<Mapping> {
+        let len = usize::try_from(len).ok()?.checked_next_multiple_of(PAGE)?.max(PAGE);
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // Only what is written to takes memory.
+        let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping; no memory in use is touched.
+        let at =
+            unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), 0) };
+        if at == libc::MAP_FAILED {
+            return None;
+        }
+        NonNull::new(at.cast()).map(|start| Mapping { start, len })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made by `of`, which nobody refers to any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 

@@ -30,6 +30,18 @@ class Patched(TestCase):
         with (open_ or safetensors.safe_open)(self.file, "np") as f:
             return isinstance(f, tensorfs.safe_open)
 
+    def test_tensors_are_shared_in_blocks_that_say_so(self):
+        def owns():
+            with safetensors.safe_open(self.file, "np") as f:
+                return f._reader().copy
+
+        with tensorfs.patched(copy=False):
+            self.assertFalse(owns())
+            np.testing.assert_array_equal(safetensors.numpy.load_file(self.file)["a"], self.tensors["a"])
+            with tensorfs.patched():
+                self.assertTrue(owns())
+            self.assertFalse(owns())
+
     def test_names_bound_anywhere_are_ours_within_the_block_only(self):
         genuine = safetensors.safe_open
         self.assertFalse(self.is_ours())

@@ -334,7 +334,12 @@ def prefetched():
     with opened.prefetch() as loader:
         loader.take(name)
 
+def walk():
+    for name in opened.keys():
+        opened.get_tensor(name)
+
 ways = {
+    "walk": walk,
     "get_tensor": lambda: opened.get_tensor(name),
     "get_slice": lambda: opened.get_slice(name)[1:],
     "get_tensors": lambda: opened.get_tensors(),
@@ -398,7 +403,7 @@ class Interrupts(TestCase):
 
 
 def for_each_way():
-    for how in ("get_tensor", "get_slice", "get_tensors", "tensors", "prefetch", "load_into", "safe_open"):
+    for how in ("walk", "get_tensor", "get_slice", "get_tensors", "tensors", "prefetch", "load_into", "safe_open"):
         name = f"test_{how}_of_a_source_that_stalls_ends_with_ctrl_c_and_leaves_no_thread"
         setattr(Interrupts, name, lambda self, how=how: self.interrupted(how))
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, util
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def make_dcp_columns(folder, size):
 
 CHECKPOINTS = {"hf": make_hf, "small": make_small, "dcp": make_dcp_columns}
 # Slices are taken of another one's files.
-USES = {"tp0": "hf", "tp1": "hf"}
+USES = {"tp0": "hf", "tp1": "hf", "loop": "hf", "pretrained": "hf"}
 
 # ---------------------------------------------------------------------------------------------
 # Loaders: each returns name -> tensor. `files` are the shards in order.
@@ -267,6 +268,119 @@ def slice_by_safetensors(folder, dim, device):
 SLICERS = {"tensorfs": slice_by_tensorfs, "safetensors": slice_by_safetensors}
 
 # ---------------------------------------------------------------------------------------------
+# Loops of users, who take one tensor after the other
+
+
+def taken_by_one(names, take):
+    return {name: take(name) for name in names}
+
+
+def taken_by_four(names, take):
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(take, names)))
+
+
+def loop_by_tensorfs(walk, take):
+    def load(folder, files, device):
+        import tensorfs
+
+        with tensorfs.safe_open(str(folder), framework="pt", device=device) as file:
+            return walk(file.keys(), lambda name: take(file, name))
+
+    return load
+
+
+def loop_by_safetensors(walk, take):
+    """Over one shard after the other: it opens one file at a time."""
+
+    def load(folder, files, device):
+        from safetensors import safe_open
+
+        own = (lambda tensor: tensor.clone()) if device == "cpu" else (lambda tensor: tensor)
+        taken = {}
+        for path in files:
+            with safe_open(path, framework="pt", device=device) as file:
+                taken |= walk(file.keys(), lambda name: own(take(file, name)))
+        return taken
+
+    return load
+
+
+def by_get_tensor(file, name):
+    return file.get_tensor(name)
+
+
+def by_get_slice(file, name):
+    return file.get_slice(name)[...]
+
+
+def pretrained(patched):
+    """What `from_pretrained` of transformers makes of the shards, each byte of it looked at."""
+
+    def load(folder, files, device):
+        import contextlib
+
+        import tensorfs
+        import torch
+        from transformers import AutoModel
+
+        with tensorfs.patched() if patched else contextlib.nullcontext():
+            model = AutoModel.from_pretrained(str(model_folder(folder)), dtype=torch.bfloat16, device_map=device)
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        for tensor in tensors.values():
+            tensor.reshape(-1).view(torch.int64).sum()
+        return tensors
+
+    return load
+
+
+def model_folder(folder):
+    """A folder with the checkpoint and the configuration of its model, beside it."""
+    beside = folder.with_name(f"{folder.name}-model")
+    beside.mkdir(exist_ok=True)
+    headers = {}
+    for file in folder.glob("*.safetensors"):
+        headers |= header_of(file)
+    shapes = {name: entry["shape"] for name, entry in headers.items() if name != "__metadata__"}
+    vocabulary, hidden = shapes["model.embed_tokens.weight"]
+    head = 128
+    config = {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": shapes["model.layers.0.mlp.up_proj.weight"][0],
+        "num_hidden_layers": sum(name.endswith("q_proj.weight") for name in shapes),
+        "num_attention_heads": hidden // head,
+        "num_key_value_heads": shapes["model.layers.0.self_attn.k_proj.weight"][0] // head,
+        "head_dim": head,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    (beside / "config.json").write_text(json.dumps(config))
+    for path in folder.iterdir():
+        if path.name.endswith((".safetensors", ".json")) and not (beside / path.name).exists():
+            (beside / path.name).symlink_to(path)
+    return beside
+
+
+# Of each case: what takes part, with the function and the packages that it needs.
+LOOPS = {
+    "loop": {
+        "tensorfs load_file": (by_tensorfs, "tensorfs"),
+        "tensorfs get_tensor": (loop_by_tensorfs(taken_by_one, by_get_tensor), "tensorfs"),
+        "tensorfs get_tensor, 4 threads": (loop_by_tensorfs(taken_by_four, by_get_tensor), "tensorfs"),
+        "tensorfs get_slice": (loop_by_tensorfs(taken_by_one, by_get_slice), "tensorfs"),
+        "safetensors get_tensor": (loop_by_safetensors(taken_by_one, by_get_tensor), "safetensors"),
+        "safetensors get_tensor, 4 threads": (loop_by_safetensors(taken_by_four, by_get_tensor), "safetensors"),
+        "safetensors get_slice": (loop_by_safetensors(taken_by_one, by_get_slice), "safetensors"),
+    },
+    "pretrained": {
+        "patched": (pretrained(True), "transformers.models.llama.modeling_llama"),
+        "unpatched": (pretrained(False), "transformers.models.llama.modeling_llama"),
+    },
+}
+
+# ---------------------------------------------------------------------------------------------
 # One run
 
 
@@ -333,7 +447,9 @@ def one_run(task):
     before = resource.getrusage(resource.RUSAGE_SELF)
     read_before = bytes_read()
     start = time.perf_counter()
-    if "dim" in task:
+    if "loop" in task:
+        tensors = LOOPS[task["loop"]][task["loader"]][0](folder, files, device)
+    elif "dim" in task:
         tensors = SLICERS[task["loader"]](folder, task["dim"], device)
     else:
         tensors = LOADERS[task["loader"]][0](folder, files, device)
@@ -453,6 +569,10 @@ def runners(case, options):
     if kind.startswith("tp"):
         for name in SLICERS:
             tasks[name] = {"loader": name, "dim": int(kind[2]), "folder": folder, "package": name}
+    elif kind in LOOPS:
+        for name, (_, package) in LOOPS[kind].items():
+            if util.find_spec(package.split(".")[0]):
+                tasks[name] = {"loader": name, "loop": kind, "folder": folder, "package": package}
     else:
         for name, (_, package, kinds, devices) in LOADERS.items():
             fits = kind in kinds and devices in ("both", options.device.split(":")[0])
@@ -487,6 +607,8 @@ def table(case, results):
     for name, runs in results.items():
         good = [run for run in runs if "failed" not in run]
         version = version_of(LOADERS[name][1]) if name in LOADERS else ""
+        if case.partition(":")[0] in LOOPS:
+            version = version_of(LOOPS[case.partition(":")[0]][name][1])
         if not good or len(good) < len(runs):
             failed = next((run["failed"] for run in runs if "failed" in run), "not run")
             lines.append(f"| {name} | {version} | failed: {failed} | | | | | | |")
@@ -512,7 +634,8 @@ def table(case, results):
 
 
 CASES = "hf:cold,hf:warm,hf:cold:untouched,hf:warm:untouched,"
-CASES += "small:warm,small:cold,dcp:warm,dcp:cold,tp0:cold,tp1:cold,tp0:warm,tp1:warm"
+CASES += "small:warm,small:cold,dcp:warm,dcp:cold,tp0:cold,tp1:cold,tp0:warm,tp1:warm,"
+CASES += "loop:cold,loop:warm,pretrained:cold,pretrained:warm"
 
 
 def main():

@@ -102,6 +102,16 @@ class Torch:
             return None
         return self._torch.cuda.current_stream(self._device).cuda_stream
 
+    def over(self, area: Area) -> Any:
+        """The bytes of an area, to make views of."""
+        # Views of one that was made in inference mode would be of that mode for ever.
+        with self._torch.inference_mode(False):
+            return self._torch.frombuffer(_buffer(area), dtype=self._torch.uint8)
+
+    def mode(self) -> object:
+        """What decides, beside the arguments, which kind of tensor torch makes."""
+        return self._torch.is_inference_mode_enabled(), type(self._torch.empty(0))
+
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         """The tensors in filled areas, by name."""
         as_strided, on_cpu = self._torch.as_strided, self._device.type == "cpu"
@@ -160,6 +170,12 @@ class Numpy:
         self._dtypes: dict[str, Any] = {}
 
     def stream(self) -> None:
+        return None
+
+    def over(self, area: Area) -> Any:
+        return _buffer(area)
+
+    def mode(self) -> object:
         return None
 
     def dtype(self, dtype: str, name: str) -> Any:
@@ -233,6 +249,12 @@ class DLPack:
     def stream(self) -> None:
         return None
 
+    def over(self, area: Area) -> Any:
+        return area
+
+    def mode(self) -> object:
+        return None
+
     def dtype(self, dtype: str, name: str) -> str:
         return dtype
 
@@ -269,6 +291,14 @@ _OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle")
 _made: dict[tuple[type, int | None], Any] = {}
 
 
+WIDTHS = {
+    **dict.fromkeys(("F64", "U64", "I64", "C64"), 8),
+    **dict.fromkeys(("F32", "U32", "I32"), 4),
+    **dict.fromkeys(("F16", "BF16", "U16", "I16"), 2),
+}
+"""Bytes of an element, where that is more than one."""
+
+
 def is_known(framework: object) -> bool:
     return framework in _NAMES
 
@@ -290,6 +320,15 @@ def find(framework: object, gpu: int | None = None) -> Any:
 def _only_cpu(name: str, gpu: int | None) -> None:
     if gpu is not None:
         raise error(f'framework {name} has no tensors on cuda:{gpu}: open with framework="pt", or load to cpu')
+
+
+def _buffer(area: Area) -> Any:
+    """An object with the bytes of `area`, which lives as long."""
+    import ctypes
+
+    made = (ctypes.c_ubyte * len(area)).from_address(area.address)
+    made._owner = area  # type: ignore[attr-defined]
+    return made
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

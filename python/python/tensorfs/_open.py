@@ -65,6 +65,9 @@ class safe_open:
     files, a mapping from tensor names to files, or any of these on a mount, which is read past the mount.
     `framework` is "pt", "np", or "dlpack" for objects that every other framework takes.
 
+    Tensors own their memory. With `copy=False` they share that of the mapped files, where they lie there in one piece:
+    to write to one changes no file, but a file that is cut short later ends the process that looks at it.
+
     The other arguments say how to read, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -76,6 +79,7 @@ class safe_open:
         device: Any = "cpu",
         *,
         backend: str = "mmap",
+        copy: bool = True,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -90,13 +94,15 @@ class safe_open:
         found = _frameworks.find(framework, self._gpu)
         loader = _settings.loader(*self._how, self._gpu)
         strict = backend == "pread" or not found.indexes_itself
-        self._open: Reader | None = Reader(open_checkpoint(filename, loader), found, loader, strict)
+        self._open: Reader | None = Reader(open_checkpoint(filename, loader), found, loader, strict, copy)
 
     def __enter__(self) -> safe_open:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open = None
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._open is None else f"{len(self._open.checkpoint)} tensors"
@@ -134,6 +140,8 @@ class safe_open:
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
         """All tensors, or those that are meant, by name in file order. They are read together."""
+        if not self._reader().copy:
+            return self._reader().all_shared(self._infos(names))
         if names is None:
             return self._reader().load_all()
         return self._reader().load([(info, None) for info in self._infos(names)])
@@ -146,6 +154,8 @@ class safe_open:
         """Pairs of name and tensor in file order. What comes next is loaded meanwhile, in bounded memory."""
         wanted: list[tuple[Info, Part]] = [(info, None) for info in self._infos(names)]
         _refuse_unfit(self._reader(), wanted)
+        if not self._reader().copy:
+            return _one_by_one(self._reader(), wanted)
         batches = _batches(wanted)
         if len(batches) > 1:
             return _stream(self._reader(), batches)
@@ -177,7 +187,9 @@ class safe_open:
     def stats(self) -> dict[str, Any]:
         """What loads of this checkpoint took so far: bytes wanted and read, reads, seconds. Small tensors
         and parts that were in the page cache are not counted."""
-        return dict(self._reader().stats)
+        reader = self._reader()
+        ahead, unused = reader.ahead
+        return {**reader.stats, "bytes_ahead": ahead, "bytes_ahead_unused": unused}
 
     def _reader(self) -> Reader:
         if self._open is None:
@@ -281,6 +293,11 @@ def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: i
 def _stream(reader: Reader, batches: list[list[tuple[Info, Part]]]) -> Iterator[tuple[str, Any]]:
     with _background(reader, batches, 1) as loader:
         yield from loader
+
+
+def _one_by_one(reader: Reader, wanted: list[tuple[Info, Part]]) -> Iterator[tuple[str, Any]]:
+    for info, _ in wanted:
+        yield info.name, reader.whole(info)
 
 
 def _batches(wanted: list[tuple[Info, Part]]) -> list[list[tuple[Info, Part]]]:

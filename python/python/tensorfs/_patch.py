@@ -18,8 +18,8 @@ from ._open import safe_open
 class _Block:
     """A block that was entered. Whatever took over its context, such as a task, may outlive it."""
 
-    def __init__(self, around: _Block | None) -> None:
-        self.around, self.ended = around, False
+    def __init__(self, around: _Block | None, copy: bool) -> None:
+        self.around, self.copy, self.ended = around, copy, False
 
 
 _innermost: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.patched", default=None)
@@ -29,13 +29,14 @@ _stand_in: Any = None
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def patched(*, copy: bool = True) -> Iterator[None]:
     """Within the block, and in this thread and async task alone, `safetensors.safe_open` is ours, whoever has imported
     it; so are the `load_file` and `load_model` of `safetensors`, which use it. What we do not load, such as tensors for
-    other frameworks, is loaded by safetensors as ever.
+    other frameworks, is loaded by safetensors as ever. With `copy=False` tensors share the mapped files, as those of
+    safetensors do: see `safe_open`.
     """
     _install()
-    block = _Block(_innermost.get())
+    block = _Block(_innermost.get(), copy)
     try:
         token = _innermost.set(block)
         yield
@@ -47,11 +48,11 @@ def patched() -> Iterator[None]:
         _uninstall()
 
 
-def _is_active() -> bool:
+def _active() -> _Block | None:
     block = _innermost.get()
     while block is not None and block.ended:
         block = block.around
-    return block is not None
+    return block
 
 
 def _after_fork() -> None:
@@ -100,8 +101,10 @@ def _replace(old: Any, new: Any) -> None:
 def _make_stand_in(real: type) -> type:
     class Kind(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            ours = _is_active() and _is_ours(*args, **kwargs)
-            return (safe_open if ours else real)(*args, **kwargs)
+            block = _active()
+            if block is None or not _is_ours(*args, **kwargs):
+                return real(*args, **kwargs)
+            return safe_open(*args, **{"copy": block.copy, **kwargs})
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, (real, safe_open))

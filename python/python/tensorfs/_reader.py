@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from ._tensorfs import Cancel, Checkpoint, Loader, Plan
+from ._errors import SafetensorError
+from ._frameworks import PAGE, WIDTHS
+from ._tensorfs import Ahead, Area, Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
 """What of a tensor is wanted: first index and end in each dimension; None for all."""
@@ -14,6 +16,10 @@ _WHOLE_MAX = 4 << 20
 
 _PLACE_MIN = 1 << 20
 """Shorter ones are copied to their place; longer ones get a place that the disk can write to."""
+
+
+_OWN_MIN = 16 << 20
+"""From this length on a tensor that is loaded ahead is loaded alone; shorter ones together, up to this."""
 
 
 class Info(NamedTuple):
@@ -29,24 +35,183 @@ class Info(NamedTuple):
 class Reader:
     """What an open checkpoint, its slices and its background loads share."""
 
-    def __init__(self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool = True
+    ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
+        # Whether every tensor gets memory of its own.
+        self.copy = copy or not loader.on_cpu
+        # The shards that are mapped, each as what views are made of, with its address; None where it cannot be mapped.
+        self._mapped: dict[int, tuple[Any, int] | None] = {}
         # What all loads took, summed up.
         self.stats: dict[str, Any] = {}
+        # Of a GPU nothing is loaded ahead.
+        self._ahead = Ahead() if loader.on_cpu else None
+        # Whether the page cache lacked a small tensor that was asked for last.
+        self._is_cold = False
+
+    def close(self) -> None:
+        """Lets go of what was loaded ahead. What is asked for from now on is loaded then."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """Bytes that are loaded ahead now, and bytes that were in vain."""
+        return (0, 0) if self._ahead is None else self._ahead.bytes
+
+    def shared(self, info: Info, part: Part, shape: Sequence[int]) -> Any:
+        """A tensor, or rows of it, in the mapped shard; None where it does not lie there as it has to."""
+        if info.nbytes == 0 or 0 in shape:
+            return None
+        found = self.loader.run_of(self.checkpoint, info.position)
+        if found is None:
+            return None
+        (shard, at), nbytes = found, info.nbytes
+        if part is not None:
+            if any(bounds != (0, size) for bounds, size in zip(part[1:], info.shape[1:])):
+                return None
+            row, rest = divmod(nbytes, info.shape[0])
+            first, end = part[0]
+            if rest:
+                return None
+            at, nbytes = at + first * row, (end - first) * row
+        if at % WIDTHS.get(info.dtype, 1):
+            return None
+        self.framework.check(info.dtype, shape, info.name)
+        if shard not in self._mapped:
+            area = Area.of_shard(self.loader, self.checkpoint, shard)
+            self._mapped[shard] = None if area is None else (self.framework.over(area), area.address)
+            # It may have been cut short before it was mapped.
+            self.loader.run_of(self.checkpoint, info.position)
+        mapped = self._mapped[shard]
+        if mapped is None:
+            return None
+        place = (info.name, 0, at, nbytes, info.dtype, tuple(shape))
+        return self.framework.views([mapped], [place])[info.name]
+
+    def all_shared(self, infos: Sequence[Info]) -> dict[str, Any]:
+        """Tensors in the mapped shards, and those that cannot be there read together, in this order."""
+        tensors = {info.name: self.shared(info, None, info.shape) for info in infos}
+        missing: list[tuple[Info, Part]] = [(info, None) for info in infos if tensors[info.name] is None]
+        if missing:
+            tensors.update(self.load(missing))
+        return tensors
 
     def whole(self, info: Info) -> Any:
+        if not self.copy:
+            made = self.shared(info, None, info.shape)
+            if made is not None:
+                return made
+        if self._ahead is not None:
+            is_there, wanted = self._ahead.ask(self.checkpoint, info.position, self._is_cold)
+            if wanted:
+                self._begin(self._ahead, wanted)
+            if is_there:
+                made = self._take(self._ahead, info)
+                if made is not None:
+                    return made
+        try:
+            return self._whole_now(info)
+        except BaseException:
+            # What fails or is interrupted here is not loaded behind the caller's back either.
+            if self._ahead is not None:
+                self._ahead.drop()
+            raise
+
+    def _whole_now(self, info: Info) -> Any:
         if info.nbytes <= _WHOLE_MAX and self.loader.on_cpu:
             tensor, address = self.framework.empty(info.dtype, info.shape, info.name)
             if info.nbytes == 0:
                 return tensor
             if self.loader.load_cached(self.checkpoint, info.position, None, address, info.nbytes):
+                self._is_cold = False
                 return tensor
+            self._is_cold = True
             if info.nbytes < _PLACE_MIN:
                 return self._load_to(info, None, tensor, address)
         return self.load([(info, None)])[info.name]
 
+    def _begin(self, ahead: Ahead, wanted: list[tuple[int, int]]) -> None:
+        """Begins to load tensors that nobody has asked for yet; each comes with the byte of a page that it begins at."""
+        try:
+            together: list[tuple[Info, int]] = []
+            length = 0
+            for position, offset in wanted:
+                info = Info(*self.checkpoint.tensor_at(position))
+                try:
+                    self.framework.check(info.dtype, info.shape, info.name)
+                except SafetensorError:
+                    continue
+                if info.nbytes >= _OWN_MIN:
+                    if not self.loader.has_spare(self.checkpoint, info.nbytes):
+                        break
+                    self._begin_one(ahead, info)
+                    continue
+                together.append((info, offset))
+                length += info.nbytes
+                if length >= _OWN_MIN:
+                    self._begin_some(ahead, together)
+                    together, length = [], 0
+            if together:
+                self._begin_some(ahead, together)
+        except MemoryError:
+            pass
+        except Exception:
+            # Where it cannot be loaded when it is asked for either, that says why.
+            ahead.close()
+
+    def _begin_one(self, ahead: Ahead, info: Info) -> None:
+        framework = self.framework
+        plan = self.loader.plan(self.checkpoint, [(info.position, None, None, None)])
+        areas = [framework.area(room) for room in plan.rooms]
+        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
+        payload = (framework.mode(), [area[:2] for area in areas], plan.placed(self.checkpoint))
+        ahead.begin(self.loader, self.checkpoint, plan, memory, [(info.position, info.nbytes, payload)])
+
+    def _begin_some(self, ahead: Ahead, wanted: list[tuple[Info, int]]) -> None:
+        """Tensors that are read together, each into memory of its own."""
+        framework, mode = self.framework, self.framework.mode()
+        wishes: list[Any] = []
+        memory: list[Any] = []
+        tensors: list[Any] = []
+        for info, offset in wanted:
+            payload: Any
+            area, start, length = (None, 0, 0) if info.nbytes < _PLACE_MIN else framework.area(info.nbytes + 2 * PAGE)
+            if start == 0:
+                area, at = framework.empty(info.dtype, info.shape, info.name)
+                length, payload = info.nbytes, (mode, None, area)
+            else:
+                # Where the disk can write to.
+                begin = offset if offset % 64 == 0 else 0
+                skipped = -start % PAGE + begin
+                at, length = start + skipped, length - skipped
+                place = (info.name, 0, begin, info.nbytes, info.dtype, tuple(info.shape))
+                payload = (mode, [(area, start)], [place])
+            wishes.append((info.position, None, None, at))
+            memory.append((at, length, area))
+            tensors.append((info.position, info.nbytes, payload))
+        ahead.begin(self.loader, self.checkpoint, self.loader.plan(self.checkpoint, wishes), memory, tensors)
+
+    def _take(self, ahead: Ahead, info: Info) -> Any:
+        """A tensor that was loaded ahead; None where it has to be loaded after all."""
+        found = ahead.take(self.loader, info.position)
+        if found is None:
+            return None
+        (mode, areas, made), took = found
+        if took is not None:
+            self._count(took)
+        # Of torch: what is made within some blocks is not what it is outside of them.
+        if mode != self.framework.mode():
+            return None
+        return made if areas is None else self.framework.views(areas, made)[info.name]
+
     def part(self, info: Info, part: list[tuple[int, int]], shape: list[int]) -> Any:
         """The indices `part` of a tensor, as a tensor of this shape."""
+        if not self.copy:
+            made = self.shared(info, part, shape)
+            if made is not None:
+                return made
         tensor, address = self.framework.empty(info.dtype, shape, info.name)
         if 0 in shape:
             return tensor
@@ -63,7 +228,9 @@ class Reader:
         return tensor
 
     def _fill(self, plan: Plan, memory: list[Any], cancel: Cancel | None) -> None:
-        took = self.loader.fill(self.checkpoint, plan, memory, cancel, self.framework.stream())
+        self._count(self.loader.fill(self.checkpoint, plan, memory, cancel, self.framework.stream()))
+
+    def _count(self, took: dict[str, Any]) -> None:
         for key, value in took.items():
             if key in ("pinning", "cufile_unused"):
                 self.stats[key] = value

@@ -1,0 +1,489 @@
+//! Loading ahead: a handle whose tensors are asked for in an order that is known gets the next ones
+//! into bounded memory before they are asked for.
+//!
+//! Python finds the memory, threads here fill it. They never need the interpreter, so none waits for
+//! it, and they end when there is nothing to load. No object of Python is let go of under the lock:
+//! that may run code of the user.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io::ErrorKind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use nix::unistd::{getpid, gettid};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorfs::io::Region;
+use tensorfs::loader as core;
+use tensorfs::plan;
+use tensorfs::process::{PerProcess, token};
+use tensorfs::walk::{Kind, Orders, Walk};
+
+use crate::checkpoint::Checkpoint;
+use crate::errors::raised;
+use crate::loading::{LOOK, Loader, Memory, PAGE, Plan, facts};
+
+/// Bytes that one handle has loaded ahead, and all handles together, at most.
+const HELD_MAX: u64 = 256 << 20;
+const HELD_MAX_ALL: u64 = 512 << 20;
+
+/// Tensors up to this length are copied when they are asked for, as long as the page cache has
+/// them: to hand them to another thread takes longer.
+const SMALL_MAX: u64 = 1 << 20;
+
+/// Small tensors loaded ahead. More are loaded when half of them are taken.
+const SMALL_HELD_MAX: usize = 256;
+
+/// Tensors that follow among which something to load is looked for, also where it may be small.
+const LOOK_AHEAD: usize = 32;
+const LOOK_AHEAD_SMALL: usize = 320;
+
+/// Threads of one handle that load ahead: while one finishes a tensor the other keeps the disk busy.
+const THREADS: usize = 2;
+
+/// Requests after which a tensor that was expected but not asked for is let go of, where its memory
+/// is needed or nothing is expected any more.
+const STALE: u64 = 24;
+
+/// Requests in a row that nobody expected, after which everything is let go of.
+const LOST: u32 = 4;
+
+/// Checkpoints with more tensors have their orders found out at the second request.
+const ORDERED_AT_ONCE: usize = 4096;
+
+/// Bytes that all handles of this process have loaded ahead.
+fn held_by_all() -> &'static AtomicU64 {
+    static HELD: PerProcess<AtomicU64> = PerProcess::new();
+    HELD.get_or_init(AtomicU64::default)
+}
+
+/// The order that was right last in this process, as 1 + its number; 0: none yet.
+static USUAL: AtomicUsize = AtomicUsize::new(0);
+const KINDS: [Kind; 3] = [Kind::Files, Kind::Names, Kind::Natural];
+
+/// Tensors that are loaded together.
+struct Job {
+    plan: Arc<plan::Plan>,
+    regions: Vec<Arc<Region>>,
+    checkpoint: Arc<tensorfs::Checkpoint>,
+    loader: Arc<core::Loader>,
+    cancelled: AtomicBool,
+    stats: Mutex<Option<core::Stats>>,
+    /// The error of a load that the source did not answer in time: nobody waits for that twice.
+    overdue: Mutex<Option<tensorfs::Error>>,
+}
+
+/// A payload, and what its load took.
+type Taken<'py> = (Py<PyAny>, Option<Bound<'py, PyDict>>);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Waiting,
+    Loading,
+    Loaded,
+    Failed,
+}
+
+/// A tensor that is loaded ahead.
+struct Entry {
+    job: Arc<Job>,
+    progress: Progress,
+    len: u64,
+    /// Whether its job loads others, too.
+    is_with_others: bool,
+    /// Number of the request at which it was begun.
+    born: u64,
+    /// What Python makes the tensor of.
+    payload: Py<PyAny>,
+}
+
+#[derive(Default)]
+struct State {
+    walk: Option<Walk>,
+    entries: HashMap<usize, Entry>,
+    /// Tensors whose memory is being found. Those that are asked for meanwhile are taken off.
+    chosen: HashSet<usize>,
+    queue: VecDeque<Arc<Job>>,
+    /// Bytes of all entries.
+    held: u64,
+    small: usize,
+    requests: u64,
+    /// Requests in a row that nobody expected.
+    lost: u32,
+    threads: usize,
+    /// Nothing is loaded ahead any more.
+    closed: bool,
+    unused: u64,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes a tensor out, and its job off the queue or off the disk where nobody else wants it.
+    fn remove(&mut self, position: usize) -> Option<Entry> {
+        let entry = self.entries.remove(&position)?;
+        self.held -= entry.len;
+        held_by_all().fetch_sub(entry.len, Ordering::Relaxed);
+        self.small -= usize::from(entry.len < SMALL_MAX);
+        if !self.entries.values().any(|other| Arc::ptr_eq(&other.job, &entry.job)) {
+            self.queue.retain(|job| !Arc::ptr_eq(job, &entry.job));
+            entry.job.cancelled.store(true, Ordering::Relaxed);
+        }
+        Some(entry)
+    }
+
+    /// Takes out tensors that were begun before request `born`, all but the one at `kept`.
+    fn remove_older(&mut self, born: u64, kept: Option<usize>) -> Vec<Entry> {
+        let is_old = |(at, entry): &(&usize, &Entry)| entry.born < born && Some(**at) != kept;
+        let old: Vec<usize> = self.entries.iter().filter(is_old).map(|(&at, _)| at).collect();
+        let removed: Vec<Entry> = old.into_iter().filter_map(|at| self.remove(at)).collect();
+        self.unused += removed.iter().map(|entry| entry.len).sum::<u64>();
+        removed
+    }
+
+    /// What is to be begun now: the next tensors as far as there is memory for them, each with the
+    /// byte of a page that it begins at in its file. Small ones only if `small` says so. `stale`
+    /// gets what makes way for them. The tensor at `position` is the one that is asked for now.
+    fn next(
+        &mut self,
+        checkpoint: &tensorfs::Checkpoint,
+        position: usize,
+        small: bool,
+        stale: &mut Vec<Entry>,
+    ) -> Vec<(usize, u64)> {
+        let Some(walk) = self.walk.take() else { return Vec::new() };
+        let (mut free, mut wanted) = (self.free(position), Vec::new());
+        // Mostly nothing: small ones are begun many at a time.
+        let small = small && self.small <= SMALL_HELD_MAX / 2;
+        let mut left = if small { SMALL_HELD_MAX - self.small } else { 0 };
+        let look = if left > 0 { LOOK_AHEAD_SMALL } else { LOOK_AHEAD };
+        for tensor in walk.next().take(look) {
+            let found = checkpoint.catalog().tensor_at(tensor);
+            let is_small = found.len < SMALL_MAX;
+            if found.len == 0 || (is_small && left == 0) {
+                continue;
+            }
+            if self.entries.contains_key(&tensor) || self.chosen.contains(&tensor) {
+                continue;
+            }
+            if found.len > free && wanted.is_empty() {
+                stale
+                    .extend(self.remove_older(self.requests.saturating_sub(STALE), Some(position)));
+                free = self.free(position);
+            }
+            if found.len > free {
+                break;
+            }
+            left -= usize::from(is_small);
+            free -= found.len;
+            let mut pieces = found.pieces();
+            let offset = pieces.next().filter(|_| pieces.len() == 0).map(|one| one.range.start);
+            wanted.push((tensor, offset.unwrap_or(0) % PAGE as u64));
+            self.chosen.insert(tensor);
+        }
+        self.walk = Some(walk);
+        wanted
+    }
+
+    fn mark(&mut self, job: &Arc<Job>, progress: Progress) {
+        let mine = self.entries.values_mut().filter(|entry| Arc::ptr_eq(&entry.job, job));
+        mine.for_each(|entry| entry.progress = progress);
+    }
+
+    /// Bytes that may be loaded ahead now. The tensor at `position` is about to be handed out.
+    fn free(&self, position: usize) -> u64 {
+        let taken = self.entries.get(&position).map_or(0, |entry| entry.len);
+        let all = held_by_all().load(Ordering::Relaxed).saturating_sub(taken);
+        HELD_MAX.saturating_sub(self.held - taken).min(HELD_MAX_ALL.saturating_sub(all))
+    }
+}
+
+/// What one handle loads ahead.
+#[pyclass(frozen, module = "tensorfs._tensorfs")]
+pub(crate) struct Ahead {
+    shared: Arc<Shared>,
+    /// The token of the process that began: its threads are there, and a child has none of them.
+    process: u64,
+}
+
+#[pymethods]
+impl Ahead {
+    #[new]
+    fn new() -> Ahead {
+        Ahead { shared: Arc::default(), process: token() }
+    }
+
+    /// Takes note of a request for the tensor at `position`. Returns whether it is on its way
+    /// already, so that `take` has it, and what is to be begun now: positions, each with the byte
+    /// of a page that the tensor begins at in its file.
+    fn ask(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        position: usize,
+        small: bool,
+    ) -> (bool, Vec<(usize, u64)>) {
+        if token() != self.process {
+            return (false, Vec::new());
+        }
+        let checkpoint = checkpoint.own();
+        if position >= checkpoint.catalog().len() {
+            return (false, Vec::new());
+        }
+        let mut state = self.shared.lock();
+        if state.closed {
+            return (false, Vec::new());
+        }
+        state.requests += 1;
+        if state.walk.is_none() {
+            // A handle is often opened for one tensor.
+            if state.requests == 1 && checkpoint.catalog().len() > ORDERED_AT_ONCE {
+                return (false, Vec::new());
+            }
+            drop(state);
+            let orders = py.detach(|| Orders::of(checkpoint.catalog()));
+            state = self.shared.lock();
+            let usual = USUAL.load(Ordering::Relaxed).checked_sub(1).map(|at| KINDS[at]);
+            state.walk.get_or_insert_with(|| Walk::new(orders, usual));
+        }
+        let expected = state.walk.as_mut().is_some_and(|walk| walk.ask(position, reader()));
+        state.chosen.remove(&position);
+        let mut stale = Vec::new();
+        let mut wanted = Vec::new();
+        if expected {
+            state.lost = 0;
+            wanted = state.next(&checkpoint, position, small, &mut stale);
+            let kind = state.walk.as_ref().and_then(Walk::kind);
+            if let Some(at) = KINDS.iter().position(|other| Some(*other) == kind) {
+                USUAL.store(at + 1, Ordering::Relaxed);
+            }
+        } else {
+            state.lost += 1;
+            if state.lost >= LOST {
+                stale = state.remove_older(u64::MAX, Some(position));
+            }
+        }
+        let is_there = state.entries.contains_key(&position);
+        drop(state);
+        drop(stale);
+        (is_there, wanted)
+    }
+
+    /// Begins to load what `plan` says into `memory`, in the background. For each tensor of it
+    /// its position, length and payload, which `take` gives back.
+    fn begin(
+        &self,
+        loader: &Loader,
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        memory: Vec<Memory>,
+        tensors: Vec<(usize, u64, Py<PyAny>)>,
+    ) -> PyResult<()> {
+        if token() != self.process {
+            return Ok(());
+        }
+        let job = Arc::new(Job {
+            plan: plan.plan.clone(),
+            regions: plan.regions(memory)?,
+            checkpoint: checkpoint.own(),
+            loader: loader.own(),
+            cancelled: AtomicBool::new(false),
+            stats: Mutex::default(),
+            overdue: Mutex::default(),
+        });
+        let mut unwanted = Vec::new();
+        let mut state = self.shared.lock();
+        if state.closed {
+            drop(state);
+            return Ok(());
+        }
+        let (born, is_with_others) = (state.requests, tensors.len() > 1);
+        for (position, len, payload) in tensors {
+            if !state.chosen.remove(&position) || state.entries.contains_key(&position) {
+                unwanted.push(payload);
+                continue;
+            }
+            state.held += len;
+            state.small += usize::from(len < SMALL_MAX);
+            held_by_all().fetch_add(len, Ordering::Relaxed);
+            let (job, progress) = (job.clone(), Progress::Waiting);
+            state
+                .entries
+                .insert(position, Entry { job, progress, len, is_with_others, born, payload });
+        }
+        if Arc::strong_count(&job) == 1 {
+            // All of it was asked for meanwhile.
+            drop(state);
+            return Ok(());
+        }
+        state.queue.push_back(job);
+        let starts = state.threads < THREADS;
+        state.threads += usize::from(starts);
+        drop(state);
+        drop(unwanted);
+        if starts {
+            let (shared, process) = (self.shared.clone(), self.process);
+            let thread = std::thread::Builder::new().name("tensorfs-ahead".to_owned());
+            if thread.spawn(move || work(&shared, process)).is_err() {
+                // What is asked for is loaded without.
+                self.shared.lock().threads -= 1;
+                self.close();
+            }
+        }
+        Ok(())
+    }
+
+    /// The payload of a tensor that was loaded ahead, once it is there, with what its load took
+    /// unless that was said before. None where it has to be loaded by whoever asks.
+    fn take<'py>(
+        &self,
+        py: Python<'py>,
+        loader: &Loader,
+        position: usize,
+    ) -> PyResult<Option<Taken<'py>>> {
+        if token() != self.process {
+            return Ok(None);
+        }
+        let main = gettid() == getpid();
+        loop {
+            let mut state = self.shared.lock();
+            let Some(progress) = state.entries.get(&position).map(|entry| entry.progress) else {
+                return Ok(None);
+            };
+            // One that is alone and waits for its turn is loaded by whoever asks, and sooner.
+            let in_turn =
+                |entry: &Entry| entry.progress == Progress::Waiting && entry.is_with_others;
+            let waits = state.entries.get(&position).is_some_and(in_turn);
+            if progress != Progress::Loading && !waits {
+                let entry = state.remove(position);
+                drop(state);
+                let Some(entry) = entry else { return Ok(None) };
+                if let Some(e) =
+                    entry.job.overdue.lock().unwrap_or_else(PoisonError::into_inner).take()
+                {
+                    return Err(raised(py, &e, None));
+                }
+                if progress != Progress::Loaded {
+                    return Ok(None);
+                }
+                // It may have been loaded long ago.
+                loader.check(py, &entry.job.checkpoint, position)?;
+                let stats = entry.job.stats.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let stats = stats.map(|stats| facts(py, &stats)).transpose()?;
+                return Ok(Some((entry.payload, stats)));
+            }
+            drop(state);
+            py.detach(|| {
+                let is_loading = |state: &mut State| {
+                    let entry = state.entries.get(&position);
+                    let busy = [Progress::Waiting, Progress::Loading];
+                    entry.is_some_and(|entry| busy.contains(&entry.progress))
+                };
+                let waiting =
+                    self.shared.changed.wait_timeout_while(self.shared.lock(), LOOK, is_loading);
+                drop(waiting);
+            });
+            if main && let Err(interrupted) = py.check_signals() {
+                Ahead::drop(self);
+                loader.forget();
+                return Err(interrupted);
+            }
+        }
+    }
+
+    /// Lets go of everything, and loads nothing ahead any more. Waits for nothing.
+    fn close(&self) {
+        if token() != self.process {
+            return;
+        }
+        self.shared.lock().closed = true;
+        Ahead::drop(self);
+    }
+
+    /// Lets go of everything that is loaded ahead or on its way. Waits for nothing.
+    fn drop(&self) {
+        if token() == self.process {
+            let dropped = self.shared.lock().remove_older(u64::MAX, None);
+            drop(dropped);
+        }
+    }
+
+    /// Bytes that are loaded ahead now, and bytes that were in vain.
+    #[getter]
+    fn bytes(&self) -> (u64, u64) {
+        if token() != self.process {
+            return (0, 0);
+        }
+        let state = self.shared.lock();
+        (state.held, state.unused)
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        self.close();
+        if token() != self.process {
+            // In a child what it shares with threads of the parent stays as it is.
+            std::mem::forget(self.shared.clone());
+        }
+    }
+}
+
+/// A number that no other thread which lives now has.
+fn reader() -> u64 {
+    thread_local!(static HERE: u8 = const { 0 });
+    HERE.with(|here| (&raw const *here) as u64)
+}
+
+/// Loads what is in the queue, and ends with it.
+fn work(shared: &Shared, process: u64) {
+    loop {
+        let mut state = shared.lock();
+        let Some(job) = state.queue.pop_front() else {
+            state.threads -= 1;
+            return;
+        };
+        state.mark(&job, Progress::Loading);
+        drop(state);
+        let loaded = catch_unwind(AssertUnwindSafe(|| load(&job))).unwrap_or(false);
+        // Not in a child that this thread itself has forked.
+        debug_assert_eq!(process, token());
+        let mut state = shared.lock();
+        state.mark(&job, if loaded { Progress::Loaded } else { Progress::Failed });
+        drop(state);
+        shared.changed.notify_all();
+        // Whoever takes the tensor lets go of its memory last, with the interpreter.
+        drop(job);
+    }
+}
+
+/// Carries a job out. Where that fails, whoever asks for its tensors loads them, and is told why
+/// that fails.
+fn load(job: &Job) -> bool {
+    let mut goes_on = |_| !job.cancelled.load(Ordering::Relaxed);
+    // SAFETY: `begin` was given the memory for this plan alone, and nobody uses it before the job is
+    // done, as `Plan::regions` says; the plan is of this checkpoint.
+    let filled = unsafe { job.loader.fill(&job.checkpoint, &job.plan, &job.regions, &mut goes_on) };
+    match filled {
+        Ok(report) => {
+            *job.stats.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.stats);
+            true
+        }
+        Err(tensorfs::Error::Io { ref source, .. }) if source.kind() == ErrorKind::TimedOut => {
+            *job.overdue.lock().unwrap_or_else(PoisonError::into_inner) = filled.err();
+            false
+        }
+        Err(_) => false,
+    }
+}

@@ -1,0 +1,268 @@
+//! The order in which the tensors of a checkpoint are asked for, learned: which ones come next.
+//!
+//! Few programs take tensors at random. They follow the files, the sorted names, or the names with
+//! their numbers in numeric order. Each of these orders is tried on every request, and the one that
+//! foretold the last requests best says what comes next.
+//! Pure: no I/O, no clock, no threads.
+
+use std::cmp::Ordering;
+use std::collections::VecDeque;
+
+use crate::catalog::Catalog;
+
+/// From so many tensors on, names are not sorted by their numbers: it takes a second for a million.
+const NATURAL_MAX: usize = 200_000;
+
+/// Places in an order that each reader may go on from, and all of them together: the more there are,
+/// the more often a request at random is near one.
+const CURSORS_EACH: usize = 2;
+const CURSORS_MAX: usize = 8;
+
+/// Tensors that a cursor has passed and still expects: threads overtake each other.
+const PASSED_MAX: usize = 32;
+
+/// Requests in which readers are counted.
+const READERS_IN: usize = 16;
+
+/// Score from which on an order is believed, and the highest one. A hit adds one, a miss halves.
+const BELIEVED: u32 = 2;
+const SCORE_MAX: u32 = 16;
+
+/// What an order goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The offsets in the files.
+    Files,
+    /// The names as strings, which is the order of the catalog.
+    Names,
+    /// The names, with the numbers in them as numbers.
+    Natural,
+}
+
+#[derive(Clone, Debug)]
+struct Order {
+    kind: Kind,
+    /// Tensors, by rank.
+    tensors: Vec<u32>,
+    /// Rank of each tensor.
+    ranks: Vec<u32>,
+}
+
+/// The orders of one checkpoint that are not the same.
+#[derive(Clone, Debug, Default)]
+pub struct Orders(Vec<Order>);
+
+impl Orders {
+    /// Those of this catalog.
+    pub fn of(catalog: &Catalog) -> Orders {
+        let names: Vec<u32> = (0..catalog.len() as u32).collect();
+        let mut files = names.clone();
+        files.sort_by_key(|&at| {
+            let piece = catalog.tensor_at(at as usize).first_piece();
+            (piece.shard, piece.range.start, piece.range.end)
+        });
+        let mut orders = Orders::default();
+        orders.add(Kind::Files, files);
+        if names.len() < NATURAL_MAX {
+            let name = |at: u32| catalog.tensor_at(at as usize).name;
+            let mut natural = names.clone();
+            natural.sort_by(|&a, &b| by_numbers(name(a), name(b)));
+            orders.add(Kind::Natural, natural);
+        }
+        orders.add(Kind::Names, names);
+        orders
+    }
+
+    fn add(&mut self, kind: Kind, tensors: Vec<u32>) {
+        if self.0.iter().any(|order| order.tensors == tensors) {
+            return;
+        }
+        let mut ranks = vec![0; tensors.len()];
+        for (rank, &tensor) in tensors.iter().enumerate() {
+            ranks[tensor as usize] = rank as u32;
+        }
+        self.0.push(Order { kind, tensors, ranks });
+    }
+}
+
+/// Compares names part by part, as they are divided by dots: numbers come first, and a number at
+/// the end of a part counts as one.
+fn by_numbers(a: &str, b: &str) -> Ordering {
+    let (mut left, mut right) = (a.split('.'), b.split('.'));
+    loop {
+        let (x, y) = match (left.next(), right.next()) {
+            (None, None) => return Ordering::Equal,
+            (None, _) => return Ordering::Less,
+            (_, None) => return Ordering::Greater,
+            (Some(x), Some(y)) => (halves(x), halves(y)),
+        };
+        // A part that is nothing but a number has no text.
+        let order = x.0.cmp(y.0).then_with(|| by_value(x.1, y.1));
+        if order != Ordering::Equal {
+            return order;
+        }
+    }
+}
+
+/// The text of a part, and the digits that it ends with.
+fn halves(part: &str) -> (&str, &str) {
+    let text = part.trim_end_matches(|c: char| c.is_ascii_digit());
+    part.split_at(text.len())
+}
+
+fn by_value(a: &str, b: &str) -> Ordering {
+    let (x, y) = (a.trim_start_matches('0'), b.trim_start_matches('0'));
+    // No digits at all come before a zero.
+    let shown = a.is_empty().cmp(&b.is_empty()).reverse();
+    shown.then_with(|| x.len().cmp(&y.len())).then_with(|| x.cmp(y))
+}
+
+/// Where a reader goes on.
+#[derive(Clone, Debug)]
+struct Cursor {
+    /// The highest rank that was asked for.
+    rank: u32,
+    /// Ranks before it that were not.
+    passed: VecDeque<u32>,
+    /// Number of its last request.
+    last: u64,
+}
+
+/// How well an order foretold the requests.
+#[derive(Clone, Debug, Default)]
+struct Track {
+    score: u32,
+    misses: u32,
+    cursors: Vec<Cursor>,
+}
+
+impl Track {
+    /// Takes note of request `number`, for the tensor of this rank. Returns whether one of so many
+    /// readers was expected to ask for it: threads that share an order overtake each other.
+    fn ask(&mut self, rank: u32, readers: usize, number: u64) -> bool {
+        let reach = if readers > 1 { 2 * readers as u32 } else { 1 };
+        if let Some(cursor) = self.cursors.iter_mut().find(|cursor| cursor.rank == rank) {
+            // Asked for again, which says nothing.
+            cursor.last = number;
+            return true;
+        }
+        let expected = self.expected(rank, reach, number);
+        if expected || rank == 0 {
+            self.score = (self.score + 1).min(SCORE_MAX);
+        } else {
+            (self.score, self.misses) = (self.score / 2, self.misses.saturating_add(1));
+        }
+        if !expected {
+            let most = (CURSORS_EACH * readers).min(CURSORS_MAX);
+            while self.cursors.len() >= most {
+                let oldest = (0..self.cursors.len()).min_by_key(|&at| self.cursors[at].last);
+                self.cursors.swap_remove(oldest.unwrap_or(0));
+            }
+            self.cursors.push(Cursor { rank, passed: VecDeque::new(), last: number });
+        }
+        expected || rank == 0
+    }
+
+    /// Moves the cursor that expects this rank, if one does.
+    fn expected(&mut self, rank: u32, reach: u32, number: u64) -> bool {
+        for cursor in &mut self.cursors {
+            if let Some(at) = cursor.passed.iter().position(|&passed| passed == rank) {
+                cursor.passed.remove(at);
+                cursor.last = number;
+                return true;
+            }
+        }
+        let near = |cursor: &&mut Cursor| cursor.rank < rank && rank - cursor.rank <= reach;
+        let nearest = self.cursors.iter_mut().filter(near).max_by_key(|cursor| cursor.rank);
+        let Some(cursor) = nearest else { return false };
+        cursor.passed.extend(cursor.rank + 1..rank);
+        let dropped = cursor.passed.len().saturating_sub(PASSED_MAX);
+        cursor.passed.drain(..dropped);
+        (cursor.rank, cursor.last) = (rank, number);
+        true
+    }
+}
+
+/// What is known of the requests for one checkpoint so far.
+#[derive(Clone, Debug)]
+pub struct Walk {
+    orders: Orders,
+    /// By order.
+    tracks: Vec<Track>,
+    /// How often each tensor was asked for.
+    asked: Vec<u16>,
+    requests: u64,
+    /// Who sent the last requests.
+    recent: VecDeque<u64>,
+    /// Order and rank of the last request, where it was expected.
+    onward: Option<(usize, u32)>,
+}
+
+impl Walk {
+    /// No request yet. An order that was right elsewhere, `usual`, is believed sooner.
+    pub fn new(orders: Orders, usual: Option<Kind>) -> Walk {
+        let score = |order: &Order| u32::from(Some(order.kind) == usual);
+        let track = |order| Track { score: score(order), ..Track::default() };
+        let tracks = orders.0.iter().map(track).collect();
+        let asked = vec![0; orders.0.first().map_or(0, |order| order.tensors.len())];
+        let recent = VecDeque::with_capacity(READERS_IN + 1);
+        Walk { orders, tracks, asked, requests: 0, recent, onward: None }
+    }
+
+    /// Takes note of a request of `reader` for `tensor`. Returns whether it was expected by an
+    /// order that is believed; then `next` says what follows.
+    ///
+    /// # Panics
+    /// If the checkpoint has no such tensor.
+    pub fn ask(&mut self, tensor: usize, reader: u64) -> bool {
+        self.requests += 1;
+        self.asked[tensor] = self.asked[tensor].saturating_add(1);
+        self.recent.push_back(reader);
+        if self.recent.len() > READERS_IN {
+            self.recent.pop_front();
+        }
+        let readers = self.readers();
+        let mut best = None;
+        for (number, (order, track)) in self.orders.0.iter().zip(&mut self.tracks).enumerate() {
+            let rank = order.ranks[tensor];
+            let expected = track.ask(rank, readers, self.requests);
+            // Of those that are as good now, the one that was wrong less often.
+            let merit = (track.score, u32::MAX - track.misses);
+            if expected && track.score >= BELIEVED && best.is_none_or(|(_, _, other)| merit > other)
+            {
+                best = Some((number, rank, merit));
+            }
+        }
+        self.onward = best.map(|(number, rank, _)| (number, rank));
+        self.onward.is_some()
+    }
+
+    /// How many sent the last requests.
+    fn readers(&self) -> usize {
+        let first = |at: usize| !self.recent.iter().take(at).any(|one| *one == self.recent[at]);
+        (0..self.recent.len()).filter(|&at| first(at)).count()
+    }
+
+    /// The tensors that follow the one that was asked for last, the next one first. Those that
+    /// were asked for as often are left out: another reader was there. Empty where the last
+    /// request was not expected.
+    pub fn next(&self) -> impl Iterator<Item = usize> + '_ {
+        let (tensors, times) = match self.onward {
+            None => (&[][..], 0),
+            Some((order, rank)) => {
+                let (now, after) = self.orders.0[order].tensors[rank as usize..].split_at(1);
+                (after, self.asked[now[0] as usize])
+            }
+        };
+        let tensors = tensors.iter().map(|&tensor| tensor as usize);
+        tensors.filter(move |&tensor| self.asked[tensor] < times)
+    }
+
+    /// The order that is believed now.
+    pub fn kind(&self) -> Option<Kind> {
+        self.onward.map(|(order, _)| self.orders.0[order].kind)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -202,7 +202,7 @@ fn serve(lane: &Arc<Lane>, ring: &mut Ring) -> io::Result<()> {
         loop {
             match lane.next_for_ring(ring.sent == 0) {
                 Work::Job(job) => take(lane, ring, job)?,
-                Work::None | Work::Handed(..) => break,
+                Work::None | Work::Handed(..) | Work::Over(_) => break,
                 Work::End => return Ok(()),
             }
         }
@@ -263,7 +263,7 @@ fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::R
         ring.free.push(at);
         match next {
             Next::Read => lane.hand_over(id, transfer),
-            Next::End(result) => lane.carry(id, || result.and_then(|()| transfer.finish())),
+            Next::End(result) => lane.over(id, transfer, result),
         }
     }
     Ok(())

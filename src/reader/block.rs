@@ -200,11 +200,12 @@ impl Reader {
             return Vec::new();
         }
         let left = plan.fetches.len();
-        let block = Arc::new(Mutex::new(Block { buffer: Some(buffer), left, done: Some(done) }));
+        let block = Block { buffer: Some(buffer), left, come: Vec::new(), done: Some(done) };
+        let block = Arc::new(Mutex::new(block));
         let submit = |Planned { source, range, uses }: Planned| {
             let lease = lease.split(Buffer::len_for(&range));
             let (block, start) = (block.clone(), range.start);
-            let done = Box::new(move |outcome| Block::add(&block, outcome, start, &uses));
+            let done = Box::new(move |outcome| Block::add(&block, outcome, start, uses));
             engine.submit(Fetch { source, range, class, lease, done })
         };
         plan.fetches.into_iter().map(submit).collect()
@@ -234,36 +235,65 @@ impl Planned {
 
 /// A block that is being put together.
 struct Block {
+    /// Away while a thread copies into it.
     buffer: Option<Buffer>,
-    /// Reads that are not back.
+    /// Reads whose bytes are not in the buffer.
     left: usize,
-    /// Taken by the last read, or by the first that fails.
+    /// What has come and is not copied yet.
+    come: Vec<Come>,
+    /// Taken once all is there, or by the first read that fails.
     done: Option<Done>,
 }
 
+/// The bytes of one read, which began at `start` of its source, and their places.
+struct Come {
+    bytes: Filled,
+    start: u64,
+    uses: Vec<Use>,
+}
+
 impl Block {
-    /// Puts the bytes of one read, which began at `start` of its source, in their places.
-    fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: &[Use]) {
-        let mut this = block.lock().unwrap_or_else(PoisonError::into_inner);
-        this.left -= 1;
+    /// Puts the bytes of one read in their places. One thread at a time does so; others leave
+    /// theirs to that one, and go on.
+    fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: Vec<Use>) {
+        let lock = || block.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut this = lock();
+        if this.done.is_none() {
+            return;
+        }
         let finished = match outcome {
             Ok(bytes) => {
-                if let Some(buffer) = &mut this.buffer {
-                    uses.iter().for_each(|part| part.copy(&bytes, start, buffer));
+                this.come.push(Come { bytes, start, uses });
+                let Some(mut buffer) = this.buffer.take() else { return };
+                while let Some(come) = this.come.pop() {
+                    drop(this);
+                    come.copy(&mut buffer);
+                    this = lock();
+                    this.left -= 1;
                 }
-                (this.left == 0).then(|| this.buffer.take()).flatten().map(Ok)
+                if this.left > 0 {
+                    this.buffer = this.done.is_some().then_some(buffer);
+                    return;
+                }
+                Ok(buffer)
             }
             Err(error) => {
                 this.buffer = None;
-                Some(Err(error))
+                this.come.clear();
+                Err(error)
             }
         };
-        let Some(outcome) = finished else { return };
         let done = this.done.take();
         drop(this);
         if let Some(done) = done {
-            done(outcome.map(Loaded::Gathered));
+            done(finished.map(Loaded::Gathered));
         }
+    }
+}
+
+impl Come {
+    fn copy(self, buffer: &mut [u8]) {
+        self.uses.iter().for_each(|part| part.copy(&self.bytes, self.start, buffer));
     }
 }
 

@@ -223,12 +223,14 @@ impl Lane {
     /// and to the readers, takes longer than to read them: that is done by the pool, because
     /// there is one thread of the ring for all.
     pub(super) fn over(self: &Arc<Self>, id: u64, transfer: Transfer, result: Result<()>) {
-        if transfer.len() < ANSWERED_HERE_MAX {
-            return self.carry(id, || result.and_then(|()| transfer.finish()));
-        }
+        let over = Over { id, transfer, result };
         let call = {
             let mut state = self.lock();
-            state.over.push_back(Over { id, transfer, result });
+            if over.transfer.len() < ANSWERED_HERE_MAX || !state.queue.is_long(id) {
+                drop(state);
+                return self.answer_over(over);
+            }
+            state.over.push_back(over);
             state.may_answer(self.answering_max)
         };
         // Without a call one of those that give answers takes it next.

@@ -81,6 +81,24 @@ pub enum Class {
     Prefetch,
 }
 
+/// How long a callback takes, which decides the thread that it is called on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// It takes notes.
+    Short,
+    /// It takes notes, and gives the bytes to the readers who wait for them.
+    AsAwaited,
+    /// It copies the bytes, or computes with them.
+    Long,
+}
+
+impl Effort {
+    /// What it is once a reader waits.
+    fn awaited(self) -> Effort {
+        if self == Effort::AsAwaited { Effort::Long } else { self }
+    }
+}
+
 /// How reads are handed to the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
@@ -157,6 +175,8 @@ pub struct Fetch {
     pub range: Range<u64>,
     /// Who waits for them.
     pub class: Class,
+    /// How long `done` takes.
+    pub effort: Effort,
     /// The memory for it: at least `Buffer::len_for` the range. It is taken when the read is
     /// sent.
     pub lease: Lease,

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::Reader;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Buffer, Class, Engine, Fetch, Filled, Lease, Ticket};
+use crate::io::{Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Ticket};
 use crate::layout::Extent;
 use crate::source::Source;
 
@@ -186,7 +186,8 @@ impl Reader {
             let mut done = Some(done);
             let submitted = fetch.filter_map(|(source, range, lease)| {
                 let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
-                Some(engine.submit(Fetch { source, range, class, lease, done }))
+                let effort = Effort::AsAwaited;
+                Some(engine.submit(Fetch { source, range, class, effort, lease, done }))
             });
             return submitted.collect();
         }
@@ -206,7 +207,7 @@ impl Reader {
             let lease = lease.split(Buffer::len_for(&range));
             let (block, start) = (block.clone(), range.start);
             let done = Box::new(move |outcome| Block::add(&block, outcome, start, uses));
-            engine.submit(Fetch { source, range, class, lease, done })
+            engine.submit(Fetch { source, range, class, effort: Effort::Long, lease, done })
         };
         plan.fetches.into_iter().map(submit).collect()
     }

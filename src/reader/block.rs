@@ -169,12 +169,14 @@ impl Reader {
     }
 
     /// Reads a block; `done` is called once all its bytes are there, or with the first error.
-    /// `lease` holds the memory that the plan takes.
+    /// `lease` holds the memory that the plan takes. `here` says whether the calling thread may
+    /// read by itself, as `Engine::submit_here` does.
     pub fn fetch_block(
         &self,
         engine: &Engine,
         plan: BlockPlan,
         class: Class,
+        here: bool,
         mut lease: Lease,
         done: Done,
     ) -> Vec<Ticket> {
@@ -187,7 +189,8 @@ impl Reader {
             let submitted = fetch.filter_map(|(source, range, lease)| {
                 let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
                 let effort = Effort::AsAwaited;
-                Some(engine.submit(Fetch { source, range, class, effort, lease, done }))
+                let fetch = Fetch { source, range, class, effort, lease, done };
+                Some(if here { engine.submit_here(fetch) } else { engine.submit(fetch) })
             });
             return submitted.collect();
         }

@@ -66,7 +66,7 @@ pub(super) struct State {
     /// What the ring's thread leaves to the pool.
     handed: VecDeque<(u64, Transfer)>,
     /// Reads that are over: the pool gives the answers. Their deadlines go on until then.
-    over: VecDeque<Over>,
+    pub(super) over: VecDeque<Over>,
     /// Threads that give answers of those.
     answering: usize,
     /// Fetches that came one after the other, each when the one before was over.

@@ -13,6 +13,8 @@ use tempfile::TempDir;
 use super::queue::{Queue, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
 use super::*;
 
+mod answers;
+
 /// Longest wait for anything that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
 

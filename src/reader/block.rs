@@ -314,3 +314,66 @@ impl Use {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+    use crate::error::Error;
+    use crate::io::Budget;
+
+    const PARTS: usize = 64;
+
+    /// A block of as many parts as `PARTS`, a page each. Its outcome arrives at the receiver.
+    fn block(budget: &Budget) -> (Arc<Mutex<Block>>, Receiver<Result<Loaded>>) {
+        let (send, receive) = channel();
+        let lease = budget.try_lease((PARTS << 12) as u64).unwrap();
+        let buffer = Some(Buffer::new(PARTS << 12, lease));
+        let done: Done = Box::new(move |outcome| drop(send.send(outcome)));
+        let block = Block { buffer, left: PARTS, come: Vec::new(), done: Some(done) };
+        (Arc::new(Mutex::new(block)), receive)
+    }
+
+    /// Brings part `n`, whose bytes are all `n`.
+    fn add(block: &Mutex<Block>, budget: &Budget, n: usize) {
+        let mut buffer = Buffer::new(4096, budget.try_lease(4096).unwrap());
+        buffer.fill(n as u8);
+        let start = 7 * n as u64;
+        let uses = vec![Use { range: start..start + 4096, place: Place::Run((n << 12) as u64) }];
+        Block::add(block, Ok(Filled::new(buffer, 0..4096)), start, uses);
+    }
+
+    #[test]
+    fn parts_that_come_on_many_threads_at_a_time_all_lie_in_their_places() {
+        let budget = Budget::new(1 << 20, Arc::default());
+        for _ in 0..50 {
+            let (block, outcome) = block(&budget);
+            std::thread::scope(|scope| {
+                for first in 0..4 {
+                    let (block, budget) = (&block, &budget);
+                    let mine = (0..PARTS).rev().filter(move |n| n % 4 == first);
+                    scope.spawn(move || mine.for_each(|n| add(block, budget, n)));
+                }
+            });
+            let loaded = outcome.recv().unwrap().unwrap();
+            assert!(loaded.chunks(4096).enumerate().all(|(n, part)| part == [n as u8; 4096]));
+            assert!(outcome.recv().is_err(), "a second answer");
+        }
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn a_part_that_fails_answers_at_once_and_those_that_come_later_hold_no_memory() {
+        let budget = Budget::new(1 << 20, Arc::default());
+        let (block, outcome) = block(&budget);
+        (0..3).for_each(|n| add(&block, &budget, n));
+        Block::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
+        assert!(outcome.recv().unwrap().is_err());
+        (3..6).for_each(|n| add(&block, &budget, n));
+        Block::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
+        assert_eq!(budget.used(), 0);
+        drop(block);
+        assert!(outcome.recv().is_err(), "a second answer");
+    }
+}

@@ -1,11 +1,17 @@
 //! Which thread answers: the ring's thread is there for all reads of a device, so none of the
 //! long answers may be given by it, and those that are held up hold up nobody else.
 
-use std::sync::mpsc::Sender;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
-use super::*;
+use super::{PATIENCE, budget, bytes, fetch, file, get, wait_until};
+use crate::counters::Counters;
+use crate::error::Result;
 use crate::io::queue::STUCK_MAX;
+use crate::io::{Budget, Class, Direct, Effort, Engine, Fetch, Filled, Settings};
+use crate::source::Source;
 
 const MIB: u64 = 1 << 20;
 

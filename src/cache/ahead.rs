@@ -97,7 +97,7 @@ impl Inner {
             state.loading.add(&plan);
             drop(state);
             self.counters.prefetched_bytes.add(end - at);
-            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
+            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch, false);
             at = end;
         }
         Ok(())

@@ -5,6 +5,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -24,15 +25,33 @@ pub(super) use super::queue::Job;
 /// How long a thread without work stays.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
+/// Reads shorter than this are answered by the ring's thread: to call another one for them takes
+/// longer than the answer.
+const ANSWERED_HERE_MAX: usize = 64 << 10;
+
+/// Longest read that the thread of the reader may carry out.
+const READ_HERE_MAX: u64 = 16 << 10;
+
+/// After so many fetches that came one by one. Of two at a time the second would have to wait.
+const ONE_BY_ONE_MIN: u32 = 8;
+
+/// Fewest and most threads that give the answers of a ring, one for each processor in between.
+/// Two, so that one that is held up is not all.
+const ANSWERING: (usize, usize) = (2, 8);
+
 /// The reads of one device.
 pub(super) struct Lane {
     dev: u64,
     file_system: FileSystem,
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
+    /// Whether a thread reads for itself, of this lane or another.
+    here: Arc<AtomicBool>,
     watch: Weak<Watch>,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
+    /// Most threads that give answers.
+    answering_max: usize,
     state: Mutex<State>,
     /// For threads of the pool: there is work, or the end.
     work: Condvar,
@@ -46,6 +65,12 @@ pub(super) struct State {
     ring: RingState,
     /// What the ring's thread leaves to the pool.
     handed: VecDeque<(u64, Transfer)>,
+    /// Reads that are over: the pool gives the answers. Their deadlines go on until then.
+    pub(super) over: VecDeque<Over>,
+    /// Threads that give answers of those.
+    answering: usize,
+    /// Fetches that came one after the other, each when the one before was over.
+    one_by_one: u32,
     /// Threads, that of the ring included.
     threads: usize,
     /// Threads with a job, until they ask for the next.
@@ -57,11 +82,20 @@ pub(super) struct State {
     no_thread: Option<String>,
 }
 
+/// A read that is over, and how it ended.
+pub(super) struct Over {
+    id: u64,
+    transfer: Transfer,
+    result: Result<()>,
+}
+
 /// What a thread does next.
 pub(super) enum Work {
     Job(Job),
     /// What the ring's thread has begun and left to the pool.
     Handed(u64, Transfer),
+    /// What only has to be answered.
+    Over(Over),
     /// Nothing now; only for the thread of a ring.
     None,
     End,
@@ -88,6 +122,7 @@ impl Lane {
         source: &Source,
         settings: Settings,
         counters: Arc<Counters>,
+        here: Arc<AtomicBool>,
         watch: &Arc<Watch>,
     ) -> Lane {
         let mut state = State::default();
@@ -99,8 +134,11 @@ impl Lane {
             file_system: source.file_system(),
             settings,
             counters,
+            here,
             watch: Arc::downgrade(watch),
             direct_refused: AtomicBool::new(false),
+            answering_max: available_parallelism()
+                .map_or(ANSWERING.0, |n| n.get().clamp(ANSWERING.0, ANSWERING.1)),
             state: Mutex::new(state),
             work: Condvar::new(),
         }
@@ -110,11 +148,38 @@ impl Lane {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a fetch in; its number.
-    pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
-        let id = self.lock().queue.push(fetch, Instant::now());
-        self.wake();
-        id
+    /// Takes a fetch in; its number, and the job if the calling thread has to carry it out.
+    pub(super) fn submit(self: &Arc<Self>, fetch: Fetch, here: bool) -> (u64, Option<Job>) {
+        let len = fetch.range.end - fetch.range.start;
+        let now = Instant::now();
+        let mut state = self.lock();
+        state.one_by_one =
+            if state.queue.is_empty() { state.one_by_one.saturating_add(1) } else { 0 };
+        let here = here
+            && len <= READ_HERE_MAX
+            && state.one_by_one > ONE_BY_ONE_MIN
+            && self.file_system.is_local()
+            && !state.closed
+            && !self.here.swap(true, Ordering::Acquire);
+        let id = state.queue.push(fetch, now);
+        let job = here.then(|| state.queue.pick(now)).flatten();
+        drop(state);
+        match &job {
+            Some(_) => self.counters.source_reads_now.add(1),
+            None => {
+                if here {
+                    self.here.store(false, Ordering::Release);
+                }
+                self.wake();
+            }
+        }
+        (id, job)
+    }
+
+    /// Reads and answers on the calling thread.
+    pub(super) fn read_here(self: &Arc<Self>, job: Job) {
+        self.carry(job.id, || pool::begin(self, job));
+        self.here.store(false, Ordering::Release);
     }
 
     pub(super) fn promote(&self, id: u64) {
@@ -141,7 +206,7 @@ impl Lane {
                 RingState::Off(_) | RingState::Never => pool = true,
             }
             state.threads += usize::from(start);
-            pool |= !state.handed.is_empty();
+            pool |= !state.handed.is_empty() || state.may_answer(self.answering_max);
         }
         if start {
             let lane = self.clone();
@@ -191,6 +256,33 @@ impl Lane {
                 self.carry(id, || pool::carry(self, transfer));
             }
         }
+    }
+
+    /// Answers a read of the ring's thread that is over. To copy many bytes to where they belong,
+    /// and to the readers, takes longer than to read them: that is done by the pool, because
+    /// there is one thread of the ring for all.
+    pub(super) fn over(self: &Arc<Self>, id: u64, transfer: Transfer, result: Result<()>) {
+        let over = Over { id, transfer, result };
+        let call = {
+            let mut state = self.lock();
+            if over.transfer.len() < ANSWERED_HERE_MAX || !state.queue.is_long(id) {
+                drop(state);
+                return self.answer_over(over);
+            }
+            state.over.push_back(over);
+            state.may_answer(self.answering_max)
+        };
+        // Without a call one of those that give answers takes it next.
+        if call && !self.call_pool() {
+            let over = self.lock().over.pop_front();
+            if let Some(over) = over {
+                self.answer_over(over);
+            }
+        }
+    }
+
+    fn answer_over(self: &Arc<Self>, Over { id, transfer, result }: Over) {
+        self.carry(id, || result.and_then(|()| transfer.finish()));
     }
 
     /// Reads and answers.
@@ -292,6 +384,11 @@ impl Lane {
                     self.wake();
                     self.carry(id, || pool::carry(self, transfer));
                 }
+                Work::Over(over) => {
+                    self.wake();
+                    self.answer_over(over);
+                    self.lock().answering -= 1;
+                }
                 Work::None | Work::End => return,
             }
         }
@@ -305,6 +402,13 @@ impl Lane {
             if let Some((id, transfer)) = state.handed.pop_front() {
                 state.busy += 1;
                 return Work::Handed(id, transfer);
+            }
+            if state.may_answer(self.answering_max)
+                && let Some(over) = state.over.pop_front()
+            {
+                state.busy += 1;
+                state.answering += 1;
+                return Work::Over(over);
             }
             if state.closed {
                 state.threads -= 1;
@@ -448,6 +552,13 @@ impl Lane {
             "in_flight": state.queue.in_flight(),
             "stuck": state.queue.stuck(),
         })
+    }
+}
+
+impl State {
+    /// Whether a thread of the pool may take a read that is over.
+    fn may_answer(&self, most: usize) -> bool {
+        self.answering < most && !self.over.is_empty()
     }
 }
 

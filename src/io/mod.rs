@@ -19,6 +19,7 @@ mod watch;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -81,6 +82,24 @@ pub enum Class {
     Demand,
     /// No one yet.
     Prefetch,
+}
+
+/// How long a callback takes, which decides the thread that it is called on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// It takes notes.
+    Short,
+    /// It takes notes, and gives the bytes to the readers who wait for them.
+    AsAwaited,
+    /// It copies the bytes, or computes with them.
+    Long,
+}
+
+impl Effort {
+    /// What it is once a reader waits.
+    fn awaited(self) -> Effort {
+        if self == Effort::AsAwaited { Effort::Long } else { self }
+    }
 }
 
 /// How reads are handed to the kernel.
@@ -159,6 +178,8 @@ pub struct Fetch {
     pub range: Range<u64>,
     /// Who waits for them.
     pub class: Class,
+    /// How long `done` takes.
+    pub effort: Effort,
     /// The memory for it: at least `Buffer::len_for` the range. It is taken when the read is
     /// sent.
     pub lease: Lease,
@@ -189,6 +210,8 @@ struct Inner {
     /// By device.
     lanes: Mutex<HashMap<u64, Arc<Lane>>>,
     watch: Arc<Watch>,
+    /// Whether a thread reads for itself.
+    here: Arc<AtomicBool>,
 }
 
 impl Drop for Inner {
@@ -206,8 +229,8 @@ impl fmt::Debug for Engine {
 impl Engine {
     /// An engine. Its threads start when they are needed first, so the process may still fork.
     pub fn start(settings: Settings, counters: Arc<Counters>) -> Engine {
-        let (lanes, watch) = (Mutex::default(), Arc::default());
-        Engine(Arc::new(Inner { settings, counters, lanes, watch }))
+        let (lanes, watch, here) = (Mutex::default(), Arc::default(), Arc::default());
+        Engine(Arc::new(Inner { settings, counters, lanes, watch, here }))
     }
 
     /// Reads what the kernel's page cache holds, on the calling thread: never from the disk,
@@ -273,19 +296,35 @@ impl Engine {
         self.0.settings.direct != Direct::Always && open_if_cached(source, range).is_some()
     }
 
+    /// Takes in a fetch for a reader, which the calling thread may carry out itself: where it is
+    /// short, and lately there was never more than one at a time, that spares two calls of other
+    /// threads, which take as long as the read. Its deadline is kept as that of any other. Such a
+    /// thread may be held for as long as a disk does not answer, but one of an engine only.
+    /// The caller holds nothing that `done` takes.
+    pub(crate) fn submit_here(&self, fetch: Fetch) -> Ticket {
+        self.take_in(fetch, true)
+    }
+
     /// Takes a fetch in. Never waits for a source. `done` is called exactly once, on another
     /// thread, also when the engine ends before; on this one only if the process cannot start
     /// a single thread.
     pub fn submit(&self, fetch: Fetch) -> Ticket {
+        self.take_in(fetch, false)
+    }
+
+    fn take_in(&self, fetch: Fetch, here: bool) -> Ticket {
         if let Err(e) = self.0.watch.start() {
             tracing::error!("cannot start the thread that keeps deadlines: {e}");
             lane::answer(fetch.done, Err(Error::io(fetch.source.path(), "read", e)));
             return Ticket { lane: Weak::new(), id: 0 };
         }
         let lane = self.lane(&fetch.source);
-        let id = lane.submit(fetch);
+        let (id, job) = lane.submit(fetch, here);
         if self.0.settings.timeout.is_some() {
             self.0.watch.submitted();
+        }
+        if let Some(job) = job {
+            lane.read_here(job);
         }
         Ticket { lane: Arc::downgrade(&lane), id }
     }
@@ -315,7 +354,8 @@ impl Engine {
         let mut lanes = self.lock_lanes();
         let inner = &self.0;
         let lane = lanes.entry(source.identity().dev).or_insert_with(|| {
-            let lane = Lane::new(source, inner.settings, inner.counters.clone(), &inner.watch);
+            let (counters, here) = (inner.counters.clone(), inner.here.clone());
+            let lane = Lane::new(source, inner.settings, counters, here, &inner.watch);
             let lane = Arc::new(lane);
             inner.watch.add(lane.clone());
             lane

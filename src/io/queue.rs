@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::buffer::{Lease, Share};
-use super::{Class, Done, Fetch};
+use super::{Class, Done, Effort, Fetch};
 use crate::source::Source;
 
 /// Most reads of a device that the kernel has at a time, overdue ones included.
@@ -45,6 +45,8 @@ struct Flight {
     /// What its deadline counts from: when a reader asked for it. Until one does, when it was
     /// submitted, and then when it was sent.
     since: Instant,
+    /// How much the answer takes, as far as is known: more once a reader waits.
+    effort: Effort,
     place: Place,
     /// None once it was answered because it is overdue.
     done: Option<Done>,
@@ -92,13 +94,15 @@ fn key(source: &Arc<Source>) -> usize {
 impl Queue {
     /// Takes a fetch in and gives it a number.
     pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
-        let Fetch { source, range, class, lease, done } = fetch;
+        let Fetch { source, range, class, effort, lease, done } = fetch;
+        let effort = if class == Class::Demand { effort.awaited() } else { effort };
         let id = self.next_id;
         self.next_id += 1;
         let key = key(&source);
         self.sources.entry(key).or_default().queued[class as usize].insert(id);
         let place = Place::Queued(class, lease);
-        self.flights.insert(id, Flight { source, range, since: now, place, done: Some(done) });
+        let done = Some(done);
+        self.flights.insert(id, Flight { source, range, since: now, effort, place, done });
         self.refresh(key);
         id
     }
@@ -108,6 +112,7 @@ impl Queue {
         let Some(flight) = self.flights.get_mut(&id) else {
             return;
         };
+        flight.effort = flight.effort.awaited();
         if let Place::Queued(class @ Class::Prefetch, _) = &mut flight.place {
             *class = Class::Demand;
             flight.since = now;
@@ -156,6 +161,11 @@ impl Queue {
         };
         self.refresh(key);
         Some(Job { id, source, range, lease })
+    }
+
+    /// Whether the answer to a fetch takes long.
+    pub(super) fn is_long(&self, id: u64) -> bool {
+        self.flights.get(&id).is_some_and(|flight| flight.effort == Effort::Long)
     }
 
     /// Strikes out a sent fetch that has come back; whom to answer, unless that is done.
@@ -221,6 +231,11 @@ impl Queue {
     pub(super) fn oldest(&self) -> Option<Instant> {
         let unanswered = self.flights.values().filter(|flight| flight.done.is_some());
         unanswered.map(|flight| flight.since).min()
+    }
+
+    /// Whether there is none, neither queued nor sent.
+    pub(super) fn is_empty(&self) -> bool {
+        self.flights.is_empty()
     }
 
     /// How many are queued.

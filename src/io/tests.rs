@@ -13,6 +13,8 @@ use tempfile::TempDir;
 use super::queue::{Queue, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
 use super::*;
 
+mod answers;
+
 /// Longest wait for anything that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -82,7 +84,8 @@ fn fetch(
     let (sender, receiver) = channel();
     let lease = budget.try_lease(Buffer::len_for(&range)).expect("within the budget");
     let done: Done = Box::new(move |result| drop(sender.send(result)));
-    (Fetch { source: source.clone(), range, class, lease, done }, receiver)
+    let (source, effort) = (source.clone(), Effort::AsAwaited);
+    (Fetch { source, range, class, effort, lease, done }, receiver)
 }
 
 fn get(engine: &Engine, source: &Arc<Source>, range: Range<u64>) -> Result<Filled> {
@@ -262,7 +265,8 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
             let class = if n % 3 == 0 { Class::Demand } else { Class::Prefetch };
             let source = sources[n % sources.len()].clone();
             let lease = lease.expect("just got");
-            let ticket = engine.submit(Fetch { source, range, class, lease, done });
+            let effort = Effort::AsAwaited;
+            let ticket = engine.submit(Fetch { source, range, class, effort, lease, done });
             if n % 7 == 0 {
                 engine.promote(&ticket);
             }

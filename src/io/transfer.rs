@@ -78,6 +78,11 @@ impl Transfer {
         Ok(Transfer { source, file, direct, buffer, start, have, wanted, refused, again, began })
     }
 
+    /// How many bytes are wanted.
+    pub(super) fn len(&self) -> usize {
+        self.wanted.len()
+    }
+
     /// Whether it reads past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.is_some()

@@ -202,7 +202,7 @@ fn serve(lane: &Arc<Lane>, ring: &mut Ring) -> io::Result<()> {
         loop {
             match lane.next_for_ring(ring.sent == 0) {
                 Work::Job(job) => take(lane, ring, job)?,
-                Work::None | Work::Handed(..) => break,
+                Work::None | Work::Handed(..) | Work::Over(_) => break,
                 Work::End => return Ok(()),
             }
         }
@@ -263,7 +263,7 @@ fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::R
         ring.free.push(at);
         match next {
             Next::Read => lane.hand_over(id, transfer),
-            Next::End(result) => lane.carry(id, || result.and_then(|()| transfer.finish())),
+            Next::End(result) => lane.over(id, transfer, result),
         }
     }
     Ok(())
@@ -278,7 +278,7 @@ pub(super) mod tests {
 
     use super::*;
     use crate::counters::Counters;
-    use crate::io::{Backend, Budget, Buffer, Class, Engine, Fetch, Settings};
+    use crate::io::{Backend, Budget, Buffer, Class, Effort, Engine, Fetch, Settings};
     use crate::source::Source;
 
     /// Makes a system call fail with EPERM on this thread and those that it starts.
@@ -318,7 +318,8 @@ pub(super) mod tests {
         let done = Box::new(move |result: crate::Result<crate::io::Filled>| {
             sender.send(result.map(|b| b.to_vec()).map_err(|e| e.to_string())).unwrap();
         });
-        engine.submit(Fetch { source, range, class: Class::Demand, lease, done });
+        let (class, effort) = (Class::Demand, Effort::AsAwaited);
+        engine.submit(Fetch { source, range, class, effort, lease, done });
         receiver.recv_timeout(Duration::from_secs(30)).unwrap()
     }
 

@@ -14,7 +14,7 @@ use super::{Event, Loader, Progress, Report, Stats, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled, Lease, Read, Region};
+use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Read, Region};
 use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 
 /// Threads that move bytes, at most.
@@ -311,7 +311,8 @@ impl Load<'_> {
             }
         };
         let range = chunk.range.clone();
-        self.engine.submit(Fetch { source, range, class: Class::Demand, lease, done });
+        let (class, effort) = (Class::Demand, Effort::Short);
+        self.engine.submit(Fetch { source, range, class, effort, lease, done });
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::Reader;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Buffer, Class, Engine, Fetch, Filled, Lease, Ticket};
+use crate::io::{Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Ticket};
 use crate::layout::Extent;
 use crate::source::Source;
 
@@ -169,12 +169,14 @@ impl Reader {
     }
 
     /// Reads a block; `done` is called once all its bytes are there, or with the first error.
-    /// `lease` holds the memory that the plan takes.
+    /// `lease` holds the memory that the plan takes. `here` says whether the calling thread may
+    /// read by itself, as `Engine::submit_here` does.
     pub fn fetch_block(
         &self,
         engine: &Engine,
         plan: BlockPlan,
         class: Class,
+        here: bool,
         mut lease: Lease,
         done: Done,
     ) -> Vec<Ticket> {
@@ -186,7 +188,9 @@ impl Reader {
             let mut done = Some(done);
             let submitted = fetch.filter_map(|(source, range, lease)| {
                 let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
-                Some(engine.submit(Fetch { source, range, class, lease, done }))
+                let effort = Effort::AsAwaited;
+                let fetch = Fetch { source, range, class, effort, lease, done };
+                Some(if here { engine.submit_here(fetch) } else { engine.submit(fetch) })
             });
             return submitted.collect();
         }
@@ -200,12 +204,13 @@ impl Reader {
             return Vec::new();
         }
         let left = plan.fetches.len();
-        let block = Arc::new(Mutex::new(Block { buffer: Some(buffer), left, done: Some(done) }));
+        let block = Block { buffer: Some(buffer), left, come: Vec::new(), done: Some(done) };
+        let block = Arc::new(Mutex::new(block));
         let submit = |Planned { source, range, uses }: Planned| {
             let lease = lease.split(Buffer::len_for(&range));
             let (block, start) = (block.clone(), range.start);
-            let done = Box::new(move |outcome| Block::add(&block, outcome, start, &uses));
-            engine.submit(Fetch { source, range, class, lease, done })
+            let done = Box::new(move |outcome| Block::add(&block, outcome, start, uses));
+            engine.submit(Fetch { source, range, class, effort: Effort::Long, lease, done })
         };
         plan.fetches.into_iter().map(submit).collect()
     }
@@ -234,36 +239,65 @@ impl Planned {
 
 /// A block that is being put together.
 struct Block {
+    /// Away while a thread copies into it.
     buffer: Option<Buffer>,
-    /// Reads that are not back.
+    /// Reads whose bytes are not in the buffer.
     left: usize,
-    /// Taken by the last read, or by the first that fails.
+    /// What has come and is not copied yet.
+    come: Vec<Come>,
+    /// Taken once all is there, or by the first read that fails.
     done: Option<Done>,
 }
 
+/// The bytes of one read, which began at `start` of its source, and their places.
+struct Come {
+    bytes: Filled,
+    start: u64,
+    uses: Vec<Use>,
+}
+
 impl Block {
-    /// Puts the bytes of one read, which began at `start` of its source, in their places.
-    fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: &[Use]) {
-        let mut this = block.lock().unwrap_or_else(PoisonError::into_inner);
-        this.left -= 1;
+    /// Puts the bytes of one read in their places. One thread at a time does so; others leave
+    /// theirs to that one, and go on.
+    fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: Vec<Use>) {
+        let lock = || block.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut this = lock();
+        if this.done.is_none() {
+            return;
+        }
         let finished = match outcome {
             Ok(bytes) => {
-                if let Some(buffer) = &mut this.buffer {
-                    uses.iter().for_each(|part| part.copy(&bytes, start, buffer));
+                this.come.push(Come { bytes, start, uses });
+                let Some(mut buffer) = this.buffer.take() else { return };
+                while let Some(come) = this.come.pop() {
+                    drop(this);
+                    come.copy(&mut buffer);
+                    this = lock();
+                    this.left -= 1;
                 }
-                (this.left == 0).then(|| this.buffer.take()).flatten().map(Ok)
+                if this.left > 0 {
+                    this.buffer = this.done.is_some().then_some(buffer);
+                    return;
+                }
+                Ok(buffer)
             }
             Err(error) => {
                 this.buffer = None;
-                Some(Err(error))
+                this.come.clear();
+                Err(error)
             }
         };
-        let Some(outcome) = finished else { return };
         let done = this.done.take();
         drop(this);
         if let Some(done) = done {
-            done(outcome.map(Loaded::Gathered));
+            done(finished.map(Loaded::Gathered));
         }
+    }
+}
+
+impl Come {
+    fn copy(self, buffer: &mut [u8]) {
+        self.uses.iter().for_each(|part| part.copy(&self.bytes, self.start, buffer));
     }
 }
 
@@ -278,5 +312,68 @@ impl Use {
                 runs.scatter(part, bytes, &mut block[*before as usize..], *after);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+    use crate::error::Error;
+    use crate::io::Budget;
+
+    const PARTS: usize = 64;
+
+    /// A block of as many parts as `PARTS`, a page each. Its outcome arrives at the receiver.
+    fn block(budget: &Budget) -> (Arc<Mutex<Block>>, Receiver<Result<Loaded>>) {
+        let (send, receive) = channel();
+        let lease = budget.try_lease((PARTS << 12) as u64).unwrap();
+        let buffer = Some(Buffer::new(PARTS << 12, lease));
+        let done: Done = Box::new(move |outcome| drop(send.send(outcome)));
+        let block = Block { buffer, left: PARTS, come: Vec::new(), done: Some(done) };
+        (Arc::new(Mutex::new(block)), receive)
+    }
+
+    /// Brings part `n`, whose bytes are all `n`.
+    fn add(block: &Mutex<Block>, budget: &Budget, n: usize) {
+        let mut buffer = Buffer::new(4096, budget.try_lease(4096).unwrap());
+        buffer.fill(n as u8);
+        let start = 7 * n as u64;
+        let uses = vec![Use { range: start..start + 4096, place: Place::Run((n << 12) as u64) }];
+        Block::add(block, Ok(Filled::new(buffer, 0..4096)), start, uses);
+    }
+
+    #[test]
+    fn parts_that_come_on_many_threads_at_a_time_all_lie_in_their_places() {
+        let budget = Budget::new(1 << 20, Arc::default());
+        for _ in 0..50 {
+            let (block, outcome) = block(&budget);
+            std::thread::scope(|scope| {
+                for first in 0..4 {
+                    let (block, budget) = (&block, &budget);
+                    let mine = (0..PARTS).rev().filter(move |n| n % 4 == first);
+                    scope.spawn(move || mine.for_each(|n| add(block, budget, n)));
+                }
+            });
+            let loaded = outcome.recv().unwrap().unwrap();
+            assert!(loaded.chunks(4096).enumerate().all(|(n, part)| part == [n as u8; 4096]));
+            assert!(outcome.recv().is_err(), "a second answer");
+        }
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn a_part_that_fails_answers_at_once_and_those_that_come_later_hold_no_memory() {
+        let budget = Budget::new(1 << 20, Arc::default());
+        let (block, outcome) = block(&budget);
+        (0..3).for_each(|n| add(&block, &budget, n));
+        Block::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
+        assert!(outcome.recv().unwrap().is_err());
+        (3..6).for_each(|n| add(&block, &budget, n));
+        Block::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
+        assert_eq!(budget.used(), 0);
+        drop(block);
+        assert!(outcome.recv().is_err(), "a second answer");
     }
 }

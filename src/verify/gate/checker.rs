@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Class, Engine, Fetch, Filled};
+use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled};
 use crate::source::{Source, release_unpinned};
 
 use super::job::{Job, STEP_LEN, Step};
@@ -143,8 +143,8 @@ impl Inner {
             };
             let (this, of, range) = (self.clone(), source.clone(), step.range.clone());
             let done = move |outcome| this.step_done(&job, &step, (&of, begun), outcome);
-            let (class, done) = (Class::Demand, Box::new(done));
-            self.engine.submit(Fetch { source, range, class, lease, done });
+            let (class, effort, done) = (Class::Demand, Effort::Long, Box::new(done));
+            self.engine.submit(Fetch { source, range, class, effort, lease, done });
         }
     }
 

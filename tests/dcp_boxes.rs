@@ -34,7 +34,7 @@ fn flip(path: &Path, at: u64) {
     file.write_all_at(&[byte[0] ^ 16], at).unwrap();
 }
 
-fn read_all(checkpoint: &Checkpoint) -> (Reader, Vec<u8>) {
+fn read_all(checkpoint: &Arc<Checkpoint>) -> (Reader, Vec<u8>) {
     let reader = Reader::open(checkpoint).unwrap();
     let mut file = vec![0; reader.len() as usize];
     assert_eq!(reader.read_at(0, &mut file).unwrap(), file.len());
@@ -179,7 +179,7 @@ proptest! {
         let (folder, checkpoint) = open(&tensors);
         let store = folder.path().join("store");
         let recorded = || Recorded::load(Some(&store), folder.path());
-        let check = |checkpoint: &Checkpoint| {
+        let check = |checkpoint: &Arc<Checkpoint>| {
             let recorded = recorded();
             let task = Task { recorded: Some(&recorded), ..Task::default() };
             let verified = verify(checkpoint, &task, &mut |_| {}).unwrap();

@@ -381,18 +381,15 @@ macro_rules! recorded {
 
 #[test]
 fn recorded_reads_find_most_of_their_bytes_read_ahead() {
+    // Before the orders were learned it was a fourth for several threads.
     for (name, replayed, early, wasted) in [
-        ("sorted", recorded!("sorted"), 80, 5),
-        ("natural4", recorded!("natural4"), 60, 5),
-        ("transformers", recorded!("transformers"), 60, 5),
-        ("model", recorded!("model"), 50, 10),
-        ("random", recorded!("random"), 20, 10),
+        ("sorted", recorded!("sorted"), 90, 5),
+        ("natural4", recorded!("natural4"), 85, 5),
+        ("transformers", recorded!("transformers"), 50, 5),
+        ("model", recorded!("model"), 55, 5),
+        ("random", recorded!("random"), 0, 10),
     ] {
         let (found, lost) = (replayed.early_percent(), replayed.wasted_percent());
-        eprintln!("{name}: {found} % early, {lost} % wasted: {replayed:?}");
-        assert!(
-            found >= early && lost <= wasted || true,
-            "{name}: {found} % early, {lost} % wasted"
-        );
+        assert!(found >= early && lost <= wasted, "{name}: {found} % early, {lost} % wasted");
     }
 }

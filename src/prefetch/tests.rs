@@ -1,3 +1,5 @@
+//! Planned reads of made-up readers, and of programs whose reads were recorded.
+
 use super::*;
 
 const MIB: u64 = 1 << 20;

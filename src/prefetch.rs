@@ -293,6 +293,7 @@ impl Planner {
                 stream.window = (stream.window * 2).min(WINDOW_MAX);
                 self.window = stream.window;
             }
+            self.take_over(index);
             return Some(index);
         }
         let (planned, window) = self.planned_for(request);
@@ -350,6 +351,17 @@ impl Planner {
             planned.extend(self.streams.swap_remove(index).path);
         }
         (planned, Some(window))
+    }
+
+    /// Gives stream `index` what is planned for another one behind its last read.
+    fn take_over(&mut self, index: usize) {
+        let next = self.streams[index].next;
+        if self.streams[index].goes_on() {
+            return;
+        }
+        if let Some(taken) = self.streams.iter_mut().find_map(|other| other.take(next)) {
+            self.streams[index].path.push_front(taken);
+        }
     }
 
     /// The index of the reader called `id`. One that is new begins with what the last one
@@ -413,9 +425,9 @@ impl Planner {
     ) -> Option<(StreamId, Vec<Range<u64>>)> {
         let wasteful = self.is_wasteful();
         let is_live = |s: &&Stream| s.last + self.patience() >= self.reads;
-        let live = self.streams.iter().filter(is_live).count() as u64;
+        let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
         let stream = &mut self.streams[index];
-        let window = stream.window.min(most / live.max(2)).max(WINDOW_MIN.min(most));
+        let window = stream.window.min(most / 8 * 3).min(most / live).max(WINDOW_MIN.min(most));
         let is_elsewhere = !stream.goes_on() && stream.ahead() > window / 2;
         stream.elsewhere = if is_elsewhere { stream.elsewhere + 1 } else { 0 };
         if stream.elsewhere == ELSEWHERE_READS {
@@ -494,8 +506,9 @@ impl Planner {
         tensors: &dyn Tensors,
     ) -> Option<Tensor> {
         let is_planned = |t: &Tensor| {
-            let starts = |range: &Range<u64>| range.contains(&t.range.start);
-            self.streams.iter().any(|s| s.path.iter().any(starts))
+            let holds =
+                |range: &Range<u64>| range.start <= t.range.start && t.range.end <= range.end;
+            self.streams.iter().any(|s| s.path.iter().any(holds))
         };
         let passed =
             |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index) || is_planned(t);

@@ -60,6 +60,9 @@ const ELSEWHERE_READS: u32 = 32;
 /// Ranges that one stream is read ahead by, at most.
 const PATH_MAX: usize = 64;
 
+/// Tensors that are planned at a time, at most: tiny ones are many.
+const STEPS_MAX: usize = 4096;
+
 /// The kernel asks for whole pages.
 const PAGE: u64 = 4096;
 
@@ -409,10 +412,15 @@ impl Planner {
         self.streams[index].tensor = tensor;
     }
 
+    /// Whether its reader may still be at it.
+    fn is_recent(&self, stream: &Stream) -> bool {
+        stream.last + LEFT_READS_FORETOLD >= self.reads
+    }
+
     /// Whether a stream other than `index` reads the tensor.
     fn is_busy(&self, tensor: &Tensor, index: usize) -> bool {
         let others = self.streams.iter().enumerate().filter(|(at, _)| *at != index);
-        others.map(|(_, s)| s).any(|s| s.tensor.place == tensor.place)
+        others.map(|(_, s)| s).any(|s| s.tensor.place == tensor.place && self.is_recent(s))
     }
 
     /// What to read ahead for a stream.
@@ -451,9 +459,14 @@ impl Planner {
         if tensor.place != stream.tensor.place {
             room = room.min(beyond.saturating_sub(ahead));
         }
-        while room > 0 && stream.path.len() + planned.len() < PATH_MAX {
+        for _ in 0..STEPS_MAX {
+            if room == 0 || stream.path.len() + planned.len() >= PATH_MAX {
+                break;
+            }
             // What another stream began with has been read.
-            let others = self.streams.iter().filter(|s| s.began >= from && s.id != stream.id);
+            let has_read =
+                |s: &Stream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
+            let others = self.streams.iter().filter(|s| s.began >= from && has_read(s));
             let limit = others.map(|s| s.began).min().unwrap_or(self.len);
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
             let end_here = end.min(limit).min(from.saturating_add(room));
@@ -489,7 +502,7 @@ impl Planner {
             0 | 1 if !reader.is_mistaken() => {
                 let Range { start, end } = stream.tensor.range;
                 let read = stream.next.saturating_sub(stream.began.max(start));
-                if read >= (end - start) / 4 * 3 { TRIAL } else { 0 }
+                if read >= (end - start) / 4 * 3 { WINDOW_MIN } else { 0 }
             }
             0 | 1 => 0,
             2 | 3 => TRIAL,

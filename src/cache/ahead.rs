@@ -144,14 +144,15 @@ impl Inner {
         }
     }
 
-    /// Drops a block that nobody has asked for since `age`, if there is one among the oldest:
-    /// what was read ahead stays as long as its file is read.
+    /// Drops a block that nobody has asked for since `age`, if there is one among the oldest.
+    /// What was read ahead stays longer while its file is read.
     pub(super) fn evict_stale(&self, state: &mut State, age: Duration) -> bool {
         let State { files, idle, .. } = state;
         let is_stale = |(&(id, start), since): (&(u64, u64), &Instant)| {
             let Some(file) = files.get(&id) else { return true };
             let is_partly_read = file.blocks.get(&start).is_none_or(|block| block.asked > 0);
-            since.elapsed() >= age && (is_partly_read || file.last_read.elapsed() >= age)
+            let is_left = file.last_read.elapsed() >= age || since.elapsed() >= 5 * age;
+            since.elapsed() >= age && (is_partly_read || is_left)
         };
         let stale = idle.iter().rev().take(LOOKED_AT_MAX).find(|&entry| is_stale(entry));
         let Some(key) = stale.map(|(key, _)| *key) else { return false };

@@ -4,7 +4,7 @@ use super::Layout;
 use crate::catalog::Catalog;
 
 /// Tensors of a file up to which other orders are worth their memory and the time to sort.
-const TENSORS_MAX: usize = 1 << 18;
+const TENSORS_MAX: usize = 1 << 16;
 
 /// Orders of the tensors of a file, without empty ones.
 #[derive(Debug, Default)]

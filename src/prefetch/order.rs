@@ -48,6 +48,9 @@ const SCORE_MIN: i8 = -8;
 /// Most trust in the order that has proved itself best.
 const TRUST_MAX: u8 = 8;
 
+/// Most misses that are held against a reader.
+const MISSES_MAX: u8 = 8;
+
 /// Tensors begun last that the next one is taken to follow: several threads take turns.
 const RECENT: usize = 8;
 
@@ -60,7 +63,7 @@ pub(super) struct Reader {
     /// By order; only tensors of which the orders differ count.
     scores: [i8; Order::ALL.len()],
     trust: u8,
-    /// Tensors that no order has foretold, since one was.
+    /// Tensors that no order has foretold; those that one has halve it.
     misses: u8,
     /// Begun last, newest first.
     recent: VecDeque<Tensor>,
@@ -111,7 +114,7 @@ impl Reader {
         let next = tensors.after(before.place, order);
         if before.place != 0 && next.is_some_and(|next| next.place == tensor.place) {
             self.trust = (self.trust + 1).min(TRUST_MAX);
-            self.misses = 0;
+            self.misses /= 2;
         }
         self.remember(tensor);
     }
@@ -156,14 +159,14 @@ impl Reader {
         }
         if foretold[best] {
             self.trust = (self.trust + 1).min(TRUST_MAX);
-            self.misses = 0;
+            self.misses /= 2;
         } else if hits > 0 {
             // Another order takes over, if it goes on so.
             self.trust = (self.trust / 2).max(1);
-            self.misses = 0;
+            self.misses /= 2;
         } else {
             self.trust = self.trust.saturating_sub(4);
-            self.misses = self.misses.saturating_add(1);
+            self.misses = (self.misses + 1).min(MISSES_MAX);
         }
     }
 

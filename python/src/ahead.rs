@@ -5,7 +5,7 @@
 //! it, and they end when there is nothing to load. No object of Python is let go of under the lock:
 //! that may run code of the user.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -65,7 +65,8 @@ const KINDS: [Kind; 3] = [Kind::Files, Kind::Names, Kind::Natural];
 /// Tensors that are loaded together.
 struct Job {
     plan: Arc<plan::Plan>,
-    regions: Vec<Arc<Region>>,
+    /// Where they are loaded to, until they are: each tensor keeps its own memory from then on.
+    regions: Mutex<Vec<Arc<Region>>>,
     checkpoint: Arc<tensorfs::Checkpoint>,
     loader: Arc<core::Loader>,
     cancelled: AtomicBool,
@@ -103,7 +104,7 @@ struct State {
     walk: Option<Walk>,
     entries: HashMap<usize, Entry>,
     /// Tensors whose memory is being found. Those that are asked for meanwhile are taken off.
-    chosen: HashSet<usize>,
+    chosen: HashMap<usize, u64>,
     queue: VecDeque<Arc<Job>>,
     /// Bytes of all entries.
     held: u64,
@@ -143,9 +144,9 @@ impl State {
         Some(entry)
     }
 
-    /// Takes out tensors that were begun before request `born`, all but the one at `kept`.
-    fn remove_older(&mut self, born: u64, kept: Option<usize>) -> Vec<Entry> {
-        let is_old = |(at, entry): &(&usize, &Entry)| entry.born < born && Some(**at) != kept;
+    /// Takes out tensors that were begun before request `born`, all but those that are `kept`.
+    fn remove_older(&mut self, born: u64, kept: &[usize]) -> Vec<Entry> {
+        let is_old = |(at, entry): &(&usize, &Entry)| entry.born < born && !kept.contains(at);
         let old: Vec<usize> = self.entries.iter().filter(is_old).map(|(&at, _)| at).collect();
         let removed: Vec<Entry> = old.into_iter().filter_map(|at| self.remove(at)).collect();
         self.unused += removed.iter().map(|entry| entry.len).sum::<u64>();
@@ -174,12 +175,13 @@ impl State {
             if found.len == 0 || (is_small && left == 0) {
                 continue;
             }
-            if self.entries.contains_key(&tensor) || self.chosen.contains(&tensor) {
+            if self.entries.contains_key(&tensor) || self.chosen.contains_key(&tensor) {
                 continue;
             }
             if found.len > free && wanted.is_empty() {
-                stale
-                    .extend(self.remove_older(self.requests.saturating_sub(STALE), Some(position)));
+                let mut kept: Vec<usize> = walk.next().take(LOOK_AHEAD_SMALL).collect();
+                kept.push(position);
+                stale.extend(self.remove_older(self.requests.saturating_sub(STALE), &kept));
                 free = self.free(position);
             }
             if found.len > free {
@@ -190,7 +192,7 @@ impl State {
             let mut pieces = found.pieces();
             let offset = pieces.next().filter(|_| pieces.len() == 0).map(|one| one.range.start);
             wanted.push((tensor, offset.unwrap_or(0) % PAGE as u64));
-            self.chosen.insert(tensor);
+            self.chosen.insert(tensor, found.len);
         }
         self.walk = Some(walk);
         wanted
@@ -204,8 +206,10 @@ impl State {
     /// Bytes that may be loaded ahead now. The tensor at `position` is about to be handed out.
     fn free(&self, position: usize) -> u64 {
         let taken = self.entries.get(&position).map_or(0, |entry| entry.len);
-        let all = held_by_all().load(Ordering::Relaxed).saturating_sub(taken);
-        HELD_MAX.saturating_sub(self.held - taken).min(HELD_MAX_ALL.saturating_sub(all))
+        let chosen: u64 = self.chosen.values().sum();
+        let all = (held_by_all().load(Ordering::Relaxed) + chosen).saturating_sub(taken);
+        let held = self.held - taken + chosen;
+        HELD_MAX.saturating_sub(held).min(HELD_MAX_ALL.saturating_sub(all))
     }
 }
 
@@ -271,7 +275,7 @@ impl Ahead {
         } else {
             state.lost += 1;
             if state.lost >= LOST {
-                stale = state.remove_older(u64::MAX, Some(position));
+                stale = state.remove_older(u64::MAX, &[position]);
             }
         }
         let is_there = state.entries.contains_key(&position);
@@ -295,7 +299,7 @@ impl Ahead {
         }
         let job = Arc::new(Job {
             plan: plan.plan.clone(),
-            regions: plan.regions(memory)?,
+            regions: Mutex::new(plan.regions(memory)?),
             checkpoint: checkpoint.own(),
             loader: loader.own(),
             cancelled: AtomicBool::new(false),
@@ -310,7 +314,7 @@ impl Ahead {
         }
         let (born, is_with_others) = (state.requests, tensors.len() > 1);
         for (position, len, payload) in tensors {
-            if !state.chosen.remove(&position) || state.entries.contains_key(&position) {
+            if state.chosen.remove(&position).is_none() || state.entries.contains_key(&position) {
                 unwanted.push(payload);
                 continue;
             }
@@ -342,6 +346,14 @@ impl Ahead {
             }
         }
         Ok(())
+    }
+
+    /// Takes note that what is left of these tensors is not begun.
+    fn unchoose(&self, positions: Vec<usize>) {
+        if token() == self.process {
+            let mut state = self.shared.lock();
+            positions.iter().for_each(|position| drop(state.chosen.remove(position)));
+        }
     }
 
     /// The payload of a tensor that was loaded ahead, once it is there, with what its load took
@@ -414,7 +426,10 @@ impl Ahead {
     /// Lets go of everything that is loaded ahead or on its way. Waits for nothing.
     fn drop(&self) {
         if token() == self.process {
-            let dropped = self.shared.lock().remove_older(u64::MAX, None);
+            let mut state = self.shared.lock();
+            state.chosen.clear();
+            let dropped = state.remove_older(u64::MAX, &[]);
+            drop(state);
             drop(dropped);
         }
     }
@@ -472,9 +487,11 @@ fn work(shared: &Shared, process: u64) {
 /// that fails.
 fn load(job: &Job) -> bool {
     let mut goes_on = |_| !job.cancelled.load(Ordering::Relaxed);
+    // One tensor that nobody asks for must not keep the memory of those that it is loaded with.
+    let regions = std::mem::take(&mut *job.regions.lock().unwrap_or_else(PoisonError::into_inner));
     // SAFETY: `begin` was given the memory for this plan alone, and nobody uses it before the job is
     // done, as `Plan::regions` says; the plan is of this checkpoint.
-    let filled = unsafe { job.loader.fill(&job.checkpoint, &job.plan, &job.regions, &mut goes_on) };
+    let filled = unsafe { job.loader.fill(&job.checkpoint, &job.plan, &regions, &mut goes_on) };
     match filled {
         Ok(report) => {
             *job.stats.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.stats);

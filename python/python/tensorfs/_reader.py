@@ -160,6 +160,8 @@ class Reader:
         except Exception:
             # Where it cannot be loaded when it is asked for either, that says why.
             ahead.close()
+        finally:
+            ahead.unchoose([position for position, _ in wanted])
 
     def _begin_one(self, ahead: Ahead, info: Info) -> None:
         framework = self.framework

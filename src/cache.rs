@@ -193,7 +193,7 @@ impl Cache {
         if ask.is_none() {
             inner.watch_storm(file, range);
         }
-        if let Some(waiting) = ask.and_then(|ask| inner.admit(ask, true)) {
+        if let Some(waiting) = ask.and_then(|ask| inner.admit(ask)) {
             inner.enqueue(waiting);
         }
     }
@@ -270,8 +270,8 @@ impl Inner {
     }
 
     /// Answers a read, or lets it wait for blocks that are being read. Gives it back where
-    /// there is no memory for them. `here` says whether this thread may read for it.
-    fn admit(self: &Arc<Self>, ask: Ask, here: bool) -> Option<Waiting> {
+    /// there is no memory for them.
+    fn admit(self: &Arc<Self>, ask: Ask) -> Option<Waiting> {
         let (file, reader, range) = (ask.file.clone(), ask.reader, ask.range.clone());
         self.drop_outdated(&file, &range);
         let (mut state, covers, plans) = self.plan(&file, &range);
@@ -302,7 +302,7 @@ impl Inner {
             self.counters.misses.add(1);
         }
         for hole in holes {
-            self.fetch(&file, hole, Class::Demand, here);
+            self.fetch(&file, hole, Class::Demand);
         }
         self.look_ahead(&file, reader, &range, late);
         None
@@ -441,13 +441,13 @@ impl Inner {
     }
 
     /// Reads a block, and gives it to those who wait for it.
-    fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, class: Class, here: bool) {
+    fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, class: Class) {
         let Hole { start, plan, lease, .. } = hole;
         let charges: Vec<(Arc<Source>, u64)> =
             plan.sources().map(|(source, len)| (source.clone(), len)).collect();
         let (this, of) = (self.clone(), file.clone());
         let done = Box::new(move |outcome| this.loaded(&of, start, outcome, charges));
-        let tickets = file.reader.fetch_block(&self.engine, plan, class, here, lease, done);
+        let tickets = file.reader.fetch_block(&self.engine, plan, class, lease, done);
         if matches!(class, Class::Prefetch) {
             let mut state = lock(&self.state);
             let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
@@ -598,7 +598,7 @@ impl Inner {
         let mut at = 0;
         while self.budget.used() < self.budget.limit() {
             let Some(ask) = lock(&self.state).queue.take(at) else { return };
-            match self.admit(ask, false) {
+            match self.admit(ask) {
                 None => self.counters.reads_queued_now.sub(1),
                 // One of another source may fit.
                 Some(waiting) => {

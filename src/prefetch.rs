@@ -126,15 +126,17 @@ impl Stream {
 
     /// Whether something is read ahead right behind its last read.
     fn goes_on(&self) -> bool {
-        self.path.front().is_some_and(|range| range.start <= self.next)
+        self.path.front().is_some_and(|range| range.contains(&self.next))
     }
 
     /// Moves on to `end`, and drops what lies before that from the path.
     fn move_on(&mut self, end: u64) {
         self.grown += end.saturating_sub(self.next);
-        self.next = self.next.max(end);
+        let before = self.next;
+        self.next = before.max(end);
         while let Some(range) = self.path.front_mut() {
-            if range.start > self.next {
+            // Elsewhere in the file.
+            if range.start > self.next || range.end < before {
                 break;
             }
             range.start = self.next.min(range.end);

@@ -352,7 +352,7 @@ impl Ahead {
     fn unchoose(&self, positions: Vec<usize>) {
         if token() == self.process {
             let mut state = self.shared.lock();
-            positions.iter().for_each(|position| drop(state.chosen.remove(position)));
+            state.chosen.retain(|position, _| !positions.contains(position));
         }
     }
 

@@ -83,7 +83,7 @@ impl Inner {
             }
             let need = plan.memory();
             let mut state = lock(&self.state);
-            if let Some(over) = state.of(file).end_of_overlap(&(at..end)) {
+            if let Some(over) = state.of(file).want(&(at..end)) {
                 at = over;
                 continue;
             }
@@ -97,7 +97,7 @@ impl Inner {
             state.loading.add(&plan);
             drop(state);
             self.counters.prefetched_bytes.add(end - at);
-            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch, false);
+            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
             at = end;
         }
         Ok(())

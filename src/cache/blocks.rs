@@ -93,6 +93,15 @@ impl FileBlocks {
         found.map(|(_, block)| block.end)
     }
 
+    /// Like `end_of_overlap`; that block is expected to be asked for again.
+    pub(super) fn want(&mut self, range: &Range<u64>) -> Option<u64> {
+        let over = self.end_of_overlap(range)?;
+        if let Some((_, block)) = self.blocks.range_mut(..over).next_back() {
+            block.left = false;
+        }
+        Some(over)
+    }
+
     /// The blocks that are there and hold bytes of `range`, by start.
     pub(super) fn ready(&self, range: &Range<u64>) -> Vec<Ready> {
         let before = self.blocks.range(..=range.start).next_back();

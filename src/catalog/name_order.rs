@@ -6,6 +6,10 @@ const FEW: usize = 24;
 /// Bytes of a name that are compared at a time.
 const KEY_LEN: usize = 8;
 
+/// Bytes from which on names are compared as a whole: what a file says must not set how deep the
+/// stack gets.
+const DEPTH_MAX: usize = 2048;
+
 /// A tensor or piece among all of its set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ref {
@@ -28,7 +32,7 @@ impl Ref {
 
 /// Sorts `refs` by name, then by shard and position in it. All names are equal up to `depth`.
 pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth: usize) {
-    if refs.len() < FEW {
+    if refs.len() < FEW || depth > DEPTH_MAX {
         return compare_whole(refs, name, depth);
     }
     let first = name(&refs[0]);
@@ -82,6 +86,14 @@ mod tests {
         sort(&mut refs, &name, 0);
         let places = |refs: &[Ref]| refs.iter().map(Ref::place).collect::<Vec<_>>();
         assert_eq!(places(&refs), places(&expected));
+    }
+
+    #[test]
+    fn names_that_part_at_every_eighth_byte_are_sorted_on_a_small_stack() {
+        let name = |n: usize| [vec![b'a'; 8 * n], vec![b'b'; 8]].concat();
+        let names: Vec<Vec<u8>> = (0..3000).map(name).collect();
+        let thread = std::thread::Builder::new().stack_size(256 << 10);
+        thread.spawn(move || check(&names)).unwrap().join().unwrap();
     }
 
     proptest! {

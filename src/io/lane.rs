@@ -29,12 +29,6 @@ const IDLE_MAX: Duration = Duration::from_secs(10);
 /// longer than the answer.
 const ANSWERED_HERE_MAX: usize = 64 << 10;
 
-/// Longest read that the thread of the reader may carry out.
-const READ_HERE_MAX: u64 = 16 << 10;
-
-/// After so many fetches that came one by one. Of two at a time the second would have to wait.
-const ONE_BY_ONE_MIN: u32 = 8;
-
 /// Fewest and most threads that give the answers of a ring, one for each processor in between.
 /// Two, so that one that is held up is not all.
 const ANSWERING: (usize, usize) = (2, 8);
@@ -45,8 +39,6 @@ pub(super) struct Lane {
     file_system: FileSystem,
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
-    /// Whether a thread reads for itself, of this lane or another.
-    here: Arc<AtomicBool>,
     watch: Weak<Watch>,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
@@ -69,8 +61,6 @@ pub(super) struct State {
     pub(super) over: VecDeque<Over>,
     /// Threads that give answers of those.
     answering: usize,
-    /// Fetches that came one after the other, each when the one before was over.
-    one_by_one: u32,
     /// Threads, that of the ring included.
     threads: usize,
     /// Threads with a job, until they ask for the next.
@@ -122,7 +112,6 @@ impl Lane {
         source: &Source,
         settings: Settings,
         counters: Arc<Counters>,
-        here: Arc<AtomicBool>,
         watch: &Arc<Watch>,
     ) -> Lane {
         let mut state = State::default();
@@ -134,7 +123,6 @@ impl Lane {
             file_system: source.file_system(),
             settings,
             counters,
-            here,
             watch: Arc::downgrade(watch),
             direct_refused: AtomicBool::new(false),
             answering_max: available_parallelism()
@@ -148,38 +136,11 @@ impl Lane {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a fetch in; its number, and the job if the calling thread has to carry it out.
-    pub(super) fn submit(self: &Arc<Self>, fetch: Fetch, here: bool) -> (u64, Option<Job>) {
-        let len = fetch.range.end - fetch.range.start;
-        let now = Instant::now();
-        let mut state = self.lock();
-        state.one_by_one =
-            if state.queue.is_empty() { state.one_by_one.saturating_add(1) } else { 0 };
-        let here = here
-            && len <= READ_HERE_MAX
-            && state.one_by_one > ONE_BY_ONE_MIN
-            && self.file_system.is_local()
-            && !state.closed
-            && !self.here.swap(true, Ordering::Acquire);
-        let id = state.queue.push(fetch, now);
-        let job = here.then(|| state.queue.pick(now)).flatten();
-        drop(state);
-        match &job {
-            Some(_) => self.counters.source_reads_now.add(1),
-            None => {
-                if here {
-                    self.here.store(false, Ordering::Release);
-                }
-                self.wake();
-            }
-        }
-        (id, job)
-    }
-
-    /// Reads and answers on the calling thread.
-    pub(super) fn read_here(self: &Arc<Self>, job: Job) {
-        self.carry(job.id, || pool::begin(self, job));
-        self.here.store(false, Ordering::Release);
+    /// Takes a fetch in; its number.
+    pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
+        let id = self.lock().queue.push(fetch, Instant::now());
+        self.wake();
+        id
     }
 
     pub(super) fn promote(&self, id: u64) {
@@ -563,7 +524,7 @@ impl State {
 }
 
 /// Does `work`; a panic in it fails one read, and no more.
-pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
         let message = "reading failed by an error in tensorfs: see the log for the panic";
         Err(Error::Usage { message: message.to_owned() })

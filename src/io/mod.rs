@@ -19,7 +19,6 @@ mod watch;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -27,6 +26,7 @@ use serde_json::{Value, json};
 
 pub use buffer::{Budget, Buffer, Filled, Lease};
 pub use cached::{cached_pages, probe_cachestat};
+pub(crate) use lane::guarded;
 
 pub use region::{Memory, Region};
 #[cfg(test)]
@@ -210,8 +210,6 @@ struct Inner {
     /// By device.
     lanes: Mutex<HashMap<u64, Arc<Lane>>>,
     watch: Arc<Watch>,
-    /// Whether a thread reads for itself.
-    here: Arc<AtomicBool>,
 }
 
 impl Drop for Inner {
@@ -229,8 +227,8 @@ impl fmt::Debug for Engine {
 impl Engine {
     /// An engine. Its threads start when they are needed first, so the process may still fork.
     pub fn start(settings: Settings, counters: Arc<Counters>) -> Engine {
-        let (lanes, watch, here) = (Mutex::default(), Arc::default(), Arc::default());
-        Engine(Arc::new(Inner { settings, counters, lanes, watch, here }))
+        let (lanes, watch) = (Mutex::default(), Arc::default());
+        Engine(Arc::new(Inner { settings, counters, lanes, watch }))
     }
 
     /// Reads what the kernel's page cache holds, on the calling thread: never from the disk,
@@ -296,35 +294,19 @@ impl Engine {
         self.0.settings.direct != Direct::Always && open_if_cached(source, range).is_some()
     }
 
-    /// Takes in a fetch for a reader, which the calling thread may carry out itself: where it is
-    /// short, and lately there was never more than one at a time, that spares two calls of other
-    /// threads, which take as long as the read. Its deadline is kept as that of any other. Such a
-    /// thread may be held for as long as a disk does not answer, but one of an engine only.
-    /// The caller holds nothing that `done` takes.
-    pub(crate) fn submit_here(&self, fetch: Fetch) -> Ticket {
-        self.take_in(fetch, true)
-    }
-
     /// Takes a fetch in. Never waits for a source. `done` is called exactly once, on another
     /// thread, also when the engine ends before; on this one only if the process cannot start
     /// a single thread.
     pub fn submit(&self, fetch: Fetch) -> Ticket {
-        self.take_in(fetch, false)
-    }
-
-    fn take_in(&self, fetch: Fetch, here: bool) -> Ticket {
         if let Err(e) = self.0.watch.start() {
             tracing::error!("cannot start the thread that keeps deadlines: {e}");
             lane::answer(fetch.done, Err(Error::io(fetch.source.path(), "read", e)));
             return Ticket { lane: Weak::new(), id: 0 };
         }
         let lane = self.lane(&fetch.source);
-        let (id, job) = lane.submit(fetch, here);
+        let id = lane.submit(fetch);
         if self.0.settings.timeout.is_some() {
             self.0.watch.submitted();
-        }
-        if let Some(job) = job {
-            lane.read_here(job);
         }
         Ticket { lane: Arc::downgrade(&lane), id }
     }
@@ -354,8 +336,7 @@ impl Engine {
         let mut lanes = self.lock_lanes();
         let inner = &self.0;
         let lane = lanes.entry(source.identity().dev).or_insert_with(|| {
-            let (counters, here) = (inner.counters.clone(), inner.here.clone());
-            let lane = Lane::new(source, inner.settings, counters, here, &inner.watch);
+            let lane = Lane::new(source, inner.settings, inner.counters.clone(), &inner.watch);
             let lane = Arc::new(lane);
             inner.watch.add(lane.clone());
             lane

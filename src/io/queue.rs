@@ -233,11 +233,6 @@ impl Queue {
         unanswered.map(|flight| flight.since).min()
     }
 
-    /// Whether there is none, neither queued nor sent.
-    pub(super) fn is_empty(&self) -> bool {
-        self.flights.is_empty()
-    }
-
     /// How many are queued.
     pub(super) fn queued(&self) -> usize {
         self.flights.len() - self.sent

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::Reader;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Ticket};
+use crate::io::{Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Ticket, guarded};
 use crate::layout::Extent;
 use crate::source::Source;
 
@@ -169,14 +169,12 @@ impl Reader {
     }
 
     /// Reads a block; `done` is called once all its bytes are there, or with the first error.
-    /// `lease` holds the memory that the plan takes. `here` says whether the calling thread may
-    /// read by itself, as `Engine::submit_here` does.
+    /// `lease` holds the memory that the plan takes.
     pub fn fetch_block(
         &self,
         engine: &Engine,
         plan: BlockPlan,
         class: Class,
-        here: bool,
         mut lease: Lease,
         done: Done,
     ) -> Vec<Ticket> {
@@ -189,8 +187,7 @@ impl Reader {
             let submitted = fetch.filter_map(|(source, range, lease)| {
                 let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
                 let effort = Effort::AsAwaited;
-                let fetch = Fetch { source, range, class, effort, lease, done };
-                Some(if here { engine.submit_here(fetch) } else { engine.submit(fetch) })
+                Some(engine.submit(Fetch { source, range, class, effort, lease, done }))
             });
             return submitted.collect();
         }
@@ -269,17 +266,21 @@ impl Block {
             Ok(bytes) => {
                 this.come.push(Come { bytes, start, uses });
                 let Some(mut buffer) = this.buffer.take() else { return };
+                let mut failed = None;
                 while let Some(come) = this.come.pop() {
                     drop(this);
-                    come.copy(&mut buffer);
+                    failed = failed.or(guarded(|| come.copy(&mut buffer)).err());
                     this = lock();
                     this.left -= 1;
                 }
-                if this.left > 0 {
-                    this.buffer = this.done.is_some().then_some(buffer);
-                    return;
+                match failed {
+                    Some(error) => Err(error),
+                    None if this.left > 0 => {
+                        this.buffer = this.done.is_some().then_some(buffer);
+                        return;
+                    }
+                    None => Ok(buffer),
                 }
-                Ok(buffer)
             }
             Err(error) => {
                 this.buffer = None;
@@ -296,8 +297,9 @@ impl Block {
 }
 
 impl Come {
-    fn copy(self, buffer: &mut [u8]) {
+    fn copy(self, buffer: &mut [u8]) -> Result<()> {
         self.uses.iter().for_each(|part| part.copy(&self.bytes, self.start, buffer));
+        Ok(())
     }
 }
 

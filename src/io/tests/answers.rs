@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use super::{PATIENCE, budget, bytes, fetch, file, get, wait_until};
@@ -137,64 +136,5 @@ fn when_the_engine_ends_while_answers_are_held_up_every_fetch_is_answered_once()
         assert!(result.recv_timeout(PATIENCE).is_err(), "a second answer");
     }
     wait_until("all memory back", || budget.used() == 0);
-    wait_until("no read under way", || counters.source_reads_now.get() == 0);
-}
-
-/// Reads a page as a reader does who may read by itself; the thread that answered.
-fn page(engine: &Engine, source: &Arc<Source>, n: u64, contents: &[u8]) -> Receiver<ThreadId> {
-    let start = n * 4096;
-    let wanted = contents[start as usize..][..4096].to_vec();
-    let (mut fetch, _) = fetch(source, start..start + 4096, Class::Demand, &budget(1 << 20));
-    let (send, receive) = channel();
-    fetch.done = Box::new(move |result| {
-        assert!(*result.unwrap() == *wanted);
-        let _ = send.send(std::thread::current().id());
-    });
-    engine.submit_here(fetch);
-    receive
-}
-
-#[test]
-fn pages_asked_for_one_by_one_are_read_by_the_thread_that_asks_unless_another_one_does() {
-    let folder = tempfile::tempdir().unwrap();
-    let contents = bytes(1 << 20, 3);
-    let (_, source) = file(&folder, "a", &contents);
-    let (engine, counters) = always_direct(Some(PATIENCE));
-    let (here, get) = (std::thread::current().id(), |receiver: Receiver<ThreadId>| {
-        receiver.recv_timeout(PATIENCE).expect("an answer")
-    });
-    // At first it is not known that they come one by one.
-    assert_ne!(get(page(&engine, &source, 0, &contents)), here);
-    let mut n = 0;
-    wait_until("reads of the calling thread", || {
-        n += 1;
-        get(page(&engine, &source, n % 256, &contents)) == here
-    });
-    // One that is held up there, as by a disk that does not answer.
-    let (mut held, result) = fetch(&source, 0..10, Class::Demand, &budget(1 << 20));
-    let (go, wait) = channel::<()>();
-    let (begin, begun) = channel();
-    let done = held.done;
-    held.done = Box::new(move |result| {
-        let _ = begin.send(std::thread::current().id());
-        let _ = wait.recv();
-        done(result);
-    });
-    std::thread::scope(|scope| {
-        let thread = scope.spawn(|| {
-            engine.submit_here(held);
-        });
-        assert_eq!(begun.recv_timeout(PATIENCE).unwrap(), thread.thread().id());
-        for n in 0..20 {
-            assert_ne!(get(page(&engine, &source, n, &contents)), here);
-        }
-        drop(go);
-    });
-    assert_eq!(*result.recv_timeout(PATIENCE).unwrap().unwrap(), contents[..10]);
-    assert_eq!(get(page(&engine, &source, 3, &contents)), here);
-    // Long reads are never read so.
-    let (long, result) = fetch(&source, 0..MIB, Class::Demand, &budget(4 << 20));
-    engine.submit_here(long);
-    assert!(*result.recv_timeout(PATIENCE).unwrap().unwrap() == *contents);
     wait_until("no read under way", || counters.source_reads_now.get() == 0);
 }

@@ -453,9 +453,11 @@ impl Planner {
         }
         let mut room = window - ahead;
         let mut planned: Vec<Range<u64>> = Vec::new();
+        // The rest of the tensor that is being read goes before what follows it.
+        let is_inside = !stream.goes_on() && stream.next < stream.tensor.range.end;
         let (mut from, mut tensor) = match stream.path.back() {
-            Some(last) => (last.end, tensors.at(last.end - 1)),
-            None => (stream.next, stream.tensor.clone()),
+            Some(last) if !is_inside => (last.end, tensors.at(last.end - 1)),
+            _ => (stream.next, stream.tensor.clone()),
         };
         let beyond = self.beyond(&self.streams[index], &self.readers[reader].1);
         if tensor.place != stream.tensor.place {
@@ -493,7 +495,11 @@ impl Planner {
             tensor = next;
         }
         let stream = &mut self.streams[index];
-        planned.iter().for_each(|range| stream.plan(range.clone()));
+        if is_inside {
+            planned.iter().rev().for_each(|range| stream.path.push_front(range.clone()));
+        } else {
+            planned.iter().for_each(|range| stream.plan(range.clone()));
+        }
         (!planned.is_empty()).then_some((stream.id, planned))
     }
 

@@ -197,6 +197,16 @@ fn what_the_kernel_has_forgotten_is_read_ahead_again() {
     assert!(planned[1] >= 500 * MIB && planned[1] >= planned[0] / 10 * 9, "{planned:?}");
 }
 
+// A stream that had planned the last tensor of its order planned nothing any more.
+#[test]
+fn the_rest_of_a_tensor_that_is_read_is_planned_whatever_else_is() {
+    let mut planner = planner();
+    read(&mut planner, 0, MIB, false);
+    planner.streams[0].path = [39 * 64 * MIB..40 * 64 * MIB - MIB].into();
+    planner.streams[0].window = 2 * WINDOW_MAX;
+    assert_eq!(read(&mut planner, MIB, MIB, false).first().unwrap().start, 2 * MIB);
+}
+
 #[test]
 fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
     let mut planner = planner();

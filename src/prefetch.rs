@@ -228,16 +228,14 @@ impl Planner {
         self.storms.push(request, tensors)
     }
 
-    /// Takes note that of what was planned last for a stream, nothing from `from` on is read
-    /// ahead: there was no room for it.
-    pub fn cut_short(&mut self, stream: StreamId, from: u64) {
+    /// Takes note that the cache has no room for the bytes `refused`, each range of which is the
+    /// end of one that was planned for the stream.
+    pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) else { return };
-        while let Some(range) = stream.path.pop_back() {
-            if range.contains(&from) {
-                if range.start < from {
-                    stream.path.push_back(range.start..from);
-                }
-                break;
+        for range in refused {
+            let meets = |other: &&Range<u64>| other.start < range.end && range.start < other.end;
+            while let Some(other) = stream.path.iter().find(meets) {
+                stream.take(other.start.max(range.start));
             }
         }
         stream.window = (stream.window / 2).max(WINDOW_MIN);

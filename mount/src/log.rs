@@ -153,7 +153,7 @@ pub(crate) fn say(message: &str) {
     say_as("tensorfs", message);
 }
 
-/// Likewise, as the program `name`.
+/// Writes one line like `say`, as the program `name`.
 pub(crate) fn say_as(name: &str, message: &str) {
     let line = format!("{name}: {}\n", shown(message));
     if QUEUE.get().is_some() {

@@ -25,7 +25,7 @@ pub(crate) struct Node {
     pub(crate) folder: FolderId,
     /// Path in the mount.
     pub(crate) path: PathBuf,
-    /// What it is.
+    /// Folder, file or link.
     pub(crate) kind: NodeKind,
     /// Length in bytes and time of the last change; those of a file that follows its source change.
     attributes: Mutex<(u64, SystemTime)>,
@@ -47,7 +47,7 @@ pub(crate) enum NodeKind {
     Folder,
     /// A file.
     File {
-        /// What it is made of.
+        /// Where its bytes come from.
         content: Content,
         /// Content version in hexadecimal; of a plain file, of what it was when it was listed.
         version: String,

@@ -20,8 +20,8 @@ use crate::watch::{Watched, Watcher};
 /// A file as all who have it open share it.
 pub(crate) struct Opened(RwLock<Arc<Current>>);
 
-/// What is read of an open file: another one once a file that follows its source has changed. Its
-/// sources stay open as long.
+/// The version of an open file that readers get. A file that follows its source gets a new one
+/// when the source has changed. Its sources stay open as long.
 pub(crate) struct Current {
     /// Dropped before what keeps its sources open.
     pub(crate) file: OpenFile,
@@ -51,7 +51,7 @@ impl Drop for Held {
 }
 
 impl Opened {
-    /// What is read now.
+    /// The version that readers get now.
     pub(crate) fn current(&self) -> Arc<Current> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
     }

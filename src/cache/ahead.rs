@@ -53,15 +53,25 @@ impl Inner {
             left.iter().for_each(|range| self.leave(&mut state, file, range));
         }
         if let Some((stream, ranges)) = ahead {
-            for range in ranges {
-                if let Err(from) = self.read_ahead(file, stream, range) {
-                    lock(&file.planner).cut_short(stream, from);
-                    break;
-                }
-            }
+            self.read_all_ahead(file, stream, ranges);
         }
         if let (Some(range), Some(on_storm)) = (push, &file.on_storm) {
             on_storm(file, range);
+        }
+    }
+
+    /// Reads `ranges` ahead, as far as there is room.
+    fn read_all_ahead(
+        self: &Arc<Self>,
+        file: &Arc<CachedFile>,
+        stream: StreamId,
+        mut ranges: Vec<Range<u64>>,
+    ) {
+        for index in 0..ranges.len() {
+            if let Err(from) = self.read_ahead(file, stream, ranges[index].clone()) {
+                ranges[index].start = from;
+                return lock(&file.planner).cut_short(stream, &ranges[index..]);
+            }
         }
     }
 

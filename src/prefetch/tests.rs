@@ -164,7 +164,8 @@ fn what_there_was_no_room_for_is_planned_again() {
     let mut planner = planner();
     let advice = planner.observe(&request(0, MIB, false), u64::MAX, &Even);
     let (stream, ahead) = advice.ahead.unwrap();
-    planner.cut_short(stream, ahead[0].start + MIB);
+    let refused = ahead[0].start + MIB..ahead[0].end;
+    planner.cut_short(stream, &[refused]);
     let next = read(&mut planner, MIB, MIB, false);
     assert_eq!(next[0].start, ahead[0].start + MIB);
 }
@@ -345,14 +346,18 @@ impl Replay {
         ranges: &[Range<u64>],
         turn: usize,
     ) {
-        for index in ranges.iter().flat_map(Replay::pages) {
+        for (number, index) in
+            ranges.iter().enumerate().flat_map(|(n, r)| Replay::pages(r).map(move |page| (n, page)))
+        {
             if self.pages[index] != Page::Unread {
                 continue;
             }
             while self.held == self.most {
                 let Some(left) = planner.make_way(stream) else {
                     self.done.cuts += 1;
-                    return planner.cut_short(stream, index as u64 * PAGE);
+                    let mut refused = ranges[number..].to_vec();
+                    refused[0].start = index as u64 * PAGE;
+                    return planner.cut_short(stream, &refused);
                 };
                 left.iter().for_each(|range| self.drop_pages(planner, range));
             }

@@ -25,7 +25,7 @@ const SYSLOG: &str = "/dev/log";
 /// Facility of our lines in the system log: daemon.
 const FACILITY: u32 = 3 << 3;
 
-/// Name of the log file in a folder of ours.
+/// Name of the log file in a folder that the daemon makes.
 const FILE_NAME: &str = "tensorfs.log";
 
 /// Where the log of a daemon goes.

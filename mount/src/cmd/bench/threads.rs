@@ -40,7 +40,7 @@ impl Threads {
         Threads { all: tasks.filter_map(|entry| thread(entry.ok()?)).collect() }
     }
 
-    /// What they took since `before`, by name. A thread that has ended is not among them.
+    /// Processor time of each thread since `before`, by name, without threads that have ended.
     pub(super) fn since(&self, before: &Threads) -> Vec<Taken> {
         let mut by_name: BTreeMap<&str, Taken> = BTreeMap::new();
         for (number, (name, now)) in &self.all {
@@ -80,7 +80,7 @@ fn taken(task: &Path) -> Option<u64> {
     precise.or_else(|| in_ticks(&fs::read_to_string(task.join("stat")).ok()?))
 }
 
-/// Likewise from the line of `stat`, for kernels without the other: user and system time.
+/// User and system time from the line of `stat`, for kernels without `schedstat`.
 fn in_ticks(stat: &str) -> Option<u64> {
     // The name, in brackets, may hold anything.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(11);

@@ -25,7 +25,7 @@ pub(crate) struct Node {
     pub(crate) folder: FolderId,
     /// Path in the mount.
     pub(crate) path: PathBuf,
-    /// Folder, file or link.
+    /// Folder or file.
     pub(crate) kind: NodeKind,
     /// Length in bytes and time of the last change; those of a file that follows its source change.
     attributes: Mutex<(u64, SystemTime)>,

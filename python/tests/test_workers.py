@@ -321,7 +321,7 @@ def threads():
         try:
             with open(f"/proc/self/task/{task}/comm") as file:
                 names.append(file.read().strip())
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             pass
     return [name for name in names if name.startswith("tensorfs")]
 

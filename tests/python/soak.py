@@ -37,6 +37,7 @@ FILE = "model.safetensors"
 RANKS = 4
 ROW_BYTES = 2048
 HF_SHARDS = 4
+LAYERS_PER_SHARD = 7
 WINDOW_MAX = 1 << 20
 BLOCK = 32 << 20
 READERS_PER_PROCESS = 8
@@ -79,14 +80,15 @@ def write_header(file, tensors, metadata):
 
 
 def build_hf(folder, length):
-    """Shards of three tensors each, none of which fills pages exactly. Returns name -> (seed, length)."""
+    """Shards of seven layers each, no tensor of which fills pages exactly. Returns name -> (seed, length)."""
     folder.mkdir()
     shards, contents = {}, {}
+    share = length // HF_SHARDS // LAYERS_PER_SHARD
+    sizes = {"mlp": share // 2 // 4 * 4 + 4, "attention": share // 3 // 4 * 4 + 4, "norm": share // 6 // 4 * 4 + 4}
     for shard in range(1, HF_SHARDS + 1):
         name = f"model-{shard:05}-of-{HF_SHARDS:05}.safetensors"
-        share = length // HF_SHARDS
-        sizes = [share // 2 // 4 * 4 + 4, share // 3 // 4 * 4 + 4, share // 6 // 4 * 4 + 4]
-        tensors = {f"layer.{shard}.{i}": ([size // 4], size) for i, size in enumerate(sizes)}
+        layers = range((shard - 1) * LAYERS_PER_SHARD, shard * LAYERS_PER_SHARD)
+        tensors = {f"layers.{n}.{part}": ([size // 4], size) for n in layers for part, size in sizes.items()}
         shards[name] = list(tensors)
         with open(folder / name, "wb") as file:
             write_header(file, tensors, FORMAT)
@@ -121,12 +123,16 @@ def build_dcp(folder, length):
 
 @dataclasses.dataclass
 class Target:
-    """A mounted file and what its data must be: (start, end, seed) of every tensor, in the order of the file."""
+    """A mounted file and what its data must be: (start, end, seed) of every tensor, in the order of the file.
+
+    `names` has the names of these tensors, in the same order.
+    """
 
     path: str
     data_start: int
     size: int
     parts: list
+    names: list
 
     @classmethod
     def of(cls, path, contents):
@@ -137,8 +143,9 @@ class Target:
             start, end = entry["data_offsets"]
             seed, length = contents[name]
             assert end - start == length, f"{name} has {end - start} bytes, not {length}"
-            parts.append((header.data_start + start, header.data_start + end, seed))
-        return cls(str(path), header.data_start, path.stat().st_size, sorted(parts))
+            parts.append(((header.data_start + start, header.data_start + end, seed), name))
+        parts, names = zip(*sorted(parts))
+        return cls(str(path), header.data_start, path.stat().st_size, parts, names)
 
     def expected(self, start, end):
         """The right bytes of a range behind the header."""
@@ -154,6 +161,37 @@ class Target:
         start = border if rng.random() < 0.2 else rng.randrange(self.data_start, self.size)
         start = max(start, self.data_start)
         return start, min(start + length, self.size)
+
+
+def by_numbers(name):
+    """A key that sorts layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in name.split(".")]
+
+
+# The orders in which programs take tensors, each made from a target: numbers of its parts.
+ORDERS = [
+    lambda target: range(len(target.parts)),
+    lambda target: sorted(range(len(target.parts)), key=lambda i: target.names[i]),
+    lambda target: sorted(range(len(target.parts)), key=lambda i: by_numbers(target.names[i])),
+    lambda target: random.sample(range(len(target.parts)), len(target.parts)),
+]
+
+
+def ranges_at_random(targets, rng):
+    """(target, start, end) of reads anywhere."""
+    while True:
+        target = rng.choice(targets)
+        yield target, *target.window(rng)
+
+
+def ranges_of_tensors(targets, order):
+    """(target, start, end) of reads that take tensor after tensor from start to end, again and again."""
+    while True:
+        for target in targets:
+            for part in order(target):
+                first, last, _ = target.parts[part]
+                for start, end in blocks(last - first, WINDOW_MAX):
+                    yield target, first + start, first + end
 
 
 def read_by_pread(descriptor, start, end):
@@ -183,16 +221,20 @@ class Shared:
 
 
 def reader_process(targets, read, slots, shared, faulty):
-    """Reads until every thread got an error; one that a fault of the source explains counts and ends nothing."""
+    """Reads until every thread got an error; one that a fault of the source explains counts and ends nothing.
+
+    Every second thread reads at random, the others tensor by tensor, in different orders.
+    """
 
     def loop(slot):
         rng = random.Random()
-        files = [(target, os.open(target.path, os.O_RDONLY)) for target in targets]
-        while True:
+        descriptors = {target.path: os.open(target.path, os.O_RDONLY) for target in targets}
+        walks = slot % 2 == 1
+        ranges = ranges_of_tensors(targets, ORDERS[slot // 2 % len(ORDERS)]) if walks else ranges_at_random(targets, rng)
+        for target, start, end in ranges:
             while shared.phase.value == PAUSED:
                 time.sleep(0.02)
-            target, descriptor = rng.choice(files)
-            start, end = target.window(rng)
+            descriptor = descriptors[target.path]
             try:
                 if rng.random() < 0.5:
                     os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
@@ -351,8 +393,6 @@ class Soak:
         watchdog = int(self.seconds * 2 + 2 * STORM_SECONDS)
         with self.mount(source, watchdog) as m:
             self.check_sequentially(m, "cold")
-            if self.storm_threads:
-                self.storm(m)
             self.read_then_kill(m)
             place = m.path
             self.expect(m.umount().code == 0, "umount of the dead mount failed")
@@ -391,8 +431,9 @@ class Soak:
             rate = (target.size - target.data_start) / seconds / 1e9
             print(f"{Path(target.path).parent.name}, {when}: read and compared at {rate:.2f} GB/s")
 
-    def storm(self, m):
-        for target in self.targets(m):
+    def storm(self, targets):
+        """Page faults of many threads beside the readers."""
+        for target in targets:
             drop_caches()
             begin = time.monotonic()
             outcome = storm(target, self.storm_threads, STORM_FAULTS, STORM_SECONDS)
@@ -412,6 +453,8 @@ class Soak:
         before, samples = Held.by(m), Samples(m)
         samples.start()
         self.shared.phase.value = RUNNING
+        if self.storm_threads:
+            self.storm(targets)
         begin = time.monotonic()
         faults = self.start_faults(m, targets)
         while time.monotonic() < begin + self.seconds and m.alive() and not self.ended_early():
@@ -541,7 +584,7 @@ def main():
     parser.add_argument("--folder", help="where to build them (default: the temporary folder)")
     parser.add_argument("--options", default="", help="options of the mount, like cache=64M,io-timeout=2")
     parser.add_argument("--faults", action="store_true", help="let the source stall and fail, and kill readers")
-    parser.add_argument("--storm", type=int, default=0, metavar="THREADS", help="page faults at random, cold, at first")
+    parser.add_argument("--storm", type=int, default=0, metavar="THREADS", help="page faults at random beside the readers, at first")
     given = parser.parse_args()
     options = [option for option in given.options.split(",") if option]
     size = int(given.gb * 1e9)

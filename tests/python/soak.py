@@ -229,8 +229,10 @@ def reader_process(targets, read, slots, shared, faulty):
     def loop(slot):
         rng = random.Random()
         descriptors = {target.path: os.open(target.path, os.O_RDONLY) for target in targets}
-        walks = slot % 2 == 1
-        ranges = ranges_of_tensors(targets, ORDERS[slot // 2 % len(ORDERS)]) if walks else ranges_at_random(targets, rng)
+        if slot % 2:
+            ranges = ranges_of_tensors(targets, ORDERS[slot // 2 % len(ORDERS)])
+        else:
+            ranges = ranges_at_random(targets, rng)
         for target, start, end in ranges:
             while shared.phase.value == PAUSED:
                 time.sleep(0.02)
@@ -584,7 +586,7 @@ def main():
     parser.add_argument("--folder", help="where to build them (default: the temporary folder)")
     parser.add_argument("--options", default="", help="options of the mount, like cache=64M,io-timeout=2")
     parser.add_argument("--faults", action="store_true", help="let the source stall and fail, and kill readers")
-    parser.add_argument("--storm", type=int, default=0, metavar="THREADS", help="page faults at random beside the readers, at first")
+    parser.add_argument("--storm", type=int, default=0, metavar="THREADS", help="page faults beside the readers, at first")
     given = parser.parse_args()
     options = [option for option in given.options.split(",") if option]
     size = int(given.gb * 1e9)

@@ -138,8 +138,9 @@ impl Lane {
 
     /// Takes a fetch in; its number.
     pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
-        let id = self.lock().queue.push(fetch, Instant::now());
-        self.wake();
+        let mut state = self.lock();
+        let id = state.queue.push(fetch, Instant::now());
+        self.wake_from(state);
         id
     }
 
@@ -149,25 +150,31 @@ impl Lane {
 
     /// Sees to it that someone takes the work that can be done now, if there is any.
     pub(super) fn wake(self: &Arc<Self>) {
-        let (mut start, mut pool) = (false, false);
-        {
-            let mut state = self.lock();
-            let has_work = state.queue.has_work();
-            match &mut state.ring {
-                _ if !has_work => {}
-                RingState::Starting | RingState::On { asleep: false, .. } => {}
-                RingState::On { waker, asleep } => {
-                    *asleep = false;
-                    waker.wake();
-                }
-                ring @ RingState::Wanted => {
-                    *ring = RingState::Starting;
-                    start = true;
-                }
-                RingState::Off(_) | RingState::Never => pool = true,
+        self.wake_from(self.lock());
+    }
+
+    fn wake_from(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        let (mut start, mut pool, mut asleep) = (false, false, None);
+        let has_work = state.queue.has_work();
+        match &mut state.ring {
+            _ if !has_work => {}
+            RingState::Starting | RingState::On { asleep: false, .. } => {}
+            RingState::On { waker, asleep: is_asleep } => {
+                *is_asleep = false;
+                asleep = Some(waker.clone());
             }
-            state.threads += usize::from(start);
-            pool |= !state.handed.is_empty() || state.may_answer(self.answering_max);
+            ring @ RingState::Wanted => {
+                *ring = RingState::Starting;
+                start = true;
+            }
+            RingState::Off(_) | RingState::Never => pool = true,
+        }
+        state.threads += usize::from(start);
+        pool |= !state.handed.is_empty() || state.may_answer(self.answering_max);
+        // Whoever wakes up needs the lock at once.
+        drop(state);
+        if let Some(waker) = asleep {
+            waker.wake();
         }
         if start {
             let lane = self.clone();

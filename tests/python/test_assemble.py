@@ -328,11 +328,17 @@ class NeverInTheWay(Assembled):
 
     def test_a_killed_daemon_leaves_nothing_half_after_the_next_mount(self):
         source = checkpoints.hf_set(self.tmp / "ck", megabytes=120)
-        with self.mount(source) as m:
-            self.wait_for_partial(m)
-            m.kill(signal.SIGKILL)
-            m.wait_for_exit()
-            self.assertTrue(self.partials())
+        for _ in range(20):
+            with self.mount(source) as m:
+                self.wait_for_partial(m)
+                m.kill(signal.SIGKILL)
+                m.wait_for_exit()
+            if self.partials():
+                break
+            # The copy was complete before the signal came.
+            for copy in self.dir.iterdir():
+                copy.unlink()
+        self.assertTrue(self.partials())
         with self.mount(source):
             self.assertEqual(self.partials(), [])
 
@@ -359,4 +365,5 @@ class NeverInTheWay(Assembled):
             while file.read(1 << 20):
                 pass
         with open(m.path / FILE, "rb"):
-            wait_until(self.partials, 20, "a copy is being written")
+            # One that is complete already counts, too: it may not take long.
+            wait_until(self.names, 20, "a copy is being written")

@@ -57,7 +57,15 @@ class ReadAhead(TestCase):
                 mapped.madvise(mmap.MADV_RANDOM)
                 pages = [start + at for at in range(0, TENSOR_LEN, 4096)]
                 random.Random(3).shuffle(pages)
-                for at in pages:
-                    self.assertEqual(mapped[at], self.expected[at])
-            wait_until(lambda: self.counters(m)["stored_bytes"] == TENSOR_LEN, 10, "the tensor is stored, once")
-            self.assertLess(self.counters(m)["reads"], len(pages) // 2)
+                first, rest = pages[: len(pages) // 3], pages[len(pages) // 3 :]
+                self.touch(mapped, first)
+                # How many pages are touched meanwhile depends on the machine.
+                wait_until(lambda: self.counters(m)["stored_bytes"] >= TENSOR_LEN, 20, "the tensor is stored")
+                reads = self.counters(m)["reads"]
+                self.touch(mapped, rest)
+            self.assertLess(self.counters(m)["reads"] - reads, len(rest) // 10)
+            self.assertEqual(self.counters(m)["stored_bytes"], TENSOR_LEN, "it is stored once")
+
+    def touch(self, mapped, pages):
+        for at in pages:
+            self.assertEqual(mapped[at], self.expected[at])

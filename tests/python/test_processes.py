@@ -58,8 +58,8 @@ class Processes(TestCase):
         super().setUp()
         self.source = by_id("hf_three_shards").source
 
-    def assert_daemon_ends(self, m, seconds=5):
-        m.wait_for_exit(seconds)
+    def assert_daemon_ends(self, m):
+        m.wait_for_exit()
         self.assertTrue(not m.alive())
 
     def assert_killed_readers_end(self, n_threads):

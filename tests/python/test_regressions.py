@@ -769,10 +769,12 @@ class Processes(Regressions):
             try:
                 started = time.monotonic()
                 m.kill(signal.SIGTERM)
-                wait_until(lambda: not m.mounted(), 1, "the mount is gone")
+                # The daemon goes on for eleven seconds after the signal.
+                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
                 self.still_right(descriptor, 2)
-                m.wait_for_exit(max(started + 14 - time.monotonic(), 0.1))
-                wait_until(lambda: self.read_fails(descriptor), 2, "reads fail")
+                m.wait_for_exit(30)
+                self.assertGreater(time.monotonic() - started, 10)
+                wait_until(lambda: self.read_fails(descriptor), 20, "reads fail")
             finally:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -790,8 +792,8 @@ class Processes(Regressions):
                 wait_until(lambda: find_mount(place) or process.poll() is not None, 10, "the mount is in the table")
                 self.assertIsNone(process.poll())
                 process.kill()
-                wait_until(lambda: process_gone(process.pid), 2, f"it is gone, round {number}")
-                wait_until(lambda: daemon_of(place) is None, 2, "and so is all that it started")
+                wait_until(lambda: process_gone(process.pid), 20, f"it is gone, round {number}")
+                wait_until(lambda: daemon_of(place) is None, 20, "and so is all that it started")
             finally:
                 process.kill()
                 detach(place)

@@ -44,9 +44,12 @@ class ReadAhead(TestCase):
             read = b"".join(iter(lambda: file.read(1 << 20), b""))
             self.assertTrue(read == self.expected)
             counters = self.counters(m)
+            # A thread that has just answered may hold its block still, and one that was held up may read a block
+            # ahead that was asked for meanwhile. It goes soon.
+            wait_until(lambda: self.counters(m)["cache_bytes_now"] == 0, 20, "nothing is kept")
         self.assertGreater(counters["prefetch_used_bytes"], len(self.expected) // 2)
         self.assertLess(counters["source_bytes"], len(self.expected) * 5 // 4)
-        self.assertEqual(counters["cache_bytes_now"], 0)
+        self.assertLess(counters["cache_bytes_now"], len(self.expected) // 4)
 
     # Each touch of a page would be a request of its own.
     @unittest.skipUnless(hasattr(mmap, "MADV_RANDOM"), "no madvise here")

@@ -160,6 +160,14 @@ def daemon_of(path):
     return None
 
 
+def kill_daemon_of(path):
+    """Kills the daemon that serves `path`, if there is one. It may be about to end by itself."""
+    pid = daemon_of(path)
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class MountFailed(Exception):
     """`tensorfs mount` ended instead of serving; carries its exit code and what it said."""
 
@@ -412,9 +420,7 @@ class TestCase(unittest.TestCase):
     def _remove_tmp(self):
         for entry in mount_table():
             if f"{entry.path}/".startswith(f"{self.tmp}/"):
-                pid = daemon_of(entry.path)
-                if pid:
-                    os.kill(pid, signal.SIGKILL)
+                kill_daemon_of(entry.path)
                 detach(entry.path)
         shutil.rmtree(self.tmp, onerror=lambda *_: None)
 

@@ -18,8 +18,8 @@ import checkpoints
 from faults import FaultFs, FaultyMount, Reading, status_of
 from manifest import by_id
 from mounts import (
-    BIN, Mount, TestCase, daemon_of, detach, find_mount, mount_table, needs_root, process_gone, run, tensorfs,
-    wait_until,
+    BIN, Mount, TestCase, daemon_of, detach, find_mount, kill_daemon_of, mount_table, needs_root, process_gone, run,
+    tensorfs, wait_until,
 )
 from test_survival import STALLED, inside, tree
 
@@ -63,13 +63,8 @@ class DaemonCase(TestCase):
         self.place = self.tmp / "mnt"
         self.place.mkdir()
         self.addCleanup(detach, self.place)
-        self.addCleanup(self.kill_daemon)
-
-    def kill_daemon(self):
-        """What a failed test leaves behind, also in a mount namespace of its own."""
-        pid = daemon_of(self.place)
-        if pid:
-            os.kill(pid, signal.SIGKILL)
+        # What a failed test leaves behind, also in a mount namespace of its own.
+        self.addCleanup(kill_daemon_of, self.place)
 
     def full_pipe(self):
         """Both ends of a pipe that takes nothing more."""

@@ -450,6 +450,8 @@ class HangUp(DaemonCase):
     def test_a_mount_in_the_foreground_ends_with_its_terminal(self):
         pid, terminal = pty.fork()
         if pid == 0:
+            # Who runs the tests with nohup has it ignored, and then it is no end.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(BIN, [*self.mount_words(), "--foreground"])
         self.addCleanup(self.end, pid)
         wait_until(lambda: find_mount(self.place), HANGS, "it is mounted")

@@ -398,8 +398,9 @@ fn a_driver_that_does_not_open_in_time_is_gone_without() {
     let folder = tempfile::tempdir().unwrap();
     let (tensors, checkpoint) = two(folder.path());
     fake.set("late_open", 4_000);
-    let stats = device(load(&tensors, &checkpoint, timeout(Duration::from_millis(300))).unwrap());
-    assert_eq!(stats.cufile_unused.unwrap(), "cuFile did not start within 0.3 s");
+    // The time is for the reads without it as well, which have to come in time.
+    let stats = device(load(&tensors, &checkpoint, timeout(Duration::from_secs(3))).unwrap());
+    assert_eq!(stats.cufile_unused.unwrap(), "cuFile did not start within 3 s");
     std::thread::sleep(Duration::from_millis(4_200));
     assert_eq!(fake.report().calls("cuFileRead"), 0);
 }

@@ -282,3 +282,32 @@ fn a_tensor_in_four_thousand_pieces_is_proved_at_once() {
     let (_, file) = read_all(&checkpoint.unwrap());
     assert_eq!(read_naively(&file)["w"].2, bytes("w", Dtype::U8, &shape));
 }
+
+// Who had read an error, and then asked the mount, was told of no mismatch.
+#[test]
+fn a_mismatch_is_counted_before_those_who_wait_for_it_are_answered() {
+    let boxes = vec![(0, Box_ { offset: vec![0], shape: vec![8] })];
+    let tensor = Cut { name: "w".into(), dtype: Dtype::U8, shape: vec![8], boxes };
+    let (folder, checkpoint) = open(&[tensor]);
+    let store = folder.path().join("store");
+    let recorded = || Recorded::load(Some(&store), folder.path());
+    let known = recorded();
+    let task = Task { recorded: Some(&known), ..Task::default() };
+    let verified = verify(&checkpoint.unwrap(), &task, &mut |_| {}).unwrap();
+    known.keep(verified.fresh.clone()).unwrap();
+    let shard = folder.path().join(dcp_name(0));
+    flip(&shard, std::fs::metadata(&shard).unwrap().len() - 1);
+
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let gate = Arc::new(Gate::of_checkpoint(&checkpoint, &recorded()).unwrap());
+    let counters = Arc::new(Counters::default());
+    let engine = Engine::start(Settings::default(), counters.clone());
+    let checker = Checker::start(engine, counters.clone(), None).unwrap();
+    let (send, receive) = std::sync::mpsc::channel();
+    let answer = move |outcome: Result<(), &tensorfs::Error>| {
+        send.send((outcome.is_ok(), counters.checksum_mismatches.get())).unwrap();
+    };
+    let len = checkpoint.layout().unwrap().len();
+    gate.when_checked(&checker, len - 1..len, Box::new(answer));
+    assert_eq!(receive.recv().unwrap(), (false, 1));
+}

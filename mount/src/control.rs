@@ -308,7 +308,8 @@ impl Server {
             }
             stream.set_nonblocking(true)?;
             if self.clients.len() == CLIENTS_MAX {
-                self.clients.remove(0);
+                // It may have asked already: then it gets its reply first.
+                let _ = self.clients.remove(0).advance(&self.answer);
             }
             let deadline = Instant::now() + CLIENT_TIMEOUT;
             self.clients.push(Client { stream, deadline, request: Vec::new(), reply: None });
@@ -498,6 +499,28 @@ mod tests {
             assert_eq!(said(&mut stream), "");
         }
         assert!(started.elapsed() < CLIENT_TIMEOUT * 2);
+    }
+
+    // Those who came while others were let in were hung up on, and had to ask again and again.
+    #[test]
+    fn clients_that_ask_at_once_are_all_answered() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, listener) = listen(folder.path(), 51).unwrap();
+        let answer: Answer = Box::new(|_| json!(7));
+        let mut server = Server { listener: Arc::new(listener), clients: Vec::new(), answer };
+        let asking = (0..3 * CLIENTS_MAX).map(|_| {
+            let mut stream = UnixStream::connect(&path).unwrap();
+            stream.write_all(b"{\"do\":\"status\"}\n").unwrap();
+            stream
+        });
+        let asking: Vec<_> = asking.collect();
+        server.accept().unwrap();
+        assert_eq!(server.clients.len(), CLIENTS_MAX);
+        server.clients.iter_mut().for_each(|client| client.advance(&server.answer).unwrap());
+        drop(server);
+        for mut stream in asking {
+            assert_eq!(said(&mut stream), "7\n");
+        }
     }
 
     #[test]

@@ -117,14 +117,12 @@ pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<
     // From here on a signal means unmount; until now it ends the process, as it should.
     ending::block_signals();
     let running = session::start(plan)?;
-    if is_child()
-        && let Err(e) = detach_from_parent(log_file.is_none().then_some(log_limit), &warnings)
-    {
+    if !is_child() {
+        log::flush();
+    } else if let Err(e) = detach_from_parent(log_file.is_none().then_some(log_limit), &warnings) {
         running.take_off();
         return Err(format!("cannot go to the background: {e}"));
     }
-    // The log holds all warnings before the command returns.
-    log::flush();
     let status = format!("serving {} on {}", shown_path(&source), shown_path(&target));
     ending::notify(sd_notify::NotifyState::Ready, status);
     running.serve()
@@ -142,5 +140,7 @@ fn detach_from_parent(log_limit: Option<Duration>, warnings: &[String]) -> std::
         }
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     }
+    // The log holds all warnings before the command returns.
+    log::flush();
     report(READY)
 }

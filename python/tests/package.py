@@ -49,7 +49,8 @@ def threads():
     """Names of the threads of this process, as the kernel has them."""
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
+        # A thread that ends between open and read is no such process, not no such file.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             names.append((task / "comm").read_text().strip())
     return names
 

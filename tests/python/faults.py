@@ -24,7 +24,7 @@ from mounts import BIN, Child, Mount, detach, run, tensorfs, wait_until
 FAULTFS = Path(os.environ.get("TENSORFS_FAULTFS", BIN.with_name("faultfs"))).resolve()
 
 # How long a source may misbehave: a daemon that reads from it cannot be killed meanwhile.
-FAULTS_SECONDS = 60
+FAULTS_SECONDS = 120
 
 SYS_IO_URING_SETUP = 425
 SYS_CACHESTAT = 451

@@ -34,6 +34,8 @@ os.environ["TENSORFS_INDEX_DIR"] = INDEX_DIR
 COMMAND_TIMEOUT = 30
 MOUNT_TIMEOUT = 20
 WATCHDOG_SECONDS = 120
+# To notice that something hangs. Less than the eleven seconds for which a daemon serves open files after a signal.
+HANGS = 10
 
 is_root = os.geteuid() == 0
 needs_root = unittest.skipUnless(is_root, "needs root")
@@ -158,6 +160,14 @@ def daemon_of(path):
     return None
 
 
+def kill_daemon_of(path):
+    """Kills the daemon that serves `path`, if there is one. It may be about to end by itself."""
+    pid = daemon_of(path)
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class MountFailed(Exception):
     """`tensorfs mount` ended instead of serving; carries its exit code and what it said."""
 
@@ -266,14 +276,14 @@ class Mount:
     def log(self):
         return _content(self._log)
 
-    def wait_for_log(self, text, seconds=5):
+    def wait_for_log(self, text, seconds=HANGS):
         """Waits until the log holds `text`: a daemon answers first and logs then."""
         wait_until(lambda: text in self.log(), seconds, f"{text!r} in the log")
 
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
-    def wait_for_exit(self, seconds=5):
+    def wait_for_exit(self, seconds=HANGS):
         """Waits for the daemon to end; returns its exit code where it is our child."""
         if self._process and self._process.pid == self.pid:
             return self._process.wait(seconds)
@@ -410,9 +420,7 @@ class TestCase(unittest.TestCase):
     def _remove_tmp(self):
         for entry in mount_table():
             if f"{entry.path}/".startswith(f"{self.tmp}/"):
-                pid = daemon_of(entry.path)
-                if pid:
-                    os.kill(pid, signal.SIGKILL)
+                kill_daemon_of(entry.path)
                 detach(entry.path)
         shutil.rmtree(self.tmp, onerror=lambda *_: None)
 

@@ -1,5 +1,6 @@
 """`tensorfs bench`: that it runs, refuses what it should, and cleans up. What it measures decides nothing here."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -162,6 +163,16 @@ class Bench(TestCase):
         ours = [m.path for m in mount_table() if m.path.startswith(f"{self.temporary}/")]
         return daemon_of(ours[0]) if ours else None
 
+    def stopped_daemon(self):
+        """The daemon of a mount of the bench, which is stopped from now on, or None."""
+        pid = self.daemon()
+        # Each run has a mount of its own, and this one may be over.
+        with contextlib.suppress(ProcessLookupError):
+            if pid:
+                os.kill(pid, signal.SIGSTOP)
+                return pid
+        return None
+
     def test_ctrl_c_leaves_neither_mount_nor_files(self):
         bench = self.start("--cases=read")
         wait_until(self.daemon, 20, "the bench mounts")
@@ -172,8 +183,7 @@ class Bench(TestCase):
 
     def test_a_daemon_that_hangs_is_ended_and_does_not_hold_up_the_bench(self):
         bench = self.start("--cases=read", "--time-limit=2")
-        pid = wait_until(self.daemon, 20, "the bench mounts")
-        os.kill(pid, signal.SIGSTOP)
+        pid = wait_until(self.stopped_daemon, 20, "the bench mounts")
         wait_until(lambda: process_gone(pid), 40, "the bench ends the daemon that hangs")
         # Where no reader waited for it, the bench goes on.
         bench.send_signal(signal.SIGINT)

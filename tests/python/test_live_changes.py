@@ -42,6 +42,8 @@ while sys.stdin.readline() == "":
             data += part
         seen.add(hashlib.sha256(data).hexdigest())
     except OSError as error:
+        if error.errno not in seen:
+            print("refused", flush=True)
         seen.add(error.errno)
 print(*seen, flush=True)
 """
@@ -298,7 +300,9 @@ class LiveChanges(TestCase):
             self.assertEqual(child.line(), "ready")
             time.sleep(0.2)
             self.overwrite()
-            time.sleep(0.5)
+            self.assertEqual(child.line(), "refused")
+            # It goes on for some rounds, which must not get other bytes either.
+            time.sleep(0.3)
             child.tell("stop")
             code, out, err = child.finish()
         self.assertEqual(code, 0, err)

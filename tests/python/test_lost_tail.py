@@ -7,7 +7,7 @@ from pathlib import Path
 import checkpoints
 import oracle
 from manifest import by_id
-from mounts import Mount, MountFailed, TestCase, tensorfs
+from mounts import Mount, MountFailed, TestCase, tensorfs, wait_until
 
 RANKS = 4
 TAIL = "user.tensorfs.tail"
@@ -202,5 +202,7 @@ class Told(Sets):
             for _ in range(2):
                 for name in "ab":
                     (m.path / name / "model.safetensors").read_bytes()
+            # A daemon answers first and logs then.
+            wait_until(lambda: len(self.lines(m.log())) >= 2, 20, "the second warning")
             self.assertEqual(len(self.lines(m.log())), 2, m.log())
             self.assertEqual(self.status(m)[0]["files"], ["a/model.safetensors", "b/model.safetensors"])

@@ -44,9 +44,12 @@ class ReadAhead(TestCase):
             read = b"".join(iter(lambda: file.read(1 << 20), b""))
             self.assertTrue(read == self.expected)
             counters = self.counters(m)
+            # A thread that has just answered may hold its block still, and one that was held up may read a block
+            # ahead that was asked for meanwhile. It goes soon.
+            wait_until(lambda: self.counters(m)["cache_bytes_now"] == 0, 20, "nothing is kept")
         self.assertGreater(counters["prefetch_used_bytes"], len(self.expected) // 2)
         self.assertLess(counters["source_bytes"], len(self.expected) * 5 // 4)
-        self.assertEqual(counters["cache_bytes_now"], 0)
+        self.assertLess(counters["cache_bytes_now"], len(self.expected) // 4)
 
     # Each touch of a page would be a request of its own.
     @unittest.skipUnless(hasattr(mmap, "MADV_RANDOM"), "no madvise here")
@@ -57,7 +60,15 @@ class ReadAhead(TestCase):
                 mapped.madvise(mmap.MADV_RANDOM)
                 pages = [start + at for at in range(0, TENSOR_LEN, 4096)]
                 random.Random(3).shuffle(pages)
-                for at in pages:
-                    self.assertEqual(mapped[at], self.expected[at])
-            wait_until(lambda: self.counters(m)["stored_bytes"] == TENSOR_LEN, 10, "the tensor is stored, once")
-            self.assertLess(self.counters(m)["reads"], len(pages) // 2)
+                first, rest = pages[: len(pages) // 3], pages[len(pages) // 3 :]
+                self.touch(mapped, first)
+                # How many pages are touched meanwhile depends on the machine.
+                wait_until(lambda: self.counters(m)["stored_bytes"] >= TENSOR_LEN, 20, "the tensor is stored")
+                reads = self.counters(m)["reads"]
+                self.touch(mapped, rest)
+            self.assertLess(self.counters(m)["reads"] - reads, len(rest) // 10)
+            self.assertEqual(self.counters(m)["stored_bytes"], TENSOR_LEN, "it is stored once")
+
+    def touch(self, mapped, pages):
+        for at in pages:
+            self.assertEqual(mapped[at], self.expected[at])

@@ -386,8 +386,7 @@ class Descriptors(Regressions):
         with Mount(self.tmp / "tree") as m:
             self.replace_and_read(m, "config.json", lambda p, n: p.write_text(str(n)), "config.json")
             self.replace_and_read(m, shard_name(2, 3), lambda p, n: write_one(p, "t2", 1000 + n), FILE)
-            time.sleep(NOTICED_SECONDS)
-            self.assertEqual(self.held(m), [])
+            wait_until(lambda: not self.held(m), 20, "no replaced file is held")
             whole = checkpoints.hf_whole(self.source)
             wait_until(lambda: read_or_none(m.path / "ck" / FILE) == whole, NOTICED_SECONDS, "the last bytes")
             wait_until(lambda: read_or_none(m.path / "ck/config.json") == b"29", NOTICED_SECONDS, "the last bytes")
@@ -399,9 +398,7 @@ class Descriptors(Regressions):
             for name in (FILE, "config.json", MAP):
                 (m.path / "ck" / name).read_bytes()
             shutil.rmtree(self.source)
-            with contextlib.suppress(AssertionError):
-                wait_until(lambda: not self.held(m, deleted=False), NOTICED_SECONDS, "nothing of it is held")
-            self.assertEqual(self.held(m, deleted=False), [])
+            wait_until(lambda: not self.held(m, deleted=False), 20, "nothing of it is held")
 
 
 class Pieces(Regressions):
@@ -772,10 +769,12 @@ class Processes(Regressions):
             try:
                 started = time.monotonic()
                 m.kill(signal.SIGTERM)
-                wait_until(lambda: not m.mounted(), 1, "the mount is gone")
+                # The daemon goes on for eleven seconds after the signal.
+                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
                 self.still_right(descriptor, 2)
-                m.wait_for_exit(max(started + 14 - time.monotonic(), 0.1))
-                wait_until(lambda: self.read_fails(descriptor), 2, "reads fail")
+                m.wait_for_exit(30)
+                self.assertGreater(time.monotonic() - started, 10)
+                wait_until(lambda: self.read_fails(descriptor), 20, "reads fail")
             finally:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -793,8 +792,8 @@ class Processes(Regressions):
                 wait_until(lambda: find_mount(place) or process.poll() is not None, 10, "the mount is in the table")
                 self.assertIsNone(process.poll())
                 process.kill()
-                wait_until(lambda: process_gone(process.pid), 2, f"it is gone, round {number}")
-                wait_until(lambda: daemon_of(place) is None, 2, "and so is all that it started")
+                wait_until(lambda: process_gone(process.pid), 20, f"it is gone, round {number}")
+                wait_until(lambda: daemon_of(place) is None, 20, "and so is all that it started")
             finally:
                 process.kill()
                 detach(place)

@@ -10,7 +10,9 @@ import time
 import checkpoints
 import oracle
 from manifest import by_id
-from mounts import BIN, Mount, MountFailed, TestCase, find_mount, is_regular, needs_root, run, tensorfs, visible_files
+from mounts import (
+    BIN, Mount, MountFailed, TestCase, find_mount, is_regular, needs_root, run, tensorfs, visible_files, wait_until,
+)
 
 FILE = "model.safetensors"
 MAP = "model.safetensors.index.json"
@@ -335,10 +337,7 @@ class Handles(Semantics):
         for _ in range(300):
             self.open_all(m.path, names)
         # The kernel releases handles after close returns.
-        deadline = time.monotonic() + 3
-        while self.descriptors(m) > before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.assertLessEqual(self.descriptors(m), before)
+        wait_until(lambda: self.descriptors(m) <= before, 20, "all descriptors are given back")
 
     def open_all(self, path, names):
         for name in names:

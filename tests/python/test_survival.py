@@ -130,10 +130,18 @@ class Survival(TestCase):
     def assert_nothing_grew(self, m, before):
         """The daemon, whose readers are all gone, holds no more than it did, and has no file of the source open."""
         wait_until(lambda: not open_files(m), 5, "the files of the source are closed")
-        # Threads that have nothing to do end after a while.
+        grown = None
+
+        def given_back():
+            nonlocal grown
+            grown = Held.by(m).grown(before)
+            return not grown
+
+        # Threads that have nothing to do end after ten seconds. A look that finds nothing counts: a thread that
+        # checks the source now and then may be there at the next one.
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not Held.by(m).grown(before), 15, "everything is given back")
-        self.assertEqual(Held.by(m).grown(before), "")
+            wait_until(given_back, 30, "everything is given back")
+        self.assertEqual(grown, "")
 
 
 class Stalls(Survival):
@@ -167,20 +175,20 @@ class Stalls(Survival):
             self.assert_right(m.path / "a" / FILE, inside(2), how="mmap")
 
     def test_everything_else_is_read_while_64_readers_wait_for_a_stalled_shard(self):
-        with FaultyMount(tree(), "io-timeout=4") as m:
+        with FaultyMount(tree(), "io-timeout=10") as m:
             path = m.path / "a" / FILE
             m.faults.tell("stall", STALLED)
             with Reading(path, inside(2, 1 << 14, 64), "direct") as stuck:
                 wait_until(lambda: m.faults.parked(STALLED), 5, "the source stalls")
                 # Less than the deadline, so that nobody has waited for it.
                 for shard in (1, 3):
-                    self.assertLess(self.assert_right(path, inside(shard, n=4)), 3)
-                    self.assertLess(self.assert_right(path, inside(shard, n=4), how="direct"), 3)
+                    self.assertLess(self.assert_right(path, inside(shard, n=4)), 8)
+                    self.assertLess(self.assert_right(path, inside(shard, n=4), how="direct"), 8)
                 everything = [[0, len(whole("b"))]]
-                self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "pread"), 3)
-                self.assert_done(run("cat", m.path / "a/config.json", timeout=3))
-                self.assert_done(run("ls", "-lR", m.path, timeout=3))
-                self.assert_timed_out(stuck.finished(30), 4)
+                self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "pread"), 8)
+                self.assert_done(run("cat", m.path / "a/config.json", timeout=8))
+                self.assert_done(run("ls", "-lR", m.path, timeout=8))
+                self.assert_timed_out(stuck.finished(45), 10)
             self.assertGreater(m.faults.parked(STALLED), 0)
             m.faults.tell("resume")
             self.assert_right(path, inside(2, 1 << 14, 64), how="direct")
@@ -262,7 +270,7 @@ class Stalls(Survival):
             self.assert_timed_out(read_ranges(path, inside(2, n=32), "random", 20), 1)
             for _ in range(3):
                 # The source holds enough threads now, and nobody has to wait again.
-                found = read_ranges(path, inside(2, n=32), "random", 3)
+                found = read_ranges(path, inside(2, n=32), "random")
                 self.assertEqual({got.errno for got in found}, {errno.EIO})
                 self.assertLess(Held.by(m).threads, before + 16)
             m.wait_for_log("the source has not answered")
@@ -303,7 +311,7 @@ class Stalls(Survival):
             for _ in range(4):
                 self.assert_done(run("head", "-c", "4096", m.path / "a" / FILE, timeout=5))
                 time.sleep(0.2)
-            self.assertGreater(m.faults.parked("a/*"), 0)
+            wait_until(lambda: m.faults.parked("a/*"), 20, "a file is being closed")
             self.assertLess(self.assert_right(m.path / "b" / FILE, [[0, len(whole("b"))]], "b", "pread"), 3)
             m.faults.tell("resume")
             wait_until(lambda: not open_files(m), 5, "the files of the source are closed")
@@ -350,16 +358,17 @@ class Disks(Survival):
 
     def test_a_disk_that_stalls_fails_reads_after_the_deadline_and_keeps_no_other_disk_waiting(self):
         for io in ("auto", "pread"):
-            with self.subTest(io=io), self.mounted(f"io={io}", "io-timeout=2") as (faults, m):
+            with self.subTest(io=io), self.mounted(f"io={io}", "io-timeout=5") as (faults, m):
                 path = m.path / "a" / FILE
                 faults.tell("stall", "*")
                 with Reading(path, inside(2, n=16), "direct") as stuck:
                     wait_until(faults.parked, 5, "the disk stalls")
                     everything = [[0, len(whole("b"))]]
-                    self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "direct"), 1.5)
+                    # Less than the deadline, so that nobody has waited for it.
+                    self.assertLess(self.assert_right(m.path / "b" / FILE, everything, "b", "direct"), 4)
                     found = stuck.finished(20)
                 self.assertEqual({got.errno for got in found}, {errno.EIO})
-                self.assertGreater(min(got.seconds for got in found), 1.4)
+                self.assertGreater(min(got.seconds for got in found), 4)
                 self.assertGreater(faults.parked(), 0)
                 faults.tell("resume")
                 self.assert_right(path, inside(2, n=16), how="direct")

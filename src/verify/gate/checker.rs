@@ -167,8 +167,10 @@ impl Inner {
             Err(error) => Some(error),
         };
         lock(&self.state).ended(source, begun);
-        if let Some(bad) = job.step_ended(failed) {
-            self.counters.checksum_mismatches.add(bad as u64);
+        if let Some(outcome) = job.step_ended(failed) {
+            // Who has an answer finds it counted.
+            self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
+            job.end(outcome);
             let mut state = lock(&self.state);
             state.jobs.retain(|other| !Arc::ptr_eq(other, job));
             state.queue.retain(|other| !Arc::ptr_eq(other, job));
@@ -187,8 +189,9 @@ impl Inner {
         {
             for job in jobs {
                 let late = |source: &Source| late(source, timeout);
-                if job.expire(before, late) {
+                if let Some(outcome) = job.expire(before, late) {
                     self.counters.source_timeouts.add(1);
+                    job.end(outcome);
                     release_unpinned(&job.sources());
                 }
             }

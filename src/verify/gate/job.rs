@@ -125,9 +125,9 @@ impl Job {
         tracing::error!("{error}; reads of it through the mount fail");
     }
 
-    /// A step is done, or could not be read. Returns the number of units that differ where the
-    /// job has ended with it.
-    pub(super) fn step_ended(self: &Arc<Self>, failed: Option<Error>) -> Option<usize> {
+    /// A step is done, or could not be read. Returns what came of the job where it has ended with
+    /// it, for `end`.
+    pub(super) fn step_ended(&self, failed: Option<Error>) -> Option<Outcome> {
         let mut state = lock(&self.state);
         state.in_flight -= 1;
         state.since = Instant::now();
@@ -141,20 +141,18 @@ impl Job {
             return None;
         }
         state.ended = true;
-        let outcome = std::mem::take(&mut state.outcome);
-        drop(state);
-        Some(self.end(outcome))
+        Some(std::mem::take(&mut state.outcome))
     }
 
-    /// Fails a job that nothing was done of since `before`; returns whether it is one.
+    /// Fails a job that nothing was done of since `before`; returns what came of it, for `end`.
     pub(super) fn expire(
-        self: &Arc<Self>,
+        &self,
         before: Instant,
         late: impl FnOnce(&Source) -> Error,
-    ) -> bool {
+    ) -> Option<Outcome> {
         let mut state = lock(&self.state);
         if state.ended || state.since > before {
-            return false;
+            return None;
         }
         state.ended = true;
         state.left.clear();
@@ -163,8 +161,7 @@ impl Job {
         let shard = self.units.first().and_then(|&unit| Some(self.gate.bytes_of(unit).first()?.0));
         let source = self.gate.source(shard.unwrap_or(0));
         outcome.failed = Some(Arc::new(late(source)));
-        self.end(outcome);
-        true
+        Some(outcome)
     }
 
     /// Whether it has ended.
@@ -183,10 +180,9 @@ impl Job {
         }
     }
 
-    fn end(self: &Arc<Self>, outcome: Outcome) -> usize {
-        let bad = outcome.bad.len();
+    /// Answers those who wait for the job.
+    pub(super) fn end(self: &Arc<Self>, outcome: Outcome) {
         self.gate.ended(self, outcome);
-        bad
     }
 
     /// The sources that it has read.

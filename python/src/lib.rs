@@ -7,6 +7,7 @@ mod dlpack;
 mod errors;
 mod loading;
 mod memory;
+mod slicing;
 
 use pyo3::prelude::*;
 
@@ -22,6 +23,7 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checkpoint::describe, module)?)?;
     module.add_function(wrap_pyfunction!(loading::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(dlpack::memory_of, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::load_indexed, module)?)?;
     module.add_function(wrap_pyfunction!(memory::unwritable, module)?)?;
     module.add_function(wrap_pyfunction!(loading::can_cast, module)?)?;
     module.add_function(wrap_pyfunction!(process_token, module)?)?;

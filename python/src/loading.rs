@@ -1,5 +1,6 @@
 //! Loading: what is asked for, and the loaders of this process.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -145,6 +146,25 @@ impl Loader {
             beside(py, "tensorfs-check", self.timeout(), "check", check)?
         };
         checked.map_err(|e| raised(py, &e, Some(name)))
+    }
+
+    /// Copies a part of a tensor to memory of its size, by address and length, as `load_cached` does.
+    pub(crate) fn copy_cached(
+        &self,
+        py: Python<'_>,
+        checkpoint: &tensorfs::Checkpoint,
+        position: usize,
+        part: Option<&[Range<u64>]>,
+        (address, len): (usize, usize),
+    ) -> PyResult<bool> {
+        let loader = self.own();
+        // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
+        let into = unsafe { bytes_at(address, len)? };
+        let copied = py.detach(|| loader.load_cached(checkpoint, position, part, into));
+        copied.map_err(|e| {
+            let name = checkpoint.catalog().tensor_at(position).name;
+            raised(py, &e, Some(name))
+        })
     }
 
     /// Lets go of the loader, so that its threads end.
@@ -335,15 +355,8 @@ impl Loader {
         address: usize,
         len: usize,
     ) -> PyResult<bool> {
-        let (loader, checkpoint) = (self.own(), checkpoint.own());
         let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect::<Vec<_>>());
-        // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
-        let into = unsafe { bytes_at(address, len)? };
-        let copied = py.detach(|| loader.load_cached(&checkpoint, position, part.as_deref(), into));
-        copied.map_err(|e| {
-            let name = checkpoint.catalog().tensor_at(position).name;
-            raised(py, &e, Some(name))
-        })
+        self.copy_cached(py, &checkpoint.own(), position, part.as_deref(), (address, len))
     }
 }
 

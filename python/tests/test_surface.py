@@ -161,6 +161,34 @@ class SingleFile(TestCase):
                         self.assertEqual(compared(found), compared(right))
                         self.assertTrue(found.is_contiguous() or not right.is_contiguous())
 
+    @needs_torch
+    def test_plain_indices_give_the_same_from_the_page_cache_and_past_it(self):
+        import torch
+
+        indices = (1, slice(1, 3), slice(None, 2), (2, slice(1, 2)), (slice(1, 3), 0), (slice(0, 2), slice(1, None)))
+        for name in ("b.matrix", "a.cube"):
+            right = torch.from_numpy(self.tensors[name].copy())
+            for source in ("buffered", "direct"):
+                with tensorfs.safe_open(self.file, "pt", source=source) as f:
+                    part = f.get_slice(name)
+                    for index in indices:
+                        with self.subTest(name=name, source=source, index=index):
+                            self.assertTrue(torch.equal(part[index], right[index]))
+                    if source == "direct":
+                        self.assertGreaterEqual(f.stats["reads"], len(indices))
+
+    @needs_torch
+    def test_a_part_of_a_file_that_changed_is_refused_though_the_page_cache_has_it(self):
+        with tensorfs.safe_open(self.file, "pt") as f:
+            part = f.get_slice("b.matrix")
+            part[1:2]
+            with open(self.file, "r+b") as file:
+                file.seek(-1, 2)
+                file.write(b"z")
+            with self.assertRaises(tensorfs.SafetensorError) as caught:
+                part[1:2]
+            self.assertEqual(caught.exception.kind, "changed")
+
     def test_lists_and_other_indices_are_refused_alike(self):
         ours, genuine = self.both()
         with ours as f, genuine as g:

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 
@@ -20,6 +20,9 @@ const THREADS_MAX: usize = 8;
 
 /// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
 const PART_LEN: usize = 2 << 20;
+
+/// A load that begins so soon after another one finds memory as that one did.
+const SOON: Duration = Duration::from_millis(500);
 
 /// The memory that a load has found, and how much of it is there.
 pub(super) struct Ahead<'a> {
@@ -53,8 +56,10 @@ struct State {
 impl<'a> Ahead<'a> {
     pub(super) fn new(loader: &'a Loader, plan: &Plan, regions: &'a [Arc<Region>]) -> Ahead<'a> {
         let parts = if plan.read < loader.tune.ahead { vec![] } else { parts_of(plan, regions) };
+        let (choice, found_at) = loader.choice().clone();
+        let is_soon = found_at.is_some_and(|found_at| found_at.elapsed() < SOON);
         let state = State {
-            choice: loader.choice().clone().next(),
+            choice: choice.next(is_soon),
             next: 0,
             there: vec![false; parts.len()],
             ready: 0,
@@ -176,7 +181,7 @@ impl Drop for Ahead<'_> {
             self.regions[region].advise(0..self.regions[region].len(), true);
         }
         if state.next > 0 {
-            *self.loader.choice() = state.choice.clone();
+            *self.loader.choice() = (state.choice.clone(), Some(Instant::now()));
         }
     }
 }
@@ -230,9 +235,13 @@ mod tests {
 
     /// One tensor of LEN bytes, and the bytes.
     fn checkpoint(folder: &Path) -> (Arc<Checkpoint>, Vec<u8>) {
+        checkpoint_of(folder, LEN)
+    }
+
+    fn checkpoint_of(folder: &Path, len: usize) -> (Arc<Checkpoint>, Vec<u8>) {
         let header =
-            format!(r#"{{"a":{{"dtype":"U8","shape":[{LEN}],"data_offsets":[0,{LEN}]}}}}"#);
-        let data: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8).collect();
+            format!(r#"{{"a":{{"dtype":"U8","shape":[{len}],"data_offsets":[0,{len}]}}}}"#);
+        let data: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
         let start = (header.len() as u64).to_le_bytes();
         let file = [&start, header.as_bytes(), &data].concat();
         std::fs::write(folder.join("model.safetensors"), file).unwrap();
@@ -257,6 +266,21 @@ mod tests {
             assert!(pages != Some(Pages::Small) || huge == 0, "{huge}");
             assert!(pages != Some(Pages::Huge) || huge + small == 0 || huge >= 6 << 20, "{huge}");
         }
+    }
+
+    #[test]
+    fn pages_are_chosen_for_one_matrix_of_a_model_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let len = 33 << 20;
+        let (checkpoint, data) = checkpoint_of(folder.path(), len);
+        let loader = Loader::new(Tune { pages: Some(Pages::Small), ..Tune::default() });
+        let loaded = loader.load_all(&checkpoint).unwrap();
+        assert!(loaded.bytes(0) == data);
+        let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
+        // Before Linux 5.14 nothing is asked for.
+        assert!(huge == 0 && (small == 0 || small >= len as u64), "{huge} {small}");
+        let probe = Region::new(PART_LEN as u64).unwrap();
+        assert_eq!(small > 0, probe.populate(0..PART_LEN));
     }
 
     #[test]

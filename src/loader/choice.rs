@@ -91,11 +91,11 @@ impl Choice {
         }
     }
 
-    /// For the next load, before which much may have changed. Small pages have to prove
-    /// themselves at once.
-    pub(super) fn next(self) -> Choice {
+    /// For the next load. Unless that begins soon after the last one, much may have changed, and
+    /// small pages have to prove themselves at once.
+    pub(super) fn next(self, soon: bool) -> Choice {
         let now = if self.trial { other(self.now) } else { self.now };
-        let left = if now == Pages::Small { 0 } else { self.left };
+        let left = if now == Pages::Small && !soon { 0 } else { self.left };
         Choice { now, trial: false, bytes: 0, time: Duration::ZERO, left, ..self }
     }
 }
@@ -182,11 +182,23 @@ mod tests {
     fn the_next_load_begins_with_the_choice_and_tries_huge_pages_again_at_once() {
         let mut choice = Choice::default();
         take(&mut choice, 1 << 30, &mut costs(2500, 320));
-        let mut choice = choice.next();
+        let mut choice = choice.next(false);
         assert_eq!(choice.now(), Pages::Small);
         let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
         assert!((256 << 20) - huge <= 24 << 20, "{huge}");
-        assert_eq!(choice.next().now(), Pages::Huge);
+        assert_eq!(choice.next(false).now(), Pages::Huge);
+    }
+
+    #[test]
+    fn short_loads_in_a_row_try_dear_huge_pages_no_more_often_than_a_long_one() {
+        let mut choice = Choice::default();
+        let huge: u64 = (0..64)
+            .map(|_| {
+                choice = choice.clone().next(true);
+                take(&mut choice, 32 << 20, &mut costs(2500, 320))
+            })
+            .sum();
+        assert!(huge <= 48 << 20, "{huge}");
     }
 
     #[test]
@@ -194,7 +206,7 @@ mod tests {
         let mut choice = Choice::default();
         take(&mut choice, STRETCH, &mut costs(45, 320));
         assert_eq!((choice.now(), choice.trial), (Pages::Small, true));
-        assert_eq!(choice.next().now(), Pages::Huge);
+        assert_eq!(choice.next(false).now(), Pages::Huge);
     }
 
     #[test]

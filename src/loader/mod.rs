@@ -41,8 +41,9 @@ const DEPTH: usize = 32;
 /// long.
 const NEAR_LEN: u64 = 1 << 20;
 
-/// From this many bytes on a load is worth the threads that ask for its memory.
-const AHEAD_LEN: u64 = 64 << 20;
+/// From this many bytes on a load is worth the threads that ask for its memory, and the trial of
+/// which pages cost less.
+const AHEAD_LEN: u64 = 16 << 20;
 
 /// From this many bytes on a load asks the system whether it has them: to ask takes as long as a
 /// small load.
@@ -110,8 +111,8 @@ pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
     tune: Tune,
-    /// Which pages cost less, as far as loads have found out.
-    choice: Mutex<Choice>,
+    /// Which pages cost less, as far as loads have found out, and when that was.
+    choice: Mutex<(Choice, Option<Instant>)>,
     #[cfg(feature = "cuda")]
     gpus: device::Gpus,
 }
@@ -266,7 +267,7 @@ impl Loader {
         }
     }
 
-    fn choice(&self) -> MutexGuard<'_, Choice> {
+    fn choice(&self) -> MutexGuard<'_, (Choice, Option<Instant>)> {
         self.choice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

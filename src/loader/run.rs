@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::ahead::Ahead;
@@ -130,8 +130,9 @@ pub(super) fn run(
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
     // The longest read has to fit, or it would wait for ever.
-    let moved = plan.chunks.iter().filter(|chunk| place_of(plan, checkpoint, chunk).is_none());
-    let longest = moved.map(|chunk| Buffer::len_for(&chunk.range)).max();
+    let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
+    let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
+    let longest = moved.iter().map(|chunk| Buffer::len_for(&chunk.range)).max();
     let staging = loader.tune.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
     let shared = Shared {
@@ -153,8 +154,8 @@ pub(super) fn run(
         let (jobs, todo) = channel::<Job>();
         let (back, returned) = channel::<Back>();
         let todo = Arc::new(Mutex::new(todo));
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let movers = if longest.is_some() { cores.min(MOVERS_MAX) } else { 0 };
+        let cores = cores();
+        let movers = cores.min(MOVERS_MAX).min(moved.len());
         // Reads that are not waited for hold senders of jobs, too.
         let end = Ends(jobs.clone(), movers);
         for _ in 0..movers {
@@ -186,6 +187,12 @@ pub(super) fn run(
         device: None,
     };
     Ok(Report { stats, events })
+}
+
+/// Processors that this process may use, found out once: that takes as long as a short read.
+fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
 /// Region and byte that the bytes of `chunk` are read to at once, if they are. Not to memory that

@@ -127,6 +127,10 @@ impl Rows {
         if part.len() != tensor.shape.len() || !part.iter().zip(tensor.shape).all(some) {
             return None;
         }
+        if let Some((skipped, run_len)) = one_run(part, tensor.shape, tensor.dtype.bits()) {
+            let start = piece.range.start + skipped;
+            return Some(Rows { shard: piece.shard, start, run_len, strides: Strides(vec![]) });
+        }
         let size: Vec<u64> = part.iter().map(|wanted| wanted.end - wanted.start).collect();
         let offset = part.iter().map(|wanted| wanted.start).collect();
         let from = Whole { shape: tensor.shape.to_vec(), offset };
@@ -147,5 +151,62 @@ impl Rows {
     pub(crate) fn span(&self) -> Range<u64> {
         let last = self.strides.run(self.count() - 1).0;
         self.start..self.start + last + self.run_len
+    }
+}
+
+/// First byte and length of a part, which is not empty and lies in `shape`, if it is one run of
+/// whole bytes: that is found out sooner than how several are spread.
+fn one_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)> {
+    let len = |range: &Range<u64>| range.end - range.start;
+    // Before this dimension there is one index each, and after it all.
+    let cut = part.iter().position(|range| len(range) > 1).unwrap_or(part.len());
+    let after = part.iter().zip(shape).skip(cut + 1);
+    if after.into_iter().any(|(range, &size)| len(range) != size) {
+        return None;
+    }
+    let offset =
+        part.iter().zip(shape).fold(0, |offset, (range, &size)| offset * size + range.start);
+    let (from, run) = (offset * bits, part.iter().map(len).product::<u64>() * bits);
+    (from.is_multiple_of(8) && run.is_multiple_of(8)).then_some((from / 8, run / 8))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bits of a part, one after the other, as they lie in a tensor of this shape.
+    fn bits_of(part: &[Range<u64>], shape: &[u64], bits: u64) -> Vec<u64> {
+        let mut elements = vec![0];
+        for (range, size) in part.iter().zip(shape) {
+            let next = |element: u64| range.clone().map(move |index| element * size + index);
+            elements = elements.into_iter().flat_map(next).collect();
+        }
+        elements.into_iter().flat_map(|element| element * bits..(element + 1) * bits).collect()
+    }
+
+    #[test]
+    fn a_part_is_one_run_where_its_bits_follow_each_other_on_whole_bytes() {
+        let shape = [3, 2, 4];
+        let ranges = |size: u64| (0..size).flat_map(move |a| (a + 1..=size).map(move |b| a..b));
+        let mut runs = 0;
+        for (x, y, z) in ranges(3).flat_map(|x| {
+            ranges(2).flat_map(move |y| {
+                let x = x.clone();
+                ranges(4).map(move |z| (x.clone(), y.clone(), z))
+            })
+        }) {
+            for bits in [4, 16] {
+                let part = [x.clone(), y.clone(), z.clone()];
+                let right = bits_of(&part, &shape, bits);
+                let is_run = right.windows(2).all(|pair| pair[1] == pair[0] + 1);
+                let is_whole = right[0].is_multiple_of(8) && right.len().is_multiple_of(8);
+                let right = (right[0] / 8, right.len() as u64 / 8);
+                let found = one_run(&part, &shape, bits);
+                assert_eq!(found, (is_run && is_whole).then_some(right), "{part:?} {bits}");
+                runs += u32::from(found.is_some());
+            }
+        }
+        assert!(runs > 50, "{runs}");
+        assert_eq!(one_run(&[], &[], 16), Some((0, 2)));
     }
 }

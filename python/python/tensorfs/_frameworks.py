@@ -54,15 +54,21 @@ class Torch:
         self._torch = torch
         self._device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self._dtypes: dict[str, Any] = {}
+        self._makers: dict[str, Any] = {}
         self._names: dict[Any, str] | None = None
 
     def dtype(self, dtype: str, name: str) -> Any:
+        found = self._known(dtype)
+        if found is None:
+            raise _unknown(dtype, name, f"torch {self._torch.__version__}")
+        return found
+
+    def _known(self, dtype: str) -> Any:
         found = self._dtypes.get(dtype)
         if found is None:
             found = getattr(self._torch, _TORCH.get(dtype, "-"), None)
-            if found is None:
-                raise _unknown(dtype, name, f"torch {self._torch.__version__}")
-            self._dtypes[dtype] = found
+            if found is not None:
+                self._dtypes[dtype] = found
         return found
 
     def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
@@ -80,6 +86,25 @@ class Torch:
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
         made = self._torch.empty(_packed(dtype, shape, name), dtype=self.dtype(dtype, name), device=self._device)
         return made, self._address(made)
+
+    def maker(self, dtype: str) -> Any:
+        """What makes a tensor of a shape, with its address, sooner than `empty`; None where only that can."""
+        found = self._makers.get(dtype)
+        if found is None:
+            found = self._makers[dtype] = self._maker(dtype)
+        return found
+
+    def _maker(self, dtype: str) -> Any:
+        wanted, torch, kind, device = self._known(dtype), self._torch, self._torch.Tensor, self._device
+        if wanted is None or dtype == PACKED:
+            return None
+
+        def make(shape: tuple[int, ...]) -> tuple[Any, int]:
+            made = torch.empty(shape, dtype=wanted, device=device)
+            address = made.data_ptr() if type(made) is kind else 0
+            return made, address or self._address(made)
+
+        return make
 
     def area(self, length: int) -> tuple[Any, int, int]:
         made = self._torch.empty(length, dtype=self._torch.uint8, device=self._device)
@@ -215,6 +240,9 @@ class Numpy:
         made = self._numpy.empty(tuple(shape), dtype=self.dtype(dtype, name))
         return made, made.__array_interface__["data"][0]
 
+    def maker(self, dtype: str) -> None:
+        return None
+
     def area(self, length: int) -> tuple[Any, int, int]:
         made = self._numpy.empty(length, dtype=self._numpy.uint8)
         return made, made.__array_interface__["data"][0], length
@@ -264,6 +292,9 @@ class DLPack:
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
         made = Tensor.empty(dtype, list(shape))
         return made, made.data_ptr
+
+    def maker(self, dtype: str) -> None:
+        return None
 
     def area(self, length: int) -> tuple[Any, int, int]:
         made = Area(length)

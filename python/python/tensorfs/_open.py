@@ -12,7 +12,7 @@ from ._errors import SafetensorError, error, not_found, shown
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader
-from ._tensorfs import Cancel, Checkpoint, Loader
+from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed
 
 StrPath = Union[str, "os.PathLike[str]"]
 Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
@@ -223,6 +223,8 @@ class Slice:
 
     def __init__(self, reader: Reader, info: Info) -> None:
         self._reader, self._info = reader, info
+        # Makes a tensor of a shape, where parts are copied out of the page cache.
+        self._make: Any = reader.framework.maker(info.dtype) if reader.copy and reader.loader.on_cpu else None
 
     def get_shape(self) -> list[int]:
         """The shape of the whole tensor."""
@@ -234,6 +236,10 @@ class Slice:
 
     def __getitem__(self, index: Any) -> Any:
         reader, info = self._reader, self._info
+        if self._make is not None:
+            made = load_indexed(reader.loader, reader.checkpoint, info.position, index, self._make)
+            if made is not None:
+                return made
         plain = _indexing.plain(index, info.shape)
         if plain is not None:
             shape = [end - start for start, end in plain]

@@ -1,7 +1,7 @@
 """The native part. Private: it trusts the addresses that it is given."""
 
 from os import PathLike
-from typing import Any, Sequence, final
+from typing import Any, Callable, Sequence, final
 
 __all__ = [
     "Ahead",
@@ -13,6 +13,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "describe",
+    "load_indexed",
     "memory_of",
     "process_token",
     "release_pinned",
@@ -149,6 +150,9 @@ class Tensor:
 
 def describe(data: bytes) -> list[tuple[str, str, list[int], int, int]]: ...
 def release_pinned() -> None: ...
+def load_indexed(
+    loader: Loader, checkpoint: Checkpoint, position: int, index: Any, make: Callable[[tuple[int, ...]], tuple[Any, int]]
+) -> Any: ...
 def unwritable(regions: Sequence[tuple[int, int]]) -> int | None: ...
 def can_cast(dtype: str, to: str) -> bool: ...
 def process_token() -> int: ...

@@ -65,6 +65,9 @@ const PASSED_READS: u64 = 64;
 /// Ranges that were passed and may still be asked for, at most.
 const PASSED_MAX: usize = 256;
 
+/// Ranges that were asked for or planned and are remembered, at most.
+const GIVEN_MAX: usize = 1 << 14;
+
 /// Ranges that one stream is read ahead by, at most.
 const PATH_MAX: usize = 64;
 
@@ -244,7 +247,7 @@ impl Planner {
             self.enter(index, reader, tensors);
             self.plan(index, reader, most, tensors)
         });
-        if self.seen.add(&request.range, tensors) {
+        if self.seen.add(&request.range, tensors) || self.given.count() > GIVEN_MAX {
             self.forget();
             self.given.add(&request.range);
         }
@@ -256,7 +259,8 @@ impl Planner {
         Advice { ahead, left, push }
     }
 
-    /// The kernel has forgotten what it was given: only what is planned counts.
+    /// The kernel has forgotten what it was given, or it is too much to remember: only what is
+    /// planned counts.
     fn forget(&mut self) {
         self.given.clear();
         let planned = self.streams.iter().flat_map(|stream| &stream.path);

@@ -49,6 +49,11 @@ impl Given {
         }
     }
 
+    /// How many ranges it consists of.
+    pub(super) fn count(&self) -> usize {
+        self.0.len()
+    }
+
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }

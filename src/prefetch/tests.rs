@@ -106,6 +106,15 @@ fn small_reads_at_random_places_are_not_read_ahead_of() {
 }
 
 #[test]
+fn small_reads_at_many_places_take_little_memory() {
+    let mut planner = planner();
+    for page in 0..40_000 {
+        read(&mut planner, page * 16 * PAGE, PAGE, false);
+    }
+    assert!(planner.given.count() <= GIVEN_MAX);
+}
+
+#[test]
 fn reading_ahead_in_vain_ends_until_reads_follow_each_other_for_long() {
     let mut planner = planner();
     planner.judge(0, 100 * MIB);

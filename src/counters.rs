@@ -125,6 +125,8 @@ counters! {
     prefetch_used_bytes,
     /// Of them, bytes thrown away unread.
     prefetch_wasted_bytes,
+    /// Times that read-ahead was cut because there was no room for it.
+    prefetch_cuts,
     /// Bytes put into the kernel's page cache before anyone asked.
     stored_bytes,
     /// Bytes of sources that were compared with their checksums (`verify=read`).

@@ -10,11 +10,13 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use self::given::Given;
 use self::order::{Reader, Seen};
 use self::storm::Storms;
 
 pub use self::order::{Order, Tensor, Tensors};
 
+mod given;
 mod order;
 mod storm;
 #[cfg(test)]
@@ -56,6 +58,15 @@ const LEFT_READS_FORETOLD: u64 = 256;
 
 /// Reads somewhere else after which a stream is not expected any more where it was.
 const ELSEWHERE_READS: u32 = 32;
+
+/// Reads after which bytes that their reader has passed are not expected any more.
+const PASSED_READS: u64 = 64;
+
+/// Ranges that were passed and may still be asked for, at most.
+const PASSED_MAX: usize = 256;
+
+/// Ranges that were asked for or planned and are remembered, at most.
+const GIVEN_MAX: usize = 1 << 14;
 
 /// Ranges that one stream is read ahead by, at most.
 const PATH_MAX: usize = 64;
@@ -129,22 +140,31 @@ impl Stream {
         self.path.front().is_some_and(|range| range.contains(&self.next))
     }
 
-    /// Moves on to `end`, and drops what lies before that from the path.
-    fn move_on(&mut self, end: u64) {
+    /// Moves on to `end`, and takes out of the path what lies before that: it was passed over,
+    /// for what is read is taken out before.
+    fn move_on(&mut self, end: u64) -> Vec<Range<u64>> {
         self.grown += end.saturating_sub(self.next);
         let before = self.next;
         self.next = before.max(end);
+        let mut passed = Vec::new();
         while let Some(range) = self.path.front_mut() {
             // Elsewhere in the file.
-            if range.start > self.next || range.end < before {
+            if range.start >= self.next || range.end + SLACK < before {
                 break;
             }
+            passed.push(range.start..self.next.min(range.end));
             range.start = self.next.min(range.end);
             if range.start < range.end {
                 break;
             }
             self.path.pop_front();
         }
+        passed
+    }
+
+    /// Takes `read` out of the path.
+    fn strike(&mut self, read: &Range<u64>) {
+        strike(&mut self.path, read);
     }
 
     /// Takes out what is planned from `start` on to the end of that range.
@@ -187,6 +207,10 @@ pub struct Planner {
     used: u64,
     wasted: u64,
     storms: Storms,
+    /// Bytes that were asked for or planned: they are not planned again.
+    given: Given,
+    /// What was planned and passed over, and by which read. It may still come.
+    passed: VecDeque<(Range<u64>, u64)>,
     /// What was planned for readers who went elsewhere since the last read.
     left: Vec<Range<u64>>,
 }
@@ -204,6 +228,8 @@ impl Planner {
             used: 0,
             wasted: 0,
             storms: Storms::default(),
+            given: Given::default(),
+            passed: VecDeque::new(),
             left: Vec::new(),
         }
     }
@@ -213,13 +239,47 @@ impl Planner {
     pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn Tensors) -> Advice {
         self.reads += 1;
         let push = self.storms.push(request, tensors);
-        let ahead = self.stream_of(request, tensors).and_then(|index| {
+        let index = self.stream_of(request, tensors);
+        self.strike(&request.range);
+        self.given.add(&request.range);
+        let ahead = index.and_then(|index| {
             let reader = self.reader_of(request.reader);
             self.enter(index, reader, tensors);
             self.plan(index, reader, most, tensors)
         });
-        self.seen.add(&request.range, tensors);
-        Advice { ahead, left: std::mem::take(&mut self.left), push }
+        if self.seen.add(&request.range, tensors) || self.given.count() > GIVEN_MAX {
+            self.forget();
+            self.given.add(&request.range);
+        }
+        while self.passed.len() > PASSED_MAX {
+            self.left.extend(self.passed.pop_front().map(|(range, _)| range));
+        }
+        let left = std::mem::take(&mut self.left);
+        left.iter().for_each(|range| self.given.remove(range));
+        Advice { ahead, left, push }
+    }
+
+    /// The kernel has forgotten what it was given, or it is too much to remember: only what is
+    /// planned counts.
+    fn forget(&mut self) {
+        self.given.clear();
+        let planned = self.streams.iter().flat_map(|stream| &stream.path);
+        let passed = self.passed.iter().map(|(range, _)| range);
+        planned.chain(passed).for_each(|range| self.given.add(range));
+    }
+
+    /// Takes what is read out of all that is planned.
+    fn strike(&mut self, read: &Range<u64>) {
+        self.streams.iter_mut().for_each(|stream| stream.strike(read));
+        let meets = |range: &Range<u64>| range.start < read.end && read.start < range.end;
+        if !self.passed.iter().any(|(range, _)| meets(range)) {
+            return;
+        }
+        for (range, since) in std::mem::take(&mut self.passed) {
+            let mut rest = VecDeque::from([range]);
+            strike(&mut rest, read);
+            self.passed.extend(rest.into_iter().map(|range| (range, since)));
+        }
     }
 
     /// The tensor that is asked for page by page, when that is noticed first. `observe` does
@@ -237,13 +297,20 @@ impl Planner {
             while let Some(other) = stream.path.iter().find(meets) {
                 stream.take(other.start.max(range.start));
             }
+            self.given.remove(range);
         }
         stream.window = (stream.window / 2).max(WINDOW_MIN);
     }
 
-    /// What was read ahead for the stream that was left longest ago, to make way for what
-    /// `stream` needs. `None` where all others go on.
+    /// What was read ahead and passed over, or for the stream that was left longest ago, to make
+    /// way for what `stream` needs. `None` where all others go on.
     pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
+        let is_old = |(_, since): &(Range<u64>, u64)| since + PASSED_READS < self.reads;
+        if self.passed.front().is_some_and(is_old) {
+            let passed = self.passed.pop_front().map(|(range, _)| range)?;
+            self.given.remove(&passed);
+            return Some(vec![passed]);
+        }
         let patience = match self.readers.iter().any(|(_, reader, _)| reader.trust() > 1) {
             true => LEFT_READS_FORETOLD,
             false => self.patience(),
@@ -251,7 +318,9 @@ impl Planner {
         let left = |s: &Stream| s.id != stream && s.last + patience < self.reads;
         let left = self.streams.iter().enumerate().filter(|(_, s)| !s.path.is_empty() && left(s));
         let (index, _) = left.min_by_key(|(_, s)| s.last)?;
-        Some(self.streams.swap_remove(index).path.into())
+        let left: Vec<Range<u64>> = self.streams.swap_remove(index).path.into();
+        left.iter().for_each(|range| self.given.remove(range));
+        Some(left)
     }
 
     fn patience(&self) -> u64 {
@@ -289,7 +358,9 @@ impl Planner {
         if let Some((index, stream)) = candidates.min_by_key(|(_, s)| distance(s)) {
             stream.last = reads;
             stream.run = stream.run.saturating_add(1);
-            stream.move_on(end);
+            stream.strike(&request.range);
+            let passed = stream.move_on(end);
+            self.passed.extend(passed.into_iter().map(|range| (range, reads)));
             // Once for all reads that came while one window was under way.
             if request.late && !wasteful && stream.grown >= stream.window {
                 stream.grown = 0;
@@ -327,13 +398,16 @@ impl Planner {
             tensor,
             last: reads,
         };
-        stream.move_on(end);
+        stream.strike(&request.range);
+        let passed = stream.move_on(end);
+        self.passed.extend(passed.into_iter().map(|range| (range, reads)));
         if self.streams.len() < STREAMS_MAX {
             self.streams.push(stream);
             return Some(self.streams.len() - 1);
         }
         let oldest = (0..self.streams.len()).min_by_key(|&at| self.streams[at].last).unwrap_or(0);
-        self.streams[oldest] = stream;
+        let before = std::mem::replace(&mut self.streams[oldest], stream);
+        self.left.extend(before.path);
         Some(oldest)
     }
 
@@ -451,16 +525,10 @@ impl Planner {
         }
         let mut room = window - ahead;
         let mut planned: Vec<Range<u64>> = Vec::new();
-        // The rest of the tensor that is being read goes before what follows it.
-        let is_inside = !stream.goes_on() && stream.next < stream.tensor.range.end;
-        let (mut from, mut tensor) = match stream.path.back() {
-            Some(last) if !is_inside => (last.end, tensors.at(last.end - 1)),
-            _ => (stream.next, stream.tensor.clone()),
-        };
+        // From its last read on: the rest of its tensor goes before what follows that.
+        let (mut from, mut tensor) = (stream.next, stream.tensor.clone());
         let beyond = self.beyond(&self.streams[index], &self.readers[reader].1);
-        if tensor.place != stream.tensor.place {
-            room = room.min(beyond.saturating_sub(ahead));
-        }
+        let mut rest = 0;
         for _ in 0..STEPS_MAX {
             if room == 0 || stream.path.len() + planned.len() >= PATH_MAX {
                 break;
@@ -471,18 +539,24 @@ impl Planner {
             let others = self.streams.iter().filter(|s| s.began >= from && has_read(s));
             let limit = others.map(|s| s.began).min().unwrap_or(self.len);
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
-            let end_here = end.min(limit).min(from.saturating_add(room));
-            if end_here > from {
-                room -= end_here - from;
+            let end_here = end.min(limit);
+            while room > 0 && stream.path.len() + planned.len() < PATH_MAX {
+                let Some(gap) = self.given.gap(&(from..end_here)) else { break };
+                let part = gap.start..gap.end.min(gap.start + room);
+                room -= part.end - part.start;
+                from = part.end;
                 match planned.last_mut() {
-                    Some(last) if last.end == from => last.end = end_here,
-                    _ => planned.push(from..end_here),
+                    Some(last) if last.end == part.start => last.end = part.end,
+                    _ => planned.push(part),
                 }
-                from = end_here;
             }
-            if from < end {
+            if tensor.place == stream.tensor.place {
+                rest = planned.len();
+            }
+            if self.given.gap(&(from..end_here)).is_some() || end_here < end {
                 break;
             }
+            from = from.max(end);
             let Some(next) = self.next_tensor(index, reader, &tensor, tensors) else { break };
             let so_far: u64 = planned.iter().map(|range| range.end - range.start).sum();
             room = room.min(beyond.saturating_sub(ahead + so_far));
@@ -492,12 +566,10 @@ impl Planner {
             }
             tensor = next;
         }
+        planned.iter().for_each(|range| self.given.add(range));
         let stream = &mut self.streams[index];
-        if is_inside {
-            planned.iter().rev().for_each(|range| stream.path.push_front(range.clone()));
-        } else {
-            planned.iter().for_each(|range| stream.plan(range.clone()));
-        }
+        planned[..rest].iter().rev().for_each(|range| stream.path.push_front(range.clone()));
+        planned[rest..].iter().for_each(|range| stream.plan(range.clone()));
         (!planned.is_empty()).then_some((stream.id, planned))
     }
 
@@ -524,14 +596,21 @@ impl Planner {
         tensor: &Tensor,
         tensors: &dyn Tensors,
     ) -> Option<Tensor> {
-        let is_planned = |t: &Tensor| {
-            let holds =
-                |range: &Range<u64>| range.start <= t.range.start && t.range.end <= range.end;
-            self.streams.iter().any(|s| s.path.iter().any(holds))
-        };
-        let passed =
-            |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index) || is_planned(t);
+        let passed = |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index);
         self.readers[reader].1.next(tensor, tensors, &passed)
+    }
+}
+
+/// Takes `read` out of `path`.
+fn strike(path: &mut VecDeque<Range<u64>>, read: &Range<u64>) {
+    let meets = |range: &Range<u64>| range.start < read.end && read.start < range.end;
+    while let Some(index) = path.iter().position(meets) {
+        let Some(range) = path.remove(index) else { return };
+        for rest in [read.end..range.end, range.start..read.start] {
+            if !rest.is_empty() {
+                path.insert(index, rest);
+            }
+        }
     }
 }
 

@@ -44,6 +44,8 @@ impl Inner {
         range: &Range<u64>,
         late: bool,
     ) {
+        // Before the planner is locked, for which others wait.
+        file.reader.sort_orders();
         let request = Request { range: range.clone(), reader, late, now: self.now() };
         let most = self.ahead_max();
         let advice = lock(&file.planner).observe(&request, most, &file.reader);
@@ -70,6 +72,7 @@ impl Inner {
         for index in 0..ranges.len() {
             if let Err(from) = self.read_ahead(file, stream, ranges[index].clone()) {
                 ranges[index].start = from;
+                self.counters.prefetch_cuts.add(1);
                 return lock(&file.planner).cut_short(stream, &ranges[index..]);
             }
         }
@@ -133,16 +136,20 @@ impl Inner {
         self.budget.try_lease(need)
     }
 
-    /// Drops the blocks in `range` that nobody has asked for; those that are being read, once
-    /// they are there.
-    fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
+    /// Drops the blocks in `range` of which nobody has asked for the rest; those that are being
+    /// read, once they are there.
+    pub(super) fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
         let State { files, idle, .. } = state;
         let Some(blocks) = files.get_mut(&file.id).map(|file| &mut file.blocks) else { return };
         let mut dropped = Vec::new();
-        for (&start, block) in blocks.range_mut(range.clone()) {
+        let before = blocks.range(..range.start).next_back();
+        let first = before.filter(|(_, block)| block.end > range.start).map(|(&start, _)| start);
+        for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
             match &block.data {
-                Data::Ready(..) if block.asked == 0 => dropped.push(start),
-                Data::Loading { waiters, .. } if waiters.is_empty() => block.left = true,
+                Data::Ready(..) if block.asked > 0 || start >= range.start => dropped.push(start),
+                Data::Loading { waiters, .. } if waiters.is_empty() && start >= range.start => {
+                    block.left = true;
+                }
                 _ => {}
             }
         }

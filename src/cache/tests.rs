@@ -79,8 +79,25 @@ fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
         let bytes = fixture.read(&new, 0..MIB).recv_timeout(PATIENCE).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 0));
         assert_eq!(fixture.counters.prefetched_bytes.get() > 0, ahead);
+        assert_eq!(fixture.counters.prefetch_cuts.get() == 0, ahead);
         assert!(fixture.counters.cache_bytes_now.get() <= BUDGET_MIN);
     }
+}
+
+// Blocks of which a page was asked for stayed when their reader went elsewhere.
+#[test]
+fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
+    let fixture = fixture();
+    let file = fixture.file("a", 16);
+    [0, MIB, 2 * MIB].iter().for_each(|at| fixture.put(&file, *at, Instant::now() + PATIENCE));
+    fixture.read(&file, MIB..MIB + 4096).recv_timeout(PATIENCE).unwrap();
+    let left = |range| {
+        let mut state = fixture.state();
+        fixture.cache.0.leave(&mut state, &file, &range);
+        state.of(&file).blocks.keys().copied().take_while(|&at| at < 3 * MIB).collect::<Vec<_>>()
+    };
+    assert_eq!(left(MIB + 4096..2 * MIB), [0, 2 * MIB]);
+    assert_eq!(left(4096..MIB), [0, 2 * MIB], "nobody has asked for its first page yet");
 }
 
 /// Reads pages of `file`, one after the other, until one has to wait in the queue behind the

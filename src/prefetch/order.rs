@@ -203,16 +203,18 @@ impl Seen {
         word.is_some_and(|word| word >> (place % 64) & 1 == 1)
     }
 
-    /// Marks the tensors whose middle a read of `range` holds.
-    pub(super) fn add(&mut self, range: &Range<u64>, tensors: &dyn Tensors) {
+    /// Marks the tensors whose middle a read of `range` holds. Returns whether the kernel has
+    /// forgotten what it had: then only those of this read are marked.
+    pub(super) fn add(&mut self, range: &Range<u64>, tensors: &dyn Tensors) -> bool {
+        let mut has_forgotten = false;
         let mut tensor = Some(tensors.at(range.start));
         for _ in 0..MARKED_MAX {
-            let Some(this) = tensor.filter(|tensor| tensor.range.start < range.end) else { return };
+            let Some(this) = tensor.filter(|tensor| tensor.range.start < range.end) else { break };
             let middle = this.range.start + (this.range.end - this.range.start) / 2;
             if range.contains(&middle) {
-                // The kernel asks for it again: it has forgotten what it had.
                 if self.contains(this.place) {
                     self.0.clear();
+                    has_forgotten = true;
                 }
                 let word = this.place as usize / 64;
                 if self.0.len() <= word {
@@ -222,5 +224,6 @@ impl Seen {
             }
             tensor = tensors.after(this.place, Order::File);
         }
+        has_forgotten
     }
 }

@@ -106,6 +106,15 @@ fn small_reads_at_random_places_are_not_read_ahead_of() {
 }
 
 #[test]
+fn small_reads_at_many_places_take_little_memory() {
+    let mut planner = planner();
+    for page in 0..40_000 {
+        read(&mut planner, page * 16 * PAGE, PAGE, false);
+    }
+    assert!(planner.given.count() <= GIVEN_MAX);
+}
+
+#[test]
 fn reading_ahead_in_vain_ends_until_reads_follow_each_other_for_long() {
     let mut planner = planner();
     planner.judge(0, 100 * MIB);
@@ -205,8 +214,40 @@ fn the_rest_of_a_tensor_that_is_read_is_planned_whatever_else_is() {
     read(&mut planner, 0, MIB, false);
     planner.streams[0].path.clear();
     planner.streams[0].path.push_back(39 * 64 * MIB..40 * 64 * MIB - MIB);
+    planner.forget();
     planner.streams[0].window = 2 * WINDOW_MAX;
     assert_eq!(read(&mut planner, MIB, MIB, false).first().unwrap().start, 2 * MIB);
+}
+
+// A stream that made way for a new one left what was read ahead for it without an owner.
+#[test]
+fn bytes_that_are_read_ahead_have_a_stream_until_they_are_read_or_left() {
+    let mut planner = planner();
+    let (mut held, mut twice) = (given::Given::default(), 0);
+    let mut seed = 1u64;
+    for _ in 0..3000 {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1);
+        let start = (seed >> 20) % (2500 * MIB) / MIB * MIB;
+        for at in 0..(seed >> 60) + 1 {
+            let read = request((start + at * MIB).min(2559 * MIB), MIB, true);
+            let advice = planner.observe(&read, u64::MAX, &Even);
+            held.remove(&read.range);
+            advice.left.iter().for_each(|range| held.remove(range));
+            for range in advice.ahead.into_iter().flat_map(|(_, ranges)| ranges) {
+                let mut gap = range.start;
+                while let Some(new) = held.gap(&(gap..range.end)) {
+                    twice += new.start - gap;
+                    gap = new.end;
+                }
+                twice += range.end - gap;
+                held.add(&range);
+            }
+        }
+    }
+    planner.streams.iter().flat_map(|s| &s.path).for_each(|range| held.remove(range));
+    planner.passed.iter().for_each(|(range, _)| held.remove(range));
+    assert_eq!(held.gap(&(0..2560 * MIB)), Some(0..2560 * MIB), "all of it has an owner");
+    assert_eq!(twice, 0, "nothing is planned while it is planned");
 }
 
 #[test]
@@ -234,8 +275,8 @@ struct Model {
 }
 
 impl Model {
-    fn read() -> Model {
-        let lines = include_str!("../../tests/fixtures/reads/tensors.txt").lines();
+    fn read(text: &str) -> Model {
+        let lines = text.lines();
         let tensors: Vec<(&str, u64, u64)> = lines
             .map(|line| {
                 let words: Vec<&str> = line.split(' ').collect();
@@ -338,7 +379,8 @@ impl Replay {
         }
     }
 
-    /// Reads `ranges` ahead, as far as there is room.
+    /// Reads `ranges` ahead, as far as there is room; what the kernel has already too, for nobody
+    /// knows that it has it.
     fn fetch(
         &mut self,
         planner: &mut Planner,
@@ -349,7 +391,7 @@ impl Replay {
         for (number, index) in
             ranges.iter().enumerate().flat_map(|(n, r)| Replay::pages(r).map(move |page| (n, page)))
         {
-            if self.pages[index] != Page::Unread {
+            if let Page::Ahead(_) = self.pages[index] {
                 continue;
             }
             while self.held == self.most {
@@ -369,8 +411,8 @@ impl Replay {
 }
 
 /// Replays reads that were recorded on a mount of the model: reader, page, and number of pages.
-fn replay(recorded: &str) -> Replayed {
-    let model = Model::read();
+fn replay(tensors: &str, recorded: &str) -> Replayed {
+    let model = Model::read(tensors);
     let mut planner = Planner::new(model.len());
     let most = 96 * MIB;
     let pages = vec![Page::Unread; model.len().div_ceil(PAGE) as usize];
@@ -407,20 +449,25 @@ fn replay(recorded: &str) -> Replayed {
 }
 
 macro_rules! recorded {
-    ($name:literal) => {
-        replay(include_str!(concat!("../../tests/fixtures/reads/", $name, ".txt")))
+    ($tensors:literal, $name:literal) => {
+        replay(
+            include_str!(concat!("../../tests/fixtures/reads/", $tensors, ".txt")),
+            include_str!(concat!("../../tests/fixtures/reads/", $name, ".txt")),
+        )
     };
 }
 
 #[test]
 fn recorded_reads_find_most_of_their_bytes_read_ahead() {
-    // Before the orders were learned it was a fourth for several threads.
     for (name, replayed, early, wasted) in [
-        ("sorted", recorded!("sorted"), 90, 5),
-        ("natural4", recorded!("natural4"), 85, 5),
-        ("transformers", recorded!("transformers"), 50, 5),
-        ("model", recorded!("model"), 55, 5),
-        ("random", recorded!("random"), 0, 5),
+        ("sorted", recorded!("tensors", "sorted"), 90, 1),
+        ("natural4", recorded!("tensors", "natural4"), 90, 2),
+        // Its first pass touches the starts of tensors, and what it leaves out has no room.
+        ("transformers", recorded!("tensors", "transformers"), 90, 12),
+        ("model", recorded!("tensors", "model"), 80, 1),
+        ("random", recorded!("tensors", "random"), 0, 25),
+        // Mapped, in the order of sorted names; before bytes were planned once, 8 % were wasted.
+        ("safetensors", recorded!("tensors28", "safetensors"), 85, 6),
     ] {
         let (found, lost) = (replayed.early_percent(), replayed.wasted_percent());
         assert!(found >= early && lost <= wasted, "{name}: {found} % early, {lost} % wasted");

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::checkpoint::Checkpoint;
@@ -34,8 +35,10 @@ pub struct Reader {
     len: u64,
     /// Whose names say in which orders the tensors may be read.
     checkpoint: Option<Arc<Checkpoint>>,
-    /// Once a reader went from one tensor to another that does not follow it.
+    /// Once they are sorted.
     orders: Arc<OnceLock<Orders>>,
+    /// Whether a thread sorts them, or has.
+    sorting: Arc<AtomicBool>,
 }
 
 /// How reads of sources are carried out: `false` where they were not, because it would have
@@ -80,14 +83,27 @@ impl Reader {
     /// A reader of `layout`, whose shards are `sources` in the catalog's order.
     pub fn new(layout: Arc<Layout>, sources: Vec<Arc<Source>>) -> Reader {
         let len = layout.len();
-        Reader { layout: Some(layout), sources, len, checkpoint: None, orders: Arc::default() }
+        Reader {
+            layout: Some(layout),
+            sources,
+            len,
+            checkpoint: None,
+            orders: Arc::default(),
+            sorting: Arc::default(),
+        }
     }
 
     /// A reader of `source` as it is.
     pub fn whole(source: Arc<Source>) -> Reader {
         let len = source.len();
-        let (sources, orders) = (vec![source], Arc::default());
-        Reader { layout: None, sources, len, checkpoint: None, orders }
+        Reader {
+            layout: None,
+            sources: vec![source],
+            len,
+            checkpoint: None,
+            orders: Arc::default(),
+            sorting: Arc::default(),
+        }
     }
 
     /// Length of the file in bytes.
@@ -105,10 +121,13 @@ impl Reader {
         &self.sources
     }
 
-    fn orders(&self, layout: &Layout) -> &Orders {
-        let catalog = self.checkpoint.as_ref().map(|checkpoint| checkpoint.catalog());
-        let orders = || catalog.map_or_else(Orders::default, |catalog| layout.orders(catalog));
-        self.orders.get_or_init(orders)
+    /// Sorts the tensors in other orders than that of the file, the first time. While it does,
+    /// there is that of the file only, so that no other thread waits.
+    pub fn sort_orders(&self) {
+        let (Some(layout), Some(checkpoint)) = (&self.layout, &self.checkpoint) else { return };
+        if !self.sorting.swap(true, Ordering::Relaxed) {
+            let _ = self.orders.set(layout.orders(checkpoint.catalog()));
+        }
     }
 
     /// Reads bytes of the virtual file from `offset` on into `buf`, on this thread.
@@ -217,9 +236,9 @@ impl Tensors for Reader {
         let layout = self.layout.as_ref()?;
         let mut next = match (order, place.checked_sub(1)) {
             (Order::File, _) | (_, None) => place,
-            (Order::Name, Some(place)) => self.orders(layout).by_name.after(place)?,
-            (Order::Natural, Some(place)) => self.orders(layout).by_number.after(place)?,
-            (Order::Shard, Some(place)) => self.orders(layout).by_shard.after(place)?,
+            (Order::Name, Some(place)) => self.orders.get()?.by_name.after(place)?,
+            (Order::Natural, Some(place)) => self.orders.get()?.by_number.after(place)?,
+            (Order::Shard, Some(place)) => self.orders.get()?.by_shard.after(place)?,
         };
         let mut range = layout.bytes_at(next)?;
         while range.is_empty() {

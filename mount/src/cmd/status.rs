@@ -380,11 +380,12 @@ fn counter_lines(seen: &Seen) -> Vec<(&'static str, String)> {
         (
             "prefetch",
             format!(
-                "{} read ahead: {} used, {} wasted{}; {} put into the page cache",
+                "{} read ahead: {} used, {} wasted{}, cut {} times; {} put into the page cache",
                 bytes("prefetched_bytes"),
                 bytes("prefetch_used_bytes"),
                 bytes("prefetch_wasted_bytes"),
                 share(count("prefetch_wasted_bytes"), count("prefetched_bytes")),
+                count("prefetch_cuts"),
                 bytes("stored_bytes")
             ),
         ),

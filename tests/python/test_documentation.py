@@ -6,15 +6,14 @@ import re
 import shutil
 import sys
 import unittest
-from pathlib import Path
 
-from checkpoints import hf_set, row_wise
+from checkpoints import hf_set, hub_cache, row_wise
 from mounts import BIN, ROOT, TestCase, detach, mount_table, run
 
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 
 # Folders of the pages that lie in the temporary folder of a test instead.
-MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)/")
+MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)(?=[/\s]|$)")
 
 # Beginnings of lines that no test can run, each with the reason. A command that is not listed has to work.
 NOT_RUN = {
@@ -66,7 +65,7 @@ class Pages(TestCase):
         line = line.strip()
         if not line or line.startswith(("#", *NOT_RUN)) or cannot_run(line):
             return
-        line = MOVED.sub(rf"{folder}/\1/", line)
+        line = MOVED.sub(rf"{folder}/\1", line)
         env = {
             **os.environ,
             "HOME": str(folder / "home"),
@@ -82,7 +81,7 @@ class Pages(TestCase):
         folder = self.tmp / f"sandbox-{len(list(self.tmp.iterdir()))}"
         for name in ("bin", "data/blobs", "mnt/run7", "mnt/models", "mnt/hub", "mnt/name", "mnt/llama", "scratch", "tmp"):
             (folder / name).mkdir(parents=True)
-        for name in ("var/cache", "home/.local/share/bash-completion/completions", "target/release"):
+        for name in ("home", "target/release", "var/cache"):
             (folder / name).mkdir(parents=True)
         (folder / "tests").symlink_to(ROOT / "tests")
         (folder / "examples").symlink_to(ROOT / "examples")
@@ -94,7 +93,8 @@ class Pages(TestCase):
         row_wise(folder / "run7")
         (folder / "SRC").symlink_to(folder / "run7")
         self.write_manifest(folder / "run7", folder / "FILE")
-        hub_cache(folder / "home/.cache/huggingface/hub/models--ORG--NAME", llama)
+        snapshot = hub_cache(folder / "home/.cache/huggingface/hub/models--ORG--NAME", llama)
+        snapshot.with_name("REVISION").symlink_to(snapshot.name)
         return folder
 
     def write_manifest(self, checkpoint, file):
@@ -142,16 +142,6 @@ def unmount_below(folder):
         if entry.path.startswith(f"{folder}/"):
             run(BIN, "umount", entry.path)
             detach(entry.path)
-
-
-def hub_cache(folder, checkpoint):
-    """A model folder of a hub cache: a snapshot of links into the blobs beside it."""
-    snapshot = folder / "snapshots/REVISION"
-    snapshot.mkdir(parents=True)
-    (folder / "blobs").mkdir()
-    for number, file in enumerate(sorted(checkpoint.iterdir())):
-        shutil.copy(file, folder / f"blobs/{number:040x}")
-        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
 
 
 def headings(page):

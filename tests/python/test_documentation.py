@@ -88,7 +88,10 @@ class Pages(TestCase):
         (folder / "examples").symlink_to(ROOT / "examples")
         (folder / "target/release/tensorfs").symlink_to(BIN)
         (folder / "bin/tensorfs").symlink_to(BIN)
-        (folder / "bin/python").symlink_to(sys.executable)
+        # Not a link: a virtual environment is found by the place of its interpreter.
+        python = folder / "bin/python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
         llama = hf_set(folder / "data/models/llama", megabytes=1)
         shutil.copy(llama / "model-00001-of-00003.safetensors", folder / "data/models/one.safetensors")
         row_wise(folder / "run7")

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::setsid;
 use tensorfs::error::shown_path;
 
+use crate::log::LogTarget;
 use crate::options::Options;
 use crate::stalled::unless_stalled;
 use crate::{ending, inherited, log, session};
@@ -135,8 +136,12 @@ fn detach_from_parent(log_limit: Option<Duration>, warnings: &[String]) -> std::
     setsid()?;
     std::env::set_current_dir("/")?;
     if let Some(limit) = log_limit {
-        if let Some(warning) = log::to_system_log(limit)? {
-            log::say(&warning);
+        match log::to_system_log(limit)? {
+            LogTarget::System => {}
+            // In a container every mount logs to such a file: no reason to warn.
+            LogTarget::Fallback(note) if tracing::enabled!(tracing::Level::INFO) => log::say(&note),
+            LogTarget::Fallback(_) => {}
+            LogTarget::Nowhere(warning) => log::say(&warning),
         }
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     }

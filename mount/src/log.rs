@@ -74,15 +74,26 @@ pub(crate) fn to_file(file: &Path) -> io::Result<()> {
     write_to(Destination::File(file.to_owned()))
 }
 
+/// Where the log of a daemon goes.
+#[derive(Debug)]
+pub(crate) enum LogTarget {
+    /// To the journal or syslog.
+    System,
+    /// To a fallback file; the text names it, and the files that could not be opened.
+    Fallback(String),
+    /// To no file until a system log appears; the text says why, and what to do.
+    Nowhere(String),
+}
+
 /// Sends all further lines to the system log; if there is none, to the first fallback file that can
-/// be opened. Each candidate gets `limit` to answer. Returns a warning unless the system log is
-/// used. If no candidate works, lines are lost until a system log appears.
+/// be opened. Each candidate gets `limit` to answer. If no candidate works, lines are lost until a
+/// system log appears.
 ///
 /// # Errors
 /// If the thread that writes them cannot be started.
-pub(crate) fn to_system_log(limit: Duration) -> io::Result<Option<String>> {
+pub(crate) fn to_system_log(limit: Duration) -> io::Result<LogTarget> {
     if write_to(Destination::SystemLog).is_ok() {
-        return Ok(None);
+        return Ok(LogTarget::System);
     }
     let mut failures = Vec::new();
     for file in output::fallback_files() {
@@ -91,13 +102,14 @@ pub(crate) fn to_system_log(limit: Duration) -> io::Result<Option<String>> {
             Ok(output) => {
                 switch(file, output)?;
                 failures.push(format!("logging to {path}"));
-                return Ok(Some(format!("no system log here; {}", failures.join("; "))));
+                let note = format!("no system log here; {}", failures.join("; "));
+                return Ok(LogTarget::Fallback(note));
             }
             Err(e) => failures.push(format!("cannot log to {path}: {e}")),
         }
     }
     write_to(Destination::Nowhere)?;
-    Ok(Some(format!(
+    Ok(LogTarget::Nowhere(format!(
         "no system log here; {}; messages of the daemon are lost; name a file that can be written \
          with -o log=FILE",
         failures.join("; ")

@@ -10,7 +10,7 @@ from package import ROOT, TestCase
 class Readme(TestCase):
     def test_the_lines_of_the_readme_work(self):
         text = (ROOT / "README.md").read_text()
-        section = text.partition("## Load from Python")[2].partition("\n## ")[0]
+        section = text.partition("## Load\n")[2].partition("\n## ")[0]
         (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         names = {}
         with in_folder(ROOT):

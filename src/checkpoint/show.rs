@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Map;
@@ -13,7 +14,7 @@ use crate::source::Source;
 use crate::view::{Arrangement, MapPolicy};
 
 use super::prove::{Proved, Set};
-use super::tree::{File, FolderId, Tree};
+use super::tree::{File, Folder, FolderId, Tree};
 use super::{Checkpoint, Kind};
 
 /// Name of the file that says why a set is not shown.
@@ -56,7 +57,10 @@ impl Tree {
         if self.only.is_none() {
             let is_weights =
                 |file: &File| file.name.to_str().is_some_and(|name| proved.weights.contains(name));
-            shown.extend(folder.files.iter().filter(|f| !is_weights(f)).map(|f| whole(f, None)));
+            let merged = self.merged_blobs(&folder);
+            let others =
+                folder.files.iter().filter(|f| !is_weights(f) && !merged.contains(&f.path));
+            shown.extend(others.map(|file| whole(file, None)));
         }
         for set in proved.sets.iter().filter(|set| set.shown_at_parent.is_none()) {
             let Ok(checkpoint) = &set.outcome else { continue };
@@ -77,6 +81,40 @@ impl Tree {
         shown.sort_by(|a, b| a.name.cmp(&b.name));
         shown.dedup_by(|a, b| a.name == b.name);
         shown
+    }
+
+    /// If `folder` is the `blobs` of a hub cache: the files in it that its snapshots know as shards.
+    /// A snapshot shows one merged file for them, so a copy of the mount takes their bytes once.
+    fn merged_blobs(&self, folder: &Folder) -> HashSet<PathBuf> {
+        let mut merged = HashSet::new();
+        let is_named = |path: &Path, test: fn(&str) -> bool| {
+            path.file_name().and_then(|name| name.to_str()).is_some_and(test)
+        };
+        let model = folder.parent.map(|parent| self.folder(parent));
+        let Some(model) = model.filter(|model| is_named(&model.path, names::is_hub_model)) else {
+            return merged;
+        };
+        if !is_named(&folder.path, |name| name == "blobs")
+            || self.view.arrangement == Arrangement::Original
+        {
+            return merged;
+        }
+        let mut left: Vec<FolderId> = model
+            .children
+            .iter()
+            .filter(|(name, _)| name == "snapshots")
+            .map(|&(_, child)| child)
+            .collect();
+        while let Some(id) = left.pop() {
+            let snapshot = self.folder(id);
+            left.extend(snapshot.children.iter().map(|&(_, child)| child));
+            let shards = snapshot
+                .files
+                .iter()
+                .filter(|file| is_named(Path::new(&file.name), names::is_shard));
+            merged.extend(shards.map(|file| file.path.clone()));
+        }
+        merged
     }
 
     /// The folders of a family that are not shown, because the parent folder shows their checkpoint

@@ -59,6 +59,16 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     Some(Numbered { output: whole(&format!("{plain}{variant}")), number, total })
 }
 
+/// Whether `name` says that the file is one of several shards of a set.
+pub fn is_shard(name: &str) -> bool {
+    is_dcp_shard(name) || numbered(name).is_some()
+}
+
+/// Whether a folder of this name is a model of a hub cache, with `blobs` and `snapshots` in it.
+pub fn is_hub_model(name: &str) -> bool {
+    name.starts_with("models--")
+}
+
 /// Name of the whole file that a weight map of this name stands for, where it is one:
 /// `<stem>.safetensors.index.json`, `.index.<variant>.json` or `.<variant>.index.json`.
 pub fn weight_map_output(name: &str) -> Option<String> {

@@ -7,6 +7,7 @@ use std::path::{Component, Path, PathBuf};
 
 use nix::libc;
 
+use crate::format::names;
 use crate::view::Links;
 
 /// The folders into which links of one source may lead.
@@ -181,6 +182,6 @@ fn is_own_blob(link: &Path, real: &Path) -> bool {
 fn hub_folder(path: &Path) -> Option<&Path> {
     path.ancestors().skip(1).find(|folder| {
         let name = folder.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| name.starts_with("models--"))
+        name.is_some_and(names::is_hub_model)
     })
 }

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 import oracle
 
 FORMAT = {"format": "pt"}
+SHARD_LEN = 1_000_000
 WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 
 
@@ -147,3 +149,55 @@ def cube_3d(folder):
 def rows_of_one(folder, ranks=4):
     """A matrix with one row per rank, so that a lost last shard cannot be seen from the others."""
     return DcpSet(7).cut("w", (ranks, 6), (ranks, 1)).cut("replicated", (5,), (1,), 8).save(folder)
+
+
+def shard_name(number, total, stem="model"):
+    return f"{stem}-{number:05}-of-{total:05}.safetensors"
+
+
+def write_one(path, tensor, seed, metadata=FORMAT, length=SHARD_LEN):
+    """A shard with one tensor of random bytes."""
+    data = random_bytes(seed, length)
+    write_shard(path, [(tensor, "U8", [length], data)], metadata)
+
+
+def numbered_set(folder, seed, total=3, stem="model", with_map=True):
+    """Shards with one tensor each: `t1`, `t2` and so on."""
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    names = [shard_name(n, total, stem) for n in range(1, total + 1)]
+    for number, name in enumerate(names, 1):
+        write_one(folder / name, f"t{number}", seed * 100 + number)
+    if with_map:
+        write_weight_map(folder, {name: [f"t{n}"] for n, name in enumerate(names, 1)}, stem)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def overwrite(path, seed=999, length=SHARD_LEN):
+    """New bytes of the same length, written into the same file."""
+    with open(path, "r+b") as file:
+        file.seek(-length, os.SEEK_END)
+        file.write(random_bytes(seed, length))
+
+
+def part_of(data, tensor):
+    """Where the bytes of `tensor` begin and end in the file `data`."""
+    header = oracle.read_header(data)
+    return [header.data_start + offset for offset in header.tensors[tensor]["data_offsets"]]
+
+
+def hub_cache(folder, checkpoint):
+    """A model folder of a hub cache: a snapshot of links into the blobs beside it. Returns the snapshot."""
+    folder, revision = Path(folder), "a" * 40
+    snapshot = folder / "snapshots" / revision
+    for made in (snapshot, folder / "blobs", folder / "refs"):
+        made.mkdir(parents=True)
+    (folder / "refs/main").write_text(revision)
+    for file in sorted(Path(checkpoint).iterdir()):
+        content = file.read_bytes()
+        # Large files are named by their sha256, others by the hash of git.
+        name = oracle.sha256(content) if file.suffix == ".safetensors" else oracle.sha256(content)[:40]
+        (folder / "blobs" / name).write_bytes(content)
+        (snapshot / file.name).symlink_to(f"../../blobs/{name}")
+    return snapshot

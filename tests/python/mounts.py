@@ -7,6 +7,7 @@ own that kills the daemon after a while, upon which the kernel ends every reques
 import atexit
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -430,6 +431,19 @@ class TestCase(unittest.TestCase):
         self.addCleanup(manager.__exit__, None, None, None)
         return value
 
+    def open(self, path):
+        """A descriptor of `path` that the end of the test closes."""
+        descriptor = os.open(path, os.O_RDONLY)
+        self.addCleanup(os.close, descriptor)
+        return descriptor
+
+    def mount_point(self, name="mnt"):
+        """A folder to mount on, from which the end of the test takes every mount off."""
+        path = self.tmp / name
+        path.mkdir()
+        self.addCleanup(detach, path)
+        return path
+
     def copy(self, source, name=None):
         """A writable copy of a file or a folder, with its links, in the temporary folder."""
         source = Path(source)
@@ -446,6 +460,23 @@ class TestCase(unittest.TestCase):
 
     def assert_done(self, outcome):
         self.assertEqual(outcome.code, 0, f"stdout: {outcome.stdout}\nstderr: {outcome.stderr}")
+
+    def assert_one_line(self, outcome):
+        self.assertEqual(len(outcome.stderr.splitlines()), 1, outcome.stderr)
+        self.assertRegex(outcome.stderr, r"\A(tensorfs|mount\.tensorfs): .+\n\Z")
+
+    def assert_same(self, data, expected, name=""):
+        self.assertTrue(data == expected, f"{name}: {data and len(data)} other bytes")
+
+    def reads_fail(self, descriptor, start, expected, length=100_000):
+        """True when the read is refused with EIO; bytes that are returned must be the expected ones."""
+        try:
+            data = pread_all(descriptor, length, start)
+        except OSError as error:
+            self.assertEqual(error.errno, errno.EIO, error)
+            return True
+        self.assert_same(data, expected[start : start + length], f"at {start}")
+        return False
 
     def assert_not_mounted(self, path):
         self.assertIsNone(find_mount(path))
@@ -477,3 +508,10 @@ def _raise(error):
 
 def is_regular(path):
     return stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def read_or_none(path):
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return None

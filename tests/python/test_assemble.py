@@ -12,9 +12,11 @@ from pathlib import Path
 
 import checkpoints
 import oracle
+from checkpoints import numbered_set, overwrite, shard_name, write_one
 from faults import FaultFs, status_of
 from mounts import Child, Mount, MountFailed, TestCase, is_root, needs_root, run, tensorfs, wait_until
-from test_regressions import FILE, numbered_set, overwrite, shard_name, write_one
+
+FILE = "model.safetensors"
 
 # Reads an inherited descriptor to the end and prints the hash of what it read.
 HASH = """

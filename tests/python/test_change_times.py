@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 
 import checkpoints
+from checkpoints import SHARD_LEN, numbered_set, shard_name
 from faults import FaultFs, status_of, without_inotify, without_statx
 from mounts import BIN, Mount, TestCase, detach, needs_root, pread_all, tensorfs, wait_until
-from test_regressions import FILE, SHARD_LEN, numbered_set, shard_name
 
+FILE = "model.safetensors"
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NODUMP_FL = 0x80086601, 0x40086602, 0x40
 
 

@@ -7,9 +7,10 @@ import sys
 import unittest
 from pathlib import Path
 
+from checkpoints import numbered_set
 from mounts import BIN, Mount, TestCase, run_measured, wait_until
-from test_regressions import FILE, numbered_set
 
+FILE = "model.safetensors"
 TENSORS = 60_000
 LINKS = 7
 

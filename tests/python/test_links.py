@@ -1,15 +1,21 @@
-"""Symbolic links of a tree: a farm of them takes nothing from its neighbours, and skipped ones are counted with a reason."""
+"""Symbolic links of a tree: a farm of them takes nothing from its neighbours, skipped ones are counted with a reason, and
+folders that become links show nothing from outside."""
 
+import contextlib
 import os
 import re
 import sys
+import time
 import unittest
+from pathlib import Path
 
 import checkpoints
-from mounts import BIN, Mount, MountFailed, TestCase, run_measured, tensorfs
-from test_regressions import FILE, numbered_set
+from checkpoints import numbered_set
+from mounts import BIN, Mount, MountFailed, TestCase, daemon_of, read_or_none, run_measured, tensorfs
 
+FILE = "model.safetensors"
 NOTE = "TENSORFS-ERROR.txt"
+NOTICED_SECONDS = 3
 MEGABYTE = 1 << 20
 
 
@@ -192,6 +198,124 @@ class Skipped(TestCase):
                 self.assert_refused(outcome)
                 self.assertIn(FILE, outcome.stderr)
                 self.assertIn(reason, outcome.stderr)
+
+
+class SwappedFolders(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = self.tmp / "source"
+        self.folder = numbered_set(self.source / "d", 1)
+        self.whole = checkpoints.hf_whole(self.folder)
+        self.outside = numbered_set(self.tmp / "outside", 2)
+        for name in ("notes.txt", "fresh.txt"):
+            (self.folder / name).write_text("inside")
+            (self.outside / name).write_text("secret")
+        (self.outside / "only.txt").write_text("secret")
+        os.utime(self.outside / "notes.txt", ns=(0, (self.folder / "notes.txt").stat().st_mtime_ns))
+
+    def swap(self):
+        self.folder.rename(self.source / "d.old")
+        self.folder.symlink_to(self.outside)
+
+    def assert_nothing_from_outside(self, path, seconds):
+        """Looks again and again, because caches end after a while."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for name in ("notes.txt", "fresh.txt", "only.txt"):
+                self.assertIn(read_or_none(path / "d" / name), (None, b"inside"), name)
+            found = read_or_none(path / "d" / FILE)
+            self.assertTrue(found in (None, self.whole), "weights from outside")
+            with contextlib.suppress(OSError):
+                self.assertNotIn("only.txt", os.listdir(path / "d"))
+            time.sleep(0.1)
+
+    # A folder was swapped for a link to another one after the mount, and its files were opened by their
+    # paths: the mount, often root's, showed files of the same name from anywhere.
+    def test_a_folder_swapped_for_a_link_shows_nothing_from_outside(self):
+        numbered_set(self.source / "other", 3)
+        with Mount(self.source) as m:
+            self.assertEqual((m.path / "d/notes.txt").read_text(), "inside")
+            self.assert_same((m.path / "d" / FILE).read_bytes(), self.whole)
+            self.swap()
+            self.assert_nothing_from_outside(m.path, NOTICED_SECONDS)
+            self.assertTrue(m.alive(), m.log())
+
+    # The same with a folder that nobody had looked into: its weights were first opened after the swap,
+    # when the path led outside.
+    def test_a_folder_swapped_before_the_first_look_shows_nothing_from_outside(self):
+        numbered_set(self.source / "a", 3)
+        with Mount(self.source) as m:
+            self.swap()
+            self.assert_nothing_from_outside(m.path, 1.5)
+            self.assertTrue(m.alive(), m.log())
+
+    # A folder above was swapped, so that the last component of the path was genuine and only one
+    # in the middle was the link.
+    def test_a_folder_swapped_further_up_shows_nothing_from_outside(self):
+        top = self.tmp / "top"
+        numbered_set(top / "a", 3)
+        (top / "up").mkdir()
+        self.source.rename(top / "up/source")
+        far = self.tmp / "far"
+        (far / "source").mkdir(parents=True)
+        self.outside.rename(far / "source/d")
+        with Mount(top) as m:
+            (top / "up").rename(top / "up.old")
+            (top / "up").symlink_to(far)
+            self.assert_nothing_from_outside(m.path / "up/source", 1.5)
+
+    # A followed link led to where the mount was to stand, so that the daemon looked into itself
+    # and waited for its own answer.
+    def test_a_source_that_links_into_the_mount_point_is_refused(self):
+        source = numbered_set(self.tmp / "n/src", 1)
+        place = self.mount_point("n/mnt")
+        (place / "below").mkdir()
+        for target in ("../mnt", "../mnt/below"):
+            (source / "link").symlink_to(target)
+            outcome = tensorfs("mount", source, place, "-o", f"follow={self.tmp / 'n'}")
+            self.assert_refused(outcome)
+            self.assert_not_mounted(place)
+            (source / "link").unlink()
+
+
+class ManyLinks(TestCase):
+    LEVELS, WIDTH = 17, 12
+
+    def tree(self):
+        """Each folder links to two of the next level: 200 folders, and 2^17 paths from each of the first level."""
+        source = numbered_set(self.tmp / "tree/model", 1).parent
+        for level in range(self.LEVELS):
+            for number in range(self.WIDTH):
+                folder = source / f"n{level:02}-{number:02}"
+                folder.mkdir()
+                (folder / "notes.txt").write_text("x")
+                for link in (0, 1) if level + 1 < self.LEVELS else ():
+                    (folder / f"l{link}").symlink_to(f"../n{level + 1:02}-{(number + link) % self.WIDTH:02}")
+        return source
+
+    # A few folders that link to each other have as many paths as leaves have a tree: the scan took
+    # minutes and all memory.
+    def test_folders_linked_to_each_other_are_scanned_soon_or_refused(self):
+        source = self.tree()
+        for command in ("verify", "ls"):
+            outcome, peak = run_measured(BIN, command, source)
+            self.assertIn(outcome.code, (0, 1), outcome.stderr)
+            self.assertLess(outcome.seconds, 5, command)
+            self.assertLess(peak, 300 * MEGABYTE, command)
+
+    # The same for a mount, which keeps what it has scanned.
+    # It may refuse the tree, but not hang.
+    def test_folders_linked_to_each_other_are_mounted_soon_or_refused(self):
+        source, place = self.tree(), self.mount_point()
+        outcome = tensorfs("mount", source, place)
+        self.assertIn(outcome.code, (0, 1), outcome.stderr)
+        self.assertLess(outcome.seconds, 5)
+        if outcome.code == 0:
+            status = Path(f"/proc/{daemon_of(place)}/status").read_text()
+            peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+            self.assertLess(peak, 300 * MEGABYTE)
+            self.assertTrue((place / "model" / FILE).exists())
+            self.assert_done(tensorfs("umount", place))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Shards that change under a mount: never short, never new bytes mixed with old ones, and nothing else suffers."""
 
 import errno
+import mmap
 import os
 import signal
 import time
@@ -76,11 +77,6 @@ class LiveChanges(TestCase):
     def mounted(self):
         m = self.enter(Mount(self.source))
         return m, m.path / "model.safetensors"
-
-    def open(self, path):
-        descriptor = os.open(path, os.O_RDONLY)
-        self.addCleanup(os.close, descriptor)
-        return descriptor
 
     def overwrite(self):
         """New bytes of the same length, written into the same file."""
@@ -309,6 +305,36 @@ class LiveChanges(TestCase):
         old = oracle.sha256(self.old[start : start + length])
         self.assertLessEqual(set(out.split()), {old, str(errno.EIO)})
         self.assertIn(str(errno.EIO), out.split())
+
+    # A write through a mapping tells nobody: no event came, and the kernel's cached pages of the old
+    # bytes were served beside new ones.
+    def test_a_shard_changed_through_a_mapping_gives_eio_soon(self):
+        whole, path = self.old, self.mounted()[1]
+        descriptor = self.open(path)
+        self.assert_same(pread_all(descriptor, len(whole), 0), whole)
+        self.change_through_a_mapping(self.shard)
+        start = self.parts["t2"][0] + 10 * PAGE
+        deadline = time.monotonic() + 4
+        wait_until(lambda: self.reads_fail(descriptor, start, whole), 4, "EIO by the open handle")
+        left = max(deadline - time.monotonic(), 0.1)
+        new = checkpoints.hf_whole(self.source)
+        wait_until(lambda: self.whole_or_none(path) == new, left, "the new bytes by a new open")
+        for tensor in ("t1", "t3"):
+            first, last = self.parts[tensor]
+            first, last = -(-first // PAGE) * PAGE, last // PAGE * PAGE
+            self.assert_same(pread_all(descriptor, last - first, first), whole[first:last], tensor)
+
+    def change_through_a_mapping(self, path):
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            middle = len(mapped) // 2
+            mapped[middle : middle + 64] = bytes(64)
+            mapped.flush()
+
+    def whole_or_none(self, path):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            self.assertIn(error.errno, (errno.EIO, errno.ESTALE), error)
 
 
 def for_each_change():

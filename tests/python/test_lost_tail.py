@@ -24,12 +24,12 @@ class Sets(TestCase):
         self.cut = self.copy(self.full, "cut")
         (self.cut / checkpoints.dcp_name(RANKS)).unlink()
 
-
-class LostTail(Sets):
     def verify(self, source, *words):
         outcome = tensorfs("verify", source, "--json", *words)
         return outcome, outcome.json()["sets"][0]
 
+
+class LostTail(Sets):
     def assert_proven(self, *words):
         outcome, found = self.verify(self.full, *words)
         self.assert_done(outcome)
@@ -206,3 +206,64 @@ class Told(Sets):
             wait_until(lambda: len(self.lines(m.log())) >= 2, 20, "the second warning")
             self.assertEqual(len(self.lines(m.log())), 2, m.log())
             self.assertEqual(self.status(m)[0]["files"], ["a/model.safetensors", "b/model.safetensors"])
+
+
+class References(Sets):
+    def weight_map(self, metadata):
+        path = self.tmp / "reference.safetensors.index.json"
+        names = oracle.read_header(self.consolidated.read_bytes()).tensors
+        path.write_text(json.dumps({"metadata": metadata, "weight_map": dict.fromkeys(names, "x.safetensors")}))
+        return path
+
+    def total_size(self):
+        ends = [e["data_offsets"][1] for e in oracle.read_header(self.consolidated.read_bytes()).tensors.values()]
+        return max(ends)
+
+    # A weight map knows names only, yet as a reference it was said to prove the tail, also of a set
+    # whose last shard was lost.
+    def test_a_weight_map_proves_the_tail_only_by_its_size(self):
+        for metadata, tail in (({}, "unproven"), ({"total_size": self.total_size()}, "proven")):
+            outcome, found = self.verify(self.full, "--reference", self.weight_map(metadata))
+            self.assert_done(outcome)
+            self.assertEqual((found["ok"], found["tail"]), (True, tail), metadata)
+
+    # The last shard was lost; the map's total_size is larger than what the shards hold, and nobody
+    # compared the two.
+    def test_a_weight_map_with_a_larger_size_refuses_the_cut_set(self):
+        size = self.total_size()
+        self.assertEqual(self.verify(self.cut, "--reference", self.weight_map({"total_size": size}))[0].code, 1)
+        self.assertEqual(self.verify(self.full, "--reference", self.weight_map({"total_size": size + 1}))[0].code, 1)
+        option = f"reference={self.weight_map({'total_size': size})}"
+        with self.assertRaises(MountFailed), Mount(self.cut, option):
+            pass
+
+    # After a shard was lost, --write-manifest wrote a new manifest without it: the only witness
+    # of the loss was overwritten.
+    def test_a_manifest_that_lists_a_lost_shard_is_not_overwritten(self):
+        before = set(self.full.iterdir())
+        self.assert_done(tensorfs("verify", self.full, "--write-manifest"))
+        (manifest,) = set(self.full.iterdir()) - before
+        content = manifest.read_bytes()
+        (self.full / checkpoints.dcp_name(RANKS)).unlink()
+        left = set(self.full.iterdir())
+        for _ in range(2):
+            self.assert_refused(tensorfs("verify", self.full, "--write-manifest"))
+            self.assertEqual(manifest.read_bytes(), content)
+            self.assertEqual(set(self.full.iterdir()), left)
+
+    # The header is all that a reference is for, but a file cut after it was refused as truncated.
+    # People publish just that: a few kilobytes instead of the weights.
+    def test_a_file_that_is_only_a_header_is_a_reference(self):
+        path = self.tmp / "header.safetensors"
+        whole = self.consolidated.read_bytes()
+        path.write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
+        outcome, found = self.verify(self.full, "--reference", path)
+        self.assert_done(outcome)
+        self.assertEqual((found["ok"], found["tail"]), (True, "proven"))
+        outcome, found = self.verify(self.cut, "--reference", path)
+        self.assert_refused(outcome)
+        self.assertEqual(found["tensor"], "w")
+        with Mount(self.full, f"reference={path}") as m:
+            self.assert_same((m.path / "model.safetensors").read_bytes(), whole)
+        with self.assertRaises(MountFailed), Mount(self.cut, f"reference={path}"):
+            pass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import checkpoints
 from manifest import by_id
-from mounts import HELPER, TestCase, daemon_of, detach, find_mount, needs_root, run, wait_until
+from mounts import BIN, HELPER, TestCase, daemon_of, detach, find_mount, needs_root, run, tensorfs, wait_until
 
 FILE = "model.safetensors"
 INSTALLED = Path("/sbin/mount.tensorfs")
@@ -134,3 +134,17 @@ class SystemMount(HelperCase):
         self.assert_done(run("mount", "-f", "-t", "tensorfs", self.source, self.place))
         with contextlib.suppress(AttributeError):
             self.assertNotEqual(find_mount(self.place).type, "fuse.tensorfs")
+
+
+class ByItsOwnName(HelperCase):
+    # mount(8) and fuse's own helper call the program with source, place and options, and no command;
+    # that was a usage error.
+    def test_the_program_called_as_a_helper_mounts(self):
+        for words in ([self.source, self.place, "-o", "ro"], [self.source, self.place, "-o", "ro,nofail,dev,suid"]):
+            with self.subTest(words=words):
+                self.assert_done(run(BIN, *words))
+                entry = find_mount(self.place)
+                self.assertEqual((entry.type, entry.device), ("fuse.tensorfs", str(self.source)))
+                self.assert_same((self.place / FILE).read_bytes(), checkpoints.hf_whole(self.source))
+                self.assert_done(tensorfs("umount", self.place))
+                wait_until(lambda: daemon_of(self.place) is None, 5, "the daemon ends")

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
 
 import checkpoints
+from checkpoints import numbered_set
 from manifest import by_id
 from mounts import (
-    BIN, Child, Mount, TestCase, detach, find_mount, is_root, mount_table, needs_root, run, tensorfs, wait_until,
+    BIN, Child, Mount, TestCase, daemon_of, detach, find_mount, is_root, mount_table, needs_root, pread_all, process_gone,
+    run, tensorfs, wait_until,
 )
 
 FILE = "model.safetensors"
@@ -211,3 +214,67 @@ class Unmounting(Processes):
             with Mount(self.source, at=place) as m:
                 (m.path / FILE).stat()
             self.assert_not_mounted(place)
+
+
+def forget_pages(descriptor):
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class StartAndEnd(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = numbered_set(self.tmp / "model", 1)
+        self.whole = checkpoints.hf_whole(self.source)
+
+    def still_right(self, descriptor, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            forget_pages(descriptor)
+            self.assert_same(pread_all(descriptor, len(self.whole), 0), self.whole)
+            time.sleep(0.05)
+
+    def read_fails(self, descriptor):
+        forget_pages(descriptor)
+        try:
+            pread_all(descriptor, len(self.whole), 0)
+        except OSError:
+            return True
+        return False
+
+    # SIGTERM waited for open files without end, so that a service never stopped; when it did not wait,
+    # programs in the middle of loading failed.
+    def test_sigterm_serves_an_open_file_for_a_while_and_not_for_ever(self):
+        with Mount(self.source, watchdog=40) as m:
+            descriptor = os.open(m.path / FILE, os.O_RDONLY)
+            try:
+                started = time.monotonic()
+                m.kill(signal.SIGTERM)
+                # The daemon goes on for eleven seconds after the signal.
+                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+                self.still_right(descriptor, 2)
+                m.wait_for_exit(30)
+                self.assertGreater(time.monotonic() - started, 10)
+                wait_until(lambda: self.read_fails(descriptor), 20, "reads fail")
+            finally:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+    # The daemon looked at its own mount to see whether it answers; killed in that moment it waited
+    # for an answer that only itself could give, and could not be killed at all.
+    def test_a_daemon_killed_right_after_the_start_is_gone(self):
+        place = self.mount_point()
+        for number in range(10):
+            words = [str(w) for w in (BIN, "mount", "--foreground", self.source, place)]
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            try:
+                wait_until(lambda: find_mount(place) or process.poll() is not None, 10, "the mount is in the table")
+                self.assertIsNone(process.poll())
+                process.kill()
+                wait_until(lambda: process_gone(process.pid), 20, f"it is gone, round {number}")
+                wait_until(lambda: daemon_of(place) is None, 20, "and so is all that it started")
+            finally:
+                process.kill()
+                detach(place)
+                process.wait(10)

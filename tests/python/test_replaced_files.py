@@ -1,14 +1,23 @@
 """Files of the source that are replaced in the ways that look alike: each test is an incident."""
 
+import contextlib
 import errno
 import json
 import os
 import resource
+import shutil
+import time
+from pathlib import Path
 
 import checkpoints
-from mounts import BIN, Mount, TestCase, pread_all, run, tensorfs, wait_until
-from test_regressions import FILE, SHARD_LEN, numbered_set, shard_name, write_one
+from checkpoints import SHARD_LEN, numbered_set, overwrite, part_of, shard_name, write_one
+from mounts import BIN, Mount, TestCase, pread_all, read_or_none, run, tensorfs, visible_files, wait_until
 
+FILE = "model.safetensors"
+MAP = "model.safetensors.index.json"
+NOTE = "TENSORFS-ERROR.txt"
+NOTICED_SECONDS = 3
+PAGE = 4096
 NOTED = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0]}}), "format": "pt"}
 
 
@@ -209,3 +218,95 @@ class Names(TestCase):
         (source / shard_name(3, 3)).unlink()
         outcome = tensorfs("inspect", source, "t1", "--json")
         self.assertEqual(outcome.json()["class"], "shard_missing")
+
+
+class Replaced(TestCase):
+    # A checkpoint folder was replaced by one of the same name, and only the old folder was watched:
+    # overwriting a shard of the new one went unnoticed and cached pages stayed.
+    def test_a_replaced_checkpoint_folder_is_watched_too(self):
+        ck = numbered_set(self.tmp / "tree/ck", 1)
+        numbered_set(self.tmp / "tree/other", 3)
+        new = numbered_set(self.tmp / "new", 2)
+        path = self.enter(Mount(self.tmp / "tree")).path / "ck" / FILE
+        self.assert_same(path.read_bytes(), checkpoints.hf_whole(ck))
+        ck.rename(self.tmp / "old")
+        new.rename(ck)
+        whole = checkpoints.hf_whole(ck)
+        wait_until(lambda: read_or_none(path) == whole, NOTICED_SECONDS, "the new bytes")
+        descriptor = self.open(path)
+        self.assert_same(pread_all(descriptor, len(whole), 0), whole)
+        overwrite(ck / shard_name(2, 3))
+        start = part_of(whole, "t2")[0] + PAGE
+        wait_until(lambda: self.reads_fail(descriptor, start, whole), NOTICED_SECONDS, "EIO for cached pages")
+
+    def comes_back(self, source, folder):
+        """`folder` is the checkpoint's, below `source` or the same."""
+        whole, shard = checkpoints.hf_whole(folder), folder / shard_name(2, 3)
+        bad, good = self.tmp / "bad", self.tmp / "good"
+        shutil.copy2(shard, bad)
+        os.truncate(bad, shard.stat().st_size - 1000)
+        with Mount(source) as m:
+            shown = m.path / folder.relative_to(source)
+            self.assert_same((shown / FILE).read_bytes(), whole)
+            os.link(shard, good)
+            bad.rename(shard)
+            wait_until(lambda: not (shown / FILE).exists(), NOTICED_SECONDS, "the virtual file is gone")
+            wait_until(lambda: (shown / NOTE).exists(), NOTICED_SECONDS, "the note is there")
+            good.rename(shard)
+            wait_until(lambda: read_or_none(shown / FILE) == whole, NOTICED_SECONDS, "the file is back")
+            wait_until(lambda: not (shown / NOTE).exists(), NOTICED_SECONDS, "the note is gone")
+            self.assertEqual(visible_files(shown), sorted(["config.json", FILE, MAP]))
+
+    # A look at the wrong moment, between two renames, refused a checkpoint for good: only a new mount
+    # brought it back.
+    def test_a_checkpoint_refused_while_it_is_replaced_comes_back(self):
+        source = numbered_set(self.tmp / "model", 1)
+        self.comes_back(source, source)
+
+    # The same in a tree, where the note of the refusal stood beside the file that had come back.
+    # Both have to change together.
+    def test_a_checkpoint_of_a_tree_refused_while_it_is_replaced_comes_back(self):
+        numbered_set(self.tmp / "tree/a", 2)
+        self.comes_back(self.tmp / "tree", numbered_set(self.tmp / "tree/b", 1))
+
+
+class Descriptors(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = numbered_set(self.tmp / "tree/ck", 1)
+        numbered_set(self.tmp / "tree/other", 3)
+
+    def held(self, m, deleted=True):
+        """What the daemon holds open of the checkpoint; `deleted`: only what is not there any more."""
+        found = []
+        for entry in Path(f"/proc/{m.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(entry))
+        prefixes = (str(self.source), str(self.tmp / "next"))
+        return [f for f in found if f.startswith(prefixes) and (f.endswith(" (deleted)") or not deleted)]
+
+    def replace_and_read(self, m, name, write, shown):
+        for number in range(30):
+            write(self.tmp / "next", number)
+            os.replace(self.tmp / "next", self.source / name)
+            read_or_none(m.path / "ck" / shown)
+
+    # Each replacement of a file left a descriptor of the old one behind, until the table was full
+    # and the disk too, because deleted shards kept their blocks.
+    def test_replaced_files_leave_no_descriptors(self):
+        with Mount(self.tmp / "tree") as m:
+            self.replace_and_read(m, "config.json", lambda p, n: p.write_text(str(n)), "config.json")
+            self.replace_and_read(m, shard_name(2, 3), lambda p, n: write_one(p, "t2", 1000 + n), FILE)
+            wait_until(lambda: not self.held(m), 20, "no replaced file is held")
+            whole = checkpoints.hf_whole(self.source)
+            wait_until(lambda: read_or_none(m.path / "ck" / FILE) == whole, NOTICED_SECONDS, "the last bytes")
+            wait_until(lambda: read_or_none(m.path / "ck/config.json") == b"29", NOTICED_SECONDS, "the last bytes")
+
+    # A whole checkpoint was deleted to make room, and no room came: the daemon still held
+    # every shard of it.
+    def test_a_deleted_checkpoint_is_let_go(self):
+        with Mount(self.tmp / "tree") as m:
+            for name in (FILE, "config.json", MAP):
+                (m.path / "ck" / name).read_bytes()
+            shutil.rmtree(self.source)
+            wait_until(lambda: not self.held(m, deleted=False), 20, "nothing of it is held")

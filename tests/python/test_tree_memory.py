@@ -6,9 +6,10 @@ import unittest
 from pathlib import Path
 
 import checkpoints
+from checkpoints import numbered_set, shard_name, write_one
 from mounts import Mount, TestCase, wait_until
-from test_regressions import FILE, numbered_set, shard_name, write_one
 
+FILE = "model.safetensors"
 FOLDERS, FILES = 60, 1000
 MEGABYTE = 1 << 20
 

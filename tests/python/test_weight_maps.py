@@ -1,15 +1,17 @@
-"""The weight map that a mount shows beside the file it makes of rank shards, as consolidation writes one there."""
+"""Weight maps: the one that a mount shows beside the file it makes of rank shards, and bad ones, which hide what they name."""
 
 import json
 from pathlib import Path
 
 import checkpoints
 import oracle
+from checkpoints import numbered_set, write_one
 from manifest import GOOD, by_id
-from mounts import FIXTURES, Mount, TestCase, tensorfs
+from mounts import FIXTURES, Mount, TestCase, tensorfs, visible_files
 
 FILE = "model.safetensors"
 MAP = "model.safetensors.index.json"
+NOTE = "TENSORFS-ERROR.txt"
 
 
 class OfRankShards(TestCase):
@@ -84,3 +86,52 @@ class OfRankShards(TestCase):
         out = self.tmp / "out.safetensors"
         self.assert_done(tensorfs("convert", copy, out, "--to=safetensors"))
         self.assertEqual(oracle.tensor_bytes(out), oracle.tensor_bytes(Path(copy, FILE)))
+
+
+class BadMaps(TestCase):
+    def setUp(self):
+        super().setUp()
+        numbered_set(self.tmp / "tree/good", 3)
+        self.folder = self.tmp / "tree/ck"
+        self.folder.mkdir()
+
+    def assert_hidden(self, text):
+        """With `text` as weight map nothing but the note is left of the folder."""
+        (self.folder / MAP).write_text(text)
+        self.assert_refused(tensorfs("verify", self.folder))
+        with Mount(self.tmp / "tree") as m:
+            self.assertEqual(visible_files(m.path / "ck"), [NOTE])
+            self.assertIn(MAP, (m.path / "ck" / NOTE).read_text())
+            for entry in self.folder.iterdir():
+                self.assertFalse((m.path / "ck" / entry.name).exists(), entry.name)
+
+    # A weight map that does not parse was shown beside the note, and its shards were taken for
+    # checkpoints of their own, so that tools loaded half a model.
+    def test_a_weight_map_that_does_not_parse_hides_what_it_names(self):
+        for name in ("one", "two"):
+            write_one(self.folder / f"{name}.safetensors", name, 1)
+        named = '"one": "one.safetensors", "two": "two.safetensors"'
+        for text in (
+            f'{{"weight_map": {{{named}}}',
+            f'{{"weight_map": {{{named}, "three": 3}}}}',
+            f'{{"metadata": {{}}, "weight_map": {{{named}}}}} trailing',
+        ):
+            with self.subTest(text=text):
+                self.assert_hidden(text)
+
+    # A name that stands twice ended the parse at its second place: the shards read before it were
+    # forgotten and shown.
+    def test_a_doubled_name_hides_the_shards_of_both_places(self):
+        for name in ("one", "two", "three"):
+            write_one(self.folder / f"{name}.safetensors", name, 1)
+        pairs = '"t": "one.safetensors", "t": "two.safetensors", "u": "three.safetensors"'
+        self.assert_hidden(f'{{"weight_map": {{{pairs}}}}}')
+
+    # A map of DCP shards named one more file; the map was refused with the set, and the extra file
+    # was shown as a checkpoint of its own.
+    def test_a_bad_map_of_dcp_shards_hides_the_extra_file_that_it_names(self):
+        checkpoints.rows_of_one(self.folder)
+        write_one(self.folder / "extra.safetensors", "extra", 1)
+        pairs = f'"w": "{checkpoints.dcp_name(1)}", "extra": "extra.safetensors"'
+        self.assert_hidden(f'{{"weight_map": {{{pairs}, "w": "{checkpoints.dcp_name(2)}"}}}}')
+        self.assert_hidden(f'{{"weight_map": {{{pairs}')

@@ -1,0 +1,168 @@
+"""The pages that users read: every command shown in them works as it stands, and every link and path leads somewhere."""
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import unittest
+from pathlib import Path
+
+from checkpoints import hf_set, hub_cache, row_wise
+from mounts import BIN, ROOT, TestCase, detach, mount_table, run
+
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+# Folders of the pages that lie in the temporary folder of a test instead.
+MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)(?=[/\s]|$)")
+
+# Beginnings of lines that no test can run, each with the reason. A command that is not listed has to work.
+NOT_RUN = {
+    "cargo ": "builds what is built already, or takes tools that not everybody has",
+    "git ": "changes this repository",
+    "pip install ": "takes packages of the network",
+    "python tests/bench/loaders.py ": "measures, and takes other loaders",
+    "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
+    "sudo ": "changes this machine",
+    "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",
+    "tests/run": "is what runs this test",
+    "tests/gpu/run": "takes a GPU",
+    "vllm ": "takes vLLM and a GPU",
+}
+
+# Made small: a page shows what a user wants, a test only has to see that it works.
+SMALLER = {
+    "cargo run --release --bin tensorfs -- ": "tensorfs ",
+    "cargo run --example list_tensors -- ": f"{BIN.parent}/examples/list_tensors ",
+    "tensorfs bench ": "tensorfs bench --runs 1 --evict fadvise ",
+    "--size 4G": "--size 4M",
+}
+
+
+class Pages(TestCase):
+    def test_every_command_of_the_readme_works(self):
+        self.run_blocks(ROOT / "README.md")
+
+    def test_every_command_of_the_other_pages_works(self):
+        for page in PAGES[1:]:
+            self.run_blocks(page)
+
+    def test_a_command_that_is_wrong_is_noticed(self):
+        for line in ("tensorfs mount run7 /mnt/run7 -o nonsense", "tensorfs verify gone", "tensorfs status /mnt/run7"):
+            with self.subTest(line), self.assertRaises(AssertionError):
+                self.run_line(self.sandbox(), line)
+
+    def run_blocks(self, page):
+        for block in re.findall(r"(?m)^```sh\n(.*?)^```", page.read_text(), re.DOTALL):
+            folder = self.sandbox()
+            for line in block.splitlines():
+                with self.subTest(page.name, line=line):
+                    self.run_line(folder, line)
+            unmount_below(folder)
+
+    def run_line(self, folder, line):
+        for shown, small in SMALLER.items():
+            line = line.replace(shown, small)
+        line = line.strip()
+        if not line or line.startswith(("#", *NOT_RUN)) or cannot_run(line):
+            return
+        line = MOVED.sub(rf"{folder}/\1", line)
+        env = {
+            **os.environ,
+            "HOME": str(folder / "home"),
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "TENSORFS_PYTHON": sys.executable,
+        }
+        outcome = run("bash", "-o", "pipefail", "-c", line, cwd=folder, env=env, timeout=100)
+        refused = re.search(r"tests/fixtures/bad/", line) is not None
+        self.assertEqual(outcome.code, int(refused), f"{line}\nstdout: {outcome.stdout}\nstderr: {outcome.stderr}")
+
+    def sandbox(self):
+        """A folder with the checkpoints and folders that the pages name, and the programs of this build."""
+        folder = self.tmp / f"sandbox-{len(list(self.tmp.iterdir()))}"
+        for name in ("bin", "data/blobs", "mnt/run7", "mnt/models", "mnt/hub", "mnt/name", "mnt/llama", "scratch", "tmp"):
+            (folder / name).mkdir(parents=True)
+        for name in ("home", "target/release", "var/cache"):
+            (folder / name).mkdir(parents=True)
+        (folder / "tests").symlink_to(ROOT / "tests")
+        (folder / "examples").symlink_to(ROOT / "examples")
+        (folder / "target/release/tensorfs").symlink_to(BIN)
+        (folder / "bin/tensorfs").symlink_to(BIN)
+        # Not a link: a virtual environment is found by the place of its interpreter.
+        python = folder / "bin/python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        llama = hf_set(folder / "data/models/llama", megabytes=1)
+        shutil.copy(llama / "model-00001-of-00003.safetensors", folder / "data/models/one.safetensors")
+        row_wise(folder / "run7")
+        (folder / "SRC").symlink_to(folder / "run7")
+        self.write_manifest(folder / "run7", folder / "FILE")
+        snapshot = hub_cache(folder / "home/.cache/huggingface/hub/models--ORG--NAME", llama)
+        snapshot.with_name("REVISION").symlink_to(snapshot.name)
+        return folder
+
+    def write_manifest(self, checkpoint, file):
+        self.assert_done(run(BIN, "verify", checkpoint, "--write-manifest"))
+        (checkpoint / "model.tensorfs-manifest.json").rename(file)
+
+
+class Text(unittest.TestCase):
+    def test_the_readme_is_short(self):
+        self.assertLessEqual(len((ROOT / "README.md").read_text().splitlines()), 200)
+
+    def test_the_readme_links_to_every_page(self):
+        links = set(re.findall(r"\]\(\./docs/([\w-]+\.md)", (ROOT / "README.md").read_text()))
+        self.assertEqual(links, {page.name for page in ROOT.glob("docs/*.md")})
+
+    def test_every_link_leads_to_a_page_and_a_heading_of_it(self):
+        for page in PAGES:
+            for path, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+                target = (page.parent / path).resolve() if path else page
+                with self.subTest(page.name, link=f"{path}#{heading}"):
+                    self.assertTrue(target.exists())
+                    self.assertTrue(not heading or heading in headings(target))
+
+    def test_every_path_of_the_pages_about_the_code_is_there(self):
+        for page in PAGES[1:3]:
+            for path in code_paths(page.read_text()):
+                with self.subTest(page.name, path=path):
+                    self.assertTrue((ROOT / path).exists())
+
+    def test_every_python_example_is_python(self):
+        for page in PAGES:
+            for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+                with self.subTest(page.name):
+                    compile(block, page.name, "exec")
+
+
+def cannot_run(line):
+    """Whether this machine lacks a program or package that the line takes."""
+    if line.startswith(str(BIN.parent)):
+        return not Path(line.split()[0]).exists()
+    if line.startswith("python examples/"):
+        return not all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    return "| jq " in line and shutil.which("jq") is None
+
+
+def unmount_below(folder):
+    for entry in reversed(mount_table()):
+        if entry.path.startswith(f"{folder}/"):
+            run(BIN, "umount", entry.path)
+            detach(entry.path)
+
+
+def headings(page):
+    """The anchors of the headings of a page, as GitHub makes them."""
+    lines = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)^```.*?^```", "", page.read_text(), flags=re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def code_paths(text):
+    """What stands in backticks and looks like a path of this repository."""
+    words = re.findall(r"`([\w./@-]+)`", re.sub(r"(?s)```.*?```", "", text))
+    top = {entry.name for entry in ROOT.iterdir()}
+    return {word for word in words if "/" in word and word.split("/")[0] in top and not word.startswith("target/")}
+
+
+if __name__ == "__main__":
+    unittest.main()

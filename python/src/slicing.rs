@@ -43,6 +43,10 @@ pub(crate) fn load_indexed<'py>(
     if !bits.is_multiple_of(8) {
         return Ok(None);
     }
+    // Nothing is made for what is loaded in another way.
+    if !tensorfs::loader::Loader::is_near(&checkpoint, position, Some(&part)) {
+        return Ok(None);
+    }
     let made = make.call1((PyTuple::new(py, shape)?,))?;
     // Of this part's dtype and shape, and nobody else has it yet.
     let (made, address): (Bound<'py, PyAny>, usize) = made.extract()?;

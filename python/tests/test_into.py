@@ -394,6 +394,27 @@ assert (original == 0).all()
 """)
 
     @needs_torch
+    def test_where_torch_gives_tensors_of_another_dtype_nothing_is_loaded(self):
+        self.run_torch("""
+genuine = torch.empty
+
+def halved(*given, **named):
+    made = genuine(*given, **named)
+    return made.to(torch.bfloat16) if made.is_floating_point() else made
+
+with tensorfs.safe_open(sys.argv[1], "pt") as f:
+    part = f.get_slice("w")
+    torch.empty = halved
+    for load in (lambda: f.get_tensor("w"), lambda: part[1:3], lambda: part[:, 2], lambda: part[::2]):
+        try:
+            load()
+        except tensorfs.SafetensorError as e:
+            assert "torch.bfloat16" in str(e) and isinstance(e, tensorfs.MismatchError), e
+        else:
+            raise AssertionError("not refused")
+""")
+
+    @needs_torch
     def test_where_torch_gives_tensors_without_memory_nothing_is_loaded(self):
         self.run_torch("""
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 
-use super::choice::Choice;
+use super::choice::{Choice, LastChoice};
 use super::run::Back;
 use super::{Loader, MemoryStats, Pages};
 use crate::io::Region;
@@ -21,14 +21,13 @@ const THREADS_MAX: usize = 8;
 /// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
 const PART_LEN: usize = 2 << 20;
 
-/// A load that begins so soon after another one finds memory as that one did.
-const SOON: Duration = Duration::from_millis(500);
-
 /// The memory that a load has found, and how much of it is there.
 pub(super) struct Ahead<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
     parts: Vec<Part>,
+    /// When the choice was made that this load began with.
+    began: Option<Instant>,
     state: Mutex<State>,
 }
 
@@ -56,10 +55,9 @@ struct State {
 impl<'a> Ahead<'a> {
     pub(super) fn new(loader: &'a Loader, plan: &Plan, regions: &'a [Arc<Region>]) -> Ahead<'a> {
         let parts = if plan.read < loader.tune.ahead { vec![] } else { parts_of(plan, regions) };
-        let (choice, found_at) = loader.choice().clone();
-        let is_soon = found_at.is_some_and(|found_at| found_at.elapsed() < SOON);
+        let last = loader.choice().clone();
         let state = State {
-            choice: choice.next(is_soon),
+            choice: last.for_the_next(),
             next: 0,
             there: vec![false; parts.len()],
             ready: 0,
@@ -69,7 +67,12 @@ impl<'a> Ahead<'a> {
             small: Vec::new(),
             stats: MemoryStats::default(),
         };
-        Ahead { loader, regions, parts, state: Mutex::new(state) }
+        Ahead { loader, regions, parts, began: last.made_at, state: Mutex::new(state) }
+    }
+
+    /// Whether there is memory to be asked for.
+    pub(super) fn has_parts(&self) -> bool {
+        !self.parts.is_empty()
     }
 
     /// Starts the threads. They tell `back` when there is what the load waits for.
@@ -181,7 +184,11 @@ impl Drop for Ahead<'_> {
             self.regions[region].advise(0..self.regions[region].len(), true);
         }
         if state.next > 0 {
-            *self.loader.choice() = (state.choice.clone(), Some(Instant::now()));
+            let mut last = self.loader.choice();
+            // One that has ended meanwhile knows as much.
+            if last.made_at == self.began {
+                *last = LastChoice { choice: state.choice.clone(), made_at: Some(Instant::now()) };
+            }
         }
     }
 }

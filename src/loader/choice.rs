@@ -4,7 +4,7 @@
 //! both are tried and the cheaper ones are kept, as long as that lasts: neither kind is there
 //! without end.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Pages;
 
@@ -14,6 +14,9 @@ const STRETCH: u64 = 4 << 20;
 /// How much is taken until the other size is tried again: at first, and at most.
 const WAIT_MIN: u64 = 16 << 20;
 const WAIT_MAX: u64 = 1 << 30;
+
+/// A load that begins so soon after another one finds memory as that one did.
+const SOON: Duration = Duration::from_millis(500);
 
 /// The other size.
 fn other(pages: Pages) -> Pages {
@@ -37,6 +40,22 @@ pub(super) struct Choice {
     /// How much is taken before the next trial, and how much of that is left.
     wait: u64,
     left: u64,
+}
+
+/// What the load that ended last has found out.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LastChoice {
+    pub(super) choice: Choice,
+    /// When that load ended, if there was one.
+    pub(super) made_at: Option<Instant>,
+}
+
+impl LastChoice {
+    /// What the next load begins with: one that begins soon goes on where this one ended.
+    pub(super) fn for_the_next(&self) -> Choice {
+        let is_soon = self.made_at.is_some_and(|at| at.elapsed() < SOON);
+        if is_soon { self.choice.clone() } else { self.choice.clone().next() }
+    }
 }
 
 impl Default for Choice {
@@ -91,11 +110,11 @@ impl Choice {
         }
     }
 
-    /// For the next load. Unless that begins soon after the last one, much may have changed, and
-    /// small pages have to prove themselves at once.
-    pub(super) fn next(self, soon: bool) -> Choice {
+    /// For the next load, before which much may have changed. Small pages have to prove
+    /// themselves at once.
+    pub(super) fn next(self) -> Choice {
         let now = if self.trial { other(self.now) } else { self.now };
-        let left = if now == Pages::Small && !soon { 0 } else { self.left };
+        let left = if now == Pages::Small { 0 } else { self.left };
         Choice { now, trial: false, bytes: 0, time: Duration::ZERO, left, ..self }
     }
 }
@@ -182,23 +201,39 @@ mod tests {
     fn the_next_load_begins_with_the_choice_and_tries_huge_pages_again_at_once() {
         let mut choice = Choice::default();
         take(&mut choice, 1 << 30, &mut costs(2500, 320));
-        let mut choice = choice.next(false);
+        let mut choice = choice.next();
         assert_eq!(choice.now(), Pages::Small);
         let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
         assert!((256 << 20) - huge <= 24 << 20, "{huge}");
-        assert_eq!(choice.next(false).now(), Pages::Huge);
+        assert_eq!(choice.next().now(), Pages::Huge);
     }
 
     #[test]
-    fn short_loads_in_a_row_try_dear_huge_pages_no_more_often_than_a_long_one() {
+    fn short_loads_in_a_row_find_out_together_what_a_long_one_does() {
+        let mut last = LastChoice::default();
+        let mut huge = 0;
+        for _ in 0..64 {
+            let mut choice = last.for_the_next();
+            // So many threads that each takes one part before the first is there.
+            let sizes = [choice.now(); 7];
+            for size in sizes {
+                huge += u64::from(size == Pages::Huge);
+                let time = Duration::from_micros(if size == Pages::Huge { 5000 } else { 640 });
+                choice.took(size, PART, time);
+            }
+            last = LastChoice { choice, made_at: Some(Instant::now()) };
+        }
+        assert!(huge <= 64 * 7 / 8, "{huge}");
+    }
+
+    #[test]
+    fn a_load_that_begins_long_after_another_tries_huge_pages_again() {
         let mut choice = Choice::default();
-        let huge: u64 = (0..64)
-            .map(|_| {
-                choice = choice.clone().next(true);
-                take(&mut choice, 32 << 20, &mut costs(2500, 320))
-            })
-            .sum();
-        assert!(huge <= 48 << 20, "{huge}");
+        take(&mut choice, 1 << 30, &mut costs(2500, 320));
+        let last = LastChoice { choice, made_at: Instant::now().checked_sub(2 * SOON) };
+        let mut choice = last.for_the_next();
+        let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
+        assert!((256 << 20) - huge <= 24 << 20, "{huge}");
     }
 
     #[test]
@@ -206,7 +241,7 @@ mod tests {
         let mut choice = Choice::default();
         take(&mut choice, STRETCH, &mut costs(45, 320));
         assert_eq!((choice.now(), choice.trial), (Pages::Small, true));
-        assert_eq!(choice.next(false).now(), Pages::Huge);
+        assert_eq!(choice.next().now(), Pages::Huge);
     }
 
     #[test]

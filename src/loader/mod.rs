@@ -24,7 +24,7 @@ use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, Memory, Region, Settings};
 use crate::plan::{self, Limits, Placement, Plan, Want};
 
-use choice::Choice;
+use choice::LastChoice;
 #[cfg(feature = "cuda")]
 pub use device::LoadedDevice;
 
@@ -111,8 +111,8 @@ pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
     tune: Tune,
-    /// Which pages cost less, as far as loads have found out, and when that was.
-    choice: Mutex<(Choice, Option<Instant>)>,
+    /// Which pages cost less, as far as loads have found out.
+    choice: Mutex<LastChoice>,
     #[cfg(feature = "cuda")]
     gpus: device::Gpus,
 }
@@ -267,7 +267,7 @@ impl Loader {
         }
     }
 
-    fn choice(&self) -> MutexGuard<'_, (Choice, Option<Instant>)> {
+    fn choice(&self) -> MutexGuard<'_, LastChoice> {
         self.choice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

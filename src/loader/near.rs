@@ -39,18 +39,28 @@ impl Loader {
         part: Option<&[Range<u64>]>,
         into: &mut [u8],
     ) -> Result<bool> {
-        let Some(rows) = Rows::of(&checkpoint.catalog().tensor_at(tensor), part) else {
-            return Ok(false);
-        };
-        let (span, len) = (rows.span(), into.len() as u64);
-        let most = if rows.count() == 1 { RUN_MAX } else { PART_MAX };
-        let is_small = len <= most && rows.count() <= RUNS_MAX && span.end - span.start <= SPAN_MAX;
-        if !is_small || rows.count() * rows.run_len != len {
+        let Some(rows) = small_rows(checkpoint, tensor, part) else { return Ok(false) };
+        if rows.count() * rows.run_len != into.len() as u64 {
             return Ok(false);
         }
         let source = &checkpoint.sources()[rows.shard.0 as usize];
-        self.engine.copy_cached(source, &span, |read| copy(&rows, into, read))
+        self.engine.copy_cached(source, &rows.span(), |read| copy(&rows, into, read))
     }
+
+    /// Whether `load_cached` would copy this part where the page cache holds it.
+    pub fn is_near(checkpoint: &Checkpoint, tensor: usize, part: Option<&[Range<u64>]>) -> bool {
+        small_rows(checkpoint, tensor, part).is_some()
+    }
+}
+
+/// The runs of a part that lies in one piece and is small.
+fn small_rows(checkpoint: &Checkpoint, tensor: usize, part: Option<&[Range<u64>]>) -> Option<Rows> {
+    let rows = Rows::of(&checkpoint.catalog().tensor_at(tensor), part)?;
+    let (span, count) = (rows.span(), rows.count());
+    let most = if count == 1 { RUN_MAX } else { PART_MAX };
+    let is_small =
+        count <= RUNS_MAX && count * rows.run_len <= most && span.end - span.start <= SPAN_MAX;
+    is_small.then_some(rows)
 }
 
 /// Copies runs one after the other to `into` by `read`, which takes offset and target and says

@@ -6,7 +6,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use super::ahead::Ahead;
@@ -154,7 +155,9 @@ pub(super) fn run(
         let (jobs, todo) = channel::<Job>();
         let (back, returned) = channel::<Back>();
         let todo = Arc::new(Mutex::new(todo));
-        let cores = cores();
+        // To ask for their number takes as long as a short read.
+        let shares = !moved.is_empty() || shared.ahead.has_parts();
+        let cores = if shares { available_parallelism().map_or(1, |n| n.get()) } else { 1 };
         let movers = cores.min(MOVERS_MAX).min(moved.len());
         // Reads that are not waited for hold senders of jobs, too.
         let end = Ends(jobs.clone(), movers);
@@ -187,12 +190,6 @@ pub(super) fn run(
         device: None,
     };
     Ok(Report { stats, events })
-}
-
-/// Processors that this process may use, found out once: that takes as long as a short read.
-fn cores() -> usize {
-    static CORES: OnceLock<usize> = OnceLock::new();
-    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
 /// Region and byte that the bytes of `chunk` are read to at once, if they are. Not to memory that

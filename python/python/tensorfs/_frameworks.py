@@ -84,8 +84,9 @@ class Torch:
         return self._names.get(dtype)
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
-        made = self._torch.empty(_packed(dtype, shape, name), dtype=self.dtype(dtype, name), device=self._device)
-        return made, self._address(made)
+        wanted = self.dtype(dtype, name)
+        made = self._torch.empty(_packed(dtype, shape, name), dtype=wanted, device=self._device)
+        return made, self._address(made, wanted)
 
     def maker(self, dtype: str) -> Any:
         """What makes a tensor of a shape, with its address, sooner than `empty`; None where only that can."""
@@ -95,23 +96,29 @@ class Torch:
         return found
 
     def _maker(self, dtype: str) -> Any:
-        wanted, torch, kind, device = self._known(dtype), self._torch, self._torch.Tensor, self._device
+        wanted, torch, device, address = self._known(dtype), self._torch, self._device, self._address
         if wanted is None or dtype == PACKED:
             return None
 
         def make(shape: tuple[int, ...]) -> tuple[Any, int]:
             made = torch.empty(shape, dtype=wanted, device=device)
-            address = made.data_ptr() if type(made) is kind else 0
-            return made, address or self._address(made)
+            return made, address(made, wanted)
 
         return make
 
     def area(self, length: int) -> tuple[Any, int, int]:
         made = self._torch.empty(length, dtype=self._torch.uint8, device=self._device)
-        return made, self._address(made), length
+        return made, self._address(made, self._torch.uint8), length
 
-    def _address(self, made: Any) -> int:
-        """Where a new tensor lies."""
+    def _address(self, made: Any, wanted: Any) -> int:
+        """Where a new tensor lies, of which this dtype was wanted."""
+        # Others may have put a function of their own in the place of torch.empty.
+        if made.dtype is not wanted or made.device.type != self._device.type:
+            raise error(
+                f"torch.empty gives {made.dtype} on {made.device} here where {wanted} on {self._device} is wanted, "
+                "as within deepspeed's zero.Init; load outside of it",
+                cls=MismatchError,
+            )
         # Within some blocks torch makes tensors that have no memory, such as those of FakeTensorMode.
         address = made.data_ptr() if type(made) is self._torch.Tensor else 0
         if address == 0 and (made.numel() or type(made) is not self._torch.Tensor):

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::boxes::checkpoint;
 use common::{Box_, Cut, Notes, bytes, dcp_name, read_naively, write_dcp, write_dcp_with};
@@ -309,5 +310,5 @@ fn a_mismatch_is_counted_before_those_who_wait_for_it_are_answered() {
     };
     let len = checkpoint.layout().unwrap().len();
     gate.when_checked(&checker, len - 1..len, Box::new(answer));
-    assert_eq!(receive.recv().unwrap(), (false, 1));
+    assert_eq!(receive.recv_timeout(Duration::from_secs(30)).unwrap(), (false, 1));
 }

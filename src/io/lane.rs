@@ -154,14 +154,14 @@ impl Lane {
     }
 
     fn wake_from(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
-        let (mut start, mut pool, mut asleep) = (false, false, None);
+        let (mut start, mut pool, mut to_wake) = (false, false, None);
         let has_work = state.queue.has_work();
         match &mut state.ring {
             _ if !has_work => {}
             RingState::Starting | RingState::On { asleep: false, .. } => {}
-            RingState::On { waker, asleep: is_asleep } => {
-                *is_asleep = false;
-                asleep = Some(waker.clone());
+            RingState::On { waker, asleep } => {
+                *asleep = false;
+                to_wake = Some(waker.clone());
             }
             ring @ RingState::Wanted => {
                 *ring = RingState::Starting;
@@ -173,7 +173,7 @@ impl Lane {
         pool |= !state.handed.is_empty() || state.may_answer(self.answering_max);
         // Whoever wakes up needs the lock at once.
         drop(state);
-        if let Some(waker) = asleep {
+        if let Some(waker) = to_wake {
             waker.wake();
         }
         if start {

@@ -352,8 +352,7 @@ class NeverInTheWay(Assembled):
             if self.partials():
                 break
             # The copy was complete before the signal came.
-            for copy in self.dir.iterdir():
-                copy.unlink()
+            self.remove_copies()
         self.assertTrue(self.partials())
         with self.mount(source):
             self.assertEqual(self.partials(), [])
@@ -361,6 +360,7 @@ class NeverInTheWay(Assembled):
     def test_a_daemon_that_is_ended_leaves_nothing_half(self):
         source = checkpoints.hf_set(self.tmp / "ck", megabytes=120)
         for how in ("umount", "SIGTERM"):
+            self.remove_copies()
             with self.subTest(how), self.mount(source) as m:
                 self.wait_for_partial(m)
                 if how == "SIGTERM":
@@ -373,6 +373,10 @@ class NeverInTheWay(Assembled):
 
     def partials(self):
         return [name for name in self.names() if ".partial" in name]
+
+    def remove_copies(self):
+        for copy in self.dir.glob("*"):
+            copy.unlink()
 
     def wait_for_partial(self, m):
         if not is_root:

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled};
 use crate::source::{Source, release_unpinned};
 
-use super::job::{Job, STEP_LEN, Step};
+use super::job::{Job, Outcome, STEP_LEN, Step};
 use super::lock;
 
 /// Steps read at the same time, and those of one source.
@@ -168,9 +168,7 @@ impl Inner {
         };
         lock(&self.state).ended(source, begun);
         if let Some(outcome) = job.step_ended(failed) {
-            // Who has an answer finds it counted.
-            self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
-            job.end(outcome);
+            self.end(job, outcome);
             let mut state = lock(&self.state);
             state.jobs.retain(|other| !Arc::ptr_eq(other, job));
             state.queue.retain(|other| !Arc::ptr_eq(other, job));
@@ -179,6 +177,12 @@ impl Inner {
             release_unpinned(&job.sources());
         }
         self.dispatch();
+    }
+
+    /// Gives those who wait for a job its outcome. Who has an answer finds it counted.
+    fn end(&self, job: &Arc<Job>, outcome: Outcome) {
+        self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
+        job.end(outcome);
     }
 
     /// Ends jobs that are overdue. Returns whether any is left.
@@ -191,7 +195,7 @@ impl Inner {
                 let late = |source: &Source| late(source, timeout);
                 if let Some(outcome) = job.expire(before, late) {
                     self.counters.source_timeouts.add(1);
-                    job.end(outcome);
+                    self.end(&job, outcome);
                     release_unpinned(&job.sources());
                 }
             }

@@ -36,6 +36,7 @@ struct State {
 
 /// What came of a job.
 #[derive(Default)]
+#[must_use]
 pub(super) struct Outcome {
     /// By unit: how it differs.
     pub(super) bad: HashMap<u32, Arc<Error>>,

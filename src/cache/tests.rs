@@ -106,7 +106,7 @@ fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
     (1..4).for_each(|at| fixture.put(file, at * MIB, Instant::now() + PATIENCE));
     let request = crate::prefetch::Request { range: 0..MIB, reader: 0, late: false, now: 0 };
     let advice = lock(&file.planner).observe(&request, BUDGET_MIN, &file.reader);
-    assert_eq!(advice.ahead.unwrap().1, [MIB..3 * MIB]);
+    assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));
 }
 
 // A block went where its last part was left and its first part had been asked for in part.

@@ -318,7 +318,7 @@ fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() 
 fn what_was_dropped_before_anybody_asked_for_it_is_planned_again() {
     let mut planner = planner();
     let ahead = read(&mut planner, 0, MIB, false);
-    assert_eq!(ahead, [MIB..3 * MIB]);
+    assert_eq!(ahead.first(), Some(&(MIB..3 * MIB)));
     planner.dropped(&(0..3 * MIB), 2 * MIB);
     assert!(!planner.is_planned(&(0..64 * MIB)));
     assert_eq!(read(&mut planner, MIB / 2, MIB / 2, false)[0].start, MIB);
@@ -332,9 +332,10 @@ fn bytes_without_room_are_withdrawn_from_whichever_stream_has_them_and_no_others
     planner.streams[0].path[0].end = 9 * MIB;
     planner.streams[0].id = StreamId(u64::MAX);
     planner.given.add(&(0..9 * MIB));
-    planner.cut_short(stream, &[2 * MIB..3 * MIB]);
+    let refused = 2 * MIB..3 * MIB;
+    planner.cut_short(stream, std::slice::from_ref(&refused));
     assert_eq!(planner.streams[0].path, [MIB..2 * MIB, 3 * MIB..9 * MIB]);
-    assert_eq!(planner.given.gap(&(0..9 * MIB)), Some(2 * MIB..3 * MIB));
+    assert_eq!(planner.given.gap(&(0..9 * MIB)), Some(refused));
 }
 
 // A stream that had planned the last tensor of its order planned nothing any more.

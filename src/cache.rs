@@ -583,7 +583,7 @@ impl Inner {
         let wasted = (block.end - start).saturating_sub(block.asked);
         if block.ahead && wasted > 0 {
             self.counters.prefetch_wasted_bytes.add(wasted);
-            lock(planner).judge(0, wasted);
+            lock(planner).dropped(&(start..block.end), wasted);
         }
     }
 

@@ -66,7 +66,7 @@ const PASSED_READS: u64 = 64;
 const PASSED_MAX: usize = 256;
 
 /// Ranges that were asked for or planned and are remembered, at most.
-const GIVEN_MAX: usize = 1 << 14;
+const GIVEN_MAX: usize = 1 << 11;
 
 /// Ranges that one stream is read ahead by, at most.
 const PATH_MAX: usize = 64;
@@ -239,6 +239,10 @@ impl Planner {
     pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn Tensors) -> Advice {
         self.reads += 1;
         let push = self.storms.push(request, tensors);
+        // Asked for a second time: the kernel has not kept it.
+        if self.given.gap(&request.range).is_none() && !self.is_planned(&request.range) {
+            self.forget();
+        }
         let index = self.stream_of(request, tensors);
         self.strike(&request.range);
         self.given.add(&request.range);
@@ -252,7 +256,8 @@ impl Planner {
             self.given.add(&request.range);
         }
         while self.passed.len() > PASSED_MAX {
-            self.left.extend(self.passed.pop_front().map(|(range, _)| range));
+            let oldest = self.passed.pop_front();
+            oldest.iter().for_each(|(range, _)| self.given.remove(range));
         }
         let left = std::mem::take(&mut self.left);
         left.iter().for_each(|range| self.given.remove(range));
@@ -266,6 +271,26 @@ impl Planner {
         let planned = self.streams.iter().flat_map(|stream| &stream.path);
         let passed = self.passed.iter().map(|(range, _)| range);
         planned.chain(passed).for_each(|range| self.given.add(range));
+    }
+
+    /// The parts of `range` that are planned and not read yet.
+    fn planned_in(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        let Range { start, end } = *range;
+        let planned = self.streams.iter().flat_map(|stream| &stream.path);
+        let planned = planned.chain(self.passed.iter().map(|(range, _)| range));
+        planned.map(move |part| part.start.max(start)..part.end.min(end)).filter(|p| !p.is_empty())
+    }
+
+    /// Whether something in `range` is planned and not read yet.
+    pub fn is_planned(&self, range: &Range<u64>) -> bool {
+        self.planned_in(range).next().is_some()
+    }
+
+    /// Forgets what is planned in `range`: it is not read ahead, or no longer there.
+    fn withdraw(&mut self, range: &Range<u64>) {
+        let parts: Vec<Range<u64>> = self.planned_in(range).collect();
+        parts.iter().for_each(|part| self.given.remove(part));
+        self.strike(range);
     }
 
     /// Takes what is read out of all that is planned.
@@ -291,15 +316,10 @@ impl Planner {
     /// Takes note that the cache has no room for the bytes `refused`, each range of which is the
     /// end of one that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
-        let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) else { return };
-        for range in refused {
-            let meets = |other: &&Range<u64>| other.start < range.end && range.start < other.end;
-            while let Some(other) = stream.path.iter().find(meets) {
-                stream.take(other.start.max(range.start));
-            }
-            self.given.remove(range);
+        refused.iter().for_each(|range| self.withdraw(range));
+        if let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) {
+            stream.window = (stream.window / 2).max(WINDOW_MIN);
         }
-        stream.window = (stream.window / 2).max(WINDOW_MIN);
     }
 
     /// What was read ahead and passed over, or for the stream that was left longest ago, to make
@@ -325,6 +345,13 @@ impl Planner {
 
     fn patience(&self) -> u64 {
         LEFT_READS * (self.streams.len() as u64 + 1)
+    }
+
+    /// Takes note that the bytes `range` are no longer held, of which nobody has asked for
+    /// `wasted`.
+    pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
+        self.withdraw(range);
+        self.judge(0, wasted);
     }
 
     /// Takes note of what became of bytes that were read ahead.
@@ -360,13 +387,13 @@ impl Planner {
             stream.run = stream.run.saturating_add(1);
             stream.strike(&request.range);
             let passed = stream.move_on(end);
-            self.passed.extend(passed.into_iter().map(|range| (range, reads)));
             // Once for all reads that came while one window was under way.
             if request.late && !wasteful && stream.grown >= stream.window {
                 stream.grown = 0;
                 stream.window = (stream.window * 2).min(WINDOW_MAX);
                 self.window = stream.window;
             }
+            self.pass(passed);
             self.take_over(index);
             return Some(index);
         }
@@ -400,7 +427,7 @@ impl Planner {
         };
         stream.strike(&request.range);
         let passed = stream.move_on(end);
-        self.passed.extend(passed.into_iter().map(|range| (range, reads)));
+        self.pass(passed);
         if self.streams.len() < STREAMS_MAX {
             self.streams.push(stream);
             return Some(self.streams.len() - 1);
@@ -409,6 +436,22 @@ impl Planner {
         let before = std::mem::replace(&mut self.streams[oldest], stream);
         self.left.extend(before.path);
         Some(oldest)
+    }
+
+    /// Takes note of what a reader has passed over now. Rows of which it reads the half are many:
+    /// neighbours are joined.
+    fn pass(&mut self, ranges: Vec<Range<u64>>) {
+        for range in ranges {
+            let is_near = |(near, _): &&mut (Range<u64>, u64)| {
+                near.end <= range.start
+                    && range.start - near.end < SMALL
+                    && range.end - near.start <= WINDOW_MIN
+            };
+            match self.passed.iter_mut().rev().find(is_near) {
+                Some((near, since)) => (near.end, *since) = (range.end, self.reads),
+                None => self.passed.push_back((range, self.reads)),
+            }
+        }
     }
 
     /// What is read ahead already for a reader that begins with `request`, taken from the stream
@@ -541,7 +584,9 @@ impl Planner {
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
             let end_here = end.min(limit);
             while room > 0 && stream.path.len() + planned.len() < PATH_MAX {
-                let Some(gap) = self.given.gap(&(from..end_here)) else { break };
+                // What lies far ahead, behind what another reader has read, is not for this one.
+                let gap = self.given.gap(&(from..end_here));
+                let Some(gap) = gap.filter(|gap| gap.start - from <= window) else { break };
                 let part = gap.start..gap.end.min(gap.start + room);
                 room -= part.end - part.start;
                 from = part.end;
@@ -597,7 +642,16 @@ impl Planner {
         tensors: &dyn Tensors,
     ) -> Option<Tensor> {
         let passed = |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index);
-        self.readers[reader].1.next(tensor, tensors, &passed)
+        let reader = &self.readers[reader].1;
+        let next = reader.next(tensor, tensors, &passed)?;
+        if reader.order() != Order::File || next.range.end - next.range.start >= SMALL {
+            return Some(next);
+        }
+        // Tiny tensors are many: in the order of the file they go together.
+        let beyond = tensors.at((next.range.start + SMALL).min(self.len - 1));
+        let is_more = beyond.place > next.place + 1;
+        let range = next.range.start..beyond.range.start;
+        Some(if is_more { Tensor { place: beyond.place - 1, range } } else { next })
     }
 }
 

@@ -136,7 +136,7 @@ impl Inner {
         self.budget.try_lease(need)
     }
 
-    /// Drops the blocks in `range` of which nobody has asked for the rest; those that are being
+    /// Drops the blocks in `range` of which nothing is planned any more; those that are being
     /// read, once they are there.
     pub(super) fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
         let State { files, idle, .. } = state;
@@ -144,15 +144,16 @@ impl Inner {
         let mut dropped = Vec::new();
         let before = blocks.range(..range.start).next_back();
         let first = before.filter(|(_, block)| block.end > range.start).map(|(&start, _)| start);
+        let planner = lock(&file.planner);
         for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
             match &block.data {
-                Data::Ready(..) if block.asked > 0 || start >= range.start => dropped.push(start),
-                Data::Loading { waiters, .. } if waiters.is_empty() && start >= range.start => {
-                    block.left = true;
-                }
-                _ => {}
+                // Another reader may still come to its other part.
+                _ if planner.is_planned(&(start..block.end)) => {}
+                Data::Ready(..) => dropped.push(start),
+                Data::Loading { waiters, .. } => block.left = waiters.is_empty(),
             }
         }
+        drop(planner);
         for start in dropped {
             idle.pop(&(file.id, start));
             if let Some(block) = blocks.remove(&start) {

@@ -84,6 +84,13 @@ fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
     }
 }
 
+/// The blocks in the first 4 MiB of `file` after its reader has left `range`.
+fn left(fixture: &Fixture, file: &Arc<CachedFile>, range: Range<u64>) -> Vec<u64> {
+    let mut state = fixture.state();
+    fixture.cache.0.leave(&mut state, file, &range);
+    state.of(file).blocks.keys().copied().take_while(|&at| at < 4 * MIB).collect()
+}
+
 // Blocks of which a page was asked for stayed when their reader went elsewhere.
 #[test]
 fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
@@ -91,13 +98,40 @@ fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
     let file = fixture.file("a", 16);
     [0, MIB, 2 * MIB].iter().for_each(|at| fixture.put(&file, *at, Instant::now() + PATIENCE));
     fixture.read(&file, MIB..MIB + 4096).recv_timeout(PATIENCE).unwrap();
-    let left = |range| {
-        let mut state = fixture.state();
-        fixture.cache.0.leave(&mut state, &file, &range);
-        state.of(&file).blocks.keys().copied().take_while(|&at| at < 3 * MIB).collect::<Vec<_>>()
-    };
-    assert_eq!(left(MIB + 4096..2 * MIB), [0, 2 * MIB]);
-    assert_eq!(left(4096..MIB), [0, 2 * MIB], "nobody has asked for its first page yet");
+    assert_eq!(left(&fixture, &file, MIB + 4096..2 * MIB), [0, 2 * MIB]);
+}
+
+/// Plans MiB 1 and 2 of `file` for a reader, and puts MiB 1 to 3 into the cache.
+fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
+    (1..4).for_each(|at| fixture.put(file, at * MIB, Instant::now() + PATIENCE));
+    let request = crate::prefetch::Request { range: 0..MIB, reader: 0, late: false, now: 0 };
+    let advice = lock(&file.planner).observe(&request, BUDGET_MIN, &file.reader);
+    assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));
+}
+
+// A block went where its last part was left and its first part had been asked for in part.
+#[test]
+fn a_block_stays_that_another_reader_still_needs_a_part_of() {
+    let fixture = fixture();
+    let file = fixture.file("a", 16);
+    plan_two_of_three(&fixture, &file);
+    fixture.read(&file, MIB..MIB + 4096).recv_timeout(PATIENCE).unwrap();
+    let end = 2 * MIB + 4096;
+    lock(&file.planner).dropped(&(MIB + MIB / 2..end), 0);
+    assert_eq!(left(&fixture, &file, MIB + MIB / 2..end), [MIB, 2 * MIB, 3 * MIB]);
+    lock(&file.planner).dropped(&(MIB..3 * MIB), 0);
+    assert_eq!(left(&fixture, &file, MIB + MIB / 2..end), [3 * MIB]);
+}
+
+// The planner took them for held until their stream had gone, and did not plan them again.
+#[test]
+fn the_planner_learns_of_blocks_that_make_way_before_anybody_has_asked_for_them() {
+    let fixture = fixture();
+    let file = fixture.file("a", 16);
+    plan_two_of_three(&fixture, &file);
+    assert!(fixture.cache.0.evict(&mut fixture.state()));
+    let is_planned = |range| lock(&file.planner).is_planned(&range);
+    assert!(!is_planned(MIB..2 * MIB) && is_planned(2 * MIB..3 * MIB));
 }
 
 /// Reads pages of `file`, one after the other, until one has to wait in the queue behind the

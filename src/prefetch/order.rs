@@ -90,6 +90,11 @@ impl Reader {
         index.unwrap_or(0)
     }
 
+    /// The order that it is taken to follow.
+    pub(super) fn order(&self) -> Order {
+        Order::ALL[self.best()]
+    }
+
     /// Takes note that the reader begins `tensor`. `passed` says which tensors it would pass
     /// over, because they were read or are being read.
     pub(super) fn begins(
@@ -110,9 +115,13 @@ impl Reader {
 
     /// Takes note that the reader has come from `before` into `tensor` without a gap.
     pub(super) fn goes_on(&mut self, before: &Tensor, tensor: &Tensor, tensors: &dyn Tensors) {
-        let order = Order::ALL[self.best()];
-        let next = tensors.after(before.place, order);
-        if before.place != 0 && next.is_some_and(|next| next.place == tensor.place) {
+        let next = tensors.after(before.place, self.order());
+        // One read may hold all of several small ones.
+        let follows = |next: Tensor| match self.order() {
+            Order::File => next.place <= tensor.place,
+            _ => next.place == tensor.place,
+        };
+        if before.place != 0 && next.is_some_and(follows) {
             self.trust = (self.trust + 1).min(TRUST_MAX);
             self.misses /= 2;
         }
@@ -177,10 +186,9 @@ impl Reader {
         tensors: &dyn Tensors,
         passed: &dyn Fn(&Tensor) -> bool,
     ) -> Option<Tensor> {
-        let order = Order::ALL[self.best()];
         let mut place = tensor.place;
         for _ in 0..STEPS_MAX {
-            let next = tensors.after(place, order)?;
+            let next = tensors.after(place, self.order())?;
             if !passed(&next) {
                 return Some(next);
             }

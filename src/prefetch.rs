@@ -313,10 +313,15 @@ impl Planner {
         self.storms.push(request, tensors)
     }
 
+    /// Takes note that the bytes `refused` are not read yet, because enough of their source is.
+    pub fn put_off(&mut self, refused: &[Range<u64>]) {
+        refused.iter().for_each(|range| self.withdraw(range));
+    }
+
     /// Takes note that the cache has no room for the bytes `refused`, each range of which is the
     /// end of one that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
-        refused.iter().for_each(|range| self.withdraw(range));
+        self.put_off(refused);
         if let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) {
             stream.window = (stream.window / 2).max(WINDOW_MIN);
         }
@@ -552,7 +557,7 @@ impl Planner {
         let is_live = |s: &&Stream| s.last + self.patience() >= self.reads;
         let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
         let stream = &mut self.streams[index];
-        let window = stream.window.min(most / 8 * 3).min(most / live).max(WINDOW_MIN.min(most));
+        let window = stream.window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most));
         let is_elsewhere = !stream.goes_on() && stream.ahead() > window / 2;
         stream.elsewhere = if is_elsewhere { stream.elsewhere + 1 } else { 0 };
         if stream.elsewhere == ELSEWHERE_READS {

@@ -15,6 +15,14 @@ const LOOKED_AT_MAX: usize = 128;
 /// How long a file has to be left alone until what was read ahead of it makes way.
 const STALE_TIME: Duration = Duration::from_secs(2);
 
+/// What is not read ahead, and why.
+struct Refused {
+    /// From where on.
+    from: u64,
+    /// Because enough of its source is on its way; otherwise because there is no room.
+    is_put_off: bool,
+}
+
 impl Inner {
     /// Notices where a tensor in the source's page cache is asked for page by page.
     pub(super) fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
@@ -70,21 +78,26 @@ impl Inner {
         mut ranges: Vec<Range<u64>>,
     ) {
         for index in 0..ranges.len() {
-            if let Err(from) = self.read_ahead(file, stream, ranges[index].clone()) {
-                ranges[index].start = from;
-                self.counters.prefetch_cuts.add(1);
-                return lock(&file.planner).cut_short(stream, &ranges[index..]);
+            let Err(refused) = self.read_ahead(file, stream, ranges[index].clone()) else {
+                continue;
+            };
+            ranges[index].start = refused.from;
+            let mut planner = lock(&file.planner);
+            if refused.is_put_off {
+                return planner.put_off(&ranges[index..]);
             }
+            self.counters.prefetch_cuts.add(1);
+            return planner.cut_short(stream, &ranges[index..]);
         }
     }
 
-    /// Reads `range` ahead; the error says from where on there was no room for it.
+    /// Reads `range` ahead, as far as that goes.
     fn read_ahead(
         self: &Arc<Self>,
         file: &Arc<CachedFile>,
         stream: StreamId,
         range: Range<u64>,
-    ) -> Result<(), u64> {
+    ) -> Result<(), Refused> {
         let mut at = range.start;
         while at < range.end {
             let end = (at + file.reader.block_len(at)).min(range.end);
@@ -100,10 +113,11 @@ impl Inner {
                 at = over;
                 continue;
             }
-            let may =
-                state.queue.is_empty() && state.loading.refusing(&plan, self.ahead_max()).is_none();
+            // Enough of the source is on its way: memory is not what lacks.
+            let is_put_off = state.loading.refusing(&plan, self.ahead_max()).is_some();
+            let may = state.queue.is_empty() && !is_put_off;
             let lease = may.then(|| self.lease_ahead(&mut state, file, stream, need)).flatten();
-            let lease = lease.ok_or(at)?;
+            let lease = lease.ok_or(Refused { from: at, is_put_off })?;
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
             let block = Block { end, asked: 0, ahead: true, left: false, data };
             state.of(file).blocks.insert(at, block);

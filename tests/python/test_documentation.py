@@ -61,21 +61,22 @@ class Pages(TestCase):
             unmount_below(folder)
 
     def run_line(self, folder, line):
+        # Before the paths of this build come in, which may lie in one of these folders.
+        moved = MOVED.sub(rf"{folder}/\1", line)
         for shown, small in SMALLER.items():
-            line = line.replace(shown, small)
+            line, moved = line.replace(shown, small), moved.replace(shown, small)
         line = line.strip()
         if not line or line.startswith(("#", *NOT_RUN)) or cannot_run(line):
             return
-        line = MOVED.sub(rf"{folder}/\1", line)
         env = {
             **os.environ,
             "HOME": str(folder / "home"),
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "TENSORFS_PYTHON": sys.executable,
         }
-        outcome = run("bash", "-o", "pipefail", "-c", line, cwd=folder, env=env, timeout=100)
+        outcome = run("bash", "-o", "pipefail", "-c", moved, cwd=folder, env=env, timeout=100)
         refused = re.search(r"tests/fixtures/bad/", line) is not None
-        self.assertEqual(outcome.code, int(refused), f"{line}\nstdout: {outcome.stdout}\nstderr: {outcome.stderr}")
+        self.assertEqual(outcome.code, int(refused), f"{moved}\nstdout: {outcome.stdout}\nstderr: {outcome.stderr}")
 
     def sandbox(self):
         """A folder with the checkpoints and folders that the pages name, and the programs of this build."""

@@ -13,12 +13,14 @@ use std::ops::Range;
 use self::given::Given;
 use self::order::{Reader, Seen};
 use self::storm::Storms;
+use self::stream::Stream;
 
 pub use self::order::{Order, Tensor, Tensors};
 
 mod given;
 mod order;
 mod storm;
+mod stream;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 mod tests;
@@ -104,90 +106,6 @@ pub struct Advice {
 /// Names a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamId(u64);
-
-/// Reads that move forward through the file.
-#[derive(Clone, Debug)]
-struct Stream {
-    id: StreamId,
-    /// End of the furthest read.
-    next: u64,
-    /// What was read ahead and is not read yet, in the order in which it is expected.
-    path: VecDeque<Range<u64>>,
-    window: u64,
-    /// Reads that continued it.
-    run: u32,
-    /// Reads since it was where it was expected.
-    elsewhere: u32,
-    /// Start of its first read.
-    began: u64,
-    /// Bytes read since the window grew.
-    grown: u64,
-    /// The tensor that its last read lies in.
-    tensor: Tensor,
-    /// Number of the last read of it.
-    last: u64,
-}
-
-impl Stream {
-    /// Bytes that are read ahead for it and not read yet.
-    fn ahead(&self) -> u64 {
-        let left = |range: &Range<u64>| range.end - range.start;
-        self.path.iter().map(left).sum()
-    }
-
-    /// Whether something is read ahead right behind its last read.
-    fn goes_on(&self) -> bool {
-        self.path.front().is_some_and(|range| range.contains(&self.next))
-    }
-
-    /// Moves on to `end`, and takes out of the path what lies before that: it was passed over,
-    /// for what is read is taken out before.
-    fn move_on(&mut self, end: u64) -> Vec<Range<u64>> {
-        self.grown += end.saturating_sub(self.next);
-        let before = self.next;
-        self.next = before.max(end);
-        let mut passed = Vec::new();
-        while let Some(range) = self.path.front_mut() {
-            // Elsewhere in the file.
-            if range.start >= self.next || range.end + SLACK < before {
-                break;
-            }
-            passed.push(range.start..self.next.min(range.end));
-            range.start = self.next.min(range.end);
-            if range.start < range.end {
-                break;
-            }
-            self.path.pop_front();
-        }
-        passed
-    }
-
-    /// Takes `read` out of the path.
-    fn strike(&mut self, read: &Range<u64>) {
-        strike(&mut self.path, read);
-    }
-
-    /// Takes out what is planned from `start` on to the end of that range.
-    fn take(&mut self, start: u64) -> Option<Range<u64>> {
-        let holds = |range: &Range<u64>| range.contains(&start);
-        let index = self.path.iter().position(holds)?;
-        let range = &mut self.path[index];
-        let taken = start..range.end;
-        range.end = start;
-        if range.start == range.end {
-            self.path.remove(index);
-        }
-        Some(taken)
-    }
-
-    /// Adds to the path, and joins what follows each other.
-    fn plan(&mut self, range: Range<u64>) {
-        match self.path.back_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => self.path.push_back(range),
-        }
-    }
-}
 
 /// The streams of one file.
 #[derive(Debug)]
@@ -322,9 +240,7 @@ impl Planner {
     /// end of one that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
-        if let Some(stream) = self.streams.iter_mut().find(|other| other.id == stream) {
-            stream.window = (stream.window / 2).max(WINDOW_MIN);
-        }
+        self.streams.iter_mut().filter(|other| other.id == stream).for_each(Stream::halve);
     }
 
     /// What was read ahead and passed over, or for the stream that was left longest ago, to make
@@ -355,6 +271,10 @@ impl Planner {
     /// Takes note that the bytes `range` are no longer held, of which nobody has asked for
     /// `wasted`.
     pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
+        if wasted > 0 {
+            // Its reader is slower than was thought: as much would be dropped again.
+            self.streams.iter_mut().filter(|s| s.has_planned(range)).for_each(Stream::halve);
+        }
         self.withdraw(range);
         self.judge(0, wasted);
     }
@@ -558,7 +478,8 @@ impl Planner {
         let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
         let stream = &mut self.streams[index];
         let window = stream.window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most));
-        let is_elsewhere = !stream.goes_on() && stream.ahead() > window / 2;
+        let is_full = stream.ahead() > window / 2 || stream.path.len() >= PATH_MAX;
+        let is_elsewhere = !stream.goes_on() && is_full;
         stream.elsewhere = if is_elsewhere { stream.elsewhere + 1 } else { 0 };
         if stream.elsewhere == ELSEWHERE_READS {
             stream.elsewhere = 0;
@@ -620,6 +541,11 @@ impl Planner {
         let stream = &mut self.streams[index];
         planned[..rest].iter().rev().for_each(|range| stream.path.push_front(range.clone()));
         planned[rest..].iter().for_each(|range| stream.plan(range.clone()));
+        // What comes next stays in front.
+        let next = stream.next;
+        if let Some(taken) = stream.take(next) {
+            stream.path.push_front(taken);
+        }
         (!planned.is_empty()).then_some((stream.id, planned))
     }
 

@@ -180,6 +180,34 @@ fn what_there_was_no_room_for_is_planned_again() {
 }
 
 #[test]
+fn what_waits_for_its_source_is_planned_again_and_costs_no_window() {
+    let mut planner = planner();
+    let advice = planner.observe(&request(0, MIB, false), u64::MAX, &Even);
+    let ahead = advice.ahead.unwrap().1;
+    let window = planner.streams[0].window;
+    planner.put_off(&[ahead[0].start + MIB..ahead[0].end]);
+    assert_eq!(planner.streams[0].window, window);
+    let next = read(&mut planner, MIB, MIB, false);
+    assert_eq!(next[0].start, ahead[0].start + MIB);
+}
+
+// A reader who is slower than the blocks are kept had 64 MiB fetched for each read.
+#[test]
+fn what_is_dropped_again_and_again_is_read_ahead_less_and_less() {
+    let mut planner = planner();
+    (0..64).for_each(|at| drop(read(&mut planner, at * MIB, MIB, true)));
+    assert!(planner.streams[0].window >= 32 * MIB);
+    let mut planned = 0;
+    for at in 64..104 {
+        let ahead = read(&mut planner, at * MIB, MIB, false);
+        planned += ahead.iter().map(|range| range.end - range.start).sum::<u64>();
+        let kept = planner.streams[0].path.clone();
+        kept.iter().for_each(|range| planner.dropped(range, range.end - range.start));
+    }
+    assert!(planned <= 5 * 40 * MIB, "{planned}");
+}
+
+#[test]
 fn what_was_read_ahead_of_a_stream_that_was_left_makes_way_and_no_other() {
     let mut planner = planner();
     let first = planner.observe(&request(0, MIB, false), u64::MAX, &Even).ahead.unwrap();
@@ -306,6 +334,7 @@ fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() 
         for at in (0..100 * MIB).step_by(2 * half as usize) {
             let advice = planner.observe(&request(at, half, true), u64::MAX, &Even);
             assert_eq!(advice.left, [], "at {at}");
+            assert!(planner.streams.iter().all(|s| s.path.len() <= 4), "at {at}");
         }
         assert!(planner.passed.len() <= PASSED_MAX && planner.given.count() <= GIVEN_MAX);
         let left = std::iter::from_fn(|| planner.make_way(StreamId(1))).flatten();

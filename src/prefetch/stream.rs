@@ -1,0 +1,100 @@
+//! One stream: reads that move forward, and what is read ahead of them.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::{SLACK, StreamId, Tensor, WINDOW_MIN, strike};
+
+/// Reads that move forward through the file.
+#[derive(Clone, Debug)]
+pub(super) struct Stream {
+    pub(super) id: StreamId,
+    /// End of the furthest read.
+    pub(super) next: u64,
+    /// What was read ahead and is not read yet, in the order in which it is expected.
+    pub(super) path: VecDeque<Range<u64>>,
+    pub(super) window: u64,
+    /// Reads that continued it.
+    pub(super) run: u32,
+    /// Reads since it was where it was expected.
+    pub(super) elsewhere: u32,
+    /// Start of its first read.
+    pub(super) began: u64,
+    /// Bytes read since the window grew.
+    pub(super) grown: u64,
+    /// The tensor that its last read lies in.
+    pub(super) tensor: Tensor,
+    /// Number of the last read of it.
+    pub(super) last: u64,
+}
+
+impl Stream {
+    /// Bytes that are read ahead for it and not read yet.
+    pub(super) fn ahead(&self) -> u64 {
+        let left = |range: &Range<u64>| range.end - range.start;
+        self.path.iter().map(left).sum()
+    }
+
+    /// Whether something is read ahead right behind its last read.
+    pub(super) fn goes_on(&self) -> bool {
+        self.path.front().is_some_and(|range| range.contains(&self.next))
+    }
+
+    /// Whether some of `range` is read ahead for it.
+    pub(super) fn has_planned(&self, range: &Range<u64>) -> bool {
+        self.path.iter().any(|planned| planned.start < range.end && range.start < planned.end)
+    }
+
+    /// Reads ahead by less from now on.
+    pub(super) fn halve(&mut self) {
+        self.window = (self.window / 2).max(WINDOW_MIN);
+    }
+
+    /// Moves on to `end`, and takes out of the path what lies before that: it was passed over,
+    /// for what is read is taken out before.
+    pub(super) fn move_on(&mut self, end: u64) -> Vec<Range<u64>> {
+        self.grown += end.saturating_sub(self.next);
+        let before = self.next;
+        self.next = before.max(end);
+        let mut passed = Vec::new();
+        while let Some(range) = self.path.front_mut() {
+            // Elsewhere in the file.
+            if range.start >= self.next || range.end + SLACK < before {
+                break;
+            }
+            passed.push(range.start..self.next.min(range.end));
+            range.start = self.next.min(range.end);
+            if range.start < range.end {
+                break;
+            }
+            self.path.pop_front();
+        }
+        passed
+    }
+
+    /// Takes `read` out of the path.
+    pub(super) fn strike(&mut self, read: &Range<u64>) {
+        strike(&mut self.path, read);
+    }
+
+    /// Takes out what is planned from `start` on to the end of that range.
+    pub(super) fn take(&mut self, start: u64) -> Option<Range<u64>> {
+        let holds = |range: &Range<u64>| range.contains(&start);
+        let index = self.path.iter().position(holds)?;
+        let range = &mut self.path[index];
+        let taken = start..range.end;
+        range.end = start;
+        if range.start == range.end {
+            self.path.remove(index);
+        }
+        Some(taken)
+    }
+
+    /// Adds to the path, and joins what follows each other.
+    pub(super) fn plan(&mut self, range: Range<u64>) {
+        match self.path.back_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => self.path.push_back(range),
+        }
+    }
+}

@@ -185,7 +185,8 @@ fn what_waits_for_its_source_is_planned_again_and_costs_no_window() {
     let advice = planner.observe(&request(0, MIB, false), u64::MAX, &Even);
     let ahead = advice.ahead.unwrap().1;
     let window = planner.streams[0].window;
-    planner.put_off(&[ahead[0].start + MIB..ahead[0].end]);
+    let waiting = ahead[0].start + MIB..ahead[0].end;
+    planner.put_off(std::slice::from_ref(&waiting));
     assert_eq!(planner.streams[0].window, window);
     let next = read(&mut planner, MIB, MIB, false);
     assert_eq!(next[0].start, ahead[0].start + MIB);

@@ -195,8 +195,9 @@ impl Assembler {
     pub(crate) fn stop(&self) {
         self.shared.lock().stopping = true;
         self.shared.wake.notify_all();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(thread) = thread else { return };
+        // Held to the end: whoever comes second may end the process then.
+        let mut held = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(thread) = held.take() else { return };
         let started = Instant::now();
         while !thread.is_finished() && started.elapsed() < STOP_TIMEOUT {
             std::thread::sleep(Duration::from_millis(2));

@@ -213,7 +213,9 @@ class ByTheKernel(Assembled):
             self.wait_for_kernel(m)
             [copy] = self.copies()
             self.flip(copy)
-            self.assertEqual((m.path / FILE).read_bytes(), content)
+            # Until the kernel has let go of the handle before, an open is refused.
+            found = wait_until(lambda: self.bytes_or_none(m), 20, "the file can be opened")
+            self.assertEqual(found, content)
             wait_until(lambda: not copy.exists(), 20, "the corrupted copy is removed")
 
     # Whoever opened it while somebody else had it open got the corrupted bytes.

@@ -127,7 +127,8 @@ pub struct Planner {
     storms: Storms,
     /// Bytes that were asked for or planned: they are not planned again.
     given: Given,
-    /// What was planned and passed over, and by which read. It may still come.
+    /// Planned bytes that a reader passed over, with the number of that read. Another reader may
+    /// still ask for them.
     passed: VecDeque<(Range<u64>, u64)>,
     /// What was planned for readers who went elsewhere since the last read.
     left: Vec<Range<u64>>,
@@ -243,8 +244,8 @@ impl Planner {
         self.streams.iter_mut().filter(|other| other.id == stream).for_each(Stream::halve);
     }
 
-    /// What was read ahead and passed over, or for the stream that was left longest ago, to make
-    /// way for what `stream` needs. `None` where all others go on.
+    /// Ranges that make way for what `stream` needs: the oldest that a reader passed over, or those
+    /// of the stream that was left longest ago. `None` where all others go on.
     pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
         let is_old = |(_, since): &(Range<u64>, u64)| since + PASSED_READS < self.reads;
         if self.passed.front().is_some_and(is_old) {

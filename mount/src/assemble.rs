@@ -195,7 +195,7 @@ impl Assembler {
     pub(crate) fn stop(&self) {
         self.shared.lock().stopping = true;
         self.shared.wake.notify_all();
-        // Held to the end: whoever comes second may end the process then.
+        // The lock is held to the end. A second caller waits for it, and may then end the process.
         let mut held = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(thread) = held.take() else { return };
         let started = Instant::now();

@@ -158,7 +158,7 @@ impl Loader {
         (address, len): (usize, usize),
     ) -> PyResult<bool> {
         let loader = self.own();
-        // SAFETY: whoever calls, in Python, has these bytes for nothing else until this is done.
+        // SAFETY: the caller in Python owns these bytes, and nobody else uses them until this returns.
         let into = unsafe { bytes_at(address, len)? };
         let copied = py.detach(|| loader.load_cached(checkpoint, position, part, into));
         copied.map_err(|e| {

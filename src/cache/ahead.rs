@@ -15,7 +15,7 @@ const LOOKED_AT_MAX: usize = 128;
 /// How long a file has to be left alone until what was read ahead of it makes way.
 const STALE_TIME: Duration = Duration::from_secs(2);
 
-/// What is not read ahead, and why.
+/// Why a range is not read ahead to its end.
 struct Refused {
     /// From where on.
     from: u64,
@@ -177,7 +177,7 @@ impl Inner {
     }
 
     /// Drops a block that nobody has asked for since `age`, if there is one among the oldest.
-    /// What was read ahead stays longer while its file is read.
+    /// Blocks that were read ahead stay longer while their file is read.
     pub(super) fn evict_stale(&self, state: &mut State, age: Duration) -> bool {
         let State { files, idle, .. } = state;
         let is_stale = |(&(id, start), since): (&(u64, u64), &Instant)| {

@@ -171,7 +171,7 @@ impl Lane {
         }
         state.threads += usize::from(start);
         pool |= !state.handed.is_empty() || state.may_answer(self.answering_max);
-        // Whoever wakes up needs the lock at once.
+        // The thread that wakes up needs the lock at once.
         drop(state);
         if let Some(waker) = to_wake {
             waker.wake();

@@ -11,7 +11,7 @@ pub(super) struct Stream {
     pub(super) id: StreamId,
     /// End of the furthest read.
     pub(super) next: u64,
-    /// What was read ahead and is not read yet, in the order in which it is expected.
+    /// Ranges that are read ahead and not asked for yet, in the order in which they are expected.
     pub(super) path: VecDeque<Range<u64>>,
     pub(super) window: u64,
     /// Reads that continued it.

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use crate::io::{Budget, Class, Engine, Lease};
 use crate::prefetch::Planner;
 use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::{Source, release_unpinned};
+use crate::sync::{Mutex, MutexGuard};
 
 mod ahead;
 mod alone;
@@ -117,10 +118,6 @@ thread_local! {
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Cache {
     /// A cache that reads with `engine` and holds what `budget` allows. A read fails that waits
     /// longer than `timeout` for memory.
@@ -187,7 +184,7 @@ impl Cache {
             return answer(Ok(&[]));
         }
         let ask = Ask { file: file.clone(), reader, range, since: Instant::now(), answer };
-        let known = lock(&inner.state).of(file).end_of_overlap(&ask.range).is_some();
+        let known = inner.state.lock().of(file).end_of_overlap(&ask.range).is_some();
         let range = ask.range.clone();
         let ask = if known { Some(ask) } else { inner.answer_from_page_cache(ask) };
         if ask.is_none() {
@@ -293,7 +290,7 @@ impl Inner {
         for hole in &holes {
             state.loading.add(&hole.plan);
         }
-        let complete = lock(&pending).left == 0;
+        let complete = pending.lock().left == 0;
         drop(state);
         if complete {
             self.counters.hits.add(1);
@@ -315,10 +312,10 @@ impl Inner {
     /// Thousands of shards may have a part in a block, so they are looked at without the lock.
     /// What is read meanwhile is checked when it comes.
     fn drop_outdated(&self, file: &CachedFile, range: &Range<u64>) {
-        let ready = lock(&self.state).of(file).ready(range);
+        let ready = self.state.lock().of(file).ready(range);
         for (start, bytes, sources) in ready {
             if sources.iter().any(|source| source.is_changed_now()) {
-                let mut state = lock(&self.state);
+                let mut state = self.state.lock();
                 if state.of(file).remove_ready(start, &bytes) {
                     state.idle.pop(&(file.id, start));
                 }
@@ -335,7 +332,7 @@ impl Inner {
     ) -> (MutexGuard<'_, State>, Vec<Cover>, Vec<(u64, BlockPlan)>) {
         let (mut planned, mut plans) = (Vec::new(), Vec::new());
         loop {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             let covers = state.of(file).covers(range);
             let holes: Vec<_> = covers.iter().filter_map(Cover::hole).cloned().collect();
             if holes == planned {
@@ -358,7 +355,7 @@ impl Inner {
     ) -> (Arc<Mutex<Pending>>, bool) {
         let (id, planner, now) = (ask.file.id, ask.file.planner.clone(), ask.since);
         let pending = Arc::new(Mutex::new(Pending { ask: Some(ask), pieces: Vec::new(), left: 0 }));
-        let mut this = lock(&pending);
+        let mut this = pending.lock();
         let (mut late, mut used) = (false, 0);
         let State { files, idle, .. } = state;
         let file = files.entry(id).or_insert_with(|| FileBlocks::new(planner));
@@ -413,7 +410,7 @@ impl Inner {
         }
         if used > 0 {
             self.counters.prefetch_used_bytes.add(used);
-            lock(&file.planner).judge(used, 0);
+            file.planner.lock().judge(used, 0);
         }
         drop(this);
         (pending, late)
@@ -421,7 +418,7 @@ impl Inner {
 
     /// Answers a read whose pieces are all there.
     fn finish(&self, pending: &Mutex<Pending>) {
-        let mut this = lock(pending);
+        let mut this = pending.lock();
         let Some(ask) = this.ask.take() else { return };
         let pieces = std::mem::take(&mut this.pieces);
         drop(this);
@@ -449,7 +446,7 @@ impl Inner {
         let done = Box::new(move |outcome| this.loaded(&of, start, outcome, charges));
         let tickets = file.reader.fetch_block(&self.engine, plan, class, lease, done);
         if matches!(class, Class::Prefetch) {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
             if let Some(Block { data: Data::Loading { tickets: kept, waiters }, .. }) = block {
                 if waiters.is_empty() {
@@ -470,7 +467,7 @@ impl Inner {
         charges: Vec<(Arc<Source>, u64)>,
     ) {
         let outcome = outcome.map(Arc::new);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.loading.remove(&charges);
         let State { files, idle, .. } = &mut *state;
         let blocks = files.get_mut(&file.id).map(|file| &mut file.blocks);
@@ -509,7 +506,7 @@ impl Inner {
 
     /// Brings a read one of its pieces.
     fn bring(&self, waiter: &Waiter, outcome: std::result::Result<&Arc<Loaded>, &Error>) {
-        let mut this = lock(&waiter.pending);
+        let mut this = waiter.pending.lock();
         let since = this.ask.as_ref().map(|ask| ask.since);
         match outcome {
             Ok(loaded) => {
@@ -583,13 +580,13 @@ impl Inner {
         let wasted = (block.end - start).saturating_sub(block.asked);
         if block.ahead && wasted > 0 {
             self.counters.prefetch_wasted_bytes.add(wasted);
-            lock(planner).dropped(&(start..block.end), wasted);
+            planner.lock().dropped(&(start..block.end), wasted);
         }
     }
 
     fn enqueue(&self, waiting: Waiting) {
         self.counters.reads_queued_now.add(1);
-        lock(&self.state).queue.insert(waiting);
+        self.state.lock().queue.insert(waiting);
         self.start_clock();
     }
 
@@ -597,12 +594,12 @@ impl Inner {
     fn pump(self: &Arc<Self>) {
         let mut at = 0;
         while self.budget.used() < self.budget.limit() {
-            let Some(ask) = lock(&self.state).queue.take(at) else { return };
+            let Some(ask) = self.state.lock().queue.take(at) else { return };
             match self.admit(ask) {
                 None => self.counters.reads_queued_now.sub(1),
                 // One of another source may fit.
                 Some(waiting) => {
-                    lock(&self.state).queue.insert(waiting);
+                    self.state.lock().queue.insert(waiting);
                     at += 1;
                 }
             }
@@ -613,7 +610,7 @@ impl Inner {
     /// Returns whether there is anything left to look after.
     fn tick(self: &Arc<Self>) -> bool {
         let mut late = Vec::new();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while self.evict_stale(&mut state, IDLE_TIME) {}
         if let Some(timeout) = self.timeout {
             late.extend(std::iter::from_fn(|| state.queue.take_overdue(timeout)));
@@ -627,7 +624,7 @@ impl Inner {
         }
         self.expire_alone();
         self.pump();
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let waits = !state.queue.is_empty() || !state.alone.is_empty();
         if waits || !state.idle.is_empty() || self.budget.used() > 0 {
             self.quiet.store(0, Ordering::Relaxed);
@@ -667,7 +664,7 @@ impl CachedFile {
 impl Drop for CachedFile {
     fn drop(&mut self) {
         if let Some(cache) = self.cache.upgrade() {
-            let mut state = lock(&cache.state);
+            let mut state = cache.state.lock();
             if let Some(file) = state.files.remove(&self.id) {
                 for (start, block) in file.blocks {
                     state.idle.pop(&(self.id, start));

@@ -21,6 +21,7 @@ pub mod prefetch;
 pub mod process;
 pub mod reader;
 pub mod source;
+pub mod sync;
 pub mod verify;
 pub mod view;
 pub mod walk;

@@ -9,11 +9,12 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorfs::counters::Counters;
 use tensorfs::error::shown_path;
+use tensorfs::sync::{Condvar, Mutex};
 
 /// Most threads that ask about one file: one that stalls takes no more.
 const PLACE_MAX: usize = 4;
@@ -89,7 +90,7 @@ trait Late: Send + Sync {
 
 impl<R: Fail> Late for Mutex<Option<R>> {
     fn fail(&self) -> bool {
-        let reply = lock(self).take();
+        let reply = self.lock().take();
         reply.map(Fail::fail).is_some()
     }
 }
@@ -105,23 +106,19 @@ pub(crate) struct Slot<R: Fail> {
 impl<R: Fail> Slot<R> {
     /// The reply, unless it is too late.
     pub(crate) fn take(self) -> Option<R> {
-        lock(&self.reply).take()
+        self.reply.lock().take()
     }
 }
 
 impl<R: Fail> Drop for Slot<R> {
     fn drop(&mut self) {
-        let mut state = self.asks.lock();
+        let mut state = self.asks.0.state.lock();
         let due = state.due.remove(&self.number);
         if due.is_some() && !state.told.is_empty() {
             state.told.remove(&self.place);
         }
         drop(state);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs a handler; a panic drops its reply, which answers EIO.
@@ -161,14 +158,10 @@ impl Asks {
         Ok(asks)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.0.state)
-    }
-
     /// A reply to a question about `place`, a path in the mount. Its deadline begins now.
     pub(crate) fn slot<R: Fail>(&self, place: &Path, reply: R) -> Slot<R> {
         let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some(reply))));
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         let number = state.next;
         state.next += 1;
         if let Some(timeout) = self.0.timeout {
@@ -196,7 +189,7 @@ impl Asks {
     }
 
     fn run(&self, job: Job) {
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         if let Some(number) = job.number.filter(|_| self.0.timeout.is_some()) {
             let gone = !state.due.contains_key(&number);
             if gone || state.is_stuck(&job.place) {
@@ -224,7 +217,7 @@ impl Asks {
     /// Drops what now has room, because no thread can be had for it.
     fn give_up(&self, mut number: Option<u64>, mut place: PathBuf) {
         loop {
-            let next = self.lock().ended(number, &place);
+            let next = self.0.state.lock().ended(number, &place);
             let Some(job) = next else { return };
             (number, place) = (job.number, job.place.clone());
         }
@@ -235,24 +228,21 @@ impl Asks {
         let mut next = Some(job);
         while let Some(Job { place, number, work }) = next {
             guarded(work);
-            next = self.lock().ended(number, &place);
+            next = self.0.state.lock().ended(number, &place);
         }
     }
 
     /// The timer: fails the replies that are due.
     fn keep_deadlines(&self, timeout: Duration) {
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         loop {
             let now = Instant::now();
             state = match state.due.first_key_value().map(|(_, due)| due.at) {
                 None => {
                     state.parked = true;
-                    self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+                    self.0.changed.wait(state)
                 }
-                Some(at) if at > now => {
-                    let waited = self.0.changed.wait_timeout(state, at - now);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
+                Some(at) if at > now => self.0.changed.wait_timeout(state, at - now),
                 Some(_) => {
                     let (late, unasked) = state.expired(now);
                     drop(state);
@@ -260,7 +250,7 @@ impl Asks {
                         late.into_iter().filter(|due| due.reply.fail()).collect();
                     failed.into_iter().for_each(|due| self.note_late(due, timeout));
                     drop(unasked);
-                    self.lock()
+                    self.0.state.lock()
                 }
             };
         }
@@ -269,7 +259,7 @@ impl Asks {
     /// Counts a reply that has failed, and logs the first one of a stall.
     fn note_late(&self, due: Due, timeout: Duration) {
         self.0.counters.source_timeouts.add(1);
-        let mut state = self.lock();
+        let mut state = self.0.state.lock();
         if state.told.len() < TOLD_MAX && state.told.insert(due.place.clone()) {
             drop(state);
             let root = due.place.as_os_str().is_empty();
@@ -365,7 +355,7 @@ mod tests {
         let slot = asks.slot(Path::new(place), Answer(send));
         let held = held.clone();
         asks.ask(slot, move |slot| {
-            drop(lock(&held));
+            drop(held.lock());
             if let Some(Answer(send)) = slot.take() {
                 let _ = send.send(true);
             }
@@ -386,7 +376,7 @@ mod tests {
         let (asks, counters) = asks();
         let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
         assert!(ask(&asks, "a", &free).recv().unwrap());
-        let held = lock(&stalled);
+        let held = stalled.lock();
         let start = Instant::now();
         let late = ask(&asks, "b", &stalled);
         assert!(!late.recv().unwrap());
@@ -396,46 +386,46 @@ mod tests {
         drop(held);
         // The sender is gone, and has sent nothing more.
         assert!(late.recv().is_err());
-        wait_for(|| asks.lock().threads == 0);
+        wait_for(|| asks.0.state.lock().threads == 0);
         assert!(ask(&asks, "b", &stalled).recv().unwrap());
-        assert!(asks.lock().told.is_empty());
+        assert!(asks.0.state.lock().told.is_empty());
     }
 
     #[test]
     fn a_place_that_stalls_takes_few_threads_and_keeps_no_other_waiting() {
         let (asks, counters) = asks();
         let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
-        let held = lock(&stalled);
+        let held = stalled.lock();
         let late: Vec<_> = (0..50).map(|_| ask(&asks, "b", &stalled)).collect();
         let start = Instant::now();
         assert!(ask(&asks, "a", &free).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);
         assert!(late.iter().all(|late| !late.recv().unwrap()));
         wait_for(|| counters.source_timeouts.get() == 50);
-        wait_for(|| asks.lock().queue.is_empty());
-        assert_eq!(asks.lock().threads, PLACE_MAX);
+        wait_for(|| asks.0.state.lock().queue.is_empty());
+        assert_eq!(asks.0.state.lock().threads, PLACE_MAX);
         // From now on nobody waits for it.
         let start = Instant::now();
         assert!(!ask(&asks, "b", &stalled).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);
-        assert_eq!(asks.lock().threads, PLACE_MAX);
+        assert_eq!(asks.0.state.lock().threads, PLACE_MAX);
         drop(held);
-        wait_for(|| asks.lock().threads == 0);
-        assert!(asks.lock().places.is_empty() && asks.lock().late.is_empty());
+        wait_for(|| asks.0.state.lock().threads == 0);
+        assert!(asks.0.state.lock().places.is_empty() && asks.0.state.lock().late.is_empty());
     }
 
     #[test]
     fn threads_are_bounded_and_what_waits_for_one_gets_it_or_fails() {
         let (asks, _) = asks();
         let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
-        let held = lock(&stalled);
+        let held = stalled.lock();
         let places = (0..THREADS_MAX).map(|n| ask(&asks, &n.to_string(), &stalled));
         let late: Vec<_> = places.collect();
         let (send, done) = channel();
         asks.later(Path::new("proof"), move || send.send(()).unwrap());
         assert!(!ask(&asks, "a", &free).recv().unwrap());
         assert!(late.iter().all(|late| !late.recv().unwrap()));
-        assert_eq!(asks.lock().threads, THREADS_MAX);
+        assert_eq!(asks.0.state.lock().threads, THREADS_MAX);
         assert!(done.try_recv().is_err());
         drop(held);
         done.recv().unwrap();
@@ -448,6 +438,6 @@ mod tests {
         for _ in 0..PLACE_MAX + 1 {
             asks.later(Path::new("a"), || panic!("on purpose"));
         }
-        wait_for(|| asks.lock().threads == 0 && asks.lock().queue.is_empty());
+        wait_for(|| asks.0.state.lock().threads == 0 && asks.0.state.lock().queue.is_empty());
     }
 }

@@ -19,7 +19,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -28,6 +28,7 @@ use tensorfs::Error;
 use tensorfs::error::shown_path;
 use tensorfs::reader::Reader;
 use tensorfs::source::Source;
+use tensorfs::sync::{Condvar, Mutex};
 
 use entry::{Entry, Failure, Stage};
 use folder::{Folder, Partial};
@@ -149,7 +150,7 @@ impl Assembler {
         let thread = std::thread::Builder::new().name("assemble".to_owned());
         let thread = thread.spawn(move || worker.work());
         let thread = thread.map_err(|e| format!("cannot start a thread: {e}"))?;
-        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        *self.thread.lock() = Some(thread);
         Ok(())
     }
 
@@ -175,7 +176,7 @@ impl Assembler {
 
     /// Ends the assembling because the kernel does not take files of this folder.
     pub(crate) fn give_up(&self, why: &io::Error) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if !std::mem::replace(&mut state.stopping, true) {
             let dir = shown_path(self.shared.folder.path());
             tracing::warn!("{dir}: the kernel does not serve files from here: {why}");
@@ -193,17 +194,17 @@ impl Assembler {
 
     /// Ends the work under way and removes what it has written, within about a second.
     pub(crate) fn stop(&self) {
-        self.shared.lock().stopping = true;
+        self.shared.state.lock().stopping = true;
         self.shared.wake.notify_all();
         // The lock is held to the end. A second caller waits for it, and may then end the process.
-        let mut held = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.thread.lock();
         let Some(thread) = held.take() else { return };
         let started = Instant::now();
         while !thread.is_finished() && started.elapsed() < STOP_TIMEOUT {
             std::thread::sleep(Duration::from_millis(2));
         }
         // It may wait for a disk; what it writes to must not stay.
-        let partial = self.shared.lock().partial.take();
+        let partial = self.shared.state.lock().partial.take();
         if let Some(path) = partial {
             let _ = std::fs::remove_file(path);
         }
@@ -217,16 +218,12 @@ impl Drop for Assembler {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes over what is in the folder.
     fn take_over(&self) -> Result<(), Failure> {
         let locked = self.folder.lock()?;
         let records = locked.sweep().map_err(|e| Failure::Folder("look at", e))?;
         drop(locked);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for record in records {
             let known = self.folder.open_copy(&record.version).map(|(_, stamp)| stamp);
             let mut entry = Entry::new(record.stamp.len);
@@ -252,7 +249,7 @@ impl Shared {
     }
 
     fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
-        let state = self.lock();
+        let state = self.state.lock();
         let known = match state.entries.get(version).map(|entry| &entry.stage) {
             _ if state.stopping => return None,
             Some(Stage::Ready { record, open, .. }) => Some((record.clone(), open.upgrade())),
@@ -304,7 +301,7 @@ impl Shared {
 
     /// Notes that the copy was opened.
     fn opened_copy(&self, version: &str, record: Record, file: &Arc<File>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let state = &mut *state;
         let entry = state.entries.entry(version.to_owned());
         let entry = entry.or_insert_with(|| Entry::new(record.stamp.len));
@@ -326,7 +323,7 @@ impl Shared {
 
     /// Forgets a copy that is there no more or not of this content. It may be made anew.
     fn forget(&self, version: &str, record: &Record) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(entry) = state.entries.get_mut(version) else { return };
         if matches!(&entry.stage, Stage::Ready { record: known, .. } if known == record) {
             *entry = Entry::new(entry.len);
@@ -334,7 +331,7 @@ impl Shared {
     }
 
     fn verify_again(&self, record: Record) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(entry) = state.entries.get_mut(&record.version) else { return };
         if matches!(&entry.stage, Stage::Ready { .. }) {
             (entry.stage, entry.done) = (Stage::Queued, 0);
@@ -345,7 +342,7 @@ impl Shared {
 
     /// Counts, and has the file written once it is hot.
     fn count(&self, version: &str, reader: &Reader, opens: u64, served: u64) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let state = &mut *state;
         if !state.entries.contains_key(version) {
             state.entries.insert(version.to_owned(), Entry::new(reader.len()));
@@ -385,14 +382,14 @@ impl Shared {
     }
 
     fn next_job(&self) -> Option<Job> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if state.stopping {
                 return None;
             }
             match state.queue.pop_front() {
                 Some(job) => return Some(job),
-                None => state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => state = self.wake.wait(state),
             }
         }
     }
@@ -456,14 +453,14 @@ impl Shared {
             tracing::info!("{}: evicted the copy {evicted}", shown_path(self.folder.path()));
             // One that is to be written or verified is in the queue still.
             let queued = |entry: &Entry| matches!(entry.stage, Stage::Queued);
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.entries.get(&evicted).is_some_and(|entry| !queued(entry)) {
                 state.entries.remove(&evicted);
             }
         }
         // Named before it exists, so that `stop` finds it.
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.stopping {
                 return Err(Failure::Stopped);
             }
@@ -512,7 +509,7 @@ impl Shared {
 
     /// Notes progress, and yields to readers.
     fn pace(&self, version: &str, done: u64, took: Duration) -> Result<(), Failure> {
-        if let Some(entry) = self.lock().entries.get_mut(version) {
+        if let Some(entry) = self.state.lock().entries.get_mut(version) {
             entry.done = done;
         }
         let served = Duration::from_millis(self.last_served.load(Ordering::Relaxed));
@@ -524,7 +521,7 @@ impl Shared {
     /// Sleeps, unless the end comes.
     fn sleep(&self, pause: Duration) -> Result<(), Failure> {
         let deadline = Instant::now() + pause;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if state.stopping {
                 return Err(Failure::Stopped);
@@ -533,20 +530,19 @@ impl Shared {
             if left.is_zero() {
                 return Ok(());
             }
-            let woken = self.wake.wait_timeout(state, left);
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.wake.wait_timeout(state, left);
         }
     }
 
     fn set_stage(&self, version: &str, stage: Stage) {
-        if let Some(entry) = self.lock().entries.get_mut(version) {
+        if let Some(entry) = self.state.lock().entries.get_mut(version) {
             (entry.stage, entry.done) = (stage, 0);
         }
     }
 
     /// Notes how the work on `version` ended.
     fn finish(&self, version: &str, outcome: Result<Record, Failure>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let state = &mut *state;
         state.partial = None;
         let Some(entry) = state.entries.get_mut(version) else { return };
@@ -583,7 +579,7 @@ impl Shared {
     }
 
     fn status(&self, (usage, answered): (Option<(u64, u64)>, bool)) -> Value {
-        let state = self.lock();
+        let state = self.state.lock();
         let known = state.entries.iter();
         let mut files: Vec<Value> =
             known.filter_map(|(version, entry)| entry.to_json(version)).collect();

@@ -10,9 +10,10 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tensorfs::error::{real_name, shown_path};
+use tensorfs::sync::Mutex;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -63,7 +64,7 @@ pub(crate) struct Control {
 impl Drop for Control {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).retain(|path| *path != self.path);
+        OPEN.lock().retain(|path| *path != self.path);
         // Wakes the thread, which finds that there is nothing more to accept.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
     }
@@ -71,7 +72,7 @@ impl Drop for Control {
 
 /// Ends the process with success, wherever it is, and removes its sockets.
 pub(crate) fn exit() -> ! {
-    for path in OPEN.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+    for path in OPEN.lock().drain(..) {
         let _ = std::fs::remove_file(path);
     }
     crate::log::flush();
@@ -193,7 +194,7 @@ fn start(
     path: PathBuf,
     listener: UnixListener,
 ) -> io::Result<Control> {
-    OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
+    OPEN.lock().push(path.clone());
     let control = Control { path, listener: Arc::new(listener) };
     let listener = control.listener.clone();
     let since = (SystemTime::now(), Instant::now());

@@ -4,8 +4,8 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::libc;
@@ -13,6 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use sd_notify::NotifyState;
 use tensorfs::error::shown_path;
+use tensorfs::sync::Mutex;
 
 use crate::service::Service;
 use crate::{control, log, place};
@@ -79,7 +80,7 @@ impl Ending {
         let Some(signal) = wait_for_end(terminal) else { return };
         let target = shown_path(&self.target);
         tracing::info!("{signal}: unmounting {target}");
-        let held = self.taking_off.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = self.taking_off.lock();
         let minor = self.minor.filter(|_| self.is_connected());
         let taken_off = minor.map_or(Ok(()), place::take_off);
         drop(held);

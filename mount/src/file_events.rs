@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use nix::errno::Errno;
 use nix::libc;
@@ -14,6 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
 use tensorfs::source::WriteWitness;
+use tensorfs::sync::Mutex;
 
 /// `F_SETSIG` of fcntl(2), which libc does not name.
 const F_SETSIG: libc::c_int = 10;
@@ -80,10 +81,6 @@ impl FileEvents {
         Ok(Arc::new(FileEvents { inotify, wake, state: Mutex::default() }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Watches the inode of `file` until `FileWatch::end`. `local`: its file system answers at
     /// once.
     ///
@@ -96,7 +93,7 @@ impl FileEvents {
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         // Under the lock, so that the end of another watch of this inode does not end this one
         // as well. A remote file system may take long, and there nobody relies on it.
-        let locked = local.then(|| self.lock());
+        let locked = local.then(|| self.state.lock());
         let descriptor = self.inotify.add_watch(path.as_str(), mask)?;
         let watch = Arc::new(FileWatch {
             number: NUMBER.fetch_add(1, Ordering::Relaxed),
@@ -107,7 +104,7 @@ impl FileEvents {
             closes: AtomicU64::new(0),
             confirmed: AtomicU64::new(0),
         });
-        let mut state = locked.unwrap_or_else(|| self.lock());
+        let mut state = locked.unwrap_or_else(|| self.state.lock());
         state.watches.entry(descriptor).or_default().push(Arc::downgrade(&watch));
         drop(state);
         Ok(watch)
@@ -124,14 +121,14 @@ impl FileEvents {
     /// Takes what was touched since the last call.
     pub(crate) fn take_touched(&self) -> Touched {
         self.read();
-        Touched(std::mem::take(&mut self.lock().touched))
+        Touched(std::mem::take(&mut self.state.lock().touched))
     }
 
     /// Takes in all events that the kernel has.
     fn read(&self) {
         // The lock is held during the whole read: a thread that locks next finds every event that
         // this one has taken from the kernel.
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while let Ok(events) = self.inotify.read_events() {
             for event in events {
                 state.take(event.wd, event.mask);
@@ -185,7 +182,7 @@ impl FileWatch {
     /// Ends the watch.
     pub(crate) fn end(&self) {
         self.blind.store(true, Ordering::SeqCst);
-        let mut state = self.events.lock();
+        let mut state = self.events.state.lock();
         let Some(watches) = state.watches.get_mut(&self.descriptor) else { return };
         watches.retain(|other| other.strong_count() > 0 && !std::ptr::eq(other.as_ptr(), self));
         if watches.is_empty() {
@@ -201,7 +198,7 @@ impl WriteWitness for FileWatch {
         // so a writer is seen here or by its event.
         let writer = has_writer(file);
         self.events.read();
-        if !self.events.lock().touched.is_empty() {
+        if !self.events.state.lock().touched.is_empty() {
             let _ = self.events.wake.write(1);
         }
         if self.written.load(Ordering::SeqCst) {
@@ -335,6 +332,6 @@ mod tests {
         writer(&path).write_all(b"other").unwrap();
         assert_eq!((first.written(&file), second.written(&file)), (None, Some(true)));
         second.end();
-        assert!(second.events.lock().watches.is_empty());
+        assert!(second.events.state.lock().watches.is_empty());
     }
 }

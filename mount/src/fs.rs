@@ -11,8 +11,8 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use fuser::{
     BackingId, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
@@ -22,6 +22,7 @@ use fuser::{
 };
 use tensorfs::Error;
 use tensorfs::source::Identity;
+use tensorfs::sync::{Mutex, RwLock};
 
 use crate::asks::{Slot, guarded, offload};
 use crate::attributes::{self, Common};
@@ -133,7 +134,7 @@ impl Shared {
         self.service.opened(node.ino, &node.path, opened.current().file.cached());
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
         let handle = Arc::new(Handle { node, opened, backing });
-        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(fh, handle);
+        self.handles.write().insert(fh, handle);
         FileHandle(fh)
     }
 
@@ -190,7 +191,7 @@ impl Shared {
             Err(errno) => return reply.error(errno),
         };
         let ino = node.ino;
-        let mut serving = self.lock_serving();
+        let mut serving = self.serving.lock();
         let known = serving.by_kernel(ino);
         if known.is_some() && whole.is_none() && matches!(current.file, OpenFile::Virtual(_)) {
             // The copy or the source has changed, and no other way can be had while it is open.
@@ -221,10 +222,6 @@ impl Shared {
         }
     }
 
-    fn lock_serving(&self) -> MutexGuard<'_, Serving<BackingId>> {
-        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Registers a whole file with the kernel, where it takes files.
     fn backing(&self, node: &Node, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
         if !self.passthrough.load(Ordering::Relaxed) {
@@ -246,7 +243,7 @@ impl Shared {
     }
 
     fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: ReplyData) {
-        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
+        let handles = self.handles.read();
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
         let opened = handle.opened.current();
@@ -325,7 +322,7 @@ impl Shared {
 
     /// What a file that follows its source is now: the one that is open, else the one at its path.
     fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Identity> {
-        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
+        let handles = self.handles.read();
         let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();
         drop(handles);
         let opened = handle.map(|handle| handle.opened.clone()).or_else(|| node.opened());
@@ -511,19 +508,19 @@ impl Filesystem for TensorFs {
         reply: ReplyEmpty,
     ) {
         guarded(|| {
-            let mut handles = self.0.handles.write().unwrap_or_else(PoisonError::into_inner);
+            let mut handles = self.0.handles.write();
             let handle = handles.remove(&fh.0);
             drop(handles);
             if let Some(handle) = &handle {
                 self.0.service.closed(handle.node.ino);
                 if handle.backing.is_none() {
-                    self.0.lock_serving().closed_by_us(handle.node.ino);
+                    self.0.serving.lock().closed_by_us(handle.node.ino);
                 }
             }
             reply.ok();
             let by_kernel = handle.filter(|handle| handle.backing.is_some());
             if let Some(ino) = by_kernel.map(|handle| handle.node.ino) {
-                self.0.lock_serving().closed_by_kernel(ino);
+                self.0.serving.lock().closed_by_kernel(ino);
             }
         });
     }

@@ -3,11 +3,11 @@
 
 use std::fs::File;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::sync::{Mutex, PoisonError};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
+use tensorfs::sync::Mutex;
 
 /// Signals that a caller may have ignored, as nohup and shells do.
 const IGNORABLE: [Signal; 8] = [
@@ -58,7 +58,7 @@ pub(crate) fn note_descriptors() {
         let inherited = flags.is_ok_and(|flags| flags & FdFlag::FD_CLOEXEC.bits() == 0);
         inherited && fcntl(descriptor, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).is_ok()
     });
-    *DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner) = descriptors;
+    *DESCRIPTORS.lock() = descriptors;
 }
 
 /// Closes the descriptors of the caller, and puts `/dev/null` in the place of the standard
@@ -71,7 +71,7 @@ pub(crate) fn let_go() -> std::io::Result<()> {
     dup2_stdin(&null)?;
     dup2_stdout(&null)?;
     dup2_stderr(&null)?;
-    let mut descriptors = DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut descriptors = DESCRIPTORS.lock();
     for descriptor in descriptors.drain(..) {
         let _ = nix::unistd::close(descriptor);
     }

@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 use tensorfs::checkpoint::{Content, FolderId, Shown, Tree};
 use tensorfs::format::{manifest, names};
 use tensorfs::source::{Identity, Source};
+use tensorfs::sync::Mutex;
 use tensorfs::verify::gate::Gate;
 
 use crate::open::Opened;
@@ -88,7 +89,7 @@ impl Node {
         if !self.follows() {
             return Some(version.clone());
         }
-        let (len, mtime) = *lock(&self.attributes);
+        let (len, mtime) = *self.attributes.lock();
         let since = mtime.duration_since(UNIX_EPOCH).unwrap_or_else(|before| before.duration());
         let mut hash = Sha256::new();
         hash.update(version);
@@ -99,7 +100,7 @@ impl Node {
 
     /// Length in bytes.
     pub(crate) fn len(&self) -> u64 {
-        lock(&self.attributes).0
+        self.attributes.lock().0
     }
 
     /// What its bytes have to pass, where they are compared with checksums.
@@ -112,16 +113,16 @@ impl Node {
 
     /// Time of the last change.
     pub(crate) fn mtime(&self) -> SystemTime {
-        lock(&self.attributes).1
+        self.attributes.lock().1
     }
 
     pub(crate) fn set_mtime(&self, mtime: (i64, i64)) {
-        lock(&self.attributes).1 = system_time(mtime);
+        self.attributes.lock().1 = system_time(mtime);
     }
 
     /// Takes over what a file that follows its source is now.
     pub(crate) fn set_attributes(&self, now: &Identity) {
-        *lock(&self.attributes) = (now.len, system_time(now.mtime));
+        *self.attributes.lock() = (now.len, system_time(now.mtime));
     }
 
     /// Whether it is a file of the source that was not proved: it shows what the file is now.
@@ -324,7 +325,7 @@ fn numbered(node: &Node, ino: u64, version: String) -> Node {
         },
     };
     Node {
-        attributes: Mutex::new(*lock(&node.attributes)),
+        attributes: Mutex::new(*node.attributes.lock()),
         ..Node::new(ino, node.folder, node.path.clone(), 0, (0, 0), kind)
     }
 }
@@ -348,8 +349,4 @@ fn system_time((seconds, nanoseconds): (i64, i64)) -> SystemTime {
         UNIX_EPOCH - seconds_of(seconds)
     };
     base + nanoseconds
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

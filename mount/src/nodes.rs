@@ -6,12 +6,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree};
 use tensorfs::error::{real_name, shown_path};
+use tensorfs::sync::{Mutex, RwLock};
 use tensorfs::{Class, Error, Fault, Result};
 
 use crate::asks::Asks;
@@ -69,7 +70,7 @@ struct Proving {
 
 impl Drop for Proving {
     fn drop(&mut self) {
-        let mut progress = lock(&self.nodes.progress);
+        let mut progress = self.nodes.progress.lock();
         let Some(state @ Progress::Proving(_)) = progress.get_mut(&self.head) else { return };
         let waiters = std::mem::replace(state, Progress::Unproved);
         drop(progress);
@@ -142,7 +143,7 @@ impl Nodes {
 
     /// The node of this inode number.
     pub(crate) fn node(&self, ino: u64) -> Option<Arc<Node>> {
-        read(&self.by_ino).get(&ino).cloned()
+        self.by_ino.read().get(&ino).cloned()
     }
 
     /// The node of a folder.
@@ -152,7 +153,7 @@ impl Nodes {
 
     /// The entries of `folder`, if they are known already.
     pub(crate) fn listing(&self, folder: FolderId) -> Option<Arc<Listing>> {
-        read(&self.listings)[folder].as_ref().map(|listed| listed.entries.clone())
+        self.listings.read()[folder].as_ref().map(|listed| listed.entries.clone())
     }
 
     /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so
@@ -167,7 +168,7 @@ impl Nodes {
             return then(self);
         }
         let head = self.tree().family_of(folder);
-        let mut progress = lock(&self.progress);
+        let mut progress = self.progress.lock();
         match progress.entry(head).or_insert(Progress::Unproved) {
             Progress::Proved => {
                 drop(progress);
@@ -213,7 +214,7 @@ impl Nodes {
                 outcomes.push((set.name, outcome));
             }
         }
-        let waiters = lock(&self.progress).insert(head, Progress::Proved);
+        let waiters = self.progress.lock().insert(head, Progress::Proved);
         if let Some(Progress::Proving(waiters)) = waiters {
             waiters.into_iter().for_each(|then| then(self));
         }
@@ -273,7 +274,7 @@ impl Nodes {
             return;
         }
         let now = checkpoint.catalog().shards.len();
-        let mut proved = lock(&self.shards_proved);
+        let mut proved = self.shards_proved.lock();
         let before = proved.entry((folder, set.name.clone())).or_insert(now);
         if now >= *before {
             *before = now;
@@ -323,7 +324,7 @@ impl Nodes {
         });
         self.folders[folder].set_mtime(tree.folder(folder).newest());
         let listed = Listed { entries: Arc::new(listing), refused, asked: Instant::now() };
-        let before = write(&self.listings)[folder].replace(listed.clone());
+        let before = self.listings.write()[folder].replace(listed.clone());
         for (_, node) in before.iter().flat_map(|before| before.entries.iter()) {
             let stays = listed.entries.iter().any(|(_, new)| Arc::ptr_eq(new, node));
             if !stays && matches!(node.kind, NodeKind::File { .. }) {
@@ -350,7 +351,7 @@ impl Nodes {
     /// Drops a node that no folder shows and the kernel does not know.
     fn drop_if_unused(&self, node: &Node) -> bool {
         // Under the lock, so that no listing takes the node up again meanwhile.
-        let mut by_ino = write(&self.by_ino);
+        let mut by_ino = self.by_ino.write();
         let unused = node.lookups.load(Ordering::Relaxed) == 0
             && !node.listed.load(Ordering::Relaxed)
             && matches!(node.kind, NodeKind::File { .. })
@@ -360,7 +361,7 @@ impl Nodes {
 
     /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
     pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> Entry {
-        let Some(listed) = read(&self.listings)[folder].clone() else { return Entry::Absent };
+        let Some(listed) = self.listings.read()[folder].clone() else { return Entry::Absent };
         let found = find(&listed.entries, name);
         match found {
             Some(node) if node.is_outdated() => {
@@ -390,7 +391,7 @@ impl Nodes {
 
     /// Whether it is time to ask again whether a refused set of `folder` has become whole.
     fn may_ask(&self, folder: FolderId) -> bool {
-        let mut listings = write(&self.listings);
+        let mut listings = self.listings.write();
         let Some(listed) = &mut listings[folder] else { return false };
         let due = listed.asked.elapsed() >= ASK_INTERVAL;
         if due {
@@ -407,13 +408,13 @@ impl Nodes {
             return if node.is_outdated() { self.renew(folder, name) } else { Some(node) };
         }
         let head = self.tree().family_of(folder);
-        let _one_at_a_time = lock(&self.refresh[head]);
+        let _one_at_a_time = self.refresh[head].lock();
         let listing = self.listing(folder)?;
         let outdated = |node: Arc<Node>| {
             node.is_outdated()
                 || (node.is_text() && listing.iter().any(|(_, n)| n.is_outdated_set()))
         };
-        let unsettled = read(&self.listings)[folder]
+        let unsettled = self.listings.read()[folder]
             .as_ref()
             .is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
         let outdated = find(&listing, name).is_some_and(outdated);
@@ -437,7 +438,7 @@ impl Nodes {
         let node = file_node(&tree, folder, None, shown);
         let node = self.registered(node);
         let old = {
-            let mut listings = write(&self.listings);
+            let mut listings = self.listings.write();
             let listed = listings[folder].as_mut()?;
             let mut shown: Listing = listed.entries.to_vec();
             let entry = shown.iter_mut().find(|(other, _)| other == name)?;
@@ -456,7 +457,7 @@ impl Nodes {
     /// already, it is that node, and where another file has the number, the next one. A version
     /// that was found changed is never that of another proof.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
-        let mut by_ino = write(&self.by_ino);
+        let mut by_ino = self.by_ino.write();
         while let Some(other) = by_ino.get(&node.ino) {
             if !same_file(other, &node) {
                 node = Arc::new(renumbered(&node));
@@ -479,18 +480,6 @@ fn log_refusals(outcomes: Vec<(String, Result<()>)>) {
             tracing::error!("{name} is not shown: {error}");
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    lock.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    lock.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {

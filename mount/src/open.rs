@@ -4,12 +4,13 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use tensorfs::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::checkpoint::Content;
 use tensorfs::reader::Reader;
 use tensorfs::source::{Pin, Source};
+use tensorfs::sync::RwLock;
 use tensorfs::{Error, Result};
 
 use crate::asks::Asks;
@@ -53,7 +54,7 @@ impl Drop for Held {
 impl Opened {
     /// The version that readers get now.
     pub(crate) fn current(&self) -> Arc<Current> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.read().clone()
     }
 }
 
@@ -146,7 +147,7 @@ impl Node {
             return Err(Error::usage("a folder cannot be read"));
         };
         // Held while the file is opened, so that it is opened and watched once.
-        let mut shared = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = open.lock();
         let opened = match shared.upgrade() {
             Some(opened) => {
                 self.renew(&opened, watcher, service)?;
@@ -166,7 +167,7 @@ impl Node {
         }
         if let OpenFile::Whole(file) = &current.file {
             let now = file.reader().sources()[0].identity();
-            let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut last = last.lock();
             unchanged &= last.replace(now).is_none_or(|before| before == now);
         }
         *shared = Arc::downgrade(&opened);
@@ -187,7 +188,7 @@ impl Node {
         service: &Service,
     ) -> Result<bool> {
         let NodeKind::File { open, .. } = &self.kind else { return Ok(false) };
-        let _one_at_a_time = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = open.lock();
         self.renew(opened, watcher, service)
     }
 
@@ -202,7 +203,7 @@ impl Node {
         self.set_attributes(&source.identity());
         let file = OpenFile::Whole(service.cache.open(Reader::whole(source), None));
         let current = self.hold(file, watcher, service)?;
-        *opened.0.write().unwrap_or_else(PoisonError::into_inner) = current;
+        *opened.0.write() = current;
         Ok(true)
     }
 
@@ -224,7 +225,7 @@ impl Node {
     /// What somebody has open of it.
     pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
         let NodeKind::File { open, .. } = &self.kind else { return None };
-        open.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+        open.lock().upgrade()
     }
 }
 

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use nix::unistd::geteuid;
@@ -16,6 +16,7 @@ use tensorfs::checkpoint::Content;
 use tensorfs::counters::Counters;
 use tensorfs::error::real_name;
 use tensorfs::io::{Budget, Direct, Engine, Settings};
+use tensorfs::sync::Mutex;
 use tensorfs::verify::gate::{Checker, Gate};
 
 use crate::asks::Asks;
@@ -234,16 +235,12 @@ impl Service {
 
     /// Takes note that the file `path` of the mount is opened.
     pub(crate) fn opened(&self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
-        self.lock_files().opened(ino, path, file);
+        self.files.lock().opened(ino, path, file);
     }
 
     /// Takes note that a handle of it is closed, while its file still lives.
     pub(crate) fn closed(&self, ino: u64) {
-        self.lock_files().closed(ino);
-    }
-
-    fn lock_files(&self) -> MutexGuard<'_, Files> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+        self.files.lock().closed(ino);
     }
 
     /// Ends what goes on in the background and leaves nothing half-written.
@@ -257,7 +254,7 @@ impl Service {
     /// of checkpoints. Never waits for the source.
     pub(crate) fn status(&self, index: Value, tail: Value) -> Value {
         let (budget, used) = self.cache.memory();
-        let files = self.lock_files();
+        let files = self.files.lock();
         let open: usize = files.open.values().map(|used| used.open).sum();
         let all = files.open.values().chain(files.closed.values());
         let mut shown: Vec<_> =

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use nix::unistd::{getegid, geteuid};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::{real_name, shown_path};
 use tensorfs::source::{behind_mount, mountinfo};
+use tensorfs::sync::Mutex;
 use tensorfs::view::View;
 
 use crate::assemble::Assembler;
@@ -407,7 +408,7 @@ impl Running {
         };
         std::thread::spawn(move || ending.unmount_on_signal());
         let ended = server.join();
-        let _taken_off = taking_off.lock().unwrap_or_else(PoisonError::into_inner);
+        let _taken_off = taking_off.lock();
         service.stop();
         match ended {
             Ok(Ok(())) => Ok(()),

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Value, json};
 use tensorfs::checkpoint::{FolderId, Proved, Tail, Tree};
 use tensorfs::error::shown_path;
+use tensorfs::sync::Mutex;
 use tensorfs::view::Arrangement;
 
 /// Sets that `status` names.
@@ -51,7 +51,7 @@ impl Tails {
             folder.files.extend(files.into_iter().map(|file| (file.clone(), checkpoint.tail)));
         }
         let new = {
-            let mut folders = self.lock();
+            let mut folders = self.0.lock();
             let before = folders.get(&id).map_or(&[][..], |before| &before.unproven);
             let new = folder.unproven.iter().filter(|name| !before.contains(name));
             let new: Vec<String> = new.cloned().collect();
@@ -65,7 +65,7 @@ impl Tails {
 
     /// The warnings given so far.
     pub(crate) fn warnings(&self, tree: &Tree) -> Vec<String> {
-        let folders = self.lock();
+        let folders = self.0.lock();
         let paths = folders.iter().flat_map(|(id, folder)| {
             let path = tree.folder(*id).path.clone();
             folder.unproven.iter().map(move |name| warning(&path.join(name)))
@@ -75,12 +75,12 @@ impl Tails {
 
     /// The tail of the set that the weight file `name` of `folder` shows, or is a shard of.
     pub(crate) fn of(&self, folder: FolderId, name: &str) -> Option<Tail> {
-        self.lock().get(&folder)?.files.get(name).copied()
+        self.0.lock().get(&folder)?.files.get(name).copied()
     }
 
     /// What `tensorfs status` says: how many sets there are of each kind, and the unproven ones.
     pub(crate) fn status(&self) -> Value {
-        let folders = self.lock();
+        let folders = self.0.lock();
         let unproven: usize = folders.values().map(|folder| folder.unproven.len()).sum();
         let proven: usize = folders.values().map(|folder| folder.proven).sum();
         let named = folders.values().flat_map(|folder| {
@@ -88,10 +88,6 @@ impl Tails {
         });
         let named: Vec<String> = named.take(NAMED_MAX).collect();
         json!({ "proven": proven, "unproven": unproven, "files": named })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<FolderId, Folder>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -7,12 +7,13 @@
 //! stalls hides no change of another.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use nix::poll::PollTimeout;
 use tensorfs::error::shown_path;
 use tensorfs::source::Source;
+use tensorfs::sync::Mutex;
 
 use crate::asks::offload;
 use crate::file_events::{self, FileEvents, FileWatch};
@@ -107,7 +108,7 @@ pub(crate) struct Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        let ended = self.watcher.lock().open.remove(&self.number);
+        let ended = self.watcher.state.lock().open.remove(&self.number);
         let ended = ended.into_iter().flat_map(|(_, sources)| sources);
         ended.filter_map(|watching| watching.events).for_each(|events| events.end());
     }
@@ -121,10 +122,6 @@ impl Watcher {
         });
         let state = Mutex::new(State::default());
         Arc::new(Watcher { events: events.ok(), state, forget: OnceLock::new() })
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts the thread that handles changes.
@@ -148,7 +145,7 @@ impl Watcher {
             events: self.events_of(source, unread),
         });
         let watching = watching.collect();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.next += 1;
         let number = state.next;
         state.open.insert(number, (ino, watching));
@@ -205,7 +202,8 @@ impl Watcher {
     /// Confirms the sources chosen, by inode that shows them, and forgets what shows changed
     /// ones. Does not wait for file systems that may not answer.
     fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Watching) -> bool) {
-        let open: Vec<_> = self.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
+        let open: Vec<_> =
+            self.state.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
         for (number, (ino, sources)) in open {
             let mut changed = Vec::new();
             for watching in sources.into_iter().filter(|watching| chosen(ino, watching)) {
@@ -213,7 +211,7 @@ impl Watcher {
                 let Some(source) = weak.upgrade() else { continue };
                 if !source.file_system().is_local() {
                     let look = Look { number, ino, source: weak };
-                    self.lock().lanes.entry(source.identity().dev).or_default().push(look);
+                    self.state.lock().lanes.entry(source.identity().dev).or_default().push(look);
                 } else if has_changed(&source, watching.events.as_deref()) {
                     changed.push(weak);
                 }
@@ -225,7 +223,7 @@ impl Watcher {
 
     /// Starts the threads that are wanted to look at what waits for it.
     fn look(self: &Arc<Self>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.lanes.retain(|_, lane| !lane.todo.is_empty() || !lane.looking.is_empty());
         let wanting = state.lanes.iter_mut().filter(|(_, lane)| lane.wants_thread());
         let looks: Vec<_> = wanting.filter_map(|(dev, lane)| Some((*dev, lane.begin()?))).collect();
@@ -255,7 +253,7 @@ impl Watcher {
 
     /// Notes that a source was looked at; returns what its thread is to look at next.
     fn looked(&self, dev: u64, address: usize) -> Option<Look> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let lane = state.lanes.get_mut(&dev)?;
         lane.looking.remove(&address);
         lane.begin()
@@ -270,7 +268,7 @@ impl Watcher {
         self.forget(ino);
         let is_done =
             |watching: &mut Watching| changed.iter().any(|done| done.ptr_eq(&watching.source));
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some((_, left)) = state.open.get_mut(&number) else { return };
         let done: Vec<Watching> = left.extract_if(.., is_done).collect();
         drop(state);

@@ -8,8 +8,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use nix::unistd::{getpid, gettid};
 use pyo3::prelude::*;
@@ -18,6 +18,7 @@ use tensorfs::io::Region;
 use tensorfs::loader as core;
 use tensorfs::plan;
 use tensorfs::process::{PerProcess, token};
+use tensorfs::sync::{Condvar, Mutex};
 use tensorfs::walk::{Kind, Orders, Walk};
 
 use crate::checkpoint::Checkpoint;
@@ -122,12 +123,6 @@ struct State {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl State {
@@ -245,7 +240,7 @@ impl Ahead {
         if position >= checkpoint.catalog().len() {
             return (false, Vec::new());
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.closed {
             return (false, Vec::new());
         }
@@ -257,7 +252,7 @@ impl Ahead {
             }
             drop(state);
             let orders = py.detach(|| Orders::of(checkpoint.catalog()));
-            state = self.shared.lock();
+            state = self.shared.state.lock();
             let usual = USUAL.load(Ordering::Relaxed).checked_sub(1).map(|at| KINDS[at]);
             state.walk.get_or_insert_with(|| Walk::new(orders, usual));
         }
@@ -307,7 +302,7 @@ impl Ahead {
             overdue: Mutex::default(),
         });
         let mut unwanted = Vec::new();
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.closed {
             drop(state);
             return Ok(());
@@ -341,7 +336,7 @@ impl Ahead {
             let thread = std::thread::Builder::new().name("tensorfs-ahead".to_owned());
             if thread.spawn(move || work(&shared, process)).is_err() {
                 // What is asked for is loaded without.
-                self.shared.lock().threads -= 1;
+                self.shared.state.lock().threads -= 1;
                 self.close();
             }
         }
@@ -351,7 +346,7 @@ impl Ahead {
     /// Takes note that what is left of these tensors is not begun.
     fn unchoose(&self, positions: Vec<usize>) {
         if token() == self.process {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.state.lock();
             state.chosen.retain(|position, _| !positions.contains(position));
         }
     }
@@ -369,7 +364,7 @@ impl Ahead {
         }
         let main = gettid() == getpid();
         loop {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.state.lock();
             let Some(progress) = state.entries.get(&position).map(|entry| entry.progress) else {
                 return Ok(None);
             };
@@ -381,9 +376,7 @@ impl Ahead {
                 let entry = state.remove(position);
                 drop(state);
                 let Some(entry) = entry else { return Ok(None) };
-                if let Some(e) =
-                    entry.job.overdue.lock().unwrap_or_else(PoisonError::into_inner).take()
-                {
+                if let Some(e) = entry.job.overdue.lock().take() {
                     return Err(raised(py, &e, None));
                 }
                 if progress != Progress::Loaded {
@@ -391,7 +384,7 @@ impl Ahead {
                 }
                 // It may have been loaded long ago.
                 loader.check(py, &entry.job.checkpoint, position)?;
-                let stats = entry.job.stats.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let stats = entry.job.stats.lock().take();
                 let stats = stats.map(|stats| facts(py, &stats)).transpose()?;
                 return Ok(Some((entry.payload, stats)));
             }
@@ -402,8 +395,11 @@ impl Ahead {
                     let busy = [Progress::Waiting, Progress::Loading];
                     entry.is_some_and(|entry| busy.contains(&entry.progress))
                 };
-                let waiting =
-                    self.shared.changed.wait_timeout_while(self.shared.lock(), LOOK, is_loading);
+                let waiting = self.shared.changed.wait_timeout_while(
+                    self.shared.state.lock(),
+                    LOOK,
+                    is_loading,
+                );
                 drop(waiting);
             });
             if main && let Err(interrupted) = py.check_signals() {
@@ -419,14 +415,14 @@ impl Ahead {
         if token() != self.process {
             return;
         }
-        self.shared.lock().closed = true;
+        self.shared.state.lock().closed = true;
         Ahead::drop(self);
     }
 
     /// Lets go of everything that is loaded ahead or on its way. Waits for nothing.
     fn drop(&self) {
         if token() == self.process {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.state.lock();
             state.chosen.clear();
             let dropped = state.remove_older(u64::MAX, &[]);
             drop(state);
@@ -440,7 +436,7 @@ impl Ahead {
         if token() != self.process {
             return (0, 0);
         }
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         (state.held, state.unused)
     }
 }
@@ -464,7 +460,7 @@ fn reader() -> u64 {
 /// Loads what is in the queue, and ends with it.
 fn work(shared: &Shared, process: u64) {
     loop {
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         let Some(job) = state.queue.pop_front() else {
             state.threads -= 1;
             return;
@@ -474,7 +470,7 @@ fn work(shared: &Shared, process: u64) {
         let loaded = catch_unwind(AssertUnwindSafe(|| load(&job))).unwrap_or(false);
         // Not in a child that this thread itself has forked.
         debug_assert_eq!(process, token());
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         state.mark(&job, if loaded { Progress::Loaded } else { Progress::Failed });
         drop(state);
         shared.changed.notify_all();
@@ -488,17 +484,17 @@ fn work(shared: &Shared, process: u64) {
 fn load(job: &Job) -> bool {
     let mut goes_on = |_| !job.cancelled.load(Ordering::Relaxed);
     // One tensor that nobody asks for must not keep the memory of those that it is loaded with.
-    let regions = std::mem::take(&mut *job.regions.lock().unwrap_or_else(PoisonError::into_inner));
+    let regions = std::mem::take(&mut *job.regions.lock());
     // SAFETY: `begin` was given the memory for this plan alone, and nobody uses it before the job is
     // done, as `Plan::regions` says; the plan is of this checkpoint.
     let filled = unsafe { job.loader.fill(&job.checkpoint, &job.plan, &regions, &mut goes_on) };
     match filled {
         Ok(report) => {
-            *job.stats.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.stats);
+            *job.stats.lock() = Some(report.stats);
             true
         }
         Err(tensorfs::Error::Io { ref source, .. }) if source.kind() == ErrorKind::TimedOut => {
-            *job.overdue.lock().unwrap_or_else(PoisonError::into_inner) = filled.err();
+            *job.overdue.lock() = filled.err();
             false
         }
         Err(_) => false,

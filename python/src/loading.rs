@@ -1,8 +1,8 @@
 //! Loading: what is asked for, and the loaders of this process.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{getpid, gettid};
@@ -17,6 +17,7 @@ use tensorfs::io::{Backend, Direct, Region, Settings};
 use tensorfs::loader::{self as core, Tune};
 use tensorfs::plan::{self, Limits, Want};
 use tensorfs::process::PerProcess;
+use tensorfs::sync::{Mutex, MutexGuard};
 
 use crate::checkpoint::{Checkpoint, beside};
 use crate::errors::raised;
@@ -58,7 +59,7 @@ type Loaders = Vec<(Wanted, Arc<core::Loader>)>;
 /// The loaders of this process: a child of a fork begins without.
 fn loaders() -> MutexGuard<'static, Loaders> {
     static LOADERS: PerProcess<Mutex<Loaders>> = PerProcess::new();
-    LOADERS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    LOADERS.get_or_init(Mutex::default).lock()
 }
 
 /// A wish: position of the tensor, part of it as (start, end) by dimension, dtype that it is to

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::blocks::{Block, Data};
-use super::{CachedFile, Hole, Inner, State, lock};
+use super::{CachedFile, Hole, Inner, State};
 use crate::io::{Class, Lease};
 use crate::prefetch::{Advice, Request, StreamId};
 
@@ -28,7 +28,7 @@ impl Inner {
     pub(super) fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
         let Some(on_storm) = &file.on_storm else { return };
         let request = Request { range, reader: 0, late: false, now: self.now() };
-        let push = lock(&file.planner).storm(&request, &file.reader);
+        let push = file.planner.lock().storm(&request, &file.reader);
         if let Some(range) = push {
             on_storm(file, range);
         }
@@ -56,10 +56,10 @@ impl Inner {
         file.reader.sort_orders();
         let request = Request { range: range.clone(), reader, late, now: self.now() };
         let most = self.ahead_max();
-        let advice = lock(&file.planner).observe(&request, most, &file.reader);
+        let advice = file.planner.lock().observe(&request, most, &file.reader);
         let Advice { ahead, left, push } = advice;
         if !left.is_empty() {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             left.iter().for_each(|range| self.leave(&mut state, file, range));
         }
         if let Some((stream, ranges)) = ahead {
@@ -82,7 +82,7 @@ impl Inner {
                 continue;
             };
             ranges[index].start = refused.from;
-            let mut planner = lock(&file.planner);
+            let mut planner = file.planner.lock();
             if refused.is_put_off {
                 return planner.put_off(&ranges[index..]);
             }
@@ -108,7 +108,7 @@ impl Inner {
                 continue;
             }
             let need = plan.memory();
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if let Some(over) = state.of(file).want(&(at..end)) {
                 at = over;
                 continue;
@@ -141,7 +141,7 @@ impl Inner {
     ) -> Option<Lease> {
         let others = self.ahead_max().checked_sub(need)?;
         while self.budget.used() > others {
-            let left = lock(&file.planner).make_way(stream);
+            let left = file.planner.lock().make_way(stream);
             match left {
                 Some(left) => left.iter().for_each(|range| self.leave(state, file, range)),
                 None => self.evict_stale(state, STALE_TIME).then_some(())?,
@@ -158,7 +158,7 @@ impl Inner {
         let mut dropped = Vec::new();
         let before = blocks.range(..range.start).next_back();
         let first = before.filter(|(_, block)| block.end > range.start).map(|(&start, _)| start);
-        let planner = lock(&file.planner);
+        let planner = file.planner.lock();
         for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
             match &block.data {
                 // Another reader may still come to its other part.

@@ -3,9 +3,10 @@
 //! with a deadline like all others.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::{Ask, Inner, State, lock, too_late};
+use super::{Ask, Inner, State, too_late};
+use crate::sync::Mutex;
 
 /// Most of them, those included whose thread the source does not give back.
 const ALONE_MAX: usize = 4;
@@ -39,12 +40,12 @@ impl Inner {
     }
 
     fn answer_alone(self: &Arc<Self>, alone: &Alone) {
-        let asked = lock(alone).as_ref().map(|ask| (ask.file.clone(), ask.range.clone()));
+        let asked = alone.lock().as_ref().map(|ask| (ask.file.clone(), ask.range.clone()));
         if let Some((file, range)) = asked {
             let mut bytes = vec![0; (range.end - range.start) as usize];
             let read = || file.reader.read_at(range.start, &mut bytes);
             let outcome = catch_unwind(AssertUnwindSafe(read));
-            let ask = lock(alone).take();
+            let ask = alone.lock().take();
             // After a panic it is dropped, which answers it with an error.
             if let (Some(ask), Ok(outcome)) = (ask, outcome) {
                 self.answer(ask, outcome.as_ref().map(|_| bytes.as_slice()));
@@ -55,15 +56,15 @@ impl Inner {
     }
 
     fn strike_out(&self, alone: &Alone) {
-        lock(&self.state).alone.retain(|other| !Arc::ptr_eq(other, alone));
+        self.state.lock().alone.retain(|other| !Arc::ptr_eq(other, alone));
     }
 
     /// Answers those that are overdue.
     pub(super) fn expire_alone(&self) {
         let Some(timeout) = self.timeout else { return };
-        let all = lock(&self.state).alone.clone();
+        let all = self.state.lock().alone.clone();
         for alone in all {
-            let late = lock(&alone).take_if(|ask| ask.since.elapsed() >= timeout);
+            let late = alone.lock().take_if(|ask| ask.since.elapsed() >= timeout);
             if let Some(ask) = late {
                 self.counters.source_timeouts.add(1);
                 let error = too_late(&ask, "its bytes did not come within the deadline");

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::Ask;
@@ -10,6 +10,7 @@ use crate::io::Ticket;
 use crate::prefetch::Planner;
 use crate::reader::Loaded;
 use crate::source::Source;
+use crate::sync::Mutex;
 
 /// The blocks of one file.
 pub(super) struct FileBlocks {

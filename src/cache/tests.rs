@@ -51,7 +51,7 @@ impl Fixture {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.cache.0.state)
+        self.cache.0.state.lock()
     }
 
     /// Puts the MiB at `start` of a file into the cache, as if it had been read ahead at `since`.
@@ -105,7 +105,7 @@ fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
 fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
     (1..4).for_each(|at| fixture.put(file, at * MIB, Instant::now() + PATIENCE));
     let request = crate::prefetch::Request { range: 0..MIB, reader: 0, late: false, now: 0 };
-    let advice = lock(&file.planner).observe(&request, BUDGET_MIN, &file.reader);
+    let advice = file.planner.lock().observe(&request, BUDGET_MIN, &file.reader);
     assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));
 }
 
@@ -117,9 +117,9 @@ fn a_block_stays_that_another_reader_still_needs_a_part_of() {
     plan_two_of_three(&fixture, &file);
     fixture.read(&file, MIB..MIB + 4096).recv_timeout(PATIENCE).unwrap();
     let end = 2 * MIB + 4096;
-    lock(&file.planner).dropped(&(MIB + MIB / 2..end), 0);
+    file.planner.lock().dropped(&(MIB + MIB / 2..end), 0);
     assert_eq!(left(&fixture, &file, MIB + MIB / 2..end), [MIB, 2 * MIB, 3 * MIB]);
-    lock(&file.planner).dropped(&(MIB..3 * MIB), 0);
+    file.planner.lock().dropped(&(MIB..3 * MIB), 0);
     assert_eq!(left(&fixture, &file, MIB + MIB / 2..end), [3 * MIB]);
 }
 
@@ -130,7 +130,7 @@ fn the_planner_learns_of_blocks_that_make_way_before_anybody_has_asked_for_them(
     let file = fixture.file("a", 16);
     plan_two_of_three(&fixture, &file);
     assert!(fixture.cache.0.evict(&mut fixture.state()));
-    let is_planned = |range| lock(&file.planner).is_planned(&range);
+    let is_planned = |range| file.planner.lock().is_planned(&range);
     assert!(!is_planned(MIB..2 * MIB) && is_planned(2 * MIB..3 * MIB));
 }
 
@@ -196,9 +196,9 @@ impl tracing::Subscriber for Log {
         let end = Instant::now() + Duration::from_secs(5);
         let mut locked = true;
         while locked && Instant::now() < end {
-            locked = self.cache.0.state.try_lock().is_err();
+            locked = self.cache.0.state.try_lock().is_none();
         }
-        lock(&self.locked).push(locked);
+        self.locked.lock().push(locked);
     }
 
     fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
@@ -227,5 +227,5 @@ fn whether_a_source_has_changed_is_looked_at_without_the_lock() {
     });
     tracing::subscriber::with_default(log, || fixture.cache.read(&file, 0, 0..4096, answer));
     assert!(!receive.recv_timeout(PATIENCE).unwrap());
-    assert_eq!(*lock(&locked), [false]);
+    assert_eq!(*locked.lock(), [false]);
 }

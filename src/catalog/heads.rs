@@ -3,13 +3,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::dtype::Dtype;
 use crate::error::Fault;
 use crate::format::dcp::{self, Placement};
 use crate::format::flat::Flat;
 use crate::format::safetensors::{Header, PREFIX_LEN};
+use crate::sync::Mutex;
 
 /// Marks what a note does not say.
 const NONE: u32 = u32::MAX;
@@ -173,7 +174,7 @@ impl Heads {
     }
 
     fn push(self: &Arc<Self>, flat: Flat, placed: Option<Result<Vec<Placement>, Fault>>) -> Head {
-        let mut filling = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut filling = self.filling.lock();
         let Some(columns) = filling.as_mut() else {
             drop(filling);
             // These are being looked at already.
@@ -196,7 +197,7 @@ impl Heads {
 
     fn columns(&self) -> &Columns {
         self.filled.get_or_init(|| {
-            let mut filling = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut filling = self.filling.lock();
             let mut columns = filling.take().unwrap_or_default();
             columns.lists.known = HashMap::new();
             columns

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::catalog::Heads;
 use crate::error::{Class, Error, Fault, Result};
@@ -10,6 +10,7 @@ use crate::format::Format;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::source::resolve::Unusable;
+use crate::sync::Mutex;
 use crate::view::Prefer;
 
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
@@ -159,7 +160,7 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
         opened.into_iter().map(|(at, unread)| (at, Mutex::new(Some(unread)))).collect();
     let heads = Arc::new(Heads::without_notes());
     let read = |(at, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
-        let unread = unread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let unread = unread.lock().take();
         match unread {
             Some(Ok(unread)) => open_links(&heads, folder, &links[*at], unread),
             Some(Err(error)) => {

@@ -3,10 +3,11 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::error::{Class, Error, Fault, Result};
+use crate::sync::{Condvar, Mutex};
 
 /// Bytes of headers of one folder that are read on any machine.
 const FOLDER_MIN: u64 = 512 << 20;
@@ -45,7 +46,7 @@ impl Reserved {
             return Ok(Reserved(0));
         }
         let deadline = Instant::now() + limit;
-        let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut in_use = IN_USE.lock();
         // Two folders of the largest kind; one alone always goes on.
         while *in_use > 0 && *in_use + len > 2 * folder_max() {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -57,8 +58,7 @@ impl Reserved {
                 let busy = io::Error::new(io::ErrorKind::ResourceBusy, message);
                 return Err(Error::io(folder, "read headers", busy));
             }
-            let waited = FREED.wait_timeout(in_use, left);
-            in_use = waited.unwrap_or_else(PoisonError::into_inner).0;
+            in_use = FREED.wait_timeout(in_use, left);
         }
         *in_use += len;
         Ok(Reserved(len))
@@ -67,7 +67,7 @@ impl Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        *IN_USE.lock().unwrap_or_else(PoisonError::into_inner) -= self.0;
+        *IN_USE.lock() -= self.0;
         FREED.notify_all();
     }
 }

@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use crate::error::{Error, Result, shown_path};
 use crate::format::names;
 use crate::source::Identity;
 use crate::source::resolve::{Bounds, Unusable};
+use crate::sync::RwLock;
 use crate::view::{Links, View};
 
 use super::scan::{LIMITS, LeftOut, Scan};
@@ -160,7 +161,7 @@ impl Tree {
 
     /// The folder `id` as it was looked at last.
     pub fn folder(&self, id: FolderId) -> Arc<Folder> {
-        self.folders[id].read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.folders[id].read().clone()
     }
 
     /// Says that the source holds no checkpoint, and which names were skipped.
@@ -201,7 +202,7 @@ impl Tree {
                 }
             }
             folder.files = files.into();
-            let mut slot = self.folders[id].write().unwrap_or_else(PoisonError::into_inner);
+            let mut slot = self.folders[id].write();
             *slot = Arc::new(folder);
         }
     }

@@ -2,12 +2,13 @@
 //! under way, since pinning takes time, and is kept for the next load.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::cuda::{Gpu, Pinned, Pinning, Slice};
 use crate::error::Result;
 use crate::io::Lease;
+use crate::sync::Mutex;
 
 /// Bytes that are pinned at a time.
 const STEP: u64 = 64 << 20;
@@ -57,12 +58,8 @@ pub(crate) struct Use {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn put_back(&self, slice: Slice) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.used -= slice.len() as u64;
         state.insert(slice);
     }
@@ -113,7 +110,7 @@ impl Ring {
     /// `lease` with pinned memory behind it, as many bytes as a read of `len_for` needs; none as
     /// long as others have it. It comes back with the last of what is made of it.
     pub(crate) fn lease(&self, len: u64, lease: Lease) -> Option<Lease> {
-        let slice = self.0.lock().take(usize::try_from(len).ok()?)?;
+        let slice = self.0.state.lock().take(usize::try_from(len).ok()?)?;
         let home: Weak<Shared> = Arc::downgrade(&self.0);
         Some(slice.lend(
             lease,
@@ -130,14 +127,14 @@ impl Ring {
     /// at most `limit` bytes in all, unless the load is `alone` with nothing: it would have to
     /// wait for others, which may hold what they have for ever.
     pub(crate) fn begins_to_grow(&self, limit: u64, alone: bool) -> bool {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         let fits = state.pinned < limit;
         if !state.growing && alone && state.used == 0 && (state.full || !fits) {
             // Too short, all of it.
             let free = state.take_whole();
             drop(state);
             drop(free);
-            state = self.0.lock();
+            state = self.0.state.lock();
         }
         let grows = !state.growing && !state.full && (alone || fits);
         state.growing |= grows;
@@ -149,12 +146,12 @@ impl Ring {
     /// # Errors
     /// Where no memory can be had, and there was none before.
     pub(crate) fn grow(&self, len: u64, limit: u64, wanted: u64) -> Result<()> {
-        let before = self.0.lock().pinned;
+        let before = self.0.state.lock().pinned;
         let left = limit.saturating_sub(before);
         let step = STEP.min(left).min(wanted).max(len).next_multiple_of(UNIT);
         let started = Instant::now();
         let pinned = Pinned::new(&self.0.gpu, step as usize, before == 0);
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         state.growing = false;
         state.pinning += started.elapsed();
         match pinned {
@@ -175,14 +172,14 @@ impl Ring {
 
     /// Unpins and frees what is not in use.
     pub(crate) fn release(&self) {
-        let free = self.0.lock().take_whole();
+        let free = self.0.state.lock().take_whole();
         // Takes its time, which nobody else has to wait for.
         drop(free);
     }
 
     /// What it has taken since this was asked last.
     pub(crate) fn taken(&self) -> Use {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         let (used, peak) = (state.used, state.used_peak);
         state.used_peak = used;
         let pinning = std::mem::take(&mut state.pinning);
@@ -192,6 +189,6 @@ impl Ring {
 
 impl fmt::Debug for Ring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ring({} bytes)", self.0.lock().pinned)
+        write!(f, "Ring({} bytes)", self.0.state.lock().pinned)
     }
 }

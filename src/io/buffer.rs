@@ -5,13 +5,14 @@ use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::arena::Arena;
 use super::region::Place;
 use crate::counters::Counters;
+use crate::sync::Mutex;
 
 /// What O_DIRECT asks of offsets, lengths and memory, everywhere where it works at all.
 pub(super) const ALIGN: u64 = 4096;
@@ -43,18 +44,14 @@ struct State {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn give_back(&self, bytes: u64) {
-        self.lock().used -= bytes;
+        self.state.lock().used -= bytes;
         self.counters.cache_bytes_now.sub(bytes);
     }
 
     /// Memory out of the arena.
     fn take(&self, len: usize) -> Option<NonNull<u8>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.arena.is_none() {
             let bytes = self.limit.saturating_add(self.limit / SPARE_PART).saturating_add(SPARE);
             state.arena = Arena::new(usize::try_from(bytes).ok()?);
@@ -82,13 +79,13 @@ impl Budget {
 
     /// Bytes that leases hold now.
     pub fn used(&self) -> u64 {
-        self.0.lock().used
+        self.0.state.lock().used
     }
 
     /// The right to `bytes` of memory, if the limit allows.
     pub fn try_lease(&self, bytes: u64) -> Option<Lease> {
         {
-            let mut state = self.0.lock();
+            let mut state = self.0.state.lock();
             state.used = state.used.checked_add(bytes).filter(|used| *used <= self.0.limit)?;
         }
         self.0.counters.cache_bytes_now.add(bytes);
@@ -98,7 +95,7 @@ impl Budget {
 
     /// Returns the memory that is kept for reads to come to the system, as far as it is free.
     pub fn trim(&self) {
-        if let Some(arena) = &mut self.0.lock().arena {
+        if let Some(arena) = &mut self.0.state.lock().arena {
             arena.trim();
         }
     }
@@ -219,7 +216,7 @@ impl Drop for Pages {
     fn drop(&mut self) {
         match &self.home {
             Home::Arena(budget) => {
-                if let Some(arena) = &mut budget.lock().arena {
+                if let Some(arena) = &mut budget.state.lock().arena {
                     arena.give_back(self.start, self.len);
                 }
             }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use super::{Backend, Done, Fetch, Filled, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
 use crate::source::{FileSystem, Source};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 pub(super) use super::queue::Job;
 
@@ -44,7 +45,7 @@ pub(super) struct Lane {
     direct_refused: AtomicBool,
     /// Most threads that give answers.
     answering_max: usize,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     /// For threads of the pool: there is work, or the end.
     work: Condvar,
 }
@@ -132,25 +133,21 @@ impl Lane {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes a fetch in; its number.
     pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let id = state.queue.push(fetch, Instant::now());
         self.wake_from(state);
         id
     }
 
     pub(super) fn promote(&self, id: u64) {
-        self.lock().queue.promote(id, Instant::now());
+        self.state.lock().queue.promote(id, Instant::now());
     }
 
     /// Sees to it that someone takes the work that can be done now, if there is any.
     pub(super) fn wake(self: &Arc<Self>) {
-        self.wake_from(self.lock());
+        self.wake_from(self.state.lock());
     }
 
     fn wake_from(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
@@ -188,7 +185,7 @@ impl Lane {
     /// Calls a thread of the pool, or starts one. Returns whether one comes.
     fn call_pool(self: &Arc<Self>) -> bool {
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.idle > state.called {
                 state.called += 1;
                 self.work.notify_one();
@@ -217,9 +214,9 @@ impl Lane {
     /// Leaves a read to the pool, on behalf of the ring's thread: one through the page cache
     /// waits and copies, and this thread is there for all.
     pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
-        self.lock().handed.push_back((id, transfer));
+        self.state.lock().handed.push_back((id, transfer));
         if !self.call_pool() {
-            let handed = self.lock().handed.pop_front();
+            let handed = self.state.lock().handed.pop_front();
             if let Some((id, transfer)) = handed {
                 self.carry(id, || pool::carry(self, transfer));
             }
@@ -232,7 +229,7 @@ impl Lane {
     pub(super) fn over(self: &Arc<Self>, id: u64, transfer: Transfer, result: Result<()>) {
         let over = Over { id, transfer, result };
         let call = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if over.transfer.len() < ANSWERED_HERE_MAX || !state.queue.is_long(id) {
                 drop(state);
                 return self.answer_over(over);
@@ -242,7 +239,7 @@ impl Lane {
         };
         // Without a call one of those that give answers takes it next.
         if call && !self.call_pool() {
-            let over = self.lock().over.pop_front();
+            let over = self.state.lock().over.pop_front();
             if let Some(over) = over {
                 self.answer_over(over);
             }
@@ -264,12 +261,12 @@ impl Lane {
         let ended = Ring::new().and_then(|ring| {
             let waker = ring.waker();
             {
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 state.ring = RingState::On { waker, asleep: false };
                 state.busy += 1;
             }
             let ended = uring::run(self, ring);
-            self.lock().busy -= 1;
+            self.state.lock().busy -= 1;
             ended
         });
         if let Err(e) = ended {
@@ -279,17 +276,17 @@ impl Lane {
             } else {
                 tracing::info!("{reason}; reading with threads instead");
             }
-            self.lock().ring = RingState::Off(reason);
+            self.state.lock().ring = RingState::Off(reason);
             self.work_in_pool();
         } else {
-            self.lock().threads -= 1;
+            self.state.lock().threads -= 1;
         }
     }
 
     /// The next job for the thread of the ring. With none, the thread waits in the kernel from
     /// now on; `drained` says whether nothing is there to come back.
     pub(super) fn next_for_ring(&self, drained: bool) -> Work {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.closed && drained {
             return Work::End;
         }
@@ -305,7 +302,7 @@ impl Lane {
 
     /// The thread of the ring has come back from the kernel: it needs no call.
     pub(super) fn ring_is_awake(&self) {
-        if let RingState::On { asleep, .. } = &mut self.lock().ring {
+        if let RingState::On { asleep, .. } = &mut self.state.lock().ring {
             *asleep = false;
         }
     }
@@ -322,7 +319,7 @@ impl Lane {
 
     /// A thread could not be started. While there is another one, that does the work.
     fn thread_failed(&self, e: &io::Error) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.threads -= 1;
         if matches!(state.ring, RingState::Starting) {
             state.ring = RingState::Wanted;
@@ -355,7 +352,7 @@ impl Lane {
                 Work::Over(over) => {
                     self.wake();
                     self.answer_over(over);
-                    self.lock().answering -= 1;
+                    self.state.lock().answering -= 1;
                 }
                 Work::None | Work::End => return,
             }
@@ -364,7 +361,7 @@ impl Lane {
 
     /// Waits for something to do; `busy` says whether this thread had something.
     fn next_for_pool(&self, busy: bool) -> Work {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.busy -= usize::from(busy);
         loop {
             if let Some((id, transfer)) = state.handed.pop_front() {
@@ -389,13 +386,12 @@ impl Lane {
                 return Work::Job(job);
             }
             state.idle += 1;
-            let waited = self.work.wait_timeout(state, IDLE_MAX);
-            let (after, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-            state = after;
+            let since = Instant::now();
+            state = self.work.wait_timeout(state, IDLE_MAX);
             state.idle -= 1;
             if state.called > 0 {
                 state.called -= 1;
-            } else if timeout.timed_out() {
+            } else if since.elapsed() >= IDLE_MAX {
                 state.threads -= 1;
                 return Work::End;
             }
@@ -405,7 +401,7 @@ impl Lane {
     /// Answers a fetch that has come back, unless it was answered already.
     pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<Filled>) {
         let (done, ring_waits) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let done = state.queue.finish(id);
             let asleep = matches!(state.ring, RingState::On { asleep: true, .. });
             (done, asleep && state.queue.has_work())
@@ -431,11 +427,11 @@ impl Lane {
     /// Answers fetches that are overdue with an error. When the next one will be.
     pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
         let no_thread = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.threads > 0 { None } else { state.no_thread.take() }
         };
         if let Some(reason) = no_thread {
-            let failed = self.lock().queue.fail_queued();
+            let failed = self.state.lock().queue.fail_queued();
             for Failed { source, done, .. } in failed {
                 let e = io::Error::other(format!("no thread can be started: {reason}"));
                 answer(done, Err(Error::io(source.path(), "read", e)));
@@ -443,7 +439,7 @@ impl Lane {
         }
         let timeout = self.settings.timeout?;
         let (overdue, oldest) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let stuck = state.queue.stuck();
             let overdue = state.queue.expire(now, timeout);
             let stuck = (state.queue.stuck() - stuck) as u64;
@@ -476,7 +472,7 @@ impl Lane {
     /// Ends the lane: its threads go, and whoever waits gets an error.
     pub(super) fn close(&self) {
         let (failed, stuck) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.closed = true;
             let stuck = state.queue.stuck();
             let failed = state.queue.fail_all();
@@ -484,7 +480,7 @@ impl Lane {
         };
         self.counters.source_stuck_now.add(stuck);
         self.counters.source_reads_now.sub(stuck);
-        if let RingState::On { waker, .. } = &self.lock().ring {
+        if let RingState::On { waker, .. } = &self.state.lock().ring {
             waker.wake();
         }
         self.work.notify_all();
@@ -496,7 +492,7 @@ impl Lane {
 
     /// What it is and does, for people.
     pub(super) fn describe(&self) -> Value {
-        let state = self.lock();
+        let state = self.state.lock();
         let (backend, why) = match &state.ring {
             RingState::On { .. } => ("io_uring", None),
             RingState::Wanted | RingState::Starting => ("not started", None),

@@ -19,7 +19,7 @@ mod watch;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -35,6 +35,7 @@ pub(crate) use uring::tests::refuse;
 use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::source::Source;
+use crate::sync::Mutex;
 use lane::Lane;
 use watch::Watch;
 
@@ -321,19 +322,15 @@ impl Engine {
 
     /// What is used to read, for people.
     pub fn describe(&self) -> Value {
-        let lanes: Vec<Arc<Lane>> = self.lock_lanes().values().cloned().collect();
+        let lanes: Vec<Arc<Lane>> = self.0.lanes.lock().values().cloned().collect();
         json!({
             "timeout_s": self.0.settings.timeout.map(|timeout| timeout.as_secs_f64()),
             "lanes": lanes.iter().map(|lane| lane.describe()).collect::<Vec<_>>(),
         })
     }
 
-    fn lock_lanes(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Lane>>> {
-        self.0.lanes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn lane(&self, source: &Arc<Source>) -> Arc<Lane> {
-        let mut lanes = self.lock_lanes();
+        let mut lanes = self.0.lanes.lock();
         let inner = &self.0;
         let lane = lanes.entry(source.identity().dev).or_insert_with(|| {
             let lane = Lane::new(source, inner.settings, inner.counters.clone(), &inner.watch);

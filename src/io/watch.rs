@@ -1,11 +1,12 @@
 //! The thread that keeps the deadlines: it answers what no other thread will.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::lane::Lane;
+use crate::sync::{Condvar, Mutex};
 
 #[derive(Default)]
 pub(super) struct Watch {
@@ -24,21 +25,17 @@ struct State {
 }
 
 impl Watch {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Watches over one more lane.
     pub(super) fn add(&self, lane: Arc<Lane>) {
-        self.lock().lanes.push(lane);
+        self.state.lock().lanes.push(lane);
     }
 
     /// Starts the thread unless it runs.
     pub(super) fn start(self: &Arc<Self>) -> io::Result<()> {
-        if self.awake.load(Ordering::SeqCst) || self.lock().running {
+        if self.awake.load(Ordering::SeqCst) || self.state.lock().running {
             return Ok(());
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.running {
             return Ok(());
         }
@@ -57,13 +54,13 @@ impl Watch {
 
     /// Makes it look at the lanes now.
     pub(super) fn call(&self) {
-        self.lock().called = true;
+        self.state.lock().called = true;
         self.changed.notify_one();
     }
 
     /// Ends the lanes and then the thread.
     pub(super) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.closed = true;
         if !state.running {
             // Then nothing was ever submitted.
@@ -77,24 +74,23 @@ impl Watch {
         loop {
             // From here on a new fetch calls again, unless a deadline is known at the end.
             self.awake.store(false, Ordering::SeqCst);
-            let lanes = self.lock().lanes.clone();
+            let lanes = self.state.lock().lanes.clone();
             let now = Instant::now();
             let next = lanes.iter().filter_map(|lane| lane.expire(now)).min();
             drop(lanes);
             if next.is_some() {
                 self.awake.store(true, Ordering::SeqCst);
             }
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             while !state.called && !state.closed {
                 state = match next {
-                    None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    None => self.changed.wait(state),
                     Some(next) => {
                         let left = next.saturating_duration_since(Instant::now());
                         if left.is_zero() {
                             break;
                         }
-                        let waited = self.changed.wait_timeout(state, left);
-                        waited.unwrap_or_else(PoisonError::into_inner).0
+                        self.changed.wait_timeout(state, left)
                     }
                 };
             }

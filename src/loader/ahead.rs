@@ -2,8 +2,8 @@
 //! wait for pages makes those behind it wait.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use super::run::Back;
 use super::{Loader, MemoryStats, Pages};
 use crate::io::Region;
 use crate::plan::Plan;
+use crate::sync::Mutex;
 
 /// Threads that ask for memory, at most: a disk is no faster than so many.
 const THREADS_MAX: usize = 8;
@@ -88,7 +89,7 @@ impl<'a> Ahead<'a> {
             let back = back.clone();
             started |= thread.spawn_scoped(scope, move || self.ask(&back)).is_ok();
         }
-        self.lock().ended |= !started;
+        self.state.lock().ended |= !started;
     }
 
     /// Whether the first `len` bytes of a region, and those of the regions before it, are there,
@@ -96,7 +97,7 @@ impl<'a> Ahead<'a> {
     pub(super) fn are_there(&self, region: u32, len: usize) -> bool {
         let wanted = (region as usize, len);
         let needed = self.parts.partition_point(|(region, range)| (*region, range.start) < wanted);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let there = state.ended || needed <= state.ready;
         state.awaited = (!there).then_some(needed);
         there
@@ -104,12 +105,12 @@ impl<'a> Ahead<'a> {
 
     /// Nothing is asked for any more.
     pub(super) fn end(&self) {
-        self.lock().ended = true;
+        self.state.lock().ended = true;
     }
 
     /// How the memory was taken.
     pub(super) fn stats(&self) -> MemoryStats {
-        self.lock().stats.clone()
+        self.state.lock().stats.clone()
     }
 
     fn ask(&self, back: &Sender<Back>) {
@@ -128,7 +129,7 @@ impl<'a> Ahead<'a> {
 
     /// The next part, and the size of its pages.
     fn take(&self) -> Option<(usize, Pages)> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let number = state.next;
         let (region, range) = self.parts.get(number).filter(|_| !state.ended)?;
         state.next += 1;
@@ -149,7 +150,7 @@ impl<'a> Ahead<'a> {
 
     /// A part is there.
     fn done(&self, number: usize, size: Pages, time: Duration, back: &Sender<Back>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let len = self.parts[number].1.len();
         if len == PART_LEN {
             state.choice.took(size, len as u64, time);
@@ -170,15 +171,11 @@ impl<'a> Ahead<'a> {
             let _ = back.send(Back::More(Ok(())));
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for Ahead<'_> {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.get_mut();
         // Small pages that stay may become huge ones later on, as the rest of the memory may.
         for &region in &state.small {
             self.regions[region].advise(0..self.regions[region].len(), true);

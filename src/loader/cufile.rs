@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 use std::{fs, io};
@@ -21,6 +21,7 @@ use crate::error::{Error, Result, shown_path};
 use crate::io::Direct;
 use crate::plan::{Chunk, Move, Plan, Target};
 use crate::source::Source;
+use crate::sync::Mutex;
 
 /// Threads that read, at most: cuFile cuts large reads up and shares them out by itself.
 const READERS_MAX: usize = 8;
@@ -140,13 +141,9 @@ struct State {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The next job for a reader, which is done with the last one.
     fn next(&self, reader: usize) -> Option<(usize, Instant)> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.ready = true;
         let left = !state.over && state.next < self.jobs.len();
         let mine = left.then(|| (state.next, Instant::now()));
@@ -156,19 +153,19 @@ impl Queue {
     }
 
     fn end(&self) {
-        self.lock().over = true;
+        self.state.lock().over = true;
     }
 
     /// Whether anything has been read. If not, nothing will be.
     fn starts(&self) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.over |= !state.ready;
         state.ready
     }
 
     /// The job that has been under way for longer than `timeout`.
     fn overdue(&self, timeout: Duration) -> Option<&Job> {
-        let state = self.lock();
+        let state = self.state.lock();
         let mut late = state.under_way.iter().flatten();
         late.find(|(_, since)| since.elapsed() > timeout).map(|(job, _)| &self.jobs[*job])
     }
@@ -431,7 +428,7 @@ impl Work {
                     })
                 }
                 Err(why) => {
-                    self.lock().refused.insert(job.shard);
+                    self.shards.lock().refused.insert(job.shard);
                     Told::Refused(format!("{}: {why}", shown_path(job.source.path())))
                 }
             };
@@ -441,13 +438,9 @@ impl Work {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Shards> {
-        self.shards.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Closes the shard that a reader has open. Under the lock, as to open one is.
     fn close(&self, current: &mut Option<(ShardId, Arc<Opened>)>) {
-        let shards = self.lock();
+        let shards = self.shards.lock();
         *current = None;
         drop(shards);
     }
@@ -458,7 +451,7 @@ impl Work {
         job: &Job,
         current: &'a mut Option<(ShardId, Arc<Opened>)>,
     ) -> std::result::Result<Option<&'a Opened>, String> {
-        let mut shards = self.lock();
+        let mut shards = self.shards.lock();
         if shards.refused.contains(&job.shard) {
             return Ok(None);
         }

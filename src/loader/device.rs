@@ -7,9 +7,9 @@
 //! the other casts.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Filled, Lease};
 use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, Want};
+use crate::sync::Mutex;
 
 /// Unit in which memory for casts is cut.
 const ALIGN: u64 = 256;
@@ -42,7 +43,7 @@ struct Kept {
 
 impl Gpus {
     fn get(&self, gpu: &Gpu) -> Arc<Kept> {
-        let mut gpus = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gpus = self.0.lock();
         let kept = gpus.entry(gpu.ordinal()).or_insert_with(|| {
             Arc::new(Kept { ring: Ring::new(gpu.clone()), kernels: Mutex::default() })
         });
@@ -52,7 +53,7 @@ impl Gpus {
 
 impl Kept {
     fn kernels(&self, gpu: &Gpu) -> Result<Arc<Kernels>> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = self.kernels.lock();
         if let Some(kernels) = &*kernels {
             return Ok(kernels.clone());
         }
@@ -217,7 +218,7 @@ impl Loader {
 
     /// Unpins and frees the memory that is kept for the next load to a GPU.
     pub fn release(&self) {
-        let gpus = self.gpus.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let gpus = self.gpus.0.lock();
         gpus.values().for_each(|kept| kept.ring.release());
     }
 

@@ -13,7 +13,7 @@ mod run;
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::catalog::ShardId;
@@ -23,6 +23,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, Memory, Region, Settings};
 use crate::plan::{self, Limits, Placement, Plan, Want};
+use crate::sync::{Mutex, MutexGuard};
 
 use choice::LastChoice;
 #[cfg(feature = "cuda")]
@@ -268,7 +269,7 @@ impl Loader {
     }
 
     fn choice(&self) -> MutexGuard<'_, LastChoice> {
-        self.choice.lock().unwrap_or_else(PoisonError::into_inner)
+        self.choice.lock()
     }
 
     /// What has to be read for `wants`, and where it goes.

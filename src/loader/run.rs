@@ -4,9 +4,9 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Read, Region};
 use crate::plan::{Chunk, Move, PAGE, Plan, Target};
+use crate::sync::Mutex;
 
 /// Threads that move bytes, at most.
 const MOVERS_MAX: usize = 8;
@@ -419,7 +420,7 @@ impl Shared<'_> {
     /// Moves what comes until nothing can come any more.
     fn work(&self, todo: &Mutex<Receiver<Job>>, back: &Sender<Back>) {
         loop {
-            let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let job = todo.lock().recv();
             let Ok(Some((chunk, came, filled))) = job else { return };
             let started = Instant::now();
             match &self.plan.chunks[chunk].target {

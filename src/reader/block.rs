@@ -2,7 +2,7 @@
 //! putting their bytes where they belong as they come in.
 
 use std::ops::{Deref, Range};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::Reader;
 use crate::error::Result;
@@ -10,6 +10,7 @@ use crate::gather::{Part, Runs};
 use crate::io::{Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Ticket, guarded};
 use crate::layout::Extent;
 use crate::source::Source;
+use crate::sync::Mutex;
 
 /// Bytes of a source between two wanted ranges that are read along rather than skipped.
 const GAP_MAX: u64 = 64 << 10;
@@ -257,7 +258,7 @@ impl Block {
     /// Puts the bytes of one read in their places. One thread at a time does so; others leave
     /// theirs to that one, and go on.
     fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: Vec<Use>) {
-        let lock = || block.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || block.lock();
         let mut this = lock();
         if this.done.is_none() {
             return;

@@ -3,12 +3,13 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::Source;
 use crate::process::PerProcess;
+use crate::sync::{Mutex, MutexGuard};
 
 /// Descriptors left to everything else: also to reads under way, whose file stays open for them
 /// when its shard makes way for another.
@@ -72,7 +73,7 @@ fn open_max() -> u64 {
 
 fn open_sources() -> MutexGuard<'static, Open> {
     static OPEN: PerProcess<Mutex<Open>> = PerProcess::new();
-    OPEN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    OPEN.get_or_init(Mutex::default).lock()
 }
 
 fn is(weak: &Weak<Source>, source: &Arc<Source>) -> bool {

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use super::mountinfo;
 use crate::process::PerProcess;
+use crate::sync::Mutex;
 
 /// A file system by the number that statfs(2) reports; 0 where it could not be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,7 +121,7 @@ fn has_local_layers(folder: &Path) -> bool {
     static KNOWN: PerProcess<Mutex<HashMap<(PathBuf, u64), bool>>> = PerProcess::new();
     let Ok(meta) = std::fs::metadata(folder) else { return true };
     let known = KNOWN.get_or_init(Mutex::default);
-    let lock = || known.lock().unwrap_or_else(PoisonError::into_inner);
+    let lock = || known.lock();
     let key = (folder.to_owned(), meta.dev());
     if let Some(local) = lock().get(&key) {
         return *local;

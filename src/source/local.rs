@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, OnceLock};
 
 use nix::fcntl::OFlag;
 use nix::libc;
@@ -19,6 +19,7 @@ use super::without_proc::{
 };
 use crate::error::{Error, Result, shown_path};
 use crate::hash::{Digest, Hasher};
+use crate::sync::{Mutex, RwLock};
 
 /// Bytes hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
@@ -135,7 +136,7 @@ impl Source {
 
     /// The identity when it was opened; metadata changes that leave the bytes alone follow.
     pub fn identity(&self) -> Identity {
-        *self.identity.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.identity.lock()
     }
 
     /// Length in bytes.
@@ -155,7 +156,7 @@ impl Source {
 
     /// The open file, if it is open now. Never waits for the file system.
     pub fn open_file(&self) -> Option<Arc<File>> {
-        self.open.read().unwrap_or_else(PoisonError::into_inner).file.clone()
+        self.open.read().file.clone()
     }
 
     /// The open file, opened again where it was closed in between.
@@ -176,7 +177,7 @@ impl Source {
             });
         }
         let file = Arc::new(file);
-        self.lock_open().file = Some(file.clone());
+        self.open.write().file = Some(file.clone());
         descriptors::opened(self);
         Ok(file)
     }
@@ -187,7 +188,7 @@ impl Source {
         if self.no_direct.load(Ordering::Relaxed) {
             return None;
         }
-        if let Some(direct) = &self.open.read().unwrap_or_else(PoisonError::into_inner).direct {
+        if let Some(direct) = &self.open.read().direct {
             return Some(direct.clone());
         }
         let direct = std::fs::OpenOptions::new()
@@ -207,7 +208,7 @@ impl Source {
                 return None;
             }
         };
-        let mut open = self.lock_open();
+        let mut open = self.open.write();
         // Closed meanwhile: then this descriptor lasts for one read only.
         if open.file.as_ref().is_some_and(|open| Arc::ptr_eq(open, file)) && open.direct.is_none() {
             open.direct = Some(direct.clone());
@@ -253,7 +254,7 @@ impl Source {
     /// keep its space on disk after it is deleted.
     pub fn release(&self) {
         // Under the lock, so that a pin that comes now finds the file closed and opens it.
-        let mut open = self.lock_open();
+        let mut open = self.open.write();
         if self.pins.load(Ordering::SeqCst) == 0 {
             let closed = std::mem::take(&mut *open);
             drop(open);
@@ -261,16 +262,12 @@ impl Source {
         }
     }
 
-    fn lock_open(&self) -> RwLockWriteGuard<'_, Open> {
-        self.open.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn is_open(&self) -> bool {
         self.open_file().is_some()
     }
 
     pub(super) fn is_open_direct(&self) -> bool {
-        self.open.read().unwrap_or_else(PoisonError::into_inner).direct.is_some()
+        self.open.read().direct.is_some()
     }
 
     /// Whether closing it loses nothing: nobody relies on it, or it can be opened again.
@@ -279,12 +276,12 @@ impl Source {
     }
 
     pub(super) fn close(&self) {
-        let closed = std::mem::take(&mut *self.lock_open());
+        let closed = std::mem::take(&mut *self.open.write());
         drop(closed);
     }
 
     pub(super) fn close_direct(&self) {
-        let closed = self.lock_open().direct.take();
+        let closed = self.open.write().direct.take();
         drop(closed);
     }
 
@@ -377,7 +374,7 @@ impl Source {
             if self.hash_head(*len)? != *hash {
                 return Err(self.set_changed("has another header than it had".to_owned()));
             }
-            let mut identity = self.identity.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut identity = self.identity.lock();
             if *identity == known {
                 *identity = now;
             }
@@ -408,7 +405,7 @@ impl Source {
     }
 
     fn witness(&self) -> Option<Arc<dyn WriteWitness>> {
-        self.witness.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.witness.lock().clone()
     }
 
     /// What the open file is now, whether or not it is what it was.
@@ -431,7 +428,7 @@ impl Source {
                 return Ok(());
             }
             self.judge(&known, &now, file).map_err(|detail| self.set_changed(detail))?;
-            let mut identity = self.identity.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut identity = self.identity.lock();
             if *identity == known {
                 *identity = now;
                 return Ok(());
@@ -478,7 +475,7 @@ impl Source {
     /// Has `witness` say from now on whether a new change time comes from a write. It must have
     /// been at work when the source was confirmed last, by `check` or `settle`.
     pub fn set_witness(&self, witness: Arc<dyn WriteWitness>) {
-        *self.witness.lock().unwrap_or_else(PoisonError::into_inner) = Some(witness);
+        *self.witness.lock() = Some(witness);
     }
 
     /// Whether the path still leads to this file.

@@ -11,8 +11,8 @@ mod job;
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::catalog::{Piece, ShardId};
 use crate::checkpoint::{Checkpoint, fingerprint};
@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::hash::Digest;
 use crate::index::{Chunk, ShardSums};
 use crate::source::Source;
+use crate::sync::Mutex;
 
 pub use checker::{Checker, MEMORY};
 use job::Job;
@@ -83,10 +84,6 @@ impl std::fmt::Debug for Gate {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Gate {
     /// That of all of `checkpoint` as one file; none where a shard has no checksums.
     pub fn of_checkpoint(checkpoint: &Arc<Checkpoint>, recorded: &Recorded) -> Option<Gate> {
@@ -126,7 +123,7 @@ impl Gate {
         if units.iter().all(|unit| state(unit) == GOOD) {
             return answer(Ok(()));
         }
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if let Some(error) = units.iter().find_map(|unit| inner.bad.get(unit)).cloned() {
             drop(inner);
             return answer(Err(&error));
@@ -216,7 +213,7 @@ impl Gate {
 
     /// Takes over what came of `job`, and answers those who wait for it.
     fn ended(&self, job: &Arc<Job>, outcome: job::Outcome) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         for unit in &job.units {
             inner.checking.remove(unit);
             if let Some(error) = outcome.bad.get(unit) {
@@ -235,7 +232,7 @@ impl Gate {
 
     /// Notes that one of the jobs of `waiting` is done, or has failed.
     fn answer(&self, waiting: &Waiting, failed: Option<&Error>) {
-        let mut left = lock(&waiting.state);
+        let mut left = waiting.state.lock();
         left.jobs -= 1;
         if left.jobs > 0 && failed.is_none() {
             return;
@@ -245,7 +242,7 @@ impl Gate {
         if let Some(error) = failed {
             return answer(Err(error));
         }
-        let inner = lock(&self.inner);
+        let inner = self.inner.lock();
         let bad = waiting.units.iter().find_map(|unit| inner.bad.get(unit)).cloned();
         drop(inner);
         match bad {

@@ -1,7 +1,9 @@
 //! The last outcome of a question that a file system may never answer.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use tensorfs::sync::{Condvar, Mutex};
 
 /// A question, asked on a thread of its own.
 pub(super) struct Latest<T> {
@@ -31,12 +33,12 @@ impl<T: Copy + Send + 'static> Latest<T> {
         limit: Duration,
         ask: impl FnOnce() -> Option<T> + Send + 'static,
     ) -> (Option<T>, bool) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         if !state.asking {
             let latest = self.clone();
             let answer = move || {
                 let value = ask();
-                let mut state = latest.state.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut state = latest.state.lock();
                 *state = State { value, asking: false, late: false };
                 latest.answered.notify_all();
             };
@@ -47,8 +49,7 @@ impl<T: Copy + Send + 'static> Latest<T> {
         while state.asking && !state.late {
             let left = deadline.saturating_duration_since(Instant::now());
             state.late = left.is_zero();
-            let waited = self.answered.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.answered.wait_timeout(state, left);
         }
         (state.value, !state.asking)
     }
@@ -64,10 +65,10 @@ mod tests {
         let long = Duration::from_secs(30);
         assert_eq!(latest.get(long, || Some(1)), (Some(1), true));
         let held = Arc::new(Mutex::new(()));
-        let guard = held.lock().unwrap();
+        let guard = held.lock();
         let stalls = held.clone();
         let ask = move || {
-            drop(stalls.lock().unwrap());
+            drop(stalls.lock());
             Some(2)
         };
         assert_eq!(latest.get(Duration::from_millis(10), ask), (Some(1), false));
@@ -76,7 +77,7 @@ mod tests {
         }
         drop(guard);
         let started = Instant::now();
-        while latest.state.lock().unwrap().asking {
+        while latest.state.lock().asking {
             assert!(started.elapsed() < long);
             std::thread::yield_now();
         }

@@ -268,7 +268,7 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
     wait_for_state(&assembler, OTHER, "failed");
     assert!(assembler.status()["files"].to_string().contains("no room"));
     drop((kernels, still));
-    assembler.shared.lock().entries.remove(OTHER);
+    assembler.shared.state.lock().entries.remove(OTHER);
     drop(assembled(&assembler, OTHER, &reader));
 }
 
@@ -280,7 +280,7 @@ fn a_file_larger_than_the_budget_is_never_begun() {
     wait_for_state(&assembler, VERSION, "failed");
     heat(&assembler, VERSION, &reader);
     assert_eq!(state(&assembler, VERSION).as_deref(), Some("failed"));
-    assert!(!assembler.shared.lock().entries[VERSION].may_start());
+    assert!(!assembler.shared.state.lock().entries[VERSION].may_start());
     assert!(place.names().is_empty());
 }
 
@@ -382,7 +382,7 @@ fn fill_a_disk(place: &Place) {
     assert!(assembler.status()["resting_s"].as_u64().unwrap() > 60);
     fs::remove_file(place.dir().join("fill")).unwrap();
     {
-        let mut state = assembler.shared.lock();
+        let mut state = assembler.shared.state.lock();
         state.resting = None;
         state.entries.remove(VERSION);
     }

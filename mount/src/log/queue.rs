@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 
 use tensorfs::error::{shown, shown_path};
+use tensorfs::sync::{Condvar, Mutex};
 
 use super::output::{Destination, Output};
 
@@ -69,13 +70,9 @@ struct State {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Queues a line, or drops it if the queue is full. Never waits for the log.
     pub(super) fn push(&self, line: Line) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let len = line.text.len();
         if state.lines.len() >= LINES_MAX || state.bytes + len > BYTES_MAX {
             return state.lose();
@@ -88,20 +85,19 @@ impl Queue {
 
     /// Number of lines that were dropped.
     pub(super) fn dropped(&self) -> u64 {
-        self.lock().dropped
+        self.state.lock().dropped
     }
 
     /// Waits until all lines are written, for `limit` at most.
     pub(super) fn flush(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while state.has_work() || state.writing {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, left);
         }
     }
 
@@ -117,7 +113,7 @@ impl Queue {
     ) -> io::Result<()> {
         let queue = self.clone();
         let file = output.identity();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let number = state.writer + 1;
         start_thread(move || queue.write(number, output))?;
         state.adopt(number);
@@ -131,7 +127,7 @@ impl Queue {
     /// Opens the log file, if it is one, anew on a thread, which then writes to it and says so. One
     /// that is still the same is left to the thread that writes to it, which may hang there.
     pub(super) fn reopen(self: &Arc<Self>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let destination = state.destination.clone();
         let Some(path) = destination.path() else { return };
         if state.reopening {
@@ -143,7 +139,7 @@ impl Queue {
         let reopen = move || {
             let opened = destination.open().map(|output| (output.identity(), output));
             let shown = shown_path(&path);
-            let mut state = queue.lock();
+            let mut state = queue.state.lock();
             state.reopening = false;
             let taken_over = match opened {
                 Ok((file, output)) if file.is_none() || file != state.file => {
@@ -165,23 +161,23 @@ impl Queue {
             }
         };
         if let Err(e) = start_thread(reopen) {
-            self.lock().reopening = false;
+            self.state.lock().reopening = false;
             tracing::error!("the log cannot be opened anew: {e}");
         }
     }
 
     /// A thread: writes lines as long as no other thread has taken over.
     fn write(&self, number: u64, mut output: Output) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while state.writer == number {
             let Some((line, lost)) = state.next() else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait(state);
                 continue;
             };
             state.writing = true;
             drop(state);
             let written = output.write(&line);
-            state = self.lock();
+            state = self.state.lock();
             if state.writer == number {
                 state.writing = false;
                 state.failing = written.is_err();
@@ -299,7 +295,7 @@ mod tests {
         for _ in 0..BYTES_MAX / LINE_MAX + 10 {
             queue.push(Line::new(&"\u{e9}".repeat(LINE_MAX), 4));
         }
-        let state = queue.lock();
+        let state = queue.state.lock();
         assert!(state.bytes <= BYTES_MAX && state.dropped > 0);
         assert!(state.lines.iter().all(|line| line.text.len() <= LINE_MAX + " ...".len()));
     }
@@ -338,7 +334,7 @@ mod tests {
         std::fs::rename(&path, &old).unwrap();
         queue.reopen();
         let started = Instant::now();
-        while queue.lock().writer < 2 {
+        while queue.state.lock().writer < 2 {
             assert!(started.elapsed() < LONG);
             std::thread::yield_now();
         }
@@ -362,11 +358,11 @@ mod tests {
             queue.push(Line::new(&"x".repeat(LINE_MAX), 4));
             queue.reopen();
             let started = Instant::now();
-            while queue.lock().reopening {
+            while queue.state.lock().reopening {
                 assert!(started.elapsed() < LONG);
                 std::thread::yield_now();
             }
-            assert_eq!(queue.lock().writer, 1);
+            assert_eq!(queue.state.lock().writer, 1);
         }
     }
 

@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_uint};
 use std::fmt;
 use std::ptr::null_mut;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::{DeviceMemory, Entered, Gpu, call, failed, sys};
 use crate::cast::Cast;
 use crate::error::Result;
 use crate::io::Filled;
+use crate::sync::Mutex;
 
 /// The kernels, as text that the driver translates for its GPU. It ends with a zero.
 const PTX: &str = concat!(include_str!("../cast.ptx"), "\0");
@@ -124,7 +125,7 @@ impl Stream {
     }
 
     fn event(&self) -> Result<Event> {
-        let kept = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let kept = self.events.lock().pop();
         kept.map_or_else(|| Event::new(&self.gpu), Ok)
     }
 }
@@ -361,7 +362,7 @@ impl Sent {
             unsafe { call!(context, cuEventSynchronize(event.raw)) }?;
         }
         drop(sending.used.take());
-        sending.stream.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+        sending.stream.events.lock().push(event);
         Ok(())
     }
 }
@@ -391,7 +392,7 @@ impl Kernels {
 
     /// The kernel of `cast`. The context is bound.
     fn function(&self, cast: Cast) -> Result<sys::CUfunction> {
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut functions = self.functions.lock();
         if let Some(function) = functions.get(cast.kernel()) {
             return Ok(*function);
         }

@@ -92,11 +92,11 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
             ((begun, go), result)
         })
         .unzip();
-    let lane = engine.lock_lanes().values().next().cloned().unwrap();
+    let lane = engine.0.lanes.lock().values().next().cloned().unwrap();
     let mut begun = 0;
     wait_until("all that can begin have begun", || {
         begun += held.iter().filter(|(begun, _)| begun.try_recv().is_ok()).count();
-        begun + lane.lock().over.len() == held.len()
+        begun + lane.state.lock().over.len() == held.len()
     });
     let waiting = held.len() - begun;
     if waiting == 0 {

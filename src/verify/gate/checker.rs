@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -13,9 +13,9 @@ use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled};
 use crate::source::{Source, release_unpinned};
+use crate::sync::Mutex;
 
 use super::job::{Job, Outcome, STEP_LEN, Step};
-use super::lock;
 
 /// Steps read at the same time, and those of one source.
 const STEPS_MAX: usize = 8;
@@ -89,7 +89,7 @@ impl Checker {
 
     /// What is compared now, for people: as `Engine::describe`, with the number of jobs.
     pub fn describe(&self) -> Value {
-        let jobs = lock(&self.0.state).jobs.len();
+        let jobs = self.0.state.lock().jobs.len();
         let mut described = self.0.engine.describe();
         described["jobs"] = jobs.into();
         described
@@ -97,7 +97,7 @@ impl Checker {
 
     /// Takes a job in. Never waits.
     pub(super) fn submit(&self, job: Arc<Job>) {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         state.jobs.push(job.clone());
         state.queue.push_back(job.clone());
         drop(state);
@@ -129,13 +129,13 @@ impl Inner {
     /// Begins as many steps as may be under way.
     fn dispatch(self: &Arc<Self>) {
         loop {
-            let next = lock(&self.state).next();
+            let next = self.state.lock().next();
             let Some((job, step, source, begun)) = next else { return };
             let memory = Buffer::len_for(&step.range);
             let Some(lease) = self.budget.try_lease(memory) else {
                 // Those under way give theirs back and come here again.
                 job.put_back(step);
-                let mut state = lock(&self.state);
+                let mut state = self.state.lock();
                 state.ended(&source, begun);
                 state.queue.retain(|other| !Arc::ptr_eq(other, &job));
                 state.queue.push_front(job);
@@ -166,10 +166,10 @@ impl Inner {
             }
             Err(error) => Some(error),
         };
-        lock(&self.state).ended(source, begun);
+        self.state.lock().ended(source, begun);
         if let Some(outcome) = job.step_ended(failed) {
             self.end(job, outcome);
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.jobs.retain(|other| !Arc::ptr_eq(other, job));
             state.queue.retain(|other| !Arc::ptr_eq(other, job));
             drop(state);
@@ -187,7 +187,7 @@ impl Inner {
 
     /// Ends jobs that are overdue. Returns whether any is left.
     fn tick(self: &Arc<Self>) -> bool {
-        let jobs = lock(&self.state).jobs.clone();
+        let jobs = self.state.lock().jobs.clone();
         if let Some(timeout) = self.timeout
             && let Some(before) = Instant::now().checked_sub(timeout)
         {
@@ -200,7 +200,7 @@ impl Inner {
                 }
             }
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.jobs.retain(|job| !job.has_ended());
         state.queue.retain(|job| !job.has_ended());
         let busy = !state.jobs.is_empty() || !state.running.is_empty();

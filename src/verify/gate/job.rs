@@ -2,15 +2,16 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::Error;
 use crate::hash::Digest;
 use crate::index::Chunk;
 use crate::source::Source;
+use crate::sync::Mutex;
 
-use super::{Gate, Waiting, lock};
+use super::{Gate, Waiting};
 
 /// Most bytes that are read at a time.
 pub(super) const STEP_LEN: u64 = 4 << 20;
@@ -60,22 +61,22 @@ impl Job {
     }
 
     pub(super) fn add_waiter(&self, waiting: Arc<Waiting>) {
-        lock(&self.waiters).push(waiting);
+        self.waiters.lock().push(waiting);
     }
 
     pub(super) fn take_waiters(&self) -> Vec<Arc<Waiting>> {
-        std::mem::take(&mut *lock(&self.waiters))
+        std::mem::take(&mut *self.waiters.lock())
     }
 
     /// The source of the next step, if there is one.
     pub(super) fn next_source(&self) -> Option<Arc<Source>> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         state.left.last().map(|step| self.gate.source(step.shard).clone())
     }
 
     /// Takes the next step out.
     pub(super) fn begin(&self) -> Option<Step> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let step = state.left.pop()?;
         state.in_flight += 1;
         Some(step)
@@ -83,7 +84,7 @@ impl Job {
 
     /// Puts a step back that there is no memory for.
     pub(super) fn put_back(&self, step: Step) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.in_flight -= 1;
         if !state.ended {
             state.left.push(step);
@@ -109,14 +110,14 @@ impl Job {
             };
             self.gate.bytes_of(*unit).iter().any(overlap)
         };
-        let known = |unit: &u32| lock(&self.state).outcome.bad.contains_key(unit);
+        let known = |unit: &u32| self.state.lock().outcome.bad.contains_key(unit);
         let units: Vec<u32> =
             self.units.iter().copied().filter(touches).filter(|unit| !known(unit)).collect();
         if units.is_empty() {
             return;
         }
         let error = Arc::new(self.gate.mismatch(shard, chunk, found));
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.outcome.bad.extend(units.into_iter().map(|unit| (unit, error.clone())));
         if state.outcome.bad.len() == self.units.len() {
             // Nothing more is to be known.
@@ -129,7 +130,7 @@ impl Job {
     /// A step is done, or could not be read. Returns what came of the job where it has ended with
     /// it, for `end`.
     pub(super) fn step_ended(&self, failed: Option<Error>) -> Option<Outcome> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.in_flight -= 1;
         state.since = Instant::now();
         if let Some(error) = failed {
@@ -151,7 +152,7 @@ impl Job {
         before: Instant,
         late: impl FnOnce(&Source) -> Error,
     ) -> Option<Outcome> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.ended || state.since > before {
             return None;
         }
@@ -167,12 +168,12 @@ impl Job {
 
     /// Whether it has ended.
     pub(super) fn has_ended(&self) -> bool {
-        lock(&self.state).ended
+        self.state.lock().ended
     }
 
     /// Ends a job that has nothing to read.
     pub(super) fn end_if_empty(self: &Arc<Self>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.left.is_empty() && state.in_flight == 0 && !state.ended {
             state.ended = true;
             let outcome = std::mem::take(&mut state.outcome);

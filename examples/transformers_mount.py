@@ -91,7 +91,7 @@ def bits(tensor):
 def check_weights(original, folder):
     """Loads `folder` with default settings and compares every weight with `original`.
 
-    Exits with status 1 and the names that differ. What was loaded is gone when this returns.
+    Exits with status 1 and the names that differ. The model is gone when this returns.
     """
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     wanted = original.state_dict()

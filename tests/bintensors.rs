@@ -12,7 +12,7 @@ use tensorfs::format::bintensors::{encode, number_of, parse, parse_file, parse_s
 use tensorfs::format::safetensors::{Header, PREFIX_LEN};
 use tensorfs::{Class, Dtype};
 
-/// By number.
+/// Element types by their number in the format.
 const GENUINE: [bintensors::Dtype; 15] = [
     bintensors::Dtype::BOOL,
     bintensors::Dtype::U8,
@@ -179,7 +179,7 @@ fn a_header_is_read_as_it_comes_and_a_failed_read_stays_one() {
     assert_eq!(parse_stream(|| Broken, 100, 200).unwrap_err().raw_os_error(), Some(5));
     // A stream that ends before the header does.
     assert!(parse_stream(|| [0u8].as_slice(), 8, 16).is_err());
-    // What is behind the values is not even read.
+    // Bytes behind the values are not even read.
     assert_eq!(class(&[0, 0], 10), None);
     let header = parse_stream(|| [0u8, 0].as_slice(), 1 << 20, (1 << 20) + 8).unwrap();
     assert_eq!(header.unwrap().tensors, []);
@@ -239,7 +239,7 @@ fn metadata() -> impl Strategy<Value = Option<Metadata>> {
     prop::option::of(prop::collection::btree_map(".*", ".*", 0..4))
 }
 
-/// What the genuine crate reads, in the order of the data.
+/// The tensors that the genuine crate reads, in the order of the data.
 fn read_by_genuine(file: &[u8]) -> Option<Vec<(String, String, Vec<usize>)>> {
     let read = BinTensors::deserialize(file).ok()?;
     let names = read.metadata().offset_keys();

@@ -225,7 +225,7 @@ fn changed_behind_what_was_read_ahead() -> (Fixture, u64) {
     (fixture, from + (1 << 20))
 }
 
-// What was read ahead was still served after the daemon had seen that its shard had changed.
+// Bytes read ahead were still served after the daemon had seen that their shard had changed.
 #[test]
 fn what_was_read_ahead_is_not_served_once_its_source_is_known_to_have_changed() {
     let (fixture, next) = changed_behind_what_was_read_ahead();

@@ -287,7 +287,8 @@ fn a_library_that_is_absent_or_lacks_a_function_leaves_all_to_other_reads() {
     let name = "a_library_that_is_absent_or_lacks_a_function_leaves_all_to_other_reads";
     let folder = tempfile::tempdir().unwrap();
     if std::env::var_os(CHILD).is_some() {
-        // In a child, which loads no library before. What is printed is looked at by its parent.
+        // In a child, which loads no library before. The parent looks at the output of this
+        // process.
         let _fake = fake::Fake::new();
         let (tensors, checkpoint) = two(folder.path());
         let stats = device(load(&tensors, &checkpoint, tune()).unwrap());

@@ -284,7 +284,7 @@ fn a_tensor_in_four_thousand_pieces_is_proved_at_once() {
     assert_eq!(read_naively(&file)["w"].2, bytes("w", Dtype::U8, &shape));
 }
 
-// Who had read an error, and then asked the mount, was told of no mismatch.
+// A reader that had got an error, and then asked the mount, was told of no mismatch.
 #[test]
 fn a_mismatch_is_counted_before_those_who_wait_for_it_are_answered() {
     let boxes = vec![(0, Box_ { offset: vec![0], shape: vec![8] })];

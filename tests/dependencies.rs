@@ -1,5 +1,5 @@
-//! What this repository depends on, checked against the lock file: origins, licences, bans, and
-//! which packages the core may reach.
+//! Dependencies of this repository, checked against the lock file: origins, licences, bans, and the
+//! packages that the core may reach.
 //!
 //! Reads `cargo metadata`, so a dependency of a dependency is seen as well as a direct one.
 
@@ -47,8 +47,8 @@ const PINNED: &[(&str, &str, &str)] = &[(
     "files are laid out by this release, and another may lay them out differently",
 )];
 
-/// What the library must build without: FUSE, Python and a command line are for the packages
-/// around it, CUDA for those who ask for the feature of that name.
+/// Packages that the library must build without: FUSE, Python and a command line are for the
+/// packages around it, CUDA is for builds with the feature of that name.
 const CORE_REACHES_NO: &[&str] = &["fuser", "cudarc", "pyo3", "clap"];
 
 /// Features of the core that reach something of these, as (feature, package).
@@ -188,8 +188,8 @@ fn packages() -> &'static [Package] {
     &PACKAGES
 }
 
-/// What a command of cargo prints. It is asked without the network first: what this test was
-/// built from is on disk already, but packages for other systems may not be.
+/// The output of a cargo command. It is asked without the network first: what this test was built
+/// from is on disk already, but packages for other systems may not be.
 fn cargo(words: &[&str]) -> Vec<u8> {
     let mut failures = String::new();
     for offline in [true, false] {
@@ -251,7 +251,8 @@ fn text(value: &Value) -> String {
     value.as_str().expect("cargo metadata has this string").to_owned()
 }
 
-/// Who depends on whom when the workspace is built: normal and build dependencies, no tests'.
+/// Dependencies between packages when the workspace is built: normal and build dependencies, none
+/// of tests.
 struct Graph {
     names: BTreeMap<String, String>,
     edges: BTreeMap<String, Vec<String>>,

@@ -381,7 +381,7 @@ fn load_plain(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
     load_first(folder.path(), &expected(&tensor, &Want::whole(0)), tune)
 }
 
-/// Likewise a tensor of zeros, which is made faster.
+/// Makes a tensor of zeros, which is faster.
 fn load_zeros(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
     let folder = tempfile::tempdir().unwrap();
     load_first(&write_zeros(folder.path(), len), &vec![0; len as usize], tune)
@@ -441,7 +441,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     loader.release();
     assert_eq!(fake.report().live["registered_bytes"], 0);
     drop(loader);
-    // The second step is not to be had: the first does.
+    // The second step is refused: the first suffices.
     fake.set("fail", "cuMemHostRegister_v2:2:2,cuMemHostAlloc:1:2");
     fake.forget();
     let limits = reads(40 << 20);
@@ -501,7 +501,7 @@ fn loads_that_share_too_little_pinned_memory_all_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_zeros(folder.path(), 12 << 20);
     let checkpoint = Checkpoint::open(&path).unwrap();
-    // What is pinned first is enough for one read.
+    // The memory pinned first is enough for one read.
     let limits = reads(1536 << 10);
     let loader = Loader::new(Tune { limits, staging: 1, ..Tune::device() });
     std::thread::scope(|scope| {
@@ -630,7 +630,8 @@ fn the_driver_for_tests_refuses_what_no_correct_program_does() {
     assert_eq!(theirs::unregister(&bytes[50..]), 0);
     assert_eq!(theirs::unregister(&bytes[50..]), NOT_REGISTERED);
     assert_eq!(theirs::unregister(&bytes), 0);
-    // What is freed while work uses it is told, the more surely the later the work is.
+    // The stand-in reports memory that is freed while work uses it, more surely if the work is
+    // late.
     fake.forget();
     fake.set("delay", 20_000);
     for _ in 0..20 {
@@ -659,13 +660,13 @@ fn a_gpu_that_is_not_there_is_an_error_that_says_how_many_are() {
     assert!(error.contains("cuInit failed: no CUDA-capable device is detected"), "{error}");
 }
 
-/// What this process is to find as the driver, set for children of the test below.
+/// Path of the driver for child processes of the test below.
 const CHILD: &str = "TENSORFS_TEST_DRIVER";
 
 #[test]
 fn a_driver_that_is_absent_or_lacks_a_function_is_an_error_and_no_panic() {
     if std::env::var_os(CHILD).is_some() {
-        // In a child. What is printed is looked at by its parent.
+        // This part runs in a child process. The parent looks at the output.
         println!("said: {}", Gpu::open(0).unwrap_err());
         return;
     }

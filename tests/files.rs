@@ -110,7 +110,7 @@ fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
     let mut copied = 0;
     for (at, (_, _, right)) in content(&checkpoint).into_iter().enumerate() {
         let mut bytes = vec![0; right.len()];
-        // Of an empty tensor there is nothing to copy; the kernel may not say what it holds.
+        // An empty tensor has nothing to copy; the kernel may not say what it holds.
         if loader.load_cached(&checkpoint, at, None, &mut bytes).unwrap() {
             assert_eq!(bytes, right);
             copied += 1;
@@ -125,7 +125,7 @@ fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
     assert!(!loader.load_cached(&cut, at, None, &mut bytes).unwrap());
 }
 
-// Whoever came second was told that a write cannot be ruled out.
+// The second caller was told that a write cannot be ruled out.
 #[test]
 fn a_new_name_is_found_harmless_by_every_thread_that_looks_at_once() {
     let root = tempfile::tempdir().unwrap();

@@ -108,7 +108,7 @@ fn assert_same_checkpoint(left: &Checkpoint, right: &Checkpoint) {
     if !left.is_whole_file() {
         let shown = |checkpoint: &Checkpoint| checkpoint.shown().map_err(|e| e.to_string());
         assert_eq!(shown(left), shown(right));
-        // What the index says of the virtual file is what laying it out gives.
+        // The index describes the virtual file as its layout does.
         let layout = left.layout().map(|layout| layout.len()).map_err(|e| e.to_string());
         assert_eq!(layout, shown(left).map(|shown| shown.len));
     }
@@ -237,7 +237,7 @@ fn a_folder_with_a_refused_checkpoint_has_no_index() {
 }
 
 // ---------------------------------------------------------------------------------------------
-// What has changed is noticed.
+// A change is noticed.
 
 /// A change to the checkpoint in a folder.
 type Change = fn(&Path);
@@ -251,7 +251,7 @@ fn replace(path: &Path, bytes: &[u8]) {
     fs::rename(&new, path).unwrap();
 }
 
-/// Likewise in the same inode.
+/// A change in the same inode is noticed too.
 fn overwrite(path: &Path, bytes: &[u8]) {
     let modified = fs::metadata(path).unwrap().modified().unwrap();
     let file = File::options().write(true).open(path).unwrap();
@@ -450,7 +450,7 @@ fn a_young_file_is_looked_at_and_an_old_one_is_not() {
     let home = model();
     prove_model(home.path());
     let looks = |home: &Path| {
-        // Whoever looks at the first bytes finds that there are fewer than the index says.
+        // A look at the first bytes finds that there are fewer than the index says.
         let path = the_index(home);
         let mut index = decoded(&path);
         index.files[0].head = [0; 16];

@@ -139,7 +139,7 @@ fn index_len(folder: &Path) -> u64 {
 }
 
 // ---------------------------------------------------------------------------------------------
-// What is measured.
+// Measurements.
 
 fn many_tensors(home: &Path, shards: usize, tensors_each: usize, runs: usize) {
     let (folder, index) = (home.join("many"), home.join("many-index"));

@@ -6,8 +6,7 @@
 Needs torch and tensorfs (`pip install ./python`); measures every other loader that is installed: safetensors,
 fastsafetensors, runai-model-streamer, tensorizer, instanttensor, and torch's own DCP reader. fio gives the speed of the
 disk, where it is installed. A run counts until the last tensor is there, owns its memory and, on a GPU, the device is
-done. What was loaded is summed up after the clock stopped and compared between loaders, and then let go of, by another
-clock. `hf:warm:untouched` is `hf:warm` with free memory that nobody has touched for a while.
+done. After the clock has stopped, the loaded bytes are summed up, the sums are compared between loaders, and the memory is freed under another clock. `hf:warm:untouched` is `hf:warm` with free memory that nobody has touched for a while.
 """
 
 import argparse
@@ -223,7 +222,7 @@ def header_of(file):
         return json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
 
 
-# Of each: what must be importable, on which checkpoints, and whether it loads to the CPU, to GPUs, or both.
+# Loaders: the modules that each needs, its checkpoints, and whether it loads to the CPU, to GPUs, or both.
 LOADERS = {
     "tensorfs": (by_tensorfs, "tensorfs", ("hf", "small", "dcp"), "both"),
     "tensorfs-numpy": (by_tensorfs_numpy, "tensorfs", ("hf", "small", "dcp"), "cpu"),
@@ -315,7 +314,7 @@ def by_get_slice(file, name):
 
 
 def pretrained(patched):
-    """What `from_pretrained` of transformers makes of the shards, each byte of it looked at."""
+    """Calls `from_pretrained` of transformers on the shards and looks at each byte of the model."""
 
     def load(folder, files, device):
         import contextlib
@@ -363,7 +362,7 @@ def model_folder(folder):
     return beside
 
 
-# Of each case: what takes part, with the function and the packages that it needs.
+# Cases: the programs that take part in each, with the function and the packages that it needs.
 LOOPS = {
     "loop": {
         "tensorfs load_file": (by_tensorfs, "tensorfs"),
@@ -403,7 +402,7 @@ def total_of(tensors):
     return total
 
 
-# From so many bytes on it matters whether free memory was in use a moment ago.
+# For loads of this many bytes and more it matters whether free memory was in use a moment ago.
 TOUCH_MIN = 5e8
 TOUCH = """
 import ctypes, mmap, sys, threading

@@ -81,7 +81,7 @@ pub(crate) fn dcp_name(number: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", number + 1)
 }
 
-/// What the sharding notes of shards say.
+/// Contents of the sharding notes of a DCP shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Notes {
     /// Where pieces begin, as releases of torch write it: one piece of a tensor in a file.
@@ -97,7 +97,7 @@ pub(crate) fn write_dcp(folder: &Path, tensors: &[Cut]) {
     write_dcp_with(folder, tensors, Notes::Offsets);
 }
 
-/// Likewise with other notes.
+/// Writes a DCP checkpoint with the given notes.
 pub(crate) fn write_dcp_with(folder: &Path, tensors: &[Cut], notes: Notes) {
     let mut shards: BTreeMap<usize, Vec<(&Cut, &Box_)>> = BTreeMap::new();
     for tensor in tensors {

@@ -36,7 +36,7 @@ fn part(shape: &[u64], choices: &[(u16, u16)]) -> Option<Vec<Range<u64>>> {
     (choices.len() >= shape.len()).then(|| ranges.collect())
 }
 
-/// What is wished for, by numbers that fit any checkpoint.
+/// A request, by numbers that fit any checkpoint.
 #[derive(Clone, Debug)]
 pub(crate) struct Wish {
     tensor: usize,

@@ -21,7 +21,7 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 /// done what no correct program does.
 pub(crate) struct Fake(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
 
-/// What it was asked for, and what is alive.
+/// Counts of its calls, and of the objects that are alive.
 #[derive(Debug)]
 pub(crate) struct Report {
     pub(crate) calls: BTreeMap<String, u64>,
@@ -39,9 +39,9 @@ impl Report {
 /// A library that cargo has built for this test, in place of another one.
 pub(crate) struct Library {
     file: &'static str,
-    /// What the other one is called, and so is this.
+    /// File name of the real library, and of this one.
     name: &'static CStr,
-    /// What its functions for tests begin with.
+    /// Prefix of its functions for tests.
     prefix: &'static str,
     handle: OnceLock<usize>,
 }
@@ -158,7 +158,7 @@ pub(crate) unsafe fn function<F: Copy>(name: &str) -> F {
 /// Where `part` begins in `bytes`.
 pub(crate) fn find(bytes: &[u8], part: &[u8]) -> Option<usize> {
     let (start, part_start) = (bytes.as_ptr().cast(), part.as_ptr().cast());
-    // SAFETY: both have so many bytes.
+    // SAFETY: both have at least `len` bytes.
     let found = unsafe { libc::memmem(start, bytes.len(), part_start, part.len()) };
     (!found.is_null()).then(|| found.addr() - bytes.as_ptr().addr())
 }
@@ -218,7 +218,7 @@ pub(crate) fn check_filled(
         }
         prop_assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
         if want.at.is_some() {
-            // What lies before is somebody else's, and is as it was.
+            // Memory in front belongs to another owner and is unchanged.
             let mut before = vec![0; placement.at as usize];
             region.memory.read(region.at, &mut before).unwrap();
             prop_assert!(before.iter().all(|&byte| byte == 0xA5));

@@ -78,7 +78,7 @@ impl Drop for Stream {
     }
 }
 
-/// What the driver says of a copy.
+/// Result code of the driver for a copy.
 pub(crate) fn copy(to: u64, from: u64, len: usize, stream: u64) -> u32 {
     // SAFETY: the function's type.
     let copy: extern "C" fn(u64, u64, usize, u64) -> u32 =
@@ -86,7 +86,7 @@ pub(crate) fn copy(to: u64, from: u64, len: usize, stream: u64) -> u32 {
     copy(to, from, len, stream)
 }
 
-/// What the driver says of the end of memory of a device.
+/// Result code of the driver where the memory of a device ends.
 pub(crate) fn free(address: u64) -> u32 {
     // SAFETY: the function's type.
     let free: extern "C" fn(u64) -> u32 = unsafe { function("cuMemFree_v2") };
@@ -101,7 +101,7 @@ pub(crate) fn allocate(len: usize) -> u64 {
     address
 }
 
-/// What the driver says of memory that is to be registered.
+/// Result code of the driver for memory that is to be registered.
 pub(crate) fn register(bytes: &[u8]) -> u32 {
     // SAFETY: the function's type.
     let register: extern "C" fn(*const u8, usize, u32) -> u32 =

@@ -1,4 +1,4 @@
-"""What this machine can do at best: pinned memory to the GPU, memory to memory, the disk, and what pinning costs."""
+"""Best figures of this machine: pinned memory to the GPU, memory to memory, the disk, and the cost of pinning."""
 
 import argparse
 import ctypes

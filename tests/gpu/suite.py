@@ -41,7 +41,7 @@ class Gpu(unittest.TestCase):
         folder = tempfile.TemporaryDirectory(prefix="tensorfs-test-")
         self.addCleanup(folder.cleanup)
         self.tmp = Path(folder.name)
-        # What is left of earlier memory is no zeros.
+        # Remains of earlier use are no zeros.
         free, _ = torch.cuda.mem_get_info()
         torch.empty(free // 2, dtype=torch.uint8, device=DEVICE).fill_(0xFF)
         torch.cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""What a mount has to survive: sources that misbehave on command, readers in processes of their own, limits on the
-daemon; and figures of what a daemon holds.
+"""Faults that a mount has to survive: sources that misbehave on command, readers in processes of their own, limits on the daemon; and figures of a daemon's threads, descriptors and memory.
 """
 
 import contextlib
@@ -288,7 +287,7 @@ class FaultyDisk:
 
 @dataclasses.dataclass(frozen=True)
 class Got:
-    """What came of one read."""
+    """The outcome of one read."""
 
     errno: int
     sha256: str
@@ -351,7 +350,7 @@ class Load(Child):
         return self.ended(seconds)
 
     def ended(self, seconds=20):
-        """What it has counted, once all its threads have ended."""
+        """Its counts, once all its threads have ended."""
         line = self.line(seconds)
         if not line:
             raise AssertionError(f"the readers ended badly: {self.finish()}")
@@ -372,8 +371,7 @@ def digest_of(data, offset, length):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a daemon holds: numbers of threads and of descriptors without those of source files, memory now and at its
-    peak in bytes.
+    """Figures of a daemon: numbers of threads and of descriptors without those of source files, memory now and at its peak in bytes.
     """
 
     descriptors: int
@@ -404,7 +402,7 @@ def open_files(m):
 
 
 def status_of(m):
-    """What `tensorfs status --json` says of a mount; None where the command does not exist."""
+    """The output of `tensorfs status --json` for a mount; None where the command does not exist."""
     outcome = tensorfs("status", "--json", m.path)
     if outcome.code == 2 and "unrecognized subcommand" in outcome.stderr:
         return None
@@ -438,7 +436,7 @@ def without_inotify():
 
 
 def without_cachestat():
-    """Likewise where they ask what is cached."""
+    """Holds back requests that ask what is cached."""
     _refuse(SYS_CACHESTAT)
 
 

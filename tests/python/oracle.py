@@ -195,7 +195,7 @@ def _assemble(name, dtype, pieces):
         return Tensor(name, dtype, shape, pieces[0].data, first)
     whole = np.zeros(_in_bytes(shape, dtype, BITS[dtype] // 8), np.uint8)
     placed = np.zeros(whole.shape, bool)
-    # Of equal boxes the first counts, so it is placed last.
+    # The first of equal boxes counts, so it is placed last.
     for piece in reversed(pieces):
         sizes = _in_bytes(piece.box[1], dtype, BITS[dtype] // 8)
         where = tuple(slice(o, o + n) for o, n in zip(_in_bytes(piece.box[0], dtype, 0), sizes))

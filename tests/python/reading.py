@@ -1,4 +1,4 @@
-"""What a genuine reader gets from a file: safetensors' own `safe_open`, checked against what is expected."""
+"""Reads a file with a genuine reader, safetensors' own `safe_open`, and checks the result."""
 
 import numpy as np
 from safetensors import safe_open
@@ -23,7 +23,7 @@ def raw_summary(path):
 
 
 def genuine_summary(path, backend):
-    """The same by `safe_open`; tensors that numpy cannot hold are left to their raw bytes."""
+    """Checks through `safe_open`; tensors that numpy cannot hold are left to their raw bytes."""
     raw = oracle.tensor_bytes(path)
     found = {}
     with safe_open(path, framework="np", backend=backend) as file:

@@ -52,7 +52,7 @@ STORM_BATCH = 20
 # How long threads that have nothing to do may stay.
 SETTLE_SECONDS = 20
 WARM_UP_SECONDS = 2
-# What a daemon may hold besides its cache, and the cache that it has where no option says.
+# Memory that a daemon may hold besides its cache, and the default size of the cache.
 SLACK = 64 << 20
 DEFAULT_CACHE = 256 << 20
 RUNNING, PAUSED, ENDING = range(3)
@@ -208,7 +208,7 @@ def read_mapped(descriptor, start, end):
 
 @dataclasses.dataclass
 class Shared:
-    """What readers and the soak have in common: counts per thread, and what is going on."""
+    """State shared by readers and the soak: counts per thread, and the faults in force."""
 
     counts: multiprocessing.RawArray
     wrong: multiprocessing.RawArray
@@ -262,7 +262,7 @@ def reader_process(targets, read, slots, shared, faulty):
 
 @dataclasses.dataclass
 class Storm:
-    """What came of a storm: the number of page faults, and what went wrong."""
+    """The outcome of a storm: the number of page faults, and the errors."""
 
     faults: int
     problem: str
@@ -448,7 +448,7 @@ class Soak:
     def read_then_kill(self, m):
         targets = self.targets(m)
         self.start_readers(targets)
-        # What is made when it is first needed is no leak.
+        # Threads and memory made at first use are no leak.
         self.shared.phase.value = RUNNING
         time.sleep(WARM_UP_SECONDS)
         self.shared.phase.value = PAUSED
@@ -485,7 +485,7 @@ class Soak:
         return faults
 
     def check_held(self, m, before, most):
-        """What the daemon holds after the load, when nobody reads, against what it held before it."""
+        """Compares what the idle daemon holds after the load with what it held before."""
         self.shared.phase.value = PAUSED
         deadline = time.monotonic() + SETTLE_SECONDS
         after = Held.by(m)

@@ -218,7 +218,7 @@ class ByTheKernel(Assembled):
             self.assertEqual(found, content)
             wait_until(lambda: not copy.exists(), 20, "the corrupted copy is removed")
 
-    # Whoever opened it while somebody else had it open got the corrupted bytes.
+    # An open while another reader had it open got the corrupted bytes.
     def test_a_copy_corrupted_while_it_is_open_is_opened_by_nobody_else(self):
         source = numbered_set(self.tmp / "ck", 1)
         with self.mount(source) as m:

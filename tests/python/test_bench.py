@@ -1,4 +1,4 @@
-"""`tensorfs bench`: that it runs, refuses what it should, and cleans up. What it measures decides nothing here."""
+"""`tensorfs bench`: that it runs, refuses what it should, and cleans up. Its measurements decide nothing here."""
 
 import contextlib
 import json

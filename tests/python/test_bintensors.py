@@ -20,7 +20,7 @@ from manifest import GOOD, by_id
 from mounts import BIN, Mount, MountFailed, TestCase, needs_root, run_measured, tensorfs, visible_files, wait_until
 from reading import fits_numpy, raw_summary
 
-# What both packages call the dtypes when they are given bytes.
+# Names of the dtypes in both packages when they are given bytes.
 NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "I16": "int16",
     "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
@@ -47,7 +47,7 @@ def by_bintensors(tensors, metadata):
 
 
 def by_safetensors(tensors, metadata):
-    """Likewise; it is given addresses, which have to stay what they are."""
+    """The genuine package is given addresses, which have to stay valid."""
     held = {name: np.frombuffer(data, np.uint8) for name, (_, _, data) in tensors.items()}
     described = {
         name: safetensors.TensorSpec(
@@ -100,7 +100,7 @@ class Formats(TestCase):
             self.assertEqual((m.path / shown).read_bytes(), expected)
             self.assertEqual(read_by_bintensors(m.path / shown), (tensors, metadata))
         there, back = self.tmp / "there.bt", self.tmp / "back.safetensors"
-        # Of several sets in one folder, one of the files is named.
+        # If a folder has several sets, one of the files is named.
         source = entry.source / entry.weight_map if "variant" in entry.id else entry.source
         report = self.convert(source, there, "bintensors", *entry.options)
         self.assertEqual(there.read_bytes(), expected)
@@ -109,7 +109,7 @@ class Formats(TestCase):
         self.assertEqual(report["sha256"], oracle.sha256(back.read_bytes()))
         self.assertEqual(tensors_of(back.read_bytes()), (tensors, metadata))
         if len(metadata) < 2:
-            # Of more than one key the package writes the order that it happens to have.
+            # The package writes several keys in the order that they happen to have.
             self.assertEqual(back.read_bytes(), by_safetensors(tensors, metadata))
 
     def is_refused_by_name(self, entry):
@@ -284,7 +284,7 @@ class Sources(TestCase):
 
 
 class OddMetadata(TestCase):
-    """What bintensors has and safetensors has not, or has in another way."""
+    """Features that bintensors has and safetensors lacks, or has in another way."""
 
     def write(self, name, tensors, metadata=None):
         path = self.tmp / name

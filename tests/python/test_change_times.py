@@ -1,4 +1,4 @@
-"""What backups, orchestrators and administrators do to shards without touching a byte of them.
+"""Changes that backups, orchestrators and administrators make to shards without touching a byte of them.
 
 None of it may take a checkpoint down: what is open goes on where the kernel shows that nothing was written, and a new
 open always works. A write that hides behind the same change of times is never mixed with what was read before it.
@@ -137,7 +137,7 @@ class ChangeTimes(TestCase):
         self.source = numbered_set(self.tmp / "ck", 1)
         self.shard = self.source / shard_name(2, 3)
         self.whole = checkpoints.hf_whole(self.source)
-        # What the kernel gives as time of a change stays the same for some milliseconds.
+        # The kernel's time of a change stays the same for some milliseconds.
         time.sleep(0.02)
 
     def read(self, path):
@@ -277,7 +277,7 @@ class ChangeTimes(TestCase):
 
                 wait_until(refused, 3, "what is open fails")
 
-    # The same where the kernel does not tell whether there is a writer, and where it tells of no event.
+    # Kernels that do not tell whether there is a writer, and kernels that tell of no event.
     @needs_root
     def test_stores_to_dirty_pages_are_noted_without_leases_and_without_inotify(self):
         self.skip_on_tmpfs()
@@ -463,7 +463,7 @@ class RemoteSources(TestCase):
             new = checkpoints.hf_whole(self.source)
             wait_until(lambda: (m.path / FILE).read_bytes() == new, 5, "the new bytes")
 
-    # What lies under an overlay decides who is waited for: reads by io_uring and looks without a deadline are for
+    # The layers of an overlay decide how it is read: reads by io_uring and looks without a deadline are for
     # local file systems only.
     @needs_root
     def test_an_overlay_over_a_remote_file_system_is_no_local_one(self):

@@ -70,7 +70,7 @@ def shards_of(folder):
 
 class VerifyCase(TestCase):
     def verify(self, folder, *args, code=0, **kwargs):
-        """What `verify --json` says of the one set in a folder."""
+        """The report of `verify --json` for the one set in a folder."""
         outcome = tensorfs("verify", folder, "--json", *args, **kwargs)
         self.assertEqual(outcome.code, code, f"{outcome.stdout}\n{outcome.stderr}")
         [found] = outcome.json()["sets"]

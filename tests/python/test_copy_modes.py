@@ -1,4 +1,4 @@
-"""Who may read what tensorfs writes of a checkpoint: nobody who may not read all of its shards."""
+"""Permissions of files that tensorfs writes of a checkpoint: only those who may read all of its shards may read them."""
 
 import os
 import stat

@@ -63,7 +63,7 @@ class DaemonCase(TestCase):
         self.place = self.tmp / "mnt"
         self.place.mkdir()
         self.addCleanup(detach, self.place)
-        # What a failed test leaves behind, also in a mount namespace of its own.
+        # Removes what a failed test leaves behind, also in a mount namespace of its own.
         self.addCleanup(kill_daemon_of, self.place)
 
     def full_pipe(self):
@@ -316,7 +316,7 @@ class NoLog(DaemonCase):
 
 
 class Inherited(DaemonCase):
-    """What a daemon in the background takes over from whoever mounts."""
+    """Attributes that a daemon in the background inherits from the process that mounts."""
 
     def test_no_descriptor_of_the_caller_stays_open(self):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -456,7 +456,7 @@ class HangUp(DaemonCase):
     def test_a_mount_in_the_foreground_ends_with_its_terminal(self):
         pid, terminal = pty.fork()
         if pid == 0:
-            # Who runs the tests with nohup has it ignored, and then it is no end.
+            # Under nohup SIGHUP is ignored, and then it ends nothing.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(BIN, [*self.mount_words(), "--foreground"])
         self.addCleanup(self.end, pid)
@@ -583,7 +583,7 @@ class Ends(DaemonCase):
         parent.mkdir()
         self.addCleanup(detach, parent)
         for end in ("recursively", "lazily", "by a signal"):
-            # What is to be seen is a race in the first case.
+            # The first case looks for a race.
             for _ in range(10 if end == "recursively" else 1):
                 with self.subTest(end=end):
                     self.assert_done(run("mount", "-t", "tmpfs", "other", parent))

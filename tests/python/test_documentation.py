@@ -159,7 +159,7 @@ def headings(page):
 
 
 def code_paths(text):
-    """What stands in backticks and looks like a path of this repository."""
+    """Words in backticks that look like paths of this repository."""
     words = re.findall(r"`([\w./@-]+)`", re.sub(r"(?s)```.*?```", "", text))
     top = {entry.name for entry in ROOT.iterdir()}
     return {word for word in words if "/" in word and word.split("/")[0] in top and not word.startswith("target/")}

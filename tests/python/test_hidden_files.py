@@ -5,7 +5,7 @@ from manifest import by_id
 from mounts import Mount, TestCase, tensorfs, visible_files
 
 FILE = "model.safetensors"
-# What macOS writes: the attributes of the file beside it.
+# A file that macOS writes: the attributes of the file beside it.
 APPLE_DOUBLE = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(38)
 
 

@@ -249,7 +249,7 @@ class Mounts(IndexCase):
 
 
 class Places(IndexCase):
-    """Where indexes are kept."""
+    """The folder of the indexes."""
 
     def env(self, **variables):
         taken = ("TENSORFS_INDEX_DIR", "XDG_CACHE_HOME", "HOME")
@@ -385,7 +385,7 @@ class NoRoom(IndexCase):
         quiet = run(*words, **user)
         self.assertEqual((quiet.code, quiet.stderr), (0, ""))
         self.assertIn(SAID, run(*words, "-v", **user).stderr)
-        # What root has put there for all is used.
+        # An index that root has put there for all is used.
         self.listed()
         (name,) = self.indexes()
         (self.index / name).chmod(0o644)

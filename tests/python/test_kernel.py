@@ -75,7 +75,7 @@ class Kernel(TestCase):
                 self.assertEqual(int(LIMIT.read_text()), raised)
 
     def within(self, script, *become):
-        """What a mount says after `script` in a namespace of its own: the window, and its log."""
+        """Mounts after `script` in a namespace of its own, and returns the window and the log."""
         binary, target, log = self.tmp / "tensorfs", self.tmp / "mnt", self.tmp / "logs" / "log"
         for folder in (target, log.parent):
             folder.mkdir()

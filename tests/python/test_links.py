@@ -96,7 +96,7 @@ class Farms(TestCase):
                 top = self.tmp / re.sub(r"\W", "-", what)
                 self.neighbours(top)
                 plant(top / "tenants/mallory/farm")
-                # Whoever links to the farm keeps what is his own.
+                # A link to the farm keeps its owner's own files.
                 (top / "aaa/shared").symlink_to("../tenants/mallory/farm")
                 numbered_set(top / "tenants/mallory/model", 7)
                 numbered_set(top / "tenants/alice", 5)
@@ -108,7 +108,7 @@ class Farms(TestCase):
                     self.assertFalse((m.path / "tenants" / NOTE).exists())
                     self.assertRegex(m.log(), r"mallory/farm/.* not shown: .* too many")
 
-    # The same where the source itself is the farm.
+    # The source itself is the farm.
     def test_a_farm_of_links_in_the_source_itself_leaves_the_neighbours(self):
         for what, plant in self.FARMS.items():
             with self.subTest(what):
@@ -125,7 +125,7 @@ class Farms(TestCase):
         cross_linked(top / "mallory", 14)
         for command in ("ls", "verify"):
             outcome, peak = run_measured(BIN, command, top, "--json")
-            # What was not looked at is not verified.
+            # A folder that was not looked at is not verified.
             self.assertEqual((outcome.code, outcome.json()["ok"]), (1, False) if command == "verify" else (0, True))
             found = {s["directory"] for s in outcome.json()["sets"]}
             self.assertLessEqual(set(self.wholes), found)
@@ -240,8 +240,8 @@ class SwappedFolders(TestCase):
             self.assert_nothing_from_outside(m.path, NOTICED_SECONDS)
             self.assertTrue(m.alive(), m.log())
 
-    # The same with a folder that nobody had looked into: its weights were first opened after the swap,
-    # when the path led outside.
+    # Nobody had looked into the folder: its weights were first opened after the swap, when the path led
+    # outside.
     def test_a_folder_swapped_before_the_first_look_shows_nothing_from_outside(self):
         numbered_set(self.source / "a", 3)
         with Mount(self.source) as m:

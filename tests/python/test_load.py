@@ -8,7 +8,8 @@ import struct
 from checkpoints import column_wise, hf_set, row_wise
 from mounts import BIN, FIXTURES, Mount, TestCase, tensorfs
 
-# What programs look for as the driver. Files of these names that are no libraries keep those of the machine away.
+# Name under which programs look for the driver. Files of these names that are no libraries keep those of the
+# machine away.
 DRIVERS = ["libcuda.so", "libcuda.so.1", "libcuda.so.9", "libcuda.so.10", "libcuda.so.11", "libcuda.so.12"]
 
 

@@ -11,7 +11,7 @@ from mounts import BIN, HELPER, TestCase, daemon_of, detach, find_mount, needs_r
 
 FILE = "model.safetensors"
 INSTALLED = Path("/sbin/mount.tensorfs")
-# What /etc/fstab, systemd, SELinux and mount(8) itself put beside our own options.
+# Options that /etc/fstab, systemd, SELinux and mount(8) itself put beside our own.
 FOREIGN = (
     "ro,nofail,_netdev,user,noauto,x-systemd.automount,x-systemd.requires-mounts-for=/tmp,"
     "context=system_u:object_r:tmp_t:s0,comment=weights"

@@ -1,4 +1,4 @@
-"""What commands print: one line for an error, one object with --json, and an error where it cannot be written."""
+"""Output of commands: one line for an error, one object with --json, and an error where it cannot be written."""
 
 import contextlib
 import os

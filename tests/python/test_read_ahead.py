@@ -1,4 +1,4 @@
-"""What a mount reads ahead, and what it puts into the kernel's page cache unasked."""
+"""Bytes that a mount reads ahead, and bytes that it puts into the kernel's page cache unasked."""
 
 import mmap
 import os

@@ -41,7 +41,7 @@ class ReplacedFiles(TestCase):
             new = checkpoints.random_bytes(777, SHARD_LEN)
             wait_until(lambda: new in self.read(m.path / FILE), 3, "the new shard is shown")
 
-    # The same with the time put back, as tar and `cp -p` do: the name led to the node of the old one, and every open
+    # The time was put back, as tar and `cp -p` do: the name led to the node of the old file, and every open
     # ended in ESTALE until the next mount.
     def test_a_shard_removed_and_written_anew_with_its_time_put_back_is_shown(self):
         source = numbered_set(self.tmp / "ck", 1)
@@ -80,7 +80,7 @@ class ReplacedFiles(TestCase):
             overwrite_and_put_the_time_back(plain, b"B" * 4_000_000)
             self.assertEqual((m.path / "notes.txt").read_bytes(), b"B" * 4_000_000)
 
-    # The same while somebody still had the file open: the next open shared his, and failed for ever.
+    # A reader still had the file open: the next open shared that handle, and failed for ever.
     def test_a_plain_file_written_to_while_it_is_open_is_opened_with_its_new_bytes(self):
         source = numbered_set(self.tmp / "ck", 1)
         plain = source / "notes.txt"
@@ -277,7 +277,7 @@ class Descriptors(TestCase):
         numbered_set(self.tmp / "tree/other", 3)
 
     def held(self, m, deleted=True):
-        """What the daemon holds open of the checkpoint; `deleted`: only what is not there any more."""
+        """Files of the checkpoint that the daemon holds open; `deleted`: only those that are gone."""
         found = []
         for entry in Path(f"/proc/{m.pid}/fd").iterdir():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a mounted tree looks like to programs: read-only, exact, stable, and only what lies inside the source."""
+"""A mounted tree as programs see it: read-only, exact, stable, and only what lies inside the source."""
 
 import contextlib
 import errno

@@ -63,8 +63,8 @@ class Attributes(TestCase):
         with Mount(mine) as m:
             self.assert_same((m.path / FILE).read_bytes(), checkpoints.hf_whole(mine))
 
-    # The same with a broken folder: what the attribute named was whole, so verify said that all is well.
-    # A file with such an attribute is no better than a folder.
+    # With a broken folder the attribute named a whole one, so verify said that all is well. A file with such
+    # an attribute is no better than a folder.
     def test_an_attribute_does_not_hide_that_a_checkpoint_is_broken(self):
         mine, other = numbered_set(self.tmp / "mine", 1), numbered_set(self.tmp / "other", 2)
         broken = mine / shard_name(2, 3)

@@ -25,7 +25,7 @@ from test_users import NAMESPACE, device_is_for_everybody
 FILE = "model.safetensors"
 FOLDER = Path("/run/tensorfs")
 USER = "nobody"
-# What puts a terminal back: the cursor is shown, and the other screen.
+# Escapes that restore a terminal: the cursor is shown, and the other screen.
 PUT_BACK = b"\x1b[?25h\x1b[?1049l"
 
 # Takes the user on by itself, who may not be able to run this Python.
@@ -415,7 +415,7 @@ class StatusOfAUser(TestCase):
             self.assertEqual(self.state(m), ("running", 0))
             m.kill()
             m.wait_for_exit()
-            # What is not root's, root leaves alone.
+            # Root leaves alone files of other users.
             self.assertEqual(self.state(m), ("dead", 1))
             self.assertEqual(self.state(m), ("dead", 1))
             time.sleep(1.1)

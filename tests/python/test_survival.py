@@ -1,4 +1,4 @@
-"""What a mount has to survive: right bytes or an error, never a hang, and nothing left behind."""
+"""Faults that a mount has to survive: right bytes or an error, never a hang, and nothing left behind."""
 
 import atexit
 import contextlib
@@ -29,7 +29,7 @@ STALLED_SHARD = "model-00002-of-00003.safetensors"
 STALLED = f"a/{STALLED_SHARD}"
 
 MIB = 1 << 20
-# What a daemon may hold besides its cache.
+# Memory that a daemon may hold besides its cache.
 SLACK = 64 * MIB
 
 LOAD_ALL = """
@@ -121,7 +121,7 @@ class Survival(TestCase):
         wait_until(lambda: process_gone(m.pid), seconds, "the daemon ends")
 
     def assert_status(self, m, key, check):
-        """What status says of `key`, where there is the command."""
+        """The value of `key` in `status`, where the command exists."""
         status = status_of(m)
         if status is not None:
             values = values_of(status, key)
@@ -196,7 +196,7 @@ class Stalls(Survival):
     def test_reading_on_towards_a_stalled_shard_gives_the_bytes_before_it(self):
         header = oracle.read_header(whole("a"))
         start, border = (header.data_start + header.tensors[f"layers.{n}.F32"]["data_offsets"][0] for n in (1, 2))
-        # What shares a block with the stalled bytes may share their fate.
+        # Bytes in one block with the stalled ones may share their fate.
         end = border - MIB
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", STALLED)
@@ -346,7 +346,7 @@ class Disks(Survival):
             make_cold(source / "a")
             make_cold(m.path / "a")
             with contextlib.ExitStack() as stack:
-                # Nor are the names and inodes forgotten meanwhile.
+                # The names and inodes are not forgotten meanwhile either.
                 for path in (source / "a").glob("*.*"):
                     stack.enter_context(open(path, "rb"))
                 yield faults, m

@@ -1,4 +1,4 @@
-"""What a change in one folder of a large tree costs."""
+"""The cost of a change in one folder of a large tree."""
 
 import re
 import sys

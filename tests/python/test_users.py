@@ -120,7 +120,7 @@ class WithoutRights(UserMounts):
                 m.wait_for_log("cannot unmount")
             finally:
                 run("umount", m.path)
-            # What is left can be taken off now.
+            # The rest can be taken off now.
             self.assert_done(self.as_user(self.binary, "umount", m.path))
 
     def test_a_killed_mount_of_a_user_can_be_cleaned_up(self):

@@ -37,7 +37,7 @@ def log_lines(path, text):
 
 
 def logged_lines(path, text):
-    """The same, once there is one: a daemon answers first and logs then."""
+    """Waits for the line: a daemon answers first and logs then."""
     return wait_until(lambda: log_lines(path, text), 5, f"a line with {text!r} in the log")
 
 
@@ -57,12 +57,12 @@ class VerifyRead(VerifyCase):
             os.close(descriptor)
 
     def right(self, source):
-        """What a mount without `verify=read` shows."""
+        """The content that a mount without `verify=read` shows."""
         with Mount(source) as m:
             return (m.path / FILE).read_bytes()
 
     def assert_only(self, path, right, damaged, names=None):
-        """Of a file, every page reads right that is in none of the tensors `damaged`, and theirs fail. In between,
+        """Every page of a file reads right that is in none of the tensors `damaged`; pages of these fail. In between,
         where two tensors share a page, either may be."""
         ranges = places_of(right)
         for name, (start, end) in ranges.items():
@@ -219,7 +219,7 @@ class VerifyRead(VerifyCase):
                 self.assertEqual(got.errno, errno.EIO if wrong else 0)
                 self.assertEqual(got.sha256, "-" if wrong else digest_of(right, at, length))
             tensors = [end - start for start, end in (places_of(right)[n] for n in ("layers.1.F32", "layers.2.U8"))]
-            # That of the one that differs may end before all of it is read.
+            # The read of the file that differs may end before all of it is read.
             self.assertLessEqual(counters(m)["checked_bytes"], sum(tensors))
             self.assertEqual(len(logged_lines(self.log, "have the checksum")), 1)
 

@@ -245,3 +245,42 @@ fn scanner_steps_over_comments_strings_chars_and_lifetimes() {
     let words: Vec<_> = tokens(text).iter().filter(|t| t.is_word()).map(|t| t.text).collect();
     assert_eq!(words, ["a", "d", "l", "m", "n"]);
 }
+
+#[test]
+fn sentences_that_are_riddles_are_flagged_and_plain_ones_pass() {
+    let faults = [
+        ("src/io/mod.rs", "/// The same; that it is unavailable is said louder."),
+        ("src/io/mod.rs", "// Reads go on.\n// What is asked for comes first."),
+        ("src/io/mod.rs", "/// Tried again\n/// for want of memory."),
+        ("src/io/mod.rs", "fn f() -> &'static str { \"io_uring is not to be had\" }"),
+        ("src/io/mod.rs", "/// By device.\nqueues: u8,"),
+        ("src/io/mod.rs", "// SAFETY: like the one above."),
+        ("python/x.py", "def f():\n    \"\"\"Whoever asks waits.\"\"\"\n"),
+        ("python/x.py", "# Likewise for two.\n"),
+        ("docs/x.md", "First.\n\n- Of two, one.\n"),
+    ];
+    for (path, text) in faults {
+        assert_eq!(prose::prose_violations(&[sample(path, text)], &[]).len(), 1, "{text}");
+        assert!(
+            prose::prose_violations(&[sample(path, text)], &["src/", "python/", "docs/"])
+                .is_empty()
+        );
+    }
+    let plain = [
+        (
+            "src/io/mod.rs",
+            "/// Queues, by device.\n/// Retries of a submission that failed with ENOMEM.",
+        ),
+        (
+            "src/io/mod.rs",
+            "/// ```\n/// let what = 1; // What it is.\n/// ```\n/// Number of reads.",
+        ),
+        ("src/io/mod.rs", "// SAFETY: the pointer lies within `region`, which outlives the call."),
+        ("docs/x.md", "## What is it?\n\n```sh\n# Likewise\n```\n\n| Of | a table |\n"),
+        ("python/x.py", "x = 'What is it. Likewise'\n"),
+    ];
+    for (path, text) in plain {
+        let found = prose::prose_violations(&[sample(path, text)], &[]);
+        assert!(found.is_empty(), "{text}: {found:?}");
+    }
+}

@@ -21,7 +21,7 @@ impl Kernel {
         (elements * self.0.from().bits() / 8, elements * self.0.to().bits() / 8)
     }
 
-    /// What addresses have to be multiples of.
+    /// Alignment of addresses in bytes.
     pub(crate) fn aligns(self) -> (u64, u64) {
         (self.0.from().bits() / 8, self.0.to().bits() / 8)
     }
@@ -30,7 +30,8 @@ impl Kernel {
         let (source, target) = self.lens(elements);
         // SAFETY: both were found to lie in memory that is there when the kernel was launched.
         let from = unsafe { std::slice::from_raw_parts(from as *const u8, source as usize) };
-        // SAFETY: likewise; nobody else writes there, or the program is wrong.
+        // SAFETY: the launch checked that the target lies in live memory; only a wrong program
+        // writes there meanwhile.
         let to = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, target as usize) };
         self.0.convert(from, to);
     }

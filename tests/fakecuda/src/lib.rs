@@ -2,8 +2,8 @@
 //!
 //! Memory of a device is memory of the process behind addresses that no host code can use. Each
 //! stream is a thread that does its work in order, and late, so that memory that is used again
-//! too early shows as wrong bytes. Whatever the real driver leaves undefined is refused, or told
-//! as a violation by `fakecuda_report`.
+//! too early shows as wrong bytes. Calls that the real driver leaves undefined are refused, or
+//! reported as violations by `fakecuda_report`.
 
 mod kernels;
 mod settings;
@@ -43,8 +43,8 @@ fn entry(name: &'static str, facts: Value, body: impl FnOnce(&mut State) -> Outc
     code
 }
 
-/// Likewise for calls that give something back: what is to fail is done all the same, and tells
-/// what earlier work failed with, as the driver does.
+/// Carries out a call that gives something back: one that is to fail is carried out all the same
+/// and returns the error of earlier work, as the driver does.
 fn giving_back(name: &'static str, facts: Value, body: impl FnOnce(&mut State) -> Outcome) -> u32 {
     let mut state = lock();
     let injected = state.counted(name);
@@ -618,7 +618,7 @@ extern "C" fn cuGetErrorString(error: u32, text: *mut *const c_char) -> u32 {
 }
 
 // ---------------------------------------------------------------------------------------------
-// For tests.
+// Entry points for tests.
 
 /// Sets `key` to `value`, both text that ends with a zero. Returns 0, or 1 where that is nothing
 /// that can be set.

@@ -1,4 +1,4 @@
-//! What a test wants of the driver: by `FAKE_*` in the environment when it is loaded, and by
+//! Settings that a test gives the driver: by `FAKE_*` in the environment when it is loaded, and by
 //! `fakecuda_configure` while it runs.
 
 /// One call that is to fail.
@@ -19,7 +19,7 @@ pub(crate) struct Settings {
     pub(crate) capacity: u64,
     /// Most by which work on a stream is late, in microseconds.
     pub(crate) delay: u64,
-    /// What delays are drawn from.
+    /// Seed of the delays.
     pub(crate) seed: u64,
     /// Whether memory that is neither pinned nor registered is refused where a copy is not waited
     /// for.

@@ -15,10 +15,10 @@ use crate::streams::Stream;
 /// Set in every address of a device: whoever uses one on the host dies at once.
 pub(crate) const TAG: u64 = 1 << 62;
 
-/// What fresh memory of a device holds.
+/// Content of fresh memory of a device.
 const FRESH: u8 = 0xA5;
 
-/// What pinned memory holds once it is freed.
+/// Content of pinned memory after it is freed.
 const FREED: u8 = 0xDD;
 
 /// Alignment of memory, on devices and pinned.

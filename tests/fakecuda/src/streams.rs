@@ -98,7 +98,7 @@ impl Stream {
     }
 }
 
-/// Does the work of stream `handle` until it is closed. What is being done stays in the queue, so
+/// Does the work of stream `handle` until it is closed. Work in progress stays in the queue, so
 /// that it counts as not done.
 fn work(handle: u64) {
     let mut state = lock();

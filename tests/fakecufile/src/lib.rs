@@ -1,7 +1,7 @@
 //! A cuFile without its kernel module, for tests: the part of `libcufile.so.0` that tensorfs calls.
 //!
-//! It reads to the devices of tests/fakecuda, which has to be loaded. Whatever the real library
-//! leaves undefined is refused, or told as a violation by `fakecufile_report`.
+//! It reads to the devices of tests/fakecuda, which has to be loaded. Calls that the real library
+//! leaves undefined are refused, or reported as violations by `fakecufile_report`.
 
 mod memory;
 mod state;
@@ -126,7 +126,7 @@ extern "C" fn cuFileBufRegister(start: u64, len: usize, flags: c_int) -> Status 
 
 #[unsafe(no_mangle)]
 extern "C" fn cuFileBufDeregister(start: u64) -> Status {
-    // What is to fail is done all the same.
+    // A call that is to fail is carried out all the same.
     let mut state = lock();
     let injected = state.counted("cuFileBufDeregister");
     let removed = state.memory.remove(&start);
@@ -163,11 +163,11 @@ extern "C" fn cuFileRead(
         return failed(code);
     }
     let (fd, start) = (state.files[&key].fd, base + from as u64);
-    // What is not registered has no beginning that offsets could be reckoned from.
+    // Memory that is not registered has no base for offsets.
     let most = state.memory.get(&base).map_or(len as u64, |most| most - from as u64);
     let inside = (from == 0 || state.memory.contains_key(&base)) && len as u64 <= most;
     if !inside || !Device::get().holds(start, len) {
-        state.violation(format!("{len} bytes are read to where the device has not so many"));
+        state.violation(format!("{len} bytes are read to where the device has fewer"));
         state.done(key);
         return failed(code::INVALID_VALUE);
     }
@@ -192,7 +192,7 @@ extern "C" fn cuFileRead(
     }
 }
 
-/// What a read that failed returns: codes of the system by `errno`, those of cuFile negated.
+/// Return value of a failed read: codes of the system by `errno`, codes of cuFile negated.
 fn failed(code: c_int) -> isize {
     if code >= code::FIRST {
         return -(code as isize);
@@ -203,7 +203,7 @@ fn failed(code: c_int) -> isize {
 }
 
 // ---------------------------------------------------------------------------------------------
-// For tests.
+// Entry points for tests.
 
 /// Sets `key` to `value`, both text that ends with a zero. Returns 0, or 1 where that is nothing
 /// that can be set.

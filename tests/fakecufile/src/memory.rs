@@ -67,13 +67,13 @@ pub(crate) fn read(fd: c_int, offset: u64, len: usize) -> Result<Vec<u8>, c_int>
     if pages.is_null() {
         return Err(libc::ENOMEM);
     }
-    // SAFETY: the memory has so many bytes.
+    // SAFETY: the memory has `len` bytes.
     let read = unsafe { libc::pread(fd, pages.cast(), room, start as libc::off_t) };
     let outcome = if read < 0 {
         // SAFETY: the variable of this thread.
         Err(unsafe { *libc::__errno_location() })
     } else {
-        // SAFETY: so many bytes of it are written.
+        // SAFETY: the memory has `bytes.len()` bytes.
         let bytes = unsafe { std::slice::from_raw_parts(pages, read as usize) };
         let from = ((offset - start) as usize).min(bytes.len());
         let to = (from + len).min(bytes.len());

@@ -1,5 +1,4 @@
-//! What goes wrong, and for which files: the rules, the requests that are held back by them, and
-//! counts of what was asked for.
+//! Faults and their files: the rules, the requests that they hold back, and counts of requests.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -11,7 +10,7 @@ use serde_json::{Value, json};
 /// How many reads are remembered of each file.
 const RANGES_MAX: usize = 4096;
 
-/// What the kernel asks for.
+/// Kinds of requests of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Request {
     Lookup,
@@ -22,7 +21,7 @@ pub(crate) enum Request {
     Readdir,
 }
 
-/// What happens to a request.
+/// The fate of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     /// It is answered after `resume`.
@@ -63,7 +62,7 @@ struct Parked {
     job: Job,
 }
 
-/// What was asked of one file.
+/// Counts of requests for one file.
 #[derive(Debug, Default)]
 struct Counts {
     lookups: u64,

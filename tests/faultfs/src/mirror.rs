@@ -20,7 +20,7 @@ use nix::libc;
 
 use crate::faults::{self, Answer, Faults};
 
-/// What makes a node: a path, and which file is there. A file put in another's place is a new one.
+/// Identity of a node: a path, and the file there. A file put in another's place is a new one.
 type Key = (PathBuf, u64);
 
 #[derive(Default)]
@@ -126,7 +126,7 @@ fn errno(error: &io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_i32)
 }
 
-/// What `work` gives, unless the request is to fail.
+/// Returns the result of `work`, unless the request is to fail.
 fn unless_eio<T>(answer: Answer, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     if answer == Answer::Eio { Err(io::Error::from_raw_os_error(libc::EIO)) } else { work() }
 }
@@ -260,7 +260,7 @@ impl Filesystem for Mirror {
                 Err(e) => return reply.error(errno(&e)),
             };
             for (at, name) in names.iter().enumerate().skip(offset as usize) {
-                // What went away meanwhile is left out.
+                // Entries that went away meanwhile are left out.
                 let Ok(attr) = shared.attr(&folder.join(name)) else { continue };
                 if reply.add(attr.ino, at as u64 + 1, attr.kind, name) {
                     break;

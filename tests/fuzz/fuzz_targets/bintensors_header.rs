@@ -16,7 +16,7 @@ use tensorfs::format::safetensors::{Entry, Header, PREFIX_LEN};
 /// Largest file built for the reference implementation, in bytes.
 const FILE_LEN_MAX: u64 = 1 << 16;
 
-/// What the reference implementation lets a header take.
+/// Longest header that the reference implementation accepts.
 const LIMIT: usize = 100_000_000;
 
 /// A header of the older layout: metadata, tensors (dtype, shape, start, end), positions.

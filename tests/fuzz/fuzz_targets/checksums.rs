@@ -1,5 +1,5 @@
-//! Any bytes as a file of checksums: with and without a frame that fits them. What is read is
-//! whole, can be asked about anything, and survives being written again.
+//! Any bytes as a file of checksums: with and without a frame that fits them. A parsed file is
+//! whole, answers every question, and survives being written again.
 
 #![no_main]
 

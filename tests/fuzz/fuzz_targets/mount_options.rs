@@ -26,7 +26,7 @@ fuzz_target!(|data: &[u8]| {
         let one = format!("fsname={escaped}");
         let options = Options::parse(&[one.as_str(), "ro"], false).expect("any name will do");
         assert_eq!(options.fsname.as_deref(), Some(text));
-        // The same within one string.
+        // Options twice within one string.
         let joined = Options::parse(&[format!("{one},ro")], false).expect("any name will do");
         assert_eq!(joined, options);
     }

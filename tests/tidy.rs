@@ -41,7 +41,7 @@ const SAME_RANK: &[(&str, &str)] =
 
 /// The only places that may name a crate. A trailing `/` means the folder.
 const CRATE_HOMES: &[(&str, &[&str])] = &[
-    ("fuser", &["mount/src/fs.rs", "mount/src/fs/", "mount/src/session.rs"]),
+    ("fuser", &["mount/src/fs/", "mount/src/daemon/session.rs"]),
     ("cudarc", &["src/device/cuda.rs"]),
     ("io_uring", &["src/io/uring.rs"]),
     ("bincode", &["src/index.rs", "src/index/", "src/format/bintensors.rs"]),
@@ -80,12 +80,12 @@ const UNSAFE_FILES: &[&str] = &[
     "src/device/cufile.rs",
     "src/loader/run.rs",
     "src/source/identity.rs",
-    "mount/src/allocator.rs",
-    "mount/src/attach.rs",
-    "mount/src/inherited.rs",
-    "mount/src/place.rs",
-    "mount/src/cmd/bench/map.rs",
-    "mount/src/file_events.rs",
+    "mount/src/daemon/allocator.rs",
+    "mount/src/daemon/attach.rs",
+    "mount/src/daemon/inherited.rs",
+    "mount/src/daemon/place.rs",
+    "mount/src/cli/bench/map.rs",
+    "mount/src/serve/file_events.rs",
     "python/src/ahead.rs",
     "python/src/dlpack.rs",
     "python/src/loading.rs",
@@ -104,18 +104,17 @@ const UNFINISHED: &[&str] = &["todo", "unimplemented", "dbg"];
 /// The only files that may name standard output or standard error: they escape what they write, or
 /// ask whether there is a terminal.
 const WRITERS: &[&str] = &[
-    "mount/src/cmd/bench.rs",
-    "mount/src/cmd/bench/job.rs",
-    "mount/src/cmd/demo.rs",
-    "mount/src/cmd/doctor.rs",
-    "mount/src/cmd/mod.rs",
-    "mount/src/cmd/top.rs",
-    "mount/src/cmd/verify.rs",
-    "mount/src/daemon.rs",
+    "mount/src/cli/bench.rs",
+    "mount/src/cli/bench/job.rs",
+    "mount/src/cli/demo.rs",
+    "mount/src/cli/doctor.rs",
+    "mount/src/cli/output.rs",
+    "mount/src/cli/top.rs",
+    "mount/src/cli/verify.rs",
+    "mount/src/daemon/background.rs",
     "mount/src/log.rs",
     "mount/src/log/output.rs",
-    "mount/src/mount_helper.rs",
-    "mount/src/stalled.rs",
+    "mount/src/daemon/stalled.rs",
 ];
 
 /// Rooms whose comments are not plain English yet.

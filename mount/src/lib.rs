@@ -1,35 +1,11 @@
 //! The `tensorfs` command, the mount(8) helper, and the FUSE side of tensorfs.
 
-mod access;
-mod allocator;
-mod args;
-mod asks;
-mod assemble;
-mod attach;
-mod attributes;
-mod checked;
-mod cmd;
-mod control;
+mod cli;
 mod daemon;
-mod ending;
-mod file_events;
 mod fs;
-mod inherited;
-mod kernel;
 mod log;
-mod mount_helper;
-mod node;
-mod nodes;
-mod open;
 mod options;
-mod place;
-mod push;
-mod service;
-mod serving;
-mod session;
-mod stalled;
-mod tails;
-mod watch;
+mod serve;
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -39,15 +15,15 @@ pub use options::Options;
 
 /// Runs the command that the process was started as.
 pub fn main() -> ExitCode {
-    inherited::restore_signals();
-    allocator::keep_small();
-    if stalled::probe() {
+    daemon::inherited::restore_signals();
+    daemon::allocator::keep_small();
+    if daemon::stalled::probe() {
         return ExitCode::SUCCESS;
     }
-    if let Some(answers) = session::probe() {
+    if let Some(answers) = daemon::session::probe() {
         return if answers { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
-    if let Some(found) = cmd::status::probe() {
+    if let Some(found) = cli::status::probe() {
         return found;
     }
     let mut args = std::env::args_os();
@@ -56,9 +32,9 @@ pub fn main() -> ExitCode {
     // `mount -t fuse.tensorfs` runs `tensorfs SOURCE TARGET -o ...`.
     let called_with_source = args.next().is_some_and(|arg| Path::new(&arg).is_absolute());
     let status = if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {
-        mount_helper::main()
+        cli::mount_helper::main()
     } else {
-        cmd::main()
+        cli::main()
     };
     log::flush();
     status

@@ -128,12 +128,12 @@ fn crate_outside_its_home_is_flagged() {
 #[test]
 fn crate_in_its_home_and_words_spelled_like_a_crate_pass() {
     for (path, text) in [
-        ("mount/src/fs.rs", "use fuser::Filesystem;"),
+        ("mount/src/fs/adapter.rs", "use fuser::Filesystem;"),
         ("src/index.rs", "use bincode::config;"),
         ("src/index/encode.rs", "use bincode::config;"),
         ("src/io/mod.rs", "fn io_uring(lru: u8) { self.lru; /* fuser::x */ \"clap\"; }"),
         ("src/reader.rs", "fn f() { Vec::<u8>::new(); <A as B>::lru(); crate::cache::lru(); }"),
-        ("mount/src/args.rs", "use clap::Parser;"),
+        ("mount/src/cli/args.rs", "use clap::Parser;"),
     ] {
         assert_none(&crate_home_violations(&[sample(path, text)]));
     }
@@ -206,7 +206,11 @@ fn names_shown_raw_and_streams_written_by_anybody_are_flagged() {
         "fn f() { writeln!(io::stderr(), \"x\"); }",
         "fn f() { io::stdout().lock(); }",
     ] {
-        assert_eq!(raw_name_violations(&[sample("mount/src/nodes.rs", text)]).len(), 1, "{text}");
+        assert_eq!(
+            raw_name_violations(&[sample("mount/src/fs/inodes.rs", text)]).len(),
+            1,
+            "{text}"
+        );
     }
     for text in [
         "#[cfg(test)]\nmod tests { fn f(p: &Path) { p.display(); println!(\"x\"); } }",
@@ -226,7 +230,7 @@ fn empty_names_are_flagged_as_file_folder_and_inline_module() {
     ] {
         assert_eq!(name_violations(&[sample(path, text)]).len(), 1, "{path}");
     }
-    assert_none(&name_violations(&[sample("mount/src/mount_helper.rs", "mod utilisation;")]));
+    assert_none(&name_violations(&[sample("mount/src/cli/mount_helper.rs", "mod utilisation;")]));
 }
 
 #[test]

@@ -8,9 +8,9 @@ use fuser::{
 };
 use tensorfs::Error;
 
-use crate::asks::Fail;
-use crate::attributes::Common;
-use crate::node::{Node, NodeKind};
+use super::attributes::Common;
+use super::node::{Node, NodeKind};
+use crate::serve::blocking::Fail;
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
 pub(super) const TTL: Duration = Duration::from_secs(1);

@@ -1,0 +1,344 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Sharded model checkpoints as one safetensors file, without a copy.
+#[derive(Debug, Parser)]
+#[command(
+    name = "tensorfs",
+    version,
+    arg_required_else_help = true,
+    after_help = "Exit status: 0 done, 1 failed or refused, 2 usage.\n\
+                  Environment: TENSORFS_INDEX_DIR says where indexes are kept, TENSORFS_LOG what is \
+                  logged."
+)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Measure reads through a mount against those of a real consolidated file
+    Bench(super::bench::Args),
+    /// Make small checkpoints, mount them, read them through the mount and compare every byte
+    Demo(Demo),
+    /// Say what this machine has for mounting and reading, and what it lacks
+    Doctor(Doctor),
+    /// Mount a checkpoint, or a tree of them
+    Mount(Mount),
+    /// Take a mount off
+    Umount(Umount),
+    /// Show the running mounts: what they have served, from where and how fast
+    Status(Status),
+    /// Watch the running mounts
+    Top(Top),
+    /// List the checkpoints of a source and their tensors
+    Ls(Ls),
+    /// Show where the data of tensors lies
+    Inspect(Inspect),
+    /// Load tensors into memory, past any mount, and say how fast it went
+    Load(Load),
+    /// Show or make the index, from which the next start need not read all headers
+    Index(Index),
+    /// Prove a checkpoint whole and read every byte of it
+    Verify(Verify),
+    /// Write a checkpoint as one file in another format
+    Convert(Convert),
+    /// Print a completion script
+    Completions {
+        /// For this shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write all pages into a folder
+    Man {
+        /// Folder for the pages
+        folder: Option<PathBuf>,
+    },
+}
+
+/// What is looked at, and how.
+#[derive(Debug, Args)]
+pub(crate) struct Source {
+    /// Checkpoint folder, tree of them, or one file of a checkpoint
+    pub source: PathBuf,
+    /// Options as for mount: format=, prefer=, follow=, expect-shards=, reference=
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
+    /// Folder of indexes and checksums; `none` for none
+    #[arg(long, value_name = "DIR")]
+    pub index_dir: Option<OsString>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// Arguments of `demo`.
+#[derive(Debug, Args)]
+pub(crate) struct Demo {
+    /// Leave the checkpoints where they were made
+    #[arg(long)]
+    pub keep: bool,
+}
+
+/// Arguments of `doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `mount`.
+#[derive(Debug, Args)]
+#[command(after_long_help = OPTIONS_HELP)]
+pub(crate) struct Mount {
+    /// Checkpoint folder, tree of them, or one file of a checkpoint
+    pub source: PathBuf,
+    /// Folder to mount on
+    pub target: PathBuf,
+    /// Mount options, separated by commas; see --help
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
+    /// Folder of indexes and checksums; `none` for none
+    #[arg(long, value_name = "DIR")]
+    pub index_dir: Option<OsString>,
+    /// Serve from this process instead of the background
+    #[arg(short, long)]
+    pub foreground: bool,
+    /// Ignore unknown options
+    #[arg(short, long)]
+    pub sloppy: bool,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+const OPTIONS_HELP: &str = "\
+Mount options:
+  layout=single      one virtual file per checkpoint (default)
+  layout=original    shards and weight map as they are, still proved
+  format=safetensors the virtual file is a safetensors file (default)
+  format=bintensors  it is NAME.bt, as the bintensors package would write it
+  index=rewrite      the weight map sends every tensor to the virtual file (default)
+  index=hide         no weight map
+  prefer=file        a whole file wins over a sharded set of its name (default)
+  prefer=index       the sharded set wins
+  follow=DIR         symbolic links may lead into DIR; may be given more than once
+  expect-shards=N    refuse a checkpoint that is not made of N shard files
+  reference=FILE     refuse a checkpoint that does not hold what FILE lists: a
+                     safetensors file, a weight map or a manifest of `verify`
+  uid=N gid=N umask=OCTAL
+                     owner, group and permission bits taken away
+  allow_other        let other users in
+  fsname=NAME        device name in the mount table (default: the source)
+  log=FILE           where the daemon logs (default: the system log); SIGHUP opens it anew
+  passthrough=auto|never
+                     whether the kernel may serve whole files by itself
+  cache=SIZE         memory for what is read from the source (default: 128M)
+  readahead=SIZE     how far the kernel reads ahead (default: 2M); needs root
+  max_request=SIZE   largest read that the kernel asks for, up to 16M (default: 1M);
+                     above 1M it raises a limit of the whole system, as root
+  io=auto|uring|pread
+                     what reads the source: io_uring where it can be had, or threads
+  direct=auto|always|never
+                     whether the source is read past the page cache (auto: what is
+                     not in it)
+  verify=none|read   whether each tensor is compared with the checksums that `tensorfs
+                     verify` has recorded before its first bytes are handed out
+                     (default: none)
+  io-timeout=SECONDS fail what the source takes longer to answer, mounting included
+                     (default: 60); 0 waits for ever
+  assemble=DIR       write files that are read often into DIR, and serve those
+  assemble-size=SIZE how much DIR may hold
+  index-dir=DIR      where indexes are kept, so that the next start need not read
+                     all headers, and checksums (default: $XDG_CACHE_HOME/tensorfs or
+                     ~/.cache/tensorfs, for root /var/cache/tensorfs); none: nowhere;
+                     $TENSORFS_INDEX_DIR is the same for all commands
+Sizes are bytes, or a number with K, M, G or T.
+What mount(8), systemd and SELinux add (ro, nofail, _netdev, x-*, context=...)
+is accepted. A comma in a value is written `\\,`.";
+
+/// Arguments of `umount`.
+#[derive(Debug, Args)]
+pub(crate) struct Umount {
+    /// Folder that is mounted on
+    pub target: PathBuf,
+    /// Take it off the tree now, let open files go on
+    #[arg(short, long)]
+    pub lazy: bool,
+    /// Take it off now, let open files fail
+    #[arg(short, long, conflicts_with = "lazy")]
+    pub force: bool,
+}
+
+/// Arguments of `status`.
+#[derive(Debug, Args)]
+pub(crate) struct Status {
+    /// Only the mounts on these folders
+    #[arg(value_name = "MNT")]
+    pub targets: Vec<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `top`.
+#[derive(Debug, Args)]
+pub(crate) struct Top {
+    /// Time between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    pub interval: Duration,
+    /// Print one table, of one interval, and end
+    #[arg(long)]
+    pub once: bool,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected 0.1 to 3600".to_owned())
+}
+
+/// Arguments of `ls`.
+#[derive(Debug, Args)]
+pub(crate) struct Ls {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+}
+
+/// Arguments of `inspect`.
+#[derive(Debug, Args)]
+pub(crate) struct Inspect {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+    /// Only this tensor
+    pub tensor: Option<String>,
+}
+
+/// Arguments of `index`.
+#[derive(Debug, Args)]
+pub(crate) struct Index {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+    /// Read all headers again
+    #[arg(long)]
+    pub rebuild: bool,
+}
+
+/// Arguments of `load`.
+#[derive(Debug, Args)]
+pub(crate) struct Load {
+    /// What is loaded; of options also io=, direct= and io-timeout= count.
+    #[command(flatten)]
+    pub source: Source,
+    /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
+    pub device: Device,
+    /// Read to a GPU by NVIDIA cuFile (GPUDirect Storage) where that is possible
+    #[arg(long)]
+    pub cufile: bool,
+    /// Write when each read was queued, read and moved, as Chrome and Perfetto show it
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// What tensors are loaded to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Device {
+    /// The memory of this machine.
+    Cpu,
+    /// That of the GPU with this number.
+    Cuda(u32),
+}
+
+fn device(text: &str) -> Result<Device, String> {
+    let number = match text {
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => Some(0),
+        _ => text.strip_prefix("cuda:").and_then(|number| number.parse().ok()),
+    };
+    number.map(Device::Cuda).ok_or_else(|| "expected cpu, or cuda:N as in cuda:0".to_owned())
+}
+
+/// Arguments of `verify`.
+#[derive(Debug, Args)]
+pub(crate) struct Verify {
+    /// What is looked at.
+    #[command(flatten)]
+    pub source: Source,
+    /// File that lists what the checkpoint holds: safetensors, weight map or manifest
+    #[arg(long, value_name = "FILE")]
+    pub reference: Option<PathBuf>,
+    /// Number of shard files that there have to be
+    #[arg(long, value_name = "N")]
+    pub expect_shards: Option<u64>,
+    /// Write a manifest beside the shards, which later proofs use
+    #[arg(long)]
+    pub write_manifest: bool,
+    /// Record the checksums of what differs from the recorded ones anew
+    #[arg(long)]
+    pub record: bool,
+    /// Print the sha256 of every shard as sha256sum does, and the report on standard error
+    #[arg(long)]
+    pub sha256: bool,
+    /// Fail where nothing proves that the last pieces are there
+    #[arg(long)]
+    pub strict: bool,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// Arguments of `convert`.
+#[derive(Debug, Args)]
+pub(crate) struct Convert {
+    /// What is written anew.
+    #[command(flatten)]
+    pub source: Source,
+    /// File to write, or folder to write it into
+    pub out: PathBuf,
+    /// Format to write
+    #[arg(long, value_enum)]
+    pub to: To,
+    /// Replace a file that is there
+    #[arg(short, long)]
+    pub force: bool,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// Formats that checkpoints are written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum To {
+    /// As the bintensors package writes it.
+    Bintensors,
+    /// As the safetensors package writes it.
+    Safetensors,
+}
+
+/// When something is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum When {
+    /// On a terminal.
+    Auto,
+    /// Never.
+    Never,
+    /// Always.
+    Always,
+}

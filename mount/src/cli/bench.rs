@@ -1,0 +1,384 @@
+//! `tensorfs bench`: the same bytes through a mount and from a real consolidated file, in turns.
+
+mod args;
+mod job;
+mod machine;
+mod make;
+mod map;
+mod mounted;
+mod page_cache;
+mod python;
+mod report;
+mod rounds;
+mod scratch;
+mod threads;
+mod worker;
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::ValueEnum;
+use serde_json::{Value, json};
+use tensorfs::checkpoint::Tree;
+use tensorfs::error::{real_name, shown, shown_path};
+use tensorfs::format::Format;
+use tensorfs::source::behind_mount;
+use tensorfs::view::Arrangement;
+
+pub(crate) use args::Args;
+
+use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::sources::prove_all;
+use crate::log;
+use crate::options::Options;
+use mounted::Mounted;
+use page_cache::Method;
+use report::Measured;
+use scratch::Scratch;
+use worker::Trouble;
+
+/// Least time that a run gets, and the bytes that earn another second.
+const LIMIT_MIN: Duration = Duration::from_secs(60);
+const LIMIT_BYTES_PER_SECOND: u64 = 20_000_000;
+
+impl From<Trouble> for Failure {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Stopped => Failure::Failed("stopped".to_owned()),
+            Trouble::Skip(reason) | Trouble::Failed(reason) => Failure::Failed(reason),
+        }
+    }
+}
+
+/// What is measured.
+#[derive(Debug)]
+struct Subject {
+    /// What is mounted.
+    source: PathBuf,
+    /// The virtual file, from the root of the mount.
+    shown: PathBuf,
+    /// The files that its bytes lie in.
+    shards: Vec<PathBuf>,
+    /// The folder of the checkpoint.
+    folder: PathBuf,
+    bytes: u64,
+    tensors: usize,
+    kind: &'static str,
+    /// The real file with the same bytes.
+    file: PathBuf,
+    options: Vec<String>,
+    limit: Duration,
+    method: Method,
+    runs: u32,
+}
+
+pub(super) fn run(args: &Args) -> Outcome {
+    if let Ok(job) = std::env::var(job::JOB) {
+        return if job::run(&job, args) { Ok(()) } else { Err(Failure::Told) };
+    }
+    let outcome = bench(args);
+    match &outcome {
+        Err(failure) if args.json && !matches!(failure, Failure::Told) => {
+            // Said on standard error whether or not this can be printed.
+            let _ = print_json(&json!({
+                "ok": false,
+                "class": failure.class().as_str(),
+                "error": failure.message(),
+                "cases": [],
+                "notes": [],
+            }));
+        }
+        _ => {}
+    }
+    outcome
+}
+
+fn bench(args: &Args) -> Outcome {
+    log::start(0);
+    tensorfs::source::raise_limit();
+    let options = Options::parse(&args.options, false).map_err(Failure::Usage)?;
+    if options.view.arrangement == Arrangement::Original {
+        return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));
+    }
+    // Before anything is made or mounted for it.
+    args.against.as_deref().map_or(Ok(()), check_file)?;
+    if options.view.format != Format::default() {
+        return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
+    }
+    let method = Method::choose(args.evict)?;
+    worker::stop_on_signals();
+    let mut made = None;
+    let source = match (&args.source, args.make) {
+        (Some(source), _) => behind_mount(source).map_or_else(|| source.clone(), |b| b.path),
+        (None, Some(_)) => made.insert(make_checkpoint(args)?).path().to_owned(),
+        (None, None) => return Err(Failure::Usage("no source".to_owned())),
+    };
+    let source = std::path::absolute(&source)
+        .map_err(|e| Failure::Failed(format!("the working directory is gone: {e}")))?;
+    let mut subject = look(&source, &options, args, method)?;
+    // Removed, as the checkpoint is, when this function returns.
+    let written = consolidate(&mut subject, args)?;
+    let outcome = measure(&subject, args);
+    if args.keep {
+        let kept = made.iter().chain(&written).map(|scratch| shown_path(scratch.path()));
+        for path in kept {
+            log::say(&format!("left in {path}"));
+        }
+    }
+    outcome
+}
+
+/// Whether there is a real file at `path` that can be read.
+fn check_file(path: &Path) -> Outcome {
+    let failed = |why: &dyn std::fmt::Display| {
+        let path = shown_path(path);
+        Err(Failure::Failed(format!("--against {path}: {why}; without it, a file is written")))
+    };
+    // A pipe would be waited for.
+    match std::fs::metadata(path).map(|meta| meta.is_file().then(|| File::open(path))) {
+        Ok(Some(Ok(_))) => Ok(()),
+        Ok(None) => failed(&"not a regular file"),
+        Ok(Some(Err(e))) | Err(e) => failed(&e),
+    }
+}
+
+/// Seconds that reading `bytes` may take.
+fn limit(args: &Args, bytes: u64) -> Duration {
+    let default = LIMIT_MIN + Duration::from_secs(bytes / LIMIT_BYTES_PER_SECOND);
+    args.time_limit.map_or(default, Duration::from_secs)
+}
+
+fn make_checkpoint(args: &Args) -> Result<Scratch, Failure> {
+    let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir);
+    // The consolidated file, as long again, will lie beside it.
+    let scratch = Scratch::new(&dir, 2 * args.size, args.keep)?;
+    let made = args.make.as_ref().and_then(ValueEnum::to_possible_value);
+    let name = made.as_ref().map_or("", |value| value.get_name());
+    let size = args.size.to_string();
+    let words = ["--make", name, "--size", &size, "--dir"].map(OsStr::new);
+    let words = [&words[..], &[scratch.path().as_os_str()]].concat();
+    progress(&format!("making a checkpoint of {}", human(args.size)));
+    worker::run("make", &words, limit(args, args.size))?;
+    Ok(scratch)
+}
+
+/// Finds the largest checkpoint of `source`.
+fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result<Subject, Failure> {
+    let tree = Tree::scan(source, &options.view)?;
+    let mut largest: Option<Subject> = None;
+    let mut refusal = None;
+    for found in prove_all(&tree)?.0 {
+        let checkpoint = match found.set.outcome {
+            Ok(checkpoint) => checkpoint,
+            Err(error) => {
+                refusal.get_or_insert(error);
+                continue;
+            }
+        };
+        let catalog = checkpoint.catalog();
+        let bytes = match checkpoint.is_whole_file() {
+            true => catalog.shards[0].file_len,
+            false => checkpoint.layout()?.len(),
+        };
+        if largest.as_ref().is_none_or(|largest| largest.bytes < bytes) {
+            largest = Some(Subject {
+                source: source.to_owned(),
+                shown: found.directory.join(&found.set.name),
+                shards: checkpoint.sources().iter().map(|s| s.path().to_owned()).collect(),
+                folder: checkpoint.directory.clone(),
+                bytes,
+                tensors: catalog.len(),
+                kind: checkpoint.kind.as_str(),
+                file: args.against.clone().unwrap_or_default(),
+                options: args.options.clone(),
+                limit: limit(args, bytes),
+                method,
+                runs: args.runs,
+            });
+        }
+    }
+    match (largest, refusal) {
+        (Some(largest), _) => Ok(largest),
+        (None, Some(error)) => Err(Failure::Error(error)),
+        (None, None) => Err(Failure::Failed(format!("{}: nothing to measure", shown_path(source)))),
+    }
+}
+
+/// Writes the consolidated file where none is given, and compares it with what the mount shows.
+fn consolidate(subject: &mut Subject, args: &Args) -> Result<Option<Scratch>, Failure> {
+    let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
+    let shown = mounted.path().join(&subject.shown);
+    let mut scratch = None;
+    if args.against.is_none() {
+        let folder =
+            Scratch::beside(&subject.shards, args.dir.as_deref(), subject.bytes, args.keep)?;
+        subject.file = folder.path().join("consolidated.safetensors");
+        scratch = Some(folder);
+        progress(&format!("writing {}", shown_path(&subject.file)));
+        let words = [shown.as_os_str(), "--against".as_ref(), subject.file.as_os_str()];
+        worker::run("copy", &words, subject.limit)?;
+    }
+    progress("comparing the file with what the mount shows");
+    let words = [shown.as_os_str(), "--against".as_ref(), subject.file.as_os_str()];
+    let compared = worker::run("compare", &words, 2 * subject.limit)?;
+    match compared["difference"].as_str() {
+        None => Ok(scratch),
+        Some(difference) => Err(Failure::Failed(format!(
+            "{}: not what the mount shows as {}: {difference}",
+            shown_path(&subject.file),
+            shown_path(&subject.shown)
+        ))),
+    }
+}
+
+/// Measures the cases and prints what came of them.
+fn measure(subject: &Subject, args: &Args) -> Outcome {
+    let mut facts = facts(subject)?;
+    if !args.json {
+        print_text(&title(&facts))?;
+        print_text(&report::head())?;
+    }
+    let mut measured = Vec::new();
+    for case in &args.cases {
+        let result = rounds::measure(subject, case, args.dir.as_deref())?;
+        progress("");
+        if !args.json {
+            print_text(&result.row())?;
+        }
+        measured.push(result);
+    }
+    let notes = notes(&measured);
+    let failed = measured.iter().any(|measured| measured.failed.is_some());
+    if args.json {
+        facts["ok"] = json!(!failed);
+        facts["class"] = Value::Null;
+        facts["error"] = Value::Null;
+        facts["notes"] = json!(notes);
+        facts["cases"] = measured.iter().map(Measured::json).collect();
+        print_json(&facts)?;
+    } else {
+        print_text(
+            &notes.iter().map(|note| format!("note: {}\n", shown(note))).collect::<String>(),
+        )?;
+    }
+    if failed { Err(Failure::Told) } else { Ok(()) }
+}
+
+/// What the figures belong to.
+fn facts(subject: &Subject) -> Result<Value, Failure> {
+    let failed = |e: std::io::Error| Failure::Failed(format!("{}: {e}", shown_path(&subject.file)));
+    let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
+    let shards = subject.shards.first().unwrap_or(&subject.file);
+    let checked = page_cache::cached_part(&subject.shards).is_some();
+    Ok(json!({
+        "tensorfs": env!("CARGO_PKG_VERSION"),
+        "machine": machine::describe(),
+        "source": {
+            "path": real_name(&subject.source),
+            "file": real_name(&subject.shown),
+            "kind": subject.kind,
+            "shards": subject.shards.len(),
+            "tensors": subject.tensors,
+            "on": machine::below(shards).map_err(failed)?,
+        },
+        "against": {
+            "path": real_name(&subject.file),
+            "on": machine::below(&subject.file).map_err(failed)?,
+        },
+        "mount": {
+            "options": subject.options,
+            "readahead_kib": mounted.readahead_kib(),
+        },
+        "bytes": subject.bytes,
+        "runs": subject.runs,
+        "evict": { "method": subject.method.as_str(), "checked": checked },
+    }))
+}
+
+fn title(facts: &Value) -> String {
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        Value::Null => "unknown".to_owned(),
+        other => other.to_string(),
+    };
+    let on = |on: &Value| {
+        let (kind, device) = (text(&on["file_system"]), text(&on["device"]));
+        format!("{kind} on {device}, readahead {} KiB", text(&on["readahead_kib"]))
+    };
+    let (source, against, evict) = (&facts["source"], &facts["against"], &facts["evict"]);
+    let options = facts["mount"]["options"].as_array().into_iter().flatten();
+    let options: Vec<&str> = options.filter_map(Value::as_str).collect();
+    let options = if options.is_empty() { "none".to_owned() } else { shown(&options.join(",")) };
+    let checked = if evict["checked"] == true { "checked" } else { "not checked" };
+    format!(
+        "tensorfs {}, Linux {}, {} cores, {} of memory\n\
+         mount: {} of {} ({}, {} shards; {}), options {options}, readahead {} KiB\n\
+         file:  {} ({})\n\
+         {}, {} runs of each, cold by {} ({checked})\n\n",
+        text(&facts["tensorfs"]),
+        text(&facts["machine"]["kernel"]),
+        facts["machine"]["cores"],
+        human(facts["machine"]["memory_bytes"].as_u64().unwrap_or(0)),
+        shown(&text(&source["file"])),
+        shown(&text(&source["path"])),
+        text(&source["kind"]),
+        source["shards"],
+        on(&source["on"]),
+        text(&facts["mount"]["readahead_kib"]),
+        shown(&text(&against["path"])),
+        on(&against["on"]),
+        human(facts["bytes"].as_u64().unwrap_or(0)),
+        facts["runs"],
+        text(&evict["method"]),
+    )
+}
+
+/// What is to be known about the figures.
+fn notes(measured: &[Measured]) -> Vec<String> {
+    let mut notes = Vec::new();
+    for measured in measured {
+        let cold = matches!(measured.case.state, args::State::Cold | args::State::Assembled);
+        let wrong = |part: f64| if cold { part > 0.01 } else { part < 0.99 };
+        let parts = measured.runs.iter().filter_map(|run| run.cached);
+        let wrong: Vec<f64> = parts.filter(|&part| wrong(part)).collect();
+        if !wrong.is_empty() {
+            let least = wrong.iter().copied().fold(f64::INFINITY, f64::min);
+            let most = wrong.iter().copied().fold(0.0, f64::max);
+            notes.push(format!(
+                "{}: {} of {} runs began with {:.0}% to {:.0}% of their bytes cached instead of {}",
+                measured.case.name,
+                wrong.len(),
+                measured.runs.len(),
+                least * 100.0,
+                most * 100.0,
+                if cold { "none" } else { "all" },
+            ));
+        }
+        if measured
+            .runs
+            .iter()
+            .any(|run| run.side == report::Side::Mount && run.daemon_peak.is_none())
+        {
+            notes.push(format!("{}: the daemon's memory cannot be read", measured.case.name));
+        }
+    }
+    notes
+}
+
+/// Says on a terminal what goes on, on a line that the next one replaces.
+fn progress(what: &str) {
+    let mut error = std::io::stderr();
+    if error.is_terminal() {
+        let _ = write!(error, "\r\x1b[K{what}");
+        let _ = error.flush();
+    }
+}
+
+/// The space that is free for us where `path` lies.
+fn space_free(path: &Path) -> std::io::Result<u64> {
+    let stat = nix::sys::statvfs::statvfs(path)?;
+    Ok(stat.blocks_available() * stat.fragment_size())
+}

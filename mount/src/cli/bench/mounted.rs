@@ -1,0 +1,205 @@
+//! The mounts that the bench makes for itself: a daemon of the same program in a temporary folder,
+//! taken down again whatever happens.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::libc;
+use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
+use nix::unistd::Pid;
+use tensorfs::error::{real_name, shown_path};
+use tensorfs::source::mountinfo;
+
+use super::worker::{Trouble, check_stopped, wait};
+use crate::cli::status;
+use crate::daemon::attach::{Detach, detach};
+use crate::options::escape;
+
+/// How long the mount may stay busy before it is taken off lazily.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a daemon may take to end after its mount is off.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A mount and the daemon that serves it.
+#[derive(Debug)]
+pub(super) struct Mounted {
+    /// Has the mount point, and what the daemon writes.
+    home: PathBuf,
+    target: PathBuf,
+    daemon: Child,
+    clock: Option<ClockId>,
+}
+
+impl Mounted {
+    /// Mounts `source` and waits until the mount answers.
+    pub(super) fn start(
+        source: &Path,
+        options: &[String],
+        limit: Duration,
+    ) -> Result<Mounted, Trouble> {
+        let template = std::env::temp_dir().join("tensorfs-bench-XXXXXX");
+        let home = nix::unistd::mkdtemp(&template).map_err(|e| failed(&template, e.into()))?;
+        // The mount table has no links in its paths.
+        let home = fs::canonicalize(&home).map_err(|e| failed(&home, e))?;
+        match spawn(&home, source, options) {
+            Ok((daemon, ready)) => {
+                let pid = Pid::from_raw(daemon.id() as libc::pid_t);
+                let clock = clock_getcpuclockid(pid).ok();
+                let mut mounted = Mounted { target: home.join("mnt"), home, daemon, clock };
+                mounted.wait_until_ready(&ready, limit)?;
+                Ok(mounted)
+            }
+            Err(e) => {
+                let _ = fs::remove_dir_all(&home);
+                Err(failed(source, e))
+            }
+        }
+    }
+
+    fn wait_until_ready(&mut self, ready: &UnixDatagram, limit: Duration) -> Result<(), Trouble> {
+        let deadline = Instant::now() + limit;
+        let mut message = [0; 4096];
+        loop {
+            check_stopped()?;
+            if let Ok(len) = ready.recv(&mut message)
+                && message[..len].split(|&byte| byte == b'\n').any(|line| line == b"READY=1")
+            {
+                return Ok(());
+            }
+            if let Some(status) = self.daemon.try_wait()? {
+                let said = fs::read_to_string(self.home.join("stderr")).unwrap_or_default();
+                let last = said.trim_end().lines().last().map(str::to_owned);
+                let reason = last.unwrap_or_else(|| format!("the daemon ended ({status})"));
+                let reason = reason.strip_prefix("tensorfs: ").unwrap_or(&reason);
+                return Err(Trouble::Failed(reason.to_owned()));
+            }
+            if Instant::now() > deadline {
+                let seconds = limit.as_secs();
+                return Err(Trouble::Failed(format!("no mount after {seconds} s")));
+            }
+        }
+    }
+
+    /// The root of the mount.
+    pub(super) fn path(&self) -> &Path {
+        &self.target
+    }
+
+    /// Processor time that the daemon has taken, all its threads together.
+    pub(super) fn cpu(&self) -> Option<Duration> {
+        clock_gettime(self.clock?).ok().map(Duration::from)
+    }
+
+    /// Forgets how much memory the daemon has needed so far. False where that may not be done.
+    pub(super) fn reset_peak(&self) -> bool {
+        fs::write(self.proc("clear_refs"), "5").is_ok()
+    }
+
+    /// Most resident memory since then, in bytes.
+    pub(super) fn peak(&self) -> Option<u64> {
+        let status = fs::read_to_string(self.proc("status")).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        Some(kib * 1024)
+    }
+
+    /// The daemon.
+    pub(super) fn pid(&self) -> u32 {
+        self.daemon.id()
+    }
+
+    /// What the daemon counts of its reading ahead, by name. Empty where it does not say.
+    pub(super) fn read_ahead(&self) -> BTreeMap<String, u64> {
+        let Ok(Some(mount)) = mountinfo::ours_at(&self.target) else { return BTreeMap::new() };
+        let seen = status::ask(vec![mount], status::LIMIT, false);
+        let counters = seen.first().and_then(|one| one.facts.get("counters")?.as_object());
+        let ahead = counters.into_iter().flatten().filter(|(name, _)| name.starts_with("prefetch"));
+        ahead.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?))).collect()
+    }
+
+    /// The kernel's readahead window for the mount, in KiB.
+    pub(super) fn readahead_kib(&self) -> Option<u64> {
+        let minor = mountinfo::ours_at(&self.target).ok()??.minor;
+        super::machine::readahead_kib(0, u64::from(minor))
+    }
+
+    fn proc(&self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/{name}", self.daemon.id()))
+    }
+
+    fn is_mounted(&self) -> bool {
+        mountinfo::at(&self.target).is_ok_and(|mounts| !mounts.is_empty())
+    }
+
+    fn unmount(&self) {
+        let deadline = Instant::now() + BUSY_TIMEOUT;
+        while self.is_mounted() {
+            let busy = detach(&self.target, Detach::Clean)
+                .is_err_and(|e| e.kind() == io::ErrorKind::ResourceBusy);
+            if !busy || Instant::now() > deadline {
+                break;
+            }
+            // Somebody who indexes new mounts may have it open for a moment.
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if self.is_mounted() {
+            let _ = detach(&self.target, Detach::Lazy);
+        }
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        self.unmount();
+        if !matches!(wait(&mut self.daemon, END_TIMEOUT), Ok(Some(_))) {
+            let _ = self.daemon.kill();
+            let _ = wait(&mut self.daemon, END_TIMEOUT);
+            self.unmount();
+        }
+        // Never what lies on a mount that would not go.
+        if self.is_mounted() {
+            crate::log::say(&format!("{}: cannot unmount", shown_path(&self.target)));
+        } else if let Err(e) = fs::remove_dir_all(&self.home) {
+            crate::log::say(&format!("{}: {e}", shown_path(&self.home)));
+        }
+    }
+}
+
+fn failed(path: &Path, error: io::Error) -> Trouble {
+    Trouble::Failed(format!("{}: {error}", shown_path(path)))
+}
+
+/// Starts the daemon in the foreground, so that it is a child of ours, and the socket on which
+/// it says that it is ready.
+fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, UnixDatagram)> {
+    let target = home.join("mnt");
+    fs::create_dir(&target)?;
+    let notify = home.join("notify");
+    let ready = UnixDatagram::bind(&notify)?;
+    ready.set_read_timeout(Some(Duration::from_millis(10)))?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg0("tensorfs").args(["mount", "--foreground"]).env("NOTIFY_SOCKET", &notify);
+    for option in options {
+        command.arg("-o").arg(option);
+    }
+    let logs = |option: &String| {
+        crate::options::Options::parse(&[option], true).is_ok_and(|options| options.log.is_some())
+    };
+    if !options.iter().any(logs) {
+        let log = home.join("log");
+        command.arg("-o").arg(format!("log={}", escape(&real_name(&log))));
+    }
+    // What is gone in a moment needs no index in the cache of the user; `-o index-dir=` wins.
+    command.env(tensorfs::index::STORE_VARIABLE, "none");
+    command.arg("--").arg(source).arg(target).stdin(Stdio::null()).stdout(Stdio::null());
+    // In a group of its own, so that Ctrl-C goes to the bench alone.
+    let child = command.stderr(File::create(home.join("stderr"))?).process_group(0).spawn()?;
+    Ok((child, ready))
+}

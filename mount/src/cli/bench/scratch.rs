@@ -1,0 +1,84 @@
+//! Folders for the large files that the bench writes.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use tensorfs::error::shown_path;
+
+use super::space_free;
+use super::worker::Trouble;
+
+/// Space that stays free, in bytes.
+const SPARE: u64 = 256 << 20;
+
+/// A folder that goes, with all in it, when it is dropped, unless it is to be kept.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    path: PathBuf,
+    keep: bool,
+}
+
+impl Scratch {
+    /// Makes one in `dir`, where `bytes` have to be free.
+    pub(super) fn new(dir: &Path, bytes: u64, keep: bool) -> Result<Scratch, Trouble> {
+        let failed = |e: io::Error| Trouble::Failed(format!("{}: {e}", shown_path(dir)));
+        let free = space_free(dir).map_err(failed)?;
+        if free < bytes + SPARE {
+            return Err(Trouble::Failed(format!(
+                "{}: {} are free and {} are needed; give another folder with --dir",
+                shown_path(dir),
+                crate::cli::output::human(free),
+                crate::cli::output::human(bytes + SPARE)
+            )));
+        }
+        let path = nix::unistd::mkdtemp(&dir.join("tensorfs-bench-XXXXXX"));
+        Ok(Scratch { path: path.map_err(|e| failed(e.into()))?, keep })
+    }
+
+    /// Makes one on the file system that the shards lie on, or in `dir`.
+    pub(super) fn beside(
+        shards: &[PathBuf],
+        dir: Option<&Path>,
+        bytes: u64,
+        keep: bool,
+    ) -> Result<Scratch, Trouble> {
+        if let Some(dir) = dir {
+            return Scratch::new(dir, bytes, keep);
+        }
+        let device = |path: &Path| std::fs::metadata(path).map(|meta| meta.dev()).ok();
+        let first = shards.first().map(PathBuf::as_path).unwrap_or(Path::new("/"));
+        // Never in the folder itself, which is what the mount shows.
+        let above = first.ancestors().nth(2).map(Path::to_owned);
+        let candidates = [Some(std::env::temp_dir()), above];
+        let mut reasons = Vec::new();
+        for candidate in candidates.into_iter().flatten() {
+            if device(&candidate) == device(first) {
+                match Scratch::new(&candidate, bytes, keep) {
+                    Ok(scratch) => return Ok(scratch),
+                    Err(Trouble::Failed(reason)) => reasons.push(reason),
+                    Err(other) => return Err(other),
+                }
+            }
+        }
+        Err(Trouble::Failed(reasons.pop().unwrap_or_else(|| {
+            let place = shown_path(first.parent().unwrap_or(first));
+            format!("give a folder on the file system of {place} with --dir")
+        })))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if self.keep {
+            return;
+        }
+        if let Err(e) = std::fs::remove_dir_all(&self.path) {
+            crate::log::say(&format!("{}: {e}", shown_path(&self.path)));
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! `tensorfs convert`: a checkpoint as one real file, as the package of a format would write it.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use sha1::Sha1;
+use sha2::{Digest, Sha256};
+use tensorfs::checkpoint::{Checkpoint, Tail};
+use tensorfs::consolidate;
+use tensorfs::error::{real_name, shown, shown_path};
+use tensorfs::format::Format;
+use tensorfs::layout::Layout;
+use tensorfs::reader::Reader;
+use tensorfs::{Error, Fault};
+
+use super::args::{self, To};
+use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::sources::{one_checkpoint, query_options};
+use super::verify::bar;
+use crate::daemon::ending::{block_signals, ending_signals};
+
+/// Set once the command was told to stop.
+static STOPPED: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn run(args: &args::Convert) -> Outcome {
+    let format = match args.to {
+        To::Bintensors => Format::Bintensors,
+        To::Safetensors => Format::Safetensors,
+    };
+    stop_on_signals();
+    let (checkpoint, mut notes) = one_checkpoint(&args.source, query_options(&args.source)?)?;
+    let target = target(&args.out, &checkpoint.name, format)?;
+    keep_source(&checkpoint, &target)?;
+    let layout = Layout::saved(checkpoint.catalog(), format);
+    let layout = layout.map_err(|fault: Fault| checkpoint.refused(fault))?;
+    let reader = Reader::new(Arc::new(layout), checkpoint.sources().to_vec());
+    let mut digest = Hash::of(format);
+    let bar = bar(args.progress, reader.len());
+    consolidate::write(&reader, &target, args.force, &mut |bytes| {
+        if STOPPED.load(Ordering::Relaxed) {
+            return Err(Error::usage("stopped; nothing is left of the new file"));
+        }
+        digest.update(bytes);
+        bar.inc(bytes.len() as u64);
+        Ok(())
+    })?;
+    bar.finish_and_clear();
+    let (algorithm, digest) = digest.finish();
+    let catalog = checkpoint.catalog();
+    if checkpoint.tail == Tail::Unproven {
+        let hint = "a lost last piece would not show; -o expect-shards= or reference= prove it";
+        notes.push(format!("tail: unproven: {hint}"));
+    }
+    if args.source.json {
+        return print_json(&json!({
+            "source": real_name(&args.source.source),
+            "ok": true,
+            "class": Value::Null,
+            "error": Value::Null,
+            "name": checkpoint.name,
+            "kind": checkpoint.kind.as_str(),
+            "path": real_name(&target),
+            "format": format.as_str(),
+            "tensors": catalog.len(),
+            "shards": catalog.shards.len(),
+            "bytes": reader.len(),
+            "tail": checkpoint.tail.as_str(),
+            "digest_algorithm": algorithm,
+            "digest": digest,
+            algorithm: digest,
+            "notes": notes,
+        }));
+    }
+    let mut text = format!(
+        "{}: {} tensors, {}, {algorithm} {digest}\n",
+        shown_path(&target),
+        catalog.len(),
+        human(reader.len())
+    );
+    text.extend(notes.iter().map(|note| format!("  note: {}\n", shown(note))));
+    print_text(&text)
+}
+
+/// Refuses to write over a file of `checkpoint`, which others need; a checkpoint of one file may
+/// be written over itself.
+fn keep_source(checkpoint: &Checkpoint, target: &Path) -> Result<(), Failure> {
+    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    let Some(there) = inode(target) else { return Ok(()) };
+    let sources = checkpoint.sources();
+    let map = checkpoint.weight_map().map(|(name, _)| checkpoint.directory.join(name));
+    let is_source = sources.iter().any(|source| inode(source.path()) == Some(there));
+    let is_map = map.is_some_and(|map| inode(&map) == Some(there));
+    if is_map || (is_source && sources.len() > 1) {
+        let message = "is a file of the source; write somewhere else";
+        return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+    }
+    Ok(())
+}
+
+/// The file to write for the checkpoint `name`.
+fn target(out: &Path, name: &str, format: Format) -> Result<PathBuf, Failure> {
+    let is_folder = out.as_os_str().as_encoded_bytes().ends_with(b"/");
+    if out.is_dir() {
+        // What lies on a mount may be shown there in another format than it is stored in.
+        let suffix = Format::of_name(name).map_or("", Format::suffix);
+        let stem = name.strip_suffix(suffix).unwrap_or(name);
+        return Ok(out.join(format!("{stem}{}", format.suffix())));
+    }
+    let shown = shown_path(out);
+    if is_folder {
+        return Err(Failure::Failed(format!("{shown}: no such folder")));
+    }
+    match out.file_name().and_then(|name| Format::of_name(name.to_str()?)) {
+        Some(other) if other != format => Err(Failure::Usage(format!(
+            "{shown}: the name is one of a {} file, --to says {}",
+            other.as_str(),
+            format.as_str()
+        ))),
+        _ => Ok(out.to_owned()),
+    }
+}
+
+/// The digest that is told of a file in a format.
+enum Hash {
+    /// What `save_with_checksum` of the bintensors package returns unless told otherwise.
+    Sha1(Sha1),
+    /// What hubs call files by.
+    Sha256(Sha256),
+}
+
+impl Hash {
+    fn of(format: Format) -> Hash {
+        match format {
+            Format::Bintensors => Hash::Sha1(Sha1::new()),
+            Format::Safetensors => Hash::Sha256(Sha256::new()),
+        }
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Hash::Sha1(hash) => hash.update(bytes),
+            Hash::Sha256(hash) => hash.update(bytes),
+        }
+    }
+
+    /// The name of the algorithm, and the digest in hexadecimal.
+    fn finish(self) -> (&'static str, String) {
+        match self {
+            Hash::Sha1(hash) => ("sha1", format!("{:x}", hash.finalize())),
+            Hash::Sha256(hash) => ("sha256", format!("{:x}", hash.finalize())),
+        }
+    }
+}
+
+/// Has a signal to end noted, so that nothing half-written is left. One that comes much later ends
+/// the process at once; one that comes with the first, as `timeout` sends it, does not.
+fn stop_on_signals() {
+    block_signals();
+    std::thread::spawn(|| {
+        while ending_signals().wait().is_ok() {
+            let first = !STOPPED.swap(true, Ordering::Relaxed);
+            if first {
+                std::thread::sleep(PATIENCE);
+                let _ = ending_signals().thread_unblock();
+            }
+        }
+    });
+}
+
+/// How long a command that was told to stop may take to clean up.
+const PATIENCE: Duration = Duration::from_secs(3);

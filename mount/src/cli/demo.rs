@@ -1,0 +1,159 @@
+//! `tensorfs demo`: makes small checkpoints as savers leave them, mounts them, and compares
+//! every byte that the mount shows with what it has to be.
+//!
+//! What a tensor holds is computed from its number and the place of each byte, so the
+//! comparison shares no code with the layout and the gathering that it tests.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tensorfs::Dtype;
+use tensorfs::error::{real_name, shown_path};
+
+use super::args;
+use super::output::{Failure, Outcome, human};
+use super::saved::{Cut, Tensor, byte_of, write_checkpoint};
+use crate::daemon::attach::{Detach, detach};
+use crate::daemon::background;
+use crate::log;
+
+/// Prints a line; a reader that has seen enough is no failure.
+macro_rules! tell {
+    ($($line:tt)*) => {{
+        let _ = writeln!(io::stdout(), $($line)*);
+    }};
+}
+
+/// Name, dtype and shape of the tensors of each checkpoint.
+const TENSORS: [(&str, Dtype, &[u64]); 6] = [
+    ("model.embed_tokens.weight", Dtype::Bf16, &[2048, 512]),
+    ("model.layers.0.mlp.down_proj.weight", Dtype::Bf16, &[512, 1408]),
+    ("model.layers.0.mlp.experts.weight", Dtype::F32, &[8, 96, 256]),
+    ("model.layers.0.self_attn.q_proj.weight", Dtype::F8E4M3, &[512, 512]),
+    ("model.layers.0.self_attn.q_proj.scale", Dtype::F32, &[512]),
+    ("model.norm.weight", Dtype::Bf16, &[512]),
+];
+
+const CHECKPOINTS: [(&str, Cut, &str); 4] = [
+    ("hf", Cut::HuggingFace(3), "3 shards and a weight map, as transformers saves"),
+    ("dcp-rows", Cut::Dcp(4, 1), "4 rank shards cut by rows, as FSDP saves with torch DCP"),
+    ("dcp-columns", Cut::Dcp(1, 4), "4 rank shards cut by columns, as tensor parallelism does"),
+    ("dcp-grid", Cut::Dcp(2, 2), "4 rank shards, a 2 x 2 grid"),
+];
+
+pub(super) fn run(args: &args::Demo) -> Outcome {
+    log::start(0);
+    let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
+    let root = nix::unistd::mkdtemp(&template)
+        .map_err(|e| Failure::Failed(format!("{}: {e}", shown_path(&template))))?;
+    let outcome = demo(&root);
+    if args.keep {
+        tell!("\nThe checkpoints stay in {}", shown_path(&root));
+    } else if let Err(e) = fs::remove_dir_all(&root) {
+        log::say(&format!("{}: {e}", shown_path(&root)));
+    }
+    outcome
+}
+
+fn demo(root: &Path) -> Outcome {
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(root)));
+    let (models, mount) = (root.join("models"), root.join("mnt"));
+    fs::create_dir(&mount).map_err(failed)?;
+    tell!("Four small checkpoints in {}:", shown_path(&models));
+    let tensors = tensors();
+    for (name, cut, what) in CHECKPOINTS {
+        let folder = models.join(name);
+        fs::create_dir_all(&folder).map_err(failed)?;
+        write_checkpoint(&folder, &tensors, cut).map_err(failed)?;
+        tell!("  {name:<12} {what}");
+    }
+    tell!("\n$ tensorfs mount {} {}", shown_path(&models), shown_path(&mount));
+    let log = format!("log={}", crate::options::escape(&real_name(&root.join("log"))));
+    // What is gone in a moment needs no index in the cache of the user.
+    let options = [log, "index-dir=none".to_owned()];
+    background::run_in_background(&models, &mount, &options, false, 0).map_err(Failure::Failed)?;
+    let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));
+    tell!("\n$ tensorfs umount {}", shown_path(&mount));
+    unmount(&mount).map_err(failed)?;
+    compared?;
+    tell!("\nEvery byte read through the mount is right, and nothing was copied.");
+    Ok(())
+}
+
+fn tensors() -> Vec<Tensor> {
+    let tensor = |&(name, dtype, shape): &(&str, Dtype, &[u64])| Tensor {
+        name: name.to_owned(),
+        dtype,
+        shape: shape.to_vec(),
+    };
+    TENSORS.iter().map(tensor).collect()
+}
+
+/// Prints what `folder` of the mount shows and compares its weights.
+fn show(folder: &Path) -> Outcome {
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(folder)));
+    tell!("\n$ ls -l {}", shown_path(folder));
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let len = entry.metadata().map_err(failed)?.len();
+        tell!("  {len:>10}  {}", shown_path(entry.file_name().as_ref()));
+    }
+    let file = folder.join("model.safetensors");
+    let started = Instant::now();
+    let (tensors, bytes) = compare(&file)?;
+    let speed = bytes as f64 / started.elapsed().as_secs_f64().max(1e-9);
+    tell!(
+        "  {tensors} tensors, {} read at {}/s and compared: all equal",
+        human(bytes),
+        human(speed as u64)
+    );
+    Ok(())
+}
+
+/// Reads `file` from end to end. Returns how many tensors and bytes it has.
+fn compare(file: &Path) -> Result<(usize, u64), Failure> {
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(file)));
+    let wrong = |what: String| Failure::Failed(format!("{}: {what}", shown_path(file)));
+    let mut content = Vec::new();
+    File::open(file).and_then(|mut f| f.read_to_end(&mut content)).map_err(failed)?;
+    let prefix = content.first_chunk().ok_or_else(|| wrong("shorter than 8 bytes".into()))?;
+    let start = 8 + u64::from_le_bytes(*prefix) as usize;
+    let header = content.get(8..start).ok_or_else(|| wrong("no header".into()))?;
+    let header: BTreeMap<String, Value> =
+        serde_json::from_slice(header).map_err(|e| wrong(format!("bad header: {e}")))?;
+    for (number, tensor) in tensors().iter().enumerate() {
+        let Tensor { name, dtype, shape } = tensor;
+        let entry = header.get(name).ok_or_else(|| wrong(format!("no tensor {name}")))?;
+        if entry["dtype"] != dtype.name() || entry["shape"] != json!(shape) {
+            return Err(wrong(format!("{name} is {entry}, expected {dtype} {shape:?}")));
+        }
+        let offset = |at: usize| start + entry["data_offsets"][at].as_u64().unwrap_or(0) as usize;
+        let data = content.get(offset(0)..offset(1)).unwrap_or_default();
+        let expected = tensor.len();
+        if data.len() as u64 != expected {
+            return Err(wrong(format!("{name} has {} bytes, expected {expected}", data.len())));
+        }
+        let differs = |&at: &usize| data[at] != byte_of(number, at as u64);
+        if let Some(at) = (0..data.len()).find(differs) {
+            return Err(wrong(format!("{name}: byte {at} differs")));
+        }
+    }
+    Ok((TENSORS.len(), content.len() as u64))
+}
+
+fn unmount(mount: &Path) -> io::Result<()> {
+    // Somebody who indexes new mounts may have it open for a moment.
+    for _ in 0..50 {
+        match detach(mount, Detach::Clean) {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => return other,
+        }
+    }
+    detach(mount, Detach::Lazy)
+}

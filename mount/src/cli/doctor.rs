@@ -1,0 +1,148 @@
+//! `tensorfs doctor`: what this machine has for mounting and reading, and what it lacks.
+//!
+//! Every line comes from something that was tried or read just now; what could not be found out
+//! is called unknown.
+
+mod machine;
+mod mounting;
+
+use std::fmt::Write;
+use std::io::IsTerminal;
+
+use clap::builder::styling::{AnsiColor, Style};
+use serde_json::{Value, json};
+use tensorfs::error::shown;
+
+use super::args;
+use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
+
+/// How a thing is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// As it should be.
+    Ok,
+    /// There, but worse than it could be.
+    Degraded,
+    /// Not there.
+    Missing,
+    /// Nothing here tells.
+    Unknown,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, PartialEq, Eq)]
+struct Check {
+    name: &'static str,
+    state: State,
+    /// What was found and what it means.
+    found: String,
+    /// What to do about it.
+    advice: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Check {
+        Check { name, state: State::Ok, found: found.into(), advice: None }
+    }
+
+    fn degraded(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Check {
+        Check { state: State::Degraded, advice: Some(advice.into()), ..Check::ok(name, found) }
+    }
+
+    fn missing(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Check {
+        Check { state: State::Missing, advice: Some(advice.into()), ..Check::ok(name, found) }
+    }
+
+    fn unknown(name: &'static str, found: impl Into<String>) -> Check {
+        Check { state: State::Unknown, ..Check::ok(name, found) }
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "name": self.name,
+            "state": self.state.as_str(),
+            "found": self.found,
+            "advice": self.advice,
+        })
+    }
+}
+
+impl State {
+    fn as_str(self) -> &'static str {
+        match self {
+            State::Ok => "ok",
+            State::Degraded => "degraded",
+            State::Missing => "missing",
+            State::Unknown => "unknown",
+        }
+    }
+
+    fn style(self) -> Style {
+        match self {
+            State::Ok => AnsiColor::Green.on_default(),
+            State::Degraded => AnsiColor::Yellow.on_default(),
+            State::Missing => AnsiColor::Red.on_default(),
+            State::Unknown => Style::new().dimmed(),
+        }
+    }
+}
+
+pub(super) fn run(args: &args::Doctor) -> Outcome {
+    let trial = mounting::trial();
+    let mut checks = mounting::checks(&trial);
+    checks.extend(machine::checks());
+    let outcome = match trial {
+        Ok(_) => Ok(()),
+        Err(why) => Err(Failure::Failed(format!("mounting does not work here: {why}"))),
+    };
+    if args.json {
+        let failure = outcome.as_ref().err();
+        print_json(&json!({
+            "ok": failure.is_none(),
+            "class": failure.map(|failure| failure.class().as_str()),
+            "error": failure.map(Failure::message),
+            "checks": checks.iter().map(Check::to_json).collect::<Value>(),
+        }))?;
+    } else {
+        print_bytes(table(&checks, in_colour()).as_bytes())?;
+        if outcome.is_ok() {
+            print_text("\nMounting works here.\n")?;
+        }
+    }
+    outcome
+}
+
+/// Whether standard output is a terminal of somebody who did not ask for plain text.
+fn in_colour() -> bool {
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let dumb = std::env::var_os("TERM").is_none_or(|value| value == "dumb");
+    std::io::stdout().is_terminal() && !plain && !dumb
+}
+
+/// One line for each check, and one below it for what to do.
+fn table(checks: &[Check], colour: bool) -> String {
+    let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for Check { name, state, found, advice } in checks {
+        let style = if colour { state.style() } else { Style::new() };
+        let (state, found) = (state.as_str(), shown(found));
+        let _ = writeln!(text, "{style}{state:<8}{style:#}  {name:<width$}  {found}");
+        if let Some(advice) = advice {
+            let _ = writeln!(text, "{:8}  {:width$}  -> {}", "", "", shown(advice));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_aligned_and_says_what_to_do() {
+        let checks = [Check::ok("a", "is there"), Check::missing("long", "is not", "get it")];
+        let lines = "ok        a     is there\nmissing   long  is not\n                -> get it\n";
+        assert_eq!(table(&checks, false), lines);
+        assert!(table(&checks, true).starts_with("\u{1b}[32mok      \u{1b}[0m  a"));
+    }
+}

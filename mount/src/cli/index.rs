@@ -1,0 +1,153 @@
+//! `tensorfs index`: shows the indexes of a source, and makes those that are missing.
+
+use serde_json::{Value, json};
+use tensorfs::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
+use tensorfs::error::{real_name, shown, shown_path};
+use tensorfs::verify::Recorded;
+use tensorfs::view::Arrangement;
+
+use super::args;
+use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::sources::{open_source, query_options};
+use crate::log;
+
+/// The index of a folder, and what the folder holds.
+struct Report {
+    directory: String,
+    /// A word for what became of the index.
+    state: &'static str,
+    /// What spoke against the index before, or keeps it from being kept.
+    reason: Option<String>,
+    index: IndexState,
+    sets: usize,
+    tensors: usize,
+    shards: usize,
+    /// Of how many shards checksums are recorded, and since when.
+    checksums: Option<(usize, i64)>,
+    /// The refusals of its sets.
+    refused: Vec<String>,
+}
+
+pub(super) fn run(args: &args::Index) -> Outcome {
+    let mut options = query_options(&args.source)?;
+    // What is too large for one file has an index too.
+    options.view.arrangement = Arrangement::Original;
+    let tree = open_source(&args.source, options)?;
+    if tree.view.index.is_none() {
+        let message = "no indexes are kept: give --index-dir DIR, or set HOME";
+        return Err(Failure::Failed(message.to_owned()));
+    }
+    let mut reports = Vec::new();
+    for head in tree.families() {
+        let forget = |id: &FolderId| args.rebuild && tree.forget_index(*id);
+        let forgotten: Vec<FolderId> = tree.family(head).into_iter().filter(forget).collect();
+        for (id, proved) in tree.prove(head) {
+            if !proved.sets.is_empty() {
+                reports.extend(report(&tree, id, proved, forgotten.contains(&id)));
+            }
+        }
+    }
+    if reports.is_empty() {
+        return Err(Failure::Failed(tree.nothing_found()));
+    }
+    let ok = reports.iter().all(|report| report.refused.is_empty() && report.state != "not_kept");
+    if args.source.json {
+        print_json(&json!({
+            "source": real_name(&tree.source),
+            "ok": ok,
+            "folder": tree.view.index.as_deref().map(real_name),
+            "indexes": reports.iter().map(Report::to_json).collect::<Vec<_>>(),
+        }))?;
+    } else {
+        print_text(&reports.iter().map(Report::to_text).collect::<String>())?;
+    }
+    for report in &reports {
+        report.refused.iter().for_each(|refusal| log::say(refusal));
+        if report.state == "not_kept" {
+            let reason = report.reason.as_deref().unwrap_or_default();
+            log::say(&format!("{}: the index is not kept: {reason}", report.directory));
+        }
+    }
+    if ok { Ok(()) } else { Err(Failure::Told) }
+}
+
+fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<Report> {
+    let refused = proved.sets.iter().filter_map(|set| set.outcome.as_ref().err());
+    let refused: Vec<String> = refused.map(ToString::to_string).collect();
+    let whole = || proved.sets.iter().filter_map(|set| set.outcome.as_ref().ok());
+    let index = proved.index?;
+    let folder = tree.folder(id);
+    let (state, reason) = match &index.origin {
+        _ if !refused.is_empty() => ("refused", None),
+        Origin::NotKept(why) => ("not_kept", Some(why.clone())),
+        Origin::Index => ("fresh", None),
+        Origin::Headers(None) if !forgotten => ("built", None),
+        Origin::Headers(before) => ("rebuilt", before.clone()),
+    };
+    Some(Report {
+        directory: real_name(&folder.path),
+        state,
+        reason,
+        sets: proved.sets.len(),
+        tensors: whole().map(|checkpoint| checkpoint.catalog().len()).sum(),
+        shards: whole().map(|checkpoint| checkpoint.catalog().shards.len()).sum(),
+        checksums: Recorded::load(tree.view.index.as_deref(), &folder.path).extent(),
+        refused,
+        index,
+    })
+}
+
+impl Report {
+    fn age(&self) -> Option<u64> {
+        let now = std::time::UNIX_EPOCH.elapsed().ok()?.as_secs();
+        Some(now.saturating_sub(u64::try_from(self.index.made).ok()?))
+    }
+
+    /// Whether the next start finds it.
+    fn is_kept(&self) -> bool {
+        self.index.len.is_some()
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "directory": self.directory,
+            "state": self.state,
+            "fresh": self.is_kept(),
+            "reason": self.reason,
+            "path": real_name(&self.index.path),
+            "size": self.index.len,
+            "made_unix": self.is_kept().then_some(self.index.made),
+            "age_s": self.age().filter(|_| self.is_kept()),
+            "sets": self.sets,
+            "shards": self.shards,
+            "tensors": self.tensors,
+            "checksums": self.checksums.map(|(shards, recorded)| json!({
+                "shards": shards,
+                "recorded_unix": recorded,
+            })),
+        })
+    }
+
+    fn to_text(&self) -> String {
+        let mut text = format!(
+            "{}: {} tensors in {} shards, {}",
+            shown(&self.directory),
+            self.tensors,
+            self.shards,
+            self.state.replace('_', " ")
+        );
+        if let Some(reason) = &self.reason {
+            text.push_str(&format!(" ({})", shown(reason)));
+        }
+        if let (Some(len), Some(age)) = (self.index.len, self.age()) {
+            let path = shown_path(&self.index.path);
+            let age = indicatif::HumanDuration(std::time::Duration::from_secs(age));
+            text.push_str(&format!("\n  {path}, {}, {age} old", human(len)));
+        }
+        if let Some((shards, _)) = self.checksums {
+            text.push_str(&format!("\n  checksums of {shards} shards are recorded"));
+        }
+        text.push('\n');
+        text
+    }
+}

@@ -1,0 +1,121 @@
+//! The commands, one file each.
+
+mod args;
+mod bench;
+mod convert;
+mod demo;
+mod doctor;
+mod index;
+mod load;
+mod mount;
+pub(crate) mod mount_helper;
+mod output;
+mod query;
+mod saved;
+mod sources;
+pub(crate) mod status;
+mod top;
+mod umount;
+mod verify;
+
+use std::io;
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+use tensorfs::error::{real_name, shown};
+
+use crate::daemon::background;
+use crate::log;
+use args::{Cli, Command};
+use output::{Failure, Outcome, print_bytes, print_json};
+
+/// Prints help, the version, or what is wrong with the arguments. These may be names of files, so
+/// they are shown escaped.
+fn usage(error: clap::Error) -> ExitCode {
+    let args = std::env::args_os().map(|arg| shown(&arg.to_string_lossy()));
+    let shown = Cli::try_parse_from(args).err().unwrap_or(error);
+    let _ = shown.print();
+    u8::try_from(shown.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+pub(crate) fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(error),
+    };
+    let outcome = match cli.command {
+        Command::Bench(args) => bench::run(&args),
+        Command::Demo(args) => demo::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Mount(args) => mount::run(&args),
+        Command::Umount(args) => umount::run(&args),
+        Command::Status(args) => status::run(&args),
+        Command::Top(args) => top::run(&args),
+        Command::Ls(args) => in_json(&args.source, query::ls(&args)),
+        Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
+        Command::Index(args) => in_json(&args.source, index::run(&args)),
+        Command::Load(args) => in_json(&args.source, load::run(&args)),
+        Command::Verify(args) => in_json(&args.source, verify::run(&args)),
+        Command::Convert(args) => in_json(&args.source, convert::run(&args)),
+        Command::Completions { shell } => completions(shell),
+        Command::Man { folder } => man(folder.as_deref()),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if !matches!(failure, Failure::Told) {
+                complain(&failure.message());
+            }
+            ExitCode::from(if matches!(failure, Failure::Usage(_)) { 2 } else { 1 })
+        }
+    }
+}
+
+/// Where JSON was asked for and nothing printed yet, prints the failure as JSON too.
+fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
+    match &outcome {
+        Err(failure) if args.json && !matches!(failure, Failure::Told) => {
+            let json = serde_json::json!({
+                "source": real_name(&args.source),
+                "ok": false,
+                "class": failure.class().as_str(),
+                "error": failure.message(),
+                "sets": [],
+                "notes": [],
+            });
+            // The outcome itself is said on standard error whether or not this can be printed.
+            let _ = print_json(&json);
+        }
+        _ => {}
+    }
+    outcome
+}
+
+/// One line on standard error, unless a parent waits for it on standard output.
+fn complain(message: &str) {
+    let message = shown(&message.replace('\n', "; "));
+    if background::is_child() {
+        let _ = background::report(&message);
+    } else {
+        log::say(&message);
+    }
+}
+
+fn completions(shell: clap_complete::Shell) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut script);
+    print_bytes(&script)
+}
+
+fn man(folder: Option<&Path>) -> Outcome {
+    let failed = |e: io::Error| Failure::Failed(format!("cannot write the manual: {e}"));
+    match folder {
+        Some(folder) => clap_mangen::generate_to(Cli::command(), folder).map_err(failed),
+        None => {
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
+            print_bytes(&page)
+        }
+    }
+}

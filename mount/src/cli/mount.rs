@@ -1,0 +1,24 @@
+//! `tensorfs mount`: mounts a source, in the background or from this process.
+
+use super::args;
+use super::output::{Failure, Outcome};
+use super::sources::index_option;
+use crate::daemon::background;
+use crate::log;
+use crate::options::Options;
+
+pub(super) fn run(args: &args::Mount) -> Outcome {
+    log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
+    let mut words = args.options.clone();
+    words.extend(index_option(args.index_dir.as_deref()));
+    let options = Options::parse(&words, args.sloppy).map_err(Failure::Usage)?;
+    log::start(args.verbose);
+    if args.foreground {
+        return background::run(&args.source, &args.target, options).map_err(Failure::Failed);
+    }
+    if options.rw {
+        log::say("mounted read-only; there is no writing through a mount");
+    }
+    background::run_in_background(&args.source, &args.target, &words, args.sloppy, args.verbose)
+        .map_err(Failure::Failed)
+}

@@ -1,0 +1,131 @@
+//! `mount.tensorfs SRC MNT [-sfnv] [-o OPTIONS]`: the helper that mount(8) calls, so that
+//! `mount -t tensorfs` and lines in fstab work.
+//!
+//! Exit status as mount(8) wants it: 1 usage, 2 system error, 32 mount failure.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::ExitCode;
+
+use crate::daemon::{background, session};
+use crate::log;
+use crate::options::Options;
+
+const USAGE: u8 = 1;
+const FAILURE: u8 = 32;
+
+/// What the command line asks for.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Call {
+    operands: Vec<OsString>,
+    options: Vec<String>,
+    fake: bool,
+    sloppy: bool,
+    verbose: u8,
+}
+
+pub(crate) fn main() -> ExitCode {
+    match run(std::env::args_os().skip(1)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err((status, message)) => {
+            log::say_as("mount.tensorfs", &message);
+            ExitCode::from(status)
+        }
+    }
+}
+
+fn run(args: impl Iterator<Item = OsString>) -> Result<(), (u8, String)> {
+    let usage = |message: String| (USAGE, message);
+    log::never_wait().map_err(|e| (FAILURE, format!("cannot start a thread: {e}")))?;
+    let call = parse(args).map_err(usage)?;
+    let [source, target] = call.operands.as_slice() else {
+        let usage = "usage: mount.tensorfs SOURCE TARGET [-sfnv] [-o OPTIONS]";
+        return Err((USAGE, usage.to_owned()));
+    };
+    let mut options = Options::parse(&call.options, call.sloppy).map_err(usage)?;
+    log::start(call.verbose);
+    let failure = |message: String| (FAILURE, message);
+    if call.fake {
+        options.make_absolute().map_err(|e| failure(e.to_string()))?;
+        let planned = session::plan(Path::new(source), Path::new(target), options);
+        return planned.map(|_| ()).map_err(failure);
+    }
+    let (source, target) = (Path::new(source), Path::new(target));
+    background::run_in_background(source, target, &call.options, call.sloppy, call.verbose)
+        .map_err(failure)
+}
+
+fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
+    let mut call = Call::default();
+    let mut operands_only = false;
+    while let Some(arg) = args.next() {
+        // What is not UTF-8 can only be a path.
+        let flags = match arg.to_str().and_then(|arg| arg.strip_prefix('-')) {
+            Some(flags) if !operands_only && !flags.is_empty() => flags,
+            _ => {
+                call.operands.push(arg);
+                continue;
+            }
+        };
+        if flags == "-" {
+            operands_only = true;
+            continue;
+        }
+        let mut flags = flags.chars();
+        while let Some(flag) = flags.next() {
+            match flag {
+                's' => call.sloppy = true,
+                'f' => call.fake = true,
+                // There is no mtab to leave alone.
+                'n' => {}
+                'v' => call.verbose += 1,
+                'o' | 't' | 'N' => {
+                    let attached: String = flags.by_ref().collect();
+                    let value = if attached.is_empty() {
+                        args.next().and_then(|next| next.into_string().ok())
+                    } else {
+                        Some(attached)
+                    };
+                    let value = value.ok_or_else(|| format!("-{flag} needs a value"))?;
+                    match flag {
+                        'o' => call.options.push(value),
+                        'N' => {
+                            return Err(
+                                "mounting in another namespace (-N) is not supported".into()
+                            );
+                        }
+                        // The type is ours, whatever subtype is named.
+                        _ => {}
+                    }
+                }
+                _ => return Err(format!("unknown flag -{flag}")),
+            }
+        }
+    }
+    Ok(call)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Result<Call, String> {
+        parse(line.split(' ').map(OsString::from))
+    }
+
+    #[test]
+    fn the_calls_of_mount_8_are_understood() {
+        let call = parsed("/src /mnt -sfnv -o rw,nofail -t tensorfs").unwrap();
+        assert_eq!(call.operands, ["/src", "/mnt"]);
+        assert_eq!(call.options, ["rw,nofail"]);
+        assert!(call.sloppy && call.fake && call.verbose == 1);
+        assert_eq!(parsed("-v -- -src /mnt -o").unwrap().operands, ["-src", "/mnt", "-o"]);
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_said() {
+        assert!(parsed("/src /mnt -N 12").unwrap_err().contains("namespace"));
+        assert!(parsed("/src /mnt -x").unwrap_err().contains("-x"));
+        assert!(parsed("/src /mnt -o").unwrap_err().contains("needs a value"));
+    }
+}

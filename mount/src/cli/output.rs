@@ -1,0 +1,98 @@
+//! How a command ends, and what it prints on standard output.
+
+use std::io::{self, Write};
+
+use serde_json::Value;
+use tensorfs::Class;
+use tensorfs::error::{is_hidden, shown_lines};
+
+/// Why a command did not do what it was asked for.
+pub(super) enum Failure {
+    /// The request makes no sense.
+    Usage(String),
+    /// It could not be done.
+    Failed(String),
+    /// The library refused, or failed.
+    Error(tensorfs::Error),
+    /// It could not be done, and the output says why.
+    Told,
+}
+
+impl Failure {
+    pub(super) fn message(&self) -> String {
+        match self {
+            Failure::Usage(message) | Failure::Failed(message) => message.clone(),
+            Failure::Error(error) => error.to_string(),
+            Failure::Told => String::new(),
+        }
+    }
+
+    pub(super) fn class(&self) -> Class {
+        match self {
+            Failure::Usage(_) | Failure::Told => Class::Usage,
+            Failure::Failed(_) => Class::Io,
+            Failure::Error(error) => error.class(),
+        }
+    }
+}
+
+impl From<tensorfs::Error> for Failure {
+    fn from(error: tensorfs::Error) -> Self {
+        Failure::Error(error)
+    }
+}
+
+/// Result of a command.
+pub(super) type Outcome = Result<(), Failure>;
+
+/// Prints `value` on one line or, for a terminal, indented.
+pub(super) fn print_json(value: &Value) -> Outcome {
+    use std::io::IsTerminal;
+    let mut output = io::stdout().lock();
+    let text = if output.is_terminal() { format!("{value:#}") } else { value.to_string() };
+    let printed = writeln!(output, "{}", plain_json(&text));
+    // A reader that has seen enough is no failure.
+    match printed {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("cannot write: {e}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The same JSON with everything escaped that a terminal would not show as itself: serialising
+/// escapes only the first 32 characters.
+fn plain_json(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for c in text.chars() {
+        if is_hidden(c) && c != '\n' {
+            let mut units = [0; 2];
+            let units = c.encode_utf16(&mut units).iter();
+            plain.extend(units.map(|unit| format!("\\u{unit:04x}")));
+        } else {
+            plain.push(c);
+        }
+    }
+    plain
+}
+
+/// Prints lines for people; a reader that has seen enough is no failure. Names within a line have
+/// to be `shown` before: what ends a line is not escaped here.
+pub(super) fn print_text(text: &str) -> Outcome {
+    print_bytes(shown_lines(text).as_bytes())
+}
+
+/// Prints bytes as they are, for programs; a reader that has seen enough is no failure.
+pub(super) fn print_bytes(bytes: &[u8]) -> Outcome {
+    match io::stdout().lock().write_all(bytes) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("cannot write: {e}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `bytes` with a unit, for people.
+pub(super) fn human(bytes: u64) -> String {
+    indicatif::DecimalBytes(bytes).to_string()
+}

@@ -1,0 +1,299 @@
+//! `tensorfs ls` and `tensorfs inspect`: what a source holds and where it lies.
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tensorfs::Error;
+use tensorfs::catalog::{Piece, Tensor};
+use tensorfs::checkpoint::Checkpoint;
+use tensorfs::error::{real_name, shown, shown_path};
+use tensorfs::gather::Runs;
+
+use super::args;
+use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::sources::{Found, open_source, prove_all, query_options};
+use crate::log;
+
+/// A tensor and its place in the file that shows it.
+struct Placed<'a> {
+    tensor: Tensor<'a>,
+    /// Offset in that file.
+    file_offset: u64,
+}
+
+/// A checkpoint and the file that shows it.
+struct Shown {
+    directory: String,
+    checkpoint: Arc<Checkpoint>,
+    /// Length of the file.
+    size: u64,
+    data_start: u64,
+    /// In file order: position in the catalog and offset in the file.
+    order: Vec<(usize, u64)>,
+}
+
+pub(super) fn ls(args: &args::Ls) -> Outcome {
+    let Looked { shown, notes, refused } = look(&args.source)?;
+    if args.source.json {
+        let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
+        print_answer(&args.source, sets, notes, &refused)?;
+    } else {
+        let mut text = String::new();
+        for set in &shown {
+            set.write_title(&mut text);
+            for Placed { tensor, .. } in set.tensors() {
+                let name = printable(tensor.name);
+                let shape = format!("{:?}", tensor.shape);
+                let _ = writeln!(
+                    text,
+                    "  {:<11} {shape:<20} {:>10}  {name}",
+                    tensor.dtype.name(),
+                    human(tensor.len)
+                );
+            }
+        }
+        print_text(&text)?;
+    }
+    told(&refused)
+}
+
+pub(super) fn inspect(args: &args::Inspect) -> Outcome {
+    let Looked { shown, notes, refused } = look(&args.source)?;
+    let wanted = |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| n == placed.tensor.name);
+    let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
+    if let (Some(name), false) = (&args.tensor, found) {
+        if let Some((_, _, error)) = refused.into_iter().next() {
+            return Err(Failure::Error(error));
+        }
+        let source = shown_path(&args.source.source);
+        return Err(Failure::Failed(format!(
+            "{source}: no tensor {}",
+            tensorfs::error::quoted(name)
+        )));
+    }
+    if args.source.json {
+        let all = args.tensor.is_none();
+        let sets = shown.iter().filter(|set| all || set.tensors().any(|placed| wanted(&placed)));
+        let sets: Vec<Value> = sets
+            .map(|set| {
+                let mut json = set.json(&|placed| set.inspected_json(placed));
+                if let Some(Value::Array(tensors)) = json.get_mut("tensors") {
+                    let name = |t: &Value| t["name"].as_str().map(str::to_owned);
+                    tensors.retain(|t| all || name(t) == args.tensor);
+                }
+                json
+            })
+            .collect();
+        print_answer(&args.source, sets, notes, &refused)?;
+    } else {
+        let mut text = String::new();
+        for set in &shown {
+            set.write_title(&mut text);
+            set.tensors().filter(wanted).for_each(|placed| set.write_pieces(&placed, &mut text));
+        }
+        print_text(&text)?;
+    }
+    told(&refused)
+}
+
+/// What a look at a source found.
+struct Looked {
+    /// The sets that are whole.
+    shown: Vec<Shown>,
+    notes: Vec<String>,
+    /// The others: folder, name and reason.
+    refused: Vec<(String, String, Error)>,
+}
+
+fn look(args: &args::Source) -> Result<Looked, Failure> {
+    let options = query_options(args)?;
+    let tree = open_source(args, options)?;
+    let (found, notes) = prove_all(&tree)?;
+    let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };
+    for Found { directory, set } in found {
+        let directory = real_name(&directory);
+        let shown = set.outcome.and_then(|checkpoint| Shown::new(directory.clone(), checkpoint));
+        match shown {
+            Ok(shown) => looked.shown.push(shown),
+            Err(error) => looked.refused.push((directory, set.name, error)),
+        }
+    }
+    Ok(looked)
+}
+
+fn print_answer(
+    args: &args::Source,
+    sets: Vec<Value>,
+    notes: Vec<String>,
+    refused: &[(String, String, Error)],
+) -> Outcome {
+    let path = std::fs::canonicalize(&args.source).unwrap_or_else(|_| args.source.clone());
+    let refused_sets = refused.iter().map(|(directory, name, error)| {
+        json!({
+            "directory": directory,
+            "name": name,
+            "ok": false,
+            "class": error.class().as_str(),
+            "error": error.to_string(),
+            "file": error.path().map(real_name),
+            "tensor": error.tensor(),
+        })
+    });
+    let first = refused.first().map(|(_, _, error)| error);
+    print_json(&json!({
+        "source": real_name(&path),
+        "ok": refused.is_empty(),
+        "class": first.map(|error| error.class().as_str()),
+        "error": first.map(Error::to_string),
+        "sets": sets,
+        "refused": refused_sets.collect::<Vec<_>>(),
+        "notes": notes,
+    }))
+}
+
+/// Says the refusals on standard error.
+fn told(refused: &[(String, String, Error)]) -> Outcome {
+    refused.iter().for_each(|(_, _, error)| log::say(&error.to_string()));
+    if refused.is_empty() { Ok(()) } else { Err(Failure::Told) }
+}
+
+impl Shown {
+    fn new(directory: String, checkpoint: Arc<Checkpoint>) -> Result<Shown, Error> {
+        if checkpoint.is_whole_file() {
+            let catalog = checkpoint.catalog();
+            let tensors = catalog.tensors().enumerate();
+            let mut order: Vec<(usize, u64)> =
+                tensors.map(|(at, tensor)| (at, tensor.first_piece().range.start)).collect();
+            order.sort_by_key(|&(at, offset)| (offset, catalog.tensor_at(at).len));
+            let shard = &catalog.shards[0];
+            let (size, data_start) = (shard.file_len, shard.data_start);
+            return Ok(Shown { directory, size, data_start, order, checkpoint });
+        }
+        let layout = checkpoint.layout()?;
+        let (size, data_start) = (layout.len(), layout.header().len() as u64);
+        Ok(Shown { directory, size, data_start, order: layout.tensors().collect(), checkpoint })
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = Placed<'_>> {
+        let catalog = self.checkpoint.catalog();
+        let placed = |&(at, file_offset)| Placed { tensor: catalog.tensor_at(at), file_offset };
+        self.order.iter().map(placed)
+    }
+
+    fn json(&self, tensor: &dyn Fn(&Placed<'_>) -> Value) -> Value {
+        let catalog = self.checkpoint.catalog();
+        json!({
+            "directory": self.directory,
+            "name": self.checkpoint.name,
+            "kind": self.checkpoint.kind.as_str(),
+            "size": self.size,
+            "bytes": catalog.data_len(),
+            "shards": catalog.shards.iter().map(|shard| &shard.name).collect::<Vec<_>>(),
+            "metadata": catalog.metadata.as_deref().cloned().unwrap_or_default(),
+            "tail": self.checkpoint.tail.as_str(),
+            "tensors": self.tensors().map(|placed| tensor(&placed)).collect::<Vec<_>>(),
+        })
+    }
+
+    fn tensor_json(&self, placed: &Placed<'_>) -> Value {
+        let Placed { tensor, file_offset } = placed;
+        let start = file_offset - self.data_start;
+        json!({
+            "name": tensor.name,
+            "dtype": tensor.dtype.name(),
+            "shape": tensor.shape,
+            "bytes": tensor.len,
+            "data_offsets": [start, start + tensor.len],
+        })
+    }
+
+    fn inspected_json(&self, placed: &Placed<'_>) -> Value {
+        let mut json = self.tensor_json(placed);
+        json["file_offset"] = json!(placed.file_offset);
+        json["pieces"] = self.pieces_json(&placed.tensor, placed.tensor.pieces());
+        json["replicas"] = self.pieces_json(&placed.tensor, placed.tensor.replicas());
+        json
+    }
+
+    fn pieces_json<'a>(
+        &self,
+        tensor: &Tensor<'_>,
+        pieces: impl Iterator<Item = Piece<'a>>,
+    ) -> Value {
+        let pieces = pieces.map(|piece| {
+            let (runs, run_bytes) = runs_of(tensor, &piece);
+            json!({
+                "shard": self.checkpoint.catalog().shard(piece.shard).name,
+                "range": [piece.range.start, piece.range.end],
+                "offset": piece.offset,
+                "shape": piece.shape,
+                "runs": runs,
+                "run_bytes": run_bytes,
+            })
+        });
+        pieces.collect()
+    }
+
+    fn write_title(&self, text: &mut String) {
+        let catalog = self.checkpoint.catalog();
+        let slash = if self.directory.is_empty() { "" } else { "/" };
+        let _ = writeln!(
+            text,
+            "{}{slash}{}: {} tensors, {} in {} shards ({}), tail {}",
+            shown(&self.directory),
+            shown(&self.checkpoint.name),
+            catalog.len(),
+            human(catalog.data_len()),
+            catalog.shards.len(),
+            self.checkpoint.kind.as_str(),
+            self.checkpoint.tail.as_str(),
+        );
+    }
+
+    fn write_pieces(&self, placed: &Placed<'_>, text: &mut String) {
+        let Placed { tensor, file_offset } = placed;
+        let _ = writeln!(
+            text,
+            "  {} {} {:?}, {} bytes at {file_offset}",
+            printable(tensor.name),
+            tensor.dtype,
+            tensor.shape,
+            tensor.len
+        );
+        let used = tensor.pieces().map(|piece| (piece, ""));
+        let copies = tensor.replicas().map(|piece| (piece, ", a copy"));
+        for (piece, remark) in used.chain(copies) {
+            let (runs, run_bytes) = runs_of(tensor, &piece);
+            let _ = writeln!(
+                text,
+                "    {} bytes {}..{}: box {:?} at {:?}, {runs} runs of {run_bytes} bytes{remark}",
+                shown(&self.checkpoint.catalog().shard(piece.shard).name),
+                piece.range.start,
+                piece.range.end,
+                piece.shape,
+                piece.offset,
+            );
+        }
+    }
+}
+
+/// Number and length of the runs that a piece has in its tensor.
+fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
+    if piece.shape.contains(&0) {
+        return (0, 0);
+    }
+    match Runs::new(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits()) {
+        Ok(runs) => (runs.n_runs(), runs.run_len()),
+        // Only where the checkpoint is shown as it is: the piece is not cut into runs then.
+        Err(_) => (1, piece.range.end - piece.range.start),
+    }
+}
+
+/// A name fit for one line.
+fn printable(name: &str) -> String {
+    if name.is_empty() || name.chars().any(tensorfs::error::is_hidden) {
+        return tensorfs::error::quoted(name);
+    }
+    name.to_owned()
+}

@@ -1,0 +1,121 @@
+//! The checkpoints that a command is asked about: options, scan and proof.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tensorfs::checkpoint::{Checkpoint, FolderId, Set, Tree};
+use tensorfs::error::shown_path;
+use tensorfs::format::Format;
+use tensorfs::source::{Behind, behind_mount};
+use tensorfs::view::{Arrangement, View};
+
+use super::args;
+use super::output::Failure;
+use crate::log;
+use crate::options::{Options, escape};
+
+/// `--index-dir` as a mount option.
+pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
+    folder.map(|folder| format!("index-dir={}", escape(&folder.to_string_lossy())))
+}
+
+/// Scans the source of a query; on a mount, the source behind it, looked at the same way unless
+/// `-o` says how.
+pub(super) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
+    let index = options.index_dir.folder();
+    let (mut path, mut view) = (args.source.clone(), options.view);
+    if let Some(Behind { path: source, view: mounted }) = behind_mount(&args.source) {
+        path = source;
+        if args.options.is_empty() {
+            view = View { expect_shards: view.expect_shards, reference: view.reference, ..mounted };
+        }
+    }
+    let tree = Tree::scan(&path, &View { index, ..view })?;
+    // A source without any checkpoint is refused with the same summary.
+    if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
+        log::say(&format!("{}: {summary}", shown_path(&tree.source)));
+    }
+    Ok(tree)
+}
+
+/// Parses `-o` of a query.
+pub(super) fn query_options(args: &args::Source) -> Result<Options, Failure> {
+    log::start(args.verbose);
+    tensorfs::source::raise_limit();
+    let mut words = args.options.clone();
+    words.extend(index_option(args.index_dir.as_deref()));
+    Options::parse(&words, false).map_err(Failure::Usage)
+}
+
+/// A set and the folder that it lies in, below the source.
+pub(super) struct Found {
+    pub(super) directory: PathBuf,
+    pub(super) set: Set,
+}
+
+/// Proves everything in `tree`. Returns the sets that count and the notes.
+pub(super) fn prove_all(tree: &Tree) -> Result<(Vec<Found>, Vec<String>), Failure> {
+    let mut found = Vec::new();
+    let mut notes = skipped_notes(tree);
+    for head in tree.families() {
+        let (sets, more) = prove_family(tree, head);
+        found.extend(sets);
+        notes.extend(more);
+    }
+    if found.is_empty() {
+        return Err(Failure::Failed(tree.nothing_found()));
+    }
+    Ok((found, notes))
+}
+
+/// Notes about what the scan of `tree` left out.
+pub(super) fn skipped_notes(tree: &Tree) -> Vec<String> {
+    tree.left_out.lines.iter().cloned().chain(tree.left_out.summary()).collect()
+}
+
+/// Proves the family of folders of which `head` is the top. Returns the sets that count and the
+/// notes.
+pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<Found>, Vec<String>) {
+    let (mut found, mut notes) = (Vec::new(), Vec::new());
+    for (id, proved) in tree.prove(head) {
+        let directory = &tree.folder(id).relative;
+        notes.extend(proved.notes.iter().map(|note| {
+            let place = shown_path(directory);
+            if place.is_empty() { note.clone() } else { format!("{place}: {note}") }
+        }));
+        let sets = proved.sets.into_iter().filter(|set| set.shown_at_parent.is_none());
+        found.extend(sets.map(|set| Found { directory: directory.clone(), set }));
+    }
+    (found, notes)
+}
+
+/// The one checkpoint of the source, and the notes about it. Whether a mount could show it as one
+/// file does not matter.
+pub(super) fn one_checkpoint(
+    args: &args::Source,
+    mut options: Options,
+) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
+    options.view =
+        View { arrangement: Arrangement::Original, format: Format::default(), ..options.view };
+    let tree = open_source(args, options)?;
+    let (found, notes) = prove_all(&tree)?;
+    match <[Found; 1]>::try_from(found) {
+        Ok([Found { set, .. }]) => Ok((set.outcome?, notes)),
+        Err(found) => {
+            let name = |found: &Found| {
+                // A file of the set names it, also where the set is shown under another name.
+                let file = found.set.files.first().unwrap_or(&found.set.name);
+                shown_path(&found.directory.join(file))
+            };
+            let names: Vec<String> = found.iter().take(4).map(name).collect();
+            Err(Failure::Usage(format!(
+                "{}: {} checkpoints here, name one of them: {}{}",
+                shown_path(&args.source),
+                found.len(),
+                names.join(", "),
+                if found.len() > names.len() { ", ..." } else { "" }
+            )))
+        }
+    }
+}

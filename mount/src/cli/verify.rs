@@ -1,0 +1,466 @@
+//! `tensorfs verify`: the proof, then every byte.
+
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Value, json};
+use tensorfs::checkpoint::{Checkpoint, FolderId, Tail, Tree};
+use tensorfs::error::{real_name, shown, shown_lines, shown_path};
+use tensorfs::source::CopyMode;
+use tensorfs::verify::{Place, Recorded, Task, Verified, bytes_to_read, manifest, verify};
+use tensorfs::{Class, Error};
+
+use super::args::{self, When};
+use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text};
+use super::sources::{Found, open_source, prove_family, query_options, skipped_notes};
+use crate::log;
+
+pub(super) fn run(args: &args::Verify) -> Outcome {
+    let mut options = query_options(&args.source)?;
+    if let Some(reference) = &args.reference {
+        options.view.reference = Some(reference.clone());
+    }
+    if args.expect_shards.is_some() && options.view.expect_shards.is_some() {
+        return Err(Failure::Usage("--expect-shards and -o expect-shards= are both given".into()));
+    }
+    options.view.expect_shards = args.expect_shards.or(options.view.expect_shards);
+    let mut tree = open_source(&args.source, options)?;
+    let mut notes = skipped_notes(&tree);
+    let bar = bar(args.progress, 0);
+    let mut report = Report::default();
+    // One family after the other: the headers of all of a tree may be more than memory holds.
+    for head in tree.families() {
+        // What an index says is what is to be verified.
+        let store = tree.view.index.take();
+        let (found, more) = prove_family(&tree, head);
+        tree.view.index = store;
+        notes.extend(more);
+        bar.inc_length(len_of(&found));
+        for found in found {
+            notes.extend(report.verify(args, &tree, found, &bar)?);
+        }
+    }
+    bar.finish_and_clear();
+    if report.sets.is_empty() {
+        return Err(Failure::Failed(tree.nothing_found()));
+    }
+    report.finish(args, &tree, &notes)
+}
+
+/// What came of all sets.
+#[derive(Default)]
+struct Report {
+    sets: Vec<Value>,
+    /// Its class and its line.
+    first_refusal: Option<(Value, String)>,
+    unproven: bool,
+}
+
+impl Report {
+    /// Reads a set and reports it; returns the notes about it.
+    fn verify(
+        &mut self,
+        args: &args::Verify,
+        tree: &Tree,
+        Found { directory, set }: Found,
+        bar: &ProgressBar,
+    ) -> Result<Vec<String>, Failure> {
+        let started = Instant::now();
+        let mut line = json!({
+            "directory": real_name(&directory),
+            "name": set.name,
+            "kind": set.kind.as_str(),
+        });
+        let judged = set.outcome.and_then(|checkpoint| {
+            let id = (0..tree.len()).find(|&id| tree.folder(id).relative == directory);
+            judge(args, tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
+        });
+        let mut notes = Vec::new();
+        match judged {
+            Ok(judged) if judged.verified.mismatch.is_none() => {
+                self.unproven |= judged.checkpoint.tail == Tail::Unproven;
+                let written = write_manifest_if_asked(args, &judged.checkpoint)?;
+                judged.describe(&mut line);
+                notes = judged.notes(&directory);
+                if !args.source.json {
+                    let mut text = judged.told(started);
+                    if let Some(path) = written {
+                        text.push_str(&format!("\n  wrote {}", shown(&path)));
+                    }
+                    let sums = judged.sha256_lines(&named_source(args, tree).join(&directory));
+                    bar.suspend(|| report_text(args, &(text + "\n"), &sums))?;
+                }
+            }
+            Ok(judged) => self.refuse(&mut line, &judged.refusal(), bar, |line| {
+                judged.describe_mismatch(line);
+            }),
+            Err(error) => self.refuse(&mut line, &error, bar, |_| {}),
+        }
+        self.sets.push(line);
+        Ok(notes)
+    }
+
+    fn refuse(
+        &mut self,
+        line: &mut Value,
+        error: &Error,
+        bar: &ProgressBar,
+        more: impl FnOnce(&mut Value),
+    ) {
+        describe_refusal(line, error);
+        more(line);
+        let message = error.to_string();
+        bar.suspend(|| log::say(&message));
+        self.first_refusal.get_or_insert((line["class"].clone(), message));
+    }
+
+    fn finish(self, args: &args::Verify, tree: &Tree, notes: &[String]) -> Outcome {
+        let strict = args.strict && self.unproven;
+        let source = shown_path(&tree.source);
+        // Parts of the tree that the scan left out are not verified. `open_source` has warned of them.
+        let partial = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
+        let partial = partial.map(|why| (json!(Class::Usage.as_str()), format!("{source}: {why}")));
+        let refusal = self.first_refusal.as_ref().or(partial.as_ref());
+        let ok = refusal.is_none() && !strict;
+        if args.source.json {
+            let (class, error) =
+                refusal.map_or((Value::Null, Value::Null), |(c, e)| (c.clone(), json!(e)));
+            print_json(&json!({
+                "source": real_name(&tree.source),
+                "ok": ok,
+                "class": class,
+                "error": error,
+                "sets": self.sets,
+                "notes": notes,
+            }))?;
+        } else {
+            let lines = notes.iter().map(|note| format!("  note: {}\n", shown(note)));
+            report_text(args, &lines.collect::<String>(), &[])?;
+        }
+        if self.first_refusal.is_none() && strict {
+            log::say(&format!(
+                "{source}: tail: unproven: nothing tells whether the last pieces are there; give \
+                 --expect-shards or --reference"
+            ));
+        }
+        if ok { Ok(()) } else { Err(Failure::Told) }
+    }
+}
+
+/// Prints the report of a set and lines as sha256sum prints them. Those have standard output for
+/// themselves, so that `sha256sum -c` can read it.
+fn report_text(args: &args::Verify, text: &str, sums: &[u8]) -> Outcome {
+    if !args.sha256 {
+        return print_text(text);
+    }
+    let _ = std::io::stderr().lock().write_all(shown_lines(text).as_bytes());
+    print_bytes(sums)
+}
+
+/// The folder of the source as the user has named it, so that it is found from where he is;
+/// not where that is a mount, which does not show the shards.
+fn named_source(args: &args::Verify, tree: &Tree) -> PathBuf {
+    let folder = |path: &Path| match tree.only {
+        Some(_) => path.parent().map(Path::to_owned).unwrap_or_default(),
+        None => path.to_owned(),
+    };
+    let named = folder(&args.source.source);
+    let there = |path: &Path| {
+        let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+        std::fs::canonicalize(path).ok()
+    };
+    if there(&named).as_deref() == Some(&tree.folder(0).path) {
+        named
+    } else {
+        folder(&tree.source)
+    }
+}
+
+/// A set that was read.
+struct Judged {
+    checkpoint: Arc<Checkpoint>,
+    verified: Verified,
+    /// What became of the checksums.
+    checksums: &'static str,
+    /// What speaks against the file of checksums that was there.
+    doubt: Option<String>,
+}
+
+/// Reads a set and keeps its checksums, where nothing differs.
+fn judge(
+    args: &args::Verify,
+    tree: &Tree,
+    folder: Option<FolderId>,
+    checkpoint: Arc<Checkpoint>,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Judged, Error> {
+    let recorded = Recorded::load(tree.view.index.as_deref(), &checkpoint.directory);
+    let heads = folder.and_then(|id| tree.indexed_heads(id));
+    let task = Task {
+        recorded: Some(&recorded),
+        heads: heads.as_ref(),
+        anew: args.record,
+        sha256: args.sha256,
+    };
+    let mut verified = verify(&checkpoint, &task, progress)?;
+    let fresh = std::mem::take(&mut verified.fresh);
+    let mut checksums = if verified.unknown > 0 { "recorded" } else { "compared" };
+    if verified.mismatch.is_none() {
+        if let Err(why) = recorded.keep(fresh) {
+            tracing::info!("checksums are not recorded: {why}");
+            // What is known is known also where its new times cannot be kept.
+            if verified.unknown > 0 {
+                checksums = "not_recorded";
+            }
+        }
+        if let (Some(id), true) = (folder, args.record) {
+            tree.forget_index(id);
+        }
+    }
+    Ok(Judged { checkpoint, verified, checksums, doubt: recorded.doubt() })
+}
+
+impl Judged {
+    fn describe(&self, line: &mut Value) {
+        let (catalog, verified) = (self.checkpoint.catalog(), &self.verified);
+        line["ok"] = json!(true);
+        for key in ["class", "error", "file", "tensor"] {
+            line[key] = Value::Null;
+        }
+        line["shards"] = json!(catalog.shards.len());
+        line["tensors"] = json!(catalog.len());
+        line["bytes"] = json!(catalog.data_len());
+        line["tail"] = json!(self.checkpoint.tail.as_str());
+        line["notes"] = json!(catalog.notes);
+        line["bytes_read"] = json!(verified.bytes);
+        line["sha256_compared"] = json!(verified.blobs);
+        line["replicas_compared"] = json!(verified.replicas);
+        line["checksums"] = json!(self.checksums);
+        line["checksums_compared"] = json!(verified.compared);
+        line["checksums_recorded"] =
+            json!(if self.checksums == "recorded" { verified.unknown } else { 0 });
+        if !verified.sha256.is_empty() {
+            let sums = verified.sha256.iter().map(|(name, sum)| (name.clone(), json!(sum)));
+            line["sha256"] = Value::Object(sums.collect());
+        }
+    }
+
+    /// The facts of bytes that differ.
+    fn describe_mismatch(&self, line: &mut Value) {
+        let Some(mismatch) = &self.verified.mismatch else { return };
+        let digests = mismatch.digests;
+        line["part"] = json!(match mismatch.place {
+            Place::Header => "header",
+            Place::Tensor(_) => "tensor",
+            Place::Unused => "unused",
+        });
+        line["range"] = json!([mismatch.range.start, mismatch.range.end]);
+        line["expected"] = json!(digests.map(|(expected, _)| expected.to_string()));
+        line["found"] = json!(digests.map(|(_, found)| found.to_string()));
+        line["recorded_unix"] = json!(mismatch.recorded);
+        line["same_mtime"] = json!(mismatch.same_mtime);
+        line["more_differ"] = json!(mismatch.others);
+        line["checksums_compared"] = json!(self.verified.compared);
+        line["checksums_recorded"] = json!(0);
+    }
+
+    fn refusal(&self) -> Error {
+        match &self.verified.mismatch {
+            Some(mismatch) => self.checkpoint.refused(mismatch.fault()),
+            None => Error::usage("nothing differs"),
+        }
+    }
+
+    fn notes(&self, directory: &Path) -> Vec<String> {
+        let place = shown_path(directory);
+        let place = if place.is_empty() { place } else { format!("{place}: ") };
+        let notes = self.verified.notes.iter().map(|note| format!("{place}{note}"));
+        notes.chain(self.doubt.clone()).collect()
+    }
+
+    fn told(&self, started: Instant) -> String {
+        let (checkpoint, verified) = (&self.checkpoint, &self.verified);
+        let catalog = checkpoint.catalog();
+        let seconds = started.elapsed().as_secs_f64();
+        let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
+        let mut text = format!(
+            "{}: ok: {} tensors, {} in {} shards, read at {speed}/s",
+            shown_path(&checkpoint.directory.join(&checkpoint.name)),
+            catalog.len(),
+            human(catalog.data_len()),
+            catalog.shards.len(),
+        );
+        if verified.blobs > 0 {
+            text.push_str(&format!("; {} blobs match their sha256", verified.blobs));
+        }
+        if verified.replicas > 0 {
+            text.push_str(&format!("; {} replicas are equal", verified.replicas));
+        }
+        let (compared, unknown) = (verified.compared, verified.unknown);
+        let mut sums = Vec::new();
+        if compared > 0 {
+            sums.push(format!("{compared} headers and pieces are as recorded"));
+        }
+        match self.checksums {
+            "recorded" => sums.push(format!("{unknown} headers and pieces recorded")),
+            "not_recorded" => sums.push("not recorded".to_owned()),
+            _ => {}
+        }
+        text.push_str(&format!("\n  checksums: {}", sums.join(", ")));
+        text.push_str(match checkpoint.tail {
+            Tail::Proven => "\n  tail: proven",
+            Tail::Unproven => {
+                "\n  tail: unproven: a lost last piece would not show; --expect-shards or \
+                 --reference prove it"
+            }
+        });
+        text
+    }
+
+    /// The sha256 of the shards, which lie in `folder`, as sha256sum prints them.
+    fn sha256_lines(&self, folder: &Path) -> Vec<u8> {
+        let mut lines = Vec::new();
+        for (name, sum) in &self.verified.sha256 {
+            let path = folder.join(name);
+            let path = path.as_os_str().as_encoded_bytes();
+            let special = |byte: &u8| matches!(byte, b'\\' | b'\n' | b'\r');
+            if path.iter().any(special) {
+                lines.push(b'\\');
+            }
+            lines.extend(sum.bytes().chain(*b"  "));
+            for &byte in path {
+                match byte {
+                    b'\\' => lines.extend(b"\\\\"),
+                    b'\n' => lines.extend(b"\\n"),
+                    b'\r' => lines.extend(b"\\r"),
+                    _ => lines.push(byte),
+                }
+            }
+            lines.push(b'\n');
+        }
+        lines
+    }
+}
+
+fn describe_refusal(line: &mut Value, error: &Error) {
+    line["ok"] = json!(false);
+    line["class"] = json!(error.class().as_str());
+    line["error"] = json!(error.to_string());
+    line["file"] = json!(error.path().map(real_name));
+    line["tensor"] = json!(error.tensor());
+    line["notes"] = json!([]);
+}
+
+/// Bytes that are read to verify these sets.
+fn len_of(found: &[Found]) -> u64 {
+    let checkpoints = found.iter().filter_map(|found| found.set.outcome.as_ref().ok());
+    checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum()
+}
+
+/// A bar of so many bytes, drawn when `progress` says so.
+pub(super) fn bar(progress: When, total: u64) -> ProgressBar {
+    let drawn = match progress {
+        When::Always => true,
+        When::Never => false,
+        When::Auto => std::io::stderr().is_terminal(),
+    };
+    if !drawn {
+        return ProgressBar::hidden();
+    }
+    let template = "{bar:30} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} {eta}";
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::new(total).with_style(style);
+    if progress == When::Always && !std::io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::term_like(Box::new(plain::Lines)));
+    }
+    bar
+}
+
+fn write_manifest_if_asked(
+    args: &args::Verify,
+    checkpoint: &Checkpoint,
+) -> Result<Option<String>, Failure> {
+    if !args.write_manifest {
+        return Ok(None);
+    }
+    let (name, text) = manifest(checkpoint);
+    let path = checkpoint.directory.join(name);
+    let mode = CopyMode::of(checkpoint.sources())?;
+    write_whole(&path, &text, &mode)
+        .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(&path))))?;
+    Ok(Some(real_name(&path)))
+}
+
+/// Writes a file so that it is there whole or not at all, for those whom `mode` lets in.
+fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()> {
+    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+    let temporary = path.with_extension(format!("{}-{nanos}.tmp", std::process::id()));
+    // Fails where something is there already, a link that somebody left for us too.
+    let bits = mode.in_folder(path.parent().unwrap_or(Path::new(".")));
+    let created = File::options().write(true).create_new(true).mode(bits).open(&temporary);
+    let written = created.and_then(|mut file| {
+        mode.narrow(&file)?;
+        file.write_all(text)?;
+        file.sync_all()?;
+        std::fs::rename(&temporary, path)
+    });
+    let taken = written.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::AlreadyExists);
+    if written.is_err() && !taken {
+        let _ = std::fs::remove_file(&temporary);
+    }
+    written
+}
+
+/// Progress where there is no terminal: a line at a time on standard error.
+mod plain {
+    use std::io::{self, Write};
+
+    use indicatif::TermLike;
+
+    #[derive(Debug)]
+    pub(super) struct Lines;
+
+    impl TermLike for Lines {
+        fn width(&self) -> u16 {
+            100
+        }
+
+        fn move_cursor_up(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_down(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_right(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_left(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn write_line(&self, line: &str) -> io::Result<()> {
+            writeln!(io::stderr(), "{line}")
+        }
+
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            if text.trim().is_empty() { Ok(()) } else { writeln!(io::stderr(), "{}", text.trim()) }
+        }
+
+        fn clear_line(&self) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            io::stderr().flush()
+        }
+    }
+}

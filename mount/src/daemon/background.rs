@@ -1,0 +1,152 @@
+//! Mounting in the background: a child serves the mount, and the parent returns once the
+//! mount answers, with the child's verdict.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::unistd::setsid;
+use tensorfs::error::shown_path;
+
+use super::stalled::unless_stalled;
+use super::{ending, inherited, session};
+use crate::log;
+use crate::log::LogTarget;
+use crate::options::Options;
+
+/// Environment variable that makes a process the child: it serves and reports on its standard
+/// output, which is a pipe to the parent.
+const CHILD: &str = "TENSORFS_DAEMON";
+
+/// The line by which the child reports that the mount answers.
+const READY: &str = "ready";
+
+/// Longest time that a file for the log, where there is no system log, may take to answer.
+const LOG_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the parent waits for the end of a child that has reported a failure.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// Starts the child and waits until its mount answers.
+///
+/// # Errors
+/// The child's reason; nothing stays mounted.
+pub(crate) fn run_in_background(
+    source: &Path,
+    target: &Path,
+    options: &[String],
+    sloppy: bool,
+    verbose: u8,
+) -> Result<(), String> {
+    let fail = |e: std::io::Error| format!("cannot start the daemon: {e}");
+    let program = std::env::current_exe().map_err(fail)?;
+    let mut child = Command::new(program);
+    child.arg0("tensorfs").arg("mount").arg("--foreground").env(CHILD, "1");
+    child.args((0..verbose).map(|_| "-v"));
+    if sloppy {
+        child.arg("--sloppy");
+    }
+    for option in options {
+        child.arg("-o").arg(option);
+    }
+    let child = child.arg("--").arg(source).arg(target);
+    let mut child = child.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(fail)?;
+    let mut report = String::new();
+    if let Some(output) = child.stdout.take() {
+        BufReader::new(output).read_line(&mut report).map_err(fail)?;
+    }
+    match report.trim_end() {
+        READY => Ok(()),
+        "" => {
+            let status = child.wait().map_err(fail)?;
+            Err(format!("the daemon ended before the mount answered ({status})"))
+        }
+        reason => {
+            // One that waits for a source can end only once that answers.
+            let started = Instant::now();
+            while child.try_wait().map_err(fail)?.is_none() && started.elapsed() < END_LIMIT {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(reason.to_owned())
+        }
+    }
+}
+
+/// Whether this process is the child of `run_in_background`.
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// As the child, lets go of the caller and then tells the parent `line`, so that nothing of the
+/// caller is held any more once the parent knows.
+pub(crate) fn report(line: &str) -> std::io::Result<()> {
+    let mut parent = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+    inherited::let_go()?;
+    parent.write_all(format!("{line}\n").as_bytes())
+}
+
+/// Mounts and serves until the mount is taken off; as the child, reports to the parent.
+///
+/// # Errors
+/// One line that says what is wrong; nothing stays mounted.
+pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<(), String> {
+    inherited::note_descriptors();
+    if is_child() {
+        inherited::restore_ignored();
+    }
+    tensorfs::source::raise_limit();
+    options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
+    let log_file = options.log.clone();
+    if let Some(file) = &log_file {
+        let opened = file.clone();
+        unless_stalled(options.io_timeout, move || log::to_file(&opened))
+            .and_then(|opened| opened.map_err(|e| format!("cannot log there: {e}")))
+            .map_err(|why| format!("log={}: {why}", shown_path(file)))?;
+    }
+    let log_limit = options.io_timeout.map_or(LOG_LIMIT, |limit| limit.min(LOG_LIMIT));
+    let mut plan = session::plan(source, target, options)?;
+    plan.open_assembler()?;
+    let warnings = plan.warnings();
+    if log_file.is_some() && tracing::enabled!(tracing::Level::WARN) {
+        // With `log=FILE` the warnings go to that file; the user at the terminal needs them too.
+        warnings.iter().for_each(|warning| log::say(warning));
+    }
+    let (source, target) = (plan.source.clone(), plan.target.clone());
+    // From here on a signal means unmount; until now it ends the process, as it should.
+    ending::block_signals();
+    let running = session::start(plan)?;
+    if !is_child() {
+        log::flush();
+    } else if let Err(e) = detach_from_parent(log_file.is_none().then_some(log_limit), &warnings) {
+        running.take_off();
+        return Err(format!("cannot go to the background: {e}"));
+    }
+    let status = format!("serving {} on {}", shown_path(&source), shown_path(&target));
+    ending::notify(sd_notify::NotifyState::Ready, status);
+    running.serve()
+}
+
+/// Leaves terminal, session and working directory, lets go of the caller, and tells the parent
+/// that all is well. With `log_limit` the log goes to the system log from now on, or to a file that
+/// answers in that time; `warnings` were given on standard error, and go there too.
+fn detach_from_parent(log_limit: Option<Duration>, warnings: &[String]) -> std::io::Result<()> {
+    setsid()?;
+    std::env::set_current_dir("/")?;
+    if let Some(limit) = log_limit {
+        match log::to_system_log(limit)? {
+            LogTarget::System => {}
+            // In a container every mount logs to such a file: no reason to warn.
+            LogTarget::Fallback(note) if tracing::enabled!(tracing::Level::INFO) => log::say(&note),
+            LogTarget::Fallback(_) => {}
+            LogTarget::Nowhere(warning) => log::say(&warning),
+        }
+        warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    }
+    // The log holds all warnings before the command returns.
+    log::flush();
+    report(READY)
+}

@@ -1,0 +1,144 @@
+//! The signals that end a mount, and those that do not.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use nix::libc;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use sd_notify::NotifyState;
+use tensorfs::error::shown_path;
+use tensorfs::sync::Mutex;
+
+use super::{control, place};
+use crate::log;
+use crate::serve::service::Service;
+
+/// How long open files are served after the mount was asked to end.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the service manager may take to be told something.
+const NOTIFY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Blocks the signals that end a mount or a command in this thread and all that it starts.
+pub(crate) fn block_signals() {
+    let signals = SigSet::from_iter(ending_signals().iter().chain([Signal::SIGHUP]));
+    if let Err(e) = signals.thread_block() {
+        tracing::warn!("signals cannot be blocked: {e}");
+    }
+}
+
+/// The signals that end a command. One that was ignored when the program started, as nohup does
+/// with SIGHUP, stays so: the kernel would hand it to `wait` all the same.
+pub(crate) fn ending_signals() -> SigSet {
+    let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+    SigSet::from_iter(ending.into_iter().filter(|&signal| !is_ignored(signal)))
+}
+
+fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    ignored >> (signal as u32 - 1) & 1 == 1
+}
+
+/// Tells the service manager, if there is one, without waiting for one that does not read.
+pub(crate) fn notify(state: NotifyState<'static>, status: String) {
+    let (send, receive) = channel();
+    let tell = move || {
+        let _ = sd_notify::notify(&[state, NotifyState::Status(&status)]);
+        let _ = send.send(());
+    };
+    if std::thread::Builder::new().name("notify".to_owned()).spawn(tell).is_ok() {
+        let _ = receive.recv_timeout(NOTIFY_TIMEOUT);
+    }
+}
+
+/// A mount until a signal ends it.
+pub(crate) struct Ending {
+    /// Where it was mounted.
+    pub target: PathBuf,
+    /// Minor number of its device: once the connection has ended another mount may have it.
+    pub minor: Option<u32>,
+    /// The connection to the kernel.
+    pub connection: OwnedFd,
+    pub service: Arc<Service>,
+    /// Held while the mount is being taken off: the process must not end meanwhile.
+    pub taking_off: Arc<Mutex<()>>,
+}
+
+impl Ending {
+    /// At the first signal takes the mount off the tree. Files that are still open are served
+    /// until the last one is closed, for `DRAIN_TIMEOUT` at most or until a second signal; then
+    /// their readers get errors. The process ends with the last file.
+    pub(crate) fn unmount_on_signal(&self) {
+        let terminal = has_terminal() && ending_signals().contains(Signal::SIGHUP);
+        let Some(signal) = wait_for_end(terminal) else { return };
+        let target = shown_path(&self.target);
+        tracing::info!("{signal}: unmounting {target}");
+        let held = self.taking_off.lock();
+        let minor = self.minor.filter(|_| self.is_connected());
+        let taken_off = minor.map_or(Ok(()), place::take_off);
+        drop(held);
+        let is_off = taken_off.is_ok();
+        if let Err(e) = taken_off {
+            tracing::error!(
+                "{target}: cannot unmount: {e}; once it is in sight take it off with `tensorfs \
+                 umount`"
+            );
+        }
+        let done = if is_off { "unmounted" } else { "cannot unmount" };
+        notify(NotifyState::Stopping, format!("{done} {target}"));
+        let drain = move || {
+            // Long enough for a connection without open files to have ended the process.
+            std::thread::sleep(Duration::from_secs(1));
+            let seconds = DRAIN_TIMEOUT.as_secs();
+            let used = if is_off { "files are still open; they fail" } else { "all reads fail" };
+            let status = format!("{used} after {seconds} seconds");
+            tracing::warn!("{status}, or at once after another signal");
+            notify(NotifyState::Stopping, status);
+            std::thread::sleep(DRAIN_TIMEOUT);
+            control::exit();
+        };
+        let draining = std::thread::Builder::new().name("drain".to_owned()).spawn(drain);
+        // This may wait for a disk.
+        self.service.stop();
+        match draining {
+            Ok(_) => drop(wait_for_end(terminal)),
+            Err(_) => std::thread::sleep(DRAIN_TIMEOUT),
+        }
+        control::exit();
+    }
+
+    /// Whether the kernel still has the connection. It ends with the last use of the mount.
+    fn is_connected(&self) -> bool {
+        let mut polled = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
+        let ended = poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+        !ended
+    }
+}
+
+/// Waits for a signal that ends the mount. SIGHUP opens the log file anew; it ends the mount only
+/// if the terminal that there was, as `terminal` says, is gone.
+fn wait_for_end(terminal: bool) -> Option<Signal> {
+    let awaited = SigSet::from_iter(ending_signals().iter().chain([Signal::SIGHUP]));
+    loop {
+        match awaited.wait().ok()? {
+            Signal::SIGHUP if !terminal || has_terminal() => {
+                log::reopen();
+            }
+            signal => return Some(signal),
+        }
+    }
+}
+
+/// Whether the process has a terminal that controls it.
+fn has_terminal() -> bool {
+    let mut options = File::options();
+    options.read(true).custom_flags(libc::O_NOCTTY | libc::O_NONBLOCK).open("/dev/tty").is_ok()
+}

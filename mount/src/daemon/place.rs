@@ -1,0 +1,211 @@
+//! Taking a mount off wherever it stands by now: a folder on the way may have been renamed, and
+//! something may have been mounted on top of it or of a folder on the way.
+//!
+//! All of it is looked up in the mount table. A descriptor of the mount, or of the folder that it
+//! stands in, would be simpler, but keeps others from unmounting what it leads to.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::libc;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+use tensorfs::error::shown_path;
+use tensorfs::source::mountinfo::{self, Mount};
+
+use super::attach::{self, Detach};
+
+/// Most mounts that are moved aside, as a bound.
+const COVERS_MAX: usize = 1000;
+
+/// Takes the mount with this device number out of the tree, also where it was bound to other
+/// places. Open files go on. What others have mounted on top stays.
+///
+/// # Errors
+/// The first failure.
+pub(crate) fn take_off(minor: u32) -> io::Result<()> {
+    let mut failure = None;
+    let mut tried = Vec::new();
+    loop {
+        let table = mountinfo::all()?;
+        let is_next = |mount: &&Mount| mount.is_ours_of(minor) && !tried.contains(&mount.id);
+        let Some(mount) = table.iter().rev().find(is_next) else { break };
+        tried.push(mount.id);
+        let taken_off = take_one_off(mount, &table);
+        // Somebody else may have taken it off meanwhile.
+        if let Err(e) = taken_off
+            && is_there(mount.id)
+        {
+            failure.get_or_insert(e);
+        }
+    }
+    failure.map_or(Ok(()), Err)
+}
+
+fn take_one_off(ours: &Mount, table: &[Mount]) -> io::Result<()> {
+    if first_cover(ours, table)?.is_none() {
+        return attach::detach(&ours.target, Detach::Lazy);
+    }
+    take_from_beneath(ours, table)
+        .or_else(|refused| take_from_beneath_by_propagation(ours, table).map_err(|_| refused))
+}
+
+/// Whether the mount with this number is in the table.
+fn is_there(id: u32) -> bool {
+    mountinfo::all().is_ok_and(|table| table.iter().any(|mount| mount.id == id))
+}
+
+/// The first folder on the way to mount `ours`, or its mount point, where something else is
+/// mounted that hides it.
+fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
+    let parent_of = |mount: &&Mount| table.iter().find(|other| other.id == mount.parent);
+    let mut way = Vec::new();
+    for mount in std::iter::successors(Some(ours), parent_of) {
+        // The first mount of a namespace stands on itself.
+        if way.contains(&mount.id) {
+            break;
+        }
+        way.push(mount.id);
+    }
+    let folders: Vec<&Path> = ours.target.ancestors().collect();
+    for folder in folders.into_iter().rev() {
+        if !way.contains(&mount_at(folder)?) {
+            return Ok(Some(folder.to_owned()));
+        }
+    }
+    let is_ours = mount_at(&ours.target)? == ours.id;
+    is_ours.then_some(None).ok_or_else(|| io::Error::other("no path leads to it"))
+}
+
+/// Takes off mount `ours`, which others hide: they are moved aside and back again, which leaves
+/// their open files alone. The kernel moves no mount that stands on a shared one.
+fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
+    let move_mount = |from: &Path, to: &Path| {
+        mount(Some(from), to, None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(io::Error::from)
+    };
+    let mut aside: Option<PathBuf> = None;
+    let mut moved = Vec::new();
+    let uncovered = loop {
+        let cover = match first_cover(ours, table) {
+            Ok(None) => break Ok(()),
+            Ok(Some(_)) if moved.len() == COVERS_MAX => {
+                break Err(io::Error::other("too many mounts on top"));
+            }
+            Ok(Some(cover)) => cover,
+            Err(e) => break Err(e),
+        };
+        // A mount cannot be moved to a place in itself.
+        let folder = match aside.take().map_or_else(|| make_folder(&cover), Ok) {
+            Ok(folder) => aside.insert(folder),
+            Err(e) => break Err(e),
+        };
+        if let Err(e) = move_mount(&cover, folder) {
+            let reason = format!("something is mounted on top that cannot be moved aside: {e}");
+            break Err(io::Error::new(e.kind(), reason));
+        }
+        moved.push(cover);
+    };
+    let taken_off = uncovered.and_then(|()| attach::detach(&ours.target, Detach::Lazy));
+    let Some(aside) = aside else { return taken_off };
+    for cover in moved.iter().rev() {
+        if let Err(e) = move_mount(&aside, cover) {
+            let (aside, path) = (shown_path(&aside), shown_path(cover));
+            tracing::error!("{path}: the mount on top of it is at {aside} now: {e}");
+            return taken_off;
+        }
+    }
+    let _ = std::fs::remove_dir(&aside);
+    taken_off
+}
+
+/// Makes a folder to move mounts to for a moment, which does not lie below `cover`.
+fn make_folder(cover: &Path) -> io::Result<PathBuf> {
+    let name = format!("tensorfs-aside-{}", std::process::id());
+    let mut made = Err(io::ErrorKind::NotFound.into());
+    for folder in [std::env::temp_dir(), "/run".into(), "/dev/shm".into(), "/".into()] {
+        let folder = folder.join(&name);
+        if std::fs::canonicalize(folder.parent().unwrap_or(&folder))?.starts_with(cover) {
+            continue;
+        }
+        made = std::fs::DirBuilder::new().mode(0o700).create(&folder).map(|()| folder);
+        if made.is_ok() {
+            break;
+        }
+    }
+    made
+}
+
+/// Takes off a mount that is shared with other mount namespaces, and leaves those on top where
+/// they are.
+///
+/// In a namespace of this thread's own the mounts on top are taken off first, which no other
+/// namespace sees. Then the folder below joins the group that the real one shares its mounts with,
+/// so that the kernel takes ours off everywhere once it is taken off here. Needs Linux 5.15.
+fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result<()> {
+    let hidden = || io::Error::other("something is mounted on top, and no path leads below it");
+    let below = table.iter().find(|mount| mount.id == ours.parent).ok_or_else(hidden)?;
+    let group = open_path(&below.target)?;
+    if mount_of(&group)? != below.id {
+        return Err(hidden());
+    }
+    let (target, root, minor) = (ours.target.clone(), below.target.clone(), ours.minor);
+    // The same mount in the new namespace has another number there.
+    let is_copy = move |mount: &&Mount| mount.is_ours_of(minor) && mount.target == target;
+    let in_own_namespace = move || -> io::Result<()> {
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>)?;
+        for _ in 0..COVERS_MAX {
+            let table = mountinfo::all()?;
+            let ours = table.iter().rev().find(&is_copy).ok_or_else(hidden)?;
+            if let Some(cover) = first_cover(ours, &table)? {
+                umount2(&cover, MntFlags::MNT_DETACH)?;
+                continue;
+            }
+            join_group(&open_path(&root)?, &group)?;
+            return Ok(umount2(&ours.target, MntFlags::MNT_DETACH)?);
+        }
+        Err(hidden())
+    };
+    let thread = std::thread::Builder::new().name("unmount".to_owned()).spawn(in_own_namespace)?;
+    thread.join().unwrap_or_else(|_| Err(io::Error::other("unmounting failed by a bug")))?;
+    if is_there(ours.id) {
+        Err(io::Error::other("the kernel has left it in place"))
+    } else {
+        Ok(())
+    }
+}
+
+/// Makes the private mount with root `copy` a peer of the shared one with root `group`.
+fn join_group(copy: &File, group: &File) -> io::Result<()> {
+    // MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH and MOVE_MOUNT_SET_GROUP, as in
+    // linux/mount.h.
+    let flags: libc::c_uint = 0x4 | 0x40 | 0x100;
+    let (from, to, here) = (group.as_raw_fd(), copy.as_raw_fd(), c"".as_ptr());
+    // SAFETY: both descriptors are open and the paths are empty strings that live for ever. The
+    // call changes mounts, and no memory.
+    let outcome = unsafe { libc::syscall(libc::SYS_move_mount, from, here, to, here, flags) };
+    if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The number of the mount that `path` leads to. Does not ask its file system.
+fn mount_at(path: &Path) -> io::Result<u32> {
+    mount_of(&open_path(path)?)
+}
+
+/// The number of the mount that `file`, opened by `open_path`, lies on.
+fn mount_of(file: &File) -> io::Result<u32> {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
+    let number = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+    let number = number.and_then(|number| number.trim().parse().ok());
+    number.ok_or_else(|| io::Error::other("the kernel tells no number of the mount"))
+}
+
+fn open_path(folder: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    options.read(true).custom_flags(flags).open(folder)
+}

@@ -1,0 +1,419 @@
+//! One mount from the first check to the last request: what `mount --foreground` does.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use fuser::{Config, INodeNo, Session, SessionACL};
+use nix::libc;
+use nix::unistd::{getegid, geteuid};
+use tensorfs::checkpoint::Tree;
+use tensorfs::error::{real_name, shown_path};
+use tensorfs::source::{behind_mount, mountinfo};
+use tensorfs::sync::Mutex;
+use tensorfs::view::View;
+
+use super::attach::{self, Attached, Detach};
+use super::control::{self, Control};
+use super::ending::Ending;
+use super::place;
+use super::stalled::{probe_path, unless_stalled};
+use crate::fs::adapter::TensorFs;
+use crate::fs::attributes::Common;
+use crate::fs::inodes::Nodes;
+use crate::options::{IndexDir, Options, Passthrough, Verify};
+use crate::serve::assemble::Assembler;
+use crate::serve::change_watcher::Watcher;
+use crate::serve::kernel;
+use crate::serve::page_cache_store;
+use crate::serve::service::{self, Service};
+
+/// How long a fresh mount may take to answer its first request.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Environment variable that makes a process the probe of the mount that it names.
+const PROBE: &str = "TENSORFS_PROBE";
+
+/// Where this process is a probe: whether the mount answers.
+pub(crate) fn probe() -> Option<bool> {
+    let target = std::env::var_os(PROBE)?;
+    Some(std::fs::metadata(target).is_ok())
+}
+
+/// Fewest and most threads that take requests. None of them waits, so more than cores are of
+/// no use.
+const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
+
+/// A source and the folder that it is to be mounted on, checked.
+pub(crate) struct Plan {
+    /// What is mounted, absolute.
+    pub source: PathBuf,
+    /// Folder that is mounted on, absolute.
+    pub target: PathBuf,
+    nodes: Arc<Nodes>,
+    assembler: Option<Assembler>,
+    options: Options,
+}
+
+impl Plan {
+    /// Opens the folder of `assemble=`, if there is one.
+    ///
+    /// # Errors
+    /// One line that says why it cannot be used; also where it does not answer.
+    pub(crate) fn open_assembler(&mut self) -> Result<(), String> {
+        let options = self.options.clone();
+        let places = [self.nodes.tree().source.clone(), self.target.clone()];
+        let folder = options.assemble.as_deref().map(shown_path);
+        let open = move || service::assembler(&options, &[&places[0], &places[1]]);
+        let opened = unless_stalled(self.options.io_timeout, open);
+        let stalls = |why| format!("assemble={}: {why}; not mounted", folder.unwrap_or_default());
+        self.assembler = opened.map_err(stalls)??;
+        Ok(())
+    }
+
+    /// What was found while it was made that a user should know, a line each: all of it stands in
+    /// the log already.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        self.nodes.tails().warnings(&self.nodes.tree())
+    }
+}
+
+/// A mount that answers.
+pub(crate) struct Running {
+    target: PathBuf,
+    minor: Option<u32>,
+    service: Arc<Service>,
+    connection: OwnedFd,
+    control: Option<Control>,
+    server: JoinHandle<io::Result<()>>,
+}
+
+/// Checks source and target, and proves what has to be proved before the mount may stand.
+///
+/// # Errors
+/// One line that says what is wrong; also where source or target do not answer.
+pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Plan, String> {
+    let limit = options.io_timeout;
+    let (place, wanted) = (target.to_owned(), source.to_owned());
+    let mut options = options;
+    let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));
+    let checked = unless_stalled(limit, move || check_target(&place));
+    let place = checked.map_err(|why| stalls(target, why))??;
+    probe_path(source, limit).map_err(|why| stalls(source, why))?;
+    probe_options(&mut options)?;
+    let planned = unless_stalled(limit, move || plan_source(&wanted, place, options));
+    planned.map_err(|why| stalls(source, why))?
+}
+
+/// Looks at the folders and files that `options` name. An index folder that does not answer is not
+/// used; any other is an error.
+fn probe_options(options: &mut Options) -> Result<(), String> {
+    let limit = options.io_timeout;
+    let follow = options.view.follow.iter().map(|folder| ("follow", folder));
+    let reference = options.view.reference.iter().map(|file| ("reference", file));
+    let assemble = options.assemble.iter().map(|folder| ("assemble", folder));
+    for (option, path) in follow.chain(reference).chain(assemble) {
+        let stalls = |why| format!("{option}={}: {why}; not mounted", shown_path(path));
+        probe_path(path, limit).map_err(stalls)?;
+    }
+    if let Some(folder) = options.index_dir.folder()
+        && let Err(why) = probe_path(&folder, limit)
+    {
+        let why = format!("{}: {why}", shown_path(&folder));
+        if options.verify == Verify::Read {
+            return Err(format!("{why}; verify=read needs its checksums; not mounted"));
+        }
+        tracing::warn!("{why}; no index is kept");
+        options.index_dir = IndexDir::Nowhere;
+    }
+    Ok(())
+}
+
+fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Plan, String> {
+    // A source on a mount of ours is read where that mount reads it.
+    let behind = behind_mount(source).map(|behind| behind.path);
+    let source = behind.as_deref().unwrap_or(source);
+    let view = View { index: index_folder(&options, &target), ..options.view.clone() };
+    let checked = options.verify == Verify::Read;
+    if checked && view.index.is_none() {
+        let message =
+            "verify=read: there is no folder of checksums: give index-dir=DIR, or set HOME";
+        return Err(message.to_owned());
+    }
+    let tree = Tree::scan(source, &view).map_err(|e| e.to_string())?;
+    check_nesting(&tree, &target)?;
+    for line in &tree.left_out.lines {
+        tracing::warn!("{line}");
+    }
+    if let Some(summary) = tree.left_out.summary() {
+        tracing::warn!("{summary}");
+    }
+    let nodes = Arc::new(Nodes::new(tree, checked));
+    prove_enough(&nodes)?;
+    Ok(Plan { source: source.to_owned(), target, nodes, assembler: None, options })
+}
+
+/// Where indexes are kept; not in the mount itself, whose daemon cannot wait for itself.
+fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
+    let folder = options.index_dir.folder()?;
+    let there = folder.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
+    if folder.starts_with(target) || there.is_some_and(|there| there.starts_with(target)) {
+        tracing::warn!("{}: lies in the mount; no index is kept", shown_path(&folder));
+        return None;
+    }
+    Some(folder)
+}
+
+/// Proves the checkpoints until one is found whole: a single one has to be, of several at
+/// least one.
+fn prove_enough(nodes: &Nodes) -> Result<(), String> {
+    let mut refusals = Vec::new();
+    for head in nodes.tree().families() {
+        let outcomes = nodes.prove(head);
+        let found = outcomes.iter().any(|(_, outcome)| outcome.is_ok());
+        let refused =
+            outcomes.into_iter().filter_map(|(name, outcome)| Some((name, outcome.err()?)));
+        refusals.extend(refused);
+        if found {
+            for (name, error) in refusals {
+                tracing::error!("{name} is not shown: {error}");
+            }
+            return Ok(());
+        }
+    }
+    match refusals.as_slice() {
+        [] => Err(nodes.tree().nothing_found()),
+        [(_, error)] => Err(error.to_string()),
+        [(_, error), more @ ..] => {
+            Err(format!("{error}; and {} more checkpoints are refused", more.len()))
+        }
+    }
+}
+
+/// The folder to mount on, cleared of a mount of ours whose daemon is dead.
+fn check_target(target: &Path) -> Result<PathBuf, String> {
+    let fail = |e: io::Error| format!("{}: {e}", shown_path(target));
+    let path = mountinfo::absolute_target(target).map_err(fail)?;
+    if mountinfo::ours_at(&path).map_err(fail)?.is_some() {
+        if !is_dead(&path) {
+            return Err(format!("{}: a tensorfs mount is already there", shown_path(&path)));
+        }
+        tracing::info!("{}: taking off a dead mount", shown_path(&path));
+        attach::detach(&path, Detach::Lazy).map_err(fail)?;
+    }
+    let meta = std::fs::metadata(&path).map_err(fail)?;
+    if !meta.is_dir() {
+        return Err(format!("{}: not a folder", shown_path(target)));
+    }
+    Ok(path)
+}
+
+/// Whether nobody serves the mount on `path` any more.
+///
+/// Asks for its size, which no cache of the kernel answers as it may answer stat(2) for a
+/// second longer. A daemon that lives but does not answer is not dead.
+fn is_dead(path: &Path) -> bool {
+    let path = path.to_owned();
+    let asked = in_time(move || nix::sys::statvfs::statvfs(&path).map(|_| ()).map_err(Into::into));
+    let dead = [libc::ENOTCONN, libc::ECONNABORTED];
+    asked.is_err_and(|e| e.raw_os_error().is_some_and(|errno| dead.contains(&errno)))
+}
+
+/// The outcome of `ask`, which may hang for ever, or a timeout.
+fn in_time(ask: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
+    let (send, receive) = std::sync::mpsc::channel();
+    std::thread::spawn(move || send.send(ask()));
+    let timeout = || io::Error::from(io::ErrorKind::TimedOut);
+    receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
+}
+
+/// Refuses a mount inside its own source, which would show itself, and one over its source,
+/// which would hide it. Compares inodes, so that other paths to the same folders count too.
+fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
+    let source = tree.source.as_path();
+    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    let (source_inode, target_inode) = (inode(source), inode(target));
+    if target.ancestors().any(|above| inode(above) == source_inode) {
+        let (target, source) = (shown_path(target), shown_path(source));
+        return Err(format!("{target}: lies inside the source {source}; mount somewhere else"));
+    }
+    if source.ancestors().any(|above| inode(above) == target_inode) {
+        let (target, source) = (shown_path(target), shown_path(source));
+        return Err(format!("{source}: lies on {target}, which the mount would hide"));
+    }
+    // Through links the source may reach what the mount is to stand on.
+    if target_inode.is_some_and(|inode| tree.reaches(target, inode)) {
+        let (target, source) = (shown_path(target), shown_path(source));
+        return Err(format!("{source}: has links into {target}, where it is to be mounted"));
+    }
+    Ok(())
+}
+
+/// Mounts and serves; returns once the mount answers.
+///
+/// # Errors
+/// One line that says what is wrong; nothing stays mounted.
+pub(crate) fn start(plan: Plan) -> Result<Running, String> {
+    let Plan { target, nodes, assembler, options, .. } = plan;
+    let source = nodes.tree().source.clone();
+    let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
+    let view = options.view.to_json();
+    let service = Service::start(&options, &view, assembler)?;
+    let request = kernel::before_mount(&options);
+    let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
+    let ours = mountinfo::at(&target).unwrap_or_default();
+    if ours.iter().filter(|mount| mount.fstype == mountinfo::FSTYPE).count() > 1 {
+        let _ = attach::detach(&target, Detach::Lazy);
+        return Err(format!(
+            "{}: another tensorfs was mounted at the same time",
+            shown_path(&target)
+        ));
+    }
+    let undo = |e: io::Error| {
+        let _ = attach::detach(&target, Detach::Lazy);
+        format!("{}: {e}", shown_path(&target))
+    };
+    let watcher = Watcher::new();
+    let common = Common {
+        uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
+        gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
+        umask: options.umask,
+        passthrough: options.passthrough == Passthrough::Auto,
+        is_root: !by_fusermount,
+        max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
+        view,
+        source: nodes.tree().folder(0).path.clone(),
+    };
+    let (pusher, tasks) = page_cache_store::pusher();
+    let fs = TensorFs::new(nodes.clone(), common, watcher.clone(), service.clone(), pusher);
+    let connection = fd.try_clone().map_err(undo)?;
+    let server = serve(fs, fd, &watcher, &service, tasks).map_err(undo)?;
+    let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
+    let mut running = Running { target, minor, service, connection, control: None, server };
+    if let Err(e) = running.wait_for_answer() {
+        running.take_off();
+        return Err(format!("{}: the mount does not answer: {e}", shown_path(&running.target)));
+    }
+    if let Some(init) = running.service.init.get() {
+        let report = kernel::after_init(minor, &options, init, request);
+        report.log();
+        running.service.report(&report);
+    }
+    nodes.index_rest();
+    running.control =
+        minor.and_then(|minor| control(&running.target, source, minor, &running.service, nodes));
+    Ok(running)
+}
+
+/// Starts the threads that answer the kernel.
+fn serve(
+    fs: TensorFs,
+    fd: OwnedFd,
+    watcher: &Arc<Watcher>,
+    service: &Service,
+    tasks: page_cache_store::Tasks,
+) -> io::Result<JoinHandle<io::Result<()>>> {
+    let mut config = Config::default();
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    config.n_threads = Some(cores.clamp(*THREADS.start(), *THREADS.end()));
+    // The kernel enforces who gets in; `All` only means that fuser adds no check of its own.
+    let session = Session::from_fd(fs, fd, SessionACL::All, config)?;
+    let notifier = session.notifier();
+    let forget = move |ino| {
+        if let Err(e) = notifier.inval_inode(INodeNo(ino), 0, 0) {
+            tracing::warn!("the kernel keeps old pages of a changed file: {e}");
+        }
+    };
+    let notifier = session.notifier();
+    let store = move |ino, at, bytes: &[u8]| notifier.store(INodeNo(ino), at, bytes);
+    let (cache, counters) = (service.cache.clone(), service.counters.clone());
+    let of_push = watcher.clone();
+    let look = move |ino| of_push.look_at(ino);
+    tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()), Box::new(look))?;
+    watcher.start(Arc::new(forget))?;
+    std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
+}
+
+/// The control socket; the mount goes on without one.
+fn control(
+    target: &Path,
+    source: PathBuf,
+    minor: u32,
+    service: &Arc<Service>,
+    nodes: Arc<Nodes>,
+) -> Option<Control> {
+    let facts = control::Facts { target: target.to_owned(), source, minor };
+    let service = service.clone();
+    control::serve(facts, move || service.status(nodes.index_status(), nodes.tails().status()))
+        .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
+        .ok()
+}
+
+impl Running {
+    /// Looks at the root of the mount, from another process: a process that waits for its own
+    /// mount could not be killed, because its end would wait for the answer.
+    fn wait_for_answer(&self) -> io::Result<()> {
+        let mut probe = Command::new("/proc/self/exe")
+            .arg0("tensorfs")
+            .env(PROBE, &self.target)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()?;
+        let started = Instant::now();
+        loop {
+            match probe.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => {
+                    return Err(io::Error::other(format!("the probe ended with {status}")));
+                }
+                None if started.elapsed() > ANSWER_TIMEOUT => {
+                    let _ = probe.kill();
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    /// Takes the mount off; files that are open fail.
+    pub(crate) fn take_off(&self) {
+        if attach::detach(&self.target, Detach::Force).is_err()
+            && let Some(minor) = self.minor
+        {
+            let _ = place::take_off(minor);
+        }
+    }
+
+    /// Serves until the mount is taken off, by somebody else or by us on SIGTERM or SIGINT.
+    ///
+    /// The signals have to be blocked in all threads: see `ending::block_signals`.
+    ///
+    /// # Errors
+    /// What ended the connection, if not an unmount.
+    pub(crate) fn serve(self) -> Result<(), String> {
+        let Running { target, minor, service, connection, control: _until_the_end, server } = self;
+        let taking_off = Arc::new(Mutex::new(()));
+        let ending = Ending {
+            target: target.clone(),
+            minor,
+            connection,
+            service: service.clone(),
+            taking_off: taking_off.clone(),
+        };
+        std::thread::spawn(move || ending.unmount_on_signal());
+        let ended = server.join();
+        let _taken_off = taking_off.lock();
+        service.stop();
+        match ended {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(e)) => Err(format!("{}: the connection ended: {e}", shown_path(&target))),
+            Err(_) => Err(format!("{}: the server failed by a bug", shown_path(&target))),
+        }
+    }
+}

@@ -1,0 +1,637 @@
+//! The FUSE adapter: translate, call, reply.
+//!
+//! No handler waits: what has to ask the source is answered from another thread, with EIO where
+//! the source takes too long. A panic in a handler is answered with EIO and does not end the
+//! thread.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use fuser::{
+    BackingId, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    IoctlFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr,
+    Request,
+};
+use tensorfs::Error;
+use tensorfs::source::Identity;
+use tensorfs::sync::{Mutex, RwLock};
+
+use super::attributes::{self, Common};
+use super::inodes::{Entry, Nodes};
+use super::node::Node;
+use super::open_file::{Current, OpenFile, Opened};
+use super::open_mode::Serving;
+use super::replies::{KnownAttr, TTL, attr_of, logged, logged_as_eio, reply_xattr};
+use crate::serve::blocking::{Slot, guarded, offload};
+use crate::serve::change_watcher::Watcher;
+use crate::serve::kernel::{Feature, Init};
+use crate::serve::page_cache_store::Pusher;
+use crate::serve::service::Service;
+
+/// Most files of the source that are looked at at once because somebody asks what they are.
+const LOOKS_MAX: usize = 8;
+
+/// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.
+const MAX_BACKGROUND: u16 = 128;
+
+/// Of those, so many keep it from reading further ahead.
+const CONGESTION: u16 = 96;
+
+/// One of the looks at files of the source that may go on at once.
+struct Looking(Arc<Shared>);
+
+impl Looking {
+    fn begin(shared: &Arc<Shared>) -> Option<Looking> {
+        let looking = Looking(shared.clone());
+        (shared.looks.fetch_add(1, Ordering::Relaxed) < LOOKS_MAX).then_some(looking)
+    }
+}
+
+impl Drop for Looking {
+    fn drop(&mut self) {
+        self.0.looks.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// An open file.
+struct Handle {
+    node: Arc<Node>,
+    opened: Arc<Opened>,
+    /// Kept while the kernel serves the file by itself.
+    backing: Option<Arc<BackingId>>,
+}
+
+/// A file that can be handed out.
+struct Ready {
+    opened: Arc<Opened>,
+    current: Arc<Current>,
+    /// Whether what the kernel may have cached of it is still right.
+    unchanged: bool,
+    /// What the kernel may serve by itself.
+    whole: Option<Arc<File>>,
+}
+
+/// The file system of one mount.
+pub(crate) struct TensorFs(Arc<Shared>);
+
+/// What handlers share with the threads that answer for them.
+struct Shared {
+    nodes: Arc<Nodes>,
+    common: Common,
+    watcher: Arc<Watcher>,
+    service: Arc<Service>,
+    pusher: Pusher,
+    passthrough: AtomicBool,
+    handles: RwLock<HashMap<u64, Arc<Handle>>>,
+    next_handle: AtomicU64,
+    serving: Mutex<Serving<BackingId>>,
+    /// Whether a thread looks at all open sources because a read met a changed one.
+    sweeping: AtomicBool,
+    /// How many files are being looked at because somebody asks what they are.
+    looks: AtomicUsize,
+}
+
+impl TensorFs {
+    /// A file system that shows `nodes`.
+    pub(crate) fn new(
+        nodes: Arc<Nodes>,
+        common: Common,
+        watcher: Arc<Watcher>,
+        service: Arc<Service>,
+        pusher: Pusher,
+    ) -> TensorFs {
+        TensorFs(Arc::new(Shared {
+            nodes,
+            common,
+            watcher,
+            service,
+            pusher,
+            passthrough: AtomicBool::new(false),
+            handles: RwLock::new(HashMap::new()),
+            next_handle: AtomicU64::new(1),
+            serving: Mutex::default(),
+            sweeping: AtomicBool::new(false),
+            looks: AtomicUsize::new(0),
+        }))
+    }
+}
+
+impl Shared {
+    fn handle(
+        &self,
+        node: Arc<Node>,
+        opened: Arc<Opened>,
+        backing: Option<Arc<BackingId>>,
+    ) -> FileHandle {
+        self.service.opened(node.ino, &node.path, opened.current().file.cached());
+        let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        let handle = Arc::new(Handle { node, opened, backing });
+        self.handles.write().insert(fh, handle);
+        FileHandle(fh)
+    }
+
+    /// Asks the kernel to serve whole files by itself.
+    fn passthrough(&self, config: &mut KernelConfig) -> Feature {
+        if !self.common.passthrough {
+            return Feature::Off;
+        }
+        if !self.common.is_root {
+            return Feature::Refused("mounted without root".to_owned());
+        }
+        // Depth 1: the files lie on a disk file system, and an overlay may lie on us.
+        let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
+            && config.set_max_stack_depth(1).is_ok();
+        if can { Feature::On } else { Feature::Refused("the kernel is too old".to_owned()) }
+    }
+
+    /// Opens a file. Only this part asks the source.
+    fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
+        // ESTALE makes the kernel look the name up again, which finds the new file.
+        if node.is_outdated() {
+            return Err(Errno::ESTALE);
+        }
+        let on_storm = || self.pusher.on_storm(node.ino, node.gate().cloned());
+        let opened = node.open(&self.watcher, &self.service, on_storm);
+        let (opened, unchanged) = opened.map_err(|error| match error {
+            Error::Changed { .. } => Errno::ESTALE,
+            Error::Io { .. }
+            | Error::Refused { .. }
+            | Error::Device { .. }
+            | Error::Usage { .. } => logged(&error),
+        })?;
+        let current = opened.current();
+        let whole = match &current.file {
+            // The kernel compares nothing.
+            _ if node.gate().is_some() => None,
+            // A proved file that has changed is answered with EIO, which the kernel would not.
+            OpenFile::Whole(file) if !file.reader().is_empty() => {
+                let source = &file.reader().sources()[0];
+                (!source.is_changed()).then(|| source.file().ok()).flatten()
+            }
+            OpenFile::Virtual(file) if unchanged => {
+                self.service.copy_of(node.listed_version(), file)
+            }
+            OpenFile::Virtual(_) | OpenFile::Whole(_) | OpenFile::Text(_) => None,
+        };
+        Ok(Ready { opened, current, unchanged, whole })
+    }
+
+    fn reply_open(&self, node: Arc<Node>, slot: Slot<ReplyOpen>) {
+        let ready = self.open_file(&node);
+        // Where it is too late nothing becomes of what was opened.
+        let Some(reply) = slot.take() else { return };
+        let Ready { opened, current, unchanged, whole } = match ready {
+            Ok(ready) => ready,
+            Err(errno) => return reply.error(errno),
+        };
+        let ino = node.ino;
+        let mut serving = self.serving.lock();
+        let known = serving.by_kernel(ino);
+        if known.is_some() && whole.is_none() && matches!(current.file, OpenFile::Virtual(_)) {
+            // The copy or the source has changed, and no other way can be had while it is open.
+            return reply.error(Errno::EIO);
+        }
+        // The kernel takes one way at a time: while it serves the file to others, to this one too.
+        let by_kernel = match (known, whole) {
+            (Some(backing), _) => Some(backing),
+            (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file, &reply),
+            _ => None,
+        };
+        match by_kernel {
+            Some(backing) => {
+                serving.opened_by_kernel(ino, &backing);
+                let fh = self.handle(node, opened, Some(backing.clone()));
+                reply.opened_passthrough(fh, FopenFlags::empty(), &backing);
+            }
+            None => {
+                serving.opened_by_us(ino);
+                if let OpenFile::Virtual(file) = &current.file {
+                    self.service.read_by_us(node.listed_version(), file, None);
+                }
+                let fh = self.handle(node, opened, None);
+                // Without the flag the kernel drops what it has cached.
+                let keep = FopenFlags::FOPEN_KEEP_CACHE;
+                reply.opened(fh, if unchanged { keep } else { FopenFlags::empty() });
+            }
+        }
+    }
+
+    /// Registers a whole file with the kernel, where it takes files.
+    fn backing(&self, node: &Node, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
+        if !self.passthrough.load(Ordering::Relaxed) {
+            return None;
+        }
+        match reply.open_backing(file) {
+            Ok(backing) => Some(Arc::new(backing)),
+            Err(e) => {
+                if node.is_virtual() {
+                    self.service.copy_refused(&e);
+                }
+                // This file may lie on a file system that cannot; rights lack for all files.
+                if e.kind() == io::ErrorKind::PermissionDenied
+                    && self.passthrough.swap(false, Ordering::Relaxed)
+                {
+                    tracing::warn!("the kernel does not serve whole files by itself here: {e}");
+                }
+                None
+            }
+        }
+    }
+
+    fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: ReplyData) {
+        let handles = self.handles.read();
+        let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
+        drop(handles);
+        let opened = handle.opened.current();
+        let file = match &opened.file {
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.clone(),
+            OpenFile::Text(text) => {
+                let start = offset.min(text.len() as u64) as usize;
+                let end = (start + size as usize).min(text.len());
+                return reply.data(&text[start..end]);
+            }
+        };
+        let range = offset..offset.saturating_add(u64::from(size));
+        let follows = handle.node.follows();
+        if follows && opened.may_have_grown(&range) {
+            return self.read_as_it_is(handle, range, reply);
+        }
+        let (shared, gate) = (self.clone(), handle.node.gate().cloned());
+        let wanted = range.clone();
+        let answer = move |outcome: Result<&[u8], &Error>| match outcome {
+            Ok(bytes) => {
+                reply.data(bytes);
+                if let OpenFile::Virtual(file) = &opened.file {
+                    let version = handle.node.listed_version();
+                    shared.service.read_by_us(version, file, Some(bytes.len()));
+                }
+            }
+            Err(Error::Changed { .. }) if follows => shared.read_as_it_is(handle, wanted, reply),
+            Err(error) => {
+                reply.error(logged_as_eio(error));
+                if matches!(error, Error::Changed { .. }) {
+                    shared.sweep();
+                }
+            }
+        };
+        self.service.read(gate.as_ref(), &file, fh, range, Box::new(answer));
+    }
+
+    /// Reads a file that follows its source past the cache: it has changed, or may have.
+    fn read_as_it_is(self: &Arc<Self>, handle: Arc<Handle>, range: Range<u64>, reply: ReplyData) {
+        let slot = self.service.asks.slot(&handle.node.path, reply);
+        let shared = self.clone();
+        self.service.asks.ask(slot, move |slot| {
+            let read = || {
+                let (watcher, service) = (&shared.watcher, &shared.service);
+                let changed = handle.node.follow(&handle.opened, watcher, service)?;
+                Ok((handle.opened.current().read_now(&range)?, changed))
+            };
+            let outcome = read();
+            let Some(reply) = slot.take() else { return };
+            match outcome {
+                Ok((bytes, changed)) => {
+                    reply.data(&bytes);
+                    // Not before the answer, for which this would wait.
+                    if changed {
+                        shared.watcher.forget(handle.node.ino);
+                    }
+                }
+                Err(error) => reply.error(logged(&error)),
+            }
+        });
+    }
+
+    /// Makes the kernel forget what it has cached of changed sources; not on this thread,
+    /// because it waits for reads that this thread may have to answer.
+    fn sweep(self: &Arc<Self>) {
+        if !self.sweeping.swap(true, Ordering::Relaxed) {
+            let shared = self.clone();
+            let started = offload(move || {
+                guarded(|| shared.watcher.sweep());
+                shared.sweeping.store(false, Ordering::Relaxed);
+            });
+            if !started {
+                self.sweeping.store(false, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// What a file that follows its source is now: the one that is open, else the one at its path.
+    fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Identity> {
+        let handles = self.handles.read();
+        let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();
+        drop(handles);
+        let opened = handle.map(|handle| handle.opened.clone()).or_else(|| node.opened());
+        match opened {
+            Some(opened) => opened.current().file.sources().first()?.look().ok(),
+            None => node.look(),
+        }
+    }
+
+    fn reply_entry(&self, node: Option<&Node>, reply: ReplyEntry) {
+        match node {
+            Some(node) => {
+                self.nodes.looked_up(node);
+                reply.entry(&TTL, &attr_of(&self.common, node), Generation(0));
+            }
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    /// Hands `then` the extended attributes that the caller may see.
+    fn ask_xattrs(
+        self: &Arc<Self>,
+        req: &Request,
+        ino: INodeNo,
+        reply: ReplyXattr,
+        then: impl FnOnce(&[(&'static str, String)], ReplyXattr) + Send + 'static,
+    ) {
+        guarded(|| {
+            let (shared, uid, gid) = (self.clone(), req.uid(), req.gid());
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let slot = self.service.asks.slot(&node.path, reply);
+            self.service.asks.ask(slot, move |slot| {
+                let mut found =
+                    attributes::of(&shared.nodes.tree(), &shared.common.view, &node, (uid, gid));
+                found.extend(attributes::tail_of(&shared.nodes, &node));
+                if let Some(reply) = slot.take() {
+                    then(&found, reply);
+                }
+            });
+        });
+    }
+}
+
+impl Filesystem for TensorFs {
+    fn init(&mut self, _req: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let wanted = [
+            InitFlags::FUSE_ASYNC_DIO,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+            InitFlags::FUSE_DO_READDIRPLUS,
+            InitFlags::FUSE_READDIRPLUS_AUTO,
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+        ];
+        let granted = wanted.map(|flag| config.add_capabilities(flag).is_ok());
+        let _ = config.set_max_background(MAX_BACKGROUND);
+        let _ = config.set_congestion_threshold(CONGESTION);
+        // What a request may carry; reads and writes share it, and the system may allow more.
+        let _ = config.set_max_write(self.0.common.max_request);
+        let passthrough = self.0.passthrough(config);
+        self.0.passthrough.store(passthrough == Feature::On, Ordering::Relaxed);
+        let too_old = || Feature::Refused("the kernel is too old".to_owned());
+        let _ = self.0.service.init.set(Init {
+            max_background: MAX_BACKGROUND,
+            congestion_threshold: CONGESTION,
+            async_dio: if granted[0] { Feature::On } else { too_old() },
+            clone_fd: Feature::Off,
+            passthrough,
+        });
+        Ok(())
+    }
+
+    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
+            let (folder, name) = (node.folder, name.to_owned());
+            let asks = shared.service.asks.clone();
+            let slot = asks.slot(&node.path.join(&name), reply);
+            self.0.nodes.when_listed(&self.0.service.asks, folder, move |_| {
+                asks.ask(slot, move |slot| {
+                    let node = match shared.nodes.entry(folder, &name) {
+                        Entry::Found(node) => Some(node),
+                        Entry::Absent => None,
+                        Entry::Stale => shared.nodes.fresh_entry(folder, &name),
+                    };
+                    if let Some(reply) = slot.take() {
+                        shared.reply_entry(node.as_deref(), reply);
+                    }
+                });
+            });
+        });
+    }
+
+    fn forget(&self, _req: &Request, ino: INodeNo, nlookup: u64) {
+        guarded(|| {
+            self.0.nodes.forget(ino.0, nlookup);
+        });
+    }
+
+    fn getattr(&self, _req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            if !node.follows() {
+                return reply.attr(&TTL, &attr_of(&shared.common, &node));
+            }
+            let known = attr_of(&shared.common, &node);
+            // Stalled files must not take all threads: what is known has to do meanwhile.
+            let Some(looking) = Looking::begin(&shared) else {
+                return reply.attr(&TTL, &known);
+            };
+            let slot = shared.service.asks.slot(&node.path, KnownAttr { reply, known });
+            self.0.service.asks.ask(slot, move |slot| {
+                let now = shared.look(&node, fh);
+                drop(looking);
+                if let Some(now) = now {
+                    node.set_attributes(&now);
+                }
+                if let Some(KnownAttr { reply, .. }) = slot.take() {
+                    reply.attr(&TTL, &attr_of(&shared.common, &node));
+                }
+            });
+        });
+    }
+
+    fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let slot = self.0.service.asks.slot(&node.path, reply);
+            self.0.service.asks.ask(slot, move |slot| shared.reply_open(node, slot));
+        });
+    }
+
+    fn read(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        guarded(|| self.0.read_file(fh.0, offset, size, reply));
+    }
+
+    fn flush(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _lock_owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        // Nothing is written, so the kernel need not ask again.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn ioctl(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _flags: IoctlFlags,
+        _cmd: u32,
+        _in_data: &[u8],
+        _out_size: u32,
+        reply: ReplyIoctl,
+    ) {
+        // Programs ask every file whether it is a terminal.
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn release(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        guarded(|| {
+            let mut handles = self.0.handles.write();
+            let handle = handles.remove(&fh.0);
+            drop(handles);
+            if let Some(handle) = &handle {
+                self.0.service.closed(handle.node.ino);
+                if handle.backing.is_none() {
+                    self.0.serving.lock().closed_by_us(handle.node.ino);
+                }
+            }
+            reply.ok();
+            let by_kernel = handle.filter(|handle| handle.backing.is_some());
+            if let Some(ino) = by_kernel.map(|handle| handle.node.ino) {
+                self.0.serving.lock().closed_by_kernel(ino);
+            }
+        });
+    }
+
+    fn readdir(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        reply: ReplyDirectory,
+    ) {
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let slot = self.0.service.asks.slot(&node.path, reply);
+            self.0.nodes.when_listed(&self.0.service.asks, node.folder, move |nodes| {
+                let Some(mut reply) = slot.take() else { return };
+                for (at, name, node) in entries(nodes, &node, offset) {
+                    let kind = attr_of(&shared.common, &node).kind;
+                    if reply.add(INodeNo(node.ino), at, kind, name) {
+                        break;
+                    }
+                }
+                reply.ok();
+            });
+        });
+    }
+
+    fn readdirplus(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        reply: ReplyDirectoryPlus,
+    ) {
+        guarded(|| {
+            let shared = self.0.clone();
+            let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
+            let slot = self.0.service.asks.slot(&node.path, reply);
+            self.0.nodes.when_listed(&self.0.service.asks, node.folder, move |nodes| {
+                let Some(mut reply) = slot.take() else { return };
+                for (at, name, node) in entries(nodes, &node, offset) {
+                    let attr = attr_of(&shared.common, &node);
+                    if reply.add(attr.ino, at, name, &TTL, &attr, Generation(0)) {
+                        break;
+                    }
+                    // The kernel takes all but the first two for looked up.
+                    if at > 2 {
+                        nodes.looked_up(&node);
+                    }
+                }
+                reply.ok();
+            });
+        });
+    }
+
+    fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        guarded(|| {
+            let source = self.0.common.source.clone();
+            let slot = self.0.service.asks.slot(&source, reply);
+            self.0.service.asks.ask(slot, move |slot| {
+                let found = nix::sys::statvfs::statvfs(&source);
+                let Some(reply) = slot.take() else { return };
+                match found {
+                    Ok(fs) => {
+                        // Nothing can be written, so nothing is free.
+                        let frsize = fs.fragment_size();
+                        reply.statfs(fs.blocks(), 0, 0, fs.files(), 0, 4096, 255, frsize as u32);
+                    }
+                    Err(_) => reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
+                }
+            });
+        });
+    }
+
+    fn getxattr(&self, req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let name = name.to_owned();
+        self.0.ask_xattrs(req, ino, reply, move |found, reply| {
+            let value = found.iter().find(|(key, _)| name == *key).map(|(_, v)| v.as_bytes());
+            reply_xattr(value, size, reply);
+        });
+    }
+
+    fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        self.0.ask_xattrs(req, ino, reply, move |found, reply| {
+            let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
+            reply_xattr(Some(names.as_bytes()), size, reply);
+        });
+    }
+}
+
+/// The entries of `folder` from position `offset` on, each with the position after it.
+fn entries(
+    nodes: &Nodes,
+    folder: &Arc<Node>,
+    offset: u64,
+) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
+    let listing = nodes.listing(folder.folder).unwrap_or_default();
+    let tree = nodes.tree();
+    let parent = tree.folder(folder.folder).parent.unwrap_or_default();
+    let dots = [(OsString::from("."), folder.clone()), ("..".into(), nodes.folder(parent))];
+    (offset..).map_while(move |at| {
+        let (name, node) = match dots.get(at as usize) {
+            Some(dot) => dot.clone(),
+            None => listing.get(at as usize - dots.len())?.clone(),
+        };
+        Some((at + 1, name, node))
+    })
+}

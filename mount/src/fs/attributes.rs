@@ -1,0 +1,99 @@
+//! What the files of a mount have in common, and their extended attributes: what each is made of.
+
+use std::path::PathBuf;
+
+use tensorfs::checkpoint::{Content, Tree};
+use tensorfs::source::XATTR_SOURCE;
+
+use super::access;
+use super::inodes::Nodes;
+use super::node::{Node, NodeKind};
+
+/// Extended attribute with the version of a file's content.
+pub(crate) const XATTR_VERSION: &str = "user.tensorfs.version";
+
+/// Extended attribute of weights: whether the last pieces of their checkpoint are proved, as
+/// `proven` or `unproven`.
+pub(crate) const XATTR_TAIL: &str = "user.tensorfs.tail";
+
+/// The value of `XATTR_TAIL`, for weights.
+pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, String)> {
+    let name = node.path.file_name()?.to_str()?;
+    let weights = match &node.kind {
+        NodeKind::File { content: Content::Virtual(_), .. } => true,
+        NodeKind::File { content: Content::Whole { proved, .. }, .. } => proved.is_some(),
+        _ => false,
+    };
+    let tail = weights.then(|| nodes.tails().of(node.folder, name))??;
+    Some((XATTR_TAIL, tail.as_str().to_owned()))
+}
+
+/// What the files of a mount have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Common {
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Permission bits taken away.
+    pub umask: u32,
+    /// Whether the kernel may serve whole files by itself.
+    pub passthrough: bool,
+    /// Whether it was mounted with root's rights, which that takes.
+    pub is_root: bool,
+    /// Largest request in bytes.
+    pub max_request: u32,
+    /// The view as JSON, for `user.tensorfs.source`.
+    pub view: serde_json::Value,
+    /// The source.
+    pub source: PathBuf,
+}
+
+/// The extended attributes of `node` that the caller may see.
+pub(crate) fn of(
+    tree: &Tree,
+    view: &serde_json::Value,
+    node: &Node,
+    (uid, gid): (u32, u32),
+) -> Vec<(&'static str, String)> {
+    let mut found = Vec::new();
+    let folder = tree.folder(node.folder).path.clone();
+    let may_read_files = || match &node.kind {
+        NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
+            let mut sources = checkpoint.sources().iter();
+            sources.all(|source| access::may_read_file(source.path(), uid, gid))
+        }
+        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+            access::may_read_file(&file.path, uid, gid)
+        }
+        _ => true,
+    };
+    if access::may_read_folder(&folder, uid, gid) && may_read_files() {
+        found.extend(source_of(tree, view, node).map(|source| (XATTR_SOURCE, source)));
+    }
+    found.extend(node.version().map(|version| (XATTR_VERSION, version)));
+    found
+}
+
+/// The value of `XATTR_SOURCE`.
+fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<String> {
+    let mut folder = tree.folder(node.folder).path.clone();
+    let mut member = None;
+    match &node.kind {
+        NodeKind::Folder => {
+            if tree.only.is_some() {
+                folder = tree.source.clone();
+            }
+        }
+        NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
+            member = checkpoint.catalog().shards.first().map(|shard| shard.name.clone());
+        }
+        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+            member = file.name.to_str().map(str::to_owned);
+        }
+        NodeKind::File { content: Content::Text(_), .. } => {}
+    }
+    // A path that is not UTF-8 cannot stand in JSON.
+    let folder = folder.to_str()?;
+    Some(serde_json::json!({ "source": folder, "file": member, "view": view }).to_string())
+}

@@ -1,0 +1,490 @@
+//! What the mount shows, as inodes: folders, files, their attributes and their open files.
+//!
+//! Knows nothing of FUSE; `fs` translates. An inode number stands for a path and a version of
+//! its content: a file that is replaced in the source gets a new one, and whoever has the old
+//! one open keeps it.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree};
+use tensorfs::error::{real_name, shown_path};
+use tensorfs::sync::{Mutex, RwLock};
+use tensorfs::{Class, Error, Fault, Result};
+
+use super::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};
+use super::tails::Tails;
+use super::verify_policy::{self, Gates};
+use crate::serve::blocking::Asks;
+
+/// The entries of a folder, by name.
+pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
+
+/// What a folder shows.
+#[derive(Clone, Debug)]
+struct Listed {
+    entries: Arc<Listing>,
+    /// Whether a set of it is refused.
+    refused: Option<Refusal>,
+    /// When the source was last asked whether a refused set has become whole.
+    asked: Instant,
+}
+
+/// Why sets of a folder are refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Refusal {
+    /// For what their files are.
+    Proved,
+    /// A file changed, or could not be read, while it was looked at.
+    Unsettled,
+}
+
+impl Refusal {
+    fn of(sets: &[Set]) -> Option<Refusal> {
+        let errors = || sets.iter().filter_map(|set| set.outcome.as_ref().err());
+        let unsettled = |error: &Error| matches!(error, Error::Changed { .. } | Error::Io { .. });
+        let refusal = if errors().any(unsettled) { Refusal::Unsettled } else { Refusal::Proved };
+        errors().next().map(|_| refusal)
+    }
+}
+
+/// What waits for a folder to be listed.
+type Waiter = Box<dyn FnOnce(&Nodes) + Send>;
+
+/// How far the proof of a family of folders has come.
+enum Progress {
+    Unproved,
+    Proving(Vec<Waiter>),
+    Proved,
+}
+
+/// The proof of a family. Where it ends without an outcome, by a panic or for want of a thread,
+/// those who wait for it are dropped, which answers EIO, and the next look tries again.
+struct Proving {
+    nodes: Arc<Nodes>,
+    head: FolderId,
+}
+
+impl Drop for Proving {
+    fn drop(&mut self) {
+        let mut progress = self.nodes.progress.lock();
+        let Some(state @ Progress::Proving(_)) = progress.get_mut(&self.head) else { return };
+        let waiters = std::mem::replace(state, Progress::Unproved);
+        drop(progress);
+        drop(waiters);
+    }
+}
+
+/// What a name in a folder stands for.
+#[derive(Debug)]
+pub(crate) enum Entry {
+    /// This node.
+    Found(Arc<Node>),
+    /// Nothing.
+    Absent,
+    /// Something that was replaced in the source since it was proved.
+    Stale,
+}
+
+/// All nodes of a mount.
+pub(crate) struct Nodes {
+    tree: Arc<Tree>,
+    /// By the folder at the top of a family: held while its replaced files are looked at again.
+    refresh: Vec<Mutex<()>>,
+    by_ino: RwLock<HashMap<u64, Arc<Node>>>,
+    /// Folder nodes by folder.
+    folders: Vec<Arc<Node>>,
+    /// By folder; `None` until it was proved.
+    listings: RwLock<Vec<Option<Listed>>>,
+    /// Number of shards of the sets whose last piece nothing proves, by folder and name.
+    shards_proved: Mutex<HashMap<(FolderId, String), usize>>,
+    /// Whether the last pieces of the sets that are shown are proved.
+    tails: Tails,
+    /// By the folder at the top of a family.
+    progress: Mutex<HashMap<FolderId, Progress>>,
+    /// Sets that came from an index, and sets whose headers were read.
+    indexed: [AtomicU64; 2],
+    /// Whether weights are compared with checksums as they are read.
+    checked: bool,
+}
+
+/// Time between two questions whether a refused set has become whole.
+const ASK_INTERVAL: Duration = Duration::from_millis(500);
+
+impl Nodes {
+    /// The nodes of `tree`; nothing is proved yet. `checked`: weights are compared with checksums
+    /// as they are read.
+    pub(crate) fn new(tree: Tree, checked: bool) -> Nodes {
+        let folders: Vec<Arc<Node>> =
+            (0..tree.len()).map(|id| Arc::new(folder_node(&tree, id))).collect();
+        let by_ino = folders.iter().map(|node| (node.ino, node.clone())).collect();
+        let listings = vec![None; folders.len()];
+        Nodes {
+            tree: Arc::new(tree),
+            refresh: folders.iter().map(|_| Mutex::default()).collect(),
+            by_ino: RwLock::new(by_ino),
+            folders,
+            listings: RwLock::new(listings),
+            shards_proved: Mutex::default(),
+            tails: Tails::default(),
+            progress: Mutex::new(HashMap::new()),
+            indexed: Default::default(),
+            checked,
+        }
+    }
+
+    /// The source. Its folders are replaced as they are looked at again.
+    pub(crate) fn tree(&self) -> Arc<Tree> {
+        self.tree.clone()
+    }
+
+    /// The node of this inode number.
+    pub(crate) fn node(&self, ino: u64) -> Option<Arc<Node>> {
+        self.by_ino.read().get(&ino).cloned()
+    }
+
+    /// The node of a folder.
+    pub(crate) fn folder(&self, id: FolderId) -> Arc<Node> {
+        self.folders[id].clone()
+    }
+
+    /// The entries of `folder`, if they are known already.
+    pub(crate) fn listing(&self, folder: FolderId) -> Option<Arc<Listing>> {
+        self.listings.read()[folder].as_ref().map(|listed| listed.entries.clone())
+    }
+
+    /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so
+    /// that a folder that takes long to prove keeps no other request waiting.
+    pub(crate) fn when_listed(
+        self: &Arc<Self>,
+        asks: &Asks,
+        folder: FolderId,
+        then: impl FnOnce(&Nodes) + Send + 'static,
+    ) {
+        if self.listing(folder).is_some() {
+            return then(self);
+        }
+        let head = self.tree().family_of(folder);
+        let mut progress = self.progress.lock();
+        match progress.entry(head).or_insert(Progress::Unproved) {
+            Progress::Proved => {
+                drop(progress);
+                then(self);
+            }
+            Progress::Proving(waiters) => waiters.push(Box::new(then)),
+            state @ Progress::Unproved => {
+                *state = Progress::Proving(vec![Box::new(then)]);
+                drop(progress);
+                let proving = Proving { nodes: self.clone(), head };
+                asks.later(&self.folders[head].path, move || {
+                    log_refusals(proving.nodes.prove(proving.head));
+                });
+            }
+        }
+    }
+
+    /// Proves a family and lists its folders, then lets all who wait for it go on. Returns the
+    /// name of each set with its refusal, where it is refused.
+    pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
+        let tree = self.tree();
+        let mut outcomes = Vec::new();
+        let mut family = Vec::new();
+        for (id, mut folder) in tree.prove(head) {
+            folder.sets.iter_mut().for_each(|set| self.refuse_fewer_shards(&tree, id, set));
+            for note in &folder.notes {
+                tracing::warn!("{}: {note}", shown_path(&tree.folder(id).path));
+            }
+            let origin = &self.indexed[usize::from(!folder.from_index())];
+            origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
+            let gates = self.checked.then(|| verify_policy::admit(&tree, id, &mut folder));
+            let shown = tree.shown(id, &folder);
+            family.push((id, folder, shown, gates));
+        }
+        let emptied =
+            tree.emptied(family.iter().map(|(id, folder, shown, _)| (*id, folder, shown.len())));
+        for (id, folder, shown, gates) in family {
+            self.tails.note(&tree, id, &folder);
+            let refused = Refusal::of(&folder.sets);
+            self.list(&tree, id, (shown, gates.as_ref()), &emptied, refused);
+            for set in folder.sets {
+                let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
+                outcomes.push((set.name, outcome));
+            }
+        }
+        let waiters = self.progress.lock().insert(head, Progress::Proved);
+        if let Some(Progress::Proving(waiters)) = waiters {
+            waiters.into_iter().for_each(|then| then(self));
+        }
+        outcomes
+    }
+
+    /// Makes the indexes of all families in the background, so that the first look into a folder
+    /// finds one.
+    pub(crate) fn index_rest(self: &Arc<Self>) {
+        let tree = self.tree();
+        let mut heads = tree.families();
+        // Many links may lead to one folder, which has one index.
+        let mut seen = HashSet::new();
+        heads.retain(|&head| seen.insert(tree.folder(head).path.clone()));
+        if self.tree().view.index.is_none() || heads.len() < 2 {
+            return;
+        }
+        let nodes = Arc::downgrade(self);
+        let index = move || {
+            for head in heads {
+                let Some(nodes) = nodes.upgrade() else { return };
+                let listed = nodes.listing(head).is_some();
+                let tree = nodes.tree();
+                drop(nodes);
+                // What it proves is dropped: only the index stays, whatever the number of models.
+                if !listed {
+                    drop(tree.prove(head));
+                }
+            }
+        };
+        if let Err(e) = std::thread::Builder::new().name("index".to_owned()).spawn(index) {
+            tracing::warn!("no index is made in the background: {e}");
+        }
+    }
+
+    /// How many sets came from an index, for `tensorfs status`.
+    pub(crate) fn index_status(&self) -> serde_json::Value {
+        let [index, headers] = &self.indexed;
+        serde_json::json!({
+            "folder": self.tree().view.index.as_deref().map(real_name),
+            "sets_from_index": index.load(Ordering::Relaxed),
+            "sets_from_headers": headers.load(Ordering::Relaxed),
+        })
+    }
+
+    /// Whether the last pieces of the sets that are shown are proved.
+    pub(crate) fn tails(&self) -> &Tails {
+        &self.tails
+    }
+
+    /// Refuses a set that has fewer shards than this mount has proved before, where the shards
+    /// themselves cannot tell that one is gone.
+    fn refuse_fewer_shards(&self, tree: &Tree, folder: FolderId, set: &mut Set) {
+        let Ok(checkpoint) = &set.outcome else { return };
+        // Recorded shapes tell of lost pieces, not of a tensor that was lost whole.
+        if checkpoint.tail != Tail::Unproven && !checkpoint.catalog().shapes_recorded {
+            return;
+        }
+        let now = checkpoint.catalog().shards.len();
+        let mut proved = self.shards_proved.lock();
+        let before = proved.entry((folder, set.name.clone())).or_insert(now);
+        if now >= *before {
+            *before = now;
+            return;
+        }
+        let message = format!(
+            "has {now} shard files, it had {before} before: whether the rest is the whole \
+             checkpoint cannot be seen; put the others back, or mount again"
+        );
+        let fault = Fault::new(Class::ShardMissing, message);
+        set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
+    }
+
+    /// Makes the nodes of what `folder` shows, without the folders that are `emptied`. Nodes of
+    /// what has not changed stay.
+    fn list(
+        &self,
+        tree: &Tree,
+        folder: FolderId,
+        (shown, gates): (Vec<Shown>, Option<&Gates>),
+        emptied: &HashSet<FolderId>,
+        refused: Option<Refusal>,
+    ) {
+        let gate = |file: &Shown| gates.and_then(|gates| gates.get(&file.name)).cloned();
+        let made: Vec<(OsString, Arc<Node>)> = shown
+            .into_iter()
+            .filter(|file| gates.is_none_or(|gates| verify_policy::may_show(file, gates)))
+            .map(|file| (file.name.clone(), file_node(tree, folder, gate(&file), file)))
+            .collect();
+        let mut listing: Listing =
+            made.into_iter().map(|(name, node)| (name, self.registered(node))).collect();
+        let found = tree.folder(folder);
+        let children = found.children.iter();
+        for (name, child) in children.filter(|(_, child)| !emptied.contains(child)) {
+            listing.push((name.clone(), self.folders[*child].clone()));
+        }
+        listing.sort_by(|a, b| a.0.cmp(&b.0));
+        listing.dedup_by(|a, b| {
+            let same = a.0 == b.0;
+            if same {
+                tracing::warn!(
+                    "{}: a file and a folder of this name; one is hidden",
+                    shown_path(a.0.as_ref())
+                );
+            }
+            same
+        });
+        self.folders[folder].set_mtime(tree.folder(folder).newest());
+        let listed = Listed { entries: Arc::new(listing), refused, asked: Instant::now() };
+        let before = self.listings.write()[folder].replace(listed.clone());
+        for (_, node) in before.iter().flat_map(|before| before.entries.iter()) {
+            let stays = listed.entries.iter().any(|(_, new)| Arc::ptr_eq(new, node));
+            if !stays && matches!(node.kind, NodeKind::File { .. }) {
+                node.listed.store(false, Ordering::Relaxed);
+                self.drop_if_unused(node);
+            }
+        }
+    }
+
+    /// Notes that the kernel has learnt of `node`.
+    pub(crate) fn looked_up(&self, node: &Node) {
+        node.lookups.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Notes that the kernel has forgotten an inode number `times` times. Returns whether the
+    /// node is gone with it.
+    pub(crate) fn forget(&self, ino: u64, times: u64) -> bool {
+        let Some(node) = self.node(ino) else { return false };
+        let left = |lookups: u64| Some(lookups.saturating_sub(times));
+        let _ = node.lookups.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left);
+        self.drop_if_unused(&node)
+    }
+
+    /// Drops a node that no folder shows and the kernel does not know.
+    fn drop_if_unused(&self, node: &Node) -> bool {
+        // Under the lock, so that no listing takes the node up again meanwhile.
+        let mut by_ino = self.by_ino.write();
+        let unused = node.lookups.load(Ordering::Relaxed) == 0
+            && !node.listed.load(Ordering::Relaxed)
+            && matches!(node.kind, NodeKind::File { .. })
+            && by_ino.get(&node.ino).is_some_and(|known| std::ptr::eq(known.as_ref(), node));
+        unused && by_ino.remove(&node.ino).is_some()
+    }
+
+    /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
+    pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> Entry {
+        let Some(listed) = self.listings.read()[folder].clone() else { return Entry::Absent };
+        let found = find(&listed.entries, name);
+        match found {
+            Some(node) if node.is_outdated() => {
+                // A file that is no part of a checkpoint may go and come back by itself.
+                let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
+                if gone { Entry::Absent } else { Entry::Stale }
+            }
+            // A weight map follows from the headers of its set.
+            Some(node) if node.is_text() && name != ERROR_FILE => {
+                let outdated =
+                    listed.entries.iter().any(|(_, node)| node.is_virtual() && node.is_outdated());
+                if outdated { Entry::Stale } else { Entry::Found(node) }
+            }
+            Some(node) if name != ERROR_FILE => Entry::Found(node),
+            found => {
+                let may_be_whole = || match listed.refused {
+                    None => false,
+                    Some(Refusal::Proved) => self.tree().differs(folder),
+                    Some(Refusal::Unsettled) => true,
+                };
+                if listed.refused.is_some() && self.may_ask(folder) && may_be_whole() {
+                    return Entry::Stale;
+                }
+                found.map_or(Entry::Absent, Entry::Found)
+            }
+        }
+    }
+
+    /// Whether it is time to ask again whether a refused set of `folder` has become whole.
+    fn may_ask(&self, folder: FolderId) -> bool {
+        let mut listings = self.listings.write();
+        let Some(listed) = &mut listings[folder] else { return false };
+        let due = listed.asked.elapsed() >= ASK_INTERVAL;
+        if due {
+            listed.asked = Instant::now();
+        }
+        due
+    }
+
+    /// Proves the family of `folder` again, from what stands in the source now, if `name` is
+    /// stale; then the entry.
+    pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
+        let listing = self.listing(folder)?;
+        if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
+            return if node.is_outdated() { self.renew(folder, name) } else { Some(node) };
+        }
+        let head = self.tree().family_of(folder);
+        let _one_at_a_time = self.refresh[head].lock();
+        let listing = self.listing(folder)?;
+        let outdated = |node: Arc<Node>| {
+            node.is_outdated()
+                || (node.is_text()
+                    && listing.iter().any(|(_, n)| n.is_virtual() && n.is_outdated()))
+        };
+        let unsettled = self.listings.read()[folder]
+            .as_ref()
+            .is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
+        let outdated = find(&listing, name).is_some_and(outdated);
+        if outdated || unsettled || self.tree().differs(folder) {
+            self.tree.look_again(head);
+            tracing::info!("files have changed in the source; proving them again");
+            log_refusals(self.prove(head));
+        }
+        let listing = self.listing(folder)?;
+        find(&listing, name)
+    }
+}
+
+impl Nodes {
+    /// A new node for a file that is no part of a checkpoint, and was replaced.
+    fn renew(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
+        let tree = self.tree();
+        let file = tree.file_now(folder, name)?;
+        let content = Content::Whole { file, proved: None };
+        let shown = Shown { name: name.to_owned(), content };
+        let node = file_node(&tree, folder, None, shown);
+        let node = self.registered(node);
+        let old = {
+            let mut listings = self.listings.write();
+            let listed = listings[folder].as_mut()?;
+            let mut shown: Listing = listed.entries.to_vec();
+            let entry = shown.iter_mut().find(|(other, _)| other == name)?;
+            let old = std::mem::replace(&mut entry.1, node.clone());
+            listed.entries = Arc::new(shown);
+            old
+        };
+        if !Arc::ptr_eq(&old, &node) {
+            old.listed.store(false, Ordering::Relaxed);
+            self.drop_if_unused(&old);
+        }
+        Some(node)
+    }
+
+    /// Makes `node` known by its inode number; where that file in that version is known
+    /// already, it is that node, and where another file has the number, the next one. A version
+    /// that was found changed is never that of another proof.
+    fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
+        let mut by_ino = self.by_ino.write();
+        while let Some(other) = by_ino.get(&node.ino) {
+            if !same_file(other, &node) {
+                node = Arc::new(renumbered(&node));
+            } else if other.is_known_to_be_outdated() {
+                node = Arc::new(reversioned(&node));
+            } else {
+                node = other.clone();
+                break;
+            }
+        }
+        node.listed.store(true, Ordering::Relaxed);
+        by_ino.insert(node.ino, node.clone());
+        node
+    }
+}
+
+fn log_refusals(outcomes: Vec<(String, Result<()>)>) {
+    for (name, outcome) in outcomes {
+        if let Err(error) = outcome {
+            tracing::error!("{name} is not shown: {error}");
+        }
+    }
+}
+
+fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
+    let at = listing.binary_search_by(|(other, _)| other.as_os_str().cmp(name)).ok()?;
+    Some(listing[at].1.clone())
+}

@@ -1,0 +1,12 @@
+//! What the kernel sees of a mount: inodes, open files, and the FUSE adapter over both.
+
+mod access;
+pub(crate) mod adapter;
+pub(crate) mod attributes;
+pub(crate) mod inodes;
+mod node;
+mod open_file;
+mod open_mode;
+mod replies;
+pub(crate) mod tails;
+mod verify_policy;

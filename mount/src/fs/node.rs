@@ -1,0 +1,457 @@
+//! A file or folder of the mount: what it is made of, its version, and whether its source has changed.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use sha2::{Digest, Sha256};
+use tensorfs::cache::OnStorm;
+use tensorfs::checkpoint::{Content, FolderId, Shown, Tree};
+use tensorfs::format::{manifest, names};
+use tensorfs::reader::Reader;
+use tensorfs::source::{Identity, Source};
+use tensorfs::sync::Mutex;
+use tensorfs::verify::gate::Gate;
+use tensorfs::{Error, Result};
+
+use super::open_file::{Current, OpenFile, Opened, open_file};
+use crate::serve::change_watcher::Watcher;
+use crate::serve::service::Service;
+
+/// Inode number of the root.
+pub(crate) const ROOT: u64 = 1;
+
+/// A file or folder of the mount.
+#[derive(Debug)]
+pub(crate) struct Node {
+    /// Inode number.
+    pub(crate) ino: u64,
+    /// Folder of the source that it is, or lies in.
+    pub(crate) folder: FolderId,
+    /// Path in the mount.
+    pub(crate) path: PathBuf,
+    /// Folder or file.
+    pub(crate) kind: NodeKind,
+    /// Length in bytes and time of the last change; those of a file that follows its source change.
+    attributes: Mutex<(u64, SystemTime)>,
+    /// How often the kernel has learnt the inode number, less how often it has forgotten it.
+    pub(crate) lookups: AtomicU64,
+    /// Whether it was opened, so that the kernel may have pages of it.
+    was_opened: AtomicBool,
+    /// Whether its source was found to hold something else.
+    outdated: AtomicBool,
+    /// Whether a folder shows it; else it lives only for those who have it open.
+    pub(crate) listed: AtomicBool,
+}
+
+/// What a node is.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "nearly all nodes are files")]
+pub(crate) enum NodeKind {
+    /// A folder.
+    Folder,
+    /// A file.
+    File {
+        /// Where its bytes come from.
+        content: Content,
+        /// Content version in hexadecimal; of a plain file, of what it was when it was listed.
+        version: String,
+        /// The open file, while somebody has it open.
+        open: Mutex<Weak<Opened>>,
+        /// What its source was when it was opened last.
+        last: Mutex<Option<Identity>>,
+        /// What its bytes have to pass, where they are compared with checksums.
+        gate: Option<Arc<Gate>>,
+    },
+}
+
+impl Node {
+    fn new(
+        ino: u64,
+        folder: FolderId,
+        path: PathBuf,
+        len: u64,
+        mtime: (i64, i64),
+        kind: NodeKind,
+    ) -> Node {
+        Node {
+            ino,
+            folder,
+            path,
+            kind,
+            attributes: Mutex::new((len, system_time(mtime))),
+            lookups: AtomicU64::new(0),
+            was_opened: AtomicBool::new(false),
+            outdated: AtomicBool::new(false),
+            listed: AtomicBool::new(false),
+        }
+    }
+
+    /// Content version in hexadecimal; folders have none.
+    pub(crate) fn version(&self) -> Option<String> {
+        let NodeKind::File { version, .. } = &self.kind else { return None };
+        if !self.follows() {
+            return Some(version.clone());
+        }
+        let (len, mtime) = *self.attributes.lock();
+        let since = mtime.duration_since(UNIX_EPOCH).unwrap_or_else(|before| before.duration());
+        let mut hash = Sha256::new();
+        hash.update(version);
+        hash.update(len.to_le_bytes());
+        hash.update(since.as_nanos().to_le_bytes());
+        Some(version_of(&hash.finalize()))
+    }
+
+    /// The version that the file had when it was listed; empty for a folder.
+    pub(crate) fn listed_version(&self) -> &str {
+        match &self.kind {
+            NodeKind::File { version, .. } => version,
+            NodeKind::Folder => "",
+        }
+    }
+
+    /// Length in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.attributes.lock().0
+    }
+
+    /// What its bytes have to pass, where they are compared with checksums.
+    pub(crate) fn gate(&self) -> Option<&Arc<Gate>> {
+        match &self.kind {
+            NodeKind::File { gate, .. } => gate.as_ref(),
+            NodeKind::Folder => None,
+        }
+    }
+
+    /// Time of the last change.
+    pub(crate) fn mtime(&self) -> SystemTime {
+        self.attributes.lock().1
+    }
+
+    pub(crate) fn set_mtime(&self, mtime: (i64, i64)) {
+        self.attributes.lock().1 = system_time(mtime);
+    }
+
+    /// Takes over what a file that follows its source is now.
+    pub(crate) fn set_attributes(&self, now: &Identity) {
+        *self.attributes.lock() = (now.len, system_time(now.mtime));
+    }
+
+    /// Whether it is a file of the source that was not proved: it shows what the file is now.
+    pub(crate) fn follows(&self) -> bool {
+        matches!(&self.kind, NodeKind::File { content, .. } if follows(content))
+    }
+
+    /// Whether it is a file of the source that no checkpoint depends on.
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(&self.kind, NodeKind::File { content, .. } if is_plain(content))
+    }
+
+    /// The file as it is at its path now, if it follows its source and still is that file.
+    pub(crate) fn look(&self) -> Option<Identity> {
+        let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
+        else {
+            return None;
+        };
+        let now = Identity::now(&file.path).ok()?;
+        now.same_inode(&file.identity).then_some(now)
+    }
+
+    /// Whether nobody has opened it yet, so that nobody has any bytes of it.
+    pub(crate) fn is_unread(&self) -> bool {
+        !self.was_opened.load(Ordering::SeqCst)
+    }
+
+    /// Notes that it was opened.
+    pub(crate) fn set_opened(&self) {
+        self.was_opened.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the source now holds something else in its place: another file, or other bytes of
+    /// what was proved. Asks the source.
+    pub(crate) fn is_outdated(&self) -> bool {
+        let NodeKind::File { content, .. } = &self.kind else { return false };
+        let is_current = |source: &Arc<Source>| {
+            let settles = || {
+                let settled = source.is_at_path() && source.settle().is_ok();
+                source.release();
+                settled
+            };
+            source.is_current() || (self.is_unread() && settles())
+        };
+        let outdated = match content {
+            Content::Virtual(checkpoint) => !checkpoint.sources().iter().all(is_current),
+            Content::Whole { proved: Some(source), .. } => !is_current(source),
+            Content::Whole { file, proved: None } => {
+                let now = self.look();
+                now.inspect(|now| self.set_attributes(now));
+                return !now.is_some_and(|now| is_plain(content) || now.same_bytes(&file.identity));
+            }
+            Content::Text(_) => false,
+        };
+        if outdated {
+            self.outdated.store(true, Ordering::SeqCst);
+        }
+        outdated
+    }
+
+    /// Whether it was found that what was proved has changed. Asks nobody.
+    pub(crate) fn is_known_to_be_outdated(&self) -> bool {
+        self.outdated.load(Ordering::SeqCst)
+    }
+
+    /// Whether it is text made here.
+    pub(crate) fn is_text(&self) -> bool {
+        matches!(&self.kind, NodeKind::File { content: Content::Text(_), .. })
+    }
+
+    /// Opens the file for reading, once for all who have it open; `watcher` watches its
+    /// sources as long. Also returns whether what the kernel may have cached of it is still right.
+    ///
+    /// # Errors
+    /// `Error::Changed` where another file stands in its place.
+    pub(crate) fn open(
+        &self,
+        watcher: &Arc<Watcher>,
+        service: &Service,
+        on_storm: impl FnOnce() -> OnStorm,
+    ) -> Result<(Arc<Opened>, bool)> {
+        let NodeKind::File { content, open, last, .. } = &self.kind else {
+            return Err(Error::usage("a folder cannot be read"));
+        };
+        // Held while the file is opened, so that it is opened and watched once.
+        let mut shared = open.lock();
+        let opened = match shared.upgrade() {
+            Some(opened) => {
+                self.renew(&opened, watcher, service)?;
+                opened
+            }
+            None => {
+                let file = open_file(content, &service.cache, on_storm)?;
+                let current = self.hold(file, watcher, service)?;
+                Arc::new(Opened::new(current))
+            }
+        };
+        let current = opened.current();
+        let mut unchanged = current.is_unchanged();
+        if !unchanged && !self.follows() {
+            let detail = "was changed while it was opened".to_owned();
+            return Err(Error::Changed { path: self.path.clone(), detail });
+        }
+        if let OpenFile::Whole(file) = &current.file {
+            let now = file.reader().sources()[0].identity();
+            let mut last = last.lock();
+            unchanged &= last.replace(now).is_none_or(|before| before == now);
+        }
+        *shared = Arc::downgrade(&opened);
+        drop(shared);
+        self.set_opened();
+        Ok((opened, unchanged))
+    }
+
+    /// Has `opened`, which is open, read its source as it is now, if it is a file that follows its
+    /// source and that has changed. Returns whether it had. Asks the source.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub(crate) fn follow(
+        &self,
+        opened: &Arc<Opened>,
+        watcher: &Arc<Watcher>,
+        service: &Service,
+    ) -> Result<bool> {
+        let NodeKind::File { open, .. } = &self.kind else { return Ok(false) };
+        let _one_at_a_time = open.lock();
+        self.renew(opened, watcher, service)
+    }
+
+    fn renew(&self, opened: &Opened, watcher: &Arc<Watcher>, service: &Service) -> Result<bool> {
+        let before = opened.current();
+        let OpenFile::Whole(file) = &before.file else { return Ok(false) };
+        if !self.follows() || before.is_unchanged() {
+            return Ok(false);
+        }
+        let source = file.reader().sources()[0].as_it_is_now()?;
+        source.set_followed();
+        self.set_attributes(&source.identity());
+        let file = OpenFile::Whole(service.cache.open(Reader::whole(source), None));
+        let current = self.hold(file, watcher, service)?;
+        opened.set_current(current);
+        Ok(true)
+    }
+
+    /// Keeps the sources of `file` open and watched.
+    fn hold(
+        &self,
+        file: OpenFile,
+        watcher: &Arc<Watcher>,
+        service: &Service,
+    ) -> Result<Arc<Current>> {
+        Current::hold(file, &self.path, &service.asks, |sources| {
+            watcher.watch(self.ino, sources, self.is_unread())
+        })
+    }
+
+    /// What somebody has open of it.
+    pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
+        let NodeKind::File { open, .. } = &self.kind else { return None };
+        open.lock().upgrade()
+    }
+
+    /// Whether it is a virtual file.
+    pub(crate) fn is_virtual(&self) -> bool {
+        matches!(&self.kind, NodeKind::File { content: Content::Virtual(_), .. })
+    }
+}
+
+fn follows(content: &Content) -> bool {
+    matches!(content, Content::Whole { proved: None, .. })
+}
+
+fn is_plain(content: &Content) -> bool {
+    let Content::Whole { file, proved: None } = content else { return false };
+    let name = file.name.to_string_lossy();
+    names::weight_map_output(&name).is_none() && !name.ends_with(manifest::SUFFIX)
+}
+
+pub(crate) fn folder_node(tree: &Tree, id: FolderId) -> Node {
+    let folder = tree.folder(id);
+    let mut hash = Sha256::new();
+    hash.update(b"folder");
+    hash.update(folder.relative.as_os_str().as_encoded_bytes());
+    let ino = if id == 0 { ROOT } else { ino_of(&hash.finalize()) };
+    Node::new(ino, id, folder.relative.clone(), 4096, folder.newest(), NodeKind::Folder)
+}
+
+pub(crate) fn file_node(
+    tree: &Tree,
+    folder: FolderId,
+    gate: Option<Arc<Gate>>,
+    shown: Shown,
+) -> Arc<Node> {
+    let mut hash = Sha256::new();
+    let path = tree.folder(folder).relative.join(&shown.name);
+    hash.update(b"file");
+    hash.update(path.as_os_str().as_encoded_bytes());
+    let mut newest = (0, 0);
+    let plain = is_plain(&shown.content);
+    let mut add = |identity: &Identity| {
+        newest = newest.max(identity.mtime);
+        let (seconds, nanoseconds) = identity.mtime;
+        let state = [identity.len, identity.ino, seconds as u64, nanoseconds as u64];
+        // A plain file stays the same one when it is written to.
+        let state = if plain { &[identity.ino][..] } else { &state };
+        for number in state {
+            hash.update(number.to_le_bytes());
+        }
+        // The inode number and the time of a deleted file may be those of the next one.
+        hash.update(identity.born().unwrap_or_default().to_le_bytes());
+    };
+    let len = match &shown.content {
+        Content::Virtual(checkpoint) => {
+            checkpoint.sources().iter().for_each(|source| add(&source.identity()));
+            // A checkpoint without a layout is refused, so it has one.
+            let file = checkpoint.shown().ok();
+            file.inspect(|file| hash.update(file.header.0));
+            file.map_or(0, |file| file.len)
+        }
+        Content::Whole { file, proved } => {
+            let identity = proved.as_ref().map_or(file.identity, |source| source.identity());
+            add(&identity);
+            identity.len
+        }
+        Content::Text(text) => {
+            newest = tree.folder(folder).newest();
+            hash.update(text);
+            text.len() as u64
+        }
+    };
+    let digest = hash.finalize();
+    let version = version_of(&digest);
+    let kind = NodeKind::File {
+        content: shown.content,
+        version,
+        open: Mutex::default(),
+        last: Mutex::default(),
+        gate,
+    };
+    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest, kind))
+}
+
+/// Whether both are one file in one version: the version covers path and content.
+pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
+    match (&a.kind, &b.kind) {
+        (NodeKind::File { version: a, .. }, NodeKind::File { version: b, .. }) => a == b,
+        _ => false,
+    }
+}
+
+/// The same file with the next inode number, where another one has its own.
+pub(crate) fn renumbered(node: &Node) -> Node {
+    let version = match &node.kind {
+        NodeKind::Folder => String::new(),
+        NodeKind::File { version, .. } => version.clone(),
+    };
+    numbered(node, node.ino.wrapping_add(1).max(ROOT + 1), version)
+}
+
+/// The same file as another version, where one with the same lengths and times was found changed:
+/// neither the kernel's pages nor a copy of that may be taken for this one's.
+pub(crate) fn reversioned(node: &Node) -> Node {
+    let mut hash = Sha256::new();
+    hash.update(node.ino.to_le_bytes());
+    if let NodeKind::File { content, version, .. } = &node.kind {
+        hash.update(version);
+        let sources = match content {
+            Content::Virtual(checkpoint) => checkpoint.sources(),
+            Content::Whole { proved, .. } => proved.as_slice(),
+            Content::Text(_) => &[],
+        };
+        for source in sources {
+            let (seconds, nanoseconds) = source.identity().ctime();
+            hash.update(seconds.to_le_bytes());
+            hash.update(nanoseconds.to_le_bytes());
+        }
+    }
+    let digest = hash.finalize();
+    numbered(node, ino_of(&digest), version_of(&digest))
+}
+
+fn numbered(node: &Node, ino: u64, version: String) -> Node {
+    let kind = match &node.kind {
+        NodeKind::Folder => NodeKind::Folder,
+        NodeKind::File { content, gate, .. } => NodeKind::File {
+            content: content.clone(),
+            version,
+            open: Mutex::default(),
+            last: Mutex::default(),
+            gate: gate.clone(),
+        },
+    };
+    Node {
+        attributes: Mutex::new(*node.attributes.lock()),
+        ..Node::new(ino, node.folder, node.path.clone(), 0, (0, 0), kind)
+    }
+}
+
+/// The part of a digest that stands for a version, in hexadecimal.
+fn version_of(digest: &[u8]) -> String {
+    digest[8..24].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn ino_of(digest: &[u8]) -> u64 {
+    let bytes = digest.first_chunk().copied().unwrap_or_default();
+    u64::from_le_bytes(bytes).max(ROOT + 1)
+}
+
+fn system_time((seconds, nanoseconds): (i64, i64)) -> SystemTime {
+    let nanoseconds = Duration::from_nanos(nanoseconds.unsigned_abs());
+    let seconds_of = |s: i64| Duration::from_secs(s.unsigned_abs());
+    let base = if seconds >= 0 {
+        UNIX_EPOCH + seconds_of(seconds)
+    } else {
+        UNIX_EPOCH - seconds_of(seconds)
+    };
+    base + nanoseconds
+}

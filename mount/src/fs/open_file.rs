@@ -1,0 +1,181 @@
+//! Open files: what all who have a file open share, and what becomes of its sources.
+
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tensorfs::cache::{Cache, CachedFile, OnStorm};
+use tensorfs::checkpoint::Content;
+use tensorfs::reader::Reader;
+use tensorfs::source::{Pin, Source};
+use tensorfs::sync::RwLock;
+use tensorfs::{Error, Result};
+
+use crate::serve::blocking::Asks;
+use crate::serve::change_watcher::Watched;
+
+/// A file as all who have it open share it.
+pub(crate) struct Opened(RwLock<Arc<Current>>);
+
+/// The version of an open file that readers get. A file that follows its source gets a new one
+/// when the source has changed. Its sources stay open as long.
+pub(crate) struct Current {
+    /// Dropped before what keeps its sources open.
+    pub(crate) file: OpenFile,
+    _held: Held,
+}
+
+/// What keeps the sources of a file watched and open.
+struct Held {
+    watched: Option<Watched>,
+    pins: Vec<Pin>,
+    /// Whether all of them lie on file systems that close files at once.
+    local: bool,
+    /// Path in the mount.
+    path: PathBuf,
+    asks: Asks,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // The watch ends first: it must not open again what the pins close.
+        self.watched = None;
+        let pins = std::mem::take(&mut self.pins);
+        if !self.local {
+            self.asks.later(&self.path, move || drop(pins));
+        }
+    }
+}
+
+impl Opened {
+    pub(super) fn new(current: Arc<Current>) -> Opened {
+        Opened(RwLock::new(current))
+    }
+
+    /// Gives readers `current` from now on.
+    pub(super) fn set_current(&self, current: Arc<Current>) {
+        *self.0.write() = current;
+    }
+
+    /// The version that readers get now.
+    pub(crate) fn current(&self) -> Arc<Current> {
+        self.0.read().clone()
+    }
+}
+
+impl Current {
+    /// Keeps the sources of `file`, a file at `path` in the mount, open and, with `watch`, watched.
+    pub(super) fn hold(
+        file: OpenFile,
+        path: &Path,
+        asks: &Asks,
+        watch: impl FnOnce(&[Arc<Source>]) -> Watched,
+    ) -> Result<Arc<Current>> {
+        let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
+        let local = file.sources().iter().all(|source| source.file_system().is_local());
+        let watched = Some(watch(file.sources()));
+        let _held = Held { watched, pins, local, path: path.to_owned(), asks: asks.clone() };
+        Ok(Arc::new(Current { file, _held }))
+    }
+
+    /// Whether its sources are what they were when they were opened. Asks them.
+    pub(super) fn is_unchanged(&self) -> bool {
+        // All are looked at, so that each that has changed is known to have.
+        self.file.sources().iter().filter(|source| source.check().is_err()).count() == 0
+    }
+
+    /// Whether `range` of a file that follows its source may hold bytes that were not there when
+    /// it was opened. Never waits.
+    pub(crate) fn may_have_grown(&self, range: &Range<u64>) -> bool {
+        let OpenFile::Whole(file) = &self.file else { return false };
+        let source = &file.reader().sources()[0];
+        let beyond = range.end > file.reader().len();
+        source.is_changed_now() || (beyond && !source.file_system().is_local())
+    }
+
+    /// Bytes `range` of a file of the source as they are now; fewer where it ends before.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub(crate) fn read_now(&self, range: &Range<u64>) -> Result<Vec<u8>> {
+        let Some(source) = self.file.sources().first() else { return Ok(Vec::new()) };
+        let file = source.file()?;
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        let mut have = 0;
+        while have < bytes.len() {
+            match file.read_at(&mut bytes[have..], range.start + have as u64) {
+                Ok(0) => break,
+                Ok(n) => have += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(Error::io(source.path(), "read", e)),
+            }
+        }
+        bytes.truncate(have);
+        Ok(bytes)
+    }
+}
+
+impl std::fmt::Debug for Opened {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.current().file.sources().fmt(f)
+    }
+}
+
+/// A file that can be read.
+#[derive(Clone)]
+pub(crate) enum OpenFile {
+    /// The tensors of a checkpoint as one file.
+    Virtual(Arc<CachedFile>),
+    /// A file of the source as it is.
+    Whole(Arc<CachedFile>),
+    /// Text made here.
+    Text(Arc<[u8]>),
+}
+
+impl OpenFile {
+    /// The file in the cache, but for text.
+    pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
+        match self {
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => Some(file),
+            OpenFile::Text(_) => None,
+        }
+    }
+
+    /// The source files that its bytes come from.
+    pub(crate) fn sources(&self) -> &[Arc<Source>] {
+        match self {
+            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.reader().sources(),
+            OpenFile::Text(_) => &[],
+        }
+    }
+}
+
+/// Opens `content`; `on_storm` is asked what to call when a virtual file is read page by page.
+///
+/// # Errors
+/// `Error::Changed` where another file stands in its place.
+pub(super) fn open_file(
+    content: &Content,
+    cache: &Cache,
+    on_storm: impl FnOnce() -> OnStorm,
+) -> Result<OpenFile> {
+    let whole = |source| OpenFile::Whole(cache.open(Reader::whole(source), None));
+    Ok(match content {
+        Content::Virtual(checkpoint) => {
+            OpenFile::Virtual(cache.open(Reader::open(checkpoint)?, Some(on_storm())))
+        }
+        Content::Whole { proved: Some(source), .. } => whole(source.clone()),
+        Content::Whole { file, proved: None } => {
+            let source = Source::open(&file.path)?;
+            if !source.identity().same_inode(&file.identity) {
+                let detail = "was replaced since it was looked at".to_owned();
+                return Err(Error::Changed { path: file.path.clone(), detail });
+            }
+            source.set_followed();
+            whole(source)
+        }
+        Content::Text(text) => OpenFile::Text(text.clone()),
+    })
+}

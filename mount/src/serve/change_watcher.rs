@@ -1,0 +1,310 @@
+//! Seeing that a source changes while it is read: what the kernel has cached of it must not be
+//! served beside new bytes, and a reader of the cache does not ask us.
+//!
+//! Events of the kernel tell at once; what they do not tell (a write through a mapping,
+//! another machine on a network file system) a look at every open source finds each second.
+//! File systems that may not answer are looked at by threads of their own: a source that
+//! stalls hides no change of another.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use nix::poll::PollTimeout;
+use tensorfs::error::shown_path;
+use tensorfs::source::Source;
+use tensorfs::sync::Mutex;
+
+use super::blocking::offload;
+use super::file_events::{self, FileEvents, FileWatch};
+
+/// Time between two looks at all open sources.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Most threads that look at the sources of one file system: one, and one more for each source
+/// that stalls.
+const LOOKS_MAX: usize = 8;
+
+/// Tells the kernel to forget what it has cached of an inode.
+pub(crate) type Forget = Arc<dyn Fn(u64) + Send + Sync>;
+
+/// Watches the sources of open files.
+pub(crate) struct Watcher {
+    /// `None` where the kernel has none for us: then each second has to do.
+    events: Option<Arc<FileEvents>>,
+    state: Mutex<State>,
+    forget: OnceLock<Forget>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By number of the watch: the inode, and the sources whose bytes it shows.
+    open: HashMap<u64, (u64, Vec<Watching>)>,
+    next: u64,
+    /// By device: file systems that may not answer.
+    lanes: HashMap<u64, Lane>,
+}
+
+/// A source that is watched.
+#[derive(Clone)]
+struct Watching {
+    source: Weak<Source>,
+    events: Option<Arc<FileWatch>>,
+}
+
+/// What to look at on one file system. It has a thread for each source being looked at.
+#[derive(Default)]
+struct Lane {
+    todo: VecDeque<Look>,
+    /// The same by watch and source, so that none waits twice.
+    queued: HashSet<(u64, usize)>,
+    /// Since when which source is being looked at.
+    looking: HashMap<usize, Instant>,
+}
+
+/// A source to be looked at.
+struct Look {
+    number: u64,
+    ino: u64,
+    source: Weak<Source>,
+}
+
+impl Look {
+    /// The address of the source, which is its own as long as somebody refers to it.
+    fn address(&self) -> usize {
+        self.source.as_ptr() as usize
+    }
+}
+
+impl Lane {
+    fn push(&mut self, look: Look) {
+        if self.queued.insert((look.number, look.address())) {
+            self.todo.push_back(look);
+        }
+    }
+
+    /// Takes what is looked at next, and notes that it is.
+    fn begin(&mut self) -> Option<Look> {
+        let free = |look: &Look| !self.looking.contains_key(&look.address());
+        let at = self.todo.iter().position(free)?;
+        let look = self.todo.remove(at)?;
+        self.queued.remove(&(look.number, look.address()));
+        self.looking.insert(look.address(), Instant::now());
+        Some(look)
+    }
+
+    /// Whether another thread is wanted: those that there are do not come back.
+    fn wants_thread(&self) -> bool {
+        self.looking.len() < LOOKS_MAX
+            && self.looking.values().all(|since| since.elapsed() >= SWEEP_INTERVAL)
+    }
+}
+
+/// Ends a watch when it is dropped.
+pub(crate) struct Watched {
+    watcher: Arc<Watcher>,
+    number: u64,
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        let ended = self.watcher.state.lock().open.remove(&self.number);
+        let ended = ended.into_iter().flat_map(|(_, sources)| sources);
+        ended.filter_map(|watching| watching.events).for_each(|events| events.end());
+    }
+}
+
+impl Watcher {
+    /// A watcher that does nothing until `start`.
+    pub(crate) fn new() -> Arc<Watcher> {
+        let events = FileEvents::new().map_err(|e| {
+            tracing::warn!("changes of the source are seen within a second only: inotify: {e}");
+        });
+        let state = Mutex::new(State::default());
+        Arc::new(Watcher { events: events.ok(), state, forget: OnceLock::new() })
+    }
+
+    /// Starts the thread that handles changes.
+    pub(crate) fn start(self: &Arc<Self>, forget: Forget) -> std::io::Result<()> {
+        let _ = self.forget.set(forget);
+        let watcher = self.clone();
+        std::thread::Builder::new().name("watch".to_owned()).spawn(move || watcher.run())?;
+        Ok(())
+    }
+
+    /// Watches `sources`, which are open and whose bytes inode `ino` shows, until the result is
+    /// dropped. `unread`: nobody has any bytes of them yet.
+    pub(crate) fn watch(
+        self: &Arc<Self>,
+        ino: u64,
+        sources: &[Arc<Source>],
+        unread: bool,
+    ) -> Watched {
+        let watching = sources.iter().map(|source| Watching {
+            source: Arc::downgrade(source),
+            events: self.events_of(source, unread),
+        });
+        let watching = watching.collect();
+        let mut state = self.state.lock();
+        state.next += 1;
+        let number = state.next;
+        state.open.insert(number, (ino, watching));
+        drop(state);
+        Watched { watcher: self.clone(), number }
+    }
+
+    /// Has the kernel tell of `source`, and the source ask what the kernel has told.
+    fn events_of(&self, source: &Arc<Source>, unread: bool) -> Option<Arc<FileWatch>> {
+        let file = source.open_file()?;
+        let local = source.file_system().is_local();
+        if local {
+            file_events::note_stores(&file);
+        }
+        let watch = self.events.as_ref()?.watch(&file, local).map_err(|e| {
+            tracing::debug!("{}: not watched: inotify: {e}", shown_path(source.path()));
+        });
+        let watch = watch.ok()?;
+        // Of a remote file system the kernel knows only what this machine does.
+        if local {
+            let confirmed = if unread { source.settle() } else { source.check() };
+            if confirmed.is_ok() {
+                source.set_witness(watch.clone());
+            }
+        }
+        Some(watch)
+    }
+
+    fn run(self: &Arc<Self>) {
+        let mut swept = Instant::now();
+        loop {
+            self.wait(SWEEP_INTERVAL.saturating_sub(swept.elapsed()));
+            let touched = self.events.as_ref().map(|events| events.take_touched());
+            if let Some(touched) = touched.filter(|touched| !touched.is_empty()) {
+                let is_touched = |watch: &Arc<FileWatch>| touched.contains(watch);
+                self.check(|_, watching| watching.events.as_ref().is_some_and(is_touched));
+            }
+            if swept.elapsed() >= SWEEP_INTERVAL {
+                self.sweep();
+                swept = Instant::now();
+            }
+        }
+    }
+
+    /// Waits for an event, for `time` at most.
+    fn wait(&self, time: Duration) {
+        let timeout = PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX);
+        match &self.events {
+            Some(events) => events.wait(timeout),
+            None => std::thread::sleep(time),
+        }
+    }
+
+    /// Confirms the sources chosen, by inode that shows them, and forgets what shows changed
+    /// ones. Does not wait for file systems that may not answer.
+    fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Watching) -> bool) {
+        let open: Vec<_> =
+            self.state.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
+        for (number, (ino, sources)) in open {
+            let mut changed = Vec::new();
+            for watching in sources.into_iter().filter(|watching| chosen(ino, watching)) {
+                let weak = watching.source;
+                let Some(source) = weak.upgrade() else { continue };
+                if !source.file_system().is_local() {
+                    let look = Look { number, ino, source: weak };
+                    self.state.lock().lanes.entry(source.identity().dev).or_default().push(look);
+                } else if has_changed(&source, watching.events.as_deref()) {
+                    changed.push(weak);
+                }
+            }
+            self.changed(number, ino, &changed);
+        }
+        self.look();
+    }
+
+    /// Starts the threads that are wanted to look at what waits for it.
+    fn look(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        state.lanes.retain(|_, lane| !lane.todo.is_empty() || !lane.looking.is_empty());
+        let wanting = state.lanes.iter_mut().filter(|(_, lane)| lane.wants_thread());
+        let looks: Vec<_> = wanting.filter_map(|(dev, lane)| Some((*dev, lane.begin()?))).collect();
+        drop(state);
+        for (dev, look) in looks {
+            let (watcher, address) = (self.clone(), look.address());
+            if !offload(move || watcher.look_on(dev, look)) {
+                self.looked(dev, address);
+            }
+        }
+    }
+
+    /// A thread: looks at one source after the other, until none is left.
+    fn look_on(&self, dev: u64, first: Look) {
+        let mut next = Some(first);
+        while let Some(look) = next {
+            let Look { number, ino, source } = &look;
+            // Not dropped before it counts as looked at: that may close its file.
+            let held = source.upgrade();
+            if held.as_ref().is_some_and(|source| has_changed(source, None)) {
+                self.changed(*number, *ino, std::slice::from_ref(source));
+            }
+            drop(held);
+            next = self.looked(dev, look.address());
+        }
+    }
+
+    /// Notes that a source was looked at; returns what its thread is to look at next.
+    fn looked(&self, dev: u64, address: usize) -> Option<Look> {
+        let mut state = self.state.lock();
+        let lane = state.lanes.get_mut(&dev)?;
+        lane.looking.remove(&address);
+        lane.begin()
+    }
+
+    /// Forgets what inode `ino` shows of changed sources: once each, since nothing of a changed
+    /// source gets into the cache again.
+    fn changed(&self, number: u64, ino: u64, changed: &[Weak<Source>]) {
+        if changed.is_empty() {
+            return;
+        }
+        self.forget(ino);
+        let is_done =
+            |watching: &mut Watching| changed.iter().any(|done| done.ptr_eq(&watching.source));
+        let mut state = self.state.lock();
+        let Some((_, left)) = state.open.get_mut(&number) else { return };
+        let done: Vec<Watching> = left.extract_if(.., is_done).collect();
+        drop(state);
+        done.into_iter().filter_map(|watching| watching.events).for_each(|events| events.end());
+    }
+
+    /// Has the kernel forget what it has cached of inode `ino`.
+    pub(crate) fn forget(&self, ino: u64) {
+        // It waits for reads of the inode, and those may wait for a source that stalls.
+        if let Some(forget) = self.forget.get() {
+            let off_thread = forget.clone();
+            if !offload(move || off_thread(ino)) {
+                forget(ino);
+            }
+        }
+    }
+
+    /// Looks at the sources of inode `ino` now.
+    pub(crate) fn look_at(self: &Arc<Self>, ino: u64) {
+        self.check(|shown, _| shown == ino);
+    }
+
+    /// Looks at all open sources now, because a read has met a changed one.
+    pub(crate) fn sweep(self: &Arc<Self>) {
+        self.check(|_, _| true);
+    }
+}
+
+/// Looks at a source; whether it has changed. Where all its times are the same, `events` learns
+/// that nobody has written through a mapping.
+fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
+    let (closes, before) = (events.map(FileWatch::closes), source.identity());
+    let changed = source.check().is_err() && source.is_changed();
+    let same = !changed && source.identity() == before && source.file_system().notes_stores();
+    if let (Some(events), Some(closes), true) = (events, closes, same) {
+        events.confirm(closes);
+    }
+    changed
+}

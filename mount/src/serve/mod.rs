@@ -1,0 +1,10 @@
+//! What a mount serves reads with, apart from inodes: the engine and the cache, copies on a local
+//! disk, changes of the source, and the settings of the kernel.
+
+pub(crate) mod assemble;
+pub(crate) mod blocking;
+pub(crate) mod change_watcher;
+mod file_events;
+pub(crate) mod kernel;
+pub(crate) mod page_cache_store;
+pub(crate) mod service;

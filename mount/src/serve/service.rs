@@ -1,0 +1,303 @@
+//! What a mount serves reads with: engine, cache and counters, and what `status` says of them.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use nix::unistd::geteuid;
+use serde_json::{Value, json};
+use tensorfs::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
+use tensorfs::counters::Counters;
+use tensorfs::error::real_name;
+use tensorfs::io::{Budget, Direct, Engine, Settings};
+use tensorfs::sync::Mutex;
+use tensorfs::verify::gate::{Checker, Gate};
+
+use super::assemble::Assembler;
+use super::blocking::Asks;
+use super::kernel::{Init, Report};
+use crate::log;
+use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
+
+/// Files that `status` names, those read most first.
+const FILES_SHOWN: usize = 20;
+
+/// One for each mount.
+pub(crate) struct Service {
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) cache: Cache,
+    /// What the source is asked for besides reads.
+    pub(crate) asks: Asks,
+    engine: Engine,
+    /// Compares what is read with checksums, where that is asked for.
+    pub(crate) checker: Option<Checker>,
+    /// Writes hot virtual files as real ones.
+    pub(crate) assembler: Option<Assembler>,
+    /// The options in force.
+    options: Value,
+    /// What the INIT handshake settled.
+    pub(crate) init: OnceLock<Init>,
+    kernel: OnceLock<Value>,
+    files: Mutex<Files>,
+}
+
+/// What was read of the files of a mount, by inode number.
+#[derive(Default)]
+struct Files {
+    open: BTreeMap<u64, FileUse>,
+    /// Of those that nobody has open the ones that may be shown: all others are forgotten, as
+    /// files come and go for as long as a mount lasts.
+    closed: BTreeMap<u64, FileUse>,
+}
+
+/// What was read of a file.
+#[derive(Default)]
+struct FileUse {
+    path: String,
+    /// Number of handles.
+    open: usize,
+    /// Bytes served to those who had it open before.
+    bytes_before: u64,
+    current: Weak<CachedFile>,
+}
+
+impl FileUse {
+    fn bytes_served(&self) -> u64 {
+        self.bytes_before + self.current.upgrade().map_or(0, |file| file.bytes_served.get())
+    }
+}
+
+impl Files {
+    fn opened(&mut self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
+        let closed = &mut self.closed;
+        let used = self.open.entry(ino).or_insert_with(|| closed.remove(&ino).unwrap_or_default());
+        used.open += 1;
+        used.path = real_name(path);
+        let Some(file) = file else { return };
+        if !std::ptr::eq(used.current.as_ptr(), Arc::as_ptr(file)) {
+            used.bytes_before = used.bytes_served();
+            used.current = Arc::downgrade(file);
+        }
+    }
+
+    fn closed(&mut self, ino: u64) {
+        let Entry::Occupied(mut entry) = self.open.entry(ino) else { return };
+        entry.get_mut().open -= 1;
+        if entry.get().open > 0 {
+            return;
+        }
+        let mut used = entry.remove();
+        used.bytes_before = used.bytes_served();
+        used.current = Weak::new();
+        self.closed.insert(ino, used);
+        if self.closed.len() > FILES_SHOWN {
+            let least = self.closed.iter().min_by_key(|(_, used)| used.bytes_before);
+            if let Some(ino) = least.map(|(ino, _)| *ino) {
+                self.closed.remove(&ino);
+            }
+        }
+    }
+}
+
+/// What assembles files, where `options` ask for it, not started yet. Its folder must be apart from
+/// `places`, the source and the mount.
+///
+/// # Errors
+/// One line that says why the folder cannot be used.
+pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<Assembler>, String> {
+    let Some(folder) = &options.assemble else { return Ok(None) };
+    if options.verify == Verify::Read {
+        tracing::warn!("nothing is assembled: with verify=read no copies are used");
+        return Ok(None);
+    }
+    if options.passthrough != Passthrough::Auto || !geteuid().is_root() {
+        tracing::warn!("nothing is assembled: only root's mounts use copies");
+        return Ok(None);
+    }
+    Assembler::open(folder, options.assemble_size, places).map(Some)
+}
+
+impl Service {
+    /// Starts what `options` ask for.
+    ///
+    /// # Errors
+    /// One line that says what is wrong.
+    pub(crate) fn start(
+        options: &Options,
+        view: &Value,
+        assembler: Option<Assembler>,
+    ) -> Result<Arc<Service>, String> {
+        if let Some(assembler) = &assembler {
+            assembler.start()?;
+        }
+        let counters = Arc::new(Counters::default());
+        let settings =
+            Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
+        let limit = options.cache.unwrap_or(CACHE_DEFAULT).max(BUDGET_MIN);
+        let engine = Engine::start(settings, counters.clone());
+        let budget = Budget::new(limit, counters.clone());
+        let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout);
+        let no_thread = |e| format!("cannot start a thread: {e}");
+        let cache = cache.map_err(no_thread)?;
+        let checker = match options.verify {
+            Verify::Read => {
+                // What is compared is what readers find in the page cache afterwards.
+                let always = settings.direct == Direct::Always;
+                let direct = if always { Direct::Always } else { Direct::Never };
+                let engine = Engine::start(Settings { direct, ..settings }, counters.clone());
+                let checker = Checker::start(engine, counters.clone(), options.io_timeout);
+                Some(checker.map_err(no_thread)?)
+            }
+            Verify::None => None,
+        };
+        let asks = Asks::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
+        let seconds = options.io_timeout.map(|timeout: Duration| timeout.as_secs_f64());
+        let mut shown = view.clone();
+        if let Some(shown) = shown.as_object_mut() {
+            shown.insert("cache".to_owned(), json!(limit));
+            shown.insert("io-timeout".to_owned(), json!(seconds));
+            shown.insert("io".to_owned(), json!(options.io.name()));
+            shown.insert("direct".to_owned(), json!(options.direct.name()));
+            shown.insert("verify".to_owned(), json!(options.verify.name()));
+        }
+        Ok(Arc::new(Service {
+            counters,
+            cache,
+            asks,
+            engine,
+            checker,
+            assembler,
+            options: shown,
+            init: OnceLock::new(),
+            kernel: OnceLock::new(),
+            files: Mutex::default(),
+        }))
+    }
+
+    /// Reads bytes `range` of `file`, which have to pass `gate` where there is one. Never waits:
+    /// `answer` is called as that of `Cache::read` is, and dropped by a bug only.
+    pub(crate) fn read(
+        self: &Arc<Self>,
+        gate: Option<&Arc<Gate>>,
+        file: &Arc<CachedFile>,
+        reader: u64,
+        range: Range<u64>,
+        answer: Answer,
+    ) {
+        let Some(gate) = gate else { return self.cache.read(file, reader, range, answer) };
+        let Some(checker) = &self.checker else { return };
+        let (service, file, wanted) = (self.clone(), file.clone(), range.clone());
+        let checked = move |outcome: Result<(), &tensorfs::Error>| match outcome {
+            Ok(()) => service.cache.read(&file, reader, wanted, answer),
+            Err(error) => {
+                service.counters.reads.add(1);
+                service.counters.read_errors.add(1);
+                answer(Err(error));
+            }
+        };
+        gate.when_checked(checker, range, Box::new(checked));
+    }
+
+    /// Takes note of what the kernel has granted.
+    pub(crate) fn report(&self, report: &Report) {
+        let _ = self.kernel.set(report.to_json());
+    }
+
+    /// A real file with the bytes of a virtual file in this version, where there is one.
+    pub(crate) fn copy_of(&self, version: &str, file: &CachedFile) -> Option<Arc<File>> {
+        self.assembler.as_ref()?.ready(version, file.reader())
+    }
+
+    /// Takes note that a virtual file was opened, or `served` bytes of it were read.
+    pub(crate) fn read_by_us(&self, version: &str, file: &CachedFile, served: Option<usize>) {
+        let Some(assembler) = &self.assembler else { return };
+        match served {
+            Some(bytes) => assembler.served(version, file.reader(), bytes as u64),
+            None => assembler.opened(version, file.reader()),
+        }
+    }
+
+    /// Takes note that the kernel does not take the copy of a virtual file.
+    pub(crate) fn copy_refused(&self, error: &io::Error) {
+        if let Some(assembler) = &self.assembler {
+            assembler.give_up(error);
+        }
+    }
+
+    /// Takes note that the file `path` of the mount is opened.
+    pub(crate) fn opened(&self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
+        self.files.lock().opened(ino, path, file);
+    }
+
+    /// Takes note that a handle of it is closed, while its file still lives.
+    pub(crate) fn closed(&self, ino: u64) {
+        self.files.lock().closed(ino);
+    }
+
+    /// Ends what goes on in the background and leaves nothing half-written.
+    pub(crate) fn stop(&self) {
+        if let Some(assembler) = &self.assembler {
+            assembler.stop();
+        }
+    }
+
+    /// What `tensorfs status` shows; `index` is what it says of indexes, `tail` of the last pieces
+    /// of checkpoints. Never waits for the source.
+    pub(crate) fn status(&self, index: Value, tail: Value) -> Value {
+        let (budget, used) = self.cache.memory();
+        let files = self.files.lock();
+        let open: usize = files.open.values().map(|used| used.open).sum();
+        let all = files.open.values().chain(files.closed.values());
+        let mut shown: Vec<_> =
+            all.map(|used| (used.bytes_served(), used.open, &used.path)).collect();
+        shown.sort_by(|a, b| b.cmp(a));
+        let shown = shown.iter().take(FILES_SHOWN);
+        let shown = shown.map(
+            |(bytes, open, path)| json!({ "path": path, "open": open, "bytes_served": bytes }),
+        );
+        json!({
+            "options": self.options,
+            "counters": self.counters.to_json(),
+            "cache": { "budget": budget, "used": used },
+            "kernel": self.kernel.get(),
+            "engine": self.engine.describe(),
+            "checksums": self.checker.as_ref().map(Checker::describe),
+            "index": index,
+            "tail": tail,
+            "assemble": self.assembler.as_ref().map(Assembler::status),
+            "log_lines_dropped": log::dropped(),
+            "open_files": open,
+            "files": shown.collect::<Vec<_>>(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_files_that_nobody_has_open_only_those_read_most_are_kept() {
+        let mut files = Files::default();
+        for ino in 0..1000 {
+            files.opened(ino, Path::new("/a"), None);
+            files.opened(ino, Path::new("/a"), None);
+            files.closed(ino);
+            files.open.get_mut(&ino).unwrap().bytes_before = ino * 7919 % 1000;
+            files.closed(ino);
+        }
+        assert!(files.open.is_empty());
+        let kept: Vec<u64> = files.closed.values().map(|used| used.bytes_before).collect();
+        assert_eq!((kept.len(), kept.iter().min()), (FILES_SHOWN, Some(&980)));
+        // Who opens one again goes on counting.
+        let ino = files.closed.first_key_value().map(|(ino, _)| *ino).unwrap();
+        files.opened(ino, Path::new("/a"), None);
+        assert_eq!(files.open[&ino].bytes_before, kept[0]);
+        assert_eq!(files.closed.len(), FILES_SHOWN - 1);
+    }
+}

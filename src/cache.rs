@@ -22,7 +22,7 @@ use self::loading::Loading;
 use self::queue::{Lack, Queue, Waiting};
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
-use crate::io::{Budget, Class, Engine, Lease};
+use crate::io::{Budget, Engine, Lease, Priority};
 use crate::prefetch::Planner;
 use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::{Source, release_unpinned};
@@ -299,7 +299,7 @@ impl Inner {
             self.counters.misses.add(1);
         }
         for hole in holes {
-            self.fetch(&file, hole, Class::Demand);
+            self.fetch(&file, hole, Priority::Demand);
         }
         self.look_ahead(&file, reader, &range, late);
         None
@@ -438,14 +438,14 @@ impl Inner {
     }
 
     /// Reads a block, and gives it to those who wait for it.
-    fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, class: Class) {
+    fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, priority: Priority) {
         let Hole { start, plan, lease, .. } = hole;
         let charges: Vec<(Arc<Source>, u64)> =
             plan.sources().map(|(source, len)| (source.clone(), len)).collect();
         let (this, of) = (self.clone(), file.clone());
         let done = Box::new(move |outcome| this.loaded(&of, start, outcome, charges));
-        let tickets = file.reader.fetch_block(&self.engine, plan, class, lease, done);
-        if matches!(class, Class::Prefetch) {
+        let tickets = file.reader.fetch_block(&self.engine, plan, priority, lease, done);
+        if matches!(priority, Priority::Prefetch) {
             let mut state = self.state.lock();
             let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
             if let Some(Block { data: Data::Loading { tickets: kept, waiters }, .. }) = block {

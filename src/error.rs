@@ -12,7 +12,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// The kind of a refusal, as printed by `--json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Class {
+pub enum ErrorKind {
     /// Fewer bytes than the fixed part of the format.
     TooShort,
     /// The announced header is larger than the format allows.
@@ -83,52 +83,61 @@ pub enum Class {
     Device,
     /// The request itself makes no sense.
     Usage,
+    /// The caller stopped the operation.
+    Cancelled,
+    /// The machine has too little memory for the operation.
+    OutOfMemory,
+    /// tensorfs itself is at fault.
+    Internal,
 }
 
-impl Class {
+impl ErrorKind {
     /// The name used in JSON output and in the documentation.
     pub fn as_str(self) -> &'static str {
         match self {
-            Class::TooShort => "too_short",
-            Class::HeaderTooLarge => "header_too_large",
-            Class::HeaderLength => "header_length",
-            Class::HeaderUtf8 => "header_utf8",
-            Class::HeaderJson => "header_json",
-            Class::HeaderDecode => "header_decode",
-            Class::DuplicateKey => "duplicate_key",
-            Class::UnknownDtype => "unknown_dtype",
-            Class::Misaligned => "misaligned",
-            Class::Overflow => "overflow",
-            Class::SizeMismatch => "size_mismatch",
-            Class::OffsetGap => "offset_gap",
-            Class::OffsetOverlap => "offset_overlap",
-            Class::DataTruncated => "data_truncated",
-            Class::DataTrailing => "data_trailing",
-            Class::LfsPointer => "lfs_pointer",
-            Class::ZipPrefix => "zip_prefix",
-            Class::IndexJson => "index_json",
-            Class::UnsafePath => "unsafe_path",
-            Class::ShardMissing => "shard_missing",
-            Class::TensorMissing => "tensor_missing",
-            Class::TensorUnlisted => "tensor_unlisted",
-            Class::DuplicateTensor => "duplicate_tensor",
-            Class::DcpInfo => "dcp_info",
-            Class::DcpOffsets => "dcp_offsets",
-            Class::DcpRank => "dcp_rank",
-            Class::DcpDtype => "dcp_dtype",
-            Class::DcpHole => "dcp_hole",
-            Class::DcpOverlap => "dcp_overlap",
-            Class::HashMismatch => "hash_mismatch",
-            Class::NotRecorded => "not_recorded",
-            Class::Changed => "changed",
-            Class::Io => "io",
-            Class::Device => "device",
-            Class::Usage => "usage",
+            ErrorKind::TooShort => "too_short",
+            ErrorKind::HeaderTooLarge => "header_too_large",
+            ErrorKind::HeaderLength => "header_length",
+            ErrorKind::HeaderUtf8 => "header_utf8",
+            ErrorKind::HeaderJson => "header_json",
+            ErrorKind::HeaderDecode => "header_decode",
+            ErrorKind::DuplicateKey => "duplicate_key",
+            ErrorKind::UnknownDtype => "unknown_dtype",
+            ErrorKind::Misaligned => "misaligned",
+            ErrorKind::Overflow => "overflow",
+            ErrorKind::SizeMismatch => "size_mismatch",
+            ErrorKind::OffsetGap => "offset_gap",
+            ErrorKind::OffsetOverlap => "offset_overlap",
+            ErrorKind::DataTruncated => "data_truncated",
+            ErrorKind::DataTrailing => "data_trailing",
+            ErrorKind::LfsPointer => "lfs_pointer",
+            ErrorKind::ZipPrefix => "zip_prefix",
+            ErrorKind::IndexJson => "index_json",
+            ErrorKind::UnsafePath => "unsafe_path",
+            ErrorKind::ShardMissing => "shard_missing",
+            ErrorKind::TensorMissing => "tensor_missing",
+            ErrorKind::TensorUnlisted => "tensor_unlisted",
+            ErrorKind::DuplicateTensor => "duplicate_tensor",
+            ErrorKind::DcpInfo => "dcp_info",
+            ErrorKind::DcpOffsets => "dcp_offsets",
+            ErrorKind::DcpRank => "dcp_rank",
+            ErrorKind::DcpDtype => "dcp_dtype",
+            ErrorKind::DcpHole => "dcp_hole",
+            ErrorKind::DcpOverlap => "dcp_overlap",
+            ErrorKind::HashMismatch => "hash_mismatch",
+            ErrorKind::NotRecorded => "not_recorded",
+            ErrorKind::Changed => "changed",
+            ErrorKind::Io => "io",
+            ErrorKind::Device => "device",
+            ErrorKind::Usage => "usage",
+            ErrorKind::Cancelled => "cancelled",
+            ErrorKind::OutOfMemory => "out_of_memory",
+            ErrorKind::Internal => "internal",
         }
     }
 }
 
-impl fmt::Display for Class {
+impl fmt::Display for ErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
@@ -138,7 +147,7 @@ impl fmt::Display for Class {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The kind of fault.
-    pub class: Class,
+    pub kind: ErrorKind,
     /// Name of the file inside the checkpoint, where it is known.
     pub file: Option<String>,
     /// Name of the tensor, where there is one.
@@ -149,8 +158,8 @@ pub struct Fault {
 
 impl Fault {
     /// A fault of which only the kind and the message are known.
-    pub fn new(class: Class, message: impl Into<String>) -> Self {
-        Fault { class, file: None, tensor: None, message: message.into() }
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Fault { kind, file: None, tensor: None, message: message.into() }
     }
 
     /// The same fault, about tensor `name`.
@@ -220,6 +229,24 @@ pub enum Error {
         /// What is wrong and what to do.
         message: String,
     },
+    /// The caller stopped the operation.
+    #[error("{}", shown(message))]
+    Cancelled {
+        /// The operation, and what it leaves behind.
+        message: String,
+    },
+    /// The machine has too little memory for the operation.
+    #[error("{}", shown(message))]
+    OutOfMemory {
+        /// How much is needed, how much there is, and what to do.
+        message: String,
+    },
+    /// tensorfs itself is at fault.
+    #[error("{}", shown(message))]
+    Internal {
+        /// The step that failed.
+        message: String,
+    },
 }
 
 /// A call that a driver has refused.
@@ -253,6 +280,16 @@ impl Error {
         Error::Usage { message: message.into() }
     }
 
+    /// The caller stopped the operation.
+    pub fn cancelled(message: impl Into<String>) -> Self {
+        Error::Cancelled { message: message.into() }
+    }
+
+    /// tensorfs itself is at fault.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Error::Internal { message: message.into() }
+    }
+
     /// The same error again, for each set that a file belongs to.
     pub(crate) fn copied(&self) -> Error {
         match self {
@@ -275,20 +312,26 @@ impl Error {
                 call: call.clone(),
             },
             Error::Usage { message } => Error::Usage { message: message.clone() },
+            Error::Cancelled { message } => Error::Cancelled { message: message.clone() },
+            Error::OutOfMemory { message } => Error::OutOfMemory { message: message.clone() },
+            Error::Internal { message } => Error::Internal { message: message.clone() },
         }
     }
 
     /// The kind of the error.
-    pub fn class(&self) -> Class {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Refused { fault, .. } => fault.class,
+            Error::Refused { fault, .. } => fault.kind,
             Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                Class::ShardMissing
+                ErrorKind::ShardMissing
             }
-            Error::Io { .. } => Class::Io,
-            Error::Changed { .. } => Class::Changed,
-            Error::Device { .. } => Class::Device,
-            Error::Usage { .. } => Class::Usage,
+            Error::Io { .. } => ErrorKind::Io,
+            Error::Changed { .. } => ErrorKind::Changed,
+            Error::Device { .. } => ErrorKind::Device,
+            Error::Usage { .. } => ErrorKind::Usage,
+            Error::Cancelled { .. } => ErrorKind::Cancelled,
+            Error::OutOfMemory { .. } => ErrorKind::OutOfMemory,
+            Error::Internal { .. } => ErrorKind::Internal,
         }
     }
 
@@ -298,7 +341,11 @@ impl Error {
             Error::Refused { path, .. } | Error::Io { path, .. } | Error::Changed { path, .. } => {
                 Some(path)
             }
-            Error::Device { .. } | Error::Usage { .. } => None,
+            Error::Device { .. }
+            | Error::Usage { .. }
+            | Error::Cancelled { .. }
+            | Error::OutOfMemory { .. }
+            | Error::Internal { .. } => None,
         }
     }
 
@@ -306,10 +353,7 @@ impl Error {
     pub fn tensor(&self) -> Option<&str> {
         match self {
             Error::Refused { fault, .. } => fault.tensor.as_deref(),
-            Error::Io { .. }
-            | Error::Changed { .. }
-            | Error::Device { .. }
-            | Error::Usage { .. } => None,
+            _ => None,
         }
     }
 }
@@ -379,13 +423,16 @@ mod tests {
     fn no_part_of_an_error_reaches_a_terminal_raw() {
         let bad = "a\n\u{1b}[2J\u{9b}31m\u{202e}b\u{2066}\u{2028}\u{200b}\u{7f}\r\t";
         let path = PathBuf::from(bad);
-        let fault = Fault::new(Class::HeaderJson, bad).tensor(bad).in_file(bad);
+        let fault = Fault::new(ErrorKind::HeaderJson, bad).tensor(bad).in_file(bad);
         let errors = [
             Error::refused(&path, fault),
             Error::io(&path, "open", io::Error::other(bad)),
             Error::Changed { path, detail: bad.to_owned() },
             Error::Device { device: bad.to_owned(), message: bad.to_owned(), call: None },
             Error::usage(bad),
+            Error::cancelled(bad),
+            Error::internal(bad),
+            Error::OutOfMemory { message: bad.to_owned() },
         ];
         for error in errors {
             let text = error.to_string();

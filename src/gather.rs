@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 
 /// A piece of a tensor as runs of bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl Runs {
         let aligned = |bits: &u64| bits.is_multiple_of(8);
         if !(aligned(&run) && aligned(&base) && steps.iter().all(|(_, stride)| aligned(stride))) {
             return Err(Fault::new(
-                Class::Misaligned,
+                ErrorKind::Misaligned,
                 format!(
                     "a piece of shape {piece:?} at {offset:?} of shape {whole:?} has rows of {run} \
                      bits that do not begin and end on bytes"

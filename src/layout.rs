@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 use crate::format::{Format, bintensors, safetensors};
 use crate::gather::{Part, Runs};
 
@@ -142,13 +142,14 @@ impl Layout {
             let (at, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
             tensors.push(Placed { tensor: at, pieces_end, start: end });
             let message = "the file would have 2^64 bytes or more";
-            end =
-                end.checked_add(tensor.len).ok_or_else(|| Fault::new(Class::Overflow, message))?;
+            end = end
+                .checked_add(tensor.len)
+                .ok_or_else(|| Fault::new(ErrorKind::Overflow, message))?;
         }
         // Kernel and programs count file sizes in signed 64 bits.
         if i64::try_from(end).is_err() {
             let message = format!("the file would have {end} bytes, more than a file can have");
-            return Err(Fault::new(Class::Overflow, message));
+            return Err(Fault::new(ErrorKind::Overflow, message));
         }
         Ok(Layout { header, tensors, pieces, len: end })
     }
@@ -297,12 +298,12 @@ fn safetensors_header(
     if catalog.tensor(safetensors::METADATA).is_some() {
         let message = "safetensors keeps this name for metadata; rename the tensor, or show the \
                        checkpoint with -o format=bintensors";
-        let fault = Fault::new(Class::HeaderJson, message).tensor(safetensors::METADATA);
+        let fault = Fault::new(ErrorKind::HeaderJson, message).tensor(safetensors::METADATA);
         return Err(located(catalog, fault));
     }
     safetensors::encode(metadata, entries(catalog, order), align).map_err(|len| {
         Fault::new(
-            Class::HeaderTooLarge,
+            ErrorKind::HeaderTooLarge,
             format!(
                 "the header of one file would have {len} bytes or more, the format allows {}; \
                  mount with -o layout=original",

@@ -28,4 +28,4 @@ pub mod walk;
 
 pub use checkpoint::Checkpoint;
 pub use dtype::Dtype;
-pub use error::{Class, Error, Fault, Result};
+pub use error::{Error, ErrorKind, Fault, Result};

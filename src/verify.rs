@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::catalog::{Piece, Shard, Tensor};
 use crate::checkpoint::{Checkpoint, IndexedHeads, fingerprint};
-use crate::error::{Class, Fault, Result};
+use crate::error::{ErrorKind, Fault, Result};
 use crate::format::manifest;
 use crate::hash::{Digest, Hasher};
 use crate::index::{ChunkHasher, ShardSums, now};
@@ -114,7 +114,7 @@ pub fn verify(
                 let message = format!(
                     "its bytes have the sha256 {found}, the blob is named {expected}; download it again"
                 );
-                let fault = Fault::new(Class::HashMismatch, message).in_file(&shard.name);
+                let fault = Fault::new(ErrorKind::HashMismatch, message).in_file(&shard.name);
                 return Err(checkpoint.refused(fault));
             }
         }
@@ -292,7 +292,7 @@ fn compare_replica(
                 name(replica),
                 at + byte as u64
             );
-            let fault = Fault::new(Class::DcpOverlap, message).tensor(tensor.name);
+            let fault = Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name);
             return Err(checkpoint.refused(fault));
         }
         at += chunk as u64;

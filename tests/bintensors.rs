@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use serde_json::Value;
 use tensorfs::format::bintensors::{encode, number_of, parse, parse_file, parse_stream};
 use tensorfs::format::safetensors::{Header, PREFIX_LEN};
-use tensorfs::{Class, Dtype};
+use tensorfs::{Dtype, ErrorKind};
 
 /// Element types by their number in the format.
 const GENUINE: [bintensors::Dtype; 15] = [
@@ -79,8 +79,8 @@ fn ours(tensors: &Tensors, metadata: Option<&Metadata>) -> Vec<u8> {
     file
 }
 
-fn class(header: &[u8], file_len: u64) -> Option<Class> {
-    parse(header, file_len).err().map(|fault| fault.class)
+fn kind(header: &[u8], file_len: u64) -> Option<ErrorKind> {
+    parse(header, file_len).err().map(|fault| fault.kind)
 }
 
 fn fixture(path: &str) -> Vec<u8> {
@@ -125,10 +125,10 @@ fn good_fixtures_hold_what_the_manifest_says() {
 fn bad_fixtures_are_refused_for_the_reason_in_the_manifest() {
     for entry in fixtures("bad") {
         let bytes = fixture(entry["path"].as_str().unwrap());
-        let found = parse_file(&bytes).expect_err(entry["id"].as_str().unwrap()).class.as_str();
+        let found = parse_file(&bytes).expect_err(entry["id"].as_str().unwrap()).kind.as_str();
         let also = entry["also"].as_array().into_iter().flatten();
         let expected: Vec<&Value> = also.chain([&entry["class"]]).collect();
-        assert!(expected.iter().any(|class| *class == found), "{entry}: {found}");
+        assert!(expected.iter().any(|kind| *kind == found), "{entry}: {found}");
     }
 }
 
@@ -146,8 +146,8 @@ fn each_dtype_has_the_number_of_the_genuine_crate_or_is_refused_by_name() {
             None => {
                 let fault = encoded.unwrap_err();
                 assert_eq!(
-                    (fault.class, fault.tensor.as_deref()),
-                    (Class::UnknownDtype, Some("t"))
+                    (fault.kind, fault.tensor.as_deref()),
+                    (ErrorKind::UnknownDtype, Some("t"))
                 );
                 assert!(fault.message.contains(dtype.name()), "{fault}");
             }
@@ -158,14 +158,14 @@ fn each_dtype_has_the_number_of_the_genuine_crate_or_is_refused_by_name() {
 #[test]
 fn a_header_that_no_reader_would_take_is_not_written() {
     let name = "n".repeat(50_000_000);
-    let class = |entries: &[(&str, Dtype, &[u64], u64)]| {
-        encode(&Metadata::new(), entries.iter().copied()).unwrap_err().class
+    let kind = |entries: &[(&str, Dtype, &[u64], u64)]| {
+        encode(&Metadata::new(), entries.iter().copied()).unwrap_err().kind
     };
     let (first, second) = (format!("{name}1"), format!("{name}2"));
     let entry = |name| (name, Dtype::U8, [].as_slice(), 1u64);
-    assert_eq!(class(&[entry(first.as_str()), entry(second.as_str())]), Class::HeaderTooLarge);
+    assert_eq!(kind(&[entry(first.as_str()), entry(second.as_str())]), ErrorKind::HeaderTooLarge);
     let end = u64::MAX;
-    assert_eq!(class(&[("a", Dtype::U8, &[end], end), entry("b")]), Class::Overflow);
+    assert_eq!(kind(&[("a", Dtype::U8, &[end], end), entry("b")]), ErrorKind::Overflow);
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn a_header_is_read_as_it_comes_and_a_failed_read_stays_one() {
     // A stream that ends before the header does.
     assert!(parse_stream(|| [0u8].as_slice(), 8, 16).is_err());
     // Bytes behind the values are not even read.
-    assert_eq!(class(&[0, 0], 10), None);
+    assert_eq!(kind(&[0, 0], 10), None);
     let header = parse_stream(|| [0u8, 0].as_slice(), 1 << 20, (1 << 20) + 8).unwrap();
     assert_eq!(header.unwrap().tensors, []);
 }
@@ -191,14 +191,14 @@ fn numbers_that_do_not_fit_are_refused_before_memory_is_taken() {
     let with = |start: &[u8]| [start, &huge].concat();
     // Metadata strings, tensors, bytes of a name, dimensions.
     for start in [&[1][..], &[0], &[0, 1], &[0, 1, 1, b'a', 1]] {
-        assert_eq!(class(&with(start), 100), Some(Class::HeaderDecode), "{start:?}");
+        assert_eq!(kind(&with(start), 100), Some(ErrorKind::HeaderDecode), "{start:?}");
     }
     // Shapes and offsets of 64 bits are only wrong together.
     let end = [253, 255, 255, 255, 255, 255, 255, 255, 255];
     let header = [&[0, 1, 1, b'a', 1, 1][..], &end, &[0], &end].concat();
-    assert_eq!(class(&header, 100), Some(Class::Overflow));
+    assert_eq!(kind(&header, 100), Some(ErrorKind::Overflow));
     let header = [&[0, 1, 1, b'a', 1, 2, 0][..], &end, &[0, 0]].concat();
-    assert_eq!(class(&header, 8 + header.len() as u64), None);
+    assert_eq!(kind(&header, 8 + header.len() as u64), None);
 }
 
 #[test]
@@ -283,7 +283,7 @@ proptest! {
         match parse_file(&file) {
             Ok(header) => prop_assert_eq!(Some(described(&header)), theirs),
             // The one deliberate difference: keys that stand twice.
-            Err(fault) => prop_assert!(theirs.is_none() || fault.class == Class::DuplicateKey, "{}", fault),
+            Err(fault) => prop_assert!(theirs.is_none() || fault.kind == ErrorKind::DuplicateKey, "{}", fault),
         }
     }
 

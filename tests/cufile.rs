@@ -32,7 +32,7 @@ use tensorfs::device::{ForeignStream, Gpu};
 use tensorfs::io::{Direct, Settings};
 use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, Report, Tune};
 use tensorfs::plan::{Limits, Plan, Want};
-use tensorfs::{Class, Dtype, Error};
+use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
 const PLANS: u32 = 1_000;
@@ -339,7 +339,7 @@ fn a_shard_that_is_cut_off_or_written_to_while_it_is_loaded_is_an_error_that_nam
             true
         });
         let error = outcome.unwrap_err();
-        assert_eq!((error.class(), error.path()), (Class::Changed, Some(path)), "{error}");
+        assert_eq!((error.kind(), error.path()), (ErrorKind::Changed, Some(path)), "{error}");
         drop((gpu, loader));
         fake.assert_clean();
     }
@@ -387,7 +387,7 @@ fn a_read_that_does_not_end_is_an_error_at_its_deadline_and_keeps_its_memory() {
     fake.set("late", 4_000);
     let error = load(&tensors, &checkpoint, timeout(Duration::from_millis(300))).unwrap_err();
     assert!(error.to_string().contains("did not come within 0.3 s"), "{error}");
-    assert_eq!(error.class(), Class::Io);
+    assert_eq!(error.kind(), ErrorKind::Io);
     // The reads are still under way, and so is their memory.
     assert!(fake.cuda.report().live["device_bytes"] > 0);
     fake.assert_clean();

@@ -19,7 +19,7 @@ use tensorfs::io::{Engine, Settings};
 use tensorfs::reader::Reader;
 use tensorfs::verify::gate::{Checker, Gate};
 use tensorfs::verify::{Recorded, Task, verify};
-use tensorfs::{Class, Dtype};
+use tensorfs::{Dtype, ErrorKind};
 
 fn open(tensors: &[Cut]) -> (tempfile::TempDir, tensorfs::Result<Arc<Checkpoint>>) {
     let folder = tempfile::tempdir().unwrap();
@@ -85,7 +85,7 @@ proptest! {
         tensors[0].boxes.remove(lost);
         let (_folder, checkpoint) = open(&tensors);
         match checkpoint {
-            Err(error) => prop_assert_eq!(error.class(), Class::DcpHole, "{}", error),
+            Err(error) => prop_assert_eq!(error.kind(), ErrorKind::DcpHole, "{}", error),
             Ok(checkpoint) => {
                 // Only a lost end can go unseen: every other tensor is whole, and this one
                 // smaller in one dimension or gone.
@@ -133,7 +133,7 @@ proptest! {
         let folder = tempfile::tempdir().unwrap();
         write_dcp_with(folder.path(), &tensors, Notes::WholeShapes);
         let error = Checkpoint::open(folder.path()).unwrap_err();
-        prop_assert_eq!(error.class(), Class::DcpHole, "{}", error);
+        prop_assert_eq!(error.kind(), ErrorKind::DcpHole, "{}", error);
         prop_assert!(error.to_string().contains(&format!("{:?}", tensors[0].shape)), "{}", error);
     }
 
@@ -151,7 +151,7 @@ proptest! {
         inner.shape[dim] = if dim + 1 == inner.shape.len() { 4 } else { 1 };
         tensors[0].boxes.push((40, inner));
         let (_folder, checkpoint) = open(&tensors);
-        prop_assert_eq!(checkpoint.unwrap_err().class(), Class::DcpOverlap);
+        prop_assert_eq!(checkpoint.unwrap_err().kind(), ErrorKind::DcpOverlap);
     }
 
     #[test]
@@ -265,7 +265,7 @@ fn rows_of_sub_byte_elements_that_end_inside_a_byte_are_refused() {
     let boxes = vec![(0, part(0, 2)), (1, part(2, 2))];
     let tensor = Cut { name: "w".into(), dtype: Dtype::F6E2M3, shape: vec![2, 4], boxes };
     let (_folder, checkpoint) = open(&[tensor]);
-    assert_eq!(checkpoint.unwrap_err().class(), Class::Misaligned);
+    assert_eq!(checkpoint.unwrap_err().kind(), ErrorKind::Misaligned);
 }
 
 #[test]

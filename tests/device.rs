@@ -32,7 +32,7 @@ use tensorfs::format::safetensors;
 use tensorfs::io::{Backend, Direct, Settings};
 use tensorfs::loader::{DeviceStats, Loader, Tune};
 use tensorfs::plan::{Limits, Plan, Want};
-use tensorfs::{Class, Dtype, Error};
+use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
 const PLANS: u32 = 4_000;
@@ -313,7 +313,7 @@ fn a_call_that_fails_is_one_error_and_leaves_nothing_behind() {
                     assert_eq!((call.function, call.code), (*function, 999));
                     assert_eq!(call.name, "CUDA_ERROR_UNKNOWN");
                     assert!(message.contains(function) && message.contains("999"), "{error}");
-                    assert_eq!(error.class(), Class::Device);
+                    assert_eq!(error.kind(), ErrorKind::Device);
                 }
                 // To bind a context is tried again where something is given back; how many events
                 // there are depends on how late copies are.
@@ -370,7 +370,7 @@ fn a_shard_that_is_cut_off_while_it_is_loaded_is_an_error_that_names_it() {
         true
     });
     let error = outcome.unwrap_err();
-    assert_eq!((error.class(), error.path()), (Class::Changed, Some(path)), "{error}");
+    assert_eq!((error.kind(), error.path()), (ErrorKind::Changed, Some(path)), "{error}");
 }
 
 /// Loads one tensor of `len` bytes with `tune`, and tells how its memory was pinned.
@@ -649,7 +649,7 @@ fn the_driver_for_tests_refuses_what_no_correct_program_does() {
 fn a_gpu_that_is_not_there_is_an_error_that_says_how_many_are() {
     let fake = Fake::new();
     let error = Gpu::open(7).unwrap_err();
-    assert_eq!(error.class(), Class::Device);
+    assert_eq!(error.kind(), ErrorKind::Device);
     assert_eq!(error.to_string(), "cuda:7: there is no such GPU; the driver sees 2");
     fake.set("devices", 0);
     assert_eq!(Gpu::count().unwrap(), 0);

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier};
 
-use tensorfs::Class;
+use tensorfs::ErrorKind;
 use tensorfs::checkpoint::{Checkpoint, Kind};
 use tensorfs::loader::{Loader, Tune};
 use tensorfs::source::Source;
@@ -54,7 +54,7 @@ fn pieces_stand_as_they_are_alone_and_are_put_together_as_a_list() {
     let set = Checkpoint::open(&fixture("dcp/row_wise/shards")).unwrap();
     assert_eq!(content(&all), content(&set));
     let lost = Checkpoint::of_files(&shards("bad/dcp/hole_middle")).unwrap_err();
-    assert_eq!(lost.class(), Class::DcpHole);
+    assert_eq!(lost.kind(), ErrorKind::DcpHole);
 }
 
 #[test]
@@ -72,12 +72,12 @@ fn files_of_several_folders_are_one_checkpoint_by_a_map() {
     let set = Checkpoint::open(&fixture("hf/three_shards")).unwrap();
     assert_eq!(content(&Checkpoint::of_map(&map).unwrap()), content(&set));
     map.insert("absent".to_owned(), map.values().next().unwrap().clone());
-    assert_eq!(Checkpoint::of_map(&map).unwrap_err().class(), Class::TensorMissing);
+    assert_eq!(Checkpoint::of_map(&map).unwrap_err().kind(), ErrorKind::TensorMissing);
 }
 
 #[test]
 fn a_list_that_is_empty_or_names_a_file_twice_or_an_absent_one_is_refused() {
-    assert_eq!(Checkpoint::of_files(&[]).unwrap_err().class(), Class::Usage);
+    assert_eq!(Checkpoint::of_files(&[]).unwrap_err().kind(), ErrorKind::Usage);
     let file = shards("hf/three_shards").remove(0);
     let twice = Checkpoint::of_files(&[file.clone(), file.clone()]).unwrap_err();
     assert!(twice.to_string().contains("named twice"), "{twice}");
@@ -97,7 +97,7 @@ fn a_renewed_checkpoint_reads_the_same_bytes_and_refuses_another_file() {
     std::fs::remove_file(&file).unwrap();
     std::fs::copy(fixture("safetensors/no_metadata.safetensors"), &file).unwrap();
     let error = Loader::new(Tune::default()).load_all(&before).unwrap_err();
-    assert_eq!(error.class(), Class::Changed);
+    assert_eq!(error.kind(), ErrorKind::Changed);
 }
 
 #[test]

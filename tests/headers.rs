@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use tensorfs::format::safetensors::{Header, SLICE_LEN_MAX, encode};
-use tensorfs::{Class, Dtype};
+use tensorfs::{Dtype, ErrorKind};
 
 fn file(header: &str, data_len: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
@@ -13,8 +13,8 @@ fn file(header: &str, data_len: usize) -> Vec<u8> {
     file
 }
 
-fn class(header: &str, data_len: usize) -> Option<Class> {
-    Header::of_file(&file(header, data_len)).err().map(|fault| fault.class)
+fn kind(header: &str, data_len: usize) -> Option<ErrorKind> {
+    Header::of_file(&file(header, data_len)).err().map(|fault| fault.kind)
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn what_the_reference_implementation_accepts_is_accepted() {
         ),
     ];
     for (header, len) in accepted {
-        assert_eq!(class(header, len), None, "{header}");
+        assert_eq!(kind(header, len), None, "{header}");
     }
 }
 
@@ -39,8 +39,8 @@ fn what_the_reference_implementation_accepts_is_accepted() {
 fn a_name_that_stands_twice_is_refused_also_when_it_is_escaped() {
     let entry = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
     assert_eq!(
-        class(&format!(r#"{{"a":{entry},"\u0061":{entry}}}"#), 0),
-        Some(Class::DuplicateKey)
+        kind(&format!(r#"{{"a":{entry},"\u0061":{entry}}}"#), 0),
+        Some(ErrorKind::DuplicateKey)
     );
 }
 
@@ -50,14 +50,17 @@ fn a_wrong_number_is_refused_as_json_and_a_wrong_sum_as_what_it_is() {
         format!(r#"{{"a":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}}}"#)
     };
     for shape in ["[-8]", "[8.0]", "[8e0]", "[-0]", "[\"8\"]", "[08]", "[true]", "[null]"] {
-        assert_eq!(class(&with(shape, "[0,8]"), 8), Some(Class::HeaderJson), "{shape}");
+        assert_eq!(kind(&with(shape, "[0,8]"), 8), Some(ErrorKind::HeaderJson), "{shape}");
     }
-    assert_eq!(class(&with("[7]", "[0,8]"), 8), Some(Class::SizeMismatch));
-    assert_eq!(class(&with("[8]", "[0,8]"), 7), Some(Class::DataTruncated));
-    assert_eq!(class(&with("[8]", "[0,8]"), 9), Some(Class::DataTrailing));
-    assert_eq!(class(&with("[8]", "[1,9]"), 9), Some(Class::OffsetGap));
+    assert_eq!(kind(&with("[7]", "[0,8]"), 8), Some(ErrorKind::SizeMismatch));
+    assert_eq!(kind(&with("[8]", "[0,8]"), 7), Some(ErrorKind::DataTruncated));
+    assert_eq!(kind(&with("[8]", "[0,8]"), 9), Some(ErrorKind::DataTrailing));
+    assert_eq!(kind(&with("[8]", "[1,9]"), 9), Some(ErrorKind::OffsetGap));
     let end = u64::MAX;
-    assert_eq!(class(&with(&format!("[{end}]"), &format!("[0,{end}]")), 9), Some(Class::Overflow));
+    assert_eq!(
+        kind(&with(&format!("[{end}]"), &format!("[0,{end}]")), 9),
+        Some(ErrorKind::Overflow)
+    );
 }
 
 #[test]
@@ -69,11 +72,11 @@ fn a_huge_header_is_parsed_as_it_is_read_with_the_same_result() {
         Header::parse_stream(text.as_bytes(), text.len() as u64, file_len).unwrap()
     };
     assert_eq!(stream(&padded, len + 16), Header::parse(padded.as_bytes(), len + 16));
-    assert_eq!(stream(&padded, len + 9).unwrap_err().class, Class::DataTruncated);
+    assert_eq!(stream(&padded, len + 9).unwrap_err().kind, ErrorKind::DataTruncated);
     let mut bad = padded.clone().into_bytes();
     bad[3] = 0xff;
     let result = Header::parse_stream(bad.as_slice(), len, len + 16).unwrap();
-    assert_eq!(result.unwrap_err().class, Class::HeaderUtf8);
+    assert_eq!(result.unwrap_err().kind, ErrorKind::HeaderUtf8);
     // A character that a chunk of the stream cuts in two is whole.
     let name = "\u{e9}".repeat(70_000);
     let text = format!(r#"{{"x{name}":{{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}}}"#);

@@ -13,14 +13,18 @@ use tensorfs::format::safetensors::{Entry, Header};
 use tensorfs::hash::Digest;
 use tensorfs::index::{FileRecord, Fingerprint, Index, SetRecord};
 use tensorfs::layout::{Extent, Layout};
-use tensorfs::{Class, Dtype};
+use tensorfs::{Dtype, ErrorKind};
 
 /// Bytes before the content: see docs/index.md.
 const FRAME_LEN: usize = 40;
 
 /// Why what is believed may still not be shown as one file.
-const REFUSALS: [Class; 4] =
-    [Class::Misaligned, Class::Overflow, Class::HeaderTooLarge, Class::UnknownDtype];
+const REFUSALS: [ErrorKind; 4] = [
+    ErrorKind::Misaligned,
+    ErrorKind::Overflow,
+    ErrorKind::HeaderTooLarge,
+    ErrorKind::UnknownDtype,
+];
 
 /// A tensor, or a piece of one: shard, name, dtype, shape, and for pieces the first index.
 type Stored<'a> = (usize, &'a str, Dtype, &'a [u64], Option<&'a [u64]>);
@@ -276,7 +280,7 @@ fn check(catalog: &Catalog) {
     for format in [Format::Safetensors, Format::Bintensors] {
         match Layout::single(catalog, format) {
             Ok(layout) => check_layout(catalog, &layout),
-            Err(fault) => assert!(REFUSALS.contains(&fault.class), "{fault}"),
+            Err(fault) => assert!(REFUSALS.contains(&fault.kind), "{fault}"),
         }
     }
 }

@@ -416,7 +416,7 @@ fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
     let path = checkpoint.sources()[0].path();
     std::fs::File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
     let error = loader.load_all(&checkpoint).unwrap_err();
-    assert_eq!(error.class(), tensorfs::Class::Changed, "{error}");
+    assert_eq!(error.kind(), tensorfs::ErrorKind::Changed, "{error}");
     assert_eq!(error.path(), Some(path));
 }
 

@@ -18,7 +18,7 @@ pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyE
         _ => (None, error.to_string()),
     };
     let tensor = error.tensor().or(loaded);
-    let facts = (error.class().as_str(), message, path, tensor, errno);
+    let facts = (error.kind().as_str(), message, path, tensor, errno);
     let made = py
         .import("tensorfs._errors")
         .and_then(|module| module.getattr("of_native"))

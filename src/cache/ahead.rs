@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::blocks::{Block, Data};
 use super::{CachedFile, Hole, Inner, State};
-use crate::io::{Class, Lease};
+use crate::io::{Lease, Priority};
 use crate::prefetch::{Advice, Request, StreamId};
 
 /// Blocks that are looked at to find one that makes way.
@@ -124,7 +124,7 @@ impl Inner {
             state.loading.add(&plan);
             drop(state);
             self.counters.prefetched_bytes.add(end - at);
-            self.fetch(file, Hole { start: at, plan, lease }, Class::Prefetch);
+            self.fetch(file, Hole { start: at, plan, lease }, Priority::Prefetch);
             at = end;
         }
         Ok(())

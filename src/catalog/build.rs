@@ -8,7 +8,7 @@ use super::heads::{Stored, Tensors};
 use super::name_order::{self, Ref};
 use super::tensors::{Builder, Cut, ROWS_MAX};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
-use crate::error::{Class, Fault, quoted};
+use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::dcp;
 use crate::format::names::natural_cmp;
 use crate::format::weight_map::{ShardOf, WeightMap};
@@ -32,7 +32,7 @@ pub(super) fn of_whole_tensors(
     if let Some([first, second]) = refs.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
         let [first_file, second_file] = [first, second].map(|one| &shards[one.shard as usize].name);
         let message = format!("lies in {first_file} and in {second_file}");
-        let fault = Fault::new(Class::DuplicateTensor, message);
+        let fault = Fault::new(ErrorKind::DuplicateTensor, message);
         return Err(fault.tensor(name(first)).in_file(second_file));
     }
     wrong.map_or(Ok(()), Err)?;
@@ -153,7 +153,7 @@ fn check_names(shards: &[&ShardHeader], pieces: &[Tensors<'_>]) -> Result<(), Fa
             let message = format!(
                 "has no logical_fqn, but its name is one of those of the pieces of {whole}"
             );
-            return Err(Fault::new(Class::DcpInfo, message).tensor(name).in_file(&shard.name));
+            return Err(Fault::new(ErrorKind::DcpInfo, message).tensor(name).in_file(&shard.name));
         }
     }
     Ok(())
@@ -223,7 +223,7 @@ impl<'a> Listed<'a> {
             let Some(shard) = self.shard_of_file[self.map.file_number(line)] else {
                 let message =
                     format!("the weight map sends it to {file}, which is no shard of this set");
-                let fault = Fault::new(Class::ShardMissing, message);
+                let fault = Fault::new(ErrorKind::ShardMissing, message);
                 return Some(fault.tensor(tensor).in_file(file));
             };
             let before = rest.iter().take_while(|one| name(one) < tensor).count();
@@ -243,7 +243,9 @@ impl<'a> Listed<'a> {
             };
             let message =
                 format!("the weight map sends it to {file}, which does not hold it; {hint}");
-            return Some(Fault::new(Class::TensorMissing, message).tensor(tensor).in_file(file));
+            return Some(
+                Fault::new(ErrorKind::TensorMissing, message).tensor(tensor).in_file(file),
+            );
         }
         None
     }
@@ -263,7 +265,7 @@ fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     if numbers > ROWS_MAX {
         let count: usize = tensors().map(|tensors| tensors.len()).sum();
         let message = format!("{count} tensors and pieces are too many");
-        return Err(Fault::new(Class::Overflow, message));
+        return Err(Fault::new(ErrorKind::Overflow, message));
     }
     let mut metadata: Option<BTreeMap<String, String>> = None;
     let mut notes = Vec::new();

@@ -9,7 +9,7 @@ use super::tensors::Cut;
 use super::tiling::{Flaw, contains, flaw, hole_end};
 use super::{ShardId, Tensor, named_some};
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 
 /// A piece of a tensor as its shard describes it.
 pub(super) struct Found {
@@ -45,7 +45,7 @@ pub(super) fn prove<'a>(
     let shape = recorded.unwrap_or_else(|| reached.clone());
     let Some(bits) = dtype.bits_of(&shape) else {
         let message = format!("{dtype} {shape:?} has 2^64 bits or more");
-        return Err(Fault::new(Class::Overflow, message).in_file(first_shard));
+        return Err(Fault::new(ErrorKind::Overflow, message).in_file(first_shard));
     };
     pieces.sort_by_key(|piece| (piece.shard, piece.range.start));
     if bits == 0 {
@@ -64,13 +64,13 @@ pub(super) fn prove<'a>(
             Flaw::TooMany => {
                 let (count, dims) = (pieces.len(), shape.len());
                 let message = format!("{count} pieces of {dims} dimensions are too many to prove");
-                Fault::new(Class::Overflow, message).in_file(first_shard)
+                Fault::new(ErrorKind::Overflow, message).in_file(first_shard)
             }
         });
     }
     if bits % 8 != 0 {
         let message = format!("{dtype} {shape:?} has {bits} bits, not whole bytes");
-        return Err(Fault::new(Class::Misaligned, message));
+        return Err(Fault::new(ErrorKind::Misaligned, message));
     }
     Ok(Covered { dtype, shape, shape_recorded, pieces, replicas })
 }
@@ -82,10 +82,10 @@ pub(super) fn check_known<'a>(
     shape: &[u64],
     shard_name: impl Fn(ShardId) -> &'a String,
 ) -> Result<(), Fault> {
-    let fault = |class, message| Err(Fault::new(class, message).tensor(tensor.name));
+    let fault = |kind, message| Err(Fault::new(kind, message).tensor(tensor.name));
     if tensor.dtype != dtype {
         let message = format!("{} in the shards, {dtype} in the reference", tensor.dtype);
-        return fault(Class::DcpDtype, message);
+        return fault(ErrorKind::DcpDtype, message);
     }
     if tensor.shape == shape {
         return Ok(());
@@ -96,7 +96,7 @@ pub(super) fn check_known<'a>(
         tensor.shape,
         named_some(tensor.pieces().map(|piece| shard_name(piece.shard).as_str())),
     );
-    fault(Class::DcpHole, message)
+    fault(ErrorKind::DcpHole, message)
 }
 
 fn agree<'a>(found: &[Found], shard_name: &impl Fn(ShardId) -> &'a str) -> Result<(), Fault> {
@@ -106,11 +106,11 @@ fn agree<'a>(found: &[Found], shard_name: &impl Fn(ShardId) -> &'a str) -> Resul
         let (rank, first_rank) = (other.cut.shape.len(), first.cut.shape.len());
         if rank != first_rank {
             let message = format!("{first_rank} dimensions in {first_shard}, {rank} in {shard}");
-            return Err(Fault::new(Class::DcpRank, message).in_file(shard));
+            return Err(Fault::new(ErrorKind::DcpRank, message).in_file(shard));
         }
         if other.dtype != first.dtype {
             let message = format!("{} in {first_shard}, {} in {shard}", first.dtype, other.dtype);
-            return Err(Fault::new(Class::DcpDtype, message).in_file(shard));
+            return Err(Fault::new(ErrorKind::DcpDtype, message).in_file(shard));
         }
     }
     Ok(())
@@ -127,14 +127,14 @@ fn recorded_shape<'a>(
     if let Some((other, shard)) = recorded.find(|(other, _)| *other != shape) {
         let (first, shard) = (shard_name(first), shard_name(shard));
         let message = format!("global_shape is {shape:?} in {first}, {other:?} in {shard}");
-        return Err(Fault::new(Class::DcpInfo, message).in_file(shard));
+        return Err(Fault::new(ErrorKind::DcpInfo, message).in_file(shard));
     }
     let outside = |cut: &Cut| ends(cut).zip(shape).any(|(end, size)| end > *size);
     if let Some(piece) = found.iter().map(|found| &found.cut).find(|cut| outside(cut)) {
         let (first, shard) = (shard_name(first), shard_name(piece.shard));
         let place = shown(&bounds(piece));
         let message = format!("box {place} in {shard} passes global_shape {shape:?} of {first}");
-        return Err(Fault::new(Class::DcpOffsets, message).in_file(shard));
+        return Err(Fault::new(ErrorKind::DcpOffsets, message).in_file(shard));
     }
     Ok(Some(shape.clone()))
 }
@@ -176,7 +176,7 @@ fn split_replicas<'a>(
     let Some(piece) = doubled else { return Ok(replicas) };
     let shard = shard_name(piece.shard);
     let message = format!("box {} lies twice in {shard}", shown(&bounds(&piece)));
-    Err(Fault::new(Class::DcpOverlap, message).in_file(shard))
+    Err(Fault::new(ErrorKind::DcpOverlap, message).in_file(shard))
 }
 
 /// A box as (first, end) per dimension.
@@ -201,7 +201,7 @@ fn overlap<'a>(
 ) -> Fault {
     let mut holders = pieces.iter().filter(|piece| contains(piece, place));
     let (Some(a), Some(b)) = (holders.next(), holders.next()) else {
-        return Fault::new(Class::DcpOverlap, format!("pieces of shape {shape:?} overlap"));
+        return Fault::new(ErrorKind::DcpOverlap, format!("pieces of shape {shape:?} overlap"));
     };
     let both = bounds(a).into_iter().zip(bounds(b));
     let both: Bounds = both.map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
@@ -213,7 +213,7 @@ fn overlap<'a>(
         shard_name(b.shard),
         shown(&bounds(b)),
     );
-    Fault::new(Class::DcpOverlap, message)
+    Fault::new(ErrorKind::DcpOverlap, message)
 }
 
 /// No piece holds the element `place`. `reached` is the shape that the pieces make together, and
@@ -249,7 +249,7 @@ fn hole<'a>(
     shards.dedup();
     let files = named_some(shards.into_iter().map(shard_name));
     Fault::new(
-        Class::DcpHole,
+        ErrorKind::DcpHole,
         format!("{gap} ({count}{tail}); pieces found in {files}; a shard may be missing"),
     )
 }

@@ -14,7 +14,7 @@ mod tiling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
 
@@ -151,7 +151,7 @@ impl Catalog {
         for (name, known) in &reference.tensors {
             let Some(tensor) = self.tensor(name) else {
                 let message = "the reference lists it, no shard holds it; a shard may be missing";
-                return Err(Fault::new(Class::TensorMissing, message).tensor(name));
+                return Err(Fault::new(ErrorKind::TensorMissing, message).tensor(name));
             };
             let Some((dtype, shape)) = known else { continue };
             coverage::check_known(&tensor, *dtype, shape, |id| &self.shard(id).name)?;
@@ -162,21 +162,21 @@ impl Catalog {
                  last shards may be missing",
                 self.data_len()
             );
-            return Err(Fault::new(Class::DcpHole, message));
+            return Err(Fault::new(ErrorKind::DcpHole, message));
         }
         match self.tensors().find(|t| !reference.tensors.contains_key(t.name)) {
             None => Ok(()),
             Some(tensor) => {
                 let message = "the shards hold it, the reference does not list it; is this the \
                                reference of another checkpoint?";
-                Err(Fault::new(Class::TensorUnlisted, message).tensor(tensor.name))
+                Err(Fault::new(ErrorKind::TensorUnlisted, message).tensor(tensor.name))
             }
         }
     }
 
     /// Refuses a catalog whose files are not `expected`, by name and length.
     fn check_shard_files(&self, expected: &BTreeMap<String, u64>) -> Result<(), Fault> {
-        let fault = |class, name: &str, message: String| Fault::new(class, message).in_file(name);
+        let fault = |kind, name: &str, message: String| Fault::new(kind, message).in_file(name);
         let found: BTreeMap<&str, u64> =
             self.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len)).collect();
         for (name, len) in expected {
@@ -184,18 +184,18 @@ impl Catalog {
                 Some(found) if found == len => {}
                 Some(found) => {
                     let message = format!("has {found} bytes, the manifest says {len}");
-                    return Err(fault(Class::SizeMismatch, name, message));
+                    return Err(fault(ErrorKind::SizeMismatch, name, message));
                 }
                 None => {
                     let message = format!("is missing; the manifest lists it with {len} bytes");
-                    return Err(fault(Class::ShardMissing, name, message));
+                    return Err(fault(ErrorKind::ShardMissing, name, message));
                 }
             }
         }
         match found.keys().find(|name| !expected.contains_key(**name)) {
             None => Ok(()),
             Some(name) => {
-                Err(fault(Class::TensorUnlisted, name, "is not in the manifest".to_owned()))
+                Err(fault(ErrorKind::TensorUnlisted, name, "is not in the manifest".to_owned()))
             }
         }
     }
@@ -207,7 +207,7 @@ impl Catalog {
         }
         let names = named_some(self.shards.iter().map(|shard| shard.name.as_str()));
         Err(Fault::new(
-            Class::ShardMissing,
+            ErrorKind::ShardMissing,
             format!("{} shard files found, {expected} expected: {names}", self.shards.len()),
         ))
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::catalog::Heads;
-use crate::error::{Class, Error, Fault, Result};
+use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::Format;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
@@ -110,7 +110,7 @@ pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Res
     let (mut weights, reserved) = open_headers(&folder.path, &files, folder_max());
     let misfits = weight_misfits(folder).map(|(name, why)| {
         let message = format!("is {}; {}", why.text(), why.advice());
-        let fault = Fault::new(Class::ShardMissing, message).in_file(name);
+        let fault = Fault::new(ErrorKind::ShardMissing, message).in_file(name);
         (name.to_owned(), Err(Error::refused(&folder.path, fault)))
     });
     weights.extend(misfits);
@@ -273,7 +273,7 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
         let name = misfit.name.to_str()?;
         let output = names::weight_map_output(name)?;
         let message = format!("is {}; {}", misfit.why.text(), misfit.why.advice());
-        let fault = Fault::new(Class::IndexJson, message).in_file(name);
+        let fault = Fault::new(ErrorKind::IndexJson, message).in_file(name);
         let parsed = Err(Error::refused(&folder.path, fault));
         Some(MapFile { name: name.to_owned(), output, names: BTreeSet::new(), parsed })
     });
@@ -299,7 +299,7 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
     }
     if let [_, second, ..] = map_names.as_slice() {
         let message = format!("names shards of one DCP checkpoint, and so does {}", map_names[0]);
-        let fault = Fault::new(Class::IndexJson, message).in_file(second);
+        let fault = Fault::new(ErrorKind::IndexJson, message).in_file(second);
         set.refused = Some(Error::refused(&folder.path, fault));
     }
     set
@@ -329,7 +329,7 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     };
     let tensors = map.shard_of.iter().filter(|(_, file)| *file == shard).count();
     let message = format!("{map_name} sends {tensors} tensors to this shard, which {state}");
-    Error::refused(&folder.path, Fault::new(Class::ShardMissing, message).in_file(shard))
+    Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
 }
 
 /// Sets of numbered shards without a weight map: all of them, or refused.
@@ -346,7 +346,7 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
         let fault = if totals[output.as_str()] > 1 {
             let message = "shards of two numbered sets of this name, with different totals; \
                            remove the old ones";
-            Some(Fault::new(Class::DuplicateTensor, message).in_file(shards[0].1))
+            Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
         } else {
             numbering_fault(*total, shards)
         };
@@ -364,13 +364,13 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
     shards.sort_unstable();
     if let Some(pair) = shards.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let message = format!("has the number {} of {total}, and so has {}", pair[0].0, pair[1].1);
-        return Some(Fault::new(Class::DuplicateTensor, message).in_file(pair[0].1));
+        return Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(pair[0].1));
     }
     let numbers = shards.iter().map(|(number, _)| *number);
     if let Some((number, name)) = shards.iter().find(|(number, _)| *number == 0 || *number > total)
     {
         let message = format!("number {number} is not one of 1 to {total}");
-        return Some(Fault::new(Class::ShardMissing, message).in_file(name));
+        return Some(Fault::new(ErrorKind::ShardMissing, message).in_file(name));
     }
     let missing =
         (1..=total).zip(numbers.chain(std::iter::repeat(0))).find(|(want, got)| want != got);
@@ -379,7 +379,7 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
         "{} of {total} shards found, number {want} is missing; the download may be incomplete",
         shards.len()
     );
-    Some(Fault::new(Class::ShardMissing, message).in_file(shards[0].1))
+    Some(Fault::new(ErrorKind::ShardMissing, message).in_file(shards[0].1))
 }
 
 /// Gives each name to one set: a whole file or a sharded set as `prefer` says, among sharded
@@ -485,7 +485,7 @@ mod tests {
         let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1);
         assert!(weights["a.safetensors"].is_ok() && weights["b.safetensors"].is_ok());
         let error = weights["c.safetensors"].as_ref().unwrap_err();
-        assert_eq!(error.class(), Class::HeaderTooLarge);
+        assert_eq!(error.kind(), ErrorKind::HeaderTooLarge);
         let text = error.to_string();
         assert!(text.contains("c.safetensors: the headers of the weight files"), "{text}");
         assert!(

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use crate::error::{Class, Error, Fault, Result};
+use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::sync::{Condvar, Mutex};
 
 /// Bytes of headers of one folder that are read on any machine.
@@ -102,7 +102,7 @@ pub(super) fn too_many(total: u64, max: u64) -> Fault {
         "the headers of the weight files in this folder have {total} bytes, {max} are read of one \
          folder; move checkpoints to folders of their own"
     );
-    Fault::new(Class::HeaderTooLarge, message)
+    Fault::new(ErrorKind::HeaderTooLarge, message)
 }
 
 #[cfg(test)]
@@ -124,7 +124,7 @@ mod tests {
         let first = Reserved::wait(folder, 2 * folder_max() + 1).unwrap();
         let soon = Duration::from_millis(10);
         let busy = Reserved::wait_for(folder, large, soon).map(|_| ()).unwrap_err();
-        assert_eq!(busy.class(), Class::Io);
+        assert_eq!(busy.kind(), ErrorKind::Io);
         assert!(busy.to_string().contains("look again later"), "{busy}");
         // Ordinary checkpoints do not wait at all.
         Reserved::wait_for(folder, SMALL_MAX, Duration::ZERO).unwrap();

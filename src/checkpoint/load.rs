@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::catalog::{Head, Heads, ShardHeader};
-use crate::error::{Class, Error, Fault, Result};
+use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::flat::Flat;
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::{self, Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN};
@@ -228,13 +228,13 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     if source.len() > max {
         let len = source.len();
         let message = format!("has {len} bytes, more than the {max} that such a file may have");
-        return Err(Error::refused(path, Fault::new(Class::IndexJson, message)));
+        return Err(Error::refused(path, Fault::new(ErrorKind::IndexJson, message)));
     }
     let mut text = vec![0; TEXT_SNIFF_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
     // What begins with anything else is no JSON object, however long it goes on.
     if !text.trim_ascii_start().is_empty() && !text.trim_ascii_start().starts_with(b"{") {
-        let fault = Fault::new(Class::IndexJson, "expected a JSON object");
+        let fault = Fault::new(ErrorKind::IndexJson, "expected a JSON object");
         return Err(Error::refused(path, fault));
     }
     let sniffed = text.len();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
-use crate::error::{Class, Error, Fault, Result, shown_path};
+use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
 use crate::format::manifest::{self, Reference};
 use crate::format::names;
 use crate::layout::Layout;
@@ -201,7 +201,7 @@ fn prove_set(
             Some(Err(error)) => return Err(error.copied()),
             None => {
                 let message = "is named by the weight map but is not a weight file";
-                return Err(refused(Fault::new(Class::ShardMissing, message).in_file(name)));
+                return Err(refused(Fault::new(ErrorKind::ShardMissing, message).in_file(name)));
             }
         }
     }
@@ -284,7 +284,7 @@ fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Resu
         let first = &catalog.shard(tensor.first_piece().shard).name;
         let second = &catalog.shard(replica.shard).name;
         let message = format!("lies whole in {first} and in {second}; are these two checkpoints?");
-        Err(Fault::new(Class::DuplicateTensor, message).tensor(tensor.name).in_file(second))
+        Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(tensor.name).in_file(second))
     })
 }
 

@@ -168,7 +168,7 @@ fn error_text(proved: &Proved, lacks: &[String]) -> Option<String> {
     for set in &proved.sets {
         if let Err(error) = &set.outcome {
             let name = shown(&set.name);
-            text.push_str(&format!("{name} is not shown: {}: {error}\n", error.class()));
+            text.push_str(&format!("{name} is not shown: {}: {error}\n", error.kind()));
         }
     }
     (!text.is_empty()).then_some(text)

@@ -13,7 +13,7 @@ use std::collections::btree_map;
 use std::io::{self, BufReader, Read};
 
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault, quoted};
+use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::safetensors::{
     Entry, HEADER_LEN_MAX, Header, PREFIX_LEN, SNIFF_LEN, check_entry, check_tensors, header_len,
 };
@@ -74,7 +74,7 @@ pub fn parse_file(bytes: &[u8]) -> Result<Header, Fault> {
 pub fn parse(header: &[u8], file_len: u64) -> Result<Header, Fault> {
     let parsed = parse_stream(|| header, header.len() as u64, file_len);
     // Memory is always read.
-    parsed.unwrap_or_else(|e| Err(Fault::new(Class::Io, e.to_string())))
+    parsed.unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
 }
 
 /// Parses the header of a file of `file_len` bytes as it is read; `open` begins at its start
@@ -215,7 +215,7 @@ impl<R: Read> Decoder<R> {
                         "the metadata key {key} stands twice in the header, so the file can be \
                          read in two ways"
                     );
-                    return Err(Fault::new(Class::DuplicateKey, message).into());
+                    return Err(Fault::new(ErrorKind::DuplicateKey, message).into());
                 }
             }
         }
@@ -231,7 +231,7 @@ impl<R: Read> Decoder<R> {
         }
         let Some(&dtype) = usize::try_from(number).ok().and_then(|at| DTYPES.get(at)) else {
             let message = format!("unknown dtype {number}, the format has 0 to 14");
-            return Err(Fault::new(Class::UnknownDtype, message).into());
+            return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
         };
         let mut shape = Vec::new();
         for _ in 0..self.list("dimensions", 1, NUMBER_MEMORY)? {
@@ -275,7 +275,7 @@ impl<R: Read> Decoder<R> {
         String::from_utf8(bytes).map_err(|e| {
             let at = self.at() - len + e.utf8_error().valid_up_to() as u64;
             let message = format!("{what} is not UTF-8 at byte {at} of the header");
-            Fault::new(Class::HeaderUtf8, message).into()
+            Fault::new(ErrorKind::HeaderUtf8, message).into()
         })
     }
 
@@ -316,7 +316,7 @@ impl<R: Read> Decoder<R> {
 
     fn bad(&self, what: &str) -> Stop {
         let message = format!("not a bintensors header: before its byte {}: {what}", self.at());
-        Fault::new(Class::HeaderDecode, message).into()
+        Fault::new(ErrorKind::HeaderDecode, message).into()
     }
 }
 
@@ -354,7 +354,7 @@ pub fn encode<'a, 'm>(
                 "bintensors has no dtype {dtype}; keep the checkpoint as safetensors, or cast the \
                  tensor"
             );
-            return Err(Fault::new(Class::UnknownDtype, message).tensor(name));
+            return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(name));
         };
         push_string(&mut out, name);
         out.push(number);
@@ -362,7 +362,7 @@ pub fn encode<'a, 'm>(
         shape.iter().for_each(|dim| push_uint(&mut out, *dim));
         push_uint(&mut out, start);
         let message = "the file would have 2^64 bytes or more";
-        start = start.checked_add(len).ok_or_else(|| Fault::new(Class::Overflow, message))?;
+        start = start.checked_add(len).ok_or_else(|| Fault::new(ErrorKind::Overflow, message))?;
         push_uint(&mut out, start);
         memory.begin(ENTRY_MEMORY);
         memory.list(name.len() as u64, 1)?;
@@ -374,7 +374,7 @@ pub fn encode<'a, 'm>(
     if len > HEADER_LEN_MAX {
         let message =
             format!("a bintensors header of {len} bytes, the format allows {HEADER_LEN_MAX}");
-        return Err(Fault::new(Class::HeaderTooLarge, message));
+        return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
     }
     out[..PREFIX_LEN as usize].copy_from_slice(&len.to_le_bytes());
     Ok(out)
@@ -417,7 +417,7 @@ impl Memory {
              package allows {MEMORY_MAX}; keep so many tensors as safetensors",
             self.now
         );
-        Err(Fault::new(Class::HeaderTooLarge, message))
+        Err(Fault::new(ErrorKind::HeaderTooLarge, message))
     }
 }
 

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde_json::Value;
 
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault, quoted};
+use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::flat::Flat;
 use crate::format::json::{UniqueMap, object};
 use crate::format::plain::Cursor;
@@ -66,7 +66,7 @@ pub(crate) fn are_whole<'a>(
 /// The fault of a file that is named like a shard and has no note.
 pub(crate) fn no_note() -> Fault {
     let message = format!("named like a DCP shard but its metadata has no {SHARDING_INFO}");
-    Fault::new(Class::DcpInfo, message)
+    Fault::new(ErrorKind::DcpInfo, message)
 }
 
 /// What the note of a shard says of each tensor of `header`, in the order of `header.tensors`.
@@ -83,14 +83,14 @@ pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
         && version.split('.').next() != Some("1")
     {
         return Err(Fault::new(
-            Class::DcpInfo,
+            ErrorKind::DcpInfo,
             format!("{VERSION} is {version:?}, this program knows version 1"),
         ));
     }
     let UniqueMap(mut notes) =
-        object::<UniqueMap<UniqueMap<Value>>>(text.as_bytes(), Class::DcpInfo).map_err(
+        object::<UniqueMap<UniqueMap<Value>>>(text.as_bytes(), ErrorKind::DcpInfo).map_err(
             |fault| Fault {
-                class: Class::DcpInfo,
+                kind: ErrorKind::DcpInfo,
                 message: format!("{SHARDING_INFO}: {}", fault.message),
                 ..fault
             },
@@ -103,7 +103,7 @@ pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
     match notes.first_key_value() {
         None => Ok(places),
         Some((name, _)) => Err(Fault::new(
-            Class::DcpInfo,
+            ErrorKind::DcpInfo,
             format!("{SHARDING_INFO} describes it but the file does not hold it"),
         )
         .tensor(name)),
@@ -179,7 +179,7 @@ fn plain_note(cursor: &mut Cursor<'_>) -> Option<Placement> {
 fn placement(entry: &Entry, mut note: BTreeMap<String, Value>) -> Result<Placement, Fault> {
     let Some(saved) = note.remove(SAVED_OFFSETS) else {
         let message = format!("{SHARDING_INFO} has no {SAVED_OFFSETS} for it");
-        return Err(Fault::new(Class::DcpInfo, message));
+        return Err(Fault::new(ErrorKind::DcpInfo, message));
     };
     let (logical, whole) = (note.remove(LOGICAL_FQN), note.remove(GLOBAL_SHAPE));
     if let Some(key) = note.into_keys().next() {
@@ -188,7 +188,7 @@ fn placement(entry: &Entry, mut note: BTreeMap<String, Value>) -> Result<Placeme
              {SAVED_OFFSETS}, {LOGICAL_FQN} and {GLOBAL_SHAPE}, a newer one may know more",
             quoted(&key)
         );
-        return Err(Fault::new(Class::DcpInfo, message));
+        return Err(Fault::new(ErrorKind::DcpInfo, message));
     }
     let offset = numbers(entry, SAVED_OFFSETS, &saved)?;
     let outside = |offset: &u64, size: &u64| offset.checked_add(*size).is_none();
@@ -215,7 +215,7 @@ fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
         Some(other) => {
             let other = quoted(&other.to_string());
             let message = format!("{LOGICAL_FQN} is {other}, the name of a tensor expected");
-            return Err(Fault::new(Class::DcpInfo, message));
+            return Err(Fault::new(ErrorKind::DcpInfo, message));
         }
     };
     Ok(Some(name))
@@ -240,7 +240,7 @@ fn numbers(entry: &Entry, key: &str, value: &Value) -> Result<Vec<u64>, Fault> {
 
 fn unfit(entry: &Entry, key: &str, value: &Value, what: &str) -> Fault {
     let message = format!("{key} {value} of a piece of shape {:?}: {what}", entry.shape);
-    Fault::new(Class::DcpOffsets, message)
+    Fault::new(ErrorKind::DcpOffsets, message)
 }
 
 #[cfg(test)]
@@ -271,7 +271,7 @@ mod tests {
             let mut note = serde_json::json!({ "saved_offsets": [0], "global_shape": [4] });
             note[key] = serde_json::json!([1u64 << 63]);
             let fault = place(Dtype::F4, &[2], &note).unwrap_err();
-            assert_eq!(fault.class, Class::DcpOffsets);
+            assert_eq!(fault.kind, ErrorKind::DcpOffsets);
             assert!(fault.message.contains("passes 2^64"), "{fault}");
         }
     }
@@ -331,7 +331,7 @@ mod tests {
     fn a_key_that_is_not_known_is_named_with_those_that_are() {
         let note = serde_json::json!({ "saved_offsets": [0], "local_strides": [1] });
         let fault = place(Dtype::F32, &[2], &note).unwrap_err();
-        assert_eq!((fault.class, fault.tensor.as_deref()), (Class::DcpInfo, Some("e")));
+        assert_eq!((fault.kind, fault.tensor.as_deref()), (ErrorKind::DcpInfo, Some("e")));
         for word in ["`local_strides`", "saved_offsets", "logical_fqn", "global_shape", "version"] {
             assert!(fault.message.contains(word), "{word}: {fault}");
         }

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
-use crate::error::{Class, Fault, quoted};
+use crate::error::{ErrorKind, Fault, quoted};
 
 /// Start of the messages by which a repeated key is recognised among JSON errors: ours, and
 /// the one that serde derives for the fields of a struct.
@@ -18,11 +18,11 @@ pub(crate) fn duplicate<E: de::Error>(key: &str) -> E {
     E::custom(format_args!("{}{}", DUPLICATE[0], quoted(key)))
 }
 
-/// The class of a JSON error: `duplicate_key` where that is the reason, else `otherwise`.
-pub(crate) fn class_of(error: &serde_json::Error, otherwise: Class) -> Class {
+/// The kind of a JSON error: `duplicate_key` where that is the reason, else `otherwise`.
+pub(crate) fn kind_of(error: &serde_json::Error, otherwise: ErrorKind) -> ErrorKind {
     let message = error.to_string();
     if DUPLICATE.iter().any(|start| message.starts_with(start)) {
-        Class::DuplicateKey
+        ErrorKind::DuplicateKey
     } else {
         otherwise
     }
@@ -59,14 +59,14 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
     }
 }
 
-/// Parses one JSON object, refused as `class` where it is anything else or malformed.
-pub(crate) fn object<'a, T: Deserialize<'a>>(bytes: &'a [u8], class: Class) -> Result<T, Fault> {
+/// Parses one JSON object, refused as `kind` where it is anything else or malformed.
+pub(crate) fn object<'a, T: Deserialize<'a>>(bytes: &'a [u8], kind: ErrorKind) -> Result<T, Fault> {
     let text = std::str::from_utf8(bytes)
-        .map_err(|e| Fault::new(class, format!("not UTF-8 at byte {}", e.valid_up_to())))?;
+        .map_err(|e| Fault::new(kind, format!("not UTF-8 at byte {}", e.valid_up_to())))?;
     // A derived struct would also accept an array of its fields in order.
     if !text.trim_ascii_start().starts_with('{') {
-        return Err(Fault::new(class, "expected a JSON object"));
+        return Err(Fault::new(kind, "expected a JSON object"));
     }
     serde_json::from_str(text)
-        .map_err(|e| Fault::new(class_of(&e, class), format!("invalid JSON: {e}")))
+        .map_err(|e| Fault::new(kind_of(&e, kind), format!("invalid JSON: {e}")))
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault, quoted};
+use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
 use crate::format::safetensors::Header;
 use crate::format::weight_map::WeightMap;
@@ -64,7 +64,7 @@ impl Reference {
         struct Probe {
             format: Option<serde_json::Value>,
         }
-        let probe: Probe = object(text, Class::IndexJson)?;
+        let probe: Probe = object(text, ErrorKind::IndexJson)?;
         if probe.format.is_some() {
             return Reference::parse_manifest(text);
         }
@@ -75,10 +75,10 @@ impl Reference {
     }
 
     fn parse_manifest(text: &[u8]) -> Result<Reference, Fault> {
-        let json: ManifestJson = object(text, Class::IndexJson)?;
+        let json: ManifestJson = object(text, ErrorKind::IndexJson)?;
         if json.format != FORMAT || json.version != 1 {
             return Err(Fault::new(
-                Class::IndexJson,
+                ErrorKind::IndexJson,
                 format!(
                     "format {} version {}, expected `{FORMAT}` version 1",
                     quoted(&json.format),
@@ -90,7 +90,7 @@ impl Reference {
         let tensors = json.tensors.0.into_iter().map(|(name, tensor)| {
             let Some(dtype) = Dtype::from_name(&tensor.dtype) else {
                 let message = format!("unknown dtype {}", quoted(&tensor.dtype));
-                return Err(Fault::new(Class::UnknownDtype, message).tensor(&name));
+                return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(&name));
             };
             Ok((name, Some((dtype, tensor.shape))))
         });

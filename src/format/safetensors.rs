@@ -14,8 +14,8 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use crate::dtype::{Dtype, UNKNOWN_DTYPE};
-use crate::error::{Class, Fault};
-use crate::format::json::{UniqueMap, class_of, duplicate};
+use crate::error::{ErrorKind, Fault};
+use crate::format::json::{UniqueMap, duplicate, kind_of};
 
 /// Largest header accepted and written, in bytes: the limit of the reference implementation.
 pub const HEADER_LEN_MAX: u64 = 100_000_000;
@@ -81,7 +81,7 @@ impl Header {
         let header_len = text.len() as u64;
         let text = std::str::from_utf8(text).map_err(|e| {
             Fault::new(
-                Class::HeaderUtf8,
+                ErrorKind::HeaderUtf8,
                 format!("the header is not UTF-8 at its byte {}", e.valid_up_to()),
             )
         })?;
@@ -93,7 +93,7 @@ impl Header {
     /// Parses a file in memory that may end with the header, as one that only describes.
     pub fn of_description(bytes: &[u8]) -> Result<Header, Fault> {
         match Header::of_file(bytes) {
-            Err(fault) if fault.class == Class::DataTruncated => {}
+            Err(fault) if fault.kind == ErrorKind::DataTruncated => {}
             other => return other,
         }
         let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], bytes.len() as u64)?;
@@ -122,7 +122,7 @@ impl Header {
             return Err(error);
         }
         if bad_utf8.get() {
-            return Ok(Err(Fault::new(Class::HeaderUtf8, "the header is not UTF-8")));
+            return Ok(Err(Fault::new(ErrorKind::HeaderUtf8, "the header is not UTF-8")));
         }
         Ok(parsed.and_then(|raw| validate(raw, header_len, file_len)))
     }
@@ -133,7 +133,7 @@ impl Header {
 pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     if sniff.starts_with(b"version https://git-lfs.github.com/spec/") {
         return Err(Fault::new(
-            Class::LfsPointer,
+            ErrorKind::LfsPointer,
             format!(
                 "this is a git-lfs pointer of {file_len} bytes, not the weights; fetch them \
                  with `git lfs pull`"
@@ -142,27 +142,27 @@ pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     }
     if sniff.starts_with(b"PK\x03\x04") {
         return Err(Fault::new(
-            Class::ZipPrefix,
+            ErrorKind::ZipPrefix,
             "starts with a zip archive: torch writes entries that are no tensors in front of \
              the header; save the checkpoint without them",
         ));
     }
     let Some(prefix) = sniff.first_chunk::<8>() else {
         return Err(Fault::new(
-            Class::TooShort,
+            ErrorKind::TooShort,
             format!("the file has {file_len} bytes, the length of its header alone takes 8"),
         ));
     };
     let len = u64::from_le_bytes(*prefix);
     if len > HEADER_LEN_MAX {
         return Err(Fault::new(
-            Class::HeaderTooLarge,
+            ErrorKind::HeaderTooLarge,
             format!("announces a header of {len} bytes, the format allows {HEADER_LEN_MAX}"),
         ));
     }
     if PREFIX_LEN + len > file_len {
         return Err(Fault::new(
-            Class::HeaderLength,
+            ErrorKind::HeaderLength,
             format!(
                 "the header ends at byte {} but the file has {file_len} bytes; the download may \
                  be incomplete",
@@ -198,12 +198,12 @@ fn parse_json<'de, R: serde_json::de::Read<'de>>(
     });
     raw.map_err(|e| {
         let message = e.to_string();
-        let class = if message.starts_with(UNKNOWN_DTYPE) {
-            Class::UnknownDtype
+        let kind = if message.starts_with(UNKNOWN_DTYPE) {
+            ErrorKind::UnknownDtype
         } else {
-            class_of(&e, Class::HeaderJson)
+            kind_of(&e, ErrorKind::HeaderJson)
         };
-        Fault { class, file: None, tensor: current, message: format!("invalid header: {message}") }
+        Fault { kind, file: None, tensor: current, message: format!("invalid header: {message}") }
     })
 }
 
@@ -278,7 +278,7 @@ pub(super) fn check_tensors(
         Some(expected) if expected == file_len => {}
         Some(expected) if expected < file_len => {
             return Err(Fault::new(
-                Class::DataTrailing,
+                ErrorKind::DataTrailing,
                 format!(
                     "tensor data ends at byte {expected} but the file has {file_len} bytes ({} \
                      too many)",
@@ -289,7 +289,7 @@ pub(super) fn check_tensors(
         expected => {
             let expected = expected.map_or("2^64 or more".to_owned(), |e| e.to_string());
             return Err(Fault::new(
-                Class::DataTruncated,
+                ErrorKind::DataTruncated,
                 format!(
                     "tensor data ends at byte {expected} but the file has {file_len} bytes; the \
                      download or the save may be incomplete"
@@ -305,7 +305,7 @@ fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
     names.sort_unstable();
     match names.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(Fault::new(
-            Class::DuplicateKey,
+            ErrorKind::DuplicateKey,
             "stands twice in the header, so the file can be read in two ways",
         )
         .tensor(pair[0])),
@@ -318,7 +318,7 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
     let Range { start, end } = entry.data_offsets;
     if start < previous_end && end > start {
         return Err(Fault::new(
-            Class::OffsetOverlap,
+            ErrorKind::OffsetOverlap,
             format!(
                 "data_offsets [{start}, {end}] begin before {previous_end}, where the tensor before ends"
             ),
@@ -326,7 +326,7 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
     }
     if start != previous_end || end < start {
         return Err(Fault::new(
-            Class::OffsetGap,
+            ErrorKind::OffsetGap,
             format!(
                 "data_offsets [{start}, {end}] do not begin at {previous_end}, where the tensor before ends"
             ),
@@ -334,19 +334,19 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
     }
     let Some(bits) = entry.dtype.bits_of(&entry.shape) else {
         return Err(Fault::new(
-            Class::Overflow,
+            ErrorKind::Overflow,
             format!("{} {:?} has 2^64 bits or more", entry.dtype, entry.shape),
         ));
     };
     if bits % 8 != 0 {
         return Err(Fault::new(
-            Class::Misaligned,
+            ErrorKind::Misaligned,
             format!("{} {:?} has {bits} bits, not whole bytes", entry.dtype, entry.shape),
         ));
     }
     if bits / 8 != end - start {
         return Err(Fault::new(
-            Class::SizeMismatch,
+            ErrorKind::SizeMismatch,
             format!(
                 "{} {:?} needs {} bytes, its data_offsets [{start}, {end}] hold {}",
                 entry.dtype,

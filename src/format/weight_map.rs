@@ -7,7 +7,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visi
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 
-use crate::error::{Class, Fault, quoted};
+use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
 
 /// Largest weight map read, in bytes: two million tensors with names as long as models have
@@ -192,10 +192,10 @@ impl WeightMap {
     /// Parses the text of a weight map.
     pub fn parse(text: &[u8]) -> Result<WeightMap, Fault> {
         // Straight into columns; where that fails the strict map decides, and words the error.
-        let json: WeightMapJson<ShardOf> = match object(text, Class::IndexJson) {
+        let json: WeightMapJson<ShardOf> = match object(text, ErrorKind::IndexJson) {
             Ok(json) => json,
             Err(_) => {
-                let strict: WeightMapJson<UniqueMap<String>> = object(text, Class::IndexJson)?;
+                let strict: WeightMapJson<UniqueMap<String>> = object(text, ErrorKind::IndexJson)?;
                 let weight_map = strict.weight_map.0.into_iter().collect();
                 WeightMapJson { metadata: strict.metadata, weight_map }
             }
@@ -204,12 +204,12 @@ impl WeightMap {
             None | Some(Value::Null) => Map::new(),
             Some(Value::Object(map)) => map,
             Some(_) => {
-                return Err(Fault::new(Class::IndexJson, "`metadata` is not an object"));
+                return Err(Fault::new(ErrorKind::IndexJson, "`metadata` is not an object"));
             }
         };
         let shard_of = json.weight_map;
         if shard_of.is_empty() {
-            return Err(Fault::new(Class::IndexJson, "`weight_map` names no tensor"));
+            return Err(Fault::new(ErrorKind::IndexJson, "`weight_map` names no tensor"));
         }
         if shard_of.files.iter().any(|file| check_shard_name(file).is_err()) {
             for (tensor, file) in shard_of.iter() {
@@ -276,7 +276,7 @@ fn check_shard_name(name: &str) -> Result<(), Fault> {
         return Ok(());
     }
     Err(Fault::new(
-        Class::UnsafePath,
+        ErrorKind::UnsafePath,
         format!("the weight map sends it to {}, not a plain *.safetensors file name", quoted(name)),
     ))
 }

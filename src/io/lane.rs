@@ -529,8 +529,7 @@ impl State {
 /// Does `work`; a panic in it fails one read, and no more.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-        let message = "reading failed by an error in tensorfs: see the log for the panic";
-        Err(Error::Usage { message: message.to_owned() })
+        Err(Error::internal("reading failed by an error in tensorfs: see the log for the panic"))
     })
 }
 

@@ -78,7 +78,7 @@ fn distinct<'a>(reads: &'a [Read<'_>]) -> impl Iterator<Item = &'a Arc<Source>> 
 
 /// Who waits for a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub enum Priority {
     /// A reader, now.
     Demand,
     /// No one yet.
@@ -178,7 +178,7 @@ pub struct Fetch {
     /// Which ones; not empty.
     pub range: Range<u64>,
     /// Who waits for them.
-    pub class: Class,
+    pub priority: Priority,
     /// How long `done` takes.
     pub effort: Effort,
     /// The memory for it: at least `Buffer::len_for` the range. It is taken when the read is

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::buffer::{Lease, Share};
-use super::{Class, Done, Effort, Fetch};
+use super::{Done, Effort, Fetch, Priority};
 use crate::source::Source;
 
 /// Most reads of a device that the kernel has at a time, overdue ones included.
@@ -53,16 +53,16 @@ struct Flight {
 }
 
 enum Place {
-    Queued(Class, Lease),
+    Queued(Priority, Lease),
     Sent(Arc<Share>),
 }
 
 /// The fetches of one source.
 #[derive(Default)]
 struct OfSource {
-    /// By class.
+    /// By priority.
     queued: [BTreeSet<u64>; 2],
-    /// Which of them stands among the ready ones, by class.
+    /// Which of them stands among the ready ones, by priority.
     ready: [Option<u64>; 2],
     sent: usize,
     stuck: usize,
@@ -81,7 +81,7 @@ pub(super) struct Queue {
     flights: BTreeMap<u64, Flight>,
     /// By the address of the source, which its flights keep alive.
     sources: HashMap<usize, OfSource>,
-    /// By class: the first fetch of each source that may send one.
+    /// By priority: the first fetch of each source that may send one.
     ready: [BTreeSet<u64>; 2],
     sent: usize,
     stuck: usize,
@@ -94,13 +94,13 @@ fn key(source: &Arc<Source>) -> usize {
 impl Queue {
     /// Takes a fetch in and gives it a number.
     pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
-        let Fetch { source, range, class, effort, lease, done } = fetch;
-        let effort = if class == Class::Demand { effort.awaited() } else { effort };
+        let Fetch { source, range, priority, effort, lease, done } = fetch;
+        let effort = if priority == Priority::Demand { effort.awaited() } else { effort };
         let id = self.next_id;
         self.next_id += 1;
         let key = key(&source);
-        self.sources.entry(key).or_default().queued[class as usize].insert(id);
-        let place = Place::Queued(class, lease);
+        self.sources.entry(key).or_default().queued[priority as usize].insert(id);
+        let place = Place::Queued(priority, lease);
         let done = Some(done);
         self.flights.insert(id, Flight { source, range, since: now, effort, place, done });
         self.refresh(key);
@@ -113,13 +113,13 @@ impl Queue {
             return;
         };
         flight.effort = flight.effort.awaited();
-        if let Place::Queued(class @ Class::Prefetch, _) = &mut flight.place {
-            *class = Class::Demand;
+        if let Place::Queued(priority @ Priority::Prefetch, _) = &mut flight.place {
+            *priority = Priority::Demand;
             flight.since = now;
             let key = key(&flight.source);
             let of_source = self.sources.entry(key).or_default();
-            of_source.queued[Class::Prefetch as usize].remove(&id);
-            of_source.queued[Class::Demand as usize].insert(id);
+            of_source.queued[Priority::Prefetch as usize].remove(&id);
+            of_source.queued[Priority::Demand as usize].insert(id);
             self.refresh(key);
         }
     }
@@ -141,15 +141,15 @@ impl Queue {
         let id = *self.ready.iter().find_map(|ready| ready.first())?;
         let flight = self.flights.get_mut(&id)?;
         let (source, range) = (flight.source.clone(), flight.range.clone());
-        let (key, class) = match &flight.place {
-            Place::Queued(class, _) => (key(&source), *class),
+        let (key, priority) = match &flight.place {
+            Place::Queued(priority, _) => (key(&source), *priority),
             Place::Sent(_) => return None,
         };
-        if class == Class::Prefetch {
+        if priority == Priority::Prefetch {
             flight.since = now;
         }
         let of_source = self.sources.entry(key).or_default();
-        of_source.queued[class as usize].remove(&id);
+        of_source.queued[priority as usize].remove(&id);
         of_source.sent += 1;
         self.sent += 1;
         let lease = match &flight.place {
@@ -218,8 +218,8 @@ impl Queue {
                 of_source.stuck += 1;
                 self.stuck += 1;
             }
-            Place::Queued(class, _) => {
-                of_source.queued[*class as usize].remove(&id);
+            Place::Queued(priority, _) => {
+                of_source.queued[*priority as usize].remove(&id);
                 self.flights.remove(&id);
             }
         }
@@ -254,14 +254,14 @@ impl Queue {
             return;
         };
         let may_send = of_source.may_send();
-        for class in 0..self.ready.len() {
-            let first = of_source.queued[class].first().copied().filter(|_| may_send);
-            let before = std::mem::replace(&mut of_source.ready[class], first);
+        for priority in 0..self.ready.len() {
+            let first = of_source.queued[priority].first().copied().filter(|_| may_send);
+            let before = std::mem::replace(&mut of_source.ready[priority], first);
             if before != first {
                 if let Some(before) = before {
-                    self.ready[class].remove(&before);
+                    self.ready[priority].remove(&before);
                 }
-                self.ready[class].extend(first);
+                self.ready[priority].extend(first);
             }
         }
         if of_source.sent == 0 && of_source.queued.iter().all(BTreeSet::is_empty) {

@@ -78,18 +78,18 @@ fn engine(backend: Backend, direct: Direct) -> (Engine, Arc<Counters>) {
 fn fetch(
     source: &Arc<Source>,
     range: Range<u64>,
-    class: Class,
+    priority: Priority,
     budget: &Budget,
 ) -> (Fetch, Receiver<Result<Filled>>) {
     let (sender, receiver) = channel();
     let lease = budget.try_lease(Buffer::len_for(&range)).expect("within the budget");
     let done: Done = Box::new(move |result| drop(sender.send(result)));
     let (source, effort) = (source.clone(), Effort::AsAwaited);
-    (Fetch { source, range, class, effort, lease, done }, receiver)
+    (Fetch { source, range, priority, effort, lease, done }, receiver)
 }
 
 fn get(engine: &Engine, source: &Arc<Source>, range: Range<u64>) -> Result<Filled> {
-    let (fetch, result) = fetch(source, range, Class::Demand, &budget(64 << 20));
+    let (fetch, result) = fetch(source, range, Priority::Demand, &budget(64 << 20));
     engine.submit(fetch);
     result.recv_timeout(PATIENCE).expect("an answer")
 }
@@ -124,7 +124,7 @@ fn every_backend_reads_the_very_bytes_of_any_range() {
                     continue;
                 };
                 drop(lease);
-                let (fetch, result) = fetch(&source, start..end, Class::Prefetch, &budget);
+                let (fetch, result) = fetch(&source, start..end, Priority::Prefetch, &budget);
                 engine.submit(fetch);
                 waiting.push((start..end, result));
             }
@@ -262,11 +262,11 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
                 assert!(*result.unwrap() == *wanted);
                 counts[n].fetch_add(1, Ordering::SeqCst);
             });
-            let class = if n % 3 == 0 { Class::Demand } else { Class::Prefetch };
+            let priority = if n % 3 == 0 { Priority::Demand } else { Priority::Prefetch };
             let source = sources[n % sources.len()].clone();
             let lease = lease.expect("just got");
             let effort = Effort::AsAwaited;
-            let ticket = engine.submit(Fetch { source, range, class, effort, lease, done });
+            let ticket = engine.submit(Fetch { source, range, priority, effort, lease, done });
             if n % 7 == 0 {
                 engine.promote(&ticket);
             }
@@ -289,7 +289,7 @@ fn more_fetches_than_can_be_sent_at_a_time_all_come_however_they_are_read() {
         let results: Vec<_> = (0..10 * SENT_MAX)
             .map(|n| {
                 let range = n as u64..n as u64 + 200_000;
-                let (fetch, result) = fetch(&sources[n % 4], range, Class::Prefetch, &budget);
+                let (fetch, result) = fetch(&sources[n % 4], range, Priority::Prefetch, &budget);
                 engine.submit(fetch);
                 result
             })
@@ -309,7 +309,7 @@ fn a_callback_that_panics_ends_neither_its_thread_nor_the_engine() {
     for backend in BACKENDS {
         let (engine, _) = engine(backend, Direct::Auto);
         for _ in 0..100 {
-            let (mut fetch, _result) = fetch(&source, 0..10, Class::Demand, &budget(1 << 20));
+            let (mut fetch, _result) = fetch(&source, 0..10, Priority::Demand, &budget(1 << 20));
             fetch.done = Box::new(|_| panic!("as the test wants it"));
             engine.submit(fetch);
         }
@@ -328,7 +328,7 @@ fn when_the_engine_ends_every_fetch_is_answered_and_its_threads_go() {
         let results: Vec<_> = (0..32)
             .map(|n| {
                 let range = n << 20..(n + 1) << 20;
-                let (fetch, result) = fetch(&source, range, Class::Prefetch, &budget);
+                let (fetch, result) = fetch(&source, range, Priority::Prefetch, &budget);
                 engine.submit(fetch);
                 result
             })
@@ -380,7 +380,7 @@ fn a_fetch_past_its_deadline_fails_at_once_and_its_memory_lives_until_it_is_back
         let results: Vec<_> = (0..48_usize)
             .map(|n| {
                 let range = (n as u64) << 20..(n as u64 + 1) << 20;
-                let (fetch, result) = fetch(&source, range, Class::Demand, &budget);
+                let (fetch, result) = fetch(&source, range, Priority::Demand, &budget);
                 engine.submit(fetch);
                 (n, result)
             })
@@ -414,7 +414,7 @@ fn queue_of(n: usize, each: u64) -> (Queue, Vec<Arc<Source>>, Budget, TempDir, A
     let answers = Arc::new(AtomicUsize::new(0));
     for source in &sources {
         for at in 0..each {
-            let (mut fetch, _) = fetch(source, at..at + 1, Class::Prefetch, &budget);
+            let (mut fetch, _) = fetch(source, at..at + 1, Priority::Prefetch, &budget);
             let answers = answers.clone();
             fetch.done = Box::new(move |_| {
                 answers.fetch_add(1, Ordering::SeqCst);
@@ -428,7 +428,7 @@ fn queue_of(n: usize, each: u64) -> (Queue, Vec<Arc<Source>>, Budget, TempDir, A
 #[test]
 fn what_a_reader_waits_for_goes_first_in_the_order_of_submission() {
     let (mut queue, sources, budget, _folder, _) = queue_of(2, 4);
-    let demand = queue.push(fetch(&sources[1], 9..10, Class::Demand, &budget).0, Instant::now());
+    let demand = queue.push(fetch(&sources[1], 9..10, Priority::Demand, &budget).0, Instant::now());
     queue.promote(6, Instant::now());
     queue.promote(6, Instant::now());
     let order: Vec<u64> =
@@ -462,14 +462,14 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
     let failed = queue.expire(Instant::now(), Duration::ZERO);
     assert_eq!((failed.len(), queue.stuck(), queue.queued()), (100, 6, 0));
     for failed in failed {
-        lane::answer(failed.done, Err(Error::Usage { message: String::new() }));
+        lane::answer(failed.done, Err(Error::internal("")));
     }
     assert_eq!(answers.load(Ordering::SeqCst), 100);
     // What was queued is free, and what is stuck does not count although it is still held.
     assert_eq!((used > 0, budget.used()), (true, 0));
 
     let source = jobs[0].source.clone();
-    queue.push(fetch(&source, 0..1, Class::Demand, &budget).0, Instant::now());
+    queue.push(fetch(&source, 0..1, Priority::Demand, &budget).0, Instant::now());
     assert!(!queue.has_work());
     for (back, job) in jobs.iter().enumerate() {
         assert!(queue.finish(job.id).is_none(), "answered twice");
@@ -502,7 +502,7 @@ fn the_time_of_what_a_reader_waits_for_includes_the_queue_whoever_joins_it() {
     let start = Instant::now();
     let (at, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
     for offset in 0..2 {
-        queue.push(fetch(&sources[0], offset..offset + 1, Class::Demand, &budget).0, start);
+        queue.push(fetch(&sources[0], offset..offset + 1, Priority::Demand, &budget).0, start);
     }
     assert_eq!(queue.pick(at(50)).map(|job| job.id), Some(0));
     queue.promote(1, at(50));

@@ -189,8 +189,8 @@ pub(super) fn run(lane: &Arc<Lane>, mut ring: Ring) -> io::Result<()> {
         ids.push(*id);
     }
     for id in ids {
-        let message = "reading failed by an error of io_uring: see the log".to_owned();
-        lane.finish(id, Err(Error::Usage { message }));
+        let error = Error::internal("reading failed by an error of io_uring: see the log");
+        lane.finish(id, Err(error));
     }
     Err(error)
 }
@@ -278,7 +278,7 @@ pub(super) mod tests {
 
     use super::*;
     use crate::counters::Counters;
-    use crate::io::{Backend, Budget, Buffer, Class, Effort, Engine, Fetch, Settings};
+    use crate::io::{Backend, Budget, Buffer, Effort, Engine, Fetch, Priority, Settings};
     use crate::source::Source;
 
     /// Makes a system call fail with EPERM on this thread and those that it starts.
@@ -318,8 +318,8 @@ pub(super) mod tests {
         let done = Box::new(move |result: crate::Result<crate::io::Filled>| {
             sender.send(result.map(|b| b.to_vec()).map_err(|e| e.to_string())).unwrap();
         });
-        let (class, effort) = (Class::Demand, Effort::AsAwaited);
-        engine.submit(Fetch { source, range, class, effort, lease, done });
+        let (priority, effort) = (Priority::Demand, Effort::AsAwaited);
+        engine.submit(Fetch { source, range, priority, effort, lease, done });
         receiver.recv_timeout(Duration::from_secs(30)).unwrap()
     }
 

@@ -276,7 +276,7 @@ impl Loader {
             drop(end);
             let regions = copier.join();
             let events = done?;
-            let lost = |_| Error::usage("a thread of the load ended");
+            let lost = |_| Error::internal("a thread of the load ended");
             let mut regions = regions.map_err(lost)?;
             // Those that no read goes to may be to come.
             if let Some(last) = copies.plan.regions.len().checked_sub(1) {
@@ -299,7 +299,7 @@ impl Regions {
         while self.there.len() <= number as usize {
             let next = self.coming.as_ref().and_then(|coming| coming.recv().ok());
             // Why it does not come was said before.
-            let ended = || Error::usage("the memory of the GPU was not allocated");
+            let ended = || Error::internal("the memory of the GPU was not allocated");
             self.there.push(next.ok_or_else(ended)?);
         }
         Ok(&self.there[number as usize])

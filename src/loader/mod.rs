@@ -291,10 +291,12 @@ impl Loader {
         let available = if needed < ROOM_MIN { None } else { room::available() };
         match available.filter(|available| *available < needed) {
             None => Ok(()),
-            Some(available) => Err(Error::usage(format!(
-                "{}: takes {needed} bytes of memory, {available} are available; load a part of it",
-                shown_path(&checkpoint.directory.join(&checkpoint.name)),
-            ))),
+            Some(available) => Err(Error::OutOfMemory {
+                message: format!(
+                    "{}: takes {needed} bytes of memory, {available} are available; load a part of it",
+                    shown_path(&checkpoint.directory.join(&checkpoint.name)),
+                ),
+            }),
         }
     }
 
@@ -325,7 +327,7 @@ impl Loader {
         report.stats.plan = planned;
         let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
         let memories =
-            memories.ok_or_else(|| Error::usage("a read still writes to loaded memory"))?;
+            memories.ok_or_else(|| Error::internal("a read still writes to loaded memory"))?;
         Ok(Loaded { memories, placements: plan.placements, report })
     }
 
@@ -341,5 +343,5 @@ impl Loader {
 
 /// The error of a load that its caller has stopped.
 fn stopped() -> Error {
-    Error::usage("the load was stopped")
+    Error::cancelled("the load was stopped")
 }

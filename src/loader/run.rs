@@ -15,7 +15,7 @@ use super::{Event, Loader, Progress, Report, Stats, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Read, Region};
+use crate::io::{Budget, Buffer, Effort, Engine, Fetch, Filled, Lease, Priority, Read, Region};
 use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 use crate::sync::Mutex;
 
@@ -280,7 +280,7 @@ impl Load<'_> {
                 Err(RecvTimeoutError::Timeout) => {}
                 // Each read has a sender of its own, and `self` one more.
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::usage("a thread of the load ended"));
+                    return Err(Error::internal("a thread of the load ended"));
                 }
             }
             if failed.is_none() && !progress(Progress { read, total }) {
@@ -306,7 +306,7 @@ impl Load<'_> {
                     let sent = match outcome {
                         Ok(filled) => jobs
                             .send(Some((number, Instant::now(), filled)))
-                            .map_err(|_| Error::usage("a thread of the load ended")),
+                            .map_err(|_| Error::internal("a thread of the load ended")),
                         Err(e) => Err(e),
                     };
                     if let Err(e) = sent {
@@ -316,8 +316,8 @@ impl Load<'_> {
             }
         };
         let range = chunk.range.clone();
-        let (class, effort) = (Class::Demand, Effort::Short);
-        self.engine.submit(Fetch { source, range, class, effort, lease, done });
+        let (priority, effort) = (Priority::Demand, Effort::Short);
+        self.engine.submit(Fetch { source, range, priority, effort, lease, done });
     }
 }
 

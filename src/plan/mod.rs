@@ -14,7 +14,7 @@ use std::ops::Range;
 use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 
 pub(crate) use spread::Rows;
 use spread::{Spread, Whole};
@@ -594,7 +594,7 @@ fn outcome_of(tensor: &Tensor<'_>, want: &Want) -> Result<(Part, Option<Cast>, P
     let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
     // Within the bounds of the tensor, which were proved; a wider type may pass them.
     let bits = dtype.bits_of(&shape).ok_or_else(|| {
-        Fault::new(Class::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
+        Fault::new(ErrorKind::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
     })?;
     Ok((part, cast, Placement { region: 0, at: 0, len: bits / 8, dtype, shape }))
 }
@@ -610,7 +610,7 @@ fn part_of(tensor: &Tensor<'_>, want: &Want) -> Result<Part, Fault> {
         return Ok(part.clone());
     }
     let message = format!("the part {part:?} does not lie in its shape {:?}", tensor.shape);
-    Err(Fault::new(Class::Usage, message))
+    Err(Fault::new(ErrorKind::Usage, message))
 }
 
 /// What becomes of the elements of a wish.
@@ -619,6 +619,6 @@ fn cast_of(tensor: &Tensor<'_>, want: &Want) -> Result<Option<Cast>, Fault> {
     let cast = Cast::new(tensor.dtype, to);
     cast.map(Some).ok_or_else(|| {
         let message = format!("{} cannot be cast to {to}; load it as it is", tensor.dtype);
-        Fault::new(Class::Usage, message)
+        Fault::new(ErrorKind::Usage, message)
     })
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::catalog::{ShardId, Tensor};
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 
 /// How runs are spread: dimensions, outermost first.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl Spread {
         let steps = strides.iter().flat_map(|stride| [stride.from, stride.to]);
         if !steps.chain([from_at, to_at, run]).all(|bits| bits.is_multiple_of(8)) {
             return Err(Fault::new(
-                Class::Misaligned,
+                ErrorKind::Misaligned,
                 format!("a part of shape {size:?} does not begin and end on bytes"),
             ));
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::Reader;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Buffer, Class, Effort, Engine, Fetch, Filled, Lease, Ticket, guarded};
+use crate::io::{Buffer, Effort, Engine, Fetch, Filled, Lease, Priority, Ticket, guarded};
 use crate::layout::Extent;
 use crate::source::Source;
 use crate::sync::Mutex;
@@ -175,7 +175,7 @@ impl Reader {
         &self,
         engine: &Engine,
         plan: BlockPlan,
-        class: Class,
+        priority: Priority,
         mut lease: Lease,
         done: Done,
     ) -> Vec<Ticket> {
@@ -188,7 +188,7 @@ impl Reader {
             let submitted = fetch.filter_map(|(source, range, lease)| {
                 let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
                 let effort = Effort::AsAwaited;
-                Some(engine.submit(Fetch { source, range, class, effort, lease, done }))
+                Some(engine.submit(Fetch { source, range, priority, effort, lease, done }))
             });
             return submitted.collect();
         }
@@ -208,7 +208,7 @@ impl Reader {
             let lease = lease.split(Buffer::len_for(&range));
             let (block, start) = (block.clone(), range.start);
             let done = Box::new(move |outcome| Block::add(&block, outcome, start, uses));
-            engine.submit(Fetch { source, range, class, effort: Effort::Long, lease, done })
+            engine.submit(Fetch { source, range, priority, effort: Effort::Long, lease, done })
         };
         plan.fetches.into_iter().map(submit).collect()
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::catalog::Shard;
-use crate::error::{Class, Fault};
+use crate::error::{ErrorKind, Fault};
 use crate::hash::Digest;
 use crate::index::{FileRecord, Fingerprint, ShardSums};
 
@@ -128,7 +128,7 @@ impl Mismatch {
              `tensorfs verify --record`",
             self.what()
         );
-        let fault = Fault::new(Class::HashMismatch, message).in_file(&self.shard);
+        let fault = Fault::new(ErrorKind::HashMismatch, message).in_file(&self.shard);
         match self.tensor() {
             Some(name) => fault.tensor(name),
             None => fault,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, fingerprint};
-use crate::error::{Class, Fault, Result, shown_path};
+use crate::error::{ErrorKind, Fault, Result, shown_path};
 use crate::hash::Digest;
 use crate::index::{Fingerprint, SUMS_EXTENSION, ShardSums, Store, Sums, file_name};
 use crate::io::{Read, read_all};
@@ -60,8 +60,8 @@ impl Recorded {
     /// # Errors
     /// The refusal, with what to do, or why a header cannot be read.
     pub fn admit(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let refused = |class, name: &str, message| {
-            Err(checkpoint.refused(Fault::new(class, message).in_file(name)))
+        let refused = |kind, name: &str, message| {
+            Err(checkpoint.refused(Fault::new(kind, message).in_file(name)))
         };
         for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.catalog().shards) {
             let now = fingerprint(&source.identity());
@@ -69,7 +69,7 @@ impl Recorded {
             let known = known.filter(|known| !is_another_file(&known.fingerprint, &now));
             let Some(known) = known.filter(|known| known.fingerprint.len == shard.file_len) else {
                 let message = self.how_to(checkpoint);
-                return refused(Class::NotRecorded, &shard.name, message);
+                return refused(ErrorKind::NotRecorded, &shard.name, message);
             };
             let mut head = vec![0; shard.data_start as usize];
             read_all(&mut [Read { source, offset: 0, target: &mut head }])?;

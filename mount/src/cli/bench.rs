@@ -85,7 +85,7 @@ pub(super) fn run(args: &Args) -> Outcome {
             // Said on standard error whether or not this can be printed.
             let _ = print_json(&json!({
                 "ok": false,
-                "class": failure.class().as_str(),
+                "class": failure.kind().as_str(),
                 "error": failure.message(),
                 "cases": [],
                 "notes": [],

@@ -42,7 +42,7 @@ pub(super) fn run(args: &args::Convert) -> Outcome {
     let bar = bar(args.progress, reader.len());
     consolidate::write(&reader, &target, args.force, &mut |bytes| {
         if STOPPED.load(Ordering::Relaxed) {
-            return Err(Error::usage("stopped; nothing is left of the new file"));
+            return Err(Error::cancelled("stopped; nothing is left of the new file"));
         }
         digest.update(bytes);
         bar.inc(bytes.len() as u64);

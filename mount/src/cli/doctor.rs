@@ -99,7 +99,7 @@ pub(super) fn run(args: &args::Doctor) -> Outcome {
         let failure = outcome.as_ref().err();
         print_json(&json!({
             "ok": failure.is_none(),
-            "class": failure.map(|failure| failure.class().as_str()),
+            "class": failure.map(|failure| failure.kind().as_str()),
             "error": failure.map(Failure::message),
             "checks": checks.iter().map(Check::to_json).collect::<Value>(),
         }))?;

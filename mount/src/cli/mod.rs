@@ -79,7 +79,7 @@ fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
             let json = serde_json::json!({
                 "source": real_name(&args.source),
                 "ok": false,
-                "class": failure.class().as_str(),
+                "class": failure.kind().as_str(),
                 "error": failure.message(),
                 "sets": [],
                 "notes": [],

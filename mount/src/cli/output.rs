@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use serde_json::Value;
-use tensorfs::Class;
+use tensorfs::ErrorKind;
 use tensorfs::error::{is_hidden, shown_lines};
 
 /// Why a command did not do what it was asked for.
@@ -27,11 +27,11 @@ impl Failure {
         }
     }
 
-    pub(super) fn class(&self) -> Class {
+    pub(super) fn kind(&self) -> ErrorKind {
         match self {
-            Failure::Usage(_) | Failure::Told => Class::Usage,
-            Failure::Failed(_) => Class::Io,
-            Failure::Error(error) => error.class(),
+            Failure::Usage(_) | Failure::Told => ErrorKind::Usage,
+            Failure::Failed(_) => ErrorKind::Io,
+            Failure::Error(error) => error.kind(),
         }
     }
 }

@@ -134,7 +134,7 @@ fn print_answer(
             "directory": directory,
             "name": name,
             "ok": false,
-            "class": error.class().as_str(),
+            "class": error.kind().as_str(),
             "error": error.to_string(),
             "file": error.path().map(real_name),
             "tensor": error.tensor(),
@@ -144,7 +144,7 @@ fn print_answer(
     print_json(&json!({
         "source": real_name(&path),
         "ok": refused.is_empty(),
-        "class": first.map(|error| error.class().as_str()),
+        "class": first.map(|error| error.kind().as_str()),
         "error": first.map(Error::to_string),
         "sets": sets,
         "refused": refused_sets.collect::<Vec<_>>(),

@@ -13,7 +13,7 @@ use tensorfs::checkpoint::{Checkpoint, FolderId, Tail, Tree};
 use tensorfs::error::{real_name, shown, shown_lines, shown_path};
 use tensorfs::source::CopyMode;
 use tensorfs::verify::{Place, Recorded, Task, Verified, bytes_to_read, manifest, verify};
-use tensorfs::{Class, Error};
+use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
 use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text};
@@ -56,7 +56,7 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
 #[derive(Default)]
 struct Report {
     sets: Vec<Value>,
-    /// Its class and its line.
+    /// Its kind and its line.
     first_refusal: Option<(Value, String)>,
     unproven: bool,
 }
@@ -124,16 +124,17 @@ impl Report {
         let source = shown_path(&tree.source);
         // Parts of the tree that the scan left out are not verified. `open_source` has warned of them.
         let partial = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
-        let partial = partial.map(|why| (json!(Class::Usage.as_str()), format!("{source}: {why}")));
+        let partial =
+            partial.map(|why| (json!(ErrorKind::Usage.as_str()), format!("{source}: {why}")));
         let refusal = self.first_refusal.as_ref().or(partial.as_ref());
         let ok = refusal.is_none() && !strict;
         if args.source.json {
-            let (class, error) =
+            let (kind, error) =
                 refusal.map_or((Value::Null, Value::Null), |(c, e)| (c.clone(), json!(e)));
             print_json(&json!({
                 "source": real_name(&tree.source),
                 "ok": ok,
-                "class": class,
+                "class": kind,
                 "error": error,
                 "sets": self.sets,
                 "notes": notes,
@@ -272,7 +273,7 @@ impl Judged {
     fn refusal(&self) -> Error {
         match &self.verified.mismatch {
             Some(mismatch) => self.checkpoint.refused(mismatch.fault()),
-            None => Error::usage("nothing differs"),
+            None => Error::internal("nothing differs"),
         }
     }
 
@@ -349,7 +350,7 @@ impl Judged {
 
 fn describe_refusal(line: &mut Value, error: &Error) {
     line["ok"] = json!(false);
-    line["class"] = json!(error.class().as_str());
+    line["class"] = json!(error.kind().as_str());
     line["error"] = json!(error.to_string());
     line["file"] = json!(error.path().map(real_name));
     line["tensor"] = json!(error.tensor());

@@ -160,10 +160,7 @@ impl Shared {
         let opened = node.open(&self.watcher, &self.service, on_storm);
         let (opened, unchanged) = opened.map_err(|error| match error {
             Error::Changed { .. } => Errno::ESTALE,
-            Error::Io { .. }
-            | Error::Refused { .. }
-            | Error::Device { .. }
-            | Error::Usage { .. } => logged(&error),
+            _ => logged(&error),
         })?;
         let current = opened.current();
         let whole = match &current.file {

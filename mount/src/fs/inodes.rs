@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree};
 use tensorfs::error::{real_name, shown_path};
 use tensorfs::sync::{Mutex, RwLock};
-use tensorfs::{Class, Error, Fault, Result};
+use tensorfs::{Error, ErrorKind, Fault, Result};
 
 use super::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};
 use super::tails::Tails;
@@ -284,7 +284,7 @@ impl Nodes {
             "has {now} shard files, it had {before} before: whether the rest is the whole \
              checkpoint cannot be seen; put the others back, or mount again"
         );
-        let fault = Fault::new(Class::ShardMissing, message);
+        let fault = Fault::new(ErrorKind::ShardMissing, message);
         set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
     }
 

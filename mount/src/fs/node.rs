@@ -218,7 +218,7 @@ impl Node {
         on_storm: impl FnOnce() -> OnStorm,
     ) -> Result<(Arc<Opened>, bool)> {
         let NodeKind::File { content, open, last, .. } = &self.kind else {
-            return Err(Error::usage("a folder cannot be read"));
+            return Err(Error::internal("a folder cannot be read"));
         };
         // Held while the file is opened, so that it is opened and watched once.
         let mut shared = open.lock();

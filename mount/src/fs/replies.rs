@@ -78,8 +78,9 @@ pub(super) fn logged(error: &Error) -> Errno {
     tracing::error!("{error}");
     match error {
         Error::Io { source, .. } => source.raw_os_error().map_or(Errno::EIO, Errno::from_i32),
-        Error::Refused { .. } | Error::Changed { .. } | Error::Device { .. } => Errno::EIO,
         Error::Usage { .. } => Errno::EINVAL,
+        Error::OutOfMemory { .. } => Errno::ENOMEM,
+        _ => Errno::EIO,
     }
 }
 
@@ -88,9 +89,7 @@ pub(super) fn logged(error: &Error) -> Errno {
 pub(super) fn logged_as_eio(error: &Error) -> Errno {
     match error {
         Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),
-        Error::Io { .. } | Error::Device { .. } | Error::Usage { .. } => {
-            tracing::error!("{error}");
-        }
+        _ => tracing::error!("{error}"),
     }
     Errno::EIO
 }

@@ -9,7 +9,7 @@ use super::{PATIENCE, budget, bytes, fetch, file, get, wait_until};
 use crate::counters::Counters;
 use crate::error::Result;
 use crate::io::queue::STUCK_MAX;
-use crate::io::{Budget, Class, Direct, Effort, Engine, Fetch, Filled, Settings};
+use crate::io::{Budget, Direct, Effort, Engine, Fetch, Filled, Priority, Settings};
 use crate::source::Source;
 
 const MIB: u64 = 1 << 20;
@@ -21,7 +21,7 @@ fn long(
     n: u64,
     budget: &Budget,
 ) -> (Fetch, Receiver<()>, Sender<()>, Receiver<Result<Filled>>) {
-    let (mut fetch, result) = fetch(source, n * MIB..(n + 1) * MIB, Class::Prefetch, budget);
+    let (mut fetch, result) = fetch(source, n * MIB..(n + 1) * MIB, Priority::Prefetch, budget);
     let (begin, begun) = channel();
     let (go, wait) = channel::<()>();
     let done = fetch.done;
@@ -61,7 +61,7 @@ fn long_answers_that_are_held_up_hold_up_no_other_read() {
     wait_until("an answer begins", || held.iter().any(|(begun, ..)| begun.try_recv().is_ok()));
     for n in 16..24 {
         let range = n * MIB..(n + 1) * MIB;
-        let (mut fetch, result) = fetch(&source, range.clone(), Class::Demand, &budget);
+        let (mut fetch, result) = fetch(&source, range.clone(), Priority::Demand, &budget);
         fetch.effort = Effort::Short;
         engine.submit(fetch);
         let filled = result.recv_timeout(PATIENCE).expect("an answer").unwrap();

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Class, Effort, Engine, Fetch, Filled};
+use crate::io::{Budget, Buffer, Effort, Engine, Fetch, Filled, Priority};
 use crate::source::{Source, release_unpinned};
 use crate::sync::Mutex;
 
@@ -143,8 +143,8 @@ impl Inner {
             };
             let (this, of, range) = (self.clone(), source.clone(), step.range.clone());
             let done = move |outcome| this.step_done(&job, &step, (&of, begun), outcome);
-            let (class, effort, done) = (Class::Demand, Effort::Long, Box::new(done));
-            self.engine.submit(Fetch { source, range, class, effort, lease, done });
+            let (priority, effort, done) = (Priority::Demand, Effort::Long, Box::new(done));
+            self.engine.submit(Fetch { source, range, priority, effort, lease, done });
         }
     }
 

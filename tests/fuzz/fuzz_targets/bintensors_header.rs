@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use bintensors::BinTensors;
 use libfuzzer_sys::fuzz_target;
-use tensorfs::error::{Class, Fault};
+use tensorfs::error::{ErrorKind, Fault};
 use tensorfs::format::bintensors::{encode, number_of, parse, parse_file};
 use tensorfs::format::safetensors::{Entry, Header, PREFIX_LEN};
 
@@ -90,7 +90,7 @@ fn check(header: &Header, file_len: u64) {
 /// Compares the verdict, and what was read, with the reference implementation.
 fn compare(file: &[u8], ours: &Result<Header, Fault>) {
     // It adds up the length of the file without looking whether that fits.
-    if ours.as_ref().is_err_and(|fault| fault.class == Class::DataTruncated) {
+    if ours.as_ref().is_err_and(|fault| fault.kind == ErrorKind::DataTruncated) {
         return;
     }
     match (ours, BinTensors::deserialize(file)) {
@@ -111,7 +111,7 @@ fn compare(file: &[u8], ours: &Result<Header, Fault>) {
         }
         (Err(_), Err(_)) => {}
         // The one deliberate difference: metadata keys that stand twice.
-        (Err(fault), Ok(_)) => assert_eq!(fault.class, Class::DuplicateKey, "{fault}"),
+        (Err(fault), Ok(_)) => assert_eq!(fault.kind, ErrorKind::DuplicateKey, "{fault}"),
         (Ok(header), Err(error)) => {
             let config = bincode::config::standard().with_limit::<LIMIT>();
             let text = &file[PREFIX_LEN as usize..];

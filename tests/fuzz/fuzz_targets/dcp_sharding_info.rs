@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 use tensorfs::Dtype;
-use tensorfs::error::Class;
+use tensorfs::error::ErrorKind;
 use tensorfs::format::dcp::{Placement, SHARDING_INFO, VERSION, is_shard, placements};
 use tensorfs::format::safetensors::{Entry, Header};
 
@@ -24,9 +24,9 @@ fuzz_target!(|data: &[u8]| {
     match placements(&header) {
         Ok(places) => check(&header, &notes, &places),
         Err(fault) => assert!(
-            matches!(fault.class, Class::DcpInfo | Class::DcpOffsets),
+            matches!(fault.kind, ErrorKind::DcpInfo | ErrorKind::DcpOffsets),
             "{:?}: {fault}",
-            fault.class
+            fault.kind
         ),
     }
 });

@@ -5,14 +5,18 @@
 
 use libfuzzer_sys::fuzz_target;
 use tensorfs::catalog::{Catalog, Piece};
-use tensorfs::error::Class;
+use tensorfs::error::ErrorKind;
 use tensorfs::format::Format;
 use tensorfs::index::Index;
 use tensorfs::layout::{Extent, Layout};
 
 /// Why what is believed may still not be shown as one file.
-const REFUSALS: [Class; 4] =
-    [Class::Misaligned, Class::Overflow, Class::HeaderTooLarge, Class::UnknownDtype];
+const REFUSALS: [ErrorKind; 4] = [
+    ErrorKind::Misaligned,
+    ErrorKind::Overflow,
+    ErrorKind::HeaderTooLarge,
+    ErrorKind::UnknownDtype,
+];
 
 fuzz_target!(|data: &[u8]| {
     if let Ok(index) = Index::decode(data) {
@@ -44,7 +48,7 @@ fn check(catalog: &Catalog) {
     for format in [Format::Safetensors, Format::Bintensors] {
         match Layout::single(catalog, format) {
             Ok(layout) => check_layout(catalog, &layout),
-            Err(fault) => assert!(REFUSALS.contains(&fault.class), "{fault}"),
+            Err(fault) => assert!(REFUSALS.contains(&fault.kind), "{fault}"),
         }
     }
 }

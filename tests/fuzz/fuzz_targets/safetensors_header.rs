@@ -9,7 +9,7 @@ use std::io::Read;
 use libfuzzer_sys::fuzz_target;
 use safetensors::SafeTensors;
 use serde_json::Value;
-use tensorfs::error::{Class, Fault};
+use tensorfs::error::{ErrorKind, Fault};
 use tensorfs::format::safetensors::{Header, PREFIX_LEN, encode};
 
 /// Largest file built for the reference implementation, in bytes.
@@ -100,7 +100,7 @@ fn compare(file: &[u8], ours: &Result<Header, Fault>) {
         }
         (Err(_), Err(_)) => {}
         // The one deliberate difference.
-        (Err(fault), Ok(_)) => assert_eq!(fault.class, Class::DuplicateKey, "{fault}"),
+        (Err(fault), Ok(_)) => assert_eq!(fault.kind, ErrorKind::DuplicateKey, "{fault}"),
         (Ok(header), Err(error)) => panic!("accepted {header:?}, the reference says {error}"),
     }
 }

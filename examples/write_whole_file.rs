@@ -14,7 +14,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (Some(folder), Some(out)) = (args.next(), args.next()) else {
         return Err("which folder, and which file to write?".into());
     };
-    let reader = Reader::open(&Checkpoint::open(&folder)?)?;
+    let reader = Reader::open(&Checkpoint::open(&folder)?.single_file())?;
     let mut file = File::create_new(&out)?;
     let mut chunk = vec![0; 8 << 20];
     let mut at = 0;

@@ -14,6 +14,7 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::{Format, bintensors, safetensors};
 use crate::gather::{Part, Runs};
+use crate::view::{FileSpec, TensorOrder};
 
 pub use self::orders::{Orders, Successors};
 
@@ -26,7 +27,7 @@ pub const DATA_ALIGN: u64 = 4096;
 /// Boundary at which data begins in a file of the reference implementation.
 const SAVED_ALIGN: u64 = 8;
 
-/// A virtual file of all tensors of a checkpoint.
+/// The bytes of one virtual file.
 #[derive(Debug)]
 pub struct Layout {
     header: Vec<u8>,
@@ -94,37 +95,37 @@ pub enum Extent<'a> {
 }
 
 impl Layout {
-    /// The layout of all tensors of `catalog` as one file, as mounts show it.
+    /// The layout of one virtual file of `catalog`.
     ///
-    /// In safetensors, tensors stand by width of their dtype, widest first, so that each is
-    /// aligned; then by shard and offset of their first piece, so that within a dtype the order
-    /// of the file is the order on disk; then by name. Bintensors are as `saved`.
-    pub fn single(catalog: &Catalog, format: Format) -> Result<Layout, Fault> {
-        if format == Format::Bintensors {
-            return Layout::saved(catalog, format);
-        }
-        let order = sorted(catalog, |tensor| {
-            let first = tensor.first_piece();
-            (Reverse(tensor.dtype.bits()), first.shard, first.range.start)
-        });
-        let metadata = catalog.metadata.as_deref().filter(|metadata| !metadata.is_empty());
-        let header = safetensors_header(catalog, metadata, &order, DATA_ALIGN)?;
-        Layout::new(catalog, &order, header)
-    }
-
-    /// The layout that the reference implementation of `format` would save.
-    pub fn saved(catalog: &Catalog, format: Format) -> Result<Layout, Fault> {
-        let (order, header) = match format {
-            Format::Safetensors => {
-                let order = sorted(catalog, |tensor| Reverse(tensor.dtype));
-                let metadata = catalog.metadata.as_deref();
+    /// In safetensors files as mounts show them, tensors stand by width of their dtype, widest
+    /// first, so that each is aligned; then by shard and offset of their first piece, so that
+    /// within a dtype the order of the file is the order on disk; then by name. Mounts show
+    /// bintensors files as they are saved.
+    ///
+    /// # Errors
+    /// `header_too_large` if one file cannot hold all tensors, `misaligned` if rows of sub-byte
+    /// elements do not begin on bytes, `unknown_dtype` if the format lacks a dtype.
+    pub fn of(catalog: &Catalog, spec: &FileSpec) -> Result<Layout, Fault> {
+        let metadata = catalog.metadata.as_deref();
+        let (order, header) = match (spec.format, spec.order) {
+            (Format::Safetensors, TensorOrder::Mounted) => {
+                let order = sorted(catalog, spec, |tensor| {
+                    let first = tensor.first_piece();
+                    (Reverse(tensor.dtype.bits()), first.shard, first.range.start)
+                });
+                let metadata = metadata.filter(|metadata| !metadata.is_empty());
+                let header = safetensors_header(catalog, metadata, &order, DATA_ALIGN)?;
+                (order, header)
+            }
+            (Format::Safetensors, TensorOrder::Saved) => {
+                let order = sorted(catalog, spec, |tensor| Reverse(tensor.dtype));
                 let header = safetensors_header(catalog, metadata, &order, SAVED_ALIGN)?;
                 (order, header)
             }
-            Format::Bintensors => {
-                let order = sorted(catalog, |tensor| Reverse(bintensors::number_of(tensor.dtype)));
-                let entries = entries(catalog, &order);
-                let header = bintensors::encode(catalog.metadata.as_deref(), entries);
+            (Format::Bintensors, _) => {
+                let number = |tensor: &Tensor<'_>| Reverse(bintensors::number_of(tensor.dtype));
+                let order = sorted(catalog, spec, number);
+                let header = bintensors::encode(metadata, entries(catalog, &order));
                 (order, header.map_err(|fault| located(catalog, fault))?)
             }
         };
@@ -269,11 +270,11 @@ impl Layout {
     }
 }
 
-/// The positions of all tensors by `key`, then by name.
-fn sorted<K: Ord>(catalog: &Catalog, key: impl Fn(&Tensor<'_>) -> K) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..catalog.len() as u32).collect();
-    // `at` is the order by name.
-    order.sort_by_cached_key(|&at| (key(&catalog.tensor_at(at as usize)), at));
+/// The positions of the tensors of a file by `key`, then by name.
+fn sorted<K: Ord>(catalog: &Catalog, spec: &FileSpec, key: impl Fn(&Tensor<'_>) -> K) -> Vec<u32> {
+    let mut order = spec.positions(catalog);
+    // Positions are in the order of names.
+    order.sort_by_cached_key(|&position| (key(&catalog.tensor_at(position as usize)), position));
     order
 }
 
@@ -295,7 +296,8 @@ fn safetensors_header(
     align: u64,
 ) -> Result<Vec<u8>, Fault> {
     // Other formats have tensors of this name.
-    if catalog.tensor(safetensors::METADATA).is_some() {
+    let taken = catalog.tensor(safetensors::METADATA).map(|tensor| tensor.position() as u32);
+    if taken.is_some_and(|taken| order.contains(&taken)) {
         let message = "safetensors keeps this name for metadata; rename the tensor, or show the \
                        checkpoint with -o format=bintensors";
         let fault = Fault::new(ErrorKind::HeaderJson, message).tensor(safetensors::METADATA);

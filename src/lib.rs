@@ -16,6 +16,7 @@ pub mod index;
 pub mod io;
 pub mod layout;
 pub mod loader;
+pub mod open_options;
 pub mod plan;
 pub mod prefetch;
 pub mod process;

@@ -7,17 +7,20 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{byte, write_shard};
 use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
-use tensorfs::checkpoint::Checkpoint;
+use tensorfs::checkpoint::{Checkpoint, VirtualFile};
 use tensorfs::counters::Counters;
+use tensorfs::format::Format;
+use tensorfs::format::safetensors::Header;
 use tensorfs::io::{Backend, Budget, Direct, Engine, Settings};
 use tensorfs::reader::Reader;
 use tensorfs::source::Source;
+use tensorfs::view::FileSpec;
 use tensorfs::{Dtype, Error};
 
 const SHARDS: usize = 3;
@@ -65,11 +68,55 @@ struct Fixture {
     counters: Arc<Counters>,
 }
 
+/// The file of those tensors of `checkpoint` whose position leaves `rest` when halved.
+fn half(checkpoint: &Arc<Checkpoint>, rest: u32) -> VirtualFile {
+    let tensors = (0..checkpoint.catalog().len() as u32).filter(|at| at % 2 == rest).collect();
+    let spec = FileSpec::single(&format!("half-{rest}.safetensors"), Format::Safetensors);
+    VirtualFile::new(checkpoint, FileSpec { tensors: Some(tensors), ..spec })
+}
+
+#[test]
+fn two_virtual_files_of_one_checkpoint_are_read_at_once_and_share_no_bytes() {
+    for settings in ways() {
+        let fixture = fixture(write_rows, settings);
+        let checkpoint = Checkpoint::open(fixture._folder.path()).unwrap();
+        let files = [0, 1].map(|rest| {
+            let reader = Reader::open(&half(&checkpoint, rest)).unwrap();
+            let mut whole = vec![0; reader.len() as usize];
+            assert_eq!(reader.read_at(0, &mut whole).unwrap(), whole.len());
+            (fixture.cache.open(reader, None), whole)
+        });
+        let mut names = Vec::new();
+        for (_, whole) in &files {
+            let header = Header::of_file(whole).unwrap();
+            for entry in &header.tensors {
+                let data = &whole[header.data_start() as usize..];
+                let data =
+                    &data[entry.data_offsets.start as usize..entry.data_offsets.end as usize];
+                let mut pattern = (0..TENSOR_LEN).map(|at| byte(&entry.name, at % 9973));
+                assert!(data.iter().all(|&found| Some(found) == pattern.next()), "{}", entry.name);
+                names.push(entry.name.clone());
+            }
+        }
+        names.sort();
+        assert!(names.iter().eq(checkpoint.catalog().tensors().map(|tensor| tensor.name)));
+        const STEP: u64 = 1_300_007;
+        for offset in (0..files[0].1.len() as u64).step_by(STEP as usize) {
+            let begun = files.each_ref().map(|(file, _)| fixture.begin(file, offset, STEP));
+            for (answer, (_, whole)) in begun.iter().zip(&files) {
+                let range = offset as usize..whole.len().min((offset + STEP) as usize);
+                let read = answer.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+                assert!(read == whole[range], "at {offset}");
+            }
+        }
+    }
+}
+
 fn fixture(write: fn(&Path), settings: Settings) -> Fixture {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path());
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let reader = Reader::open(&checkpoint).unwrap();
+    let reader = Reader::open(&checkpoint.single_file()).unwrap();
     let mut whole = vec![0; reader.len() as usize];
     assert_eq!(reader.read_at(0, &mut whole).unwrap(), whole.len());
     let counters = Arc::new(Counters::default());
@@ -95,12 +142,24 @@ fn ways() -> Vec<Settings> {
 
 impl Fixture {
     fn read(&self, offset: u64, len: u64) -> Result<Vec<u8>, String> {
+        self.begin(&self.file, offset, len)
+            .recv_timeout(Duration::from_secs(60))
+            .expect("an answer")
+    }
+
+    /// Begins a read; its answer comes to the receiver.
+    fn begin(
+        &self,
+        file: &Arc<CachedFile>,
+        offset: u64,
+        len: u64,
+    ) -> Receiver<Result<Vec<u8>, String>> {
         let (send, receive) = channel();
         let answer = move |outcome: Result<&[u8], &Error>| {
             send.send(outcome.map(<[u8]>::to_vec).map_err(ToString::to_string)).unwrap();
         };
-        self.cache.read(&self.file, 0, offset..offset + len, Box::new(answer));
-        receive.recv_timeout(Duration::from_secs(60)).expect("an answer")
+        self.cache.read(file, 0, offset..offset + len, Box::new(answer));
+        receive
     }
 
     fn assert_reads(&self, offset: u64, len: u64) {

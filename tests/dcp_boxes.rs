@@ -36,7 +36,7 @@ fn flip(path: &Path, at: u64) {
 }
 
 fn read_all(checkpoint: &Arc<Checkpoint>) -> (Reader, Vec<u8>) {
-    let reader = Reader::open(checkpoint).unwrap();
+    let reader = Reader::open(&checkpoint.single_file()).unwrap();
     let mut file = vec![0; reader.len() as usize];
     assert_eq!(reader.read_at(0, &mut file).unwrap(), file.len());
     (reader, file)
@@ -204,11 +204,11 @@ proptest! {
         prop_assert_eq!(&mismatch.range, range);
         prop_assert_eq!(mismatch.others, 0);
 
-        let gate = Arc::new(Gate::of_checkpoint(&checkpoint, &recorded()).unwrap());
+        let gate = Arc::new(Gate::of_file(&checkpoint.single_file(), &recorded()).unwrap());
         let counters = Arc::new(Counters::default());
         let engine = Engine::start(Settings::default(), counters.clone());
         let checker = Checker::start(engine, counters, None).unwrap();
-        let layout = checkpoint.layout().unwrap();
+        let layout = checkpoint.single_file().layout().unwrap();
         let position = checkpoint.catalog().tensor(damaged).unwrap().position();
         let (send, receive) = std::sync::mpsc::channel();
         let mut asked = Vec::new();
@@ -300,7 +300,7 @@ fn a_mismatch_is_counted_before_those_who_wait_for_it_are_answered() {
     flip(&shard, std::fs::metadata(&shard).unwrap().len() - 1);
 
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let gate = Arc::new(Gate::of_checkpoint(&checkpoint, &recorded()).unwrap());
+    let gate = Arc::new(Gate::of_file(&checkpoint.single_file(), &recorded()).unwrap());
     let counters = Arc::new(Counters::default());
     let engine = Engine::start(Settings::default(), counters.clone());
     let checker = Checker::start(engine, counters.clone(), None).unwrap();
@@ -308,7 +308,7 @@ fn a_mismatch_is_counted_before_those_who_wait_for_it_are_answered() {
     let answer = move |outcome: Result<(), &tensorfs::Error>| {
         send.send((outcome.is_ok(), counters.checksum_mismatches.get())).unwrap();
     };
-    let len = checkpoint.layout().unwrap().len();
+    let len = checkpoint.single_file().layout().unwrap().len();
     gate.when_checked(&checker, len - 1..len, Box::new(answer));
     assert_eq!(receive.recv_timeout(Duration::from_secs(30)).unwrap(), (false, 1));
 }

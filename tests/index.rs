@@ -5,16 +5,21 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tensorfs::checkpoint::{Checkpoint, FolderId, Origin, Proved, Tree};
 use tensorfs::error::Error;
 use tensorfs::format::{Format, manifest};
 use tensorfs::index::Index;
-use tensorfs::view::{Arrangement, Prefer, View};
+use tensorfs::open_options::{OpenOptions, Prefer};
+use tensorfs::view::{Files, MapPolicy, View};
 
 const SHARD: &str = "model-00002-of-00003.safetensors";
 const MAP: &str = "model.safetensors.index.json";
+
+const ORIGINAL: View =
+    View { files: Files::Original, format: Format::Safetensors, map: MapPolicy::Rewrite };
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
@@ -32,11 +37,11 @@ fn model() -> tempfile::TempDir {
     home
 }
 
-fn view(home: &Path) -> View {
-    View { index: Some(home.join("index")), ..View::default() }
+fn view(home: &Path) -> OpenOptions {
+    OpenOptions { index: Some(home.join("index")), ..OpenOptions::default() }
 }
 
-fn prove(source: &Path, view: &View) -> (Tree, Vec<(FolderId, Proved)>) {
+fn prove(source: &Path, view: &OpenOptions) -> (Tree, Vec<(FolderId, Proved)>) {
     let tree = Tree::scan(source, view).unwrap();
     let proved = tree.families().into_iter().flat_map(|head| tree.prove(head)).collect();
     (tree, proved)
@@ -96,7 +101,7 @@ fn assert_same(left: &Proved, right: &Proved) {
     }
 }
 
-fn assert_same_checkpoint(left: &Checkpoint, right: &Checkpoint) {
+fn assert_same_checkpoint(left: &Arc<Checkpoint>, right: &Arc<Checkpoint>) {
     assert_eq!(left.catalog(), right.catalog());
     assert_eq!((&left.name, left.kind, left.tail), (&right.name, right.kind, right.tail));
     assert_eq!(left.directory, right.directory);
@@ -106,10 +111,13 @@ fn assert_same_checkpoint(left: &Checkpoint, right: &Checkpoint) {
     };
     assert_eq!(identities(left), identities(right));
     if !left.is_whole_file() {
-        let shown = |checkpoint: &Checkpoint| checkpoint.shown().map_err(|e| e.to_string());
+        let shown = |checkpoint: &Arc<Checkpoint>| {
+            checkpoint.single_file().summary().map_err(|e| e.to_string())
+        };
         assert_eq!(shown(left), shown(right));
         // The index describes the virtual file as its layout does.
-        let layout = left.layout().map(|layout| layout.len()).map_err(|e| e.to_string());
+        let layout =
+            left.single_file().layout().map(|layout| layout.len()).map_err(|e| e.to_string());
         assert_eq!(layout, shown(left).map(|shown| shown.len));
     }
 }
@@ -148,7 +156,7 @@ fn a_folder_without_weights_has_no_index() {
     let home = model();
     fs::create_dir(home.path().join("logs")).unwrap();
     File::create(home.path().join("logs/train.log")).unwrap();
-    let view = View { index: Some(home.path().join("index")), ..View::default() };
+    let view = view(home.path());
     let tree = Tree::scan(home.path(), &view).unwrap();
     for id in 0..tree.len() {
         let proved = tree.prove(id);
@@ -171,8 +179,9 @@ fn every_good_fixture_is_the_same_from_the_index() {
             (Prefer::Index, Format::Safetensors),
             (Prefer::File, Format::Bintensors),
         ] {
-            let plain = View { prefer, format, ..View::default() };
-            let view = View { prefer, format, ..view(home.path()) };
+            let files = View { format, ..View::default() };
+            let plain = OpenOptions { prefer, view: files, ..OpenOptions::default() };
+            let view = OpenOptions { index: view(home.path()).index, ..plain.clone() };
             let (tree, headers) = prove(&source, &plain);
             let (_, _) = prove(&source, &view);
             let (_, index) = prove(&source, &view);
@@ -200,13 +209,13 @@ fn what_options_ask_for_is_judged_anew_at_each_start() {
     let reference = home.path().join("reference.json");
     fs::write(&reference, r#"{"metadata":{},"weight_map":{"other":"a.safetensors"}}"#).unwrap();
     let views = [
-        View { expect_shards: Some(4), ..View::default() },
-        View { expect_shards: Some(3), ..View::default() },
-        View { reference: Some(reference), ..View::default() },
-        View { arrangement: Arrangement::Original, ..View::default() },
+        OpenOptions { expect_shards: Some(4), ..OpenOptions::default() },
+        OpenOptions { expect_shards: Some(3), ..OpenOptions::default() },
+        OpenOptions { reference: Some(reference), ..OpenOptions::default() },
+        OpenOptions { view: ORIGINAL, ..OpenOptions::default() },
     ];
     for plain in views {
-        let view = View { index: view(home.path()).index, ..plain.clone() };
+        let view = OpenOptions { index: view(home.path()).index, ..plain.clone() };
         let (_, headers) = prove(&model, &plain);
         let (_, index) = prove(&model, &view);
         assert!(index[0].1.from_index());
@@ -218,11 +227,11 @@ fn what_options_ask_for_is_judged_anew_at_each_start() {
 #[test]
 fn an_index_made_by_another_layout_lays_a_single_file_out() {
     let home = model();
-    let original = View { arrangement: Arrangement::Original, ..view(home.path()) };
+    let original = OpenOptions { view: ORIGINAL, ..view(home.path()) };
     prove(&home.path().join("model"), &original);
     let single = prove_model(home.path());
     assert!(single.from_index());
-    assert_same(&single, &prove(&home.path().join("model"), &View::default()).1[0].1);
+    assert_same(&single, &prove(&home.path().join("model"), &OpenOptions::default()).1[0].1);
 }
 
 #[test]
@@ -363,7 +372,7 @@ fn an_index_is_not_believed_after_any_change_of_a_header_or_a_name() {
     in_every_state(&CHANGES, |what, home| {
         let after = prove_model(home);
         assert!(!after.from_index(), "{what}");
-        let (_, headers) = prove(&home.join("model"), &View::default());
+        let (_, headers) = prove(&home.join("model"), &OpenOptions::default());
         assert_same(&headers[0].1, &after);
         let again = prove_model(home);
         assert_eq!(again.from_index(), after.sets.iter().all(|set| set.outcome.is_ok()), "{what}");
@@ -376,7 +385,7 @@ fn an_index_holds_and_is_written_anew_while_the_headers_are_the_same() {
     in_every_state(&HARMLESS, |what, home| {
         let after = prove_model(home);
         assert!(after.from_index(), "{what}");
-        let (_, headers) = prove(&home.join("model"), &View::default());
+        let (_, headers) = prove(&home.join("model"), &OpenOptions::default());
         assert_same(&headers[0].1, &after);
         for record in decoded(&the_index(home)).files {
             let meta = fs::metadata(home.join("model").join(&record.name)).unwrap();
@@ -404,7 +413,7 @@ fn of_many_files_in_doubt_the_one_that_differs_is_named() {
     let after = prove_model(home.path());
     assert!(!after.from_index());
     assert_eq!(doubt(&after), "does not know part-17.safetensors as it is");
-    assert_same(&after, &prove(&model, &View::default()).1[0].1);
+    assert_same(&after, &prove(&model, &OpenOptions::default()).1[0].1);
 }
 
 #[test]
@@ -538,7 +547,7 @@ fn an_index_of_another_user_is_not_believed() {
 #[test]
 fn what_cannot_be_read_or_written_is_only_not_kept() {
     let home = model();
-    let plain = prove(&home.path().join("model"), &View::default()).1;
+    let plain = prove(&home.path().join("model"), &OpenOptions::default()).1;
     // A file where the folder of indexes has to be, and a folder where the index has to be.
     fs::write(home.path().join("index"), "").unwrap();
     for _ in 0..2 {

@@ -11,8 +11,9 @@ use tensorfs::format::Format;
 use tensorfs::format::dcp::{SHARDING_INFO, VERSION};
 use tensorfs::format::safetensors::{Entry, Header};
 use tensorfs::hash::Digest;
-use tensorfs::index::{FileRecord, Fingerprint, Index, SetRecord};
+use tensorfs::index::{FileRecord, Fingerprint, Index, SetRecord, VirtualFileRecord};
 use tensorfs::layout::{Extent, Layout};
+use tensorfs::view::FileSpec;
 use tensorfs::{Dtype, ErrorKind};
 
 /// Bytes before the content: see docs/index.md.
@@ -79,7 +80,9 @@ fn catalog(stored: &[Stored<'_>]) -> Result<Catalog, tensorfs::Fault> {
 }
 
 fn set(name: &str, kind: &str, catalog: Catalog) -> SetRecord {
-    let layout = Layout::single(&catalog, Format::Safetensors).unwrap();
+    let spec = FileSpec::single(name, Format::Safetensors);
+    let layout = Layout::of(&catalog, &spec).unwrap();
+    let header = Digest::of(layout.header());
     SetRecord {
         name: name.to_owned(),
         kind: kind.to_owned(),
@@ -87,7 +90,7 @@ fn set(name: &str, kind: &str, catalog: Catalog) -> SetRecord {
         noted: kind == "dcp",
         manifest: None,
         map: None,
-        shown: Some((layout.len(), Digest::of(layout.header()))),
+        virtual_files: vec![VirtualFileRecord { spec: spec.digest(), len: layout.len(), header }],
         catalog,
     }
 }
@@ -162,7 +165,7 @@ fn sample() -> Index {
     let single = SetRecord {
         map: None,
         manifest: None,
-        shown: None,
+        virtual_files: Vec::new(),
         ..set("one.safetensors", "single", catalog(&[]).unwrap())
     };
     Index {
@@ -179,10 +182,10 @@ fn sample() -> Index {
 /// has changed: then the version in `src/index/mod.rs` goes up, and the new bytes become a
 /// fixture of their own beside the old ones.
 #[test]
-fn version_2_is_laid_out_as_it_was_when_it_was_fixed() {
+fn version_3_is_laid_out_as_it_was_when_it_was_fixed() {
     let expected = sample();
-    let kept = include_bytes!("fixtures/index/v2.index");
-    assert_eq!(kept[..16], *b"TENSORFS\x02\0\0\0\0\0\0\0");
+    let kept = include_bytes!("fixtures/index/v3.index");
+    assert_eq!(kept[..16], *b"TENSORFS\x03\0\0\0\0\0\0\0");
     let decoded = Index::decode(kept).unwrap();
     assert_eq!(decoded, expected);
     assert_eq!(expected.encode().unwrap(), kept);
@@ -193,8 +196,9 @@ fn version_2_is_laid_out_as_it_was_when_it_was_fixed() {
 fn another_version_is_not_read() {
     let mut bytes = sample().encode().unwrap();
     bytes[8] += 1;
-    let older = include_bytes!("fixtures/index/v1.index");
-    for bytes in [bytes.as_slice(), older] {
+    let older: [&[u8]; 2] =
+        [include_bytes!("fixtures/index/v1.index"), include_bytes!("fixtures/index/v2.index")];
+    for bytes in [bytes.as_slice()].into_iter().chain(older) {
         assert_eq!(Index::decode(bytes).unwrap_err(), "was written by another version");
     }
 }
@@ -278,7 +282,7 @@ fn check(catalog: &Catalog) {
         tensor.replicas().for_each(|piece| assert!(inside(piece) <= tensor.len));
     }
     for format in [Format::Safetensors, Format::Bintensors] {
-        match Layout::single(catalog, format) {
+        match Layout::of(catalog, &FileSpec::single("model", format)) {
             Ok(layout) => check_layout(catalog, &layout),
             Err(fault) => assert!(REFUSALS.contains(&fault.kind), "{fault}"),
         }
@@ -354,7 +358,7 @@ fn boxed() -> impl Strategy<Value = Catalog> {
 }
 
 fn record(catalog: Catalog) -> SetRecord {
-    SetRecord { shown: None, ..set("model.safetensors", "dcp", catalog) }
+    SetRecord { virtual_files: Vec::new(), ..set("model.safetensors", "dcp", catalog) }
 }
 
 proptest! {

@@ -9,7 +9,8 @@ use tensorfs::error::quoted;
 use tensorfs::format::Format;
 use tensorfs::index::Store;
 use tensorfs::io::{Backend, Direct};
-use tensorfs::view::{Arrangement, Links, MapPolicy, Prefer, View};
+use tensorfs::open_options::{Links, OpenOptions, Prefer};
+use tensorfs::view::{Files, MapPolicy};
 
 /// Whether the kernel may serve whole files by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -97,7 +98,7 @@ const REQUEST_SIZES: std::ops::RangeInclusive<u64> = 128 << 10..=16 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// What is shown, and how.
-    pub view: View,
+    pub open: OpenOptions,
     /// Owner of all files.
     pub uid: Option<u32>,
     /// Group of all files.
@@ -147,7 +148,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options {
-            view: View { links: Links::Inside, ..View::default() },
+            open: OpenOptions { links: Links::Inside, ..OpenOptions::default() },
             uid: None,
             gid: None,
             umask: 0,
@@ -233,8 +234,8 @@ impl Options {
         for option in strings.iter().flat_map(|s| split(s.as_ref())).filter(|o| !o.is_empty()) {
             options.apply(&option, &mut seen, sloppy)?;
         }
-        let original = options.view.arrangement == Arrangement::Original;
-        if original && options.view.format == Format::Bintensors {
+        let original = options.open.view.files == Files::Original;
+        if original && options.open.view.format == Format::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
         }
@@ -274,7 +275,7 @@ impl Options {
             ("nosymfollow", None) => self.nosymfollow = true,
             ("symfollow", None) => self.nosymfollow = false,
             ("allow_other", None) => self.allow_other = true,
-            ("follow", Some(folder)) if !folder.is_empty() => self.view.follow.push(folder.into()),
+            ("follow", Some(folder)) if !folder.is_empty() => self.open.follow.push(folder.into()),
             (key, Some(value)) if is_own(key) => {
                 if seen.iter().any(|other| other == key) {
                     return Err(format!("option {key}= is given twice"));
@@ -304,28 +305,28 @@ impl Options {
             || (!value.is_empty()).then(|| value.to_owned()).ok_or_else(|| bad("a name"));
         match key {
             "layout" => {
-                self.view.arrangement = match value {
-                    "single" => Arrangement::Single,
-                    "original" => Arrangement::Original,
+                self.open.view.files = match value {
+                    "single" => Files::Single,
+                    "original" => Files::Original,
                     _ => return Err(bad("single or original")),
                 }
             }
             "format" => {
-                self.view.format = match value {
+                self.open.view.format = match value {
                     "safetensors" => Format::Safetensors,
                     "bintensors" => Format::Bintensors,
                     _ => return Err(bad("safetensors or bintensors")),
                 }
             }
             "index" => {
-                self.view.map = match value {
+                self.open.view.map = match value {
                     "rewrite" => MapPolicy::Rewrite,
                     "hide" => MapPolicy::Hide,
                     _ => return Err(bad("rewrite or hide")),
                 }
             }
             "prefer" => {
-                self.view.prefer = match value {
+                self.open.prefer = match value {
                     "file" => Prefer::File,
                     "index" => Prefer::Index,
                     _ => return Err(bad("file or index")),
@@ -348,9 +349,9 @@ impl Options {
             }
             "expect-shards" => {
                 let shards = value.parse().ok().filter(|n| *n > 0);
-                self.view.expect_shards = Some(shards.ok_or_else(|| bad("a number from 1"))?);
+                self.open.expect_shards = Some(shards.ok_or_else(|| bad("a number from 1"))?);
             }
-            "reference" => self.view.reference = Some(not_empty()?.into()),
+            "reference" => self.open.reference = Some(not_empty()?.into()),
             "fsname" => self.fsname = Some(not_empty()?),
             "log" => self.log = Some(not_empty()?.into()),
             "index-dir" => self.index_dir = IndexDir::parse(OsStr::new(&not_empty()?)),
@@ -418,8 +419,8 @@ impl Options {
     /// # Errors
     /// If the working directory is gone.
     pub fn make_absolute(&mut self) -> std::io::Result<()> {
-        let paths = self.view.follow.iter_mut();
-        let paths = paths.chain(self.view.reference.as_mut()).chain(self.log.as_mut());
+        let paths = self.open.follow.iter_mut();
+        let paths = paths.chain(self.open.reference.as_mut()).chain(self.log.as_mut());
         let index_dir = match &mut self.index_dir {
             IndexDir::At(folder) => Some(folder),
             IndexDir::OfUser | IndexDir::Nowhere => None,
@@ -564,7 +565,7 @@ mod tests {
     #[test]
     fn an_option_given_twice_is_refused_but_for_follow() {
         assert_eq!(parse("uid=1,uid=2").unwrap_err(), "option uid= is given twice");
-        assert_eq!(parse("follow=/a,follow=/b").unwrap().view.follow.len(), 2);
+        assert_eq!(parse("follow=/a,follow=/b").unwrap().open.follow.len(), 2);
     }
 
     #[test]

@@ -12,13 +12,13 @@ use pyo3::prelude::*;
 use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
 use tensorfs::error::real_name;
-use tensorfs::format::Format;
 use tensorfs::format::names::is_weights;
 use tensorfs::format::safetensors::Header;
 use tensorfs::index::Store;
+use tensorfs::open_options::OpenOptions;
 use tensorfs::process::{PerProcess, token};
 use tensorfs::source::{Behind, behind_mount};
-use tensorfs::view::{Arrangement, View};
+use tensorfs::view::{Files, View};
 
 use crate::errors::raised;
 use crate::loading::LOOK;
@@ -207,31 +207,31 @@ pub(crate) fn beside<T: Send + 'static>(
 }
 
 fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let Some(Behind { path: source, view }) = behind_mount(path) else {
-        return open_source(path, &View::default());
+    let Some(Behind { path: source, options }) = behind_mount(path) else {
+        return open_source(path, &OpenOptions::default());
     };
-    if view.arrangement == Arrangement::Single && source.is_file() {
+    if options.view.files == Files::Single && source.is_file() {
         // What is shown as one file is the set that this file belongs to.
-        return open_set(&source, &view);
+        return open_set(&source, &options);
     }
-    open_source(&source, &view)
+    open_source(&source, &options)
 }
 
-fn open_source(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoint>> {
+fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let name = path.file_name().and_then(|name| name.to_str());
     let map = name.and_then(tensorfs::format::names::weight_map_output).is_some();
     if path.is_dir() || (map && !name.is_some_and(is_weights)) {
-        return open_set(path, view);
+        return open_set(path, options);
     }
     core::Checkpoint::of_files(&[path.to_owned()])
 }
 
 /// The set at `path`, from the index where that is fresh. Whether a mount could show it as one
 /// file does not matter.
-fn open_set(path: &Path, view: &View) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let (arrangement, format) = (Arrangement::Original, Format::default());
+fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
+    let view = View { files: Files::Original, ..View::default() };
     let index = Store::of_user().map(|store| store.folder().to_owned());
-    core::Checkpoint::open_with(path, &View { arrangement, format, index, ..view.clone() })
+    core::Checkpoint::open_with(path, &OpenOptions { view, index, ..options.clone() })
 }
 
 /// A tensor of a file in memory: name, dtype, shape, first byte and end.

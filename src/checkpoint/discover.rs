@@ -9,9 +9,9 @@ use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::Format;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
+use crate::open_options::Prefer;
 use crate::source::resolve::Unusable;
 use crate::sync::Mutex;
-use crate::view::Prefer;
 
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
 use super::load::{Loaded, Unread, named_in, open_links, read_text};

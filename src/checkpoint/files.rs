@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use crate::catalog::{Catalog, Heads, ShardHeader};
 use crate::error::{Error, Fault, Result, shown_path};
@@ -14,6 +14,7 @@ use crate::view::View;
 use super::discover::{Kind, is_noted};
 use super::load::{Loaded, open_shard};
 use super::openers::map_files;
+use super::virtual_file::{ArrangedFile, present};
 use super::{Checkpoint, Tail};
 
 impl Checkpoint {
@@ -48,8 +49,7 @@ impl Checkpoint {
             tail: self.tail,
             catalog: self.catalog.clone(),
             sources: sources.collect(),
-            layout: OnceLock::new(),
-            shown: OnceLock::new(),
+            files: self.files.iter().map(|file| ArrangedFile::new(file.spec.clone())).collect(),
             map: self.map.clone(),
             manifest: self.manifest,
         })
@@ -83,10 +83,12 @@ fn open_files(
         catalog.shards.iter().filter_map(|shard| Some(source(&shard.name)?.source.clone()));
     let sources: Vec<Arc<Source>> = sources.collect();
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
+    let view = View::default();
+    let (catalog, files) = present(catalog, kind, &output, &view);
     Ok(Arc::new(Checkpoint {
         name: output,
         kind,
-        format: View::default().format,
+        format: view.format,
         directory: folder,
         // Nothing says whether there are more files; but these are all that were asked for.
         tail: if kind == Kind::Dcp && !catalog.shapes_recorded {
@@ -96,8 +98,7 @@ fn open_files(
         },
         catalog,
         sources,
-        layout: OnceLock::new(),
-        shown: OnceLock::new(),
+        files,
         map: map.map(|map| (names::weight_map(&names::whole("model")), map.metadata)),
         manifest: None,
     }))

@@ -3,23 +3,25 @@
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::error::{Fault, shown_path};
+use crate::error::shown_path;
 use crate::format::{Format, manifest, names};
 use crate::hash::Digest;
-use crate::index::{EXTENSION, FileRecord, Fingerprint, Index, SetRecord, Store, file_name, now};
-use crate::layout::Layout;
+use crate::index::{
+    EXTENSION, FileRecord, Fingerprint, Index, SetRecord, Store, VirtualFileRecord, file_name, now,
+};
+use crate::open_options::Prefer;
 use crate::source::{Identity, Source};
-use crate::view::{Arrangement, Prefer};
 
+use super::Checkpoint;
 use super::discover::{Kind, Weights, is_noted};
 use super::openers::map_files;
 use super::prove::{Proved, Set, Tailed, prove_tail};
 use super::tree::{File, Folder, FolderId, Tree};
-use super::{Checkpoint, ShownFile};
+use super::virtual_file::{FileSummary, VirtualFile, present};
 
 /// Seconds for which a file must have been left alone before the index was made, so that a later
 /// write cannot have the same times: some file systems count in twos.
@@ -104,7 +106,7 @@ impl Tree {
 impl<'a> FolderIndex<'a> {
     /// That of `folder`; None where none is to be kept.
     pub(super) fn of(tree: &'a Tree, folder: &'a Folder) -> Option<FolderIndex<'a>> {
-        let store = Store::new(tree.view.index.clone()?);
+        let store = Store::new(tree.options.index.clone()?);
         Some(FolderIndex { store, tree, folder, started: now() })
     }
 
@@ -113,9 +115,9 @@ impl<'a> FolderIndex<'a> {
     pub(super) fn file_name(&self) -> String {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
-        let view = &self.tree.view;
-        let bintensors = u8::from(view.format == Format::Bintensors);
-        let looked_at = [u8::from(view.prefer == Prefer::Index) | bintensors << 1];
+        let options = &self.tree.options;
+        let bintensors = u8::from(options.view.format == Format::Bintensors);
+        let looked_at = [u8::from(options.prefer == Prefer::Index) | bintensors << 1];
         file_name(&[folder, only, &looked_at], EXTENSION)
     }
 
@@ -245,7 +247,7 @@ impl<'a> FolderIndex<'a> {
         judged: bool,
         files: &[FileRecord],
     ) -> Result<crate::Result<Checkpoint>, String> {
-        let (catalog, format) = (record.catalog, self.tree.view.format);
+        let (catalog, options) = (record.catalog, &self.tree.options);
         let mut sources = Vec::with_capacity(catalog.shards.len());
         for shard in &catalog.shards {
             let file = self.folder.file(&shard.name).ok_or("knows a shard that is not there")?;
@@ -266,10 +268,6 @@ impl<'a> FolderIndex<'a> {
                 Some((name, metadata))
             }
         };
-        let shown = OnceLock::new();
-        if let Some((len, header)) = record.shown {
-            let _ = shown.set(ShownFile { len, header });
-        }
         let total_size =
             map.as_ref().and_then(|(_, metadata)| metadata.get("total_size")?.as_u64());
         let set = Tailed {
@@ -280,30 +278,24 @@ impl<'a> FolderIndex<'a> {
             judged,
             manifest: record.manifest,
         };
-        let checked = prove_tail(self.folder, &catalog, &self.tree.view, &set);
-        let laid_out = checked.and_then(|(tail, manifest)| {
-            let layout = OnceLock::new();
-            let single = self.tree.view.arrangement == Arrangement::Single;
-            if !kind.stands_as(format) && single && record.shown.is_none() {
-                let refused = |fault: Fault| crate::Error::refused(&self.folder.path, fault);
-                let laid_out = Layout::single(&catalog, format).map_err(refused)?;
-                let _ = layout.set(Arc::new(laid_out));
-            }
-            Ok((tail, manifest, layout))
-        });
-        Ok(laid_out.map(|(tail, manifest, layout)| Checkpoint {
+        let (tail, manifest) = match prove_tail(self.folder, &catalog, options, &set) {
+            Ok(proved) => proved,
+            Err(error) => return Ok(Err(error)),
+        };
+        let (catalog, files) = present(catalog, kind, &record.name, &options.view);
+        let checkpoint = Checkpoint {
             name: record.name,
             kind,
-            format,
+            format: options.view.format,
             directory: self.folder.path.clone(),
             tail,
             catalog,
             sources,
-            layout,
-            shown,
+            files,
             map,
             manifest,
-        }))
+        };
+        Ok(checkpoint.summarize(&record.virtual_files).map(|()| checkpoint))
     }
 
     /// Looks at the text files of the folder, before they are parsed.
@@ -402,8 +394,16 @@ impl<'a> FolderIndex<'a> {
     fn set_record(&self, set: &Set, weights: &Weights) -> Option<SetRecord> {
         let checkpoint = set.outcome.as_ref().ok()?;
         let loaded = |name: &String| weights.get(name).and_then(|loaded| loaded.as_ref().ok());
-        // One that cannot be laid out may still be shown as it is.
-        let shown = (!checkpoint.is_whole_file()).then(|| checkpoint.shown().ok()).flatten();
+        // A start with `Files::Original` and one with `Files::Single` share the index.
+        let mut files: Vec<VirtualFile> = checkpoint.virtual_files().collect();
+        if files.is_empty() && !checkpoint.is_whole_file() {
+            files.push(checkpoint.single_file());
+        }
+        let record = |file: &VirtualFile| {
+            // A checkpoint without a layout may still be shown as it is.
+            let FileSummary { len, header } = file.summary().ok()?;
+            Some(VirtualFileRecord { spec: file.spec().digest(), len, header })
+        };
         Some(SetRecord {
             name: set.name.clone(),
             kind: set.kind.as_str().to_owned(),
@@ -415,7 +415,7 @@ impl<'a> FolderIndex<'a> {
                 .map
                 .as_ref()
                 .map(|(name, metadata)| (name.clone(), Value::from(metadata.clone()).to_string())),
-            shown: shown.map(|shown| (shown.len, shown.header)),
+            virtual_files: files.iter().filter_map(record).collect(),
             catalog: checkpoint.catalog.clone(),
         })
     }

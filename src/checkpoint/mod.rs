@@ -11,19 +11,18 @@ mod prove;
 mod scan;
 mod show;
 mod tree;
+mod virtual_file;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use crate::catalog::Catalog;
 use crate::error::{Error, Fault, Result, shown_path};
 use crate::format::Format;
-use crate::hash::Digest;
-use crate::layout::Layout;
+use crate::open_options::OpenOptions;
 use crate::source::Source;
-use crate::view::View;
 
 pub use discover::Kind;
 pub(crate) use indexed::fingerprint;
@@ -32,6 +31,8 @@ pub use prove::{Proved, Set};
 pub use scan::LeftOut;
 pub use show::{Content, ERROR_FILE, Shown};
 pub use tree::{File, Folder, FolderId, Misfit, Tree};
+use virtual_file::ArrangedFile;
+pub use virtual_file::{FileSummary, VirtualFile};
 
 /// Whether something outside the shards proved that the last pieces are there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,23 +53,14 @@ impl Tail {
     }
 }
 
-/// The virtual file of a checkpoint, as far as its attributes need it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ShownFile {
-    /// Length in bytes.
-    pub len: u64,
-    /// Hash of its header, which with the identities of the shards tells its bytes.
-    pub header: Digest,
-}
-
 /// One checkpoint, proved and open.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Name of the file that it is shown as.
+    /// Name of the set: that of the file with all its tensors.
     pub name: String,
     /// What makes its files a set.
     pub kind: Kind,
-    /// The format in which it is shown.
+    /// Format of its virtual files.
     pub format: Format,
     /// The folder of its files.
     pub directory: PathBuf,
@@ -76,10 +68,8 @@ pub struct Checkpoint {
     pub tail: Tail,
     catalog: Catalog,
     sources: Vec<Arc<Source>>,
-    /// Once it was needed.
-    layout: OnceLock<Arc<Layout>>,
-    /// Once it was needed, or from the index.
-    shown: OnceLock<ShownFile>,
+    /// The virtual files that its view arranges it in.
+    files: Vec<Arc<ArrangedFile>>,
     /// Its weight map: file name, and the metadata in it.
     map: Option<(String, Map<String, Value>)>,
     /// Where the manifest beside it was compared: whether that knows all shapes.
@@ -94,16 +84,16 @@ impl Checkpoint {
     /// The reason of a refusal, with file and tensor; `Error::Usage` where `path` holds more
     /// than one checkpoint.
     pub fn open(path: &Path) -> Result<Arc<Checkpoint>> {
-        Checkpoint::open_with(path, &View::default())
+        Checkpoint::open_with(path, &OpenOptions::default())
     }
 
-    /// Likewise, looked at as `view` says: with `View::index`, from the index in that folder,
-    /// which is written where it is missing or does not hold any more.
+    /// Opens the one checkpoint at `path` as `options` say. With `OpenOptions::index` it comes from
+    /// the index in that folder, which is written if it is missing or stale.
     ///
     /// # Errors
     /// Those of `open`.
-    pub fn open_with(path: &Path, view: &View) -> Result<Arc<Checkpoint>> {
-        let tree = Tree::scan(path, view)?;
+    pub fn open_with(path: &Path, options: &OpenOptions) -> Result<Arc<Checkpoint>> {
+        let tree = Tree::scan(path, options)?;
         let mut sets = Vec::new();
         for family in tree.families() {
             let proved = tree.prove(family);
@@ -142,34 +132,6 @@ impl Checkpoint {
     /// back.
     pub fn release_files(&self) {
         self.sources.iter().for_each(|source| source.release());
-    }
-
-    /// The layout of the whole checkpoint as one file.
-    ///
-    /// # Errors
-    /// `header_too_large` where one file cannot hold all tensors, `misaligned` where rows of
-    /// sub-byte elements do not begin on bytes, `unknown_dtype` where the format that it is
-    /// shown in lacks one.
-    pub fn layout(&self) -> Result<Arc<Layout>> {
-        if let Some(layout) = self.layout.get() {
-            return Ok(layout.clone());
-        }
-        let layout = Layout::single(&self.catalog, self.format);
-        let layout = layout.map_err(|fault| self.refused(fault))?;
-        Ok(self.layout.get_or_init(|| Arc::new(layout)).clone())
-    }
-
-    /// What is known of the whole checkpoint as one file without laying it out anew.
-    ///
-    /// # Errors
-    /// Those of `layout`.
-    pub fn shown(&self) -> Result<ShownFile> {
-        if let Some(shown) = self.shown.get() {
-            return Ok(*shown);
-        }
-        let layout = self.layout()?;
-        let shown = ShownFile { len: layout.len(), header: Digest::of(layout.header()) };
-        Ok(*self.shown.get_or_init(|| shown))
     }
 
     /// Whether it is one file that is served as it stands.

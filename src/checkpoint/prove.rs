@@ -2,20 +2,20 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
 use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
 use crate::format::manifest::{self, Reference};
 use crate::format::names;
-use crate::layout::Layout;
+use crate::open_options::OpenOptions;
 use crate::source::Source;
-use crate::view::{Arrangement, View};
 
 use super::discover::{Candidate, Discovered, Kind, Weights, discover, is_noted, open_weights};
 use super::indexed::{FolderIndex, IndexState, Origin};
 use super::load::{Loaded, read_reference};
 use super::tree::{Folder, FolderId, Tree};
+use super::virtual_file::present;
 use super::{Checkpoint, Tail};
 
 /// One set of a folder.
@@ -83,7 +83,7 @@ impl Tree {
         let only = self.only.as_deref();
         let (mut weights, _headers) = open_weights(folder, only);
         let Discovered { mut winners, losers, notes } =
-            discover(folder, &weights, self.view.prefer);
+            discover(folder, &weights, self.options.prefer);
         let mut proved = Proved { notes, ..Proved::default() };
         let names = winners.iter().chain(&losers).flat_map(Candidate::files);
         proved.weights = names.chain(weights.keys()).cloned().collect();
@@ -96,12 +96,12 @@ impl Tree {
             proved.notes.clear();
         }
         let alone = winners.iter().all(|set| set.kind.is_one_file());
-        let view = &self.view;
+        let options = &self.options;
         let mut links = Links::new();
         let mut judged: Vec<Judged> = Vec::with_capacity(winners.len());
         for candidate in winners {
             let files = candidate.files().cloned().collect();
-            let name = names::in_format(&candidate.output, view.format);
+            let name = names::in_format(&candidate.output, options.view.format);
             let kind = candidate.kind;
             let header = header_of(&weights, &candidate).map(Arc::as_ptr);
             let link = header.and_then(|header| links.get(&header)).copied();
@@ -110,7 +110,7 @@ impl Tree {
                 folder,
                 &weights,
                 (candidate, linked),
-                view,
+                options,
                 alone || !kind.is_one_file(),
             );
             if let (Some(header), Ok(_)) = (header, &outcome) {
@@ -123,10 +123,10 @@ impl Tree {
             loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
         }
         for at in 0..judged.len() {
-            let layout = |at: usize| judged[at].outcome.as_ref().ok()?.layout.get().cloned();
+            let layout = |at: usize| judged[at].outcome.as_ref().ok()?.known_layout();
             let linked = judged[at].link.and_then(layout);
             let laid_out = match &judged[at].outcome {
-                Ok(checkpoint) => lay_out(folder, checkpoint, linked, view),
+                Ok(checkpoint) => checkpoint.lay_out(linked),
                 Err(_) => Ok(()),
             };
             if let Err(error) = laid_out {
@@ -187,7 +187,7 @@ fn prove_set(
     folder: &Folder,
     weights: &Weights,
     (candidate, linked): (Candidate, Option<&Checkpoint>),
-    view: &View,
+    options: &OpenOptions,
     judged: bool,
 ) -> Result<Checkpoint> {
     if let Some(error) = candidate.refused {
@@ -230,45 +230,27 @@ fn prove_set(
         judged,
         manifest: None,
     };
-    let (tail, manifest) = prove_tail(folder, &catalog, view, &set)?;
+    let (tail, manifest) = prove_tail(folder, &catalog, options, &set)?;
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
     // The catalog has the shards of `loaded`, sorted.
     let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone());
+    let sources = sources.collect();
+    let (kind, view) = (candidate.kind, &options.view);
+    let name = names::in_format(&candidate.output, view.format);
+    let (catalog, files) = present(catalog, kind, &name, view);
     Ok(Checkpoint {
-        name: names::in_format(&candidate.output, view.format),
-        kind: candidate.kind,
+        name,
+        kind,
         format: view.format,
         directory: folder.path.clone(),
         tail,
-        sources: sources.collect(),
         catalog,
-        layout: OnceLock::new(),
-        shown: OnceLock::new(),
+        sources,
+        files,
         map: candidate.map.map(|(name, map)| (name, map.metadata)),
         manifest,
     })
-}
-
-/// Lays out a checkpoint, or takes over the layout of another link to the same file: one that
-/// cannot be laid out is refused here, not when it is first read.
-fn lay_out(
-    folder: &Folder,
-    checkpoint: &Checkpoint,
-    linked: Option<Arc<Layout>>,
-    view: &View,
-) -> Result<()> {
-    let needed = !checkpoint.kind.stands_as(view.format) && view.arrangement == Arrangement::Single;
-    let layout = match linked {
-        Some(layout) => layout,
-        None if needed => {
-            let layout = Layout::single(&checkpoint.catalog, view.format);
-            Arc::new(layout.map_err(|fault| Error::refused(&folder.path, fault))?)
-        }
-        None => return Ok(()),
-    };
-    let _ = checkpoint.layout.set(layout);
-    Ok(())
 }
 
 /// Refuses files that merely carry a sharding note, hold whole tensors, and hold the same ones:
@@ -308,7 +290,7 @@ pub(super) struct Tailed<'a> {
 pub(super) fn prove_tail(
     folder: &Folder,
     catalog: &Catalog,
-    view: &View,
+    options: &OpenOptions,
     set: &Tailed<'_>,
 ) -> Result<(Tail, Option<bool>)> {
     let refused = |fault: Fault| Error::refused(&folder.path, fault);
@@ -324,7 +306,7 @@ pub(super) fn prove_tail(
         Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))
     };
     let mut manifest = None;
-    if let Some(path) = view.reference.as_deref().filter(|_| set.judged) {
+    if let Some(path) = options.reference.as_deref().filter(|_| set.judged) {
         proven |= compare(path, "")?;
     } else if let Some(file) = folder.file(&manifest::file_name(set.name)) {
         let hint = "; if the checkpoint was saved anew, remove the manifest and write a new one";
@@ -335,7 +317,7 @@ pub(super) fn prove_tail(
         manifest = Some(knows_all);
         proven |= knows_all;
     }
-    if let Some(expected) = view.expect_shards.filter(|_| set.judged) {
+    if let Some(expected) = options.expect_shards.filter(|_| set.judged) {
         catalog.check_shards(expected).map_err(refused)?;
         proven = true;
     }

@@ -522,7 +522,7 @@ fn is_weight_file(name: &OsStr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::view::Links;
+    use crate::open_options::Links;
 
     const LIMITS: Limits = Limits { depth: 40, entries: 50, linked: 12, linked_entries: 30 };
 

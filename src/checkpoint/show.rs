@@ -11,11 +11,11 @@ use crate::error::shown;
 use crate::format::weight_map::WeightMap;
 use crate::format::{Format, names};
 use crate::source::Source;
-use crate::view::{Arrangement, MapPolicy};
+use crate::view::{Files, MapPolicy};
 
-use super::prove::{Proved, Set};
+use super::prove::Proved;
 use super::tree::{File, Folder, FolderId, Tree};
-use super::{Checkpoint, Kind};
+use super::{Checkpoint, Kind, VirtualFile};
 
 /// Name of the file that says why a set is not shown.
 pub const ERROR_FILE: &str = "TENSORFS-ERROR.txt";
@@ -30,8 +30,8 @@ pub enum Content {
         /// For weights: the open file that was proved.
         proved: Option<Arc<Source>>,
     },
-    /// All tensors of a checkpoint as one file.
-    Virtual(Arc<Checkpoint>),
+    /// Tensors of a checkpoint behind one header.
+    Virtual(VirtualFile),
     /// Text made here.
     Text(Arc<[u8]>),
 }
@@ -64,13 +64,13 @@ impl Tree {
         }
         for set in proved.sets.iter().filter(|set| set.shown_at_parent.is_none()) {
             let Ok(checkpoint) = &set.outcome else { continue };
-            if checkpoint.is_whole_file() || self.view.arrangement == Arrangement::Original {
+            if checkpoint.files.is_empty() {
                 let files = set.files.iter().filter(|name| self.shows_map(checkpoint, name));
                 shown.extend(files.filter_map(|name| {
                     Some(whole(folder.file(name)?, checkpoint.source(name).cloned()))
                 }));
             } else {
-                self.show_virtual(set, checkpoint, &mut shown);
+                self.show_virtual(checkpoint, &mut shown);
             }
         }
         if let Some(text) = error_text(proved, &folder.lacks) {
@@ -95,7 +95,7 @@ impl Tree {
             return merged;
         };
         if !is_named(&folder.path, |name| name == "blobs")
-            || self.view.arrangement == Arrangement::Original
+            || self.options.view.files == Files::Original
         {
             return merged;
         }
@@ -137,27 +137,31 @@ impl Tree {
     }
 
     fn shows_map(&self, checkpoint: &Checkpoint, name: &str) -> bool {
-        self.view.map != MapPolicy::Hide
+        self.options.view.map != MapPolicy::Hide
             || checkpoint.weight_map().is_none_or(|(map, _)| map != name)
     }
 
-    fn show_virtual(&self, set: &Set, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Shown>) {
-        let content = Content::Virtual(checkpoint.clone());
-        shown.push(Shown { name: set.name.clone().into(), content });
+    fn show_virtual(&self, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Shown>) {
+        shown.extend(checkpoint.virtual_files().map(|file| {
+            let name = file.spec().name.clone().into();
+            Shown { name, content: Content::Virtual(file) }
+        }));
         // Readers of weight maps read safetensors.
-        if checkpoint.format != Format::Safetensors || self.view.map != MapPolicy::Rewrite {
+        if checkpoint.format != Format::Safetensors || self.options.view.map != MapPolicy::Rewrite {
             return;
         }
         let (name, metadata) = match checkpoint.weight_map() {
             Some((name, metadata)) => (name.to_owned(), metadata.clone()),
             // Consolidation writes one beside the file that it makes of rank shards, and some
             // readers of such files need it.
-            None if checkpoint.kind == Kind::Dcp => (names::weight_map(&set.name), Map::new()),
+            None if checkpoint.kind == Kind::Dcp => {
+                (names::weight_map(&checkpoint.name), Map::new())
+            }
             None => return,
         };
         let catalog = checkpoint.catalog();
         let tensors = catalog.tensors().map(|tensor| tensor.name);
-        let text = WeightMap::rewritten(&metadata, &set.name, tensors, catalog.data_len());
+        let text = WeightMap::rewritten(&metadata, &checkpoint.name, tensors, catalog.data_len());
         shown.push(Shown { name: name.into(), content: Content::Text(text.into()) });
     }
 }

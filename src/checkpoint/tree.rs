@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result, shown_path};
 use crate::format::names;
+use crate::open_options::{Links, OpenOptions};
 use crate::source::Identity;
 use crate::source::resolve::{Bounds, Unusable};
 use crate::sync::RwLock;
-use crate::view::{Links, View};
 
 use super::scan::{LIMITS, LeftOut, Scan};
 
@@ -68,8 +68,8 @@ pub struct Folder {
 pub struct Tree {
     /// The source, absolute and without symbolic links; the file itself where it is one.
     pub source: PathBuf,
-    /// How it is looked at.
-    pub view: View,
+    /// How it is opened.
+    pub options: OpenOptions,
     /// Where the source is one file: its name. Only the set that it belongs to counts.
     pub only: Option<String>,
     /// What was left out.
@@ -82,22 +82,22 @@ pub struct Tree {
 
 impl Tree {
     /// Scans `source`: a folder, a tree of them, or one file.
-    pub fn scan(source: &Path, view: &View) -> Result<Tree> {
+    pub fn scan(source: &Path, options: &OpenOptions) -> Result<Tree> {
         let open_error = |e| Error::io(source, "open", e);
         let root = std::fs::canonicalize(source).map_err(open_error)?;
         let meta = std::fs::metadata(&root).map_err(open_error)?;
-        let follow = view
+        let follow = options
             .follow
             .iter()
             .map(|folder| std::fs::canonicalize(folder).map_err(|e| Error::io(folder, "open", e)));
         let follow = follow.collect::<Result<Vec<_>>>()?;
         let mut tree = Tree {
             source: root.clone(),
-            view: view.clone(),
+            options: options.clone(),
             only: None,
             left_out: LeftOut::default(),
             folders: Vec::new(),
-            bounds: Bounds::new(root.clone(), follow, view.links),
+            bounds: Bounds::new(root.clone(), follow, options.links),
         };
         if meta.is_dir() {
             tree.scan_folders(root)?;
@@ -127,7 +127,7 @@ impl Tree {
         self.bounds.set_root(folder.clone());
         self.scan_folders(folder)?;
         if self.folder(0).file(name).is_none() {
-            let why = match self.view.links {
+            let why = match self.options.links {
                 Links::Inside => {
                     "a link out of its folder; allow its target with -o follow=DIR".to_owned()
                 }

@@ -29,7 +29,7 @@ pub const EXTENSION: &str = "index";
 
 /// The version goes up with every change of the content, and with every change of what is proved
 /// or how a file is laid out: an index says both as it was when it was made.
-const KIND: Kind = Kind { magic: b"TENSORFS", version: 2 };
+const KIND: Kind = Kind { magic: b"TENSORFS", version: 3 };
 
 /// What tells one state of a file from another, without reading it.
 #[derive(Clone, Copy, Debug, Decode, Encode, PartialEq, Eq)]
@@ -58,6 +58,17 @@ pub struct FileRecord {
     pub head: [u8; 16],
 }
 
+/// A virtual file of a set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtualFileRecord {
+    /// Hash of its `FileSpec`.
+    pub spec: Digest,
+    /// Length in bytes.
+    pub len: u64,
+    /// Hash of its header.
+    pub header: Digest,
+}
+
 /// A set as it was proved.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SetRecord {
@@ -73,8 +84,8 @@ pub struct SetRecord {
     pub manifest: Option<bool>,
     /// Its weight map: file name, and the metadata in it as JSON.
     pub map: Option<(String, String)>,
-    /// Length and header hash of the virtual file, where it was laid out.
-    pub shown: Option<(u64, Digest)>,
+    /// The virtual files that were laid out.
+    pub virtual_files: Vec<VirtualFileRecord>,
     /// What it holds.
     pub catalog: Catalog,
 }
@@ -132,7 +143,8 @@ struct SetContent<'a> {
     noted: bool,
     manifest: Option<bool>,
     map: Option<(&'a str, &'a str)>,
-    shown: Option<(u64, [u8; 16])>,
+    /// Spec, length, header.
+    virtual_files: List<([u8; 16], u64, [u8; 16])>,
     /// Name, length, first byte of data.
     shards: List<(&'a str, u64, u64)>,
     metadata: Option<List<(&'a str, &'a str)>>,
@@ -172,7 +184,11 @@ impl<'a> SetContent<'a> {
             noted: set.noted,
             manifest: set.manifest,
             map: set.map.as_ref().map(|(name, metadata)| (name.as_str(), metadata.as_str())),
-            shown: set.shown.map(|(len, header)| (len, header.0)),
+            virtual_files: set
+                .virtual_files
+                .iter()
+                .map(|file| (file.spec.0, file.len, file.header.0))
+                .collect(),
             shards: catalog.shards.iter().map(shard).collect(),
             metadata: catalog.metadata.as_ref().map(|metadata| {
                 metadata.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect()
@@ -200,7 +216,15 @@ impl<'a> SetContent<'a> {
             noted: self.noted,
             manifest: self.manifest,
             map: self.map.map(|(name, metadata)| (name.to_owned(), metadata.to_owned())),
-            shown: self.shown.map(|(len, header)| (len, Digest(header))),
+            virtual_files: self
+                .virtual_files
+                .iter()
+                .map(|&(spec, len, header)| VirtualFileRecord {
+                    spec: Digest(spec),
+                    len,
+                    header: Digest(header),
+                })
+                .collect(),
             catalog: Catalog {
                 shards,
                 columns: Arc::new(columns),

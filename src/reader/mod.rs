@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::VirtualFile;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
 use crate::io::{Engine, Read, read_all};
@@ -33,8 +33,8 @@ pub struct Reader {
     /// By shard number.
     sources: Vec<Arc<Source>>,
     len: u64,
-    /// Whose names say in which orders the tensors may be read.
-    checkpoint: Option<Arc<Checkpoint>>,
+    /// The names of its tensors say in which orders they may be read. `None` for a whole file.
+    file: Option<VirtualFile>,
     /// Once they are sorted.
     orders: Arc<OnceLock<Orders>>,
     /// Whether a thread sorts them, or has.
@@ -71,26 +71,20 @@ struct Spread<'a> {
 }
 
 impl Reader {
-    /// A reader of all of `checkpoint` as one file.
+    /// A reader of `file`.
     ///
     /// # Errors
-    /// Those of `Checkpoint::layout`.
-    pub fn open(checkpoint: &Arc<Checkpoint>) -> Result<Reader> {
-        let reader = Reader::new(checkpoint.layout()?, checkpoint.sources().to_vec());
-        Ok(Reader { checkpoint: Some(checkpoint.clone()), ..reader })
-    }
-
-    /// A reader of `layout`, whose shards are `sources` in the catalog's order.
-    pub fn new(layout: Arc<Layout>, sources: Vec<Arc<Source>>) -> Reader {
-        let len = layout.len();
-        Reader {
+    /// Those of `VirtualFile::layout`.
+    pub fn open(file: &VirtualFile) -> Result<Reader> {
+        let layout = file.layout()?;
+        Ok(Reader {
+            len: layout.len(),
             layout: Some(layout),
-            sources,
-            len,
-            checkpoint: None,
+            sources: file.sources().to_vec(),
+            file: Some(file.clone()),
             orders: Arc::default(),
             sorting: Arc::default(),
-        }
+        })
     }
 
     /// A reader of `source` as it is.
@@ -100,7 +94,7 @@ impl Reader {
             layout: None,
             sources: vec![source],
             len,
-            checkpoint: None,
+            file: None,
             orders: Arc::default(),
             sorting: Arc::default(),
         }
@@ -124,9 +118,9 @@ impl Reader {
     /// Sorts the tensors in other orders than that of the file, the first time. While it does,
     /// there is that of the file only, so that no other thread waits.
     pub fn sort_orders(&self) {
-        let (Some(layout), Some(checkpoint)) = (&self.layout, &self.checkpoint) else { return };
+        let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };
         if !self.sorting.swap(true, Ordering::Relaxed) {
-            let _ = self.orders.set(layout.orders(checkpoint.catalog()));
+            let _ = self.orders.set(layout.orders(file.catalog()));
         }
     }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::mountinfo;
 use crate::format::names;
-use crate::view::View;
+use crate::open_options::OpenOptions;
 
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
@@ -19,8 +19,8 @@ pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 pub struct Behind {
     /// The source: a folder, or a file of the set that is shown.
     pub path: PathBuf,
-    /// How the mount looks at it.
-    pub view: View,
+    /// How the mount opened it.
+    pub options: OpenOptions,
 }
 
 /// The source behind `path`, where it lies on a mount of root or of the caller whose source the
@@ -43,8 +43,8 @@ pub fn behind_mount(path: &Path) -> Option<Behind> {
     if let Some(file) = json.get("file").and_then(Value::as_str) {
         source.push(file);
     }
-    let view = View::from_json(json.get("view")?)?;
-    can_read(&source).then_some(Behind { path: source, view })
+    let options = OpenOptions::from_json(json.get("view")?)?;
+    can_read(&source).then_some(Behind { path: source, options })
 }
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.

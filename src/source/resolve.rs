@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 use nix::libc;
 
 use crate::format::names;
-use crate::view::Links;
+use crate::open_options::Links;
 
 /// The folders into which links of one source may lead.
 #[derive(Clone, Debug)]

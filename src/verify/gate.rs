@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::catalog::{Piece, ShardId};
-use crate::checkpoint::{Checkpoint, fingerprint};
+use crate::checkpoint::{Checkpoint, VirtualFile, fingerprint};
 use crate::error::{Error, Result};
 use crate::hash::Digest;
 use crate::index::{Chunk, ShardSums};
@@ -40,8 +40,8 @@ const BAD: u8 = 2;
 /// What a file shows.
 #[derive(Debug)]
 enum Shown {
-    /// All tensors of the checkpoint as one file. A unit is a tensor.
-    All,
+    /// A virtual file. A unit is a tensor of its catalog.
+    Virtual(VirtualFile),
     /// This shard as it is. A unit is one of its parts.
     Shard(ShardId),
 }
@@ -85,9 +85,9 @@ impl std::fmt::Debug for Gate {
 }
 
 impl Gate {
-    /// That of all of `checkpoint` as one file; none where a shard has no checksums.
-    pub fn of_checkpoint(checkpoint: &Arc<Checkpoint>, recorded: &Recorded) -> Option<Gate> {
-        Gate::new(checkpoint, Shown::All, recorded)
+    /// The gate of a virtual file; `None` if a shard has no checksums.
+    pub fn of_file(file: &VirtualFile, recorded: &Recorded) -> Option<Gate> {
+        Gate::new(file.checkpoint(), Shown::Virtual(file.clone()), recorded)
     }
 
     /// That of the shard called `name` as it is.
@@ -103,8 +103,8 @@ impl Gate {
             (known.cuts.file_len() == shard.file_len).then(|| known.clone())
         });
         let sums = sums.collect::<Option<Vec<_>>>()?;
-        let units = match shown {
-            Shown::All => checkpoint.catalog().len(),
+        let units = match &shown {
+            Shown::Virtual(file) => file.catalog().len(),
             Shown::Shard(id) => sums[id.0 as usize].cuts.len(),
         };
         let states = (0..units).map(|_| AtomicU8::new(UNKNOWN)).collect();
@@ -164,9 +164,9 @@ impl Gate {
     }
 
     fn units_of(&self, range: Range<u64>) -> Result<Vec<u32>> {
-        Ok(match self.shown {
-            Shown::All => {
-                let layout = self.checkpoint.layout()?;
+        Ok(match &self.shown {
+            Shown::Virtual(file) => {
+                let layout = file.layout()?;
                 layout.tensors_in(range).map(|tensor| tensor as u32).collect()
             }
             Shown::Shard(id) => {
@@ -177,9 +177,9 @@ impl Gate {
 
     /// The bytes of a unit: shard and range.
     fn bytes_of(&self, unit: u32) -> Vec<(u32, Range<u64>)> {
-        match self.shown {
-            Shown::All => {
-                let tensor = self.checkpoint.catalog().tensor_at(unit as usize);
+        match &self.shown {
+            Shown::Virtual(file) => {
+                let tensor = file.catalog().tensor_at(unit as usize);
                 let pieces = tensor.pieces().filter(|piece: &Piece<'_>| !piece.is_empty());
                 pieces.map(|piece| (piece.shard.0, piece.range)).collect()
             }

@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use safetensors::tensor::{Metadata, SafeTensors};
 use tensorfs::checkpoint::Checkpoint;
-use tensorfs::view::{Arrangement, View};
+use tensorfs::open_options::OpenOptions;
+use tensorfs::view::{Files, View};
 use tensorfs::{Dtype, format::safetensors as format};
 
 /// Longer than what an index takes for freshly written.
@@ -129,8 +130,9 @@ fn parse_all_genuine(paths: &[PathBuf], threads: usize) -> Vec<Metadata> {
     })
 }
 
-fn view(index: Option<&Path>, arrangement: Arrangement) -> View {
-    View { index: index.map(Path::to_owned), arrangement, ..View::default() }
+fn view(index: Option<&Path>, files: Files) -> OpenOptions {
+    let view = View { files, ..View::default() };
+    OpenOptions { index: index.map(Path::to_owned), view, ..OpenOptions::default() }
 }
 
 /// The index of the one checkpoint that was opened with `folder` for its indexes.
@@ -145,8 +147,8 @@ fn many_tensors(home: &Path, shards: usize, tensors_each: usize, runs: usize) {
     let (folder, index) = (home.join("many"), home.join("many-index"));
     write_checkpoint(&folder, shards, shards * tensors_each);
     std::thread::sleep(SETTLE);
-    let with = view(Some(&index), Arrangement::Single);
-    let without = view(None, Arrangement::Single);
+    let with = view(Some(&index), Files::Single);
+    let without = view(None, Files::Single);
     Checkpoint::open_with(&folder, &with).unwrap();
     let paths = shard_paths(&folder);
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -289,7 +291,7 @@ fn open_in_child(source: &Path, index: &Path) -> (Duration, u64) {
 /// Opens `source`, and prints the nanoseconds that it took and the peak memory in bytes.
 fn open_and_tell(source: &Path, index: &str) {
     let index = (index != NO_INDEX).then(|| Path::new(index));
-    let view = view(index, Arrangement::Original);
+    let view = view(index, Files::Original);
     let started = Instant::now();
     let opened = Checkpoint::open_with(source, &view).unwrap();
     let time = started.elapsed();

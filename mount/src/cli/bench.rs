@@ -26,7 +26,7 @@ use tensorfs::checkpoint::Tree;
 use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::format::Format;
 use tensorfs::source::behind_mount;
-use tensorfs::view::Arrangement;
+use tensorfs::view::Files;
 
 pub(crate) use args::Args;
 
@@ -100,12 +100,12 @@ fn bench(args: &Args) -> Outcome {
     log::start(0);
     tensorfs::source::raise_limit();
     let options = Options::parse(&args.options, false).map_err(Failure::Usage)?;
-    if options.view.arrangement == Arrangement::Original {
+    if options.open.view.files == Files::Original {
         return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));
     }
     // Before anything is made or mounted for it.
     args.against.as_deref().map_or(Ok(()), check_file)?;
-    if options.view.format != Format::default() {
+    if options.open.view.format != Format::default() {
         return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
     }
     let method = Method::choose(args.evict)?;
@@ -167,7 +167,7 @@ fn make_checkpoint(args: &Args) -> Result<Scratch, Failure> {
 
 /// Finds the largest checkpoint of `source`.
 fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result<Subject, Failure> {
-    let tree = Tree::scan(source, &options.view)?;
+    let tree = Tree::scan(source, &options.open)?;
     let mut largest: Option<Subject> = None;
     let mut refusal = None;
     for found in prove_all(&tree)?.0 {
@@ -181,7 +181,7 @@ fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result
         let catalog = checkpoint.catalog();
         let bytes = match checkpoint.is_whole_file() {
             true => catalog.shards[0].file_len,
-            false => checkpoint.layout()?.len(),
+            false => checkpoint.single_file().layout()?.len(),
         };
         if largest.as_ref().is_none_or(|largest| largest.bytes < bytes) {
             largest = Some(Subject {

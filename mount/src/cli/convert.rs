@@ -2,20 +2,19 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
-use tensorfs::checkpoint::{Checkpoint, Tail};
+use tensorfs::Error;
+use tensorfs::checkpoint::{Checkpoint, Tail, VirtualFile};
 use tensorfs::consolidate;
 use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::format::Format;
-use tensorfs::layout::Layout;
 use tensorfs::reader::Reader;
-use tensorfs::{Error, Fault};
+use tensorfs::view::FileSpec;
 
 use super::args::{self, To};
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -35,9 +34,8 @@ pub(super) fn run(args: &args::Convert) -> Outcome {
     let (checkpoint, mut notes) = one_checkpoint(&args.source, query_options(&args.source)?)?;
     let target = target(&args.out, &checkpoint.name, format)?;
     keep_source(&checkpoint, &target)?;
-    let layout = Layout::saved(checkpoint.catalog(), format);
-    let layout = layout.map_err(|fault: Fault| checkpoint.refused(fault))?;
-    let reader = Reader::new(Arc::new(layout), checkpoint.sources().to_vec());
+    let spec = FileSpec::saved(&checkpoint.name, format);
+    let reader = Reader::open(&VirtualFile::new(&checkpoint, spec))?;
     let mut digest = Hash::of(format);
     let bar = bar(args.progress, reader.len());
     consolidate::write(&reader, &target, args.force, &mut |bytes| {

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use tensorfs::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
 use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::verify::Recorded;
-use tensorfs::view::Arrangement;
+use tensorfs::view::Files;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -31,9 +31,9 @@ struct Report {
 pub(super) fn run(args: &args::Index) -> Outcome {
     let mut options = query_options(&args.source)?;
     // What is too large for one file has an index too.
-    options.view.arrangement = Arrangement::Original;
+    options.open.view.files = Files::Original;
     let tree = open_source(&args.source, options)?;
-    if tree.view.index.is_none() {
+    if tree.options.index.is_none() {
         let message = "no indexes are kept: give --index-dir DIR, or set HOME";
         return Err(Failure::Failed(message.to_owned()));
     }
@@ -55,7 +55,7 @@ pub(super) fn run(args: &args::Index) -> Outcome {
         print_json(&json!({
             "source": real_name(&tree.source),
             "ok": ok,
-            "folder": tree.view.index.as_deref().map(real_name),
+            "folder": tree.options.index.as_deref().map(real_name),
             "indexes": reports.iter().map(Report::to_json).collect::<Vec<_>>(),
         }))?;
     } else {
@@ -91,7 +91,7 @@ fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<
         sets: proved.sets.len(),
         tensors: whole().map(|checkpoint| checkpoint.catalog().len()).sum(),
         shards: whole().map(|checkpoint| checkpoint.catalog().shards.len()).sum(),
-        checksums: Recorded::load(tree.view.index.as_deref(), &folder.path).extent(),
+        checksums: Recorded::load(tree.options.index.as_deref(), &folder.path).extent(),
         refused,
         index,
     })

@@ -170,7 +170,7 @@ impl Shown {
             let (size, data_start) = (shard.file_len, shard.data_start);
             return Ok(Shown { directory, size, data_start, order, checkpoint });
         }
-        let layout = checkpoint.layout()?;
+        let layout = checkpoint.single_file().layout()?;
         let (size, data_start) = (layout.len(), layout.header().len() as u64);
         Ok(Shown { directory, size, data_start, order: layout.tensors().collect(), checkpoint })
     }

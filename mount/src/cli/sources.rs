@@ -7,8 +7,9 @@ use std::sync::Arc;
 use tensorfs::checkpoint::{Checkpoint, FolderId, Set, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::format::Format;
+use tensorfs::open_options::OpenOptions;
 use tensorfs::source::{Behind, behind_mount};
-use tensorfs::view::{Arrangement, View};
+use tensorfs::view::{Files, View};
 
 use super::args;
 use super::output::Failure;
@@ -24,14 +25,15 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
 /// `-o` says how.
 pub(super) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
-    let (mut path, mut view) = (args.source.clone(), options.view);
-    if let Some(Behind { path: source, view: mounted }) = behind_mount(&args.source) {
+    let (mut path, mut open) = (args.source.clone(), options.open);
+    if let Some(Behind { path: source, options: mounted }) = behind_mount(&args.source) {
         path = source;
         if args.options.is_empty() {
-            view = View { expect_shards: view.expect_shards, reference: view.reference, ..mounted };
+            let OpenOptions { expect_shards, reference, .. } = open;
+            open = OpenOptions { expect_shards, reference, ..mounted };
         }
     }
-    let tree = Tree::scan(&path, &View { index, ..view })?;
+    let tree = Tree::scan(&path, &OpenOptions { index, ..open })?;
     // A source without any checkpoint is refused with the same summary.
     if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
         log::say(&format!("{}: {summary}", shown_path(&tree.source)));
@@ -96,8 +98,8 @@ pub(super) fn one_checkpoint(
     args: &args::Source,
     mut options: Options,
 ) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
-    options.view =
-        View { arrangement: Arrangement::Original, format: Format::default(), ..options.view };
+    options.open.view =
+        View { files: Files::Original, format: Format::default(), ..options.open.view };
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     match <[Found; 1]>::try_from(found) {

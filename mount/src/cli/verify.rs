@@ -23,12 +23,12 @@ use crate::log;
 pub(super) fn run(args: &args::Verify) -> Outcome {
     let mut options = query_options(&args.source)?;
     if let Some(reference) = &args.reference {
-        options.view.reference = Some(reference.clone());
+        options.open.reference = Some(reference.clone());
     }
-    if args.expect_shards.is_some() && options.view.expect_shards.is_some() {
+    if args.expect_shards.is_some() && options.open.expect_shards.is_some() {
         return Err(Failure::Usage("--expect-shards and -o expect-shards= are both given".into()));
     }
-    options.view.expect_shards = args.expect_shards.or(options.view.expect_shards);
+    options.open.expect_shards = args.expect_shards.or(options.open.expect_shards);
     let mut tree = open_source(&args.source, options)?;
     let mut notes = skipped_notes(&tree);
     let bar = bar(args.progress, 0);
@@ -36,9 +36,9 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
     // One family after the other: the headers of all of a tree may be more than memory holds.
     for head in tree.families() {
         // What an index says is what is to be verified.
-        let store = tree.view.index.take();
+        let store = tree.options.index.take();
         let (found, more) = prove_family(&tree, head);
-        tree.view.index = store;
+        tree.options.index = store;
         notes.extend(more);
         bar.inc_length(len_of(&found));
         for found in found {
@@ -200,7 +200,7 @@ fn judge(
     checkpoint: Arc<Checkpoint>,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Judged, Error> {
-    let recorded = Recorded::load(tree.view.index.as_deref(), &checkpoint.directory);
+    let recorded = Recorded::load(tree.options.index.as_deref(), &checkpoint.directory);
     let heads = folder.and_then(|id| tree.indexed_heads(id));
     let task = Task {
         recorded: Some(&recorded),

@@ -15,9 +15,9 @@ use nix::libc;
 use nix::unistd::{getegid, geteuid};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::{real_name, shown_path};
+use tensorfs::open_options::OpenOptions;
 use tensorfs::source::{behind_mount, mountinfo};
 use tensorfs::sync::Mutex;
-use tensorfs::view::View;
 
 use super::attach::{self, Attached, Detach};
 use super::control::{self, Control};
@@ -115,8 +115,8 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Pla
 /// used; any other is an error.
 fn probe_options(options: &mut Options) -> Result<(), String> {
     let limit = options.io_timeout;
-    let follow = options.view.follow.iter().map(|folder| ("follow", folder));
-    let reference = options.view.reference.iter().map(|file| ("reference", file));
+    let follow = options.open.follow.iter().map(|folder| ("follow", folder));
+    let reference = options.open.reference.iter().map(|file| ("reference", file));
     let assemble = options.assemble.iter().map(|folder| ("assemble", folder));
     for (option, path) in follow.chain(reference).chain(assemble) {
         let stalls = |why| format!("{option}={}: {why}; not mounted", shown_path(path));
@@ -139,14 +139,14 @@ fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Plan,
     // A source on a mount of ours is read where that mount reads it.
     let behind = behind_mount(source).map(|behind| behind.path);
     let source = behind.as_deref().unwrap_or(source);
-    let view = View { index: index_folder(&options, &target), ..options.view.clone() };
+    let open = OpenOptions { index: index_folder(&options, &target), ..options.open.clone() };
     let checked = options.verify == Verify::Read;
-    if checked && view.index.is_none() {
+    if checked && open.index.is_none() {
         let message =
             "verify=read: there is no folder of checksums: give index-dir=DIR, or set HOME";
         return Err(message.to_owned());
     }
-    let tree = Tree::scan(source, &view).map_err(|e| e.to_string())?;
+    let tree = Tree::scan(source, &open).map_err(|e| e.to_string())?;
     check_nesting(&tree, &target)?;
     for line in &tree.left_out.lines {
         tracing::warn!("{line}");
@@ -263,7 +263,7 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
     let Plan { target, nodes, assembler, options, .. } = plan;
     let source = nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
-    let view = options.view.to_json();
+    let view = options.open.to_json();
     let service = Service::start(&options, &view, assembler)?;
     let request = kernel::before_mount(&options);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;

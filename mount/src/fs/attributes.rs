@@ -59,8 +59,8 @@ pub(crate) fn of(
     let mut found = Vec::new();
     let folder = tree.folder(node.folder).path.clone();
     let may_read_files = || match &node.kind {
-        NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
-            let mut sources = checkpoint.sources().iter();
+        NodeKind::File { content: Content::Virtual(file), .. } => {
+            let mut sources = file.sources().iter();
             sources.all(|source| access::may_read_file(source.path(), uid, gid))
         }
         NodeKind::File { content: Content::Whole { file, .. }, .. } => {
@@ -85,8 +85,8 @@ fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<Strin
                 folder = tree.source.clone();
             }
         }
-        NodeKind::File { content: Content::Virtual(checkpoint), .. } => {
-            member = checkpoint.catalog().shards.first().map(|shard| shard.name.clone());
+        NodeKind::File { content: Content::Virtual(file), .. } => {
+            member = file.checkpoint().catalog().shards.first().map(|shard| shard.name.clone());
         }
         NodeKind::File { content: Content::Whole { file, .. }, .. } => {
             member = file.name.to_str().map(str::to_owned);

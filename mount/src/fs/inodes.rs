@@ -229,7 +229,7 @@ impl Nodes {
         // Many links may lead to one folder, which has one index.
         let mut seen = HashSet::new();
         heads.retain(|&head| seen.insert(tree.folder(head).path.clone()));
-        if self.tree().view.index.is_none() || heads.len() < 2 {
+        if self.tree().options.index.is_none() || heads.len() < 2 {
             return;
         }
         let nodes = Arc::downgrade(self);
@@ -254,7 +254,7 @@ impl Nodes {
     pub(crate) fn index_status(&self) -> serde_json::Value {
         let [index, headers] = &self.indexed;
         serde_json::json!({
-            "folder": self.tree().view.index.as_deref().map(real_name),
+            "folder": self.tree().options.index.as_deref().map(real_name),
             "sets_from_index": index.load(Ordering::Relaxed),
             "sets_from_headers": headers.load(Ordering::Relaxed),
         })

@@ -181,7 +181,7 @@ impl Node {
             source.is_current() || (self.is_unread() && settles())
         };
         let outdated = match content {
-            Content::Virtual(checkpoint) => !checkpoint.sources().iter().all(is_current),
+            Content::Virtual(file) => !file.sources().iter().all(is_current),
             Content::Whole { proved: Some(source), .. } => !is_current(source),
             Content::Whole { file, proved: None } => {
                 let now = self.look();
@@ -349,12 +349,12 @@ pub(crate) fn file_node(
         hash.update(identity.born().unwrap_or_default().to_le_bytes());
     };
     let len = match &shown.content {
-        Content::Virtual(checkpoint) => {
-            checkpoint.sources().iter().for_each(|source| add(&source.identity()));
+        Content::Virtual(file) => {
+            file.sources().iter().for_each(|source| add(&source.identity()));
             // A checkpoint without a layout is refused, so it has one.
-            let file = checkpoint.shown().ok();
-            file.inspect(|file| hash.update(file.header.0));
-            file.map_or(0, |file| file.len)
+            let summary = file.summary().ok();
+            summary.inspect(|summary| hash.update(summary.header.0));
+            summary.map_or(0, |summary| summary.len)
         }
         Content::Whole { file, proved } => {
             let identity = proved.as_ref().map_or(file.identity, |source| source.identity());
@@ -404,7 +404,7 @@ pub(crate) fn reversioned(node: &Node) -> Node {
     if let NodeKind::File { content, version, .. } = &node.kind {
         hash.update(version);
         let sources = match content {
-            Content::Virtual(checkpoint) => checkpoint.sources(),
+            Content::Virtual(file) => file.sources(),
             Content::Whole { proved, .. } => proved.as_slice(),
             Content::Text(_) => &[],
         };

@@ -163,8 +163,8 @@ pub(super) fn open_file(
 ) -> Result<OpenFile> {
     let whole = |source| OpenFile::Whole(cache.open(Reader::whole(source), None));
     Ok(match content {
-        Content::Virtual(checkpoint) => {
-            OpenFile::Virtual(cache.open(Reader::open(checkpoint)?, Some(on_storm())))
+        Content::Virtual(file) => {
+            OpenFile::Virtual(cache.open(Reader::open(file)?, Some(on_storm())))
         }
         Content::Whole { proved: Some(source), .. } => whole(source.clone()),
         Content::Whole { file, proved: None } => {

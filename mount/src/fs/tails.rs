@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tensorfs::checkpoint::{FolderId, Proved, Tail, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::sync::Mutex;
-use tensorfs::view::Arrangement;
+use tensorfs::view::Files;
 
 /// Sets that `status` names.
 const NAMED_MAX: usize = 20;
@@ -46,7 +46,7 @@ impl Tails {
             } else {
                 folder.proven += 1;
             }
-            let as_it_is = tree.view.arrangement == Arrangement::Original;
+            let as_it_is = tree.options.view.files == Files::Original;
             let files = if as_it_is { set.files.iter().collect() } else { vec![&set.name] };
             folder.files.extend(files.into_iter().map(|file| (file.clone(), checkpoint.tail)));
         }

@@ -9,7 +9,6 @@ use tensorfs::checkpoint::{Content, FolderId, Proved, Shown, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::verify::Recorded;
 use tensorfs::verify::gate::Gate;
-use tensorfs::view::Arrangement;
 
 /// The gates of the files that a folder shows, by name.
 pub(crate) type Gates = HashMap<OsString, Arc<Gate>>;
@@ -17,7 +16,7 @@ pub(crate) type Gates = HashMap<OsString, Arc<Gate>>;
 /// Refuses the sets of `folder` that have no checksums, or other headers; the gates of the
 /// others. Reads the headers.
 pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Gates {
-    let recorded = Recorded::load(tree.view.index.as_deref(), &tree.folder(folder).path);
+    let recorded = Recorded::load(tree.options.index.as_deref(), &tree.folder(folder).path);
     if let Some(doubt) = recorded.doubt() {
         tracing::warn!("{doubt}");
     }
@@ -31,13 +30,13 @@ pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Gates
         let mut add = |name: &str, gate: Option<Gate>| {
             gates.extend(gate.map(|gate| (name.into(), Arc::new(gate))));
         };
-        if checkpoint.is_whole_file() || tree.view.arrangement == Arrangement::Original {
+        let mut files = checkpoint.virtual_files().peekable();
+        if files.peek().is_none() {
             for shard in &checkpoint.catalog().shards {
                 add(&shard.name, Gate::of_shard(checkpoint, &shard.name, &recorded));
             }
-        } else {
-            add(&set.name, Gate::of_checkpoint(checkpoint, &recorded));
         }
+        files.for_each(|file| add(&file.spec().name, Gate::of_file(&file, &recorded)));
     }
     gates
 }

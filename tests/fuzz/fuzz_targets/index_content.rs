@@ -9,6 +9,7 @@ use tensorfs::error::ErrorKind;
 use tensorfs::format::Format;
 use tensorfs::index::Index;
 use tensorfs::layout::{Extent, Layout};
+use tensorfs::view::FileSpec;
 
 /// Why what is believed may still not be shown as one file.
 const REFUSALS: [ErrorKind; 4] = [
@@ -46,7 +47,7 @@ fn check(catalog: &Catalog) {
     }
     assert_eq!(catalog.data_len(), total);
     for format in [Format::Safetensors, Format::Bintensors] {
-        match Layout::single(catalog, format) {
+        match Layout::of(catalog, &FileSpec::single("model", format)) {
             Ok(layout) => check_layout(catalog, &layout),
             Err(fault) => assert!(REFUSALS.contains(&fault.kind), "{fault}"),
         }

@@ -17,7 +17,7 @@ fuzz_target!(|data: &[u8]| {
     }
     if let Ok(options) = &strict {
         assert!(options.umask <= 0o777, "{options:?}");
-        assert_ne!(options.view.expect_shards, Some(0));
+        assert_ne!(options.open.expect_shards, Some(0));
         assert_ne!(options.fsname.as_deref(), Some(""));
     }
 

@@ -48,7 +48,7 @@ impl Place {
     }
 
     fn reader(&self) -> Reader {
-        Reader::open(&Checkpoint::open(&self.source()).unwrap()).unwrap()
+        Reader::open(&Checkpoint::open(&self.source()).unwrap().single_file()).unwrap()
     }
 
     fn start(&self, limit: Option<u64>) -> Assembler {

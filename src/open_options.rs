@@ -1,32 +1,13 @@
-//! What of a checkpoint is shown, and how: the choices a user has.
+//! How a source is opened: how its sets are found and proved, and the view on them.
 
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
 use crate::format::Format;
+use crate::view::{Files, MapPolicy, View};
 
-/// How shards become files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Arrangement {
-    /// One virtual file per set.
-    #[default]
-    Single,
-    /// Shards and weight map as they are.
-    Original,
-}
-
-/// What becomes of the weight map.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MapPolicy {
-    /// Every tensor is sent to the virtual file.
-    #[default]
-    Rewrite,
-    /// It is not shown.
-    Hide,
-}
-
-/// Which one is shown where a whole file and a sharded set stand for the same name.
+/// Which one counts where a whole file and a sharded set stand for the same name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefer {
     /// The whole file, as transformers does.
@@ -43,20 +24,14 @@ pub enum Links {
     /// with its caller's rights, for its caller alone.
     #[default]
     Anywhere,
-    /// Inside the source, into the blobs of the same hub folder and into `View::follow`: what a
-    /// mount shows to others must not depend on links that anybody may have put there.
+    /// Inside the source, into the blobs of the same hub folder and into `OpenOptions::follow`: a
+    /// mount shows files to others, and anybody may have put a link there.
     Inside,
 }
 
-/// How a checkpoint, or a tree of them, is opened and shown.
+/// How a checkpoint, or a tree of them, is opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct View {
-    /// How shards become files.
-    pub arrangement: Arrangement,
-    /// What the one file of a set is.
-    pub format: Format,
-    /// What becomes of the weight map.
-    pub map: MapPolicy,
+pub struct OpenOptions {
     /// Whole file or sharded set.
     pub prefer: Prefer,
     /// Where symbolic links may lead.
@@ -69,22 +44,24 @@ pub struct View {
     pub reference: Option<PathBuf>,
     /// Folder that indexes are kept in; without one every start reads all headers.
     pub index: Option<PathBuf>,
+    /// How the sets are presented.
+    pub view: View,
 }
 
-impl View {
-    /// As JSON, for those who find the source behind a mount. What only one start needs is left
-    /// out: how a set is proved, and where indexes are kept.
+impl OpenOptions {
+    /// The options as JSON, for programs that find the source behind a mount. Options that only
+    /// one start needs are left out: how a set is proved, and where indexes are kept.
     pub fn to_json(&self) -> Value {
         json!({
-            "layout": match self.arrangement {
-                Arrangement::Single => "single",
-                Arrangement::Original => "original",
+            "layout": match self.view.files {
+                Files::Single => "single",
+                Files::Original => "original",
             },
-            "index": match self.map {
+            "index": match self.view.map {
                 MapPolicy::Rewrite => "rewrite",
                 MapPolicy::Hide => "hide",
             },
-            "format": self.format.as_str(),
+            "format": self.view.format.as_str(),
             "prefer": match self.prefer {
                 Prefer::File => "file",
                 Prefer::Index => "index",
@@ -93,14 +70,15 @@ impl View {
         })
     }
 
-    /// What `to_json` gave; none where it came from another version and cannot be understood.
-    pub fn from_json(json: &Value) -> Option<View> {
+    /// The options that `to_json` wrote; `None` if another version wrote words that are not known
+    /// here.
+    pub fn from_json(json: &Value) -> Option<OpenOptions> {
         let word = |key: &str| json.get(key)?.as_str();
         let follow = json.get("follow")?.as_array()?.iter();
-        Some(View {
-            arrangement: match word("layout")? {
-                "single" => Arrangement::Single,
-                "original" => Arrangement::Original,
+        let view = View {
+            files: match word("layout")? {
+                "single" => Files::Single,
+                "original" => Files::Original,
                 _ => return None,
             },
             map: match word("index")? {
@@ -113,6 +91,9 @@ impl View {
                 "bintensors" => Format::Bintensors,
                 _ => return None,
             },
+        };
+        Some(OpenOptions {
+            view,
             prefer: match word("prefer")? {
                 "file" => Prefer::File,
                 "index" => Prefer::Index,
@@ -121,9 +102,9 @@ impl View {
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
-            // What the mount does not show is no part of what lies behind it.
+            // Files that the mount does not show are not part of its source.
             links: Links::Inside,
-            ..View::default()
+            ..OpenOptions::default()
         })
     }
 }
@@ -133,20 +114,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_view_comes_back_from_json_and_one_of_another_version_does_not() {
-        let view = View {
-            arrangement: Arrangement::Original,
-            map: MapPolicy::Hide,
+    fn options_come_back_from_json_and_those_of_another_version_do_not() {
+        let options = OpenOptions {
+            view: View { files: Files::Original, map: MapPolicy::Hide, ..View::default() },
             prefer: Prefer::Index,
             follow: vec!["/a,b".into()],
             links: Links::Inside,
-            ..View::default()
+            ..OpenOptions::default()
         };
-        let mut json = view.to_json();
-        assert_eq!(View::from_json(&json), Some(view));
-        let plain = View { links: Links::Inside, ..View::default() };
-        assert_eq!(View::from_json(&plain.to_json()), Some(plain));
+        let mut json = options.to_json();
+        assert_eq!(OpenOptions::from_json(&json), Some(options));
+        let plain = OpenOptions { links: Links::Inside, ..OpenOptions::default() };
+        assert_eq!(OpenOptions::from_json(&plain.to_json()), Some(plain));
         json["layout"] = "double".into();
-        assert_eq!(View::from_json(&json), None);
+        assert_eq!(OpenOptions::from_json(&json), None);
     }
 }

@@ -1,0 +1,73 @@
+//! From a catalog to the virtual files that it is cut into.
+
+use std::sync::Arc;
+
+use super::{Files, View};
+use crate::catalog::Catalog;
+use crate::format::Format;
+use crate::hash::{Digest, Hasher};
+
+/// In which order the tensors of a file stand, and where its data begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorOrder {
+    /// As mounts show it: data begins on a page, and tensors stand in the order of the disk where
+    /// their alignment allows it.
+    Mounted,
+    /// As the reference implementation of the format saves it.
+    Saved,
+}
+
+/// One virtual file of a catalog.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileSpec {
+    /// Name of the file.
+    pub name: String,
+    /// Format of the file.
+    pub format: Format,
+    /// Order of its tensors.
+    pub order: TensorOrder,
+    /// Positions of its tensors in the catalog, ascending; `None` for all tensors.
+    pub tensors: Option<Arc<[u32]>>,
+}
+
+impl FileSpec {
+    /// A file of all tensors, as mounts show it.
+    pub fn single(name: &str, format: Format) -> FileSpec {
+        FileSpec { name: name.to_owned(), format, order: TensorOrder::Mounted, tensors: None }
+    }
+
+    /// A file of all tensors, as the reference implementation of `format` saves it.
+    pub fn saved(name: &str, format: Format) -> FileSpec {
+        FileSpec { order: TensorOrder::Saved, ..FileSpec::single(name, format) }
+    }
+
+    /// Positions of its tensors in `catalog`, ascending.
+    pub fn positions(&self, catalog: &Catalog) -> Vec<u32> {
+        match &self.tensors {
+            Some(tensors) => tensors.to_vec(),
+            None => (0..catalog.len() as u32).collect(),
+        }
+    }
+
+    /// A hash of the spec. Specs with the same hash lay out the same file of one catalog.
+    pub fn digest(&self) -> Digest {
+        let FileSpec { name, format, order, tensors } = self;
+        let mut hasher = Hasher::new();
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name.as_bytes());
+        hasher.update(format.as_str().as_bytes());
+        hasher.update(&[u8::from(*order == TensorOrder::Saved), u8::from(tensors.is_some())]);
+        for position in tensors.iter().flat_map(|tensors| tensors.iter()) {
+            hasher.update(&position.to_le_bytes());
+        }
+        hasher.finish()
+    }
+}
+
+/// The virtual files of the set `name`. Shards that are shown as they are need none.
+pub fn arrange(name: &str, view: &View) -> Vec<FileSpec> {
+    match view.files {
+        Files::Single => vec![FileSpec::single(name, view.format)],
+        Files::Original => Vec::new(),
+    }
+}

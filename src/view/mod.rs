@@ -1,0 +1,42 @@
+//! How a checkpoint is presented: the files that its catalog is cut into, and their format.
+//!
+//! Discovery (`open_options`) ends with a proved catalog. The view decides what is shown of it.
+//! Layout, reader, cache, verify-on-read and mount take the catalog and the file specs as they
+//! come. `checkpoint::present` applies the view.
+
+use crate::format::Format;
+
+pub use self::arrange::{FileSpec, TensorOrder, arrange};
+
+mod arrange;
+
+/// How the tensors of a set become files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Files {
+    /// One virtual file per set.
+    #[default]
+    Single,
+    /// Shards and weight map as they are.
+    Original,
+}
+
+/// What becomes of the weight map.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MapPolicy {
+    /// Every tensor is sent to the virtual file.
+    #[default]
+    Rewrite,
+    /// It is not shown.
+    Hide,
+}
+
+/// How a checkpoint is presented.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct View {
+    /// How the tensors become files.
+    pub files: Files,
+    /// Format of virtual files.
+    pub format: Format,
+    /// What becomes of the weight map.
+    pub map: MapPolicy,
+}

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::boxes::checkpoint;
-use common::wishes::{Wish, expected, limits, wants, wishes};
+use common::requests::{RandomRequest, expected, limits, requests, tensor_requests};
 use common::{Box_, Cut, write_dcp, write_hf};
 use fake::check_filled;
 use files::CuFile;
@@ -30,8 +30,8 @@ use proptest::test_runner::{Config, TestRunner};
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::{ForeignStream, Gpu};
 use tensorfs::io::{Direct, Settings};
-use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, Report, Tune};
-use tensorfs::plan::{Limits, Plan, Want};
+use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, Report};
+use tensorfs::plan::{Limits, Plan, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
@@ -55,13 +55,13 @@ const FUNCTIONS: [&str; 7] = [
 ];
 
 /// Loads by cuFile, in small reads.
-fn tune() -> Tune {
+fn tune() -> LoaderConfig {
     let limits = Limits { chunk: 64 << 10, moved: 64 << 10, ..Limits::device() };
-    Tune { limits, depth: 3, cufile: Some(MODULE.into()), ..Tune::device() }
+    LoaderConfig { limits, depth: 3, cufile: Some(MODULE.into()), ..LoaderConfig::device() }
 }
 
-fn timeout(timeout: Duration) -> Tune {
-    Tune { settings: Settings { timeout: Some(timeout), ..Settings::default() }, ..tune() }
+fn timeout(timeout: Duration) -> LoaderConfig {
+    LoaderConfig { settings: Settings { timeout: Some(timeout), ..Settings::default() }, ..tune() }
 }
 
 /// A whole tensor of `len` bytes.
@@ -79,13 +79,18 @@ fn two(folder: &Path) -> (Vec<Cut>, Arc<Checkpoint>) {
 }
 
 /// Loads them to new memory with a loader of its own.
-fn load(tensors: &[Cut], checkpoint: &Checkpoint, tune: Tune) -> Result<Report, Error> {
+fn load(tensors: &[Cut], checkpoint: &Checkpoint, tune: LoaderConfig) -> Result<Report, Error> {
     let gpu = Gpu::open(0)?;
-    let wants: Vec<Want> = (0..tensors.len()).map(Want::whole).collect();
-    let loaded = Loader::new(tune).load_device(&gpu, checkpoint, &wants, &mut |_| true)?;
-    for (number, want) in wants.iter().enumerate() {
+    let tensor_requests: Vec<TensorRequest> =
+        (0..tensors.len()).map(TensorRequest::whole).collect();
+    let loaded =
+        Loader::new(tune).load_device(&gpu, checkpoint, &tensor_requests, &mut |_| true)?;
+    for (number, tensor_request) in tensor_requests.iter().enumerate() {
         let bytes = loaded.bytes(number)?;
-        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
+        assert!(
+            bytes == expected(&tensors[tensor_request.tensor], tensor_request),
+            "other bytes arrived"
+        );
     }
     Ok(loaded.report)
 }
@@ -97,9 +102,9 @@ fn device(report: Report) -> DeviceStats {
 /// One plan of a checkpoint, and what becomes of its reads.
 #[derive(Clone, Debug)]
 struct Case {
-    wishes: Vec<Wish>,
+    requests: Vec<RandomRequest>,
     limits: Limits,
-    /// Whether memory is given, also where a wish has no address.
+    /// Whether memory is given, also where a request has no address.
     fill: bool,
     short: u64,
     late: u64,
@@ -111,8 +116,8 @@ fn case() -> impl Strategy<Value = Case> {
     let fail = prop::option::of((0..FUNCTIONS.len(), 1u64..6, code));
     let short = prop::sample::select(vec![0u64, 1, 7, 100, 4096]);
     let how = (any::<bool>(), short, 0u64..2, fail);
-    (wishes(), limits(), how).prop_map(|(wishes, limits, (fill, short, late, fail))| Case {
-        wishes,
+    (requests(), limits(), how).prop_map(|(requests, limits, (fill, short, late, fail))| Case {
+        requests,
         limits: Limits { in_place: false, align: limits.align.max(16), ..limits },
         fill,
         short,
@@ -168,11 +173,12 @@ fn load_one(
     fake.set("fail", fail.unwrap_or_default());
     let gpu = Gpu::open(1).unwrap();
     let loader = Loader::new(tune());
-    let mut wants = wants(checkpoint, tensors, &case.wishes);
-    for want in &mut wants {
-        want.at = want.at.filter(|_| case.fill).map(|at| at / 16 * 16);
+    let mut tensor_requests = tensor_requests(checkpoint, tensors, &case.requests);
+    for tensor_request in &mut tensor_requests {
+        tensor_request.destination =
+            tensor_request.destination.filter(|_| case.fill).map(|at| at / 16 * 16);
     }
-    let plan = Plan::new(checkpoint.catalog(), &wants, &case.limits).unwrap();
+    let plan = Plan::new(checkpoint.catalog(), &tensor_requests, &case.limits).unwrap();
     let regions = gpu.regions(&plan.regions).unwrap();
     let mut last = 0;
     let report = loader.fill_device(&gpu, checkpoint, &plan, &regions, None, &mut |progress| {
@@ -182,7 +188,7 @@ fn load_one(
     let report = report.unwrap();
     prop_assert!(plan.read == 0 || last == plan.read);
     prop_assert_eq!(report.events.len(), plan.chunks.len());
-    check_filled(&plan, &regions, tensors, &wants)?;
+    check_filled(&plan, &regions, tensors, &tensor_requests)?;
     let stats = device(report);
     let moved = fake.cuda.report().copied.get("file_to_device").copied().unwrap_or(0);
     prop_assert!(stats.cufile <= moved, "{stats:?} {moved}");
@@ -210,10 +216,15 @@ fn reads_go_from_the_file_to_the_device_and_the_rest_as_ever() {
     let tensors = [plain("a", 128 << 10), floats];
     write_hf(folder.path(), &tensors);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let wants = [Want::whole(0), Want { cast: Some(Dtype::Bf16), ..Want::whole(1) }];
-    let loaded = Loader::new(tune()).load_device(&gpu, &checkpoint, &wants, &mut |_| true).unwrap();
-    for (number, want) in wants.iter().enumerate() {
-        assert!(loaded.bytes(number).unwrap() == expected(&tensors[number], want));
+    let tensor_requests = [
+        TensorRequest::whole(0),
+        TensorRequest { cast: Some(Dtype::Bf16), ..TensorRequest::whole(1) },
+    ];
+    let loaded = Loader::new(tune())
+        .load_device(&gpu, &checkpoint, &tensor_requests, &mut |_| true)
+        .unwrap();
+    for (number, tensor_request) in tensor_requests.iter().enumerate() {
+        assert!(loaded.bytes(number).unwrap() == expected(&tensors[number], tensor_request));
     }
     let stats = loaded.report.stats.device.as_ref().unwrap();
     assert_eq!(stats.cufile, 128 << 10);
@@ -259,7 +270,8 @@ fn it_is_used_only_where_it_was_asked_for_and_the_module_is_there() {
     let fake = CuFile::new();
     let folder = tempfile::tempdir().unwrap();
     let (tensors, checkpoint) = two(folder.path());
-    let stats = device(load(&tensors, &checkpoint, Tune { cufile: None, ..tune() }).unwrap());
+    let stats =
+        device(load(&tensors, &checkpoint, LoaderConfig { cufile: None, ..tune() }).unwrap());
     assert_eq!((stats.cufile, stats.cufile_unused), (0, None));
     let unused = |tune| {
         let stats = device(load(&tensors, &checkpoint, tune).unwrap());
@@ -268,12 +280,12 @@ fn it_is_used_only_where_it_was_asked_for_and_the_module_is_there() {
     };
     // A machine with the module has none of these files.
     let absent = folder.path().join("nvidia-fs0");
-    let with = |path: &Path| Tune { cufile: Some(path.to_owned()), ..tune() };
+    let with = |path: &Path| LoaderConfig { cufile: Some(path.to_owned()), ..tune() };
     assert_eq!(unused(with(&absent)), format!("no {}", absent.display()));
     File::create(&absent).unwrap();
     assert_eq!(unused(with(&absent)), format!("no {}", absent.display()));
     let settings = Settings { direct: Direct::Never, ..Settings::default() };
-    let why = unused(Tune { settings, ..tune() });
+    let why = unused(LoaderConfig { settings, ..tune() });
     assert_eq!(why, "shards are to be read through the page cache");
     assert_eq!(fake.report().calls("cuFileDriverOpen"), 0);
     assert_eq!(CUFILE_MODULE, "/dev/nvidia-fs0");
@@ -332,9 +344,10 @@ fn a_shard_that_is_cut_off_or_written_to_while_it_is_loaded_is_an_error_that_nam
         let path = checkpoint.sources()[0].path();
         fake.set("late", 5);
         let gpu = Gpu::open(0).unwrap();
-        let wants: Vec<Want> = (0..tensors.len()).map(Want::whole).collect();
+        let tensor_requests: Vec<TensorRequest> =
+            (0..tensors.len()).map(TensorRequest::whole).collect();
         let loader = Loader::new(tune());
-        let outcome = loader.load_device(&gpu, &checkpoint, &wants, &mut |_| {
+        let outcome = loader.load_device(&gpu, &checkpoint, &tensor_requests, &mut |_| {
             File::options().write(true).open(path).unwrap().set_len(len).unwrap();
             true
         });
@@ -352,7 +365,8 @@ fn a_load_that_is_stopped_anywhere_ends_and_lets_go_of_its_memory() {
     let (tensors, checkpoint) = two(folder.path());
     let gpu = Gpu::open(0).unwrap();
     let loader = Loader::new(tune());
-    let wants: Vec<Want> = (0..tensors.len()).map(Want::whole).collect();
+    let tensor_requests: Vec<TensorRequest> =
+        (0..tensors.len()).map(TensorRequest::whole).collect();
     fake.set("late", 20);
     for stop in 0..8 {
         let mut asked = 0;
@@ -360,11 +374,12 @@ fn a_load_that_is_stopped_anywhere_ends_and_lets_go_of_its_memory() {
             asked += 1;
             asked <= stop
         };
-        let error = loader.load_device(&gpu, &checkpoint, &wants, &mut goes_on).unwrap_err();
+        let error =
+            loader.load_device(&gpu, &checkpoint, &tensor_requests, &mut goes_on).unwrap_err();
         assert!(error.to_string().contains("stopped"), "{error}");
         // Memory that was given is left alone when the load has returned.
         asked = 0;
-        let plan = loader.plan(&checkpoint, &wants).unwrap();
+        let plan = loader.plan(&checkpoint, &tensor_requests).unwrap();
         let regions = gpu.regions(&plan.regions).unwrap();
         let mut goes_on = |_| {
             asked += 1;
@@ -413,8 +428,9 @@ fn work_of_somebody_else_in_the_memory_is_over_before_it_is_read_to() {
     let (tensors, checkpoint) = two(folder.path());
     let gpu = Gpu::open(0).unwrap();
     let loader = Loader::new(tune());
-    let wants: Vec<Want> = (0..tensors.len()).map(Want::whole).collect();
-    let plan = loader.plan(&checkpoint, &wants).unwrap();
+    let tensor_requests: Vec<TensorRequest> =
+        (0..tensors.len()).map(TensorRequest::whole).collect();
+    let plan = loader.plan(&checkpoint, &tensor_requests).unwrap();
     let regions = gpu.regions(&plan.regions).unwrap();
     let stream = theirs::Stream::new(&gpu);
     fake.cuda.set("delay", 3_000);
@@ -428,7 +444,7 @@ fn work_of_somebody_else_in_the_memory_is_over_before_it_is_read_to() {
     let report =
         loader.fill_device(&gpu, &checkpoint, &plan, &regions, Some(after), progress).unwrap();
     assert_eq!(device(report).copies, 0);
-    check_filled(&plan, &regions, &tensors, &wants).unwrap();
+    check_filled(&plan, &regions, &tensors, &tensor_requests).unwrap();
     drop((stream, junk));
 }
 
@@ -444,11 +460,16 @@ fn loads_of_one_checkpoint_go_on_at_the_same_time() {
             let (loader, checkpoint, tensors) = (&loader, &checkpoint, &tensors);
             scope.spawn(move || {
                 let gpu = Gpu::open(ordinal).unwrap();
-                let wants: Vec<Want> = (0..tensors.len()).map(Want::whole).collect();
-                let loaded = loader.load_device(&gpu, checkpoint, &wants, &mut |_| true).unwrap();
-                for (number, want) in wants.iter().enumerate() {
+                let tensor_requests: Vec<TensorRequest> =
+                    (0..tensors.len()).map(TensorRequest::whole).collect();
+                let loaded =
+                    loader.load_device(&gpu, checkpoint, &tensor_requests, &mut |_| true).unwrap();
+                for (number, tensor_request) in tensor_requests.iter().enumerate() {
                     let bytes = loaded.bytes(number).unwrap();
-                    assert!(bytes == expected(&tensors[number], want), "other bytes arrived");
+                    assert!(
+                        bytes == expected(&tensors[number], tensor_request),
+                        "other bytes arrived"
+                    );
                 }
                 assert_eq!(loaded.report.stats.device.as_ref().unwrap().copies, 0);
             });

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::boxes::checkpoint;
-use common::wishes::{Wish, expected, limits, wants, wishes};
+use common::requests::{RandomRequest, expected, limits, requests, tensor_requests};
 use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use fake::{Fake, check_filled};
 use proptest::prelude::*;
@@ -30,8 +30,8 @@ use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::format::safetensors;
 use tensorfs::io::{Backend, Direct, Settings};
-use tensorfs::loader::{DeviceStats, Loader, Tune};
-use tensorfs::plan::{Limits, Plan, Want};
+use tensorfs::loader::{DeviceStats, Loader, LoaderConfig};
+use tensorfs::plan::{Limits, Plan, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
@@ -43,19 +43,19 @@ const PLANS_EACH: u32 = 20;
 /// One plan of a checkpoint, and how it is carried out.
 #[derive(Clone, Debug)]
 struct Case {
-    wishes: Vec<Wish>,
+    requests: Vec<RandomRequest>,
     limits: Limits,
     seed: u64,
     delay: u64,
     ordinal: u32,
-    /// Whether memory is given, also where a wish has no address.
+    /// Whether memory is given, also where a request has no address.
     fill: bool,
 }
 
 fn case() -> impl Strategy<Value = Case> {
     let how = (any::<u64>(), 0u64..100, 0u32..2, any::<bool>());
-    (wishes(), limits(), how).prop_map(|(wishes, limits, (seed, delay, ordinal, fill))| Case {
-        wishes,
+    (requests(), limits(), how).prop_map(|(requests, limits, (seed, delay, ordinal, fill))| Case {
+        requests,
         limits: Limits { in_place: false, align: limits.align.max(16), ..limits },
         seed,
         delay,
@@ -68,7 +68,7 @@ fn case() -> impl Strategy<Value = Case> {
 fn loader(depth: usize, direct: bool) -> Loader {
     let direct = if direct { Direct::Always } else { Direct::Never };
     let settings = Settings { direct, backend: Backend::Pread, ..Settings::default() };
-    Loader::new(Tune { settings, depth, ..Tune::device() })
+    Loader::new(LoaderConfig { settings, depth, ..LoaderConfig::device() })
 }
 
 /// A tensor of `shape`, of which each of `parts` ranks has its columns.
@@ -91,9 +91,14 @@ fn mixed(folder: &Path) -> (Vec<Cut>, Arc<Checkpoint>) {
     (tensors, Checkpoint::open(folder).unwrap())
 }
 
-fn mixed_wants() -> Vec<Want> {
-    let cast = |tensor, to| Want { cast: Some(to), ..Want::whole(tensor) };
-    vec![cast(0, Dtype::Bf16), Want::whole(1), cast(2, Dtype::F16), Want::whole(3)]
+fn mixed_requests() -> Vec<TensorRequest> {
+    let cast = |tensor, to| TensorRequest { cast: Some(to), ..TensorRequest::whole(tensor) };
+    vec![
+        cast(0, Dtype::Bf16),
+        TensorRequest::whole(1),
+        cast(2, Dtype::F16),
+        TensorRequest::whole(3),
+    ]
 }
 
 /// Reads of at most `len` bytes.
@@ -102,9 +107,9 @@ fn reads(len: u64) -> Limits {
 }
 
 /// Small reads, so that there are several.
-fn small() -> Tune {
+fn small() -> LoaderConfig {
     let limits = reads(4096);
-    Tune { limits, depth: 3, ..Tune::device() }
+    LoaderConfig { limits, depth: 3, ..LoaderConfig::device() }
 }
 
 #[test]
@@ -165,12 +170,13 @@ fn load_one(
     fake.set("delay", case.delay);
     fake.forget();
     let gpu = Gpu::open(case.ordinal).unwrap();
-    let mut wants = wants(checkpoint, tensors, &case.wishes);
-    for want in &mut wants {
+    let mut tensor_requests = tensor_requests(checkpoint, tensors, &case.requests);
+    for tensor_request in &mut tensor_requests {
         // Given memory is aligned to its elements, as that of torch is.
-        want.at = want.at.filter(|_| case.fill).map(|at| at / 16 * 16);
+        tensor_request.destination =
+            tensor_request.destination.filter(|_| case.fill).map(|at| at / 16 * 16);
     }
-    let plan = Plan::new(checkpoint.catalog(), &wants, &case.limits).unwrap();
+    let plan = Plan::new(checkpoint.catalog(), &tensor_requests, &case.limits).unwrap();
     let regions: Vec<DeviceRegion> = match case.fill {
         false => gpu.regions(&plan.regions).unwrap(),
         true => {
@@ -190,7 +196,7 @@ fn load_one(
     prop_assert!(plan.read == 0 || last == plan.read);
     prop_assert_eq!(report.events.len(), plan.chunks.len());
     check_calls(fake, &plan, report.stats.device.unwrap().copies)?;
-    check_filled(&plan, &regions, tensors, &wants)
+    check_filled(&plan, &regions, tensors, &tensor_requests)
 }
 
 /// No more copies than the plan has moves, each row of runs counted; none on the device but for
@@ -270,18 +276,20 @@ fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(
     fake.forget();
     let gpu = Gpu::open(1)?;
     let loader = Loader::new(small());
-    let wants = mixed_wants();
-    let plan = loader.plan(checkpoint, &wants)?;
+    let tensor_requests = mixed_requests();
+    let plan = loader.plan(checkpoint, &tensor_requests)?;
     let regions = gpu.regions(&plan.regions)?;
     // SAFETY: the legacy stream is always there.
     let legacy = unsafe { ForeignStream::from_raw(0) };
     loader.fill_device(&gpu, checkpoint, &plan, &regions, Some(legacy), &mut |_| true)?;
-    let loaded = loader.load_device(&gpu, checkpoint, &wants, &mut |_| true)?;
-    for (number, (want, placement)) in wants.iter().zip(&plan.placements).enumerate() {
+    let loaded = loader.load_device(&gpu, checkpoint, &tensor_requests, &mut |_| true)?;
+    for (number, (tensor_request, placement)) in
+        tensor_requests.iter().zip(&plan.placements).enumerate()
+    {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         region.memory.read(region.at + placement.at, &mut bytes)?;
-        let expected = expected(&tensors[want.tensor], want);
+        let expected = expected(&tensors[tensor_request.tensor], tensor_request);
         assert!(bytes == expected && loaded.bytes(number)? == expected, "other bytes arrived");
     }
     Ok(())
@@ -337,7 +345,7 @@ fn a_load_that_is_stopped_anywhere_ends_and_the_next_one_goes_on() {
     for stop in 0..6 {
         fake.set("seed", stop + 1);
         let mut asked = 0;
-        let outcome = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| {
+        let outcome = loader.load_device(&gpu, &checkpoint, &mixed_requests(), &mut |_| {
             asked += 1;
             asked <= stop
         });
@@ -345,12 +353,18 @@ fn a_load_that_is_stopped_anywhere_ends_and_the_next_one_goes_on() {
         assert!(error.to_string().contains("stopped"), "{error}");
         assert_eq!(fake.report().live["device_bytes"], 0);
     }
-    let loaded = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| true).unwrap();
-    for (number, want) in mixed_wants().iter().enumerate() {
+    let loaded = loader.load_device(&gpu, &checkpoint, &mixed_requests(), &mut |_| true).unwrap();
+    for (number, tensor_request) in mixed_requests().iter().enumerate() {
         let bytes = loaded.bytes(number).unwrap();
-        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
-        assert_eq!(loaded.shape(number), tensors[want.tensor].shape);
-        assert_eq!(loaded.dtype(number), want.cast.unwrap_or(tensors[want.tensor].dtype));
+        assert!(
+            bytes == expected(&tensors[tensor_request.tensor], tensor_request),
+            "other bytes arrived"
+        );
+        assert_eq!(loaded.shape(number), tensors[tensor_request.tensor].shape);
+        assert_eq!(
+            loaded.dtype(number),
+            tensor_request.cast.unwrap_or(tensors[tensor_request.tensor].dtype)
+        );
     }
 }
 
@@ -365,7 +379,7 @@ fn a_shard_that_is_cut_off_while_it_is_loaded_is_an_error_that_names_it() {
     let loader = Loader::new(small());
     fake.set("delay", 500);
     let path = checkpoint.sources()[0].path();
-    let outcome = loader.load_device(&gpu, &checkpoint, &[Want::whole(0)], &mut |_| {
+    let outcome = loader.load_device(&gpu, &checkpoint, &[TensorRequest::whole(0)], &mut |_| {
         std::fs::File::options().write(true).open(path).unwrap().set_len(5000).unwrap();
         true
     });
@@ -374,15 +388,15 @@ fn a_shard_that_is_cut_off_while_it_is_loaded_is_an_error_that_names_it() {
 }
 
 /// Loads one tensor of `len` bytes with `tune`, and tells how its memory was pinned.
-fn load_plain(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
+fn load_plain(len: u64, tune: LoaderConfig) -> Result<(DeviceStats, Loader), Error> {
     let folder = tempfile::tempdir().unwrap();
     let tensor = columns("a", Dtype::I32, [len / 256, 64], 1);
     write_hf(folder.path(), std::slice::from_ref(&tensor));
-    load_first(folder.path(), &expected(&tensor, &Want::whole(0)), tune)
+    load_first(folder.path(), &expected(&tensor, &TensorRequest::whole(0)), tune)
 }
 
 /// Makes a tensor of zeros, which is faster.
-fn load_zeros(len: u64, tune: Tune) -> Result<(DeviceStats, Loader), Error> {
+fn load_zeros(len: u64, tune: LoaderConfig) -> Result<(DeviceStats, Loader), Error> {
     let folder = tempfile::tempdir().unwrap();
     load_first(&write_zeros(folder.path(), len), &vec![0; len as usize], tune)
 }
@@ -397,11 +411,16 @@ fn write_zeros(folder: &Path, len: u64) -> PathBuf {
     path
 }
 
-fn load_first(path: &Path, bytes: &[u8], tune: Tune) -> Result<(DeviceStats, Loader), Error> {
+fn load_first(
+    path: &Path,
+    bytes: &[u8],
+    tune: LoaderConfig,
+) -> Result<(DeviceStats, Loader), Error> {
     let checkpoint = Checkpoint::open(path).unwrap();
     let gpu = Gpu::open(0)?;
     let loader = Loader::new(tune);
-    let loaded = loader.load_device(&gpu, &checkpoint, &[Want::whole(0)], &mut |_| true)?;
+    let loaded =
+        loader.load_device(&gpu, &checkpoint, &[TensorRequest::whole(0)], &mut |_| true)?;
     assert!(loaded.bytes(0).unwrap() == bytes, "other bytes arrived");
     Ok((loaded.report.stats.device.unwrap(), loader))
 }
@@ -431,7 +450,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     fake.set("delay", 2000);
     // One read takes more than half of a step.
     let limits = reads(1 << 20);
-    let tune = Tune { limits, depth: 8, staging: 4 << 20, ..Tune::device() };
+    let tune = LoaderConfig { limits, depth: 8, staging: 4 << 20, ..LoaderConfig::device() };
     let (stats, loader) = load_zeros(8 << 20, tune).unwrap();
     let pinned = fake.report();
     assert!(stats.pinned <= 4 << 20, "{stats:?}");
@@ -445,7 +464,7 @@ fn pinned_memory_grows_in_steps_is_kept_and_is_let_go_of_when_asked() {
     fake.set("fail", "cuMemHostRegister_v2:2:2,cuMemHostAlloc:1:2");
     fake.forget();
     let limits = reads(40 << 20);
-    let tune = Tune { limits, depth: 8, staging: 100 << 20, ..Tune::device() };
+    let tune = LoaderConfig { limits, depth: 8, staging: 100 << 20, ..LoaderConfig::device() };
     let (stats, _loader) = load_zeros(80 << 20, tune).unwrap();
     assert_eq!((stats.pinned, stats.pinning), (64 << 20, "registered"));
     assert_eq!(fake.report().calls("cuMemHostAlloc"), 1);
@@ -459,8 +478,9 @@ fn a_read_larger_than_what_is_pinned_gets_memory_of_its_length() {
     write_hf(folder.path(), std::slice::from_ref(&tensor));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let gpu = Gpu::open(0).unwrap();
-    let loader = Loader::new(Tune { staging: 1 << 20, ..Tune::device() });
-    let rows = |rows| Want { part: Some(vec![0..rows, 0..256]), ..Want::whole(0) };
+    let loader = Loader::new(LoaderConfig { staging: 1 << 20, ..LoaderConfig::device() });
+    let rows =
+        |rows| TensorRequest { part: Some(vec![0..rows, 0..256]), ..TensorRequest::whole(0) };
     for rows in [rows(1), rows(3 << 10), rows(64)] {
         let loaded =
             loader.load_device(&gpu, &checkpoint, std::slice::from_ref(&rows), &mut |_| true);
@@ -482,12 +502,15 @@ fn loads_to_two_gpus_and_two_to_one_go_on_at_the_same_time() {
             let (loader, checkpoint, tensors) = (&loader, &checkpoint, &tensors);
             scope.spawn(move || {
                 let gpu = Gpu::open(ordinal).unwrap();
-                let loaded = loader.load_device(&gpu, checkpoint, &mixed_wants(), &mut |_| true);
+                let loaded = loader.load_device(&gpu, checkpoint, &mixed_requests(), &mut |_| true);
                 let loaded = loaded.unwrap();
-                for (number, want) in mixed_wants().iter().enumerate() {
+                for (number, tensor_request) in mixed_requests().iter().enumerate() {
                     assert_eq!(loaded.place(number).memory.gpu().ordinal(), ordinal);
                     let bytes = loaded.bytes(number).unwrap();
-                    assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
+                    assert!(
+                        bytes == expected(&tensors[tensor_request.tensor], tensor_request),
+                        "other bytes arrived"
+                    );
                 }
             });
         }
@@ -503,13 +526,14 @@ fn loads_that_share_too_little_pinned_memory_all_end() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     // The memory pinned first is enough for one read.
     let limits = reads(1536 << 10);
-    let loader = Loader::new(Tune { limits, staging: 1, ..Tune::device() });
+    let loader = Loader::new(LoaderConfig { limits, staging: 1, ..LoaderConfig::device() });
     std::thread::scope(|scope| {
         for _ in 0..3 {
             let (loader, checkpoint) = (&loader, &checkpoint);
             scope.spawn(move || {
                 let gpu = Gpu::open(0).unwrap();
-                let loaded = loader.load_device(&gpu, checkpoint, &[Want::whole(0)], &mut |_| true);
+                let loaded =
+                    loader.load_device(&gpu, checkpoint, &[TensorRequest::whole(0)], &mut |_| true);
                 let bytes = loaded.unwrap().bytes(0).unwrap();
                 assert!(bytes == vec![0; 12 << 20], "other bytes arrived");
             });
@@ -525,12 +549,12 @@ fn a_tensor_keeps_its_memory_when_the_load_and_the_loader_are_gone() {
     let place = {
         let gpu = Gpu::open(0).unwrap();
         let loader = Loader::new(small());
-        let loaded = loader.load_device(&gpu, &checkpoint, &mixed_wants(), &mut |_| true);
+        let loaded = loader.load_device(&gpu, &checkpoint, &mixed_requests(), &mut |_| true);
         loaded.unwrap().place(1)
     };
     let mut bytes = vec![0; place.len as usize];
     place.memory.read(place.at, &mut bytes).unwrap();
-    assert!(bytes == expected(&tensors[1], &mixed_wants()[1]), "other bytes arrived");
+    assert!(bytes == expected(&tensors[1], &mixed_requests()[1]), "other bytes arrived");
     assert!(place.address().is_multiple_of(256));
     drop(place);
     fake.assert_clean();
@@ -569,7 +593,7 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
     let (tensors, checkpoint) = mixed(folder.path());
     let gpu = Gpu::open(0).unwrap();
     let loader = Loader::new(small());
-    let plan = loader.plan(&checkpoint, &mixed_wants()).unwrap();
+    let plan = loader.plan(&checkpoint, &mixed_requests()).unwrap();
     let regions = gpu.regions(&plan.regions).unwrap();
     let stream = theirs::Stream::new(&gpu);
     // It takes longer than the load, and writes to all that is loaded.
@@ -582,11 +606,14 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
     let after = unsafe { ForeignStream::from_raw(stream.handle()) };
     let progress = &mut |_| true;
     loader.fill_device(&gpu, &checkpoint, &plan, &regions, Some(after), progress).unwrap();
-    for (want, placement) in mixed_wants().iter().zip(&plan.placements) {
+    for (tensor_request, placement) in mixed_requests().iter().zip(&plan.placements) {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         region.memory.read(region.at + placement.at, &mut bytes).unwrap();
-        assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
+        assert!(
+            bytes == expected(&tensors[tensor_request.tensor], tensor_request),
+            "other bytes arrived"
+        );
     }
     drop((stream, junk));
 }

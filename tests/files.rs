@@ -8,7 +8,7 @@ use std::sync::{Arc, Barrier};
 
 use tensorfs::ErrorKind;
 use tensorfs::checkpoint::{Checkpoint, Kind};
-use tensorfs::loader::{Loader, Tune};
+use tensorfs::loader::{Loader, LoaderConfig};
 use tensorfs::source::Source;
 
 fn fixture(path: &str) -> PathBuf {
@@ -25,7 +25,7 @@ fn shards(folder: &str) -> Vec<PathBuf> {
 
 /// Every tensor: name, shape, bytes.
 fn content(checkpoint: &Arc<Checkpoint>) -> Vec<(String, Vec<u64>, Vec<u8>)> {
-    let loaded = Loader::new(Tune::default()).load_all(checkpoint).unwrap();
+    let loaded = Loader::new(LoaderConfig::default()).load_all(checkpoint).unwrap();
     let tensors = checkpoint.catalog().tensors().enumerate();
     tensors
         .map(|(at, t)| (t.name.to_owned(), t.shape.to_vec(), loaded.bytes(at).to_vec()))
@@ -96,7 +96,7 @@ fn a_renewed_checkpoint_reads_the_same_bytes_and_refuses_another_file() {
     let before = first.renewed();
     std::fs::remove_file(&file).unwrap();
     std::fs::copy(fixture("safetensors/no_metadata.safetensors"), &file).unwrap();
-    let error = Loader::new(Tune::default()).load_all(&before).unwrap_err();
+    let error = Loader::new(LoaderConfig::default()).load_all(&before).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Changed);
 }
 
@@ -106,23 +106,27 @@ fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
     let file = root.path().join("model.safetensors");
     std::fs::copy(fixture("safetensors/many.safetensors"), &file).unwrap();
     let checkpoint = Checkpoint::of_files(std::slice::from_ref(&file)).unwrap();
-    let loader = Loader::new(Tune::default());
+    let loader = Loader::new(LoaderConfig::default());
     let mut copied = 0;
     for (at, (_, _, right)) in content(&checkpoint).into_iter().enumerate() {
         let mut bytes = vec![0; right.len()];
         // An empty tensor has nothing to copy; the kernel may not say what it holds.
-        if loader.load_cached(&checkpoint, at, None, &mut bytes).unwrap() {
+        if loader.copy_from_page_cache(&checkpoint, at, None, &mut bytes).unwrap() {
             assert_eq!(bytes, right);
             copied += 1;
         }
-        assert!(!loader.load_cached(&checkpoint, at, None, &mut vec![0; right.len() + 1]).unwrap());
+        assert!(
+            !loader
+                .copy_from_page_cache(&checkpoint, at, None, &mut vec![0; right.len() + 1])
+                .unwrap()
+        );
     }
     assert!(copied > 0 || !checkpoint.sources()[0].file_system().is_local());
     let cut = Checkpoint::open(&fixture("dcp/row_wise/shards")).unwrap();
     let pieces = |at: &usize| cut.catalog().tensor_at(*at).pieces().len() > 1;
     let at = (0..cut.catalog().len()).find(pieces).unwrap();
     let mut bytes = vec![0; cut.catalog().tensor_at(at).len as usize];
-    assert!(!loader.load_cached(&cut, at, None, &mut bytes).unwrap());
+    assert!(!loader.copy_from_page_cache(&cut, at, None, &mut bytes).unwrap());
 }
 
 // The second caller was told that a write cannot be ruled out.

@@ -1,4 +1,4 @@
-//! Random wishes of random checkpoints, planned and loaded.
+//! Random requests of random checkpoints, planned and loaded.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 
@@ -8,14 +8,14 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use common::boxes::checkpoint;
-use common::wishes::{expected, limits, wants, wishes};
+use common::requests::{expected, limits, requests, tensor_requests};
 use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::io::{Backend, Direct, Region, Settings};
-use tensorfs::loader::{Loader, Pages, Tune};
-use tensorfs::plan::{Limits, Plan, Target, Want};
+use tensorfs::loader::{Loader, LoaderConfig, Pages};
+use tensorfs::plan::{Limits, Plan, Target, TensorRequest};
 
 fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
     let settings = Settings {
@@ -23,9 +23,17 @@ fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> L
         backend: if threads { Backend::Pread } else { Backend::Auto },
         ..Settings::default()
     };
-    let near = if near { Tune::default().near } else { 0 };
+    let inline_max_bytes = if near { LoaderConfig::default().inline_max_bytes } else { 0 };
     let pages = [None, Some(Pages::Huge), Some(Pages::Small)][depth % 3];
-    Loader::new(Tune { settings, depth, limits, near, ahead: 0, pages, ..Tune::default() })
+    Loader::new(LoaderConfig {
+        settings,
+        depth,
+        limits,
+        inline_max_bytes,
+        populate_min_bytes: 0,
+        pages,
+        ..LoaderConfig::default()
+    })
 }
 
 /// A page-aligned place in `memory`.
@@ -39,32 +47,32 @@ proptest! {
 
     #[test]
     fn any_parts_of_any_boxes_are_loaded_as_they_are(
-        tensors in checkpoint(), wishes in wishes(), limits in limits(), form in 0usize..3,
+        tensors in checkpoint(), requests in requests(), limits in limits(), form in 0usize..3,
         how in any::<[bool; 3]>(), depth in 0usize..4,
     ) {
         let folder = tempfile::tempdir().unwrap();
         let write = [write_hf, write_dcp, write_dense_dcp][form];
         write(folder.path(), &tensors);
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
-        let mut wants = wants(&checkpoint, &tensors, &wishes);
-        wants.iter_mut().for_each(|want| want.at = None);
+        let mut tensor_requests = tensor_requests(&checkpoint, &tensors, &requests);
+        tensor_requests.iter_mut().for_each(|tensor_request| tensor_request.destination = None);
         let loader = loader(limits, how, depth);
         let mut last = 0;
-        let loaded = loader.load(&checkpoint, &wants, &mut |progress| {
+        let loaded = loader.load(&checkpoint, &tensor_requests, &mut |progress| {
             last = progress.read;
             progress.read <= progress.total
         });
         let loaded = loaded.unwrap();
         prop_assert_eq!(last, loaded.report.stats.read);
-        for (number, want) in wants.iter().enumerate() {
-            let tensor = &tensors[want.tensor];
-            prop_assert_eq!(loaded.bytes(number), &expected(tensor, want)[..]);
+        for (number, tensor_request) in tensor_requests.iter().enumerate() {
+            let tensor = &tensors[tensor_request.tensor];
+            prop_assert_eq!(loaded.bytes(number), &expected(tensor, tensor_request)[..]);
             let width = (loaded.dtype(number).bits() / 8).max(1) as usize;
             prop_assert!((loaded.bytes(number).as_ptr() as usize).is_multiple_of(width));
             let mut copy = vec![0; loaded.bytes(number).len()];
-            let part = want.part.as_deref();
-            if want.cast.is_none()
-                && loader.load_cached(&checkpoint, want.tensor, part, &mut copy).unwrap()
+            let part = tensor_request.part.as_deref();
+            if tensor_request.cast.is_none()
+                && loader.copy_from_page_cache(&checkpoint, tensor_request.tensor, part, &mut copy).unwrap()
             {
                 prop_assert_eq!(&copy[..], loaded.bytes(number));
             }
@@ -73,27 +81,27 @@ proptest! {
 
     #[test]
     fn memory_that_waits_gets_its_bytes_and_no_others(
-        tensors in checkpoint(), wishes in wishes(), limits in limits(), whole in any::<bool>(),
+        tensors in checkpoint(), requests in requests(), limits in limits(), whole in any::<bool>(),
         how in any::<[bool; 3]>(), depth in 0usize..4,
     ) {
         let folder = tempfile::tempdir().unwrap();
         if whole { write_hf(folder.path(), &tensors) } else { write_dcp(folder.path(), &tensors) };
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
-        let mut wants = wants(&checkpoint, &tensors, &wishes);
+        let mut tensor_requests = tensor_requests(&checkpoint, &tensors, &requests);
         let loader = loader(limits, how, depth);
         let lens: Vec<usize> =
-            wants.iter().map(|want| expected(&tensors[want.tensor], want).len()).collect();
+            tensor_requests.iter().map(|tensor_request| expected(&tensors[tensor_request.tensor], tensor_request).len()).collect();
         let mut memories: Vec<Vec<u8>> =
             lens.iter().map(|len| vec![0xEE; len + 5 * 4096]).collect();
-        for (want, memory) in wants.iter_mut().zip(&mut memories) {
+        for (tensor_request, memory) in tensor_requests.iter_mut().zip(&mut memories) {
             let page = first_page(memory).as_ptr().addr() as u64;
-            want.at = want.at.map(|at| page + at);
+            tensor_request.destination = tensor_request.destination.map(|at| page + at);
         }
-        let plan = loader.plan(&checkpoint, &wants).unwrap();
+        let plan = loader.plan(&checkpoint, &tensor_requests).unwrap();
         let mut regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
-        for ((want, placement), memory) in wants.iter().zip(&plan.placements).zip(&mut memories) {
-            prop_assert_eq!(plan.given[placement.region as usize], want.at.is_some());
-            if want.at.is_some() {
+        for ((tensor_request, placement), memory) in tensor_requests.iter().zip(&plan.placements).zip(&mut memories) {
+            prop_assert_eq!(plan.given[placement.region as usize], tensor_request.destination.is_some());
+            if tensor_request.destination.is_some() {
                 let len = plan.regions[placement.region as usize] as usize;
                 prop_assert_eq!(len as u64, placement.at + placement.len);
                 // SAFETY: the memory outlives the regions, and is read after the load alone.
@@ -105,27 +113,27 @@ proptest! {
         unsafe { loader.fill(&checkpoint, &plan, &regions, &mut |_| true) }.unwrap();
         prop_assert!(regions.iter().all(|region| Arc::strong_count(region) == 1));
         drop(regions);
-        for ((want, placement), memory) in wants.iter().zip(&plan.placements).zip(&memories) {
-            if want.at.is_none() {
+        for ((tensor_request, placement), memory) in tensor_requests.iter().zip(&plan.placements).zip(&memories) {
+            if tensor_request.destination.is_none() {
                 continue;
             }
             let start = memory.as_ptr().align_offset(4096) + placement.at as usize;
             let end = start + placement.len as usize;
-            prop_assert_eq!(&memory[start..end], &expected(&tensors[want.tensor], want)[..]);
+            prop_assert_eq!(&memory[start..end], &expected(&tensors[tensor_request.tensor], tensor_request)[..]);
             prop_assert!(memory[..start].iter().chain(&memory[end..]).all(|&byte| byte == 0xEE));
         }
     }
 
     #[test]
     fn plans_read_every_wanted_byte_and_move_each_to_one_place(
-        tensors in checkpoint(), wishes in wishes(), limits in limits(), whole in any::<bool>(),
+        tensors in checkpoint(), requests in requests(), limits in limits(), whole in any::<bool>(),
     ) {
         let folder = tempfile::tempdir().unwrap();
         if whole { write_hf(folder.path(), &tensors) } else { write_dcp(folder.path(), &tensors) };
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
-        let wants = wants(&checkpoint, &tensors, &wishes);
-        let plan = Plan::new(checkpoint.catalog(), &wants, &limits).unwrap();
-        prop_assert_eq!(&plan, &Plan::new(checkpoint.catalog(), &wants, &limits).unwrap());
+        let tensor_requests = tensor_requests(&checkpoint, &tensors, &requests);
+        let plan = Plan::new(checkpoint.catalog(), &tensor_requests, &limits).unwrap();
+        prop_assert_eq!(&plan, &Plan::new(checkpoint.catalog(), &tensor_requests, &limits).unwrap());
         // How often each byte of each region is written to; pages of reads in place belong to one.
         let mut written: Vec<Vec<u8>> =
             plan.regions.iter().map(|&len| vec![0; len as usize]).collect();
@@ -166,16 +174,16 @@ proptest! {
         }
         prop_assert!(written.iter().flatten().all(|&times| times <= 1));
         let mut wanted = 0;
-        for (want, placement) in wants.iter().zip(&plan.placements) {
+        for (tensor_request, placement) in tensor_requests.iter().zip(&plan.placements) {
             let region = &written[placement.region as usize];
             let bytes = placement.at as usize..(placement.at + placement.len) as usize;
             prop_assert!(region[bytes].iter().all(|&times| times == 1));
-            let tensor = checkpoint.catalog().tensor_at(want.tensor);
+            let tensor = checkpoint.catalog().tensor_at(tensor_request.tensor);
             let elements: u64 = placement.shape.iter().product();
-            prop_assert_eq!(placement.dtype, want.cast.unwrap_or(tensor.dtype));
+            prop_assert_eq!(placement.dtype, tensor_request.cast.unwrap_or(tensor.dtype));
             prop_assert_eq!(placement.len, elements * placement.dtype.bits() / 8);
-            if want.at.is_some() {
-                prop_assert_eq!(placement.at, want.at.unwrap() % 4096);
+            if tensor_request.destination.is_some() {
+                prop_assert_eq!(placement.at, tensor_request.destination.unwrap() % 4096);
                 let before = &region[..placement.at as usize];
                 prop_assert!(before.iter().all(|&times| times == 0), "bytes of somebody else");
             } else if !limits.in_place {
@@ -200,7 +208,7 @@ fn what_the_page_cache_holds_is_copied_at_once_whether_runs_are_near_or_far_apar
     let tensors: Vec<Cut> = shapes.iter().enumerate().map(tensor).collect();
     write_hf(folder.path(), &tensors);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let loader = Loader::new(Tune::default());
+    let loader = Loader::new(LoaderConfig::default());
     let mut copied = 0;
     for (at, shape) in shapes.iter().enumerate() {
         for (from, to) in [(0, 1), (1, 2), (1, 9), (3, 4), (0, 9)] {
@@ -209,17 +217,26 @@ fn what_the_page_cache_holds_is_copied_at_once_whether_runs_are_near_or_far_apar
                     if dim < cut { 0..size } else { size * from / 9..(size * to).div_ceil(9) }
                 };
                 let part: Vec<_> = shape.iter().enumerate().map(part).collect();
-                let want = Want { part: Some(part.clone()), ..Want::whole(at) };
-                let right = expected(&tensors[at], &want);
+                let tensor_request =
+                    TensorRequest { part: Some(part.clone()), ..TensorRequest::whole(at) };
+                let right = expected(&tensors[at], &tensor_request);
                 let mut bytes = vec![0; right.len()];
-                if loader.load_cached(&checkpoint, at, Some(&part), &mut bytes).unwrap() {
+                if loader.copy_from_page_cache(&checkpoint, at, Some(&part), &mut bytes).unwrap() {
                     assert!(bytes == right, "{part:?} of {shape:?}");
                     copied += 1;
                 }
                 let mut longer = vec![0; right.len() + 1];
-                assert!(!loader.load_cached(&checkpoint, at, Some(&part), &mut longer).unwrap());
+                assert!(
+                    !loader
+                        .copy_from_page_cache(&checkpoint, at, Some(&part), &mut longer)
+                        .unwrap()
+                );
                 let outside: Vec<_> = part.iter().map(|r| r.start + 1..r.end + 8 * r.end).collect();
-                assert!(!loader.load_cached(&checkpoint, at, Some(&outside), &mut bytes).unwrap());
+                assert!(
+                    !loader
+                        .copy_from_page_cache(&checkpoint, at, Some(&outside), &mut bytes)
+                        .unwrap()
+                );
             }
         }
     }
@@ -240,9 +257,10 @@ fn a_part_outside_of_its_tensor_is_refused_by_name() {
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     for part in [Vec::new(), vec![0..5, 0..8], vec![0..4, 0..8, 0..1]] {
-        let want = Want { part: Some(part), ..Want::whole(0) };
-        let loader = Loader::new(Tune::default());
-        let error = loader.load(&checkpoint, &[want], &mut |_| true).unwrap_err().to_string();
+        let tensor_request = TensorRequest { part: Some(part), ..TensorRequest::whole(0) };
+        let loader = Loader::new(LoaderConfig::default());
+        let error =
+            loader.load(&checkpoint, &[tensor_request], &mut |_| true).unwrap_err().to_string();
         assert!(error.contains("`a`") && error.contains("[4, 8]"), "{error}");
     }
 }
@@ -263,7 +281,12 @@ fn a_read_that_takes_more_memory_than_loads_may_goes_out_alone() {
     let checkpoint = of_one_tensor(folder.path(), 3 << 20);
     for (in_place, staging) in [(false, 1 << 20), (false, 0), (true, 0)] {
         let limits = Limits { chunk: 4096, in_place, ..Limits::default() };
-        let loader = Loader::new(Tune { limits, staging, near: 0, ..Tune::default() });
+        let loader = Loader::new(LoaderConfig {
+            limits,
+            staging,
+            inline_max_bytes: 0,
+            ..LoaderConfig::default()
+        });
         let loaded = loader.load_all(&checkpoint).unwrap();
         let expected = common::bytes("a", tensorfs::Dtype::I32, &[3 << 18]);
         assert!(loaded.bytes(0) == expected, "in_place: {in_place}, staging: {staging}");
@@ -280,16 +303,21 @@ fn limits_may_be_as_large_as_numbers_are() {
             chunk: most,
             moved: most,
             gap: most,
-            own,
+            dedicated_min_bytes: own,
             place: own,
             slab: most,
             in_place,
             align: 64,
         };
-        let loader = Loader::new(Tune { limits, near: 0, staging: most, ..Tune::default() });
-        let part = |range| Want { part: Some(vec![range]), ..Want::whole(0) };
-        let wants = [part(0..100), Want::whole(0), part(1000..1 << 19)];
-        let loaded = loader.load(&checkpoint, &wants, &mut |_| true).unwrap();
+        let loader = Loader::new(LoaderConfig {
+            limits,
+            inline_max_bytes: 0,
+            staging: most,
+            ..LoaderConfig::default()
+        });
+        let part = |range| TensorRequest { part: Some(vec![range]), ..TensorRequest::whole(0) };
+        let tensor_requests = [part(0..100), TensorRequest::whole(0), part(1000..1 << 19)];
+        let loaded = loader.load(&checkpoint, &tensor_requests, &mut |_| true).unwrap();
         let expected = common::bytes("a", tensorfs::Dtype::I32, &[3 << 18]);
         assert!(loaded.bytes(1) == expected, "in_place: {in_place}, own: {own}");
         assert!(loaded.bytes(2) == &expected[4000..4 << 19]);
@@ -319,13 +347,14 @@ fn a_long_part_is_copied_as_it_is_loaded() {
     let tensor = Cut { name: "a".to_owned(), dtype: Dtype::U8, shape, boxes };
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let loader = Loader::new(Tune::default());
+    let loader = Loader::new(LoaderConfig::default());
     for columns in [100..1200, 8000..8001, 0..9999] {
         let part = vec![1..2501, columns];
-        let wants = [Want { part: Some(part.clone()), ..Want::whole(0) }];
-        let right = loader.load(&checkpoint, &wants, &mut |_| true).unwrap();
+        let tensor_requests =
+            [TensorRequest { part: Some(part.clone()), ..TensorRequest::whole(0) }];
+        let right = loader.load(&checkpoint, &tensor_requests, &mut |_| true).unwrap();
         let mut bytes = vec![0; right.bytes(0).len()];
-        let copied = loader.load_cached(&checkpoint, 0, Some(&part), &mut bytes).unwrap();
+        let copied = loader.copy_from_page_cache(&checkpoint, 0, Some(&part), &mut bytes).unwrap();
         assert!(copied || !checkpoint.sources()[0].file_system().is_local());
         assert!(!copied || bytes == right.bytes(0), "{part:?}");
     }
@@ -339,10 +368,10 @@ fn a_part_of_millions_of_runs_is_not_copied_at_once() {
     let tensor = Cut { name: "a".to_owned(), dtype: Dtype::U8, shape, boxes };
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let loader = Loader::new(Tune::default());
+    let loader = Loader::new(LoaderConfig::default());
     let copied = |rows: u64| {
         let mut bytes = vec![0; rows as usize];
-        loader.load_cached(&checkpoint, 0, Some(&[0..rows, 1..2]), &mut bytes).unwrap()
+        loader.copy_from_page_cache(&checkpoint, 0, Some(&[0..rows, 1..2]), &mut bytes).unwrap()
     };
     assert!(copied(4 << 20) || !checkpoint.sources()[0].file_system().is_local());
     assert!(!copied((4 << 20) + 1));
@@ -355,10 +384,15 @@ fn the_ends_of_a_part_may_be_as_far_apart_as_any_file_is_long() {
         eprintln!("skipped: no such file here");
         return;
     };
-    let wants = [Want { part: Some(vec![0..2, 0..1]), ..Want::whole(0) }];
-    let loader = Loader::new(Tune::default());
-    assert!(!loader.load_cached(&checkpoint, 0, wants[0].part.as_deref(), &mut [1; 2]).unwrap());
-    assert_eq!(loader.load(&checkpoint, &wants, &mut |_| true).unwrap().bytes(0), [0, 0]);
+    let tensor_requests =
+        [TensorRequest { part: Some(vec![0..2, 0..1]), ..TensorRequest::whole(0) }];
+    let loader = Loader::new(LoaderConfig::default());
+    assert!(
+        !loader
+            .copy_from_page_cache(&checkpoint, 0, tensor_requests[0].part.as_deref(), &mut [1; 2])
+            .unwrap()
+    );
+    assert_eq!(loader.load(&checkpoint, &tensor_requests, &mut |_| true).unwrap().bytes(0), [0, 0]);
 }
 
 #[test]
@@ -372,9 +406,10 @@ fn small_tensors_share_no_more_memory_than_they_may() {
     };
     write_hf(folder.path(), &(0..6).map(tensor).collect::<Vec<_>>());
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let wants: Vec<Want> = (0..6).map(Want::whole).collect();
-    let limits = Limits { own: 5000, slab: 10_000, in_place: false, ..Limits::default() };
-    let plan = Plan::new(checkpoint.catalog(), &wants, &limits).unwrap();
+    let tensor_requests: Vec<TensorRequest> = (0..6).map(TensorRequest::whole).collect();
+    let limits =
+        Limits { dedicated_min_bytes: 5000, slab: 10_000, in_place: false, ..Limits::default() };
+    let plan = Plan::new(checkpoint.catalog(), &tensor_requests, &limits).unwrap();
     assert_eq!(plan.regions.len(), 3);
     assert!(plan.regions.iter().all(|&len| len <= limits.slab), "{:?}", plan.regions);
 }
@@ -386,10 +421,11 @@ fn a_tensor_longer_than_memory_is_refused_before_its_reads_are_planned() {
         eprintln!("skipped: no file of {len} bytes here");
         return;
     };
-    let loader = Loader::new(Tune::default());
+    let loader = Loader::new(LoaderConfig::default());
     for (cast, needed) in [(None, len), (Some(tensorfs::Dtype::F32), 4 * len)] {
-        let wants = [Want { cast, ..Want::whole(0) }];
-        let error = loader.load(&checkpoint, &wants, &mut |_| true).unwrap_err().to_string();
+        let tensor_requests = [TensorRequest { cast, ..TensorRequest::whole(0) }];
+        let error =
+            loader.load(&checkpoint, &tensor_requests, &mut |_| true).unwrap_err().to_string();
         assert!(error.contains(&format!("takes {needed} bytes of memory")), "{error}");
     }
 }
@@ -404,15 +440,22 @@ fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let limits = Limits { chunk: 4096, ..Limits::default() };
-    let wants = [Want::whole(0)];
-    for (near, ahead) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX)] {
-        let loader = Loader::new(Tune { limits, depth: 3, near, ahead, ..Tune::default() });
-        let stopped = loader.load(&checkpoint, &wants, &mut |progress| progress.read < 10_000);
+    let tensor_requests = [TensorRequest::whole(0)];
+    for (inline_max_bytes, populate_min_bytes) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX)] {
+        let loader = Loader::new(LoaderConfig {
+            limits,
+            depth: 3,
+            inline_max_bytes,
+            populate_min_bytes,
+            ..LoaderConfig::default()
+        });
+        let stopped =
+            loader.load(&checkpoint, &tensor_requests, &mut |progress| progress.read < 10_000);
         assert!(stopped.unwrap_err().to_string().contains("stopped"));
         // The same loader goes on.
         assert_eq!(loader.load_all(&checkpoint).unwrap().bytes(0).len(), 1 << 18);
     }
-    let loader = Loader::new(Tune { limits, depth: 3, ..Tune::default() });
+    let loader = Loader::new(LoaderConfig { limits, depth: 3, ..LoaderConfig::default() });
     let path = checkpoint.sources()[0].path();
     std::fs::File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
     let error = loader.load_all(&checkpoint).unwrap_err();
@@ -430,9 +473,9 @@ fn a_read_that_is_longer_than_all_memory_for_reads_is_loaded_all_the_same() {
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let limits = Limits { chunk: 4096, moved: 128 << 10, in_place: false, ..Limits::default() };
-    let right = Loader::new(Tune::default()).load_all(&checkpoint).unwrap();
+    let right = Loader::new(LoaderConfig::default()).load_all(&checkpoint).unwrap();
     for staging in [1, 128 << 10] {
-        let tune = Tune { limits, staging, near: 0, ..Tune::default() };
+        let tune = LoaderConfig { limits, staging, inline_max_bytes: 0, ..LoaderConfig::default() };
         let loaded = Loader::new(tune).load_all(&checkpoint).unwrap();
         assert_eq!(loaded.bytes(0), right.bytes(0));
     }

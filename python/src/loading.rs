@@ -14,8 +14,8 @@ use tensorfs::cast::Cast;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::error::quoted;
 use tensorfs::io::{Backend, Direct, Region, Settings};
-use tensorfs::loader::{self as core, Tune};
-use tensorfs::plan::{self, Limits, Want};
+use tensorfs::loader::{self as core, LoaderConfig};
+use tensorfs::plan::{self, Limits, TensorRequest};
 use tensorfs::process::PerProcess;
 use tensorfs::sync::{Mutex, MutexGuard};
 
@@ -62,9 +62,9 @@ fn loaders() -> MutexGuard<'static, Loaders> {
     LOADERS.get_or_init(Mutex::default).lock()
 }
 
-/// A wish: position of the tensor, part of it as (start, end) by dimension, dtype that it is to
-/// have, address that waits for it.
-type Wish = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
+/// A request: position of the tensor, part of it as (start, end) by dimension, dtype of the result,
+/// address of the buffer.
+type PyRequest = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
 
 /// What loads.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
@@ -84,13 +84,13 @@ impl Loader {
             Some(_) => Limits { chunk, moved: chunk, ..Limits::device() },
             None => Limits { chunk, ..Limits::default() },
         };
-        let loader = Arc::new(core::Loader::new(Tune {
+        let loader = Arc::new(core::Loader::new(LoaderConfig {
             settings,
             depth,
             staging,
             limits,
             cufile: cufile.then(|| core::CUFILE_MODULE.into()),
-            ..Tune::default()
+            ..LoaderConfig::default()
         }));
         loaders.push((self.0, loader.clone()));
         drop(loaders);
@@ -103,15 +103,15 @@ impl Loader {
         py: Python<'_>,
         loader: &core::Loader,
         checkpoint: &tensorfs::Checkpoint,
-        wants: Vec<Want>,
+        requests: Vec<TensorRequest>,
     ) -> PyResult<Plan> {
         let planned = py.detach(|| {
             let check = |needed| match self.0.gpu {
-                None => loader.check_room(checkpoint, needed),
+                None => loader.check_memory(checkpoint, needed),
                 Some(ordinal) => room_of_gpu(ordinal, needed),
             };
-            check(plan::needed(checkpoint.catalog(), &wants))?;
-            let plan = loader.plan(checkpoint, &wants);
+            check(plan::needed(checkpoint.catalog(), &requests))?;
+            let plan = loader.plan(checkpoint, &requests);
             check(plan.as_ref().map_or(0, plan::Plan::needed)).map(|()| plan)
         });
         let planned = planned.map_err(|e: tensorfs::Error| match self.0.gpu {
@@ -119,8 +119,8 @@ impl Loader {
             Some(_) => raised(py, &e, None),
         })?;
         let plan = planned.map_err(|e| raised(py, &e, None))?;
-        let names = named(checkpoint, &wants);
-        let tensors = wants.into_iter().map(|want| want.tensor).collect();
+        let names = named(checkpoint, &requests);
+        let tensors = requests.into_iter().map(|request| request.tensor).collect();
         Ok(Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() })
     }
 
@@ -149,7 +149,7 @@ impl Loader {
         checked.map_err(|e| raised(py, &e, Some(name)))
     }
 
-    /// Copies a part of a tensor to memory of its size, by address and length, as `load_cached` does.
+    /// Copies a part of a tensor to memory of its size, by address and length, as `copy_from_page_cache` does.
     pub(crate) fn copy_cached(
         &self,
         py: Python<'_>,
@@ -161,7 +161,7 @@ impl Loader {
         let loader = self.own();
         // SAFETY: the caller in Python owns these bytes, and nobody else uses them until this returns.
         let into = unsafe { bytes_at(address, len)? };
-        let copied = py.detach(|| loader.load_cached(checkpoint, position, part, into));
+        let copied = py.detach(|| loader.copy_from_page_cache(checkpoint, position, part, into));
         copied.map_err(|e| {
             let name = checkpoint.catalog().tensor_at(position).name;
             raised(py, &e, Some(name))
@@ -192,7 +192,7 @@ impl Loader {
         timeout: Option<f64>,
         gpu: Option<u32>,
     ) -> PyResult<Loader> {
-        let usual = if gpu.is_some() { Tune::device() } else { Tune::default() };
+        let usual = if gpu.is_some() { LoaderConfig::device() } else { LoaderConfig::default() };
         let bad = |word: &str| PyValueError::new_err(format!("{word} is not to be had"));
         let timeout = match timeout {
             None => usual.settings.timeout,
@@ -257,31 +257,37 @@ impl Loader {
     /// Whether there is memory for `len` bytes that nobody has asked for yet.
     fn has_spare(&self, py: Python<'_>, checkpoint: &Checkpoint, len: u64) -> bool {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
-        py.detach(|| loader.check_room(&checkpoint, len.saturating_add(SPARE)).is_ok())
+        py.detach(|| loader.check_memory(&checkpoint, len.saturating_add(SPARE)).is_ok())
     }
 
-    /// Plans these wishes.
-    fn plan(&self, py: Python<'_>, checkpoint: &Checkpoint, wishes: Vec<Wish>) -> PyResult<Plan> {
+    /// Plans these requests.
+    fn plan(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        requests: Vec<PyRequest>,
+    ) -> PyResult<Plan> {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
-        let mut wants = Vec::with_capacity(wishes.len());
-        for (tensor, part, cast, at) in wishes {
+        let mut native = Vec::with_capacity(requests.len());
+        for (tensor, part, cast, destination) in requests {
             if tensor >= checkpoint.catalog().len() {
                 return Err(PyValueError::new_err(format!("there is no tensor {tensor}")));
             }
             let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect());
-            wants.push(Want { tensor, part, cast: cast.as_deref().map(dtype).transpose()?, at });
+            let cast = cast.as_deref().map(dtype).transpose()?;
+            native.push(TensorRequest { tensor, part, cast, destination });
         }
-        self.planned(py, &loader, &checkpoint, wants)
+        self.planned(py, &loader, &checkpoint, native)
     }
 
     /// Plans all tensors as they are, in the order in which they lie in the files.
     fn plan_all(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<Plan> {
-        let wants = checkpoint.file_order().into_iter().map(Want::whole).collect();
-        self.planned(py, &self.own(), &checkpoint.own(), wants)
+        let requests = checkpoint.file_order().into_iter().map(TensorRequest::whole).collect();
+        self.planned(py, &self.own(), &checkpoint.own(), requests)
     }
 
     /// Carries a plan out, into memory as long as `Plan::rooms` says: for each region an area, or
-    /// address, length and owner. The memory of one that was given begins where its wish does.
+    /// address, length and owner. The memory of one that was given begins where its request does.
     /// Memory of a GPU is written to once `stream` has done what it was given. Ctrl-C ends it, and
     /// so does `cancel`; then the memory must not be looked at. Returns what it took.
     #[pyo3(signature = (checkpoint, plan, memory, cancel=None, stream=None))]
@@ -347,7 +353,7 @@ impl Loader {
     /// Copies a part of a tensor, (start, end) by dimension, or all of it, to memory of its size,
     /// if the tensor is one piece and the kernel's page cache holds that. Returns whether it did;
     /// if not, the memory holds bytes that mean nothing.
-    fn load_cached(
+    fn copy_from_page_cache(
         &self,
         py: Python<'_>,
         checkpoint: &Checkpoint,
@@ -449,7 +455,7 @@ pub(crate) struct Plan {
     pub(crate) plan: Arc<plan::Plan>,
     /// What it loads, for messages.
     names: Option<String>,
-    /// By wish.
+    /// By request.
     tensors: Vec<usize>,
     on_gpu: bool,
 }
@@ -499,7 +505,7 @@ impl Plan {
                         return Err(too_short(number, len, needed - skipped));
                     }
                     // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing
-                    // else until the load is over; a plan uses no byte before its wish's first.
+                    // else until the load is over; a plan uses no byte before its request's first.
                     unsafe { region_at(address - skipped, needed, owner)? }
                 }
                 Memory::Of((address, len, owner)) => {
@@ -541,14 +547,14 @@ impl Plan {
         regions.map(|(len, given)| (!given).then(|| room(len))).collect()
     }
 
-    /// For each wish its region, first byte there, length, dtype and shape.
+    /// For each request its region, first byte there, length, dtype and shape.
     #[getter]
     fn placements(&self) -> Vec<(u32, u64, u64, &'static str, Vec<u64>)> {
         let placements = self.plan.placements.iter();
         placements.map(|p| (p.region, p.at, p.len, p.dtype.name(), p.shape.clone())).collect()
     }
 
-    /// For each wish its name, region, first byte there, length, dtype and shape. Of tuples, which
+    /// For each request its name, region, first byte there, length, dtype and shape. Of tuples, which
     /// the garbage collector need not look at again.
     fn placed<'py>(
         &self,
@@ -588,9 +594,9 @@ pub(crate) fn can_cast(from: &str, to: &str) -> PyResult<bool> {
 }
 
 /// What is loaded, for messages: the first tensor, and how many more.
-fn named(checkpoint: &tensorfs::Checkpoint, wants: &[Want]) -> Option<String> {
-    let first = checkpoint.catalog().tensor_at(wants.first()?.tensor).name;
-    Some(match wants.len() {
+fn named(checkpoint: &tensorfs::Checkpoint, requests: &[TensorRequest]) -> Option<String> {
+    let first = checkpoint.catalog().tensor_at(requests.first()?.tensor).name;
+    Some(match requests.len() {
         1 => first.to_owned(),
         more => format!("{first} and {} more", more - 1),
     })

@@ -67,12 +67,12 @@ checkpoint = Checkpoint.open(sys.argv[2], None)
 loader = Loader(gpu=0, chunk=65536)
 facts = checkpoint.tensors()
 position = {fact[0]: fact[1] for fact in facts}
-wishes = [(fact[1], None, None, None) for fact in facts]
-wishes.append((position["f"], [(10, 200), (100, 250)], None, None))
-wishes.append((position["f"], None, "BF16", None))
+requests = [(fact[1], None, None, None) for fact in facts]
+requests.append((position["f"], [(10, 200), (100, 250)], None, None))
+requests.append((position["f"], None, "BF16", None))
 waits = allocate(50_000) + 77
-wishes.append((position["t2"], None, None, waits))
-plan = loader.plan(checkpoint, wishes)
+requests.append((position["t2"], None, None, waits))
+plan = loader.plan(checkpoint, requests)
 memory = []
 for room in plan.rooms:
     memory.append((waits, 14003 * 3, Owner()) if room is None else (allocate(room), room, Owner()))

@@ -55,7 +55,11 @@ struct State {
 
 impl<'a> Ahead<'a> {
     pub(super) fn new(loader: &'a Loader, plan: &Plan, regions: &'a [Arc<Region>]) -> Ahead<'a> {
-        let parts = if plan.read < loader.tune.ahead { vec![] } else { parts_of(plan, regions) };
+        let parts = if plan.read < loader.config.populate_min_bytes {
+            vec![]
+        } else {
+            parts_of(plan, regions)
+        };
         let last = loader.choice().clone();
         let state = State {
             choice: last.for_the_next(),
@@ -136,7 +140,7 @@ impl<'a> Ahead<'a> {
         if range.len() < PART_LEN {
             return Some((number, Pages::Small));
         }
-        let size = self.loader.tune.pages.unwrap_or(state.choice.now());
+        let size = self.loader.config.pages.unwrap_or(state.choice.now());
         if state.advised != Some((*region, size)) {
             let memory = &self.regions[*region];
             memory.advise(range.start..memory.len(), size == Pages::Huge);
@@ -232,8 +236,8 @@ mod tests {
 
     use super::*;
     use crate::checkpoint::Checkpoint;
-    use crate::loader::Tune;
-    use crate::plan::Want;
+    use crate::loader::LoaderConfig;
+    use crate::plan::TensorRequest;
 
     const LEN: usize = 9 << 20;
 
@@ -253,7 +257,12 @@ mod tests {
     }
 
     fn loader(pages: Option<Pages>) -> Loader {
-        Loader::new(Tune { pages, ahead: 0, near: 0, ..Tune::default() })
+        Loader::new(LoaderConfig {
+            pages,
+            populate_min_bytes: 0,
+            inline_max_bytes: 0,
+            ..LoaderConfig::default()
+        })
     }
 
     #[test]
@@ -277,7 +286,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let len = 33 << 20;
         let (checkpoint, data) = checkpoint_of(folder.path(), len);
-        let loader = Loader::new(Tune { pages: Some(Pages::Small), ..Tune::default() });
+        let loader =
+            Loader::new(LoaderConfig { pages: Some(Pages::Small), ..LoaderConfig::default() });
         let loaded = loader.load_all(&checkpoint).unwrap();
         assert!(loaded.bytes(0) == data);
         let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
@@ -305,7 +315,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (checkpoint, _) = checkpoint(folder.path());
         let loader = loader(None);
-        let plan = loader.plan(&checkpoint, &[Want::whole(0)]).unwrap();
+        let plan = loader.plan(&checkpoint, &[TensorRequest::whole(0)]).unwrap();
         let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
         let ahead = Ahead::new(&loader, &plan, &regions);
         let (back, returned) = channel();
@@ -320,7 +330,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (checkpoint, _) = checkpoint(folder.path());
         let loader = loader(None);
-        let plan = loader.plan(&checkpoint, &[Want::whole(0)]).unwrap();
+        let plan = loader.plan(&checkpoint, &[TensorRequest::whole(0)]).unwrap();
         let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
         let ahead = Ahead::new(&loader, &plan, &regions);
         let (back, returned) = channel();
@@ -334,8 +344,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (checkpoint, _) = checkpoint(folder.path());
         let loader = loader(None);
-        let want = Want { at: Some(1 << 30), ..Want::whole(0) };
-        let plan = loader.plan(&checkpoint, &[want]).unwrap();
+        let request = TensorRequest { destination: Some(1 << 30), ..TensorRequest::whole(0) };
+        let plan = loader.plan(&checkpoint, &[request]).unwrap();
         let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
         assert_eq!(parts_of(&plan, &regions), []);
     }

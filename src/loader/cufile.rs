@@ -218,7 +218,7 @@ impl Loader {
         beginning: &Beginning<'_>,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Early> {
-        let Some(module) = &self.tune.cufile else { return Ok(Early::default()) };
+        let Some(module) = &self.config.cufile else { return Ok(Early::default()) };
         let Beginning { gpu, plan, given, stream, .. } = beginning;
         if let Some(why) = self.refuses(module) {
             return Ok(Early::none(why));
@@ -251,7 +251,7 @@ impl Loader {
         if !CuFile::has_module(module) {
             return Some(format!("no {}", shown_path(module)));
         }
-        let never = self.tune.settings.direct == Direct::Never;
+        let never = self.config.settings.direct == Direct::Never;
         never.then(|| "shards are to be read through the page cache".to_owned())
     }
 
@@ -264,7 +264,7 @@ impl Loader {
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Early> {
         let Beginning { plan, given, started, .. } = beginning;
-        let (timeout, begun) = (self.tune.settings.timeout, Instant::now());
+        let (timeout, begun) = (self.config.settings.timeout, Instant::now());
         let mut early = Early::default();
         let mut done = HashSet::new();
         let mut failed: Option<Error> = None;
@@ -335,7 +335,7 @@ fn overdue(job: &Job, timeout: Duration) -> Error {
     Error::io(job.source.path(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
 }
 
-/// The regions, and whether their memory may be registered: of memory that waits for a wish the
+/// The regions, and whether their memory may be registered: of memory that waits for a request the
 /// pages around it are somebody else's.
 fn destinations(plan: &Plan, regions: &[DeviceRegion]) -> Vec<(DeviceRegion, bool)> {
     let all = regions.iter().zip(&plan.given);

@@ -25,7 +25,7 @@ use crate::device::{
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, Filled, Lease};
-use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, Want};
+use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, TensorRequest};
 use crate::sync::Mutex;
 
 /// Unit in which memory for casts is cut.
@@ -71,7 +71,7 @@ pub struct LoadedDevice {
 }
 
 impl LoadedDevice {
-    /// Where wish `number` is. Clones keep the memory alive, which other tensors may share.
+    /// Where request `number` is. Clones keep the memory alive, which other tensors may share.
     pub fn place(&self, number: usize) -> DeviceRegion {
         let placement = &self.placements[number];
         let region = &self.regions[placement.region as usize];
@@ -79,7 +79,7 @@ impl LoadedDevice {
         DeviceRegion { memory, at, len: placement.len }
     }
 
-    /// The bytes of wish `number`, copied back to the host.
+    /// The bytes of request `number`, copied back to the host.
     ///
     /// # Errors
     /// Those of the driver.
@@ -92,41 +92,48 @@ impl LoadedDevice {
         Ok(bytes)
     }
 
-    /// Extent of wish `number` in each dimension.
+    /// Extent of request `number` in each dimension.
     pub fn shape(&self, number: usize) -> &[u64] {
         &self.placements[number].shape
     }
 
-    /// Element type of wish `number`.
+    /// Element type of request `number`.
     pub fn dtype(&self, number: usize) -> Dtype {
         self.placements[number].dtype
     }
 }
 
 impl Loader {
-    /// Loads `wants` of `checkpoint` into memory of `gpu`; calls `progress` several times a
+    /// Loads `requests` of `checkpoint` into memory of `gpu`; calls `progress` several times a
     /// second, and stops where that says `false`.
     ///
     /// # Errors
     /// The first failure; nothing stays on the GPU then.
     ///
     /// # Panics
-    /// If memory waits for a wish: that is for `fill_device`.
+    /// If memory waits for a request: that is for `fill_device`.
     pub fn load_device(
         &self,
         gpu: &Gpu,
         checkpoint: &Checkpoint,
-        wants: &[Want],
+        requests: &[TensorRequest],
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<LoadedDevice> {
-        gpu.check_room(&[plan::needed(checkpoint.catalog(), wants)])?;
+        gpu.check_room(&[plan::needed(checkpoint.catalog(), requests)])?;
         let started = Instant::now();
-        let mut limits = self.tune.limits;
+        let mut limits = self.config.limits;
         if limits.in_place {
-            let Limits { in_place, align, own, slab, .. } = Limits::device();
-            limits = Limits { in_place, align, own, slab, moved: limits.chunk, ..limits };
+            let Limits { in_place, align, dedicated_min_bytes, slab, .. } = Limits::device();
+            limits = Limits {
+                in_place,
+                align,
+                dedicated_min_bytes,
+                slab,
+                moved: limits.chunk,
+                ..limits
+            };
         }
-        let plan = Plan::new(checkpoint.catalog(), wants, &limits)
+        let plan = Plan::new(checkpoint.catalog(), requests, &limits)
             .map_err(|fault| checkpoint.refused(fault))?;
         let planned = started.elapsed();
         assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
@@ -271,7 +278,7 @@ impl Loader {
                 jobs,
                 back: back.clone(),
             };
-            let done = load.go(&returned, self.tune.depth.max(1), started, progress);
+            let done = load.go(&returned, self.config.depth.max(1), started, progress);
             copies.over.store(true, Ordering::Relaxed);
             drop(end);
             let regions = copier.join();
@@ -330,7 +337,14 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
         let lens = plan.chunks.iter().map(|chunk| Buffer::len_for(&chunk.range));
         let wanted = lens.fold(0u64, u64::saturating_add);
         let none = Budget::new(0, Arc::default());
-        PinnedLanding { ring, limit: loader.tune.staging, wanted, none, scope, back: back.clone() }
+        PinnedLanding {
+            ring,
+            limit: loader.config.staging,
+            wanted,
+            none,
+            scope,
+            back: back.clone(),
+        }
     }
 }
 

@@ -7,8 +7,8 @@ mod choice;
 mod cufile;
 #[cfg(feature = "cuda")]
 mod device;
-mod near;
-mod room;
+mod memory_limit;
+mod page_cache_copy;
 mod run;
 
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::counters::Counters;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, Memory, Region, Settings};
-use crate::plan::{self, Limits, Placement, Plan, Want};
+use crate::plan::{self, Limits, Placement, Plan, TensorRequest};
 use crate::sync::{Mutex, MutexGuard};
 
 use choice::LastChoice;
@@ -40,22 +40,22 @@ const DEPTH: usize = 32;
 
 /// Most that the calling thread copies out of the page cache by itself: to start others takes as
 /// long.
-const NEAR_LEN: u64 = 1 << 20;
+const INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// From this many bytes on a load is worth the threads that ask for its memory, and the trial of
 /// which pages cost less.
-const AHEAD_LEN: u64 = 16 << 20;
+const POPULATE_MIN_BYTES: u64 = 16 << 20;
 
 /// From this many bytes on a load asks the system whether it has them: to ask takes as long as a
 /// small load.
-const ROOM_MIN: u64 = 16 << 20;
+const MEMORY_CHECK_MIN_BYTES: u64 = 16 << 20;
 
 /// The device of the kernel module that cuFile reads by.
 pub const CUFILE_MODULE: &str = "/dev/nvidia-fs0";
 
 /// How tensors are loaded.
 #[derive(Clone, Debug)]
-pub struct Tune {
+pub struct LoaderConfig {
     /// How shards are read.
     pub settings: Settings,
     /// Most reads under way, at least one.
@@ -63,9 +63,9 @@ pub struct Tune {
     /// Most memory for bytes that have to be moved after they were read.
     pub staging: u64,
     /// Largest load that the calling thread copies out of the page cache by itself.
-    pub near: u64,
+    pub inline_max_bytes: u64,
     /// Smallest load whose memory is asked for ahead of the reads.
-    pub ahead: u64,
+    pub populate_min_bytes: u64,
     /// Pages that such memory is asked for in; none: those that cost less, found out by trying.
     pub pages: Option<Pages>,
     /// How bytes are put together.
@@ -75,14 +75,14 @@ pub struct Tune {
     pub cufile: Option<PathBuf>,
 }
 
-impl Default for Tune {
-    fn default() -> Tune {
-        Tune {
+impl Default for LoaderConfig {
+    fn default() -> LoaderConfig {
+        LoaderConfig {
             settings: Settings::default(),
             depth: DEPTH,
             staging: STAGING_LEN,
-            near: NEAR_LEN,
-            ahead: AHEAD_LEN,
+            inline_max_bytes: INLINE_MAX_BYTES,
+            populate_min_bytes: POPULATE_MIN_BYTES,
             pages: None,
             limits: Limits::default(),
             cufile: None,
@@ -90,10 +90,14 @@ impl Default for Tune {
     }
 }
 
-impl Tune {
+impl LoaderConfig {
     /// For loads to a GPU.
-    pub fn device() -> Tune {
-        Tune { staging: STAGING_LEN_DEVICE, limits: Limits::device(), ..Tune::default() }
+    pub fn device() -> LoaderConfig {
+        LoaderConfig {
+            staging: STAGING_LEN_DEVICE,
+            limits: Limits::device(),
+            ..LoaderConfig::default()
+        }
     }
 }
 
@@ -111,7 +115,7 @@ pub enum Pages {
 pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
-    tune: Tune,
+    config: LoaderConfig,
     /// Which pages cost less, as far as loads have found out.
     choice: Mutex<LastChoice>,
     #[cfg(feature = "cuda")]
@@ -217,35 +221,35 @@ pub struct Report {
     pub events: Vec<Event>,
 }
 
-/// Loaded tensors.
+/// LoadedTensors tensors.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedTensors {
     memories: Vec<Memory>,
     placements: Vec<Placement>,
     /// How it went.
     pub report: Report,
 }
 
-impl Loaded {
-    /// The bytes of wish `number`, row-major.
+impl LoadedTensors {
+    /// The bytes of request `number`, row-major.
     pub fn bytes(&self, number: usize) -> &[u8] {
         let (memory, range) = self.place(number);
         &memory[range]
     }
 
-    /// The memory that holds wish `number`, and where in it; clones of the memory keep it alive.
+    /// The memory that holds request `number`, and where in it; clones of the memory keep it alive.
     pub fn place(&self, number: usize) -> (&Memory, Range<usize>) {
         let placement = &self.placements[number];
         let at = placement.at as usize;
         (&self.memories[placement.region as usize], at..at + placement.len as usize)
     }
 
-    /// Extent of wish `number` in each dimension.
+    /// Extent of request `number` in each dimension.
     pub fn shape(&self, number: usize) -> &[u64] {
         &self.placements[number].shape
     }
 
-    /// Element type of wish `number`.
+    /// Element type of request `number`.
     pub fn dtype(&self, number: usize) -> Dtype {
         self.placements[number].dtype
     }
@@ -253,15 +257,15 @@ impl Loaded {
 
 impl Loader {
     /// A loader. Its threads start when they are needed first.
-    pub fn new(tune: Tune) -> Loader {
+    pub fn new(config: LoaderConfig) -> Loader {
         let counters = Arc::new(Counters::default());
-        let engine = Engine::start(tune.settings, counters.clone());
+        let engine = Engine::start(config.settings, counters.clone());
         #[cfg(feature = "cuda")]
         let gpus = device::Gpus::default();
         Loader {
             engine,
             counters,
-            tune,
+            config,
             choice: Mutex::default(),
             #[cfg(feature = "cuda")]
             gpus,
@@ -272,23 +276,24 @@ impl Loader {
         self.choice.lock()
     }
 
-    /// What has to be read for `wants`, and where it goes.
+    /// What has to be read for `requests`, and where it goes.
     ///
     /// # Errors
     /// Where a part lies outside its tensor or does not end on bytes, or a type cannot be cast.
-    pub fn plan(&self, checkpoint: &Checkpoint, wants: &[Want]) -> Result<Plan> {
-        Plan::new(checkpoint.catalog(), wants, &self.tune.limits)
+    pub fn plan(&self, checkpoint: &Checkpoint, requests: &[TensorRequest]) -> Result<Plan> {
+        Plan::new(checkpoint.catalog(), requests, &self.config.limits)
             .map_err(|fault| checkpoint.refused(fault))
     }
 
     /// Refuses to load what needs more bytes of memory than are available: the kernel promises any
-    /// amount, and ends the process when it is used. A plan takes memory for each read, so wishes
+    /// amount, and ends the process when it is used. A plan takes memory for each read, so requests
     /// are looked at before they are planned.
     ///
     /// # Errors
     /// One that says how much is needed and how much there is.
-    pub fn check_room(&self, checkpoint: &Checkpoint, needed: u64) -> Result<()> {
-        let available = if needed < ROOM_MIN { None } else { room::available() };
+    pub fn check_memory(&self, checkpoint: &Checkpoint, needed: u64) -> Result<()> {
+        let available =
+            if needed < MEMORY_CHECK_MIN_BYTES { None } else { memory_limit::available() };
         match available.filter(|available| *available < needed) {
             None => Ok(()),
             Some(available) => Err(Error::OutOfMemory {
@@ -300,26 +305,26 @@ impl Loader {
         }
     }
 
-    /// Loads `wants` of `checkpoint` into memory of its own; calls `progress` several times a
+    /// Loads `requests` of `checkpoint` into memory of its own; calls `progress` several times a
     /// second, and stops where that says `false`.
     ///
     /// # Errors
     /// The first failure; what was read until then is dropped.
     ///
     /// # Panics
-    /// If memory waits for a wish: that is for `fill`.
+    /// If memory waits for a request: that is for `fill`.
     pub fn load(
         &self,
         checkpoint: &Checkpoint,
-        wants: &[Want],
+        requests: &[TensorRequest],
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<Loaded> {
-        self.check_room(checkpoint, plan::needed(checkpoint.catalog(), wants))?;
+    ) -> Result<LoadedTensors> {
+        self.check_memory(checkpoint, plan::needed(checkpoint.catalog(), requests))?;
         let started = Instant::now();
-        let plan = self.plan(checkpoint, wants)?;
+        let plan = self.plan(checkpoint, requests)?;
         let planned = started.elapsed();
         assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
-        self.check_room(checkpoint, plan.needed())?;
+        self.check_memory(checkpoint, plan.needed())?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
         let regions = regions.collect::<Result<Vec<_>>>()?;
@@ -328,16 +333,17 @@ impl Loader {
         let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
         let memories =
             memories.ok_or_else(|| Error::internal("a read still writes to loaded memory"))?;
-        Ok(Loaded { memories, placements: plan.placements, report })
+        Ok(LoadedTensors { memories, placements: plan.placements, report })
     }
 
     /// Loads all tensors of `checkpoint`, in the catalog's order.
     ///
     /// # Errors
     /// Those of `load`.
-    pub fn load_all(&self, checkpoint: &Checkpoint) -> Result<Loaded> {
-        let wants: Vec<Want> = (0..checkpoint.catalog().len()).map(Want::whole).collect();
-        self.load(checkpoint, &wants, &mut |_| true)
+    pub fn load_all(&self, checkpoint: &Checkpoint) -> Result<LoadedTensors> {
+        let requests: Vec<TensorRequest> =
+            (0..checkpoint.catalog().len()).map(TensorRequest::whole).collect();
+        self.load(checkpoint, &requests, &mut |_| true)
     }
 }
 

@@ -82,7 +82,7 @@ impl Loader {
     ///
     /// Once it succeeded nobody writes to them any more. After a failure reads may still be under
     /// way, each of which holds a clone of its region; where they write to memory that waited for
-    /// its wish, it returns only when they have come back or are overdue. Overdue ones write there
+    /// its request, it returns only when they have come back or are overdue. Overdue ones write there
     /// whenever the disk answers.
     ///
     /// # Errors
@@ -135,7 +135,7 @@ pub(super) fn run(
     let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
     let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
     let longest = moved.iter().map(|chunk| Buffer::len_for(&chunk.range)).max();
-    let staging = loader.tune.staging.max(longest.unwrap_or(0));
+    let staging = loader.config.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
     let shared = Shared {
         plan,
@@ -146,7 +146,7 @@ pub(super) fn run(
         moving: AtomicU64::new(0),
         ahead: Ahead::new(loader, plan, regions),
     };
-    if plan.read <= loader.tune.near
+    if plan.read <= loader.config.inline_max_bytes
         && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
     {
         let goes_on = progress(Progress { read: plan.read, total: plan.read });
@@ -171,7 +171,7 @@ pub(super) fn run(
         let over = Over(&shared.ahead);
         shared.ahead.ask_beside(scope, cores, &back);
         let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
-        let done = load.go(&returned, loader.tune.depth.max(1), started, progress);
+        let done = load.go(&returned, loader.config.depth.max(1), started, progress);
         drop(end);
         drop(over);
         done

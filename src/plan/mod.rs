@@ -5,7 +5,7 @@
 //! offsets in the file page by page, so that the disk can write there. Tensors cut into boxes, parts
 //! of tensors, and whatever changes its element type or goes to a device are read in stretches of
 //! source order and spread from there.
-//! Pure: the same wishes give the same plan.
+//! Pure: the same requests give the same plan.
 
 mod spread;
 
@@ -32,7 +32,7 @@ pub struct Limits {
     pub gap: u64,
     /// From this length on a tensor has memory of its own. Below, its ends cost more than it saves:
     /// they lie on small pages.
-    pub own: u64,
+    pub dedicated_min_bytes: u64,
     /// From this length on a tensor is read to memory that waits for it, where that agrees with the
     /// file page by page.
     pub place: u64,
@@ -51,7 +51,7 @@ impl Default for Limits {
             chunk: 8 << 20,
             moved: 1 << 20,
             gap: 64 << 10,
-            own: 16 << 20,
+            dedicated_min_bytes: 16 << 20,
             place: 1 << 20,
             slab: 64 << 20,
             in_place: true,
@@ -64,35 +64,35 @@ impl Limits {
     /// For memory that no disk can write to.
     pub fn device() -> Limits {
         let limits = Limits::default();
-        let (own, slab, moved) = (1 << 20, 32 << 20, limits.chunk);
-        Limits { in_place: false, align: 256, own, slab, moved, ..limits }
+        let (dedicated_min_bytes, slab, moved) = (1 << 20, 32 << 20, limits.chunk);
+        Limits { in_place: false, align: 256, dedicated_min_bytes, slab, moved, ..limits }
     }
 }
 
 /// Unit in which memory and file agree.
 pub(crate) const PAGE: u64 = 4096;
 
-/// A tensor, or a part of one, that is wanted.
+/// A request for a tensor, or for a part of one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Want {
+pub struct TensorRequest {
     /// Position in the catalog.
     pub tensor: usize,
-    /// In each dimension the wanted indices; all without.
+    /// The indices of each dimension; `None` means all.
     pub part: Option<Vec<Range<u64>>>,
-    /// The element type that it is to have; its own without.
+    /// The element type of the result; `None` keeps the tensor's own.
     pub cast: Option<Dtype>,
-    /// Address of the memory that waits for it; it is found for it without.
-    pub at: Option<u64>,
+    /// Address of the caller's buffer; `None` leaves the memory to the loader.
+    pub destination: Option<u64>,
 }
 
-impl Want {
+impl TensorRequest {
     /// The whole tensor at this position in the catalog, as it is.
-    pub fn whole(tensor: usize) -> Want {
-        Want { tensor, ..Want::default() }
+    pub fn whole(tensor: usize) -> TensorRequest {
+        TensorRequest { tensor, ..TensorRequest::default() }
     }
 }
 
-/// Where the bytes of a wish are once all is read.
+/// Where the bytes of a request are once all is read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// Number of the region.
@@ -176,12 +176,12 @@ pub struct Plan {
     pub moves: Vec<Move>,
     /// How the runs of moves are spread.
     pub strides: Vec<Strides>,
-    /// Lengths of the regions; each begins on a page. That of a wish with an address begins on
-    /// the page of that address, and only the wish's own bytes of it are used.
+    /// Lengths of the regions; each begins on a page. That of a request with an address begins on
+    /// the page of that address, and only the request's own bytes of it are used.
     pub regions: Vec<u64>,
-    /// Of each region, whether it is memory that waited for its wish.
+    /// Of each region, whether it is memory that waited for its request.
     pub given: Vec<bool>,
-    /// By wish.
+    /// By request.
     pub placements: Vec<Placement>,
     /// Wanted bytes.
     pub wanted: u64,
@@ -194,34 +194,38 @@ pub struct Plan {
 struct Extent {
     shard: ShardId,
     range: Range<u64>,
-    /// Its region and place are reckoned from the wish until that has a place.
+    /// Its region and place are reckoned from the request until that has a place.
     step: Move,
-    want: u32,
+    request: u32,
 }
 
-/// A wish whose bytes are moved to memory that is to be found. Its fields are its order.
+/// A request whose bytes are moved to memory that is to be found. Its fields are its order.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Placeless {
     /// Where its first bytes are.
     first: Option<(ShardId, u64)>,
-    want: usize,
+    request: usize,
     /// Width of its elements.
     width: u64,
 }
 
-/// A wish that is one stretch of a shard and can be read to its place.
+/// A request that is one stretch of a shard and can be read to its place.
 struct Straight {
     shard: ShardId,
     range: Range<u64>,
-    want: u32,
+    request: u32,
 }
 
 impl Plan {
-    /// The plan for `wants` of `catalog`.
+    /// The plan for `requests` of `catalog`.
     ///
     /// # Errors
     /// Where a part lies outside its tensor, or does not begin and end on bytes.
-    pub fn new(catalog: &Catalog, wants: &[Want], limits: &Limits) -> Result<Plan, Fault> {
+    pub fn new(
+        catalog: &Catalog,
+        requests: &[TensorRequest],
+        limits: &Limits,
+    ) -> Result<Plan, Fault> {
         // A read that takes no whole page would never come to an end.
         let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
         let (chunk, moved) = (pages(limits.chunk), pages(limits.moved));
@@ -229,29 +233,29 @@ impl Plan {
         let mut straight = Vec::new();
         let mut extents = Vec::new();
         let mut placeless = Vec::new();
-        for (number, want) in wants.iter().enumerate() {
-            let tensor = catalog.tensor_at(want.tensor);
+        for (number, request) in requests.iter().enumerate() {
+            let tensor = catalog.tensor_at(request.tensor);
             let before = extents.len();
             let (placement, cast) = plan
-                .extents_of(number as u32, &tensor, want, &mut extents)
+                .extents_of(number as u32, &tensor, request, &mut extents)
                 .map_err(|fault| fault.tensor(tensor.name))?;
             plan.wanted = plan.wanted.saturating_add(placement.len);
             plan.placements.push(placement);
             let width = (tensor.dtype.bits() / 8).max(1);
-            match (&extents[before..], want.at) {
+            match (&extents[before..], request.destination) {
                 ([one], None)
                     if limits.in_place
                         && one.is_plain()
                         && one.range.start.is_multiple_of(width) =>
                 {
                     let (shard, range) = (one.shard, one.range.clone());
-                    straight.push(Straight { shard, range, want: number as u32 });
+                    straight.push(Straight { shard, range, request: number as u32 });
                     extents.truncate(before);
                 }
                 (mine, None) => {
                     let first = mine.first().map(|one| (one.shard, one.range.start));
                     let width = cast.map_or(width, |cast| cast.to().bits() / 8);
-                    placeless.push(Placeless { first, want: number, width });
+                    placeless.push(Placeless { first, request: number, width });
                 }
                 (_, Some(address)) => plan.give_place(number, address, before, &mut extents),
             }
@@ -259,7 +263,7 @@ impl Plan {
         plan.read_straight(straight);
         plan.find_places(placeless);
         for extent in &mut extents {
-            let placement = &plan.placements[extent.want as usize];
+            let placement = &plan.placements[extent.request as usize];
             extent.step.region = placement.region;
             extent.step.at += placement.at;
         }
@@ -298,7 +302,7 @@ impl Plan {
         self.regions.len() as u32 - 1
     }
 
-    /// Memory that waits for wish `number` at `address`: what of its one extent agrees with the
+    /// Memory that waits for request `number` at `address`: what of its one extent agrees with the
     /// file page by page is read there, the rest is moved.
     fn give_place(
         &mut self,
@@ -321,51 +325,51 @@ impl Plan {
         }
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
         self.read_to(one.shard, pages.clone(), region, at + (pages.start - range.start));
-        let (shard, want, step) = (one.shard, one.want, one.step.clone());
+        let (shard, request, step) = (one.shard, one.request, one.step.clone());
         extents.truncate(before);
         for part in [range.start..pages.start, pages.end..range.end] {
             if !part.is_empty() {
                 let (at, run_len) = (part.start - range.start, part.end - part.start);
                 let step = Move { at, run_len, ..step.clone() };
-                extents.push(Extent { shard, range: part, step, want });
+                extents.push(Extent { shard, range: part, step, request });
             }
         }
     }
 
-    /// Memory for wishes whose bytes are moved there, in the order of the shards: small ones
+    /// Memory for requests whose bytes are moved there, in the order of the shards: small ones
     /// share a region.
-    fn find_places(&mut self, mut wishes: Vec<Placeless>) {
-        wishes.sort_unstable();
+    fn find_places(&mut self, mut requests: Vec<Placeless>) {
+        requests.sort_unstable();
         let limits = self.limits;
         let mut slab: Option<u32> = None;
-        for Placeless { want, width, .. } in wishes {
-            let len = self.placements[want].len;
+        for Placeless { request, width, .. } in requests {
+            let len = self.placements[request].len;
             let unit = limits.align.max(width);
             let after = |plan: &Plan, slab| plan.regions[slab as usize].next_multiple_of(unit);
             let (region, at) = match slab {
-                _ if len >= limits.own => (self.region(len, false), 0),
+                _ if len >= limits.dedicated_min_bytes => (self.region(len, false), 0),
                 Some(slab) if after(self, slab) + len <= limits.slab => (slab, after(self, slab)),
                 _ => (self.region(0, false), 0),
             };
             let end = &mut self.regions[region as usize];
             *end = (*end).max(at + len);
-            if len < limits.own {
+            if len < limits.dedicated_min_bytes {
                 slab = Some(region);
             }
-            let placement = &mut self.placements[want];
+            let placement = &mut self.placements[request];
             (placement.region, placement.at) = (region, at);
         }
     }
 
-    /// The bytes of shards that make up a wish, and what it is in the end.
+    /// The bytes of shards that make up a request, and what it is in the end.
     fn extents_of(
         &mut self,
         number: u32,
         tensor: &Tensor<'_>,
-        want: &Want,
+        request: &TensorRequest,
         extents: &mut Vec<Extent>,
     ) -> Result<(Placement, Option<Cast>), Fault> {
-        let (part, cast, placement) = outcome_of(tensor, want)?;
+        let (part, cast, placement) = outcome_of(tensor, request)?;
         let shape = &placement.shape;
         let bits_each = (tensor.dtype.bits(), placement.dtype.bits());
         for piece in tensor.pieces() {
@@ -398,7 +402,7 @@ impl Plan {
         spread: &Spread,
         shard: ShardId,
         base: u64,
-        (want, cast): (u32, Option<Cast>),
+        (request, cast): (u32, Option<Cast>),
         extents: &mut Vec<Extent>,
     ) {
         let run_len = spread.run_len;
@@ -406,7 +410,7 @@ impl Plan {
         if spread.strides.0.is_empty() {
             let (at, strides) = (spread.to, None);
             let step = Move { from: 0, region: 0, at, first: 0, runs: 1, run_len, strides, cast };
-            extents.push(Extent { shard, range: start..start + run_len, step, want });
+            extents.push(Extent { shard, range: start..start + run_len, step, request });
             return;
         }
         self.strides.push(spread.strides.clone());
@@ -437,19 +441,20 @@ impl Plan {
                 strides,
                 cast,
             };
-            extents.push(Extent { shard, range: start + from..start + end, step, want });
+            extents.push(Extent { shard, range: start + from..start + end, step, request });
             first = next;
         }
     }
 
-    /// Reads of wishes that go to their place: neighbours that are small share a region.
+    /// Reads of requests that go to their place: neighbours that are small share a region.
     fn read_straight(&mut self, mut straight: Vec<Straight>) {
-        straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.want));
+        straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
         let mut rest = straight.as_slice();
         while let Some(first) = rest.first() {
             let mut end = first.range.end;
-            let small = |one: &Straight| one.range.end - one.range.start < limits.own;
+            let small =
+                |one: &Straight| one.range.end - one.range.start < limits.dedicated_min_bytes;
             let together = rest
                 .iter()
                 .take_while(|one| {
@@ -475,7 +480,7 @@ impl Plan {
         let page = range.start / PAGE * PAGE;
         let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {
-            let placement = &mut self.placements[one.want as usize];
+            let placement = &mut self.placements[one.request as usize];
             (placement.region, placement.at) = (region, one.range.start - page);
         }
         self.read_to(run[0].shard, range.clone(), region, range.start - page);
@@ -557,10 +562,10 @@ impl Move {
 /// Cuts a stretch that is one run into reads of at most `chunk` bytes, a multiple of the width of
 /// any element.
 fn split(extent: Extent, chunk: u64) -> Vec<Extent> {
-    let Extent { shard, range, step, want } = extent;
+    let Extent { shard, range, step, request } = extent;
     // Several runs are never longer: they would not be together.
     if range.end - range.start <= chunk || step.runs > 1 {
-        return vec![Extent { shard, range, step, want }];
+        return vec![Extent { shard, range, step, request }];
     }
     let starts = (range.start..range.end).step_by(chunk as usize);
     starts
@@ -570,26 +575,31 @@ fn split(extent: Extent, chunk: u64) -> Vec<Extent> {
             let at = step.at + step.cast.map_or(before, |cast| cast.len_after(before));
             let step =
                 Move { at, run_len: end - start, strides: None, runs: 1, first: 0, ..step.clone() };
-            Extent { shard, range: start..end, step, want }
+            Extent { shard, range: start..end, step, request }
         })
         .collect()
 }
 
-/// Bytes of memory that is to be found for `wants` at least, whatever the plan. Of a wish that
+/// Bytes of memory that is to be found for `requests` at least, whatever the plan. Of a request that
 /// cannot be planned it says nothing.
-pub fn needed(catalog: &Catalog, wants: &[Want]) -> u64 {
-    let mine = wants.iter().filter(|want| want.at.is_none());
-    mine.filter_map(|want| Some(outcome_of(&catalog.tensor_at(want.tensor), want).ok()?.2.len))
-        .fold(0, u64::saturating_add)
+pub fn needed(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
+    let mine = requests.iter().filter(|request| request.destination.is_none());
+    mine.filter_map(|request| {
+        Some(outcome_of(&catalog.tensor_at(request.tensor), request).ok()?.2.len)
+    })
+    .fold(0, u64::saturating_add)
 }
 
 /// The wanted indices of each dimension.
 type Part = Vec<Range<u64>>;
 
 /// What is wanted of a tensor, what becomes of its elements, and what it is then, at no place yet.
-fn outcome_of(tensor: &Tensor<'_>, want: &Want) -> Result<(Part, Option<Cast>, Placement), Fault> {
-    let part = part_of(tensor, want)?;
-    let cast = cast_of(tensor, want)?;
+fn outcome_of(
+    tensor: &Tensor<'_>,
+    request: &TensorRequest,
+) -> Result<(Part, Option<Cast>, Placement), Fault> {
+    let part = part_of(tensor, request)?;
+    let cast = cast_of(tensor, request)?;
     let dtype = cast.map_or(tensor.dtype, Cast::to);
     let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
     // Within the bounds of the tensor, which were proved; a wider type may pass them.
@@ -600,8 +610,8 @@ fn outcome_of(tensor: &Tensor<'_>, want: &Want) -> Result<(Part, Option<Cast>, P
 }
 
 /// The part of a tensor that is wanted.
-fn part_of(tensor: &Tensor<'_>, want: &Want) -> Result<Part, Fault> {
-    let Some(part) = &want.part else {
+fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Part, Fault> {
+    let Some(part) = &request.part else {
         return Ok(tensor.shape.iter().map(|&size| 0..size).collect());
     };
     let inside = part.len() == tensor.shape.len()
@@ -613,9 +623,9 @@ fn part_of(tensor: &Tensor<'_>, want: &Want) -> Result<Part, Fault> {
     Err(Fault::new(ErrorKind::Usage, message))
 }
 
-/// What becomes of the elements of a wish.
-fn cast_of(tensor: &Tensor<'_>, want: &Want) -> Result<Option<Cast>, Fault> {
-    let Some(to) = want.cast.filter(|&to| to != tensor.dtype) else { return Ok(None) };
+/// What becomes of the elements of a request.
+fn cast_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Option<Cast>, Fault> {
+    let Some(to) = request.cast.filter(|&to| to != tensor.dtype) else { return Ok(None) };
     let cast = Cast::new(tensor.dtype, to);
     cast.map(Some).ok_or_else(|| {
         let message = format!("{} cannot be cast to {to}; load it as it is", tensor.dtype);

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 
 pub(crate) mod boxes;
-pub(crate) mod wishes;
+pub(crate) mod requests;
 
 use std::collections::BTreeMap;
 use std::fs;

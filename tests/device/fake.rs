@@ -10,10 +10,10 @@ use nix::libc;
 use proptest::prelude::*;
 use serde_json::Value;
 use tensorfs::device::DeviceRegion;
-use tensorfs::plan::{Plan, Want};
+use tensorfs::plan::{Plan, TensorRequest};
 
 use super::common::Cut;
-use super::common::wishes::expected;
+use super::common::requests::expected;
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
@@ -202,22 +202,25 @@ impl Drop for Fake {
     }
 }
 
-/// Every wish has its bytes, and of memory that waited for one nothing else was written to.
+/// Every request has its bytes, and of memory that waited for one nothing else was written to.
 pub(crate) fn check_filled(
     plan: &Plan,
     regions: &[DeviceRegion],
     tensors: &[Cut],
-    wants: &[Want],
+    tensor_requests: &[TensorRequest],
 ) -> Result<(), TestCaseError> {
-    for (number, want) in wants.iter().enumerate() {
+    for (number, tensor_request) in tensor_requests.iter().enumerate() {
         let placement = &plan.placements[number];
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         if !bytes.is_empty() {
             region.memory.read(region.at + placement.at, &mut bytes).unwrap();
         }
-        prop_assert!(bytes == expected(&tensors[want.tensor], want), "other bytes arrived");
-        if want.at.is_some() {
+        prop_assert!(
+            bytes == expected(&tensors[tensor_request.tensor], tensor_request),
+            "other bytes arrived"
+        );
+        if tensor_request.destination.is_some() {
             // Memory in front belongs to another owner and is unchanged.
             let mut before = vec![0; placement.at as usize];
             region.memory.read(region.at, &mut before).unwrap();

@@ -11,8 +11,10 @@ use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::Gpu;
 use tensorfs::error::{real_name, shown, shown_path};
 use tensorfs::io::Settings;
-use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, MemoryStats, Progress, Report, Tune};
-use tensorfs::plan::Want;
+use tensorfs::loader::{
+    CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, MemoryStats, Progress, Report,
+};
+use tensorfs::plan::TensorRequest;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -38,7 +40,8 @@ pub(super) fn run(args: &args::Load) -> Outcome {
     let started = Instant::now();
     let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
     let opened = started.elapsed();
-    let wants: Vec<Want> = (0..checkpoint.catalog().len()).map(Want::whole).collect();
+    let requests: Vec<TensorRequest> =
+        (0..checkpoint.catalog().len()).map(TensorRequest::whole).collect();
     let bar = bar(args.progress, 0);
     let mut progress = |progress: Progress| {
         bar.set_length(progress.total);
@@ -47,13 +50,13 @@ pub(super) fn run(args: &args::Load) -> Outcome {
     };
     let report = match &gpu {
         None => {
-            let loader = Loader::new(Tune { settings, ..Tune::default() });
-            loader.load(&checkpoint, &wants, &mut progress).map(|loaded| loaded.report)
+            let loader = Loader::new(LoaderConfig { settings, ..LoaderConfig::default() });
+            loader.load(&checkpoint, &requests, &mut progress).map(|loaded| loaded.report)
         }
         Some((gpu, _)) => {
             let cufile = args.cufile.then(|| CUFILE_MODULE.into());
-            let loader = Loader::new(Tune { settings, cufile, ..Tune::device() });
-            let loaded = loader.load_device(gpu, &checkpoint, &wants, &mut progress);
+            let loader = Loader::new(LoaderConfig { settings, cufile, ..LoaderConfig::device() });
+            let loaded = loader.load_device(gpu, &checkpoint, &requests, &mut progress);
             loaded.map(|loaded| loaded.report)
         }
     };
@@ -167,7 +170,7 @@ fn memory_of(memory: &MemoryStats) -> String {
     format!("{}, {small}", of(memory.huge, memory.huge_time, "huge"))
 }
 
-/// What became of the wish for cuFile, if there was one.
+/// What became of the request for cuFile, if there was one.
 fn cufile_of(device: &DeviceStats) -> Option<String> {
     match &device.cufile_unused {
         Some(why) => Some(format!("not used: {why}")),

@@ -27,7 +27,7 @@ class Loaded(NamedTuple):
     """In the checkpoint, not in the mapping."""
 
 
-class _Wish(NamedTuple):
+class _TensorRequest(NamedTuple):
     """A part of a tensor, and the memory that waits for it."""
 
     info: Info
@@ -69,21 +69,21 @@ def load_into(
     result = Loaded(missing, [name for name in every if name not in mapping])
     if strict and (result.missing_keys or result.unexpected_keys):
         raise _differing_names(filename, result)
-    wishes = {name: _wishes(every[name], target, cast) for name, target in targets.items()}
+    requests = {name: _requests(every[name], target, cast) for name, target in targets.items()}
     _check_writable(targets)
-    _check_shared(targets, wishes, checkpoint, loader)
-    by_device: dict[int | None, dict[int, list[_Wish]]] = {}
+    _check_shared(targets, requests, checkpoint, loader)
+    by_device: dict[int | None, dict[int, list[_TensorRequest]]] = {}
     for name, target in targets.items():
         if target.nbytes:
             # Of names that share memory one is enough.
-            by_device.setdefault(target.gpu, {})[target.address] = wishes[name]
+            by_device.setdefault(target.gpu, {})[target.address] = requests[name]
     planned = []
     for gpu, found in by_device.items():
         to = loader if gpu is None else _settings.loader(**how, gpu=gpu)
-        mine = [wish for several in found.values() for wish in several]
-        planned.append((gpu, to, mine, to.plan(checkpoint, [wish.native(wish.address) for wish in mine])))
+        mine = [request for several in found.values() for request in several]
+        planned.append((gpu, to, mine, to.plan(checkpoint, [request.native(request.address) for request in mine])))
     for gpu, to, mine, plan in planned:
-        memory = [(wish.address, wish.nbytes, wish.owner) for wish in mine]
+        memory = [(request.address, request.nbytes, request.owner) for request in mine]
         to.fill(checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
     return result
 
@@ -115,22 +115,22 @@ def _without_aliases(missing: list[str], mapping: Mapping[str, Any], targets: di
     return [name for name in missing if not is_filled(name)]
 
 
-def _wishes(info: Info, target: Target, cast: bool) -> list[_Wish]:
+def _requests(info: Info, target: Target, cast: bool) -> list[_TensorRequest]:
     """The parts that fill a target, one after the other."""
     becomes = _cast(info, target, cast)
     if not target.nbytes:
         return []
     if target.boxes is None:
-        return [_Wish(info, None, becomes, target.address, target.nbytes, target.owner)]
-    wishes, address = [], target.address
+        return [_TensorRequest(info, None, becomes, target.address, target.nbytes, target.owner)]
+    requests, address = [], target.address
     # A box has a number of elements that its share of the memory is for.
     elements = sum(map(_elements, target.boxes))
     for box in target.boxes:
         nbytes = target.nbytes * _elements(box) // elements
         part = [*box[:-1], (box[-1][0] * 2, box[-1][1] * 2)] if _is_packed(target) and box else box
-        wishes.append(_Wish(info, part, becomes, address, nbytes, target.owner))
+        requests.append(_TensorRequest(info, part, becomes, address, nbytes, target.owner))
         address += nbytes
-    return wishes
+    return requests
 
 
 def _cast(info: Info, target: Target, cast: bool) -> str | None:
@@ -176,7 +176,7 @@ def _check_writable(targets: dict[str, Target]) -> None:
 
 
 def _check_shared(
-    targets: dict[str, Target], wishes: dict[str, list[_Wish]], checkpoint: Checkpoint, loader: Loader
+    targets: dict[str, Target], requests: dict[str, list[_TensorRequest]], checkpoint: Checkpoint, loader: Loader
 ) -> None:
     """Refuses memory that two names share, unless it is all of both and the checkpoint has the same bytes for them."""
 
@@ -192,54 +192,54 @@ def _check_shared(
         shared = f"tensors `{name}` and `{other}`: their targets share memory"
         if place(name) != place(other):
             raise error(f"{shared}, but are not the same", cls=MismatchError, tensor=other)
-        if not _same_bytes(wishes[name], wishes[other], checkpoint, loader):
+        if not _same_bytes(requests[name], requests[other], checkpoint, loader):
             raise error(f"{shared}, but the checkpoint has different bytes for them", cls=MismatchError, tensor=other)
 
 
-def _same_bytes(one: list[_Wish], other: list[_Wish], checkpoint: Checkpoint, loader: Loader) -> bool:
+def _same_bytes(one: list[_TensorRequest], other: list[_TensorRequest], checkpoint: Checkpoint, loader: Loader) -> bool:
     """Whether both fill memory of the same length with the same bytes. Reads them."""
-    pairs: Iterator[tuple[list[_Wish], list[_Wish]]] = iter([(one, other)])
-    if [_extent(wish) for wish in one] == [_extent(wish) for wish in other]:
-        slabs = [_slabs(wish) for wish in one], [_slabs(wish) for wish in other]
+    pairs: Iterator[tuple[list[_TensorRequest], list[_TensorRequest]]] = iter([(one, other)])
+    if [_extent(request) for request in one] == [_extent(request) for request in other]:
+        slabs = [_slabs(request) for request in one], [_slabs(request) for request in other]
         pairs = (([mine], [yours]) for pair in zip(*slabs) for mine, yours in zip(*pair))
     return all(_read(mine, checkpoint, loader) == _read(yours, checkpoint, loader) for mine, yours in pairs)
 
 
-def _read(wishes: list[_Wish], checkpoint: Checkpoint, loader: Loader) -> bytearray:
+def _read(requests: list[_TensorRequest], checkpoint: Checkpoint, loader: Loader) -> bytearray:
     """The bytes of parts, one after the other, in memory of their own."""
-    into = bytearray(sum(wish.nbytes for wish in wishes))
+    into = bytearray(sum(request.nbytes for request in requests))
     target = target_of(into, "")
-    ends = itertools.accumulate((wish.nbytes for wish in wishes), initial=target.address)
-    memory = [(address, wish.nbytes, target.owner) for address, wish in zip(ends, wishes)]
-    plan = loader.plan(checkpoint, [wish.native(address) for wish, (address, *_) in zip(wishes, memory)])
+    ends = itertools.accumulate((request.nbytes for request in requests), initial=target.address)
+    memory = [(address, request.nbytes, target.owner) for address, request in zip(ends, requests)]
+    plan = loader.plan(checkpoint, [request.native(address) for request, (address, *_) in zip(requests, memory)])
     loader.fill(checkpoint, plan, memory)
     return into
 
 
-def _slabs(wish: _Wish) -> Iterator[_Wish]:
+def _slabs(request: _TensorRequest) -> Iterator[_TensorRequest]:
     """A part in pieces that follow each other, of which none is longer than may be read at a time."""
-    box = _box(wish)
-    bits = wish.nbytes * 8 // _elements(box)
+    box = _box(request)
+    bits = request.nbytes * 8 // _elements(box)
     # Other widths need not end on bytes.
     dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
-    if wish.nbytes <= _COMPARED_MAX or bits % 8 or dim is None:
-        yield wish
+    if request.nbytes <= _COMPARED_MAX or bits % 8 or dim is None:
+        yield request
         return
     start, stop = box[dim]
-    row = wish.nbytes // (stop - start)
+    row = request.nbytes // (stop - start)
     step = max(_COMPARED_MAX // row, 1)
     for first in range(start, stop, step):
         end = min(first + step, stop)
         part = [*box[:dim], (first, end), *box[dim + 1 :]]
-        yield from _slabs(wish._replace(part=part, nbytes=row * (end - first)))
+        yield from _slabs(request._replace(part=part, nbytes=row * (end - first)))
 
 
-def _box(wish: _Wish) -> Box:
-    return [(0, size) for size in wish.info.shape] if wish.part is None else wish.part
+def _box(request: _TensorRequest) -> Box:
+    return [(0, size) for size in request.info.shape] if request.part is None else request.part
 
 
-def _extent(wish: _Wish) -> tuple[int, list[int]]:
-    return wish.nbytes, [stop - start for start, stop in _box(wish)]
+def _extent(request: _TensorRequest) -> tuple[int, list[int]]:
+    return request.nbytes, [stop - start for start, stop in _box(request)]
 
 
 def _elements(box: Box) -> int:

@@ -124,7 +124,7 @@ class Reader:
             tensor, address = self.framework.empty(info.dtype, info.shape, info.name)
             if info.nbytes == 0:
                 return tensor
-            if self.loader.load_cached(self.checkpoint, info.position, None, address, info.nbytes):
+            if self.loader.copy_from_page_cache(self.checkpoint, info.position, None, address, info.nbytes):
                 self._is_cold = False
                 return tensor
             self._is_cold = True
@@ -174,7 +174,7 @@ class Reader:
     def _begin_some(self, ahead: Ahead, wanted: list[tuple[Info, int]]) -> None:
         """Tensors that are read together, each into memory of its own."""
         framework, mode = self.framework, self.framework.mode()
-        wishes: list[Any] = []
+        requests: list[Any] = []
         memory: list[Any] = []
         tensors: list[Any] = []
         for info, offset in wanted:
@@ -190,10 +190,10 @@ class Reader:
                 at, length = start + skipped, length - skipped
                 place = (info.name, 0, begin, info.nbytes, info.dtype, tuple(info.shape))
                 payload = (mode, [(area, start)], [place])
-            wishes.append((info.position, None, None, at))
+            requests.append((info.position, None, None, at))
             memory.append((at, length, area))
             tensors.append((info.position, info.nbytes, payload))
-        ahead.begin(self.loader, self.checkpoint, self.loader.plan(self.checkpoint, wishes), memory, tensors)
+        ahead.begin(self.loader, self.checkpoint, self.loader.plan(self.checkpoint, requests), memory, tensors)
 
     def _take(self, ahead: Ahead, info: Info) -> Any:
         """A tensor that was loaded ahead; None where it has to be loaded after all."""
@@ -217,7 +217,7 @@ class Reader:
         tensor, address = self.framework.empty(info.dtype, shape, info.name)
         if 0 in shape:
             return tensor
-        if self.loader.on_cpu and self.loader.load_cached(
+        if self.loader.on_cpu and self.loader.copy_from_page_cache(
             self.checkpoint, info.position, part, address, tensor.nbytes
         ):
             return tensor

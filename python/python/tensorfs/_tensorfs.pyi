@@ -22,7 +22,7 @@ __all__ = [
 __version__: str
 
 _Facts = tuple[str, int, str, list[int], int]
-_Wish = tuple[int, list[tuple[int, int]] | None, str | None, int | None]
+_TensorRequest = tuple[int, list[tuple[int, int]] | None, str | None, int | None]
 
 @final
 class Checkpoint:
@@ -80,7 +80,7 @@ class Loader:
     def timeout(self) -> float | None: ...
     def run_of(self, checkpoint: Checkpoint, position: int) -> tuple[int, int] | None: ...
     def has_spare(self, checkpoint: Checkpoint, len: int) -> bool: ...
-    def plan(self, checkpoint: Checkpoint, wishes: Sequence[_Wish]) -> Plan: ...
+    def plan(self, checkpoint: Checkpoint, requests: Sequence[_TensorRequest]) -> Plan: ...
     def plan_all(self, checkpoint: Checkpoint) -> Plan: ...
     def fill(
         self,
@@ -90,7 +90,7 @@ class Loader:
         cancel: Cancel | None = None,
         stream: int | None = None,
     ) -> dict[str, Any]: ...
-    def load_cached(
+    def copy_from_page_cache(
         self, checkpoint: Checkpoint, position: int, part: list[tuple[int, int]] | None, address: int, len: int
     ) -> bool: ...
 

@@ -1,4 +1,4 @@
-//! Random wishes of random checkpoints, and what they are to give.
+//! Random requests of random checkpoints, and what they are to give.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::cast::Cast;
 use tensorfs::checkpoint::Checkpoint;
-use tensorfs::plan::{Limits, Want};
+use tensorfs::plan::{Limits, TensorRequest};
 
 use super::{Box_, Cut, bytes};
 
@@ -17,7 +17,7 @@ pub(crate) fn limits() -> impl Strategy<Value = Limits> {
         chunk: 4096 * pages,
         moved: 4096 * (pages % 3 + 1),
         gap,
-        own,
+        dedicated_min_bytes: own,
         place: own,
         slab,
         in_place,
@@ -38,7 +38,7 @@ fn part(shape: &[u64], choices: &[(u16, u16)]) -> Option<Vec<Range<u64>>> {
 
 /// A request, by numbers that fit any checkpoint.
 #[derive(Clone, Debug)]
-pub(crate) struct Wish {
+pub(crate) struct RandomRequest {
     tensor: usize,
     part: Vec<(u16, u16)>,
     /// Another element type, where there is one.
@@ -47,44 +47,48 @@ pub(crate) struct Wish {
     at: Option<u64>,
 }
 
-pub(crate) fn wishes() -> impl Strategy<Value = Vec<Wish>> {
+pub(crate) fn requests() -> impl Strategy<Value = Vec<RandomRequest>> {
     let part = prop::collection::vec((any::<u16>(), any::<u16>()), 0..6);
     let (cast, at) = (prop::option::of(0usize..3), prop::option::of(0u64..8192));
-    let wish = (0usize..3, part, cast, at).prop_map(|(tensor, part, cast, at)| Wish {
+    let request = (0usize..3, part, cast, at).prop_map(|(tensor, part, cast, at)| RandomRequest {
         tensor,
         part,
         cast,
         at,
     });
-    prop::collection::vec(wish, 0..6)
+    prop::collection::vec(request, 0..6)
 }
 
-pub(crate) fn wants(checkpoint: &Checkpoint, tensors: &[Cut], wishes: &[Wish]) -> Vec<Want> {
+pub(crate) fn tensor_requests(
+    checkpoint: &Checkpoint,
+    tensors: &[Cut],
+    requests: &[RandomRequest],
+) -> Vec<TensorRequest> {
     // The catalog has the tensors by name, which is their order.
-    let want = |wish: &Wish| {
-        let cut = &tensors[wish.tensor];
-        let cast = wish.cast.map(|number| [Dtype::F32, Dtype::F16, Dtype::Bf16][number]);
-        let tensor = checkpoint.catalog().tensor_at(wish.tensor);
+    let tensor_request = |request: &RandomRequest| {
+        let cut = &tensors[request.tensor];
+        let cast = request.cast.map(|number| [Dtype::F32, Dtype::F16, Dtype::Bf16][number]);
+        let tensor = checkpoint.catalog().tensor_at(request.tensor);
         let agreeing = tensor.first_piece().range.start % 4096;
-        Want {
-            tensor: wish.tensor,
-            part: part(&cut.shape, &wish.part),
+        TensorRequest {
+            tensor: request.tensor,
+            part: part(&cut.shape, &request.part),
             cast: cast.filter(|&to| Cast::new(cut.dtype, to).is_some()),
-            at: wish.at.map(|at| if at < 4096 { at } else { agreeing }),
+            destination: request.at.map(|at| if at < 4096 { at } else { agreeing }),
         }
     };
-    wishes.iter().map(want).collect()
+    requests.iter().map(tensor_request).collect()
 }
 
-pub(crate) fn expected(tensor: &Cut, want: &Want) -> Vec<u8> {
-    let bytes = match &want.part {
+pub(crate) fn expected(tensor: &Cut, tensor_request: &TensorRequest) -> Vec<u8> {
+    let bytes = match &tensor_request.part {
         None => bytes(&tensor.name, tensor.dtype, &tensor.shape),
         Some(part) => tensor.piece(&Box_ {
             offset: part.iter().map(|range| range.start).collect(),
             shape: part.iter().map(|range| range.end - range.start).collect(),
         }),
     };
-    match want.cast.and_then(|to| Cast::new(tensor.dtype, to)) {
+    match tensor_request.cast.and_then(|to| Cast::new(tensor.dtype, to)) {
         None => bytes,
         Some(cast) => {
             let mut after = vec![0; cast.len_after(bytes.len() as u64) as usize];

@@ -32,7 +32,7 @@ impl Loader {
     ///
     /// # Errors
     /// Where the shard is no longer what it was.
-    pub fn load_cached(
+    pub fn copy_from_page_cache(
         &self,
         checkpoint: &Checkpoint,
         tensor: usize,
@@ -47,7 +47,7 @@ impl Loader {
         self.engine.copy_cached(source, &rows.span(), |read| copy(&rows, into, read))
     }
 
-    /// Whether `load_cached` would copy this part where the page cache holds it.
+    /// Whether `copy_from_page_cache` would copy this part where the page cache holds it.
     pub fn is_near(checkpoint: &Checkpoint, tensor: usize, part: Option<&[Range<u64>]>) -> bool {
         small_rows(checkpoint, tensor, part).is_some()
     }

@@ -1,10 +1,10 @@
 """Loads the rank shards of a distributed training job through a tensorfs mount with plain transformers.
 
-Shows: four processes save a small Llama with `torch.distributed.checkpoint`, each its own part of
-every weight (by row, by column, or replicated). The folder of rank shards is mounted, nothing is
-consolidated, and `from_pretrained` reads the mount with its default settings and finds one
-`model.safetensors`. Every weight is compared, bit for bit, with the model that was saved.
-Everything made is removed again, the mount first.
+Four processes save a small Llama with `torch.distributed.checkpoint`. Each saves its part of every
+weight (by row, by column, or replicated). The example mounts the folder of rank shards without
+consolidation. `from_pretrained` reads the mount with its default settings, and finds one
+`model.safetensors`. The example compares every weight, bit for bit, with the saved model. It
+removes the mount, then all files that it made.
 
 Run:   python examples/dcp_mount.py [--tensorfs PATH]
 Needs: Linux with FUSE, the `tensorfs` binary, and `pip install torch transformers`.
@@ -28,7 +28,7 @@ RANKS = 4
 
 
 def placement(name):
-    """Returns how a weight is split over the ranks: the usual tensor-parallel plan of a Llama."""
+    """Returns the placement of a weight over the ranks: the usual tensor-parallel plan of a Llama."""
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return Shard(1)
     if name.endswith("norm.weight"):
@@ -37,7 +37,7 @@ def placement(name):
 
 
 def save_rank(rank, folder, rendezvous):
-    """Saves what one rank of the training job holds. Runs in a process of its own."""
+    """Saves the weights of one rank of the training job. Runs in a separate process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:

@@ -1,4 +1,4 @@
-//! Lists the tensors of a checkpoint and where each piece of them lies.
+//! Lists the tensors of a checkpoint, with the location of each piece.
 //!
 //! Run: `cargo run --example list_tensors -- FOLDER`
 

@@ -1,8 +1,8 @@
 """Loads a sharded Hugging Face checkpoint through a tensorfs mount with plain transformers.
 
-Shows: a small Llama is saved in several shards, the folder is mounted, and `from_pretrained` reads
-the mount with its default settings and finds one `model.safetensors`. Every weight is compared,
-bit for bit, with the model that was saved. Everything made is removed again, the mount first.
+The example saves a small Llama in several shards, and mounts the folder. `from_pretrained` reads the
+mount with its default settings, and finds one `model.safetensors`. The example compares every
+weight, bit for bit, with the saved model. It removes the mount, then all files that it made.
 
 Run:   python examples/transformers_mount.py [--tensorfs PATH]
 Needs: Linux with FUSE, the `tensorfs` binary, and `pip install torch transformers`.
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# The example loads local files only; a hub request would be a bug. Read at import of transformers.
+# The example loads local files only; a hub request would be a bug. transformers reads this at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -63,13 +63,13 @@ def small_llama():
 def mounted(tensorfs, source, target):
     """Mounts `source` on the new folder `target` while the block runs."""
     target.mkdir()
-    # Returns once the mount answers; the daemon goes on in the background.
+    # `mount` returns when the mount answers. The daemon runs in the background.
     if subprocess.run([tensorfs, "mount", source, target]).returncode != 0:
         sys.exit("not mounted: the line above says why")
     try:
         yield target
     finally:
-        # Loaded tensors may still map the file, which would make the unmount fail as busy.
+        # Loaded tensors may still map the file, and the unmount would fail with EBUSY.
         gc.collect()
         plain = subprocess.run([tensorfs, "umount", target])
         if plain.returncode != 0:
@@ -84,14 +84,14 @@ def show(title, folder):
 
 
 def bits(tensor):
-    """Returns the bytes of `tensor`; comparing floats would call two NaNs different and -0.0 equal to 0.0."""
+    """Returns the bytes of `tensor`: as floats two NaNs would differ, and -0.0 would equal 0.0."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def check_weights(original, folder):
     """Loads `folder` with default settings and compares every weight with `original`.
 
-    Exits with status 1 and the names that differ. The model is gone when this returns.
+    Exits with status 1 and the names that differ. The loaded model is freed on return.
     """
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     wanted = original.state_dict()

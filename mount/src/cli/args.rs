@@ -26,31 +26,31 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Measure reads through a mount against those of a real consolidated file
-    Bench(super::bench::Args),
+    Bench(super::bench::BenchArgs),
     /// Make small checkpoints, mount them, read them through the mount and compare every byte
-    Demo(Demo),
+    Demo(DemoArgs),
     /// Say what this machine has for mounting and reading, and what it lacks
-    Doctor(Doctor),
+    Doctor(DoctorArgs),
     /// Mount a checkpoint, or a tree of them
-    Mount(Mount),
+    Mount(MountArgs),
     /// Take a mount off
-    Umount(Umount),
+    Umount(UmountArgs),
     /// Show the running mounts: what they have served, from where and how fast
-    Status(Status),
+    Status(StatusArgs),
     /// Watch the running mounts
-    Top(Top),
+    Top(TopArgs),
     /// List the checkpoints of a source and their tensors
-    Ls(Ls),
+    Ls(LsArgs),
     /// Show where the data of tensors lies
-    Inspect(Inspect),
+    Inspect(InspectArgs),
     /// Load tensors into memory, past any mount, and say how fast it went
-    Load(Load),
+    Load(LoadArgs),
     /// Show or make the index, from which the next start need not read all headers
-    Index(Index),
+    Index(IndexArgs),
     /// Prove a checkpoint whole and read every byte of it
-    Verify(Verify),
+    Verify(VerifyArgs),
     /// Write a checkpoint as one file in another format
-    Convert(Convert),
+    Convert(ConvertArgs),
     /// Print a completion script
     Completions {
         /// For this shell
@@ -65,7 +65,7 @@ pub(crate) enum Command {
 
 /// What is looked at, and how.
 #[derive(Debug, Args)]
-pub(crate) struct Source {
+pub(crate) struct SourceArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
     /// Options as for mount: format=, prefer=, follow=, expect-shards=, reference=
@@ -84,7 +84,7 @@ pub(crate) struct Source {
 
 /// Arguments of `demo`.
 #[derive(Debug, Args)]
-pub(crate) struct Demo {
+pub(crate) struct DemoArgs {
     /// Leave the checkpoints where they were made
     #[arg(long)]
     pub keep: bool,
@@ -92,7 +92,7 @@ pub(crate) struct Demo {
 
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
-pub(crate) struct Doctor {
+pub(crate) struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -101,7 +101,7 @@ pub(crate) struct Doctor {
 /// Arguments of `mount`.
 #[derive(Debug, Args)]
 #[command(after_long_help = OPTIONS_HELP)]
-pub(crate) struct Mount {
+pub(crate) struct MountArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
     /// Folder to mount on
@@ -170,7 +170,7 @@ is accepted. A comma in a value is written `\\,`.";
 
 /// Arguments of `umount`.
 #[derive(Debug, Args)]
-pub(crate) struct Umount {
+pub(crate) struct UmountArgs {
     /// Folder that is mounted on
     pub target: PathBuf,
     /// Take it off the tree now, let open files go on
@@ -183,7 +183,7 @@ pub(crate) struct Umount {
 
 /// Arguments of `status`.
 #[derive(Debug, Args)]
-pub(crate) struct Status {
+pub(crate) struct StatusArgs {
     /// Only the mounts on these folders
     #[arg(value_name = "MNT")]
     pub targets: Vec<PathBuf>,
@@ -194,7 +194,7 @@ pub(crate) struct Status {
 
 /// Arguments of `top`.
 #[derive(Debug, Args)]
-pub(crate) struct Top {
+pub(crate) struct TopArgs {
     /// Time between two looks
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     pub interval: Duration,
@@ -210,28 +210,28 @@ fn interval(text: &str) -> Result<Duration, String> {
 
 /// Arguments of `ls`.
 #[derive(Debug, Args)]
-pub(crate) struct Ls {
+pub(crate) struct LsArgs {
     /// What is looked at.
     #[command(flatten)]
-    pub source: Source,
+    pub source: SourceArgs,
 }
 
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
-pub(crate) struct Inspect {
+pub(crate) struct InspectArgs {
     /// What is looked at.
     #[command(flatten)]
-    pub source: Source,
+    pub source: SourceArgs,
     /// Only this tensor
     pub tensor: Option<String>,
 }
 
 /// Arguments of `index`.
 #[derive(Debug, Args)]
-pub(crate) struct Index {
+pub(crate) struct IndexArgs {
     /// What is looked at.
     #[command(flatten)]
-    pub source: Source,
+    pub source: SourceArgs,
     /// Read all headers again
     #[arg(long)]
     pub rebuild: bool,
@@ -239,10 +239,10 @@ pub(crate) struct Index {
 
 /// Arguments of `load`.
 #[derive(Debug, Args)]
-pub(crate) struct Load {
+pub(crate) struct LoadArgs {
     /// What is loaded; of options also io=, direct= and io-timeout= count.
     #[command(flatten)]
-    pub source: Source,
+    pub source: SourceArgs,
     /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     pub device: Device,
@@ -277,10 +277,10 @@ fn device(text: &str) -> Result<Device, String> {
 
 /// Arguments of `verify`.
 #[derive(Debug, Args)]
-pub(crate) struct Verify {
+pub(crate) struct VerifyArgs {
     /// What is looked at.
     #[command(flatten)]
-    pub source: Source,
+    pub source: SourceArgs,
     /// File that lists what the checkpoint holds: safetensors, weight map or manifest
     #[arg(long, value_name = "FILE")]
     pub reference: Option<PathBuf>,
@@ -306,10 +306,10 @@ pub(crate) struct Verify {
 
 /// Arguments of `convert`.
 #[derive(Debug, Args)]
-pub(crate) struct Convert {
+pub(crate) struct ConvertArgs {
     /// What is written anew.
     #[command(flatten)]
-    pub source: Source,
+    pub source: SourceArgs,
     /// File to write, or folder to write it into
     pub out: PathBuf,
     /// Format to write

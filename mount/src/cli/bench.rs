@@ -28,7 +28,7 @@ use tensorfs::format::Format;
 use tensorfs::source::behind_mount;
 use tensorfs::view::Files;
 
-pub(crate) use args::Args;
+pub(crate) use args::BenchArgs;
 
 use super::output::{Failure, Outcome, human, print_json, print_text};
 use super::sources::prove_all;
@@ -75,7 +75,7 @@ struct Subject {
     runs: u32,
 }
 
-pub(super) fn run(args: &Args) -> Outcome {
+pub(super) fn run(args: &BenchArgs) -> Outcome {
     if let Ok(job) = std::env::var(job::JOB) {
         return if job::run(&job, args) { Ok(()) } else { Err(Failure::Told) };
     }
@@ -96,7 +96,7 @@ pub(super) fn run(args: &Args) -> Outcome {
     outcome
 }
 
-fn bench(args: &Args) -> Outcome {
+fn bench(args: &BenchArgs) -> Outcome {
     log::start(0);
     tensorfs::source::raise_limit();
     let options = Options::parse(&args.options, false).map_err(Failure::Usage)?;
@@ -146,12 +146,12 @@ fn check_file(path: &Path) -> Outcome {
 }
 
 /// Seconds that reading `bytes` may take.
-fn limit(args: &Args, bytes: u64) -> Duration {
+fn limit(args: &BenchArgs, bytes: u64) -> Duration {
     let default = LIMIT_MIN + Duration::from_secs(bytes / LIMIT_BYTES_PER_SECOND);
     args.time_limit.map_or(default, Duration::from_secs)
 }
 
-fn make_checkpoint(args: &Args) -> Result<Scratch, Failure> {
+fn make_checkpoint(args: &BenchArgs) -> Result<Scratch, Failure> {
     let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir);
     // The consolidated file, as long again, will lie beside it.
     let scratch = Scratch::new(&dir, 2 * args.size, args.keep)?;
@@ -166,7 +166,12 @@ fn make_checkpoint(args: &Args) -> Result<Scratch, Failure> {
 }
 
 /// Finds the largest checkpoint of `source`.
-fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result<Subject, Failure> {
+fn look(
+    source: &Path,
+    options: &Options,
+    args: &BenchArgs,
+    method: Method,
+) -> Result<Subject, Failure> {
     let tree = Tree::scan(source, &options.open)?;
     let mut largest: Option<Subject> = None;
     let mut refusal = None;
@@ -208,7 +213,7 @@ fn look(source: &Path, options: &Options, args: &Args, method: Method) -> Result
 }
 
 /// Writes the consolidated file where none is given, and compares it with what the mount shows.
-fn consolidate(subject: &mut Subject, args: &Args) -> Result<Option<Scratch>, Failure> {
+fn consolidate(subject: &mut Subject, args: &BenchArgs) -> Result<Option<Scratch>, Failure> {
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
     let shown = mounted.path().join(&subject.shown);
     let mut scratch = None;
@@ -235,7 +240,7 @@ fn consolidate(subject: &mut Subject, args: &Args) -> Result<Option<Scratch>, Fa
 }
 
 /// Measures the cases and prints what came of them.
-fn measure(subject: &Subject, args: &Args) -> Outcome {
+fn measure(subject: &Subject, args: &BenchArgs) -> Outcome {
     let mut facts = facts(subject)?;
     if !args.json {
         print_text(&title(&facts))?;
@@ -340,7 +345,8 @@ fn title(facts: &Value) -> String {
 fn notes(measured: &[Measured]) -> Vec<String> {
     let mut notes = Vec::new();
     for measured in measured {
-        let cold = matches!(measured.case.state, args::State::Cold | args::State::Assembled);
+        let cold =
+            matches!(measured.case.state, args::CacheState::Cold | args::CacheState::Assembled);
         let wrong = |part: f64| if cold { part > 0.01 } else { part < 0.99 };
         let parts = measured.runs.iter().filter_map(|run| run.cached);
         let wrong: Vec<f64> = parts.filter(|&part| wrong(part)).collect();

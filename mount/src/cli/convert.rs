@@ -25,7 +25,7 @@ use crate::daemon::ending::{block_signals, ending_signals};
 /// Set once the command was told to stop.
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
-pub(super) fn run(args: &args::Convert) -> Outcome {
+pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     let format = match args.to {
         To::Bintensors => Format::Bintensors,
         To::Safetensors => Format::Safetensors,

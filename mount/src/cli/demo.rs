@@ -45,7 +45,7 @@ const CHECKPOINTS: [(&str, Cut, &str); 4] = [
     ("dcp-grid", Cut::Dcp(2, 2), "4 rank shards, a 2 x 2 grid"),
 ];
 
-pub(super) fn run(args: &args::Demo) -> Outcome {
+pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     log::start(0);
     let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
     let root = nix::unistd::mkdtemp(&template)
@@ -131,15 +131,15 @@ fn compare(file: &Path) -> Result<(usize, u64), Failure> {
         if entry["dtype"] != dtype.name() || entry["shape"] != json!(shape) {
             return Err(wrong(format!("{name} is {entry}, expected {dtype} {shape:?}")));
         }
-        let offset = |at: usize| start + entry["data_offsets"][at].as_u64().unwrap_or(0) as usize;
+        let offset = |end: usize| start + entry["data_offsets"][end].as_u64().unwrap_or(0) as usize;
         let data = content.get(offset(0)..offset(1)).unwrap_or_default();
         let expected = tensor.len();
         if data.len() as u64 != expected {
             return Err(wrong(format!("{name} has {} bytes, expected {expected}", data.len())));
         }
-        let differs = |&at: &usize| data[at] != byte_of(number, at as u64);
-        if let Some(at) = (0..data.len()).find(differs) {
-            return Err(wrong(format!("{name}: byte {at} differs")));
+        let differs = |&index: &usize| data[index] != byte_of(number, index as u64);
+        if let Some(index) = (0..data.len()).find(differs) {
+            return Err(wrong(format!("{name}: byte {index} differs")));
         }
     }
     Ok((TENSORS.len(), content.len() as u64))

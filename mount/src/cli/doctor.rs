@@ -18,7 +18,7 @@ use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
 
 /// How a thing is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum Health {
     /// As it should be.
     Ok,
     /// There, but worse than it could be.
@@ -33,7 +33,7 @@ enum State {
 #[derive(Debug, PartialEq, Eq)]
 struct Check {
     name: &'static str,
-    state: State,
+    state: Health,
     /// What was found and what it means.
     found: String,
     /// What to do about it.
@@ -42,19 +42,19 @@ struct Check {
 
 impl Check {
     fn ok(name: &'static str, found: impl Into<String>) -> Check {
-        Check { name, state: State::Ok, found: found.into(), advice: None }
+        Check { name, state: Health::Ok, found: found.into(), advice: None }
     }
 
     fn degraded(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Check {
-        Check { state: State::Degraded, advice: Some(advice.into()), ..Check::ok(name, found) }
+        Check { state: Health::Degraded, advice: Some(advice.into()), ..Check::ok(name, found) }
     }
 
     fn missing(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Check {
-        Check { state: State::Missing, advice: Some(advice.into()), ..Check::ok(name, found) }
+        Check { state: Health::Missing, advice: Some(advice.into()), ..Check::ok(name, found) }
     }
 
     fn unknown(name: &'static str, found: impl Into<String>) -> Check {
-        Check { state: State::Unknown, ..Check::ok(name, found) }
+        Check { state: Health::Unknown, ..Check::ok(name, found) }
     }
 
     fn to_json(&self) -> Value {
@@ -67,27 +67,27 @@ impl Check {
     }
 }
 
-impl State {
+impl Health {
     fn as_str(self) -> &'static str {
         match self {
-            State::Ok => "ok",
-            State::Degraded => "degraded",
-            State::Missing => "missing",
-            State::Unknown => "unknown",
+            Health::Ok => "ok",
+            Health::Degraded => "degraded",
+            Health::Missing => "missing",
+            Health::Unknown => "unknown",
         }
     }
 
     fn style(self) -> Style {
         match self {
-            State::Ok => AnsiColor::Green.on_default(),
-            State::Degraded => AnsiColor::Yellow.on_default(),
-            State::Missing => AnsiColor::Red.on_default(),
-            State::Unknown => Style::new().dimmed(),
+            Health::Ok => AnsiColor::Green.on_default(),
+            Health::Degraded => AnsiColor::Yellow.on_default(),
+            Health::Missing => AnsiColor::Red.on_default(),
+            Health::Unknown => Style::new().dimmed(),
         }
     }
 }
 
-pub(super) fn run(args: &args::Doctor) -> Outcome {
+pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
     let trial = mounting::trial();
     let mut checks = mounting::checks(&trial);
     checks.extend(machine::checks());

@@ -12,7 +12,7 @@ use super::sources::{open_source, query_options};
 use crate::log;
 
 /// The index of a folder, and what the folder holds.
-struct Report {
+struct IndexReport {
     directory: String,
     /// A word for what became of the index.
     state: &'static str,
@@ -28,7 +28,7 @@ struct Report {
     refused: Vec<String>,
 }
 
-pub(super) fn run(args: &args::Index) -> Outcome {
+pub(super) fn run(args: &args::IndexArgs) -> Outcome {
     let mut options = query_options(&args.source)?;
     // What is too large for one file has an index too.
     options.open.view.files = Files::Original;
@@ -56,10 +56,10 @@ pub(super) fn run(args: &args::Index) -> Outcome {
             "source": real_name(&tree.source),
             "ok": ok,
             "folder": tree.options.index.as_deref().map(real_name),
-            "indexes": reports.iter().map(Report::to_json).collect::<Vec<_>>(),
+            "indexes": reports.iter().map(IndexReport::to_json).collect::<Vec<_>>(),
         }))?;
     } else {
-        print_text(&reports.iter().map(Report::to_text).collect::<String>())?;
+        print_text(&reports.iter().map(IndexReport::to_text).collect::<String>())?;
     }
     for report in &reports {
         report.refused.iter().for_each(|refusal| log::say(refusal));
@@ -71,7 +71,7 @@ pub(super) fn run(args: &args::Index) -> Outcome {
     if ok { Ok(()) } else { Err(Failure::Told) }
 }
 
-fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<Report> {
+fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<IndexReport> {
     let refused = proved.sets.iter().filter_map(|set| set.outcome.as_ref().err());
     let refused: Vec<String> = refused.map(ToString::to_string).collect();
     let whole = || proved.sets.iter().filter_map(|set| set.outcome.as_ref().ok());
@@ -84,7 +84,7 @@ fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<
         Origin::Headers(None) if !forgotten => ("built", None),
         Origin::Headers(before) => ("rebuilt", before.clone()),
     };
-    Some(Report {
+    Some(IndexReport {
         directory: real_name(&folder.path),
         state,
         reason,
@@ -97,7 +97,7 @@ fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<
     })
 }
 
-impl Report {
+impl IndexReport {
     fn age(&self) -> Option<u64> {
         let now = std::time::UNIX_EPOCH.elapsed().ok()?.as_secs();
         Some(now.saturating_sub(u64::try_from(self.index.made).ok()?))

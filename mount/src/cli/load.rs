@@ -21,7 +21,7 @@ use super::output::{Failure, Outcome, human, print_json, print_text};
 use super::sources::{one_checkpoint, query_options};
 use super::verify::bar;
 
-pub(super) fn run(args: &args::Load) -> Outcome {
+pub(super) fn run(args: &args::LoadArgs) -> Outcome {
     let options = query_options(&args.source)?;
     if let Some(path) = &args.trace {
         check_trace(path)?;
@@ -61,7 +61,8 @@ pub(super) fn run(args: &args::Load) -> Outcome {
         }
     };
     bar.finish_and_clear();
-    let load = Load { checkpoint: &checkpoint, report: &report?, opened, gpu: gpu.as_ref() };
+    let load =
+        FinishedLoad { checkpoint: &checkpoint, report: &report?, opened, gpu: gpu.as_ref() };
     if let Some(path) = &args.trace {
         write_trace(path, &checkpoint, load.report)
             .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(path))))?;
@@ -77,7 +78,7 @@ pub(super) fn run(args: &args::Load) -> Outcome {
 }
 
 /// A load that is done.
-struct Load<'a> {
+struct FinishedLoad<'a> {
     checkpoint: &'a Checkpoint,
     report: &'a Report,
     /// Time to open the checkpoint.
@@ -86,7 +87,7 @@ struct Load<'a> {
     gpu: Option<&'a (Gpu, Duration)>,
 }
 
-impl Load<'_> {
+impl FinishedLoad<'_> {
     /// From the checkpoint's opening to the last byte in its place. A GPU was open already, as
     /// it is in a program that uses it.
     fn total(&self) -> Duration {
@@ -100,7 +101,7 @@ fn rate(bytes: u64, time: Duration) -> u64 {
     (bytes as f64 / time.as_secs_f64().max(1e-9)) as u64
 }
 
-fn to_text(load: &Load<'_>) -> String {
+fn to_text(load: &FinishedLoad<'_>) -> String {
     let (checkpoint, stats) = (load.checkpoint, &load.report.stats);
     let catalog = checkpoint.catalog();
     let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
@@ -178,7 +179,7 @@ fn cufile_of(device: &DeviceStats) -> Option<String> {
     }
 }
 
-fn to_json(load: &Load<'_>) -> Value {
+fn to_json(load: &FinishedLoad<'_>) -> Value {
     let (checkpoint, stats) = (load.checkpoint, &load.report.stats);
     let catalog = checkpoint.catalog();
     let total = load.total();

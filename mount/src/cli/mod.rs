@@ -73,7 +73,7 @@ pub(crate) fn main() -> ExitCode {
 }
 
 /// Where JSON was asked for and nothing printed yet, prints the failure as JSON too.
-fn in_json(args: &args::Source, outcome: Outcome) -> Outcome {
+fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
             let json = serde_json::json!({

@@ -7,7 +7,7 @@ use crate::daemon::background;
 use crate::log;
 use crate::options::Options;
 
-pub(super) fn run(args: &args::Mount) -> Outcome {
+pub(super) fn run(args: &args::MountArgs) -> Outcome {
     log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
     let mut words = args.options.clone();
     words.extend(index_option(args.index_dir.as_deref()));

@@ -16,7 +16,7 @@ use super::sources::{Found, open_source, prove_all, query_options};
 use crate::log;
 
 /// A tensor and its place in the file that shows it.
-struct Placed<'a> {
+struct TensorPlace<'a> {
     tensor: Tensor<'a>,
     /// Offset in that file.
     file_offset: u64,
@@ -33,7 +33,7 @@ struct Shown {
     order: Vec<(usize, u64)>,
 }
 
-pub(super) fn ls(args: &args::Ls) -> Outcome {
+pub(super) fn ls(args: &args::LsArgs) -> Outcome {
     let Looked { shown, notes, refused } = look(&args.source)?;
     if args.source.json {
         let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
@@ -42,7 +42,7 @@ pub(super) fn ls(args: &args::Ls) -> Outcome {
         let mut text = String::new();
         for set in &shown {
             set.write_title(&mut text);
-            for Placed { tensor, .. } in set.tensors() {
+            for TensorPlace { tensor, .. } in set.tensors() {
                 let name = printable(tensor.name);
                 let shape = format!("{:?}", tensor.shape);
                 let _ = writeln!(
@@ -58,9 +58,10 @@ pub(super) fn ls(args: &args::Ls) -> Outcome {
     told(&refused)
 }
 
-pub(super) fn inspect(args: &args::Inspect) -> Outcome {
+pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
     let Looked { shown, notes, refused } = look(&args.source)?;
-    let wanted = |placed: &Placed<'_>| args.tensor.as_ref().is_none_or(|n| n == placed.tensor.name);
+    let wanted =
+        |placed: &TensorPlace<'_>| args.tensor.as_ref().is_none_or(|n| n == placed.tensor.name);
     let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
     if let (Some(name), false) = (&args.tensor, found) {
         if let Some((_, _, error)) = refused.into_iter().next() {
@@ -106,7 +107,7 @@ struct Looked {
     refused: Vec<(String, String, Error)>,
 }
 
-fn look(args: &args::Source) -> Result<Looked, Failure> {
+fn look(args: &args::SourceArgs) -> Result<Looked, Failure> {
     let options = query_options(args)?;
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
@@ -123,7 +124,7 @@ fn look(args: &args::Source) -> Result<Looked, Failure> {
 }
 
 fn print_answer(
-    args: &args::Source,
+    args: &args::SourceArgs,
     sets: Vec<Value>,
     notes: Vec<String>,
     refused: &[(String, String, Error)],
@@ -164,8 +165,8 @@ impl Shown {
             let catalog = checkpoint.catalog();
             let tensors = catalog.tensors().enumerate();
             let mut order: Vec<(usize, u64)> =
-                tensors.map(|(at, tensor)| (at, tensor.first_piece().range.start)).collect();
-            order.sort_by_key(|&(at, offset)| (offset, catalog.tensor_at(at).len));
+                tensors.map(|(index, tensor)| (index, tensor.first_piece().range.start)).collect();
+            order.sort_by_key(|&(index, offset)| (offset, catalog.tensor_at(index).len));
             let shard = &catalog.shards[0];
             let (size, data_start) = (shard.file_len, shard.data_start);
             return Ok(Shown { directory, size, data_start, order, checkpoint });
@@ -175,13 +176,14 @@ impl Shown {
         Ok(Shown { directory, size, data_start, order: layout.tensors().collect(), checkpoint })
     }
 
-    fn tensors(&self) -> impl Iterator<Item = Placed<'_>> {
+    fn tensors(&self) -> impl Iterator<Item = TensorPlace<'_>> {
         let catalog = self.checkpoint.catalog();
-        let placed = |&(at, file_offset)| Placed { tensor: catalog.tensor_at(at), file_offset };
+        let placed =
+            |&(index, file_offset)| TensorPlace { tensor: catalog.tensor_at(index), file_offset };
         self.order.iter().map(placed)
     }
 
-    fn json(&self, tensor: &dyn Fn(&Placed<'_>) -> Value) -> Value {
+    fn json(&self, tensor: &dyn Fn(&TensorPlace<'_>) -> Value) -> Value {
         let catalog = self.checkpoint.catalog();
         json!({
             "directory": self.directory,
@@ -196,8 +198,8 @@ impl Shown {
         })
     }
 
-    fn tensor_json(&self, placed: &Placed<'_>) -> Value {
-        let Placed { tensor, file_offset } = placed;
+    fn tensor_json(&self, placed: &TensorPlace<'_>) -> Value {
+        let TensorPlace { tensor, file_offset } = placed;
         let start = file_offset - self.data_start;
         json!({
             "name": tensor.name,
@@ -208,7 +210,7 @@ impl Shown {
         })
     }
 
-    fn inspected_json(&self, placed: &Placed<'_>) -> Value {
+    fn inspected_json(&self, placed: &TensorPlace<'_>) -> Value {
         let mut json = self.tensor_json(placed);
         json["file_offset"] = json!(placed.file_offset);
         json["pieces"] = self.pieces_json(&placed.tensor, placed.tensor.pieces());
@@ -251,8 +253,8 @@ impl Shown {
         );
     }
 
-    fn write_pieces(&self, placed: &Placed<'_>, text: &mut String) {
-        let Placed { tensor, file_offset } = placed;
+    fn write_pieces(&self, placed: &TensorPlace<'_>, text: &mut String) {
+        let TensorPlace { tensor, file_offset } = placed;
         let _ = writeln!(
             text,
             "  {} {} {:?}, {} bytes at {file_offset}",

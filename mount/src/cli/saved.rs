@@ -67,8 +67,8 @@ pub(super) fn write_checkpoint(folder: &Path, tensors: &[Tensor], cut: Cut) -> i
 }
 
 /// Byte `at` of tensor `number`.
-pub(super) fn byte_of(number: usize, at: u64) -> u8 {
-    word_of(number, at / 8)[(at % 8) as usize]
+pub(super) fn byte_of(number: usize, offset: u64) -> u8 {
+    word_of(number, offset / 8)[(offset % 8) as usize]
 }
 
 /// Eight bytes of tensor `number`: a mix of both numbers (splitmix64).
@@ -84,8 +84,8 @@ fn word_of(number: usize, word: u64) -> [u8; 8] {
 fn fill(number: usize, start: u64, bytes: &mut [u8]) {
     let head = (start.next_multiple_of(8) - start).min(bytes.len() as u64) as usize;
     let (head, rest) = bytes.split_at_mut(head);
-    for (at, byte) in (start..).zip(head) {
-        *byte = byte_of(number, at);
+    for (offset, byte) in (start..).zip(head) {
+        *byte = byte_of(number, offset);
     }
     for (word, target) in (start.div_ceil(8)..).zip(rest.chunks_mut(8)) {
         target.copy_from_slice(&word_of(number, word)[..target.len()]);
@@ -201,7 +201,7 @@ mod tests {
         for (start, len) in [(0, 40), (3, 2), (5, 30), (8, 8), (16, 5), (7, 0)] {
             let mut bytes = vec![0; len];
             fill(3, start, &mut bytes);
-            let single: Vec<u8> = (start..).take(len).map(|at| byte_of(3, at)).collect();
+            let single: Vec<u8> = (start..).take(len).map(|offset| byte_of(3, offset)).collect();
             assert_eq!(bytes, single, "{len} bytes from {start}");
         }
     }

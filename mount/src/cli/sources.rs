@@ -23,7 +23,7 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
 
 /// Scans the source of a query; on a mount, the source behind it, looked at the same way unless
 /// `-o` says how.
-pub(super) fn open_source(args: &args::Source, options: Options) -> Result<Tree, Failure> {
+pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
     let (mut path, mut open) = (args.source.clone(), options.open);
     if let Some(Behind { path: source, options: mounted }) = behind_mount(&args.source) {
@@ -42,7 +42,7 @@ pub(super) fn open_source(args: &args::Source, options: Options) -> Result<Tree,
 }
 
 /// Parses `-o` of a query.
-pub(super) fn query_options(args: &args::Source) -> Result<Options, Failure> {
+pub(super) fn query_options(args: &args::SourceArgs) -> Result<Options, Failure> {
     log::start(args.verbose);
     tensorfs::source::raise_limit();
     let mut words = args.options.clone();
@@ -95,7 +95,7 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<Found>, Vec<Stri
 /// The one checkpoint of the source, and the notes about it. Whether a mount could show it as one
 /// file does not matter.
 pub(super) fn one_checkpoint(
-    args: &args::Source,
+    args: &args::SourceArgs,
     mut options: Options,
 ) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
     options.open.view =

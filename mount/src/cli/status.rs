@@ -15,7 +15,7 @@ use tensorfs::source::mountinfo::{self, Mount};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use crate::daemon::control::{self, Found};
+use crate::daemon::control::{self, Reply};
 use crate::fs::tails::REMEDY;
 use crate::log;
 
@@ -30,7 +30,7 @@ const DEAD: u8 = 3;
 
 /// How a mount fares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum MountState {
     /// Its daemon answers.
     Running,
     /// Its daemon answers, but the mount is in no table of ours: taken off while files are
@@ -46,28 +46,28 @@ pub(super) enum State {
     NotYours,
 }
 
-impl State {
+impl MountState {
     /// Its name in JSON.
     fn key(self) -> &'static str {
         match self {
-            State::Running => "running",
-            State::Detached => "detached",
-            State::NoSocket => "no-socket",
-            State::NoAnswer => "no-answer",
-            State::Dead => "dead",
-            State::NotYours => "not-yours",
+            MountState::Running => "running",
+            MountState::Detached => "detached",
+            MountState::NoSocket => "no-socket",
+            MountState::NoAnswer => "no-answer",
+            MountState::Dead => "dead",
+            MountState::NotYours => "not-yours",
         }
     }
 
     /// What it means, for people.
     pub(super) fn text(self) -> &'static str {
         match self {
-            State::Running => "running",
-            State::Detached => "detached: unmounted with files open, or in another namespace",
-            State::NoSocket => "mounted; its daemon has no control socket",
-            State::NoAnswer => "its daemon does not answer",
-            State::Dead => "dead: its daemon is gone; take it off with `tensorfs umount`",
-            State::NotYours => "not yours: another user's",
+            MountState::Running => "running",
+            MountState::Detached => "detached: unmounted with files open, or in another namespace",
+            MountState::NoSocket => "mounted; its daemon has no control socket",
+            MountState::NoAnswer => "its daemon does not answer",
+            MountState::Dead => "dead: its daemon is gone; take it off with `tensorfs umount`",
+            MountState::NotYours => "not yours: another user's",
         }
     }
 }
@@ -78,11 +78,11 @@ pub(super) struct Seen {
     pub minor: u32,
     /// Where it is mounted.
     pub target: PathBuf,
-    pub state: State,
+    pub state: MountState,
     /// Everything known, as `--json` prints it.
     pub facts: Value,
     /// When the daemon said it.
-    pub at: Instant,
+    pub asked: Instant,
 }
 
 impl Seen {
@@ -92,7 +92,7 @@ impl Seen {
     }
 }
 
-pub(super) fn run(args: &args::Status) -> Outcome {
+pub(super) fn run(args: &args::StatusArgs) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("/proc/self/mountinfo: {e}"));
     let mounts = mountinfo::ours().map_err(failed)?;
     let mut missing = Vec::new();
@@ -119,7 +119,7 @@ pub(super) fn run(args: &args::Status) -> Outcome {
     for path in &missing {
         log::say(&format!("{}: not a tensorfs mount", shown_path(path)));
     }
-    let is_bad = |one: &Seen| matches!(one.state, State::Dead | State::NoAnswer);
+    let is_bad = |one: &Seen| matches!(one.state, MountState::Dead | MountState::NoAnswer);
     if missing.is_empty() && !seen.iter().any(is_bad) { Ok(()) } else { Err(Failure::Told) }
 }
 
@@ -153,10 +153,10 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
     let mut seen = ask(mounts, limit, probe);
     let deadline = Instant::now() + limit;
     for (minor, path) in sockets {
-        if let Found::Answer(pid, said) = control::ask(owner, &[path], deadline) {
+        if let Reply::Status(pid, said) = control::ask(owner, &[path], deadline) {
             let target = said.get("target").and_then(Value::as_str).unwrap_or_default().into();
             let mount = Mount { minor, target, owner: Some(owner), ..Mount::default() };
-            seen.push(describe(mount, State::Detached, pid, said));
+            seen.push(describe(mount, MountState::Detached, pid, said));
         }
     }
     seen
@@ -165,10 +165,10 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
 /// Asks the daemons of `mounts`, all at the same time. Leaves out what was unmounted meanwhile.
 pub(super) fn ask(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let mut seen = ask_each(mounts, limit, probe);
-    if seen.iter().any(|one| one.state != State::Running) {
+    if seen.iter().any(|one| one.state != MountState::Running) {
         let table = mountinfo::ours().unwrap_or_default();
         seen.retain(|one| {
-            one.state == State::Running
+            one.state == MountState::Running
                 || table
                     .iter()
                     .any(|mount| (mount.minor, &mount.target) == (one.minor, &one.target))
@@ -204,15 +204,15 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     let (user, owner) = (geteuid(), mount.owner.unwrap_or_default());
     let is_ours = owner == user.as_raw();
     if !is_ours && !user.is_root() {
-        return describe(mount, State::NotYours, 0, Value::Null);
+        return describe(mount, MountState::NotYours, 0, Value::Null);
     }
     let state = match control::ask(owner, sockets, deadline) {
-        Found::Answer(pid, said) => return describe(mount, State::Running, pid, said),
-        Found::Silence(pid) => return describe(mount, State::NoAnswer, pid, Value::Null),
-        Found::Leftover => State::Dead,
+        Reply::Status(pid, said) => return describe(mount, MountState::Running, pid, said),
+        Reply::Silence(pid) => return describe(mount, MountState::NoAnswer, pid, Value::Null),
+        Reply::Leftover => MountState::Dead,
         // The kernel tells whether it is dead only those that it lets in.
-        Found::Nothing if probe && is_ours => probe_from_outside(&mount.target, deadline),
-        Found::Nothing => State::NoSocket,
+        Reply::Nothing if probe && is_ours => probe_from_outside(&mount.target, deadline),
+        Reply::Nothing => MountState::NoSocket,
     };
     describe(mount, state, 0, Value::Null)
 }
@@ -229,19 +229,19 @@ pub(crate) fn probe() -> Option<ExitCode> {
 
 /// Asks the kernel for a mount without a socket, from another process: one that waits for a
 /// daemon that hangs could not end.
-fn probe_from_outside(target: &Path, deadline: Instant) -> State {
+fn probe_from_outside(target: &Path, deadline: Instant) -> MountState {
     let mut command = Command::new("/proc/self/exe");
     let command = command.env(PROBE, target).stdin(Stdio::null());
     let Ok(mut probe) = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn() else {
-        return State::NoSocket;
+        return MountState::NoSocket;
     };
     loop {
         match probe.try_wait() {
-            Ok(Some(status)) if status.code() == Some(DEAD.into()) => return State::Dead,
-            Ok(Some(_)) | Err(_) => return State::NoSocket,
+            Ok(Some(status)) if status.code() == Some(DEAD.into()) => return MountState::Dead,
+            Ok(Some(_)) | Err(_) => return MountState::NoSocket,
             Ok(None) if Instant::now() > deadline => {
                 let _ = probe.kill();
-                return State::NoAnswer;
+                return MountState::NoAnswer;
             }
             Ok(None) => std::thread::sleep(Duration::from_millis(5)),
         }
@@ -249,8 +249,8 @@ fn probe_from_outside(target: &Path, deadline: Instant) -> State {
 }
 
 /// Puts together what is known of a mount.
-fn describe(mount: Mount, state: State, pid: i32, said: Value) -> Seen {
-    let at = Instant::now();
+fn describe(mount: Mount, state: MountState, pid: i32, said: Value) -> Seen {
+    let asked = Instant::now();
     let mut facts = match said {
         Value::Object(said) => said,
         _ => Map::new(),
@@ -264,7 +264,7 @@ fn describe(mount: Mount, state: State, pid: i32, said: Value) -> Seen {
         facts.insert("pid".into(), pid.into());
         facts.insert("memory".into(), memory_of(pid));
     }
-    Seen { minor: mount.minor, target: mount.target, state, facts: facts.into(), at }
+    Seen { minor: mount.minor, target: mount.target, state, facts: facts.into(), asked }
 }
 
 /// Resident memory of process `pid`, now and at its peak, in bytes.
@@ -512,7 +512,7 @@ mod tests {
             "files": [{ "path": "model.safetensors\u{1b}[2J", "open": 1 }],
         });
         let mount = Mount { target: "/mnt/a".into(), ..Mount::default() };
-        let text = block(&describe(mount, State::Running, 0, said));
+        let text = block(&describe(mount, MountState::Running, 0, said));
         for part in [
             "running, for 2 minutes",
             "follow=/a follow=/b layout=single noexec\n",
@@ -533,7 +533,7 @@ mod tests {
     #[test]
     fn a_mount_that_says_nothing_is_shown_as_it_is() {
         let mount = Mount { target: "/mnt/a".into(), source: "/data".into(), ..Mount::default() };
-        let text = block(&describe(mount, State::NotYours, 0, Value::Null));
+        let text = block(&describe(mount, MountState::NotYours, 0, Value::Null));
         assert_eq!(text, "/mnt/a\n  state     not yours: another user's\n  source    /data\n");
     }
 }

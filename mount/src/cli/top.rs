@@ -16,7 +16,7 @@ use tensorfs::source::mountinfo;
 
 use super::args;
 use super::output::{Failure, Outcome, print_text};
-use super::status::{self, LIMIT, Seen, State};
+use super::status::{self, LIMIT, MountState, Seen};
 
 /// Most files that are listed.
 const FILES_MAX: usize = 10;
@@ -27,7 +27,7 @@ const TITLE: &str = "    GB/s SRC GB/s   HIT  WASTE FLIGHT QUEUED STUCK ERRORS  
 /// Keys that end it: q, Ctrl-C and Ctrl-D.
 const ENDING_KEYS: [u8; 4] = [b'q', b'Q', 3, 4];
 
-pub(super) fn run(args: &args::Top) -> Outcome {
+pub(super) fn run(args: &args::TopArgs) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(e.to_string());
     let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
     if !args.once && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal() {
@@ -129,8 +129,8 @@ impl Screen {
     fn draw(&self, lines: &[String]) -> io::Result<()> {
         let (rows, columns) = Term::stdout().size();
         let mut frame = String::from("\x1b[H");
-        for (at, line) in lines.iter().take(rows.into()).enumerate() {
-            let start = if at == 0 { "" } else { "\r\n" };
+        for (row, line) in lines.iter().take(rows.into()).enumerate() {
+            let start = if row == 0 { "" } else { "\r\n" };
             let _ = write!(frame, "{start}{}\x1b[K", truncate_str(line, columns.into(), ""));
         }
         frame.push_str("\x1b[J");
@@ -183,7 +183,7 @@ fn is_same(old: &Seen, new: &Seen) -> bool {
 
 fn line(old: Option<&Seen>, new: &Seen) -> String {
     let target = shown_path(&new.target);
-    if !matches!(new.state, State::Running | State::Detached) {
+    if !matches!(new.state, MountState::Running | MountState::Detached) {
         return format!("{target}: {}", new.state.text());
     }
     let count = |key: &str| new.number(&format!("/counters/{key}"));
@@ -196,7 +196,7 @@ fn line(old: Option<&Seen>, new: &Seen) -> String {
         (Some(used), Some(budget)) => format!("{used}/{budget}"),
         _ => "-".to_owned(),
     };
-    let mark = if new.state == State::Detached { " (detached)" } else { "" };
+    let mark = if new.state == MountState::Detached { " (detached)" } else { "" };
     format!(
         "{:>8} {:>8} {:>5} {:>6} {:>6} {:>6} {:>5} {:>6} {:>8} {:>8} {cache:>13} {:>6}  {target}{mark}",
         rate("bytes_served"),
@@ -219,7 +219,7 @@ fn grown(old: Option<&Seen>, new: &Seen, pointer: &str) -> Option<u64> {
 }
 
 fn per_second(old: Option<&Seen>, new: &Seen, pointer: &str) -> Option<f64> {
-    let seconds = new.at.saturating_duration_since(old?.at).as_secs_f64();
+    let seconds = new.asked.saturating_duration_since(old?.asked).as_secs_f64();
     Some(grown(old, new, pointer)? as f64 / seconds.max(0.001))
 }
 
@@ -237,7 +237,7 @@ fn busy_files(old: Option<&Seen>, new: &Seen) -> Vec<File> {
     let number = |file: &Value, key: &str| file.get(key).and_then(Value::as_u64).unwrap_or(0);
     let Some(old) = old else { return Vec::new() };
     let earlier = list(old).unwrap_or_default();
-    let seconds = new.at.saturating_duration_since(old.at).as_secs_f64().max(0.001);
+    let seconds = new.asked.saturating_duration_since(old.asked).as_secs_f64().max(0.001);
     let files = list(new).unwrap_or_default();
     let busy = files.iter().filter_map(|file| {
         let path = file.get("path").and_then(Value::as_str)?;
@@ -283,10 +283,10 @@ mod tests {
 
     use super::*;
 
-    fn seen(at: Instant, served: u64, hits: u64, facts: Value) -> Seen {
+    fn seen(asked: Instant, served: u64, hits: u64, facts: Value) -> Seen {
         let mut facts = facts;
         facts["counters"] = json!({ "bytes_served": served, "hits": hits, "misses": 1 });
-        Seen { minor: 51, target: "/mnt/a".into(), state: State::Running, facts, at }
+        Seen { minor: 51, target: "/mnt/a".into(), state: MountState::Running, facts, asked }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::args;
 use super::output::{Failure, Outcome};
 use crate::daemon::attach::{Detach, detach};
 
-pub(super) fn run(args: &args::Umount) -> Outcome {
+pub(super) fn run(args: &args::UmountArgs) -> Outcome {
     let shown = shown_path(&args.target);
     let failed = |e: io::Error| Failure::Failed(format!("{shown}: {e}"));
     let target = mountinfo::absolute_target(&args.target).map_err(failed)?;

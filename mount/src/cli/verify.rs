@@ -20,7 +20,7 @@ use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text
 use super::sources::{Found, open_source, prove_family, query_options, skipped_notes};
 use crate::log;
 
-pub(super) fn run(args: &args::Verify) -> Outcome {
+pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
     let mut options = query_options(&args.source)?;
     if let Some(reference) = &args.reference {
         options.open.reference = Some(reference.clone());
@@ -32,7 +32,7 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
     let mut tree = open_source(&args.source, options)?;
     let mut notes = skipped_notes(&tree);
     let bar = bar(args.progress, 0);
-    let mut report = Report::default();
+    let mut report = VerifyReport::default();
     // One family after the other: the headers of all of a tree may be more than memory holds.
     for head in tree.families() {
         // What an index says is what is to be verified.
@@ -54,18 +54,18 @@ pub(super) fn run(args: &args::Verify) -> Outcome {
 
 /// What came of all sets.
 #[derive(Default)]
-struct Report {
+struct VerifyReport {
     sets: Vec<Value>,
     /// Its kind and its line.
     first_refusal: Option<(Value, String)>,
     unproven: bool,
 }
 
-impl Report {
+impl VerifyReport {
     /// Reads a set and reports it; returns the notes about it.
     fn verify(
         &mut self,
-        args: &args::Verify,
+        args: &args::VerifyArgs,
         tree: &Tree,
         Found { directory, set }: Found,
         bar: &ProgressBar,
@@ -119,7 +119,7 @@ impl Report {
         self.first_refusal.get_or_insert((line["class"].clone(), message));
     }
 
-    fn finish(self, args: &args::Verify, tree: &Tree, notes: &[String]) -> Outcome {
+    fn finish(self, args: &args::VerifyArgs, tree: &Tree, notes: &[String]) -> Outcome {
         let strict = args.strict && self.unproven;
         let source = shown_path(&tree.source);
         // Parts of the tree that the scan left out are not verified. `open_source` has warned of them.
@@ -155,7 +155,7 @@ impl Report {
 
 /// Prints the report of a set and lines as sha256sum prints them. Those have standard output for
 /// themselves, so that `sha256sum -c` can read it.
-fn report_text(args: &args::Verify, text: &str, sums: &[u8]) -> Outcome {
+fn report_text(args: &args::VerifyArgs, text: &str, sums: &[u8]) -> Outcome {
     if !args.sha256 {
         return print_text(text);
     }
@@ -165,7 +165,7 @@ fn report_text(args: &args::Verify, text: &str, sums: &[u8]) -> Outcome {
 
 /// The folder of the source as the user has named it, so that it is found from where he is;
 /// not where that is a mount, which does not show the shards.
-fn named_source(args: &args::Verify, tree: &Tree) -> PathBuf {
+fn named_source(args: &args::VerifyArgs, tree: &Tree) -> PathBuf {
     let folder = |path: &Path| match tree.only {
         Some(_) => path.parent().map(Path::to_owned).unwrap_or_default(),
         None => path.to_owned(),
@@ -194,7 +194,7 @@ struct Judged {
 
 /// Reads a set and keeps its checksums, where nothing differs.
 fn judge(
-    args: &args::Verify,
+    args: &args::VerifyArgs,
     tree: &Tree,
     folder: Option<FolderId>,
     checkpoint: Arc<Checkpoint>,
@@ -378,13 +378,13 @@ pub(super) fn bar(progress: When, total: u64) -> ProgressBar {
         ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(total).with_style(style);
     if progress == When::Always && !std::io::stderr().is_terminal() {
-        bar.set_draw_target(ProgressDrawTarget::term_like(Box::new(plain::Lines)));
+        bar.set_draw_target(ProgressDrawTarget::term_like(Box::new(plain::PlainTerm)));
     }
     bar
 }
 
 fn write_manifest_if_asked(
-    args: &args::Verify,
+    args: &args::VerifyArgs,
     checkpoint: &Checkpoint,
 ) -> Result<Option<String>, Failure> {
     if !args.write_manifest {
@@ -425,9 +425,9 @@ mod plain {
     use indicatif::TermLike;
 
     #[derive(Debug)]
-    pub(super) struct Lines;
+    pub(super) struct PlainTerm;
 
-    impl TermLike for Lines {
+    impl TermLike for PlainTerm {
         fn width(&self) -> u16 {
             100
         }

@@ -42,7 +42,7 @@ const REPLY_MAX: usize = 16 << 20;
 const MAKING_TIME: Duration = Duration::from_secs(1);
 
 /// What a mount is, for the name of its socket and as the base of every reply.
-pub(crate) struct Facts {
+pub(crate) struct MountFacts {
     /// Where it is mounted.
     pub target: PathBuf,
     /// What is mounted.
@@ -84,7 +84,7 @@ pub(crate) fn exit() -> ! {
 /// # Errors
 /// Why there is no socket.
 pub(crate) fn serve(
-    mount: Facts,
+    mount: MountFacts,
     status: impl Fn() -> Value + Send + Sync + 'static,
 ) -> io::Result<Control> {
     let mut failure = io::ErrorKind::NotFound.into();
@@ -189,7 +189,7 @@ fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
 }
 
 fn start(
-    mount: Facts,
+    mount: MountFacts,
     status: impl Fn() -> Value + Send + Sync + 'static,
     path: PathBuf,
     listener: UnixListener,
@@ -212,7 +212,7 @@ fn start(
 }
 
 /// `status` with what it leaves out and we know.
-fn with_facts(mount: &Facts, since: (SystemTime, Instant), mut status: Value) -> Value {
+fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut status: Value) -> Value {
     let Some(object) = status.as_object_mut() else { return status };
     let started = since.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
     for (key, value) in [
@@ -228,14 +228,14 @@ fn with_facts(mount: &Facts, since: (SystemTime, Instant), mut status: Value) ->
 }
 
 /// Makes the reply to a request.
-type Answer = Box<dyn Fn(&[u8]) -> Value + Send>;
+type StatusSource = Box<dyn Fn(&[u8]) -> Value + Send>;
 
 /// One thread for all clients: nothing that one of them does or leaves undone makes it wait.
 struct Server {
     listener: Arc<UnixListener>,
     /// The oldest first.
     clients: Vec<Client>,
-    answer: Answer,
+    answer: StatusSource,
 }
 
 /// A connection: the request as far as it has come, then the reply as far as it is not sent.
@@ -326,7 +326,7 @@ fn waits(e: &io::Error) -> bool {
 impl Client {
     /// Does what can be done now. An error that `waits` knows means that there is more to do;
     /// otherwise the connection is to be closed.
-    fn advance(&mut self, answer: &Answer) -> io::Result<()> {
+    fn advance(&mut self, answer: &StatusSource) -> io::Result<()> {
         let mut piece = [0; 512];
         while self.reply.is_none() {
             let len = self.stream.read(&mut piece)?;
@@ -351,9 +351,9 @@ impl Client {
 
 /// What a client found at the socket of a mount.
 #[derive(Debug)]
-pub(crate) enum Found {
+pub(crate) enum Reply {
     /// The daemon of that pid says this; the pid is 0 where it lies in no namespace of ours.
-    Answer(i32, Value),
+    Status(i32, Value),
     /// A daemon of that pid that does not answer in time.
     Silence(i32),
     /// Only the socket: its daemon was killed.
@@ -370,43 +370,43 @@ pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
 
 /// Asks for the status of a mount of user `owner` at the sockets that are named for it, until
 /// `deadline`; removes those of ours that killed daemons have left.
-pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Found {
-    let mut found = Found::Nothing;
+pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Reply {
+    let mut found = Reply::Nothing;
     for path in paths {
         match ask_at(path, owner, deadline) {
-            Found::Answer(pid, status) => return Found::Answer(pid, status),
-            Found::Silence(pid) => found = Found::Silence(pid),
-            Found::Leftover => {
+            Reply::Status(pid, status) => return Reply::Status(pid, status),
+            Reply::Silence(pid) => found = Reply::Silence(pid),
+            Reply::Leftover => {
                 remove_if_stale(path);
-                if matches!(found, Found::Nothing) {
-                    found = Found::Leftover;
+                if matches!(found, Reply::Nothing) {
+                    found = Reply::Leftover;
                 }
             }
-            Found::Nothing => {}
+            Reply::Nothing => {}
         }
     }
     found
 }
 
-fn ask_at(path: &Path, owner: u32, deadline: Instant) -> Found {
+fn ask_at(path: &Path, owner: u32, deadline: Instant) -> Reply {
     loop {
         let (stream, peer) = match reach(path, rest_until(deadline)) {
             Ok(reached) => reached,
-            Err(Errno::ECONNREFUSED) => return Found::Leftover,
-            Err(Errno::EAGAIN) => return Found::Silence(0),
-            Err(_) => return Found::Nothing,
+            Err(Errno::ECONNREFUSED) => return Reply::Leftover,
+            Err(Errno::EAGAIN) => return Reply::Silence(0),
+            Err(_) => return Reply::Nothing,
         };
         // The owner of the folder can put there what they like, but cannot be somebody else.
         if peer.uid() != owner {
-            return Found::Nothing;
+            return Reply::Nothing;
         }
         match converse(stream, deadline) {
-            Ok(status) => return Found::Answer(peer.pid(), status),
+            Ok(status) => return Reply::Status(peer.pid(), status),
             // Too many others, or the daemon ends: the next time tells.
             Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            Err(_) => return Found::Silence(peer.pid()),
+            Err(_) => return Reply::Silence(peer.pid()),
         }
     }
 }
@@ -461,11 +461,11 @@ mod tests {
 
     fn serve_in(folder: &Path, minor: u32) -> Control {
         let (path, listener) = listen(folder, minor).unwrap();
-        let facts = Facts { target: "/mnt/a".into(), source: "/data".into(), minor };
+        let facts = MountFacts { target: "/mnt/a".into(), source: "/data".into(), minor };
         start(facts, || json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
     }
 
-    fn ask_in(folder: &Path) -> Found {
+    fn ask_in(folder: &Path) -> Reply {
         let paths: Vec<_> = sockets(folder).into_iter().map(|(_, path)| path).collect();
         ask(euid(), &paths, Instant::now() + CLIENT_TIMEOUT)
     }
@@ -480,7 +480,7 @@ mod tests {
     fn a_status_is_told_with_what_the_mount_is() {
         let folder = tempfile::tempdir().unwrap();
         let _control = serve_in(folder.path(), 51);
-        let Found::Answer(pid, status) = ask_in(folder.path()) else { panic!() };
+        let Reply::Status(pid, status) = ask_in(folder.path()) else { panic!() };
         assert_eq!(pid, std::process::id() as i32);
         assert_eq!(status["counters"]["reads"], 7);
         assert_eq!((&status["target"], &status["source"]), (&json!("/mnt/a"), &json!("/data")));
@@ -493,7 +493,7 @@ mod tests {
         let control = serve_in(folder.path(), 51);
         let silent: Vec<_> = (0..50).map(|_| UnixStream::connect(&control.path).unwrap()).collect();
         let started = Instant::now();
-        assert!(matches!(ask_in(folder.path()), Found::Answer(..)));
+        assert!(matches!(ask_in(folder.path()), Reply::Status(..)));
         assert!(started.elapsed() < CLIENT_TIMEOUT / 2);
         // Each is let go in the end.
         for mut stream in silent {
@@ -507,7 +507,7 @@ mod tests {
     fn clients_that_ask_at_once_are_all_answered() {
         let folder = tempfile::tempdir().unwrap();
         let (path, listener) = listen(folder.path(), 51).unwrap();
-        let answer: Answer = Box::new(|_| json!(7));
+        let answer: StatusSource = Box::new(|_| json!(7));
         let mut server = Server { listener: Arc::new(listener), clients: Vec::new(), answer };
         let asking = (0..3 * CLIENTS_MAX).map(|_| {
             let mut stream = UnixStream::connect(&path).unwrap();
@@ -545,7 +545,7 @@ mod tests {
         assert!(sockets(folder.path()).is_empty());
         // std leaves the file of a listener that is dropped.
         drop(UnixListener::bind(folder.path().join("9-1.sock")).unwrap());
-        assert!(matches!(ask_in(folder.path()), Found::Leftover));
+        assert!(matches!(ask_in(folder.path()), Reply::Leftover));
         std::thread::sleep(MAKING_TIME + Duration::from_millis(100));
         let _one = serve_in(folder.path(), 51);
         let _two = serve_in(folder.path(), 52);

@@ -51,7 +51,7 @@ pub(crate) fn probe() -> Option<bool> {
 const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and the folder that it is to be mounted on, checked.
-pub(crate) struct Plan {
+pub(crate) struct MountPlan {
     /// What is mounted, absolute.
     pub source: PathBuf,
     /// Folder that is mounted on, absolute.
@@ -61,7 +61,7 @@ pub(crate) struct Plan {
     options: Options,
 }
 
-impl Plan {
+impl MountPlan {
     /// Opens the folder of `assemble=`, if there is one.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ pub(crate) struct Running {
 ///
 /// # Errors
 /// One line that says what is wrong; also where source or target do not answer.
-pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Plan, String> {
+pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<MountPlan, String> {
     let limit = options.io_timeout;
     let (place, wanted) = (target.to_owned(), source.to_owned());
     let mut options = options;
@@ -135,7 +135,7 @@ fn probe_options(options: &mut Options) -> Result<(), String> {
     Ok(())
 }
 
-fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Plan, String> {
+fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<MountPlan, String> {
     // A source on a mount of ours is read where that mount reads it.
     let behind = behind_mount(source).map(|behind| behind.path);
     let source = behind.as_deref().unwrap_or(source);
@@ -156,7 +156,7 @@ fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Plan,
     }
     let nodes = Arc::new(Nodes::new(tree, checked));
     prove_enough(&nodes)?;
-    Ok(Plan { source: source.to_owned(), target, nodes, assembler: None, options })
+    Ok(MountPlan { source: source.to_owned(), target, nodes, assembler: None, options })
 }
 
 /// Where indexes are kept; not in the mount itself, whose daemon cannot wait for itself.
@@ -259,8 +259,8 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
 ///
 /// # Errors
 /// One line that says what is wrong; nothing stays mounted.
-pub(crate) fn start(plan: Plan) -> Result<Running, String> {
-    let Plan { target, nodes, assembler, options, .. } = plan;
+pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
+    let MountPlan { target, nodes, assembler, options, .. } = plan;
     let source = nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
     let view = options.open.to_json();
@@ -290,10 +290,10 @@ pub(crate) fn start(plan: Plan) -> Result<Running, String> {
         view,
         source: nodes.tree().folder(0).path.clone(),
     };
-    let (pusher, tasks) = page_cache_store::pusher();
-    let fs = TensorFs::new(nodes.clone(), common, watcher.clone(), service.clone(), pusher);
+    let (store_queue, store_worker) = page_cache_store::store_queue();
+    let fs = TensorFs::new(nodes.clone(), common, watcher.clone(), service.clone(), store_queue);
     let connection = fd.try_clone().map_err(undo)?;
-    let server = serve(fs, fd, &watcher, &service, tasks).map_err(undo)?;
+    let server = serve(fs, fd, &watcher, &service, store_worker).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
     let mut running = Running { target, minor, service, connection, control: None, server };
     if let Err(e) = running.wait_for_answer() {
@@ -317,7 +317,7 @@ fn serve(
     fd: OwnedFd,
     watcher: &Arc<Watcher>,
     service: &Service,
-    tasks: page_cache_store::Tasks,
+    store_worker: page_cache_store::StoreWorker,
 ) -> io::Result<JoinHandle<io::Result<()>>> {
     let mut config = Config::default();
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -331,11 +331,17 @@ fn serve(
         }
     };
     let notifier = session.notifier();
-    let store = move |ino, at, bytes: &[u8]| notifier.store(INodeNo(ino), at, bytes);
+    let store = move |ino, offset, bytes: &[u8]| notifier.store(INodeNo(ino), offset, bytes);
     let (cache, counters) = (service.cache.clone(), service.counters.clone());
     let of_push = watcher.clone();
     let look = move |ino| of_push.look_at(ino);
-    tasks.start(cache, counters, Box::new(store), Box::new(forget.clone()), Box::new(look))?;
+    store_worker.start(
+        cache,
+        counters,
+        Box::new(store),
+        Box::new(forget.clone()),
+        Box::new(look),
+    )?;
     watcher.start(Arc::new(forget))?;
     std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
 }
@@ -348,7 +354,7 @@ fn control(
     service: &Arc<Service>,
     nodes: Arc<Nodes>,
 ) -> Option<Control> {
-    let facts = control::Facts { target: target.to_owned(), source, minor };
+    let facts = control::MountFacts { target: target.to_owned(), source, minor };
     let service = service.clone();
     control::serve(facts, move || service.status(nodes.index_status(), nodes.tails().status()))
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))

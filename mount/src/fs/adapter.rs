@@ -23,15 +23,15 @@ use tensorfs::source::Identity;
 use tensorfs::sync::{Mutex, RwLock};
 
 use super::attributes::{self, Common};
-use super::inodes::{Entry, Nodes};
+use super::inodes::{NameEntry, Nodes};
 use super::node::Node;
-use super::open_file::{Current, OpenFile, Opened};
-use super::open_mode::Serving;
+use super::open_file::{Current, OpenContent, OpenFile};
+use super::open_mode::OpenModes;
 use super::replies::{KnownAttr, TTL, attr_of, logged, logged_as_eio, reply_xattr};
-use crate::serve::blocking::{Slot, guarded, offload};
+use crate::serve::blocking::{PendingReply, guarded, offload};
 use crate::serve::change_watcher::Watcher;
 use crate::serve::kernel::{Feature, Init};
-use crate::serve::page_cache_store::Pusher;
+use crate::serve::page_cache_store::StoreQueue;
 use crate::serve::service::Service;
 
 /// Most files of the source that are looked at at once because somebody asks what they are.
@@ -44,10 +44,10 @@ const MAX_BACKGROUND: u16 = 128;
 const CONGESTION: u16 = 96;
 
 /// One of the looks at files of the source that may go on at once.
-struct Looking(Arc<Shared>);
+struct Looking(Arc<FsState>);
 
 impl Looking {
-    fn begin(shared: &Arc<Shared>) -> Option<Looking> {
+    fn begin(shared: &Arc<FsState>) -> Option<Looking> {
         let looking = Looking(shared.clone());
         (shared.looks.fetch_add(1, Ordering::Relaxed) < LOOKS_MAX).then_some(looking)
     }
@@ -62,14 +62,14 @@ impl Drop for Looking {
 /// An open file.
 struct Handle {
     node: Arc<Node>,
-    opened: Arc<Opened>,
+    opened: Arc<OpenFile>,
     /// Kept while the kernel serves the file by itself.
     backing: Option<Arc<BackingId>>,
 }
 
 /// A file that can be handed out.
 struct Ready {
-    opened: Arc<Opened>,
+    opened: Arc<OpenFile>,
     current: Arc<Current>,
     /// Whether what the kernel may have cached of it is still right.
     unchanged: bool,
@@ -78,19 +78,19 @@ struct Ready {
 }
 
 /// The file system of one mount.
-pub(crate) struct TensorFs(Arc<Shared>);
+pub(crate) struct TensorFs(Arc<FsState>);
 
 /// What handlers share with the threads that answer for them.
-struct Shared {
+struct FsState {
     nodes: Arc<Nodes>,
     common: Common,
     watcher: Arc<Watcher>,
     service: Arc<Service>,
-    pusher: Pusher,
+    store_queue: StoreQueue,
     passthrough: AtomicBool,
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     next_handle: AtomicU64,
-    serving: Mutex<Serving<BackingId>>,
+    serving: Mutex<OpenModes<BackingId>>,
     /// Whether a thread looks at all open sources because a read met a changed one.
     sweeping: AtomicBool,
     /// How many files are being looked at because somebody asks what they are.
@@ -104,14 +104,14 @@ impl TensorFs {
         common: Common,
         watcher: Arc<Watcher>,
         service: Arc<Service>,
-        pusher: Pusher,
+        store_queue: StoreQueue,
     ) -> TensorFs {
-        TensorFs(Arc::new(Shared {
+        TensorFs(Arc::new(FsState {
             nodes,
             common,
             watcher,
             service,
-            pusher,
+            store_queue,
             passthrough: AtomicBool::new(false),
             handles: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(1),
@@ -122,11 +122,11 @@ impl TensorFs {
     }
 }
 
-impl Shared {
+impl FsState {
     fn handle(
         &self,
         node: Arc<Node>,
-        opened: Arc<Opened>,
+        opened: Arc<OpenFile>,
         backing: Option<Arc<BackingId>>,
     ) -> FileHandle {
         self.service.opened(node.ino, &node.path, opened.current().file.cached());
@@ -136,7 +136,7 @@ impl Shared {
         FileHandle(fh)
     }
 
-    /// Asks the kernel to serve whole files by itself.
+    /// BlockingPool the kernel to serve whole files by itself.
     fn passthrough(&self, config: &mut KernelConfig) -> Feature {
         if !self.common.passthrough {
             return Feature::Off;
@@ -156,8 +156,8 @@ impl Shared {
         if node.is_outdated() {
             return Err(Errno::ESTALE);
         }
-        let on_storm = || self.pusher.on_storm(node.ino, node.gate().cloned());
-        let opened = node.open(&self.watcher, &self.service, on_storm);
+        let on_fault_storm = || self.store_queue.on_fault_storm(node.ino, node.gate().cloned());
+        let opened = node.open(&self.watcher, &self.service, on_fault_storm);
         let (opened, unchanged) = opened.map_err(|error| match error {
             Error::Changed { .. } => Errno::ESTALE,
             _ => logged(&error),
@@ -167,22 +167,22 @@ impl Shared {
             // The kernel compares nothing.
             _ if node.gate().is_some() => None,
             // A proved file that has changed is answered with EIO, which the kernel would not.
-            OpenFile::Whole(file) if !file.reader().is_empty() => {
+            OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
                 (!source.is_changed()).then(|| source.file().ok()).flatten()
             }
-            OpenFile::Virtual(file) if unchanged => {
+            OpenContent::Virtual(file) if unchanged => {
                 self.service.copy_of(node.listed_version(), file)
             }
-            OpenFile::Virtual(_) | OpenFile::Whole(_) | OpenFile::Text(_) => None,
+            OpenContent::Virtual(_) | OpenContent::Whole(_) | OpenContent::Text(_) => None,
         };
         Ok(Ready { opened, current, unchanged, whole })
     }
 
-    fn reply_open(&self, node: Arc<Node>, slot: Slot<ReplyOpen>) {
+    fn reply_open(&self, node: Arc<Node>, pending: PendingReply<ReplyOpen>) {
         let ready = self.open_file(&node);
         // Where it is too late nothing becomes of what was opened.
-        let Some(reply) = slot.take() else { return };
+        let Some(reply) = pending.take() else { return };
         let Ready { opened, current, unchanged, whole } = match ready {
             Ok(ready) => ready,
             Err(errno) => return reply.error(errno),
@@ -190,7 +190,7 @@ impl Shared {
         let ino = node.ino;
         let mut serving = self.serving.lock();
         let known = serving.by_kernel(ino);
-        if known.is_some() && whole.is_none() && matches!(current.file, OpenFile::Virtual(_)) {
+        if known.is_some() && whole.is_none() && matches!(current.file, OpenContent::Virtual(_)) {
             // The copy or the source has changed, and no other way can be had while it is open.
             return reply.error(Errno::EIO);
         }
@@ -208,7 +208,7 @@ impl Shared {
             }
             None => {
                 serving.opened_by_us(ino);
-                if let OpenFile::Virtual(file) = &current.file {
+                if let OpenContent::Virtual(file) = &current.file {
                     self.service.read_by_us(node.listed_version(), file, None);
                 }
                 let fh = self.handle(node, opened, None);
@@ -247,8 +247,8 @@ impl Shared {
         drop(handles);
         let opened = handle.opened.current();
         let file = match &opened.file {
-            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.clone(),
-            OpenFile::Text(text) => {
+            OpenContent::Virtual(file) | OpenContent::Whole(file) => file.clone(),
+            OpenContent::Text(text) => {
                 let start = offset.min(text.len() as u64) as usize;
                 let end = (start + size as usize).min(text.len());
                 return reply.data(&text[start..end]);
@@ -264,7 +264,7 @@ impl Shared {
         let answer = move |outcome: Result<&[u8], &Error>| match outcome {
             Ok(bytes) => {
                 reply.data(bytes);
-                if let OpenFile::Virtual(file) = &opened.file {
+                if let OpenContent::Virtual(file) = &opened.file {
                     let version = handle.node.listed_version();
                     shared.service.read_by_us(version, file, Some(bytes.len()));
                 }
@@ -282,16 +282,16 @@ impl Shared {
 
     /// Reads a file that follows its source past the cache: it has changed, or may have.
     fn read_as_it_is(self: &Arc<Self>, handle: Arc<Handle>, range: Range<u64>, reply: ReplyData) {
-        let slot = self.service.asks.slot(&handle.node.path, reply);
+        let pending = self.service.blocking.pending(&handle.node.path, reply);
         let shared = self.clone();
-        self.service.asks.ask(slot, move |slot| {
+        self.service.blocking.spawn(pending, move |pending| {
             let read = || {
                 let (watcher, service) = (&shared.watcher, &shared.service);
                 let changed = handle.node.follow(&handle.opened, watcher, service)?;
                 Ok((handle.opened.current().read_now(&range)?, changed))
             };
             let outcome = read();
-            let Some(reply) = slot.take() else { return };
+            let Some(reply) = pending.take() else { return };
             match outcome {
                 Ok((bytes, changed)) => {
                     reply.data(&bytes);
@@ -353,12 +353,12 @@ impl Shared {
         guarded(|| {
             let (shared, uid, gid) = (self.clone(), req.uid(), req.gid());
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let slot = self.service.asks.slot(&node.path, reply);
-            self.service.asks.ask(slot, move |slot| {
+            let pending = self.service.blocking.pending(&node.path, reply);
+            self.service.blocking.spawn(pending, move |pending| {
                 let mut found =
                     attributes::of(&shared.nodes.tree(), &shared.common.view, &node, (uid, gid));
                 found.extend(attributes::tail_of(&shared.nodes, &node));
-                if let Some(reply) = slot.take() {
+                if let Some(reply) = pending.take() {
                     then(&found, reply);
                 }
             });
@@ -398,16 +398,16 @@ impl Filesystem for TensorFs {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
             let (folder, name) = (node.folder, name.to_owned());
-            let asks = shared.service.asks.clone();
-            let slot = asks.slot(&node.path.join(&name), reply);
-            self.0.nodes.when_listed(&self.0.service.asks, folder, move |_| {
-                asks.ask(slot, move |slot| {
+            let pool = shared.service.blocking.clone();
+            let pending = pool.pending(&node.path.join(&name), reply);
+            self.0.nodes.when_listed(&self.0.service.blocking, folder, move |_| {
+                pool.spawn(pending, move |pending| {
                     let node = match shared.nodes.entry(folder, &name) {
-                        Entry::Found(node) => Some(node),
-                        Entry::Absent => None,
-                        Entry::Stale => shared.nodes.fresh_entry(folder, &name),
+                        NameEntry::Found(node) => Some(node),
+                        NameEntry::Absent => None,
+                        NameEntry::Stale => shared.nodes.fresh_entry(folder, &name),
                     };
-                    if let Some(reply) = slot.take() {
+                    if let Some(reply) = pending.take() {
                         shared.reply_entry(node.as_deref(), reply);
                     }
                 });
@@ -433,14 +433,14 @@ impl Filesystem for TensorFs {
             let Some(looking) = Looking::begin(&shared) else {
                 return reply.attr(&TTL, &known);
             };
-            let slot = shared.service.asks.slot(&node.path, KnownAttr { reply, known });
-            self.0.service.asks.ask(slot, move |slot| {
+            let pending = shared.service.blocking.pending(&node.path, KnownAttr { reply, known });
+            self.0.service.blocking.spawn(pending, move |pending| {
                 let now = shared.look(&node, fh);
                 drop(looking);
                 if let Some(now) = now {
                     node.set_attributes(&now);
                 }
-                if let Some(KnownAttr { reply, .. }) = slot.take() {
+                if let Some(KnownAttr { reply, .. }) = pending.take() {
                     reply.attr(&TTL, &attr_of(&shared.common, &node));
                 }
             });
@@ -451,8 +451,8 @@ impl Filesystem for TensorFs {
         guarded(|| {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let slot = self.0.service.asks.slot(&node.path, reply);
-            self.0.service.asks.ask(slot, move |slot| shared.reply_open(node, slot));
+            let pending = self.0.service.blocking.pending(&node.path, reply);
+            self.0.service.blocking.spawn(pending, move |pending| shared.reply_open(node, pending));
         });
     }
 
@@ -536,12 +536,12 @@ impl Filesystem for TensorFs {
         guarded(|| {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let slot = self.0.service.asks.slot(&node.path, reply);
-            self.0.nodes.when_listed(&self.0.service.asks, node.folder, move |nodes| {
-                let Some(mut reply) = slot.take() else { return };
-                for (at, name, node) in entries(nodes, &node, offset) {
+            let pending = self.0.service.blocking.pending(&node.path, reply);
+            self.0.nodes.when_listed(&self.0.service.blocking, node.folder, move |nodes| {
+                let Some(mut reply) = pending.take() else { return };
+                for (next, name, node) in entries(nodes, &node, offset) {
                     let kind = attr_of(&shared.common, &node).kind;
-                    if reply.add(INodeNo(node.ino), at, kind, name) {
+                    if reply.add(INodeNo(node.ino), next, kind, name) {
                         break;
                     }
                 }
@@ -561,16 +561,16 @@ impl Filesystem for TensorFs {
         guarded(|| {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let slot = self.0.service.asks.slot(&node.path, reply);
-            self.0.nodes.when_listed(&self.0.service.asks, node.folder, move |nodes| {
-                let Some(mut reply) = slot.take() else { return };
-                for (at, name, node) in entries(nodes, &node, offset) {
+            let pending = self.0.service.blocking.pending(&node.path, reply);
+            self.0.nodes.when_listed(&self.0.service.blocking, node.folder, move |nodes| {
+                let Some(mut reply) = pending.take() else { return };
+                for (next, name, node) in entries(nodes, &node, offset) {
                     let attr = attr_of(&shared.common, &node);
-                    if reply.add(attr.ino, at, name, &TTL, &attr, Generation(0)) {
+                    if reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
                         break;
                     }
                     // The kernel takes all but the first two for looked up.
-                    if at > 2 {
+                    if next > 2 {
                         nodes.looked_up(&node);
                     }
                 }
@@ -582,10 +582,10 @@ impl Filesystem for TensorFs {
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
         guarded(|| {
             let source = self.0.common.source.clone();
-            let slot = self.0.service.asks.slot(&source, reply);
-            self.0.service.asks.ask(slot, move |slot| {
+            let pending = self.0.service.blocking.pending(&source, reply);
+            self.0.service.blocking.spawn(pending, move |pending| {
                 let found = nix::sys::statvfs::statvfs(&source);
-                let Some(reply) = slot.take() else { return };
+                let Some(reply) = pending.take() else { return };
                 match found {
                     Ok(fs) => {
                         // Nothing can be written, so nothing is free.
@@ -624,11 +624,11 @@ fn entries(
     let tree = nodes.tree();
     let parent = tree.folder(folder.folder).parent.unwrap_or_default();
     let dots = [(OsString::from("."), folder.clone()), ("..".into(), nodes.folder(parent))];
-    (offset..).map_while(move |at| {
-        let (name, node) = match dots.get(at as usize) {
+    (offset..).map_while(move |index| {
+        let (name, node) = match dots.get(index as usize) {
             Some(dot) => dot.clone(),
-            None => listing.get(at as usize - dots.len())?.clone(),
+            None => listing.get(index as usize - dots.len())?.clone(),
         };
-        Some((at + 1, name, node))
+        Some((index + 1, name, node))
     })
 }

@@ -18,7 +18,7 @@ use tensorfs::{Error, ErrorKind, Fault, Result};
 use super::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};
 use super::tails::Tails;
 use super::verify_policy::{self, Gates};
-use crate::serve::blocking::Asks;
+use crate::serve::blocking::BlockingPool;
 
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
@@ -80,7 +80,7 @@ impl Drop for Proving {
 
 /// What a name in a folder stands for.
 #[derive(Debug)]
-pub(crate) enum Entry {
+pub(crate) enum NameEntry {
     /// This node.
     Found(Arc<Node>),
     /// Nothing.
@@ -160,7 +160,7 @@ impl Nodes {
     /// that a folder that takes long to prove keeps no other request waiting.
     pub(crate) fn when_listed(
         self: &Arc<Self>,
-        asks: &Asks,
+        pool: &BlockingPool,
         folder: FolderId,
         then: impl FnOnce(&Nodes) + Send + 'static,
     ) {
@@ -179,7 +179,7 @@ impl Nodes {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
                 let proving = Proving { nodes: self.clone(), head };
-                asks.later(&self.folders[head].path, move || {
+                pool.spawn_detached(&self.folders[head].path, move || {
                     log_refusals(proving.nodes.prove(proving.head));
                 });
             }
@@ -359,23 +359,23 @@ impl Nodes {
         unused && by_ino.remove(&node.ino).is_some()
     }
 
-    /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
-    pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> Entry {
-        let Some(listed) = self.listings.read()[folder].clone() else { return Entry::Absent };
+    /// The entry `name` of `folder`, which is listed. BlockingPool the source, which may take long.
+    pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> NameEntry {
+        let Some(listed) = self.listings.read()[folder].clone() else { return NameEntry::Absent };
         let found = find(&listed.entries, name);
         match found {
             Some(node) if node.is_outdated() => {
                 // A file that is no part of a checkpoint may go and come back by itself.
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
-                if gone { Entry::Absent } else { Entry::Stale }
+                if gone { NameEntry::Absent } else { NameEntry::Stale }
             }
             // A weight map follows from the headers of its set.
             Some(node) if node.is_text() && name != ERROR_FILE => {
                 let outdated =
                     listed.entries.iter().any(|(_, node)| node.is_virtual() && node.is_outdated());
-                if outdated { Entry::Stale } else { Entry::Found(node) }
+                if outdated { NameEntry::Stale } else { NameEntry::Found(node) }
             }
-            Some(node) if name != ERROR_FILE => Entry::Found(node),
+            Some(node) if name != ERROR_FILE => NameEntry::Found(node),
             found => {
                 let may_be_whole = || match listed.refused {
                     None => false,
@@ -383,9 +383,9 @@ impl Nodes {
                     Some(Refusal::Unsettled) => true,
                 };
                 if listed.refused.is_some() && self.may_ask(folder) && may_be_whole() {
-                    return Entry::Stale;
+                    return NameEntry::Stale;
                 }
-                found.map_or(Entry::Absent, Entry::Found)
+                found.map_or(NameEntry::Absent, NameEntry::Found)
             }
         }
     }
@@ -485,6 +485,6 @@ fn log_refusals(outcomes: Vec<(String, Result<()>)>) {
 }
 
 fn find(listing: &Listing, name: &OsStr) -> Option<Arc<Node>> {
-    let at = listing.binary_search_by(|(other, _)| other.as_os_str().cmp(name)).ok()?;
-    Some(listing[at].1.clone())
+    let index = listing.binary_search_by(|(other, _)| other.as_os_str().cmp(name)).ok()?;
+    Some(listing[index].1.clone())
 }

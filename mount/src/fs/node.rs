@@ -15,7 +15,7 @@ use tensorfs::sync::Mutex;
 use tensorfs::verify::gate::Gate;
 use tensorfs::{Error, Result};
 
-use super::open_file::{Current, OpenFile, Opened, open_file};
+use super::open_file::{Current, OpenContent, OpenFile, open_file};
 use crate::serve::change_watcher::Watcher;
 use crate::serve::service::Service;
 
@@ -58,7 +58,7 @@ pub(crate) enum NodeKind {
         /// Content version in hexadecimal; of a plain file, of what it was when it was listed.
         version: String,
         /// The open file, while somebody has it open.
-        open: Mutex<Weak<Opened>>,
+        open: Mutex<Weak<OpenFile>>,
         /// What its source was when it was opened last.
         last: Mutex<Option<Identity>>,
         /// What its bytes have to pass, where they are compared with checksums.
@@ -169,7 +169,7 @@ impl Node {
     }
 
     /// Whether the source now holds something else in its place: another file, or other bytes of
-    /// what was proved. Asks the source.
+    /// what was proved. BlockingPool the source.
     pub(crate) fn is_outdated(&self) -> bool {
         let NodeKind::File { content, .. } = &self.kind else { return false };
         let is_current = |source: &Arc<Source>| {
@@ -196,7 +196,7 @@ impl Node {
         outdated
     }
 
-    /// Whether it was found that what was proved has changed. Asks nobody.
+    /// Whether it was found that what was proved has changed. BlockingPool nobody.
     pub(crate) fn is_known_to_be_outdated(&self) -> bool {
         self.outdated.load(Ordering::SeqCst)
     }
@@ -215,12 +215,12 @@ impl Node {
         &self,
         watcher: &Arc<Watcher>,
         service: &Service,
-        on_storm: impl FnOnce() -> OnStorm,
-    ) -> Result<(Arc<Opened>, bool)> {
+        on_fault_storm: impl FnOnce() -> OnStorm,
+    ) -> Result<(Arc<OpenFile>, bool)> {
         let NodeKind::File { content, open, last, .. } = &self.kind else {
             return Err(Error::internal("a folder cannot be read"));
         };
-        // Held while the file is opened, so that it is opened and watched once.
+        // SourceGuard while the file is opened, so that it is opened and watched once.
         let mut shared = open.lock();
         let opened = match shared.upgrade() {
             Some(opened) => {
@@ -228,9 +228,9 @@ impl Node {
                 opened
             }
             None => {
-                let file = open_file(content, &service.cache, on_storm)?;
+                let file = open_file(content, &service.cache, on_fault_storm)?;
                 let current = self.hold(file, watcher, service)?;
-                Arc::new(Opened::new(current))
+                Arc::new(OpenFile::new(current))
             }
         };
         let current = opened.current();
@@ -239,7 +239,7 @@ impl Node {
             let detail = "was changed while it was opened".to_owned();
             return Err(Error::Changed { path: self.path.clone(), detail });
         }
-        if let OpenFile::Whole(file) = &current.file {
+        if let OpenContent::Whole(file) = &current.file {
             let now = file.reader().sources()[0].identity();
             let mut last = last.lock();
             unchanged &= last.replace(now).is_none_or(|before| before == now);
@@ -251,13 +251,13 @@ impl Node {
     }
 
     /// Has `opened`, which is open, read its source as it is now, if it is a file that follows its
-    /// source and that has changed. Returns whether it had. Asks the source.
+    /// source and that has changed. Returns whether it had. BlockingPool the source.
     ///
     /// # Errors
     /// Those of the source.
     pub(crate) fn follow(
         &self,
-        opened: &Arc<Opened>,
+        opened: &Arc<OpenFile>,
         watcher: &Arc<Watcher>,
         service: &Service,
     ) -> Result<bool> {
@@ -266,16 +266,16 @@ impl Node {
         self.renew(opened, watcher, service)
     }
 
-    fn renew(&self, opened: &Opened, watcher: &Arc<Watcher>, service: &Service) -> Result<bool> {
+    fn renew(&self, opened: &OpenFile, watcher: &Arc<Watcher>, service: &Service) -> Result<bool> {
         let before = opened.current();
-        let OpenFile::Whole(file) = &before.file else { return Ok(false) };
+        let OpenContent::Whole(file) = &before.file else { return Ok(false) };
         if !self.follows() || before.is_unchanged() {
             return Ok(false);
         }
         let source = file.reader().sources()[0].as_it_is_now()?;
         source.set_followed();
         self.set_attributes(&source.identity());
-        let file = OpenFile::Whole(service.cache.open(Reader::whole(source), None));
+        let file = OpenContent::Whole(service.cache.open(Reader::whole(source), None));
         let current = self.hold(file, watcher, service)?;
         opened.set_current(current);
         Ok(true)
@@ -284,17 +284,17 @@ impl Node {
     /// Keeps the sources of `file` open and watched.
     fn hold(
         &self,
-        file: OpenFile,
+        file: OpenContent,
         watcher: &Arc<Watcher>,
         service: &Service,
     ) -> Result<Arc<Current>> {
-        Current::hold(file, &self.path, &service.asks, |sources| {
+        Current::hold(file, &self.path, &service.blocking, |sources| {
             watcher.watch(self.ino, sources, self.is_unread())
         })
     }
 
     /// What somebody has open of it.
-    pub(crate) fn opened(&self) -> Option<Arc<Opened>> {
+    pub(crate) fn opened(&self) -> Option<Arc<OpenFile>> {
         let NodeKind::File { open, .. } = &self.kind else { return None };
         open.lock().upgrade()
     }

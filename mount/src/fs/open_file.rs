@@ -13,45 +13,45 @@ use tensorfs::source::{Pin, Source};
 use tensorfs::sync::RwLock;
 use tensorfs::{Error, Result};
 
-use crate::serve::blocking::Asks;
+use crate::serve::blocking::BlockingPool;
 use crate::serve::change_watcher::Watched;
 
 /// A file as all who have it open share it.
-pub(crate) struct Opened(RwLock<Arc<Current>>);
+pub(crate) struct OpenFile(RwLock<Arc<Current>>);
 
 /// The version of an open file that readers get. A file that follows its source gets a new one
 /// when the source has changed. Its sources stay open as long.
 pub(crate) struct Current {
     /// Dropped before what keeps its sources open.
-    pub(crate) file: OpenFile,
-    _held: Held,
+    pub(crate) file: OpenContent,
+    _held: SourceGuard,
 }
 
 /// What keeps the sources of a file watched and open.
-struct Held {
+struct SourceGuard {
     watched: Option<Watched>,
     pins: Vec<Pin>,
     /// Whether all of them lie on file systems that close files at once.
     local: bool,
     /// Path in the mount.
     path: PathBuf,
-    asks: Asks,
+    blocking: BlockingPool,
 }
 
-impl Drop for Held {
+impl Drop for SourceGuard {
     fn drop(&mut self) {
         // The watch ends first: it must not open again what the pins close.
         self.watched = None;
         let pins = std::mem::take(&mut self.pins);
         if !self.local {
-            self.asks.later(&self.path, move || drop(pins));
+            self.blocking.spawn_detached(&self.path, move || drop(pins));
         }
     }
 }
 
-impl Opened {
-    pub(super) fn new(current: Arc<Current>) -> Opened {
-        Opened(RwLock::new(current))
+impl OpenFile {
+    pub(super) fn new(current: Arc<Current>) -> OpenFile {
+        OpenFile(RwLock::new(current))
     }
 
     /// Gives readers `current` from now on.
@@ -68,19 +68,20 @@ impl Opened {
 impl Current {
     /// Keeps the sources of `file`, a file at `path` in the mount, open and, with `watch`, watched.
     pub(super) fn hold(
-        file: OpenFile,
+        file: OpenContent,
         path: &Path,
-        asks: &Asks,
+        blocking: &BlockingPool,
         watch: impl FnOnce(&[Arc<Source>]) -> Watched,
     ) -> Result<Arc<Current>> {
         let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
         let local = file.sources().iter().all(|source| source.file_system().is_local());
         let watched = Some(watch(file.sources()));
-        let _held = Held { watched, pins, local, path: path.to_owned(), asks: asks.clone() };
+        let _held =
+            SourceGuard { watched, pins, local, path: path.to_owned(), blocking: blocking.clone() };
         Ok(Arc::new(Current { file, _held }))
     }
 
-    /// Whether its sources are what they were when they were opened. Asks them.
+    /// Whether its sources are what they were when they were opened. BlockingPool them.
     pub(super) fn is_unchanged(&self) -> bool {
         // All are looked at, so that each that has changed is known to have.
         self.file.sources().iter().filter(|source| source.check().is_err()).count() == 0
@@ -89,7 +90,7 @@ impl Current {
     /// Whether `range` of a file that follows its source may hold bytes that were not there when
     /// it was opened. Never waits.
     pub(crate) fn may_have_grown(&self, range: &Range<u64>) -> bool {
-        let OpenFile::Whole(file) = &self.file else { return false };
+        let OpenContent::Whole(file) = &self.file else { return false };
         let source = &file.reader().sources()[0];
         let beyond = range.end > file.reader().len();
         source.is_changed_now() || (beyond && !source.file_system().is_local())
@@ -117,7 +118,7 @@ impl Current {
     }
 }
 
-impl std::fmt::Debug for Opened {
+impl std::fmt::Debug for OpenFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.current().file.sources().fmt(f)
     }
@@ -125,7 +126,7 @@ impl std::fmt::Debug for Opened {
 
 /// A file that can be read.
 #[derive(Clone)]
-pub(crate) enum OpenFile {
+pub(crate) enum OpenContent {
     /// The tensors of a checkpoint as one file.
     Virtual(Arc<CachedFile>),
     /// A file of the source as it is.
@@ -134,37 +135,37 @@ pub(crate) enum OpenFile {
     Text(Arc<[u8]>),
 }
 
-impl OpenFile {
+impl OpenContent {
     /// The file in the cache, but for text.
     pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
         match self {
-            OpenFile::Virtual(file) | OpenFile::Whole(file) => Some(file),
-            OpenFile::Text(_) => None,
+            OpenContent::Virtual(file) | OpenContent::Whole(file) => Some(file),
+            OpenContent::Text(_) => None,
         }
     }
 
     /// The source files that its bytes come from.
     pub(crate) fn sources(&self) -> &[Arc<Source>] {
         match self {
-            OpenFile::Virtual(file) | OpenFile::Whole(file) => file.reader().sources(),
-            OpenFile::Text(_) => &[],
+            OpenContent::Virtual(file) | OpenContent::Whole(file) => file.reader().sources(),
+            OpenContent::Text(_) => &[],
         }
     }
 }
 
-/// Opens `content`; `on_storm` is asked what to call when a virtual file is read page by page.
+/// Opens `content`; `on_fault_storm` is asked what to call when a virtual file is read page by page.
 ///
 /// # Errors
 /// `Error::Changed` where another file stands in its place.
 pub(super) fn open_file(
     content: &Content,
     cache: &Cache,
-    on_storm: impl FnOnce() -> OnStorm,
-) -> Result<OpenFile> {
-    let whole = |source| OpenFile::Whole(cache.open(Reader::whole(source), None));
+    on_fault_storm: impl FnOnce() -> OnStorm,
+) -> Result<OpenContent> {
+    let whole = |source| OpenContent::Whole(cache.open(Reader::whole(source), None));
     Ok(match content {
         Content::Virtual(file) => {
-            OpenFile::Virtual(cache.open(Reader::open(file)?, Some(on_storm())))
+            OpenContent::Virtual(cache.open(Reader::open(file)?, Some(on_fault_storm())))
         }
         Content::Whole { proved: Some(source), .. } => whole(source.clone()),
         Content::Whole { file, proved: None } => {
@@ -176,6 +177,6 @@ pub(super) fn open_file(
             source.set_followed();
             whole(source)
         }
-        Content::Text(text) => OpenFile::Text(text.clone()),
+        Content::Text(text) => OpenContent::Text(text.clone()),
     })
 }

@@ -5,58 +5,59 @@ use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 /// By inode number, of open files only. `B` is what stands for a file that the kernel serves.
-pub(crate) struct Serving<B>(HashMap<u64, Way<B>>);
+pub(crate) struct OpenModes<B>(HashMap<u64, OpenMode<B>>);
 
-enum Way<B> {
+enum OpenMode<B> {
     /// The kernel, by itself, while somebody has this.
-    ByKernel(Weak<B>),
+    Kernel(Weak<B>),
     /// We, for so many open handles.
-    ByUs(usize),
+    Daemon(usize),
 }
 
-impl<B> Default for Serving<B> {
+impl<B> Default for OpenModes<B> {
     fn default() -> Self {
-        Serving(HashMap::new())
+        OpenModes(HashMap::new())
     }
 }
 
-impl<B> Serving<B> {
+impl<B> OpenModes<B> {
     /// By what the kernel serves a file, if it does.
     pub(crate) fn by_kernel(&self, ino: u64) -> Option<Arc<B>> {
         match self.0.get(&ino)? {
-            Way::ByKernel(backing) => backing.upgrade(),
-            Way::ByUs(_) => None,
+            OpenMode::Kernel(backing) => backing.upgrade(),
+            OpenMode::Daemon(_) => None,
         }
     }
 
     /// Whether we serve it.
     pub(crate) fn is_by_us(&self, ino: u64) -> bool {
-        matches!(self.0.get(&ino), Some(Way::ByUs(_)))
+        matches!(self.0.get(&ino), Some(OpenMode::Daemon(_)))
     }
 
     /// The file is opened, and the kernel serves it by `backing`.
     pub(crate) fn opened_by_kernel(&mut self, ino: u64, backing: &Arc<B>) {
-        self.0.insert(ino, Way::ByKernel(Arc::downgrade(backing)));
+        self.0.insert(ino, OpenMode::Kernel(Arc::downgrade(backing)));
     }
 
     /// The file is opened, and we serve it.
     pub(crate) fn opened_by_us(&mut self, ino: u64) {
         match self.0.get_mut(&ino) {
-            Some(Way::ByUs(handles)) => *handles += 1,
-            _ => drop(self.0.insert(ino, Way::ByUs(1))),
+            Some(OpenMode::Daemon(handles)) => *handles += 1,
+            _ => drop(self.0.insert(ino, OpenMode::Daemon(1))),
         }
     }
 
     /// A handle is closed that the kernel served, and what stood for it dropped.
     pub(crate) fn closed_by_kernel(&mut self, ino: u64) {
-        if matches!(self.0.get(&ino), Some(Way::ByKernel(backing)) if backing.strong_count() == 0) {
+        if matches!(self.0.get(&ino), Some(OpenMode::Kernel(backing)) if backing.strong_count() == 0)
+        {
             self.0.remove(&ino);
         }
     }
 
     /// A handle is closed that we served; after the last one the kernel may take the file over.
     pub(crate) fn closed_by_us(&mut self, ino: u64) {
-        let Some(Way::ByUs(handles)) = self.0.get_mut(&ino) else { return };
+        let Some(OpenMode::Daemon(handles)) = self.0.get_mut(&ino) else { return };
         *handles -= 1;
         if *handles == 0 {
             self.0.remove(&ino);
@@ -70,7 +71,7 @@ mod tests {
 
     #[test]
     fn nothing_is_kept_of_files_that_nobody_has_open() {
-        let mut serving = Serving::default();
+        let mut serving = OpenModes::default();
         let backing = Arc::new(());
         for ino in [1, 1, 2] {
             serving.opened_by_us(ino);

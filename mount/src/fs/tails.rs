@@ -18,11 +18,11 @@ pub(crate) const REMEDY: &str =
 
 /// The tail of each set that is shown.
 #[derive(Default)]
-pub(crate) struct Tails(Mutex<BTreeMap<FolderId, Folder>>);
+pub(crate) struct Tails(Mutex<BTreeMap<FolderId, FolderTails>>);
 
 /// The sets of one folder.
 #[derive(Default)]
-struct Folder {
+struct FolderTails {
     /// Its path in the mount.
     path: PathBuf,
     /// Sets with an unproven tail, by the name that they are shown as.
@@ -38,7 +38,7 @@ impl Tails {
     /// tail is unproven, once.
     pub(crate) fn note(&self, tree: &Tree, id: FolderId, proved: &Proved) {
         let source = tree.folder(id);
-        let mut folder = Folder { path: source.relative.clone(), ..Folder::default() };
+        let mut folder = FolderTails { path: source.relative.clone(), ..FolderTails::default() };
         for set in proved.sets.iter().filter(|set| set.shown_at_parent.is_none()) {
             let Ok(checkpoint) = &set.outcome else { continue };
             if checkpoint.tail == Tail::Unproven {

@@ -33,9 +33,9 @@ pub(crate) trait Fail: Send + 'static {
 
 /// The questions of one mount.
 #[derive(Clone)]
-pub(crate) struct Asks(Arc<Inner>);
+pub(crate) struct BlockingPool(Arc<PoolShared>);
 
-struct Inner {
+struct PoolShared {
     timeout: Option<Duration>,
     counters: Arc<Counters>,
     state: Mutex<State>,
@@ -51,31 +51,31 @@ struct State {
     parked: bool,
     threads: usize,
     /// By what they ask about.
-    places: HashMap<PathBuf, Threads>,
+    places: HashMap<PathBuf, PathThreads>,
     /// Numbers of replies that have failed, and whose threads are still held.
     late: BTreeSet<u64>,
-    queue: VecDeque<Job>,
+    queue: VecDeque<BlockingJob>,
     /// What has met its deadline, and no other answer since.
     told: BTreeSet<PathBuf>,
 }
 
-/// Threads that ask about one file.
+/// PathThreads that ask about one file.
 #[derive(Default)]
-struct Threads {
+struct PathThreads {
     all: usize,
     /// Those past their deadline.
     late: usize,
 }
 
 struct Due {
-    at: Instant,
+    deadline: Instant,
     /// Whether a thread asks for it.
     asked: bool,
     place: PathBuf,
     reply: Arc<dyn Late>,
 }
 
-struct Job {
+struct BlockingJob {
     place: PathBuf,
     /// Number of the reply, where somebody waits.
     number: Option<u64>,
@@ -96,23 +96,23 @@ impl<R: Fail> Late for Mutex<Option<R>> {
 }
 
 /// A reply until it is given or its deadline has passed.
-pub(crate) struct Slot<R: Fail> {
-    asks: Asks,
+pub(crate) struct PendingReply<R: Fail> {
+    pool: BlockingPool,
     number: u64,
     place: PathBuf,
     reply: Arc<Mutex<Option<R>>>,
 }
 
-impl<R: Fail> Slot<R> {
+impl<R: Fail> PendingReply<R> {
     /// The reply, unless it is too late.
     pub(crate) fn take(self) -> Option<R> {
         self.reply.lock().take()
     }
 }
 
-impl<R: Fail> Drop for Slot<R> {
+impl<R: Fail> Drop for PendingReply<R> {
     fn drop(&mut self) {
-        let mut state = self.asks.0.state.lock();
+        let mut state = self.pool.0.state.lock();
         let due = state.due.remove(&self.number);
         if due.is_some() && !state.told.is_empty() {
             state.told.remove(&self.place);
@@ -139,7 +139,7 @@ pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
     started.is_ok()
 }
 
-impl Asks {
+impl BlockingPool {
     /// Starts the thread that keeps the deadlines.
     ///
     /// # Errors
@@ -147,48 +147,52 @@ impl Asks {
     pub(crate) fn start(
         timeout: Option<Duration>,
         counters: Arc<Counters>,
-    ) -> std::io::Result<Asks> {
+    ) -> std::io::Result<BlockingPool> {
         let (state, changed) = (Mutex::default(), Condvar::new());
-        let asks = Asks(Arc::new(Inner { timeout, counters, state, changed }));
+        let pool = BlockingPool(Arc::new(PoolShared { timeout, counters, state, changed }));
         if let Some(timeout) = timeout {
-            let asks = asks.clone();
-            let keep = move || asks.keep_deadlines(timeout);
+            let pool = pool.clone();
+            let keep = move || pool.keep_deadlines(timeout);
             std::thread::Builder::new().name("deadlines".to_owned()).spawn(keep)?;
         }
-        Ok(asks)
+        Ok(pool)
     }
 
     /// A reply to a question about `place`, a path in the mount. Its deadline begins now.
-    pub(crate) fn slot<R: Fail>(&self, place: &Path, reply: R) -> Slot<R> {
+    pub(crate) fn pending<R: Fail>(&self, place: &Path, reply: R) -> PendingReply<R> {
         let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some(reply))));
         let mut state = self.0.state.lock();
         let number = state.next;
         state.next += 1;
         if let Some(timeout) = self.0.timeout {
-            let at = Instant::now() + timeout;
-            let due = Due { at, asked: false, place: place.clone(), reply: reply.clone() };
+            let deadline = Instant::now() + timeout;
+            let due = Due { deadline, asked: false, place: place.clone(), reply: reply.clone() };
             state.due.insert(number, due);
             if std::mem::take(&mut state.parked) {
                 self.0.changed.notify_one();
             }
         }
         drop(state);
-        Slot { asks: self.clone(), number, place, reply }
+        PendingReply { pool: self.clone(), number, place, reply }
     }
 
     /// Runs `work`, which asks the source for a reply, on a thread of its own, and not at all
     /// once it is too late. Where no thread can be had the reply fails.
-    pub(crate) fn ask<R: Fail>(&self, slot: Slot<R>, work: impl FnOnce(Slot<R>) + Send + 'static) {
-        let (place, number) = (slot.place.clone(), Some(slot.number));
-        self.run(Job { place, number, work: Box::new(move || work(slot)) });
+    pub(crate) fn spawn<R: Fail>(
+        &self,
+        pending: PendingReply<R>,
+        work: impl FnOnce(PendingReply<R>) + Send + 'static,
+    ) {
+        let (place, number) = (pending.place.clone(), Some(pending.number));
+        self.run(BlockingJob { place, number, work: Box::new(move || work(pending)) });
     }
 
     /// Likewise what nobody waits for: it is done however late.
-    pub(crate) fn later(&self, place: &Path, work: impl FnOnce() + Send + 'static) {
-        self.run(Job { place: place.to_owned(), number: None, work: Box::new(work) });
+    pub(crate) fn spawn_detached(&self, place: &Path, work: impl FnOnce() + Send + 'static) {
+        self.run(BlockingJob { place: place.to_owned(), number: None, work: Box::new(work) });
     }
 
-    fn run(&self, job: Job) {
+    fn run(&self, job: BlockingJob) {
         let mut state = self.0.state.lock();
         if let Some(number) = job.number.filter(|_| self.0.timeout.is_some()) {
             let gone = !state.due.contains_key(&number);
@@ -206,9 +210,9 @@ impl Asks {
         }
         state.begin(&job);
         drop(state);
-        let (asks, number, place) = (self.clone(), job.number, job.place.clone());
+        let (pool, number, place) = (self.clone(), job.number, job.place.clone());
         let thread = std::thread::Builder::new().name("ask".to_owned());
-        if let Err(e) = thread.spawn(move || asks.work(job)) {
+        if let Err(e) = thread.spawn(move || pool.work(job)) {
             tracing::error!("cannot start a thread: {e}");
             self.give_up(number, place);
         }
@@ -224,9 +228,9 @@ impl Asks {
     }
 
     /// A thread: does `job` and then what has waited for one.
-    fn work(&self, job: Job) {
+    fn work(&self, job: BlockingJob) {
         let mut next = Some(job);
-        while let Some(Job { place, number, work }) = next {
+        while let Some(BlockingJob { place, number, work }) = next {
             guarded(work);
             next = self.0.state.lock().ended(number, &place);
         }
@@ -237,12 +241,14 @@ impl Asks {
         let mut state = self.0.state.lock();
         loop {
             let now = Instant::now();
-            state = match state.due.first_key_value().map(|(_, due)| due.at) {
+            state = match state.due.first_key_value().map(|(_, due)| due.deadline) {
                 None => {
                     state.parked = true;
                     self.0.changed.wait(state)
                 }
-                Some(at) if at > now => self.0.changed.wait_timeout(state, at - now),
+                Some(deadline) if deadline > now => {
+                    self.0.changed.wait_timeout(state, deadline - now)
+                }
                 Some(_) => {
                     let (late, unasked) = state.expired(now);
                     drop(state);
@@ -282,7 +288,7 @@ impl State {
             || self.places.get(place).is_some_and(|threads| threads.late >= PLACE_MAX)
     }
 
-    fn begin(&mut self, job: &Job) {
+    fn begin(&mut self, job: &BlockingJob) {
         self.threads += 1;
         self.places.entry(job.place.clone()).or_default().all += 1;
         if let Some(due) = job.number.and_then(|number| self.due.get_mut(&number)) {
@@ -291,7 +297,7 @@ impl State {
     }
 
     /// Notes that the thread of a job is done with it, and gives it the next that has room.
-    fn ended(&mut self, number: Option<u64>, place: &Path) -> Option<Job> {
+    fn ended(&mut self, number: Option<u64>, place: &Path) -> Option<BlockingJob> {
         let was_late = number.is_some_and(|number| self.late.remove(&number));
         self.threads -= 1;
         if let Some(threads) = self.places.get_mut(place) {
@@ -301,17 +307,17 @@ impl State {
                 self.places.remove(place);
             }
         }
-        let at = self.queue.iter().position(|job| self.has_room(&job.place))?;
-        let job = self.queue.remove(at)?;
+        let index = self.queue.iter().position(|job| self.has_room(&job.place))?;
+        let job = self.queue.remove(index)?;
         self.begin(&job);
         Some(job)
     }
 
     /// Takes out what is due, and the jobs that nobody waits for any more. Neither may be
     /// dropped under the lock, which they take.
-    fn expired(&mut self, now: Instant) -> (Vec<Due>, Vec<Job>) {
+    fn expired(&mut self, now: Instant) -> (Vec<Due>, Vec<BlockingJob>) {
         let mut late = Vec::new();
-        while let Some(first) = self.due.first_entry().filter(|first| first.get().at <= now) {
+        while let Some(first) = self.due.first_entry().filter(|first| first.get().deadline <= now) {
             let (number, due) = first.remove_entry();
             if due.asked {
                 self.late.insert(number);
@@ -319,7 +325,8 @@ impl State {
             }
             late.push(due);
         }
-        let waits = |job: &Job| job.number.is_none_or(|number| self.due.contains_key(&number));
+        let waits =
+            |job: &BlockingJob| job.number.is_none_or(|number| self.due.contains_key(&number));
         let (queue, unasked) = std::mem::take(&mut self.queue).into_iter().partition(waits);
         self.queue = queue;
         (late, unasked.into_iter().collect::<Vec<_>>())
@@ -333,9 +340,9 @@ mod tests {
     use super::*;
 
     /// Sends whether it was answered.
-    struct Answer(Sender<bool>);
+    struct TestReply(Sender<bool>);
 
-    impl Fail for Answer {
+    impl Fail for TestReply {
         fn fail(self) {
             let _ = self.0.send(false);
         }
@@ -344,19 +351,19 @@ mod tests {
     /// Long, so that a busy machine is not taken for a source that stalls.
     const TIMEOUT: Duration = Duration::from_millis(1500);
 
-    fn asks() -> (Asks, Arc<Counters>) {
+    fn pool() -> (BlockingPool, Arc<Counters>) {
         let counters = Arc::new(Counters::default());
-        (Asks::start(Some(TIMEOUT), counters.clone()).unwrap(), counters)
+        (BlockingPool::start(Some(TIMEOUT), counters.clone()).unwrap(), counters)
     }
 
-    /// Asks about `place` a source that answers once `held` is dropped.
-    fn ask(asks: &Asks, place: &str, held: &Arc<Mutex<()>>) -> Receiver<bool> {
+    /// BlockingPool about `place` a source that answers once `held` is dropped.
+    fn ask(pool: &BlockingPool, place: &str, held: &Arc<Mutex<()>>) -> Receiver<bool> {
         let (send, receive) = channel();
-        let slot = asks.slot(Path::new(place), Answer(send));
+        let pending = pool.pending(Path::new(place), TestReply(send));
         let held = held.clone();
-        asks.ask(slot, move |slot| {
+        pool.spawn(pending, move |pending| {
             drop(held.lock());
-            if let Some(Answer(send)) = slot.take() {
+            if let Some(TestReply(send)) = pending.take() {
                 let _ = send.send(true);
             }
         });
@@ -373,12 +380,12 @@ mod tests {
 
     #[test]
     fn a_reply_in_time_is_given_and_one_that_is_late_fails_once() {
-        let (asks, counters) = asks();
+        let (pool, counters) = pool();
         let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
-        assert!(ask(&asks, "a", &free).recv().unwrap());
+        assert!(ask(&pool, "a", &free).recv().unwrap());
         let held = stalled.lock();
         let start = Instant::now();
-        let late = ask(&asks, "b", &stalled);
+        let late = ask(&pool, "b", &stalled);
         assert!(!late.recv().unwrap());
         assert!(start.elapsed() >= TIMEOUT);
         // It is counted just after the reply.
@@ -386,58 +393,58 @@ mod tests {
         drop(held);
         // The sender is gone, and has sent nothing more.
         assert!(late.recv().is_err());
-        wait_for(|| asks.0.state.lock().threads == 0);
-        assert!(ask(&asks, "b", &stalled).recv().unwrap());
-        assert!(asks.0.state.lock().told.is_empty());
+        wait_for(|| pool.0.state.lock().threads == 0);
+        assert!(ask(&pool, "b", &stalled).recv().unwrap());
+        assert!(pool.0.state.lock().told.is_empty());
     }
 
     #[test]
     fn a_place_that_stalls_takes_few_threads_and_keeps_no_other_waiting() {
-        let (asks, counters) = asks();
+        let (pool, counters) = pool();
         let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
         let held = stalled.lock();
-        let late: Vec<_> = (0..50).map(|_| ask(&asks, "b", &stalled)).collect();
+        let late: Vec<_> = (0..50).map(|_| ask(&pool, "b", &stalled)).collect();
         let start = Instant::now();
-        assert!(ask(&asks, "a", &free).recv().unwrap());
+        assert!(ask(&pool, "a", &free).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);
         assert!(late.iter().all(|late| !late.recv().unwrap()));
         wait_for(|| counters.source_timeouts.get() == 50);
-        wait_for(|| asks.0.state.lock().queue.is_empty());
-        assert_eq!(asks.0.state.lock().threads, PLACE_MAX);
+        wait_for(|| pool.0.state.lock().queue.is_empty());
+        assert_eq!(pool.0.state.lock().threads, PLACE_MAX);
         // From now on nobody waits for it.
         let start = Instant::now();
-        assert!(!ask(&asks, "b", &stalled).recv().unwrap());
+        assert!(!ask(&pool, "b", &stalled).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);
-        assert_eq!(asks.0.state.lock().threads, PLACE_MAX);
+        assert_eq!(pool.0.state.lock().threads, PLACE_MAX);
         drop(held);
-        wait_for(|| asks.0.state.lock().threads == 0);
-        assert!(asks.0.state.lock().places.is_empty() && asks.0.state.lock().late.is_empty());
+        wait_for(|| pool.0.state.lock().threads == 0);
+        assert!(pool.0.state.lock().places.is_empty() && pool.0.state.lock().late.is_empty());
     }
 
     #[test]
     fn threads_are_bounded_and_what_waits_for_one_gets_it_or_fails() {
-        let (asks, _) = asks();
+        let (pool, _) = pool();
         let (free, stalled) = (Arc::default(), Arc::new(Mutex::new(())));
         let held = stalled.lock();
-        let places = (0..THREADS_MAX).map(|n| ask(&asks, &n.to_string(), &stalled));
+        let places = (0..THREADS_MAX).map(|n| ask(&pool, &n.to_string(), &stalled));
         let late: Vec<_> = places.collect();
         let (send, done) = channel();
-        asks.later(Path::new("proof"), move || send.send(()).unwrap());
-        assert!(!ask(&asks, "a", &free).recv().unwrap());
+        pool.spawn_detached(Path::new("proof"), move || send.send(()).unwrap());
+        assert!(!ask(&pool, "a", &free).recv().unwrap());
         assert!(late.iter().all(|late| !late.recv().unwrap()));
-        assert_eq!(asks.0.state.lock().threads, THREADS_MAX);
+        assert_eq!(pool.0.state.lock().threads, THREADS_MAX);
         assert!(done.try_recv().is_err());
         drop(held);
         done.recv().unwrap();
-        assert!(ask(&asks, "a", &free).recv().unwrap());
+        assert!(ask(&pool, "a", &free).recv().unwrap());
     }
 
     #[test]
     fn a_panic_ends_neither_the_count_nor_those_who_wait() {
-        let (asks, _) = asks();
+        let (pool, _) = pool();
         for _ in 0..PLACE_MAX + 1 {
-            asks.later(Path::new("a"), || panic!("on purpose"));
+            pool.spawn_detached(Path::new("a"), || panic!("on purpose"));
         }
-        wait_for(|| asks.0.state.lock().threads == 0 && asks.0.state.lock().queue.is_empty());
+        wait_for(|| pool.0.state.lock().threads == 0 && pool.0.state.lock().queue.is_empty());
     }
 }

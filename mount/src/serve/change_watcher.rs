@@ -42,7 +42,7 @@ struct State {
     open: HashMap<u64, (u64, Vec<Watching>)>,
     next: u64,
     /// By device: file systems that may not answer.
-    lanes: HashMap<u64, Lane>,
+    queues: HashMap<u64, LookQueue>,
 }
 
 /// A source that is watched.
@@ -54,7 +54,7 @@ struct Watching {
 
 /// What to look at on one file system. It has a thread for each source being looked at.
 #[derive(Default)]
-struct Lane {
+struct LookQueue {
     todo: VecDeque<Look>,
     /// The same by watch and source, so that none waits twice.
     queued: HashSet<(u64, usize)>,
@@ -76,7 +76,7 @@ impl Look {
     }
 }
 
-impl Lane {
+impl LookQueue {
     fn push(&mut self, look: Look) {
         if self.queued.insert((look.number, look.address())) {
             self.todo.push_back(look);
@@ -86,8 +86,8 @@ impl Lane {
     /// Takes what is looked at next, and notes that it is.
     fn begin(&mut self) -> Option<Look> {
         let free = |look: &Look| !self.looking.contains_key(&look.address());
-        let at = self.todo.iter().position(free)?;
-        let look = self.todo.remove(at)?;
+        let index = self.todo.iter().position(free)?;
+        let look = self.todo.remove(index)?;
         self.queued.remove(&(look.number, look.address()));
         self.looking.insert(look.address(), Instant::now());
         Some(look)
@@ -211,7 +211,7 @@ impl Watcher {
                 let Some(source) = weak.upgrade() else { continue };
                 if !source.file_system().is_local() {
                     let look = Look { number, ino, source: weak };
-                    self.state.lock().lanes.entry(source.identity().dev).or_default().push(look);
+                    self.state.lock().queues.entry(source.identity().dev).or_default().push(look);
                 } else if has_changed(&source, watching.events.as_deref()) {
                     changed.push(weak);
                 }
@@ -224,9 +224,10 @@ impl Watcher {
     /// Starts the threads that are wanted to look at what waits for it.
     fn look(self: &Arc<Self>) {
         let mut state = self.state.lock();
-        state.lanes.retain(|_, lane| !lane.todo.is_empty() || !lane.looking.is_empty());
-        let wanting = state.lanes.iter_mut().filter(|(_, lane)| lane.wants_thread());
-        let looks: Vec<_> = wanting.filter_map(|(dev, lane)| Some((*dev, lane.begin()?))).collect();
+        state.queues.retain(|_, queue| !queue.todo.is_empty() || !queue.looking.is_empty());
+        let wanting = state.queues.iter_mut().filter(|(_, queue)| queue.wants_thread());
+        let looks: Vec<_> =
+            wanting.filter_map(|(dev, queue)| Some((*dev, queue.begin()?))).collect();
         drop(state);
         for (dev, look) in looks {
             let (watcher, address) = (self.clone(), look.address());
@@ -254,9 +255,9 @@ impl Watcher {
     /// Notes that a source was looked at; returns what its thread is to look at next.
     fn looked(&self, dev: u64, address: usize) -> Option<Look> {
         let mut state = self.state.lock();
-        let lane = state.lanes.get_mut(&dev)?;
-        lane.looking.remove(&address);
-        lane.begin()
+        let queue = state.queues.get_mut(&dev)?;
+        queue.looking.remove(&address);
+        queue.begin()
     }
 
     /// Forgets what inode `ino` shows of changed sources: once each, since nothing of a changed

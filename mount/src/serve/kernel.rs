@@ -67,7 +67,7 @@ pub(crate) struct Knob {
 
 /// All knobs of a mount.
 #[derive(Clone, Debug)]
-pub(crate) struct Report {
+pub(crate) struct KernelReport {
     /// One entry for each.
     pub knobs: Vec<Knob>,
 }
@@ -98,7 +98,7 @@ pub(crate) fn after_init(
     options: &Options,
     init: &Init,
     request: Knob,
-) -> Report {
+) -> KernelReport {
     report(&Places::real(), minor, options, init, request)
 }
 
@@ -113,7 +113,7 @@ fn report(
     options: &Options,
     init: &Init,
     request: Knob,
-) -> Report {
+) -> KernelReport {
     let flag = |name, feature: &Feature, cost| match feature {
         Feature::Off => Knob::new(name, json!(false), json!(false)),
         Feature::On => Knob::new(name, json!(true), json!(true)),
@@ -121,7 +121,7 @@ fn report(
             Knob::new(name, json!(true), json!(false)).because(why.clone()).costs(cost)
         }
     };
-    Report {
+    KernelReport {
         knobs: vec![
             readahead(places, minor, options.readahead.unwrap_or(READAHEAD)),
             request,
@@ -234,7 +234,7 @@ impl Knob {
     }
 }
 
-impl Report {
+impl KernelReport {
     /// Name, wanted, got and why not, for each knob.
     pub(crate) fn to_json(&self) -> Value {
         let knobs = self.knobs.iter().map(|knob| {
@@ -331,7 +331,7 @@ mod tests {
             std::fs::create_dir(path).unwrap();
         }
 
-        fn report(&self, minor: Option<u32>, options: &Options) -> Report {
+        fn report(&self, minor: Option<u32>, options: &Options) -> KernelReport {
             let request = request_size(&self.places, options.max_request);
             report(&self.places, minor, options, &init(), request)
         }

@@ -13,7 +13,7 @@ use tensorfs::counters::Counters;
 use tensorfs::verify::gate::Gate;
 
 /// Puts bytes of an inode, from an offset on, into the kernel's page cache.
-pub(crate) type Store = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
+pub(crate) type StoreBytes = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
 
 /// Makes the kernel forget what it has cached of an inode.
 pub(crate) type Forget = Box<dyn Fn(u64) + Send>;
@@ -31,9 +31,9 @@ const PAGE: u64 = 4096;
 const QUEUE_MAX: usize = 16;
 
 /// Tells these reads from those of open handles.
-const PUSHER: u64 = u64::MAX;
+const STORE_READER: u64 = u64::MAX;
 
-struct Task {
+struct StoreTask {
     file: Weak<CachedFile>,
     ino: u64,
     range: Range<u64>,
@@ -42,36 +42,36 @@ struct Task {
 
 /// Takes tensors to be put into the page cache.
 #[derive(Clone)]
-pub(crate) struct Pusher(SyncSender<Task>);
+pub(crate) struct StoreQueue(SyncSender<StoreTask>);
 
 /// The other end, until it is started.
-pub(crate) struct Tasks(Receiver<Task>);
+pub(crate) struct StoreWorker(Receiver<StoreTask>);
 
-/// A pusher, and what it sends to.
-pub(crate) fn pusher() -> (Pusher, Tasks) {
+/// A store_queue, and what it sends to.
+pub(crate) fn store_queue() -> (StoreQueue, StoreWorker) {
     let (send, receive) = sync_channel(QUEUE_MAX);
-    (Pusher(send), Tasks(receive))
+    (StoreQueue(send), StoreWorker(receive))
 }
 
-impl Pusher {
+impl StoreQueue {
     /// What to call when inode `ino`, whose bytes have to pass `gate`, is asked for page by page.
-    pub(crate) fn on_storm(&self, ino: u64, gate: Option<Arc<Gate>>) -> OnStorm {
+    pub(crate) fn on_fault_storm(&self, ino: u64, gate: Option<Arc<Gate>>) -> OnStorm {
         let send = self.0.clone();
         Box::new(move |file, range| {
             let (file, gate) = (Arc::downgrade(file), gate.clone());
             // A full queue means that the kernel is being fed already.
-            let _ = send.try_send(Task { file, ino, range, gate });
+            let _ = send.try_send(StoreTask { file, ino, range, gate });
         })
     }
 }
 
-impl Tasks {
+impl StoreWorker {
     /// Starts the thread that puts what is sent into the page cache with `store`.
     pub(crate) fn start(
         self,
         cache: Cache,
         counters: Arc<Counters>,
-        store: Store,
+        store: StoreBytes,
         forget: Forget,
         look: Look,
     ) -> std::io::Result<()> {
@@ -88,18 +88,18 @@ impl Tasks {
                 }
             }
         };
-        std::thread::Builder::new().name("push".to_owned()).spawn(run)?;
+        std::thread::Builder::new().name("store".to_owned()).spawn(run)?;
         Ok(())
     }
 }
 
 /// Puts the whole pages of a tensor into the page cache, until one cannot be read or stored, or
 /// nobody has the file open.
-fn push(cache: &Cache, counters: &Counters, task: &Task, store: &Store) {
+fn push(cache: &Cache, counters: &Counters, task: &StoreTask, store: &StoreBytes) {
     let end = task.range.end / PAGE * PAGE;
-    let mut at = task.range.start.next_multiple_of(PAGE);
-    while at < end {
-        let step = at..(at + STEP).min(end);
+    let mut offset = task.range.start.next_multiple_of(PAGE);
+    while offset < end {
+        let step = offset..(offset + STEP).min(end);
         if task.gate.as_ref().is_some_and(|gate| !gate.is_good(step.clone())) {
             return;
         }
@@ -108,14 +108,14 @@ fn push(cache: &Cache, counters: &Counters, task: &Task, store: &Store) {
             let _ = send.send(outcome.ok().map(<[u8]>::to_vec));
         };
         let Some(file) = task.file.upgrade() else { return };
-        cache.read(&file, PUSHER, step.clone(), Box::new(answer));
+        cache.read(&file, STORE_READER, step.clone(), Box::new(answer));
         drop(file);
         let Ok(Some(bytes)) = receive.recv() else { return };
-        if let Err(e) = store(task.ino, at, &bytes) {
+        if let Err(e) = store(task.ino, offset, &bytes) {
             tracing::debug!("a tensor is not put into the page cache: {e}");
             return;
         }
         counters.stored_bytes.add(bytes.len() as u64);
-        at = step.end;
+        offset = step.end;
     }
 }

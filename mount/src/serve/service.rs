@@ -19,8 +19,8 @@ use tensorfs::sync::Mutex;
 use tensorfs::verify::gate::{Checker, Gate};
 
 use super::assemble::Assembler;
-use super::blocking::Asks;
-use super::kernel::{Init, Report};
+use super::blocking::BlockingPool;
+use super::kernel::{Init, KernelReport};
 use crate::log;
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
@@ -32,7 +32,7 @@ pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
     pub(crate) cache: Cache,
     /// What the source is asked for besides reads.
-    pub(crate) asks: Asks,
+    pub(crate) blocking: BlockingPool,
     engine: Engine,
     /// Compares what is read with checksums, where that is asked for.
     pub(crate) checker: Option<Checker>,
@@ -155,7 +155,8 @@ impl Service {
             }
             Verify::None => None,
         };
-        let asks = Asks::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
+        let blocking =
+            BlockingPool::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
         let seconds = options.io_timeout.map(|timeout: Duration| timeout.as_secs_f64());
         let mut shown = view.clone();
         if let Some(shown) = shown.as_object_mut() {
@@ -168,7 +169,7 @@ impl Service {
         Ok(Arc::new(Service {
             counters,
             cache,
-            asks,
+            blocking,
             engine,
             checker,
             assembler,
@@ -204,7 +205,7 @@ impl Service {
     }
 
     /// Takes note of what the kernel has granted.
-    pub(crate) fn report(&self, report: &Report) {
+    pub(crate) fn report(&self, report: &KernelReport) {
         let _ = self.kernel.set(report.to_json());
     }
 

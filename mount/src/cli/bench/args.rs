@@ -7,7 +7,7 @@ use clap::ValueEnum;
 /// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CASES_HELP)]
-pub(crate) struct Args {
+pub(crate) struct BenchArgs {
     /// Checkpoint folder, tree of them (the largest is measured), or one file of a checkpoint
     #[arg(required_unless_present = "make", conflicts_with = "make")]
     pub(super) source: Option<PathBuf>,
@@ -86,7 +86,7 @@ pub(super) enum Pattern {
 
 /// What the page cache holds when a run begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum CacheState {
     /// Nothing.
     Cold,
     /// All that the mount shows, and the real file.
@@ -102,7 +102,7 @@ pub(super) enum State {
 pub(super) struct Case {
     pub(super) name: String,
     pub(super) pattern: Pattern,
-    pub(super) state: State,
+    pub(super) state: CacheState,
 }
 
 const CASES_HELP: &str = "\
@@ -149,7 +149,7 @@ impl Case {
             _ => name.split_once(':').unwrap_or((name, "cold")),
         };
         let pattern = Pattern::ALL.into_iter().find(|known| known.as_str() == pattern);
-        let state = State::ALL.into_iter().find(|known| known.as_str() == state);
+        let state = CacheState::ALL.into_iter().find(|known| known.as_str() == state);
         match (pattern, state) {
             (Some(pattern), Some(state)) => Ok(Case { name: name.to_owned(), pattern, state }),
             _ => Err("no such case; --help lists them".to_owned()),
@@ -195,15 +195,16 @@ impl Pattern {
     }
 }
 
-impl State {
-    const ALL: [State; 4] = [State::Cold, State::Warm, State::SourceCached, State::Assembled];
+impl CacheState {
+    const ALL: [CacheState; 4] =
+        [CacheState::Cold, CacheState::Warm, CacheState::SourceCached, CacheState::Assembled];
 
     pub(super) fn as_str(self) -> &'static str {
         match self {
-            State::Cold => "cold",
-            State::Warm => "warm",
-            State::SourceCached => "source-cached",
-            State::Assembled => "assembled",
+            CacheState::Cold => "cold",
+            CacheState::Warm => "warm",
+            CacheState::SourceCached => "source-cached",
+            CacheState::Assembled => "assembled",
         }
     }
 }
@@ -223,7 +224,7 @@ mod tests {
             assert!(Case::parse(name).is_ok(), "{name}");
         }
         let reread = Case::parse("reread").unwrap();
-        assert_eq!((reread.pattern, reread.state), (Pattern::Read, State::Warm));
+        assert_eq!((reread.pattern, reread.state), (Pattern::Read, CacheState::Warm));
         for name in ["", "reads", "read:hot", "reread:warm"] {
             assert!(Case::parse(name).is_err(), "{name}");
         }

@@ -19,7 +19,7 @@ use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tensorfs::format::safetensors::{Header, PREFIX_LEN};
 
-use super::args::{Args, Pattern};
+use super::args::{BenchArgs, Pattern};
 use super::make;
 use super::map::Map;
 
@@ -52,7 +52,7 @@ const SMALL_READS_MAX: u64 = 8192;
 const DIGEST_STEP: u64 = 4096;
 
 /// Does the job called `name` and prints its outcome. Returns whether it went well.
-pub(super) fn run(name: &str, args: &Args) -> bool {
+pub(super) fn run(name: &str, args: &BenchArgs) -> bool {
     let source = args.source.as_deref().unwrap_or(Path::new(""));
     let other = args.against.as_deref().unwrap_or(Path::new(""));
     let done = match (name, args.make) {
@@ -111,8 +111,8 @@ fn compare(a: &Path, b: &Path) -> io::Result<Value> {
         a.read_exact_at(&mut ours[..part], start)?;
         b.read_exact_at(&mut theirs[..part], start)?;
         if ours[..part] != theirs[..part] {
-            let at = ours.iter().zip(&theirs).position(|(a, b)| a != b).unwrap_or(0) as u64;
-            return Ok(json!({ "difference": format!("byte {} differs", start + at) }));
+            let index = ours.iter().zip(&theirs).position(|(a, b)| a != b).unwrap_or(0) as u64;
+            return Ok(json!({ "difference": format!("byte {} differs", start + index) }));
         }
     }
     Ok(json!({ "difference": null }))
@@ -120,25 +120,25 @@ fn compare(a: &Path, b: &Path) -> io::Result<Value> {
 
 /// What the bytes that were read add up to, in whatever order they were read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Digest {
+struct ContentDigest {
     sum: u64,
     bytes: u64,
 }
 
-impl Digest {
+impl ContentDigest {
     /// Adds `bytes`, which stand at `offset` of the file.
     fn add(&mut self, offset: u64, bytes: &[u8]) {
         let first = offset.next_multiple_of(DIGEST_STEP) - offset;
-        for at in (first..bytes.len() as u64).step_by(DIGEST_STEP as usize) {
-            let place = (offset + at).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            let byte = u64::from(bytes[at as usize]) + 1;
+        for index in (first..bytes.len() as u64).step_by(DIGEST_STEP as usize) {
+            let place = (offset + index).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let byte = u64::from(bytes[index as usize]) + 1;
             self.sum = self.sum.wrapping_add(place.rotate_left(23).wrapping_mul(byte));
         }
         self.bytes += bytes.len() as u64;
     }
 
-    fn merge(self, other: Digest) -> Digest {
-        Digest { sum: self.sum.wrapping_add(other.sum), bytes: self.bytes + other.bytes }
+    fn merge(self, other: ContentDigest) -> ContentDigest {
+        ContentDigest { sum: self.sum.wrapping_add(other.sum), bytes: self.bytes + other.bytes }
     }
 }
 
@@ -163,7 +163,7 @@ fn measure(pattern: Pattern, path: &Path) -> io::Result<Value> {
             read_mapped(path, |ranges| shuffle(ranges, seed), &mut buffer[..READ_LEN])?
         }
         Pattern::MmapSorted => {
-            let by_name = |tensors: &mut [Placed]| tensors.sort_by(|a, b| a.name.cmp(&b.name));
+            let by_name = |tensors: &mut [FileTensor]| tensors.sort_by(|a, b| a.name.cmp(&b.name));
             read_mapped(path, by_name, &mut buffer[..READ_LEN])?
         }
         Pattern::Random4k => read_random(path, seed, &mut buffer[..SMALL_LEN as usize])?,
@@ -185,9 +185,9 @@ fn own_cpu() -> io::Result<Duration> {
     Ok(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)?.into())
 }
 
-fn read(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
+fn read(path: &Path, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     let mut file = File::open(path)?;
-    let mut digest = Digest::default();
+    let mut digest = ContentDigest::default();
     loop {
         match file.read(buffer)? {
             0 => return Ok(digest),
@@ -196,13 +196,13 @@ fn read(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
     }
 }
 
-fn read_in_parts(path: &Path) -> io::Result<Digest> {
+fn read_in_parts(path: &Path) -> io::Result<ContentDigest> {
     let len = std::fs::metadata(path)?.len();
     let part = len.div_ceil(THREADS).next_multiple_of(READ_LEN as u64);
-    let read_part = |number: u64| -> io::Result<Digest> {
+    let read_part = |number: u64| -> io::Result<ContentDigest> {
         let file = File::open(path)?;
         let mut buffer = vec![0; READ_LEN];
-        let mut digest = Digest::default();
+        let mut digest = ContentDigest::default();
         let end = len.min((number + 1) * part);
         for start in (number * part..end).step_by(READ_LEN) {
             let bytes = &mut buffer[..(end - start).min(READ_LEN as u64) as usize];
@@ -220,10 +220,10 @@ fn read_in_parts(path: &Path) -> io::Result<Digest> {
         });
         joined.collect::<io::Result<Vec<_>>>()
     })
-    .map(|digests| digests.into_iter().fold(Digest::default(), Digest::merge))
+    .map(|digests| digests.into_iter().fold(ContentDigest::default(), ContentDigest::merge))
 }
 
-fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
+fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
     let file = file.map_err(|e| match e.raw_os_error() {
         Some(libc::EINVAL) => io::Error::new(io::ErrorKind::Unsupported, "O_DIRECT is refused"),
@@ -232,7 +232,7 @@ fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
     let aligned = buffer.as_ptr().align_offset(DIRECT_ALIGN);
     let buffer = &mut buffer[aligned..][..DIRECT_LEN];
     let len = file.metadata()?.len();
-    let mut digest = Digest::default();
+    let mut digest = ContentDigest::default();
     // A read may end early at the end of the file only: from there the place is not aligned.
     while digest.bytes < len {
         match file.read_at(buffer, digest.bytes)? {
@@ -244,18 +244,18 @@ fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<Digest> {
 }
 
 /// Copies `len` bytes at `start` of a mapping into `buffer`, piece by piece.
-fn copy_out(map: &Map, start: u64, len: u64, buffer: &mut [u8]) -> Digest {
-    let mut digest = Digest::default();
-    for at in (0..len).step_by(buffer.len()) {
-        let part = (len - at).min(buffer.len() as u64) as usize;
-        map.copy((start + at) as usize, &mut buffer[..part]);
-        digest.add(start + at, &buffer[..part]);
+fn copy_out(map: &Map, start: u64, len: u64, buffer: &mut [u8]) -> ContentDigest {
+    let mut digest = ContentDigest::default();
+    for offset in (0..len).step_by(buffer.len()) {
+        let part = (len - offset).min(buffer.len() as u64) as usize;
+        map.copy((start + offset) as usize, &mut buffer[..part]);
+        digest.add(start + offset, &buffer[..part]);
     }
     digest
 }
 
 /// A tensor and where it lies in the file.
-struct Placed {
+struct FileTensor {
     name: String,
     start: u64,
     len: u64,
@@ -264,28 +264,28 @@ struct Placed {
 /// Copies tensor after tensor out of a mapping, in the order that `arrange` puts them in.
 fn read_mapped(
     path: &Path,
-    arrange: impl FnOnce(&mut [Placed]),
+    arrange: impl FnOnce(&mut [FileTensor]),
     buffer: &mut [u8],
-) -> io::Result<Digest> {
+) -> io::Result<ContentDigest> {
     let file = File::open(path)?;
     let mut tensors = tensors(&file)?;
     arrange(&mut tensors);
     let map = Map::new(&file)?;
     let copied = tensors.iter().map(|tensor| copy_out(&map, tensor.start, tensor.len, buffer));
-    Ok(copied.fold(Digest::default(), Digest::merge))
+    Ok(copied.fold(ContentDigest::default(), ContentDigest::merge))
 }
 
 /// Reads pages all over the file, one after another. Which ones is the same for every `seed`, only
 /// their order is not; none is read twice.
-fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<Digest> {
+fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     let file = File::open(path)?;
     let pages = file.metadata()?.len() / SMALL_LEN;
     let step = pages.div_ceil(SMALL_READS_MAX).max(1);
     let mut chosen: Vec<u64> = (0..pages / step)
-        .map(|at| at * step + (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) % step)
+        .map(|index| index * step + (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) % step)
         .collect();
     shuffle(&mut chosen, seed);
-    let mut digest = Digest::default();
+    let mut digest = ContentDigest::default();
     for page in chosen {
         file.read_exact_at(buffer, page * SMALL_LEN)?;
         digest.add(page * SMALL_LEN, buffer);
@@ -294,7 +294,7 @@ fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<Digest> 
 }
 
 /// The tensors of a safetensors file, in data order.
-fn tensors(file: &File) -> io::Result<Vec<Placed>> {
+fn tensors(file: &File) -> io::Result<Vec<FileTensor>> {
     let wrong = |what: String| io::Error::other(format!("not a safetensors file: {what}"));
     let mut prefix = [0; PREFIX_LEN as usize];
     file.read_exact_at(&mut prefix, 0)?;
@@ -307,7 +307,7 @@ fn tensors(file: &File) -> io::Result<Vec<Placed>> {
     file.read_exact_at(&mut text, PREFIX_LEN)?;
     let header = Header::parse(&text, len).map_err(|fault| wrong(format!("{fault:?}")))?;
     let start = header.data_start();
-    let placed = header.tensors.into_iter().map(|tensor| Placed {
+    let placed = header.tensors.into_iter().map(|tensor| FileTensor {
         name: tensor.name,
         start: start + tensor.data_offsets.start,
         len: tensor.data_offsets.end - tensor.data_offsets.start,
@@ -318,11 +318,11 @@ fn tensors(file: &File) -> io::Result<Vec<Placed>> {
 /// Puts `items` in an order that only `seed` decides.
 fn shuffle<T>(items: &mut [T], seed: u64) {
     let mut state = seed;
-    for at in (1..items.len()).rev() {
+    for index in (1..items.len()).rev() {
         // The generator of Knuth's MMIX; its upper bits are the good ones.
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        items.swap(at, ((state >> 33) % (at as u64 + 1)) as usize);
+        items.swap(index, ((state >> 33) % (index as u64 + 1)) as usize);
     }
 }
 
@@ -338,8 +338,9 @@ mod tests {
 
     #[test]
     fn every_way_of_reading_adds_up_to_the_same() {
-        let bytes: Vec<u8> =
-            (0..9_000_001u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let bytes: Vec<u8> = (0..9_000_001u32)
+            .map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8)
+            .collect();
         let file = file(&bytes);
         let mut buffer = vec![0; DIRECT_LEN + DIRECT_ALIGN];
         let expected = read(file.path(), &mut buffer[..READ_LEN]).unwrap();
@@ -387,7 +388,7 @@ mod tests {
 
     #[test]
     fn random_reads_are_of_the_same_pages_in_another_order() {
-        let bytes: Vec<u8> = (0..3_000_000u32).map(|at| (at >> 7) as u8).collect();
+        let bytes: Vec<u8> = (0..3_000_000u32).map(|index| (index >> 7) as u8).collect();
         let file = file(&bytes);
         let read = |seed| read_random(file.path(), seed, &mut [0; SMALL_LEN as usize]).unwrap();
         assert_eq!(read(1), read(2));
@@ -403,7 +404,7 @@ mod tests {
         bytes.extend([7; 5003]);
         let file = file(&bytes);
         let mut order = Vec::new();
-        let note = |tensors: &mut [Placed]| {
+        let note = |tensors: &mut [FileTensor]| {
             tensors.sort_by(|a, b| a.name.cmp(&b.name));
             order.extend(tensors.iter().map(|tensor| (tensor.name.clone(), tensor.len)));
         };

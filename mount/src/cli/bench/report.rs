@@ -274,7 +274,7 @@ pub(super) fn head() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::bench::args::{Pattern, State};
+    use crate::cli::bench::args::{CacheState, Pattern};
 
     fn measured(speeds: &[(Side, u32, f64)]) -> Measured {
         let run = |&(side, round, gbps): &(Side, u32, f64)| Run {
@@ -291,7 +291,8 @@ mod tests {
             read_ahead: BTreeMap::new(),
             cached: None,
         };
-        let case = Case { name: "read".to_owned(), pattern: Pattern::Read, state: State::Cold };
+        let case =
+            Case { name: "read".to_owned(), pattern: Pattern::Read, state: CacheState::Cold };
         Measured { case, runs: speeds.iter().map(run).collect(), skipped: None, failed: None }
     }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 use tensorfs::error::real_name;
 
-use super::args::{Case, State};
+use super::args::{CacheState, Case};
 use super::mounted::Mounted;
 use super::report::{Measured, Run, Side};
 use super::scratch::Scratch;
@@ -59,7 +59,7 @@ fn rounds(
         }
     }
     let assembled = match case.state {
-        State::Assembled => Some(Assembled::new(subject, dir)?),
+        CacheState::Assembled => Some(Assembled::new(subject, dir)?),
         _ => None,
     };
     for round in 0..subject.runs {
@@ -89,12 +89,12 @@ fn on_file(subject: &Subject, case: &Case, round: u32) -> Result<Run, Trouble> {
     let start =
         || worker::reader(case.pattern, &subject.file, &subject.folder, round, subject.limit);
     match case.state {
-        State::Cold | State::Assembled => {
+        CacheState::Cold | CacheState::Assembled => {
             let reader = start()?;
             subject.method.evict(&all_files(subject, None))?;
             begin(reader, file)
         }
-        State::Warm | State::SourceCached => {
+        CacheState::Warm | CacheState::SourceCached => {
             worker::warm(&subject.file, subject.limit)?;
             begin(start()?, file)
         }
@@ -120,7 +120,7 @@ fn on_mount(
     let shown = mounted.path().join(&subject.shown);
     let start = || worker::reader(case.pattern, &shown, &subject.folder, round, subject.limit);
     let reader = match case.state {
-        State::Cold | State::Assembled => {
+        CacheState::Cold | CacheState::Assembled => {
             let reader = start()?;
             if assembled.is_some() {
                 worker::run("evict", &[shown.as_os_str()], subject.limit)?;
@@ -128,11 +128,11 @@ fn on_mount(
             subject.method.evict(&all_files(subject, assembled))?;
             reader
         }
-        State::Warm => {
+        CacheState::Warm => {
             worker::warm(&shown, subject.limit)?;
             start()?
         }
-        State::SourceCached => {
+        CacheState::SourceCached => {
             for shard in &subject.shards {
                 worker::warm(shard, subject.limit)?;
             }
@@ -152,7 +152,7 @@ fn on_mount(
     run.threads = Threads::of(mounted.pid()).since(&before);
     run.read_ahead = counters_since(mounted.read_ahead(), &counted);
     run.daemon_peak = mounted.peak().filter(|_| reset);
-    if case.state == State::Warm {
+    if case.state == CacheState::Warm {
         // What counts are the pages of the mount, of which the kernel tells us nothing.
         run.cached = None;
     }

@@ -36,7 +36,7 @@ pub(super) fn checks() -> Vec<Check> {
 
 /// Whether this process may do what only the administrator of the whole machine may.
 pub(super) fn is_admin() -> bool {
-    Status::of_this_process().is_admin() && !in_user_namespace()
+    ProcStatus::of_this_process().is_admin() && !in_user_namespace()
 }
 
 fn in_user_namespace() -> bool {
@@ -45,11 +45,11 @@ fn in_user_namespace() -> bool {
 }
 
 /// `/proc/self/status`.
-struct Status(String);
+struct ProcStatus(String);
 
-impl Status {
-    fn of_this_process() -> Status {
-        Status(fs::read_to_string("/proc/self/status").unwrap_or_default())
+impl ProcStatus {
+    fn of_this_process() -> ProcStatus {
+        ProcStatus(fs::read_to_string("/proc/self/status").unwrap_or_default())
     }
 
     fn field(&self, name: &str) -> Option<&str> {

@@ -92,7 +92,9 @@ impl Offer {
     fn parse(request: &[u8]) -> Option<Offer> {
         const INIT: u32 = 26;
         #[expect(clippy::host_endian_bytes, reason = "the kernel speaks as the machine does")]
-        let word = |at| request.get(at..)?.first_chunk().map(|word| u32::from_ne_bytes(*word));
+        let word = |offset: usize| {
+            request.get(offset..)?.first_chunk().map(|word| u32::from_ne_bytes(*word))
+        };
         if word(4)? != INIT {
             return None;
         }

@@ -9,7 +9,7 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use sha2::{Digest, Sha256};
 use tensorfs::reader::Reader;
 
-use super::entry::Failure;
+use super::entry::CopyFailure;
 use super::folder::Partial;
 use super::record::hex;
 
@@ -22,50 +22,54 @@ const FLUSH: u64 = 64 << 20;
 
 /// Called after every step with the bytes done and the time that the step took; may wait, or
 /// end the work.
-pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), Failure>;
+pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
 
 /// Writes all bytes of `reader` into `partial`; their checksum.
-pub(super) fn fill(partial: &Partial, reader: &Reader, pace: Pace<'_>) -> Result<String, Failure> {
-    let fail = |e| Failure::Folder("write to", e);
+pub(super) fn fill(
+    partial: &Partial,
+    reader: &Reader,
+    pace: Pace<'_>,
+) -> Result<String, CopyFailure> {
+    let fail = |e| CopyFailure::CopyFolder("write to", e);
     let mut hash = Sha256::new();
     let mut buffer = vec![0; STEP];
-    let (mut at, mut flushed) = (0, 0);
-    while at < partial.len {
+    let (mut offset, mut flushed) = (0, 0);
+    while offset < partial.len {
         let started = Instant::now();
-        let wanted = (partial.len - at).min(STEP as u64) as usize;
-        let len = reader.read_at(at, &mut buffer[..wanted]).map_err(Failure::Source)?;
+        let wanted = (partial.len - offset).min(STEP as u64) as usize;
+        let len = reader.read_at(offset, &mut buffer[..wanted]).map_err(CopyFailure::Source)?;
         if len == 0 {
-            let why = format!("the file ends at {at} of {} bytes", partial.len);
+            let why = format!("the file ends at {offset} of {} bytes", partial.len);
             return Err(fail(io::Error::other(why)));
         }
         hash.update(&buffer[..len]);
-        partial.file.write_all_at(&buffer[..len], at).map_err(fail)?;
-        at += len as u64;
-        if at - flushed >= FLUSH {
+        partial.file.write_all_at(&buffer[..len], offset).map_err(fail)?;
+        offset += len as u64;
+        if offset - flushed >= FLUSH {
             partial.file.sync_data().map_err(fail)?;
             forget_cached(&partial.file);
-            flushed = at;
+            flushed = offset;
         }
-        pace(at, started.elapsed())?;
+        pace(offset, started.elapsed())?;
     }
     partial.file.sync_all().map_err(fail)?;
     Ok(hex(&hash.finalize()))
 }
 
 /// The checksum of the first `len` bytes of a file, read from the medium where it can be.
-pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, Failure> {
+pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, CopyFailure> {
     forget_cached(file);
     let mut hash = Sha256::new();
     let mut buffer = vec![0; STEP];
-    let mut at = 0;
-    while at < len {
+    let mut offset = 0;
+    while offset < len {
         let started = Instant::now();
-        let wanted = (len - at).min(STEP as u64) as usize;
-        let read = file.read_exact_at(&mut buffer[..wanted], at);
-        read.map_err(|e| Failure::Folder("read back from", e))?;
+        let wanted = (len - offset).min(STEP as u64) as usize;
+        let read = file.read_exact_at(&mut buffer[..wanted], offset);
+        read.map_err(|e| CopyFailure::CopyFolder("read back from", e))?;
         hash.update(&buffer[..wanted]);
-        at += wanted as u64;
-        pace(at, started.elapsed())?;
+        offset += wanted as u64;
+        pace(offset, started.elapsed())?;
     }
     Ok(hex(&hash.finalize()))
 }

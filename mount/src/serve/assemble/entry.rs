@@ -18,7 +18,7 @@ const HOT_PART: u64 = 2;
 
 /// Why a copy was not made, or not taken.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum CopyFailure {
     /// The daemon ends.
     Stopped,
     /// Another process writes the same file.
@@ -32,26 +32,26 @@ pub(super) enum Failure {
     /// A source changed or could not be read.
     Source(Error),
     /// What could not be done with the folder.
-    Folder(&'static str, io::Error),
+    CopyFolder(&'static str, io::Error),
     /// A copy does not hold the bytes that it should.
     Differs,
 }
 
-impl std::fmt::Display for Failure {
+impl std::fmt::Display for CopyFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Failure::Stopped => write!(f, "the daemon ends"),
-            Failure::Busy => write!(f, "another process writes it"),
-            Failure::Gone => write!(f, "it was removed"),
-            Failure::TooLarge { len, budget } => {
+            CopyFailure::Stopped => write!(f, "the daemon ends"),
+            CopyFailure::Busy => write!(f, "another process writes it"),
+            CopyFailure::Gone => write!(f, "it was removed"),
+            CopyFailure::TooLarge { len, budget } => {
                 write!(f, "its {len} bytes are more than the budget of {budget}")
             }
-            Failure::NoRoom { len, budget } => {
+            CopyFailure::NoRoom { len, budget } => {
                 write!(f, "no room for its {len} bytes in a budget of {budget}")
             }
-            Failure::Source(error) => error.fmt(f),
-            Failure::Folder(what, error) => write!(f, "cannot {what} the folder: {error}"),
-            Failure::Differs => write!(f, "the copy reads back with other bytes"),
+            CopyFailure::Source(error) => error.fmt(f),
+            CopyFailure::CopyFolder(what, error) => write!(f, "cannot {what} the folder: {error}"),
+            CopyFailure::Differs => write!(f, "the copy reads back with other bytes"),
         }
     }
 }
@@ -80,7 +80,7 @@ pub(super) enum Stage {
 }
 
 /// What is known of one version of a file.
-pub(super) struct Entry {
+pub(super) struct CopyEntry {
     pub(super) len: u64,
     pub(super) opens: u64,
     pub(super) served: u64,
@@ -91,10 +91,17 @@ pub(super) struct Entry {
     pub(super) failure: String,
 }
 
-impl Entry {
+impl CopyEntry {
     /// A file that nobody has opened yet.
-    pub(super) fn new(len: u64) -> Entry {
-        Entry { len, opens: 0, served: 0, done: 0, stage: Stage::Absent, failure: String::new() }
+    pub(super) fn new(len: u64) -> CopyEntry {
+        CopyEntry {
+            len,
+            opens: 0,
+            served: 0,
+            done: 0,
+            stage: Stage::Absent,
+            failure: String::new(),
+        }
     }
 
     /// Whether a copy is worth its space.

@@ -17,7 +17,7 @@ use nix::libc;
 use nix::sys::statfs;
 use tensorfs::error::shown_path;
 
-use super::entry::Failure;
+use super::entry::CopyFailure;
 use super::record::{Record, Stamp};
 
 /// Marks a folder as ours, so that files of others are never taken for copies; its lock is the
@@ -48,14 +48,14 @@ const REMOTE_NUMBERS: [u32; 5] = [0xff53_4d42, 0xfe53_4d42, 0x0102_1997, 0x00c3_
 
 /// A folder of assembled copies.
 #[derive(Debug)]
-pub(super) struct Folder {
+pub(super) struct CopyFolder {
     path: PathBuf,
     limit: Option<u64>,
 }
 
 /// The folder while its lock is held.
 pub(super) struct Locked<'a> {
-    folder: &'a Folder,
+    folder: &'a CopyFolder,
     /// Closing it ends the lock.
     _lock: File,
 }
@@ -70,7 +70,7 @@ pub(super) struct Partial {
 
 /// What a file name in the folder stands for.
 #[derive(Debug, PartialEq, Eq)]
-enum Kind {
+enum CopyFileKind {
     Copy,
     Record,
     Partial,
@@ -79,14 +79,14 @@ enum Kind {
 }
 
 /// A file of ours in the folder.
-struct Found {
-    kind: Kind,
+struct FoundCopy {
+    kind: CopyFileKind,
     version: String,
     path: PathBuf,
     len: u64,
 }
 
-impl Folder {
+impl CopyFolder {
     /// The folder at `path`, made where it is not there; it must be apart from all of `others`.
     ///
     /// # Errors
@@ -95,7 +95,7 @@ impl Folder {
         path: &Path,
         limit: Option<u64>,
         others: &[&Path],
-    ) -> Result<Folder, String> {
+    ) -> Result<CopyFolder, String> {
         let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(path));
         let path = place_of(path).map_err(|why| fail(&why))?;
         // Before it is made: nothing is to be left in the source.
@@ -126,7 +126,7 @@ impl Folder {
         if REMOTE.contains(&kind) || REMOTE_NUMBERS.contains(&number) {
             return Err(fail(&"needs a local disk or a tmpfs, and this is neither"));
         }
-        let folder = Folder { path, limit };
+        let folder = CopyFolder { path, limit };
         folder.mark().map_err(|e| fail(&e))?;
         Ok(folder)
     }
@@ -167,8 +167,8 @@ impl Folder {
     }
 
     /// Takes the lock of the folder; does not wait for ever.
-    pub(super) fn lock(&self) -> Result<Locked<'_>, Failure> {
-        let fail = |e| Failure::Folder("lock", e);
+    pub(super) fn lock(&self) -> Result<Locked<'_>, CopyFailure> {
+        let fail = |e| CopyFailure::CopyFolder("lock", e);
         let marker = self.path.join(MARKER);
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(false).mode(0o600);
@@ -234,7 +234,7 @@ impl Folder {
     }
 
     /// The files of ours in the folder.
-    fn files(&self) -> io::Result<Vec<Found>> {
+    fn files(&self) -> io::Result<Vec<FoundCopy>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.path)? {
             let entry = entry?;
@@ -243,7 +243,7 @@ impl Folder {
             // One that another process has removed meanwhile is none.
             let Ok(meta) = entry.metadata() else { continue };
             let version = version.to_owned();
-            found.push(Found { kind, version, path: entry.path(), len: meta.len() });
+            found.push(FoundCopy { kind, version, path: entry.path(), len: meta.len() });
         }
         Ok(found)
     }
@@ -257,10 +257,10 @@ impl Locked<'_> {
         let mut records = Vec::new();
         for file in &files {
             let stale = match file.kind {
-                Kind::Partial => is_unlocked(&file.path),
-                Kind::NewRecord => true,
-                Kind::Record => !self.folder.copy_path(&file.version).exists(),
-                Kind::Copy => match self.folder.record(&file.version) {
+                CopyFileKind::Partial => is_unlocked(&file.path),
+                CopyFileKind::NewRecord => true,
+                CopyFileKind::Record => !self.folder.copy_path(&file.version).exists(),
+                CopyFileKind::Copy => match self.folder.record(&file.version) {
                     Some(record) => {
                         records.push(record);
                         false
@@ -280,25 +280,26 @@ impl Locked<'_> {
     /// Whether another process writes `version` now.
     pub(super) fn is_being_written(&self, version: &str) -> io::Result<bool> {
         let files = self.folder.files()?;
-        let mut partials =
-            files.iter().filter(|file| file.kind == Kind::Partial && file.version == version);
+        let mut partials = files
+            .iter()
+            .filter(|file| file.kind == CopyFileKind::Partial && file.version == version);
         Ok(partials.any(|file| !is_unlocked(&file.path)))
     }
 
     /// Makes room for `len` bytes: removes the copies that were not opened for longest and that
     /// nobody has open, if that is enough. Returns their versions.
-    pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, Failure> {
-        let fail = |e| Failure::Folder("look at", e);
+    pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, CopyFailure> {
+        let fail = |e| CopyFailure::CopyFolder("look at", e);
         let files = self.folder.files().map_err(fail)?;
         let used = used(&files);
         let budget = self.folder.budget(used).map_err(fail)?;
         if self.folder.limit.is_some_and(|limit| len > limit) {
-            return Err(Failure::TooLarge { len, budget });
+            return Err(CopyFailure::TooLarge { len, budget });
         }
         let over = (used + len).saturating_sub(budget);
-        let mut copies: Vec<(SystemTime, &Found)> = files
+        let mut copies: Vec<(SystemTime, &FoundCopy)> = files
             .iter()
-            .filter(|file| file.kind == Kind::Copy)
+            .filter(|file| file.kind == CopyFileKind::Copy)
             .map(|file| (self.opened_at(&file.version), file))
             .collect();
         copies.sort_by_key(|(opened, _)| *opened);
@@ -315,10 +316,10 @@ impl Locked<'_> {
             }
         }
         if freed < over {
-            return Err(Failure::NoRoom { len, budget });
+            return Err(CopyFailure::NoRoom { len, budget });
         }
         for (_, version) in &evicted {
-            self.remove(version).map_err(|e| Failure::Folder("evict from", e))?;
+            self.remove(version).map_err(|e| CopyFailure::CopyFolder("evict from", e))?;
         }
         Ok(evicted.into_iter().map(|(_, version)| version).collect())
     }
@@ -329,8 +330,8 @@ impl Locked<'_> {
     }
 
     /// Begins a file of `len` bytes, whose space is taken at once.
-    pub(super) fn begin(&self, version: &str, len: u64) -> Result<Partial, Failure> {
-        let fail = |e| Failure::Folder("write to", e);
+    pub(super) fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
+        let fail = |e| CopyFailure::CopyFolder("write to", e);
         if !is_version(version) {
             return Err(fail(io::Error::other("a version that is no file name")));
         }
@@ -341,7 +342,7 @@ impl Locked<'_> {
         // Removed by `Partial` from here on.
         let partial = Partial { path, file, len };
         if !flock(&partial.file, FlockArg::LockExclusiveNonblock).map_err(fail)? {
-            return Err(Failure::Busy);
+            return Err(CopyFailure::Busy);
         }
         let size = i64::try_from(len).map_err(|_| fail(Errno::EFBIG.into()))?;
         match nix::fcntl::fallocate(&partial.file, FallocateFlags::empty(), 0, size) {
@@ -431,19 +432,20 @@ fn lies_in(path: &Path, folder: &Path) -> bool {
 }
 
 /// Bytes that copies take, also those being written. Records are nothing against them.
-fn used(files: &[Found]) -> u64 {
-    let copies = files.iter().filter(|file| matches!(file.kind, Kind::Copy | Kind::Partial));
+fn used(files: &[FoundCopy]) -> u64 {
+    let copies =
+        files.iter().filter(|file| matches!(file.kind, CopyFileKind::Copy | CopyFileKind::Partial));
     copies.map(|file| file.len).sum()
 }
 
 /// What a file name stands for, and the version in it.
-fn parse_name(name: &str) -> Option<(Kind, &str)> {
+fn parse_name(name: &str) -> Option<(CopyFileKind, &str)> {
     let (version, rest) = name.split_once('.')?;
     let kind = match rest {
-        "safetensors" => Kind::Copy,
-        "json" => Kind::Record,
-        "record-new" => Kind::NewRecord,
-        _ if rest.starts_with("partial-") => Kind::Partial,
+        "safetensors" => CopyFileKind::Copy,
+        "json" => CopyFileKind::Record,
+        "record-new" => CopyFileKind::NewRecord,
+        _ if rest.starts_with("partial-") => CopyFileKind::Partial,
         _ => return None,
     };
     is_version(version).then_some((kind, version))
@@ -494,10 +496,10 @@ mod tests {
     fn only_names_with_a_version_are_ours() {
         let version = "0123456789abcdef0123456789abcdef";
         let parsed = |rest: &str| parse_name(&format!("{version}{rest}")).map(|(kind, _)| kind);
-        assert_eq!(parsed(".safetensors"), Some(Kind::Copy));
-        assert_eq!(parsed(".json"), Some(Kind::Record));
-        assert_eq!(parsed(".partial-17"), Some(Kind::Partial));
-        assert_eq!(parsed(".record-new"), Some(Kind::NewRecord));
+        assert_eq!(parsed(".safetensors"), Some(CopyFileKind::Copy));
+        assert_eq!(parsed(".json"), Some(CopyFileKind::Record));
+        assert_eq!(parsed(".partial-17"), Some(CopyFileKind::Partial));
+        assert_eq!(parsed(".record-new"), Some(CopyFileKind::NewRecord));
         assert_eq!(parsed(".txt"), None);
         assert_eq!(parse_name("model.safetensors"), None);
         assert_eq!(parse_name("../../../../etc/passwd.json"), None);

@@ -30,8 +30,8 @@ use tensorfs::reader::Reader;
 use tensorfs::source::Source;
 use tensorfs::sync::{Condvar, Mutex};
 
-use entry::{Entry, Failure, Stage};
-use folder::{Folder, Partial};
+use entry::{CopyEntry, CopyFailure, Stage};
+use folder::{CopyFolder, Partial};
 use latest::Latest;
 use record::{Record, Stamp, fingerprint, now};
 
@@ -65,7 +65,7 @@ const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Work for the thread.
-enum Job {
+enum CopyJob {
     Write { version: String, reader: Reader },
     Verify { record: Record },
     Touch { version: String },
@@ -73,8 +73,8 @@ enum Job {
 
 #[derive(Default)]
 struct State {
-    entries: HashMap<String, Entry>,
-    queue: VecDeque<Job>,
+    entries: HashMap<String, CopyEntry>,
+    queue: VecDeque<CopyJob>,
     stopping: bool,
     /// What is being written.
     partial: Option<PathBuf>,
@@ -87,7 +87,7 @@ impl State {
     fn cancel_writes(&mut self) {
         let jobs = std::mem::take(&mut self.queue);
         for job in jobs {
-            if let Job::Write { version, .. } = job {
+            if let CopyJob::Write { version, .. } = job {
                 self.entries.entry(version).and_modify(|entry| entry.stage = Stage::Absent);
             } else {
                 self.queue.push_back(job);
@@ -98,15 +98,15 @@ impl State {
 
 /// Assembles hot files, and knows the copies that there are.
 pub(crate) struct Assembler {
-    shared: Arc<Shared>,
+    shared: Arc<AssemblerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Bytes that the folder may hold, and those that it holds.
     usage: Arc<Latest<(u64, u64)>>,
 }
 
 /// What callers share with the thread.
-struct Shared {
-    folder: Folder,
+struct AssemblerState {
+    folder: CopyFolder,
     started: Instant,
     /// When a reader was last answered, in milliseconds after `started`; 0 for never.
     last_served: AtomicU64,
@@ -128,9 +128,9 @@ impl Assembler {
         limit: Option<u64>,
         apart: &[&Path],
     ) -> Result<Assembler, String> {
-        let folder = Folder::open(dir, limit, apart)?;
+        let folder = CopyFolder::open(dir, limit, apart)?;
         let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(dir));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(AssemblerState {
             folder,
             started: Instant::now(),
             last_served: AtomicU64::new(0),
@@ -217,16 +217,16 @@ impl Drop for Assembler {
     }
 }
 
-impl Shared {
+impl AssemblerState {
     /// Takes over what is in the folder.
-    fn take_over(&self) -> Result<(), Failure> {
+    fn take_over(&self) -> Result<(), CopyFailure> {
         let locked = self.folder.lock()?;
-        let records = locked.sweep().map_err(|e| Failure::Folder("look at", e))?;
+        let records = locked.sweep().map_err(|e| CopyFailure::CopyFolder("look at", e))?;
         drop(locked);
         let mut state = self.state.lock();
         for record in records {
             let known = self.folder.open_copy(&record.version).map(|(_, stamp)| stamp);
-            let mut entry = Entry::new(record.stamp.len);
+            let mut entry = CopyEntry::new(record.stamp.len);
             let version = record.version.clone();
             match known {
                 Ok(stamp) if stamp == record.stamp => {
@@ -234,7 +234,7 @@ impl Shared {
                 }
                 _ => {
                     entry.stage = Stage::Queued;
-                    state.queue.push_back(Job::Verify { record });
+                    state.queue.push_back(CopyJob::Verify { record });
                 }
             }
             state.entries.insert(version, entry);
@@ -304,7 +304,7 @@ impl Shared {
         let mut state = self.state.lock();
         let state = &mut *state;
         let entry = state.entries.entry(version.to_owned());
-        let entry = entry.or_insert_with(|| Entry::new(record.stamp.len));
+        let entry = entry.or_insert_with(|| CopyEntry::new(record.stamp.len));
         let before = match &entry.stage {
             Stage::Ready { touched, .. } => *touched,
             Stage::Absent | Stage::Failed { .. } => None,
@@ -315,7 +315,7 @@ impl Shared {
         if before.is_none_or(|before| before.elapsed() >= TOUCH_INTERVAL) {
             touched = Some(Instant::now());
             // Not here: it writes to the disk.
-            state.queue.push_back(Job::Touch { version: version.to_owned() });
+            state.queue.push_back(CopyJob::Touch { version: version.to_owned() });
             self.wake.notify_all();
         }
         entry.stage = Stage::Ready { record, open: Arc::downgrade(file), touched };
@@ -326,7 +326,7 @@ impl Shared {
         let mut state = self.state.lock();
         let Some(entry) = state.entries.get_mut(version) else { return };
         if matches!(&entry.stage, Stage::Ready { record: known, .. } if known == record) {
-            *entry = Entry::new(entry.len);
+            *entry = CopyEntry::new(entry.len);
         }
     }
 
@@ -335,7 +335,7 @@ impl Shared {
         let Some(entry) = state.entries.get_mut(&record.version) else { return };
         if matches!(&entry.stage, Stage::Ready { .. }) {
             (entry.stage, entry.done) = (Stage::Queued, 0);
-            state.queue.push_back(Job::Verify { record });
+            state.queue.push_back(CopyJob::Verify { record });
             self.wake.notify_all();
         }
     }
@@ -345,7 +345,7 @@ impl Shared {
         let mut state = self.state.lock();
         let state = &mut *state;
         if !state.entries.contains_key(version) {
-            state.entries.insert(version.to_owned(), Entry::new(reader.len()));
+            state.entries.insert(version.to_owned(), CopyEntry::new(reader.len()));
         }
         let Some(entry) = state.entries.get_mut(version) else { return };
         entry.opens += opens;
@@ -353,7 +353,7 @@ impl Shared {
         let resting = state.resting.is_some_and(|until| Instant::now() < until);
         if entry.is_hot() && !state.stopping && !resting && entry.may_start() {
             (entry.stage, entry.done) = (Stage::Queued, 0);
-            let job = Job::Write { version: version.to_owned(), reader: reader.clone() };
+            let job = CopyJob::Write { version: version.to_owned(), reader: reader.clone() };
             state.queue.push_back(job);
             self.wake.notify_all();
         }
@@ -363,8 +363,8 @@ impl Shared {
     fn work(&self) {
         while let Some(job) = self.next_job() {
             match job {
-                Job::Touch { version } => self.folder.touch(&version),
-                Job::Write { version, reader } => {
+                CopyJob::Touch { version } => self.folder.touch(&version),
+                CopyJob::Write { version, reader } => {
                     let started = Instant::now();
                     let written = self.write(&version, &reader);
                     if let Ok(record) = &written {
@@ -372,7 +372,7 @@ impl Shared {
                     }
                     self.finish(&version, written);
                 }
-                Job::Verify { record } => {
+                CopyJob::Verify { record } => {
                     let version = record.version.clone();
                     let verified = self.verify(record);
                     self.finish(&version, verified);
@@ -381,7 +381,7 @@ impl Shared {
         }
     }
 
-    fn next_job(&self) -> Option<Job> {
+    fn next_job(&self) -> Option<CopyJob> {
         let mut state = self.state.lock();
         loop {
             if state.stopping {
@@ -402,11 +402,11 @@ impl Shared {
     }
 
     /// Writes and verifies the copy of `version`.
-    fn write(&self, version: &str, reader: &Reader) -> Result<Record, Failure> {
+    fn write(&self, version: &str, reader: &Reader) -> Result<Record, CopyFailure> {
         // Nobody else may have them open, and closed ones are not found again once replaced.
         let pins: tensorfs::Result<Vec<_>> = reader.sources().iter().map(Source::pin).collect();
-        let _pins = pins.map_err(Failure::Source)?;
-        let sources = fingerprint(reader).map_err(Failure::Source)?;
+        let _pins = pins.map_err(CopyFailure::Source)?;
+        let sources = fingerprint(reader).map_err(CopyFailure::Source)?;
         self.settle(reader)?;
         if let Some(record) = self.folder.record(version)
             && record.sources == sources
@@ -420,12 +420,15 @@ impl Shared {
         let sha256 = copy::fill(&partial, reader, &pace)?;
         self.set_stage(version, Stage::Verifying);
         if copy::checksum(&partial.file, partial.len, &pace)? != sha256 {
-            return Err(Failure::Differs);
+            return Err(CopyFailure::Differs);
         }
-        if fingerprint(reader).map_err(Failure::Source)? != sources {
+        if fingerprint(reader).map_err(CopyFailure::Source)? != sources {
             let path = reader.sources().first().map(|source| source.path().to_owned());
             let detail = "was touched while it was assembled".to_owned();
-            return Err(Failure::Source(Error::Changed { path: path.unwrap_or_default(), detail }));
+            return Err(CopyFailure::Source(Error::Changed {
+                path: path.unwrap_or_default(),
+                detail,
+            }));
         }
         let source = reader.sources().first().and_then(|source| source.path().parent());
         let source = source.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
@@ -438,21 +441,21 @@ impl Shared {
             stamp,
             written: now(),
         });
-        record.map_err(|e| Failure::Folder("write to", e))
+        record.map_err(|e| CopyFailure::CopyFolder("write to", e))
     }
 
     /// Makes room, and takes it.
-    fn begin(&self, version: &str, len: u64) -> Result<Partial, Failure> {
-        let fail = |e| Failure::Folder("look at", e);
+    fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
+        let fail = |e| CopyFailure::CopyFolder("look at", e);
         let locked = self.folder.lock()?;
         locked.sweep().map_err(fail)?;
         if locked.is_being_written(version).map_err(fail)? {
-            return Err(Failure::Busy);
+            return Err(CopyFailure::Busy);
         }
         for evicted in locked.make_room(len)? {
             tracing::info!("{}: evicted the copy {evicted}", shown_path(self.folder.path()));
             // One that is to be written or verified is in the queue still.
-            let queued = |entry: &Entry| matches!(entry.stage, Stage::Queued);
+            let queued = |entry: &CopyEntry| matches!(entry.stage, Stage::Queued);
             let mut state = self.state.lock();
             if state.entries.get(&evicted).is_some_and(|entry| !queued(entry)) {
                 state.entries.remove(&evicted);
@@ -462,7 +465,7 @@ impl Shared {
         {
             let mut state = self.state.lock();
             if state.stopping {
-                return Err(Failure::Stopped);
+                return Err(CopyFailure::Stopped);
             }
             state.partial = Some(self.folder.partial_path(version));
         }
@@ -470,11 +473,11 @@ impl Shared {
     }
 
     /// Verifies a copy that is no more the file that was verified, by its checksum.
-    fn verify(&self, record: Record) -> Result<Record, Failure> {
+    fn verify(&self, record: Record) -> Result<Record, CopyFailure> {
         self.set_stage(&record.version, Stage::Verifying);
-        let fail = |e| Failure::Folder("verify a copy in", e);
+        let fail = |e| CopyFailure::CopyFolder("verify a copy in", e);
         let opened = self.folder.open_copy(&record.version).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::WouldBlock => Failure::Gone,
+            io::ErrorKind::NotFound | io::ErrorKind::WouldBlock => CopyFailure::Gone,
             _ => fail(e),
         });
         let (file, stamp) = opened?;
@@ -485,7 +488,7 @@ impl Shared {
         let locked = self.folder.lock()?;
         if !same {
             locked.remove(&record.version).map_err(fail)?;
-            return Err(Failure::Differs);
+            return Err(CopyFailure::Differs);
         }
         let record = Record { stamp, ..record };
         locked.write_record(&record).map_err(fail)?;
@@ -493,7 +496,7 @@ impl Shared {
     }
 
     /// Waits until the sources have been as they are for a moment.
-    fn settle(&self, reader: &Reader) -> Result<(), Failure> {
+    fn settle(&self, reader: &Reader) -> Result<(), CopyFailure> {
         let ages = reader.sources().iter().filter_map(|source| {
             let meta = source.file().ok()?.metadata().ok()?;
             let seconds = Duration::from_secs(u64::try_from(meta.ctime()).ok()?);
@@ -508,7 +511,7 @@ impl Shared {
     }
 
     /// Notes progress, and yields to readers.
-    fn pace(&self, version: &str, done: u64, took: Duration) -> Result<(), Failure> {
+    fn pace(&self, version: &str, done: u64, took: Duration) -> Result<(), CopyFailure> {
         if let Some(entry) = self.state.lock().entries.get_mut(version) {
             entry.done = done;
         }
@@ -519,12 +522,12 @@ impl Shared {
     }
 
     /// Sleeps, unless the end comes.
-    fn sleep(&self, pause: Duration) -> Result<(), Failure> {
+    fn sleep(&self, pause: Duration) -> Result<(), CopyFailure> {
         let deadline = Instant::now() + pause;
         let mut state = self.state.lock();
         loop {
             if state.stopping {
-                return Err(Failure::Stopped);
+                return Err(CopyFailure::Stopped);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -541,7 +544,7 @@ impl Shared {
     }
 
     /// Notes how the work on `version` ended.
-    fn finish(&self, version: &str, outcome: Result<Record, Failure>) {
+    fn finish(&self, version: &str, outcome: Result<Record, CopyFailure>) {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.partial = None;
@@ -552,27 +555,27 @@ impl Shared {
                 entry.stage = Stage::Ready { record, open: Weak::new(), touched: None };
                 return;
             }
-            Err(Failure::Stopped | Failure::Gone) => {
+            Err(CopyFailure::Stopped | CopyFailure::Gone) => {
                 entry.stage = Stage::Absent;
                 return;
             }
             Err(failure) => failure,
         };
         let back_off = match failure {
-            Failure::TooLarge { .. } => None,
-            Failure::Busy => Some(BUSY_BACK_OFF),
+            CopyFailure::TooLarge { .. } => None,
+            CopyFailure::Busy => Some(BUSY_BACK_OFF),
             _ => Some(BACK_OFF),
         };
         let again = back_off.map(|time| Instant::now() + time);
         entry.stage = Stage::Failed { again };
         let why = failure.to_string();
         // Said once, however often it is tried.
-        if entry.failure != why && !matches!(failure, Failure::Busy) {
+        if entry.failure != why && !matches!(failure, CopyFailure::Busy) {
             let dir = shown_path(self.folder.path());
             tracing::warn!("{version} is not assembled in {dir}: {why}");
         }
         entry.failure = why;
-        if matches!(failure, Failure::Folder(..) | Failure::Differs) {
+        if matches!(failure, CopyFailure::CopyFolder(..) | CopyFailure::Differs) {
             state.resting = again;
             state.cancel_writes();
         }

@@ -44,7 +44,7 @@ pub(super) struct Record {
     pub(super) sha256: String,
     /// State of the sources that the bytes were read from; see `fingerprint`.
     pub(super) sources: String,
-    /// Folder of the sources; for people.
+    /// CopyFolder of the sources; for people.
     pub(super) source: String,
     /// State of the copy when its bytes had been verified.
     pub(super) stamp: Stamp,

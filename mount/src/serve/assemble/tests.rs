@@ -25,7 +25,7 @@ fn shard(folder: &Path, number: usize, seed: u8) {
     let name = format!("layer.{number}");
     let entries = [(name.as_str(), Dtype::U8, [TENSOR_LEN].as_slice(), TENSOR_LEN)];
     let mut file = safetensors::encode(&BTreeMap::new(), entries.into_iter(), 8).unwrap();
-    let byte = |at: u64| (at.wrapping_mul(0x9e37_79b9) >> 13) as u8 ^ seed;
+    let byte = |index: u64| (index.wrapping_mul(0x9e37_79b9) >> 13) as u8 ^ seed;
     file.extend((0..TENSOR_LEN).map(byte));
     fs::write(folder.join(format!("model-0000{number}-of-00002.safetensors")), file).unwrap();
 }
@@ -309,7 +309,7 @@ fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
     fs::write(place.dir().join(format!("{OTHER}.safetensors")), "copy").unwrap();
     fs::write(place.dir().join(format!("{OTHER}.record-new")), "{").unwrap();
     fs::write(place.dir().join("3333333333333333.json"), "{}").unwrap();
-    let folder = Folder::open(&place.dir(), None, &[]).unwrap();
+    let folder = CopyFolder::open(&place.dir(), None, &[]).unwrap();
     let partial = folder.lock().unwrap().begin(OTHER, 100).unwrap();
     let assembler = place.start(None);
     let left = partial.path.file_name().unwrap().to_str().unwrap();
@@ -374,7 +374,7 @@ fn fill_a_disk(place: &Place) {
     assert_eq!(place.names(), ["fill"]);
     // Also where the file system gives out in the middle.
     let failure = assembler.shared.folder.lock().unwrap().begin(OTHER, 20 << 20).err().unwrap();
-    assert!(matches!(failure, Failure::Folder(..)), "{failure}");
+    assert!(matches!(failure, CopyFailure::CopyFolder(..)), "{failure}");
     assert_eq!(place.names(), ["fill"]);
     assembler.shared.finish(VERSION, Err(failure));
     heat(&assembler, VERSION, &reader);

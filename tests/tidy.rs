@@ -14,6 +14,8 @@ use scan::{
     without_test_items,
 };
 
+#[path = "tidy/circles.rs"]
+mod circles;
 #[path = "tidy/prose.rs"]
 mod prose;
 #[path = "tidy/samples.rs"]
@@ -44,6 +46,33 @@ const SAME_RANK: &[(&str, &str)] = &[
     ("io", "source"),
     ("cache", "reader"),
 ];
+
+/// The rooms of `mount/src/`. A room imports rooms of a lower rank only.
+const MOUNT_RANKS: &[(u32, &[&str])] = &[
+    (0, &["log", "options"]),
+    (1, &["serve"]),
+    (2, &["fs"]),
+    (3, &["daemon"]),
+    (4, &["cli"]),
+    (5, &["bin"]),
+];
+
+/// A package whose top-level modules have ranks.
+struct Package {
+    /// Folder of its sources, with a `/` at the end.
+    folder: &'static str,
+    ranks: &'static [(u32, &'static [&'static str])],
+    /// Imports allowed within one rank, as (importer, imported).
+    same_rank: &'static [(&'static str, &'static str)],
+}
+
+const PACKAGES: &[Package] = &[
+    Package { folder: "src/", ranks: RANKS, same_rank: SAME_RANK },
+    Package { folder: "mount/src/", ranks: MOUNT_RANKS, same_rank: &[] },
+];
+
+/// Folders in which no files import each other in a circle. A parent and its child may.
+const ONE_WAY: &[&str] = &["mount/src/"];
 
 /// The only places that may name a crate. A trailing `/` means the folder.
 const CRATE_HOMES: &[(&str, &[&str])] = &[
@@ -168,6 +197,11 @@ fn modules_import_lower_ranks_only() {
 }
 
 #[test]
+fn files_import_each_other_one_way() {
+    assert_none(&circles::circle_violations(&repository(), ONE_WAY));
+}
+
+#[test]
 fn crates_are_named_only_where_they_belong() {
     assert_none(&crate_home_violations(&repository()));
 }
@@ -223,17 +257,20 @@ fn parent_modules_are_glob_imported_only_in_tests() {
 }
 
 #[test]
-fn rank_table_names_each_module_once_and_same_rank_pairs_have_no_cycle() {
-    let mut seen = BTreeSet::new();
-    for name in RANKS.iter().flat_map(|(_, names)| *names) {
-        assert!(seen.insert(*name), "`{name}` stands twice in RANKS");
-    }
-    for (importer, imported) in SAME_RANK {
-        assert_eq!(rank(importer), rank(imported), "{importer} -> {imported} needs no exception");
-        assert!(
-            !SAME_RANK.iter().any(|(other, _)| other == imported),
-            "{importer} -> {imported} continues: chains of exceptions may close a cycle"
-        );
+fn rank_tables_name_each_module_once_and_same_rank_pairs_have_no_cycle() {
+    for package in PACKAGES {
+        let mut seen = BTreeSet::new();
+        for name in package.ranks.iter().flat_map(|(_, names)| *names) {
+            assert!(seen.insert(*name), "`{name}` stands twice in the ranks of {}", package.folder);
+        }
+        for (importer, imported) in package.same_rank {
+            let ranks = [importer, imported].map(|name| package.rank(name));
+            assert_eq!(ranks[0], ranks[1], "{importer} -> {imported} needs no exception");
+            assert!(
+                !package.same_rank.iter().any(|(other, _)| other == imported),
+                "{importer} -> {imported} continues: chains of exceptions may close a cycle"
+            );
+        }
     }
 }
 
@@ -316,11 +353,18 @@ fn assert_none(violations: &[String]) {
 // ---------------------------------------------------------------------------------------------
 // Rules: files in, violations out.
 
-fn rank(module: &str) -> Option<u32> {
-    RANKS.iter().find(|(_, names)| names.contains(&module)).map(|(rank, _)| *rank)
+impl Package {
+    fn rank(&self, module: &str) -> Option<u32> {
+        self.ranks.iter().find(|(_, names)| names.contains(&module)).map(|(rank, _)| *rank)
+    }
+
+    /// Whether `path` may lead into this package: `tensorfs` is another one to all but the library.
+    fn owns(&self, path: &CodePath) -> bool {
+        self.folder == "src/" || path.segments[0] != "tensorfs"
+    }
 }
 
-/// The modules of `src/` that are compiled for tests only and lie in files of their own.
+/// The modules of a package that are compiled for tests only and lie in files of their own.
 fn test_modules(core: &[&SourceFile]) -> Vec<Vec<String>> {
     let mut modules = Vec::new();
     for file in core {
@@ -343,12 +387,16 @@ fn test_modules(core: &[&SourceFile]) -> Vec<Vec<String>> {
     modules
 }
 
-/// The Rust files under `src/` with the tokens that a normal build compiles.
-fn core_files(files: &[SourceFile]) -> Vec<(&SourceFile, Vec<Token<'_>>)> {
-    let core: Vec<_> =
-        files.iter().filter(|file| file.is_rust() && file.is_under(&["src/"])).collect();
-    let test_only = test_modules(&core);
-    core.into_iter()
+/// The Rust files under `folder` with the tokens that a normal build compiles.
+fn compiled_files<'a>(
+    files: &'a [SourceFile],
+    folder: &str,
+) -> Vec<(&'a SourceFile, Vec<Token<'a>>)> {
+    let inside: Vec<_> =
+        files.iter().filter(|file| file.is_rust() && file.is_under(&[folder])).collect();
+    let test_only = test_modules(&inside);
+    inside
+        .into_iter()
         .filter(|file| !test_only.iter().any(|module| file.module().starts_with(module)))
         .map(|file| (file, without_test_items(&tokens(&file.text))))
         .collect()
@@ -357,7 +405,7 @@ fn core_files(files: &[SourceFile]) -> Vec<(&SourceFile, Vec<Token<'_>>)> {
 /// Names that `lib.rs` re-exports, with the top-level module that owns each.
 fn reexports(core: &[(&SourceFile, Vec<Token<'_>>)]) -> BTreeMap<String, String> {
     let mut names = BTreeMap::new();
-    for (_, tokens) in core.iter().filter(|(file, _)| file.path == "src/lib.rs") {
+    for (_, tokens) in core.iter().filter(|(file, _)| file.module().is_empty()) {
         for path in code_paths(tokens) {
             let Some(name) = path.imported_as else {
                 continue;
@@ -372,30 +420,35 @@ fn reexports(core: &[(&SourceFile, Vec<Token<'_>>)]) -> BTreeMap<String, String>
 }
 
 fn rank_violations(files: &[SourceFile]) -> Vec<String> {
-    let core = core_files(files);
-    let reexports = reexports(&core);
+    PACKAGES.iter().flat_map(|package| violations_of_package(files, package)).collect()
+}
+
+fn violations_of_package(files: &[SourceFile], package: &Package) -> Vec<String> {
+    let compiled = compiled_files(files, package.folder);
+    let reexports = reexports(&compiled);
     let mut violations = Vec::new();
-    for (file, tokens) in &core {
+    for (file, tokens) in &compiled {
         let module = file.module();
         let Some(importer) = module.first() else {
             continue;
         };
-        if rank(importer).is_none() {
+        if package.rank(importer).is_none() {
             violations
                 .push(file.violation(1, &format!("module `{importer}` has no rank in RANKS")));
             continue;
         }
-        for pair in tokens.windows(2) {
+        for words in tokens.windows(3) {
             // Both would bring in code whose file does not say which module it is.
-            let moved = pair[0].text == "[" && pair[1].text == "path";
-            let pasted = pair[0].text == "include" && pair[1].text == "!";
+            let words_are = |text: &[&str]| text.iter().zip(words).all(|(a, b)| *a == b.text);
+            let moved = words_are(&["#", "[", "path"]);
+            let pasted = words_are(&["include", "!"]);
             if moved || pasted {
                 let what = "`#[path]` and `include!` hide which module a file is";
-                violations.push(file.violation(pair[0].line, what));
+                violations.push(file.violation(words[0].line, what));
             }
         }
-        for path in code_paths(tokens) {
-            if let Some(why) = forbidden_import(&path, &module, &reexports) {
+        for path in code_paths(tokens).iter().filter(|path| package.owns(path)) {
+            if let Some(why) = forbidden_import(package, path, &module, &reexports) {
                 violations.push(file.violation(path.line, &why));
             }
         }
@@ -405,6 +458,7 @@ fn rank_violations(files: &[SourceFile]) -> Vec<String> {
 
 /// Why the module at `module` may not name `path`, if it may not.
 fn forbidden_import(
+    package: &Package,
     path: &CodePath,
     module: &[String],
     reexports: &BTreeMap<String, String>,
@@ -416,17 +470,17 @@ fn forbidden_import(
         // `pub(crate)` and `pub(super)` are single words too, and no import.
         return path.imported_as.is_some().then(|| format!("`{written}` imports the crate root"));
     };
-    let imported = match rank(top) {
+    let imported = match package.rank(top) {
         Some(_) => top.as_str(),
         None => match reexports.get(top) {
             Some(owner) => owner.as_str(),
             None => return Some(format!("`{written}` names no module of RANKS: say which")),
         },
     };
-    if imported == importer || SAME_RANK.contains(&(importer, imported)) {
+    if imported == importer || package.same_rank.contains(&(importer, imported)) {
         return None;
     }
-    let (from, to) = (rank(importer)?, rank(imported));
+    let (from, to) = (package.rank(importer)?, package.rank(imported));
     let Some(to) = to else {
         return Some(format!("`{written}` comes from `{imported}`, which has no rank in RANKS"));
     };
@@ -474,7 +528,7 @@ fn crate_home_violations(files: &[SourceFile]) -> Vec<String> {
 
 fn effect_violations(files: &[SourceFile]) -> Vec<String> {
     let mut violations = Vec::new();
-    for (file, tokens) in core_files(files) {
+    for (file, tokens) in compiled_files(files, "src/") {
         let module = file.module();
         let Some(top) = module.first().filter(|top| PURE.contains(&top.as_str())) else {
             continue;

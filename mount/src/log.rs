@@ -4,6 +4,7 @@
 //! nothing (a full pipe, a stopped terminal, a stalled disk) must not hold up the threads that
 //! answer readers.
 
+mod line;
 mod output;
 mod queue;
 
@@ -18,8 +19,9 @@ use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
+use line::Line;
 use output::{Destination, Output};
-use queue::{Line, Queue};
+use queue::Queue;
 
 /// Environment variable with tracing directives.
 const FILTER: &str = "TENSORFS_LOG";

@@ -97,6 +97,37 @@ fn module_without_a_rank_is_flagged() {
 }
 
 #[test]
+fn rooms_of_the_mount_import_lower_ranks_only() {
+    let found = |path: &str, text: &str| rank_violations(&[sample(path, text)]);
+    for (path, text) in [
+        ("mount/src/serve/service.rs", "use crate::fs::node::Node;"),
+        ("mount/src/fs/adapter.rs", "use crate::daemon::control;"),
+        ("mount/src/daemon/session.rs", "fn f() { crate::cli::status::run() }"),
+        ("mount/src/log.rs", "use crate::options::Options;"),
+        ("mount/src/attic.rs", "//! x"),
+    ] {
+        assert_eq!(found(path, text).len(), 1, "not flagged: {path}: {text}");
+    }
+    let text = "use crate::log; use super::kernel; use tensorfs::verify::gate::Gate;";
+    assert_none(&found("mount/src/serve/service.rs", text));
+    assert_none(&found("mount/src/cli/status.rs", "use crate::fs::tails::REMEDY;"));
+}
+
+#[test]
+fn circle_of_sibling_files_is_flagged() {
+    let circle = |texts: [&str; 3]| {
+        let paths = ["mount/src/fs/a.rs", "mount/src/fs/b.rs", "mount/src/fs/c/mod.rs"];
+        let files = [0, 1, 2].map(|index| sample(paths[index], texts[index]));
+        circles::circle_violations(&files, &["mount/src/"])
+    };
+    assert_eq!(circle(["use super::b::B;", "use crate::fs::a::A;", ""]).len(), 2);
+    assert_eq!(circle(["use super::{b};", "fn f() { super::c::C }", "use super::a;"]).len(), 3);
+    assert_none(&circle(["use super::b::B;", "use super::c;", ""]));
+    assert_none(&circle(["use super::b;", "#[cfg(test)] mod tests { use crate::fs::a; }", ""]));
+    assert_none(&circle(["", "", "use super::super::fs; mod d { use super::super::c; }"]));
+}
+
+#[test]
 fn test_module_in_a_file_of_its_own_is_left_out_of_the_ranks() {
     let files = [
         sample("src/catalog/mod.rs", "//! x\n#[cfg(test)]\nmod tests;"),

@@ -26,7 +26,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Measure reads through a mount against those of a real consolidated file
-    Bench(super::bench::BenchArgs),
+    Bench(super::bench::args::BenchArgs),
     /// Make small checkpoints, mount them, read them through the mount and compare every byte
     Demo(DemoArgs),
     /// Say what this machine has for mounting and reading, and what it lacks

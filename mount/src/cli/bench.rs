@@ -1,6 +1,6 @@
 //! `tensorfs bench`: the same bytes through a mount and from a real consolidated file, in turns.
 
-mod args;
+pub(super) mod args;
 mod job;
 mod machine;
 mod make;
@@ -28,12 +28,11 @@ use tensorfs::format::Format;
 use tensorfs::source::behind_mount;
 use tensorfs::view::Files;
 
-pub(crate) use args::BenchArgs;
-
 use super::output::{Failure, Outcome, human, print_json, print_text};
 use super::sources::prove_all;
 use crate::log;
 use crate::options::Options;
+use args::BenchArgs;
 use mounted::Mounted;
 use page_cache::Method;
 use report::Measured;

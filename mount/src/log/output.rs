@@ -17,7 +17,7 @@ use nix::unistd::geteuid;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
-use super::queue::Line;
+use super::line::Line;
 
 /// The socket of the system log; journald listens there too.
 const SYSLOG: &str = "/dev/log";

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 
-use tensorfs::error::{shown, shown_path};
+use tensorfs::error::shown_path;
 use tensorfs::sync::{Condvar, Mutex};
 
+use super::line::Line;
 use super::output::{Destination, Output};
 
 /// Most lines that wait.
@@ -17,28 +18,6 @@ const LINES_MAX: usize = 1024;
 
 /// Most bytes that wait.
 const BYTES_MAX: usize = 1 << 20;
-
-/// Longest line, in bytes: a message may quote names of any length.
-const LINE_MAX: usize = 16 << 10;
-
-/// A line of the log.
-pub(super) struct Line {
-    /// The line, without its end.
-    pub text: String,
-    /// As syslog counts: 3 is an error.
-    pub severity: u32,
-}
-
-impl Line {
-    /// `text`, cut off where it is too long.
-    pub(super) fn new(text: &str, severity: u32) -> Line {
-        let text = shown(text.trim());
-        let most = LINE_MAX.min(text.len());
-        let cut = (0..=most).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
-        let end = if cut < text.len() { " ..." } else { "" };
-        Line { text: format!("{}{end}", &text[..cut]), severity }
-    }
-}
 
 /// Lines between the threads that log and the one that writes.
 #[derive(Default)]
@@ -257,6 +236,7 @@ mod tests {
     use nix::unistd::pipe;
     use std::path::PathBuf;
 
+    use super::super::line::LINE_MAX;
     use super::*;
 
     /// Long, so that a busy machine is not taken for a log that hangs.

@@ -1,0 +1,25 @@
+//! One line of the log.
+
+use tensorfs::error::shown;
+
+/// Longest line, in bytes: a message may quote names of any length.
+pub(super) const LINE_MAX: usize = 16 << 10;
+
+/// A line of the log.
+pub(super) struct Line {
+    /// The line, without its end.
+    pub text: String,
+    /// As syslog counts: 3 is an error.
+    pub severity: u32,
+}
+
+impl Line {
+    /// `text`, cut off where it is too long.
+    pub(super) fn new(text: &str, severity: u32) -> Line {
+        let text = shown(text.trim());
+        let most = LINE_MAX.min(text.len());
+        let cut = (0..=most).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
+        let end = if cut < text.len() { " ..." } else { "" };
+        Line { text: format!("{}{end}", &text[..cut]), severity }
+    }
+}

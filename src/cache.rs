@@ -19,10 +19,10 @@ use lru::LruCache;
 use self::alone::Alone;
 use self::blocks::{Block, Cover, Data, FileBlocks, Pending, Piece, Waiter};
 use self::loading::Loading;
-use self::queue::{Lack, Queue, Waiting};
+use self::queue::{Queue, WaitReason, Waiting};
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
-use crate::io::{Budget, Engine, Lease, Priority};
+use crate::io::{Budget, Engine, Priority, Reservation};
 use crate::prefetch::Planner;
 use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::{Source, release_unpinned};
@@ -96,7 +96,7 @@ struct Ask {
 struct Hole {
     start: u64,
     plan: BlockPlan,
-    lease: Lease,
+    reservation: Reservation,
 }
 
 /// An open file whose reads go through a cache. Its blocks go with it.
@@ -279,11 +279,11 @@ impl Inner {
                 let taken = state.take_alone(ask);
                 drop(state);
                 let refused = taken.map(|alone| self.read_alone(alone)).err();
-                return refused.map(|ask| Waiting { ask, lack: Lack::Turn });
+                return refused.map(|ask| Waiting { ask, reason: WaitReason::Fairness });
             }
-            match self.lease_in_turn(&mut state, &ask, &plan) {
-                Ok(lease) => holes.push(Hole { start, plan, lease }),
-                Err(lack) => return Some(Waiting { ask, lack }),
+            match self.reserve_in_turn(&mut state, &ask, &plan) {
+                Ok(reservation) => holes.push(Hole { start, plan, reservation }),
+                Err(reason) => return Some(Waiting { ask, reason }),
             }
         }
         let (pending, late) = self.wait_for(&mut state, ask, &covers);
@@ -439,12 +439,12 @@ impl Inner {
 
     /// Reads a block, and gives it to those who wait for it.
     fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, priority: Priority) {
-        let Hole { start, plan, lease, .. } = hole;
+        let Hole { start, plan, reservation, .. } = hole;
         let charges: Vec<(Arc<Source>, u64)> =
             plan.sources().map(|(source, len)| (source.clone(), len)).collect();
         let (this, of) = (self.clone(), file.clone());
         let done = Box::new(move |outcome| this.loaded(&of, start, outcome, charges));
-        let tickets = file.reader.fetch_block(&self.engine, plan, priority, lease, done);
+        let tickets = file.reader.fetch_block(&self.engine, plan, priority, reservation, done);
         if matches!(priority, Priority::Prefetch) {
             let mut state = self.state.lock();
             let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
@@ -535,26 +535,26 @@ impl Inner {
     }
 
     /// Memory for a read, unless it has to wait.
-    fn lease_in_turn(
+    fn reserve_in_turn(
         &self,
         state: &mut State,
         ask: &Ask,
         plan: &BlockPlan,
-    ) -> std::result::Result<Lease, Lack> {
+    ) -> std::result::Result<Reservation, WaitReason> {
         if state.queue.holds_back(ask.since, plan) {
-            return Err(Lack::Turn);
+            return Err(WaitReason::Fairness);
         }
         if let Some(source) = state.loading.refusing(plan, self.budget.limit()) {
-            return Err(Lack::Share(source));
+            return Err(WaitReason::SourceQuota(source));
         }
-        self.lease(state, plan.memory()).ok_or(Lack::Memory)
+        self.reserve(state, plan.memory()).ok_or(WaitReason::Memory)
     }
 
     /// Memory of `need` bytes, for which blocks make way that are there and nobody waits for.
-    fn lease(&self, state: &mut State, need: u64) -> Option<Lease> {
+    fn reserve(&self, state: &mut State, need: u64) -> Option<Reservation> {
         loop {
-            if let Some(lease) = self.budget.try_lease(need) {
-                return Some(lease);
+            if let Some(reservation) = self.budget.try_reserve(need) {
+                return Some(reservation);
             }
             self.evict(state).then_some(())?;
         }

@@ -17,7 +17,7 @@ use tensorfs::checkpoint::{Checkpoint, VirtualFile};
 use tensorfs::counters::Counters;
 use tensorfs::format::Format;
 use tensorfs::format::safetensors::Header;
-use tensorfs::io::{Backend, Budget, Direct, Engine, Settings};
+use tensorfs::io::{Backend, Budget, DirectIo, Engine, Settings};
 use tensorfs::reader::Reader;
 use tensorfs::source::Source;
 use tensorfs::view::FileSpec;
@@ -133,10 +133,10 @@ fn fixture(write: fn(&Path), settings: Settings) -> Fixture {
 fn ways() -> Vec<Settings> {
     let of = |backend, direct| Settings { backend, direct, ..Settings::default() };
     vec![
-        of(Backend::Auto, Direct::Auto),
-        of(Backend::Auto, Direct::Always),
-        of(Backend::Pread, Direct::Always),
-        of(Backend::Pread, Direct::Never),
+        of(Backend::Auto, DirectIo::Auto),
+        of(Backend::Auto, DirectIo::Always),
+        of(Backend::Pread, DirectIo::Always),
+        of(Backend::Pread, DirectIo::Never),
     ]
 }
 
@@ -174,7 +174,7 @@ impl Fixture {
 fn a_file_read_in_order_has_the_right_bytes_and_is_read_ahead_of() {
     for write in [write_rows as fn(&Path), write_columns] {
         for settings in ways() {
-            let direct = matches!(settings.direct, Direct::Always);
+            let direct = matches!(settings.direct, DirectIo::Always);
             let fixture = fixture(write, settings);
             // Lengths that fit no block.
             let mut at = 0;
@@ -225,7 +225,7 @@ fn readers_at_random_places_all_get_the_right_bytes_within_the_bound() {
 #[test]
 fn a_read_that_needs_more_than_half_of_the_memory_gets_its_bytes_too() {
     for write in [write_rows as fn(&Path), write_columns] {
-        let fixture = fixture(write, Settings { direct: Direct::Always, ..Settings::default() });
+        let fixture = fixture(write, Settings { direct: DirectIo::Always, ..Settings::default() });
         fixture.assert_reads(3, BUDGET_MIN - 4097);
     }
 }
@@ -233,7 +233,7 @@ fn a_read_that_needs_more_than_half_of_the_memory_gets_its_bytes_too() {
 #[test]
 fn many_reads_of_the_same_bytes_at_once_read_the_source_once() {
     let settings =
-        Settings { direct: Direct::Always, backend: Backend::Pread, ..Settings::default() };
+        Settings { direct: DirectIo::Always, backend: Backend::Pread, ..Settings::default() };
     let fixture = fixture(write_rows, settings);
     let (send, receive) = channel();
     for _ in 0..100 {
@@ -269,7 +269,7 @@ fn safetensors_header_len(file: &[u8]) -> u64 {
 /// A file of which the second MiB of tensors was read ahead and has changed in the source since.
 /// Also returns where that begins.
 fn changed_behind_what_was_read_ahead() -> (Fixture, u64) {
-    let settings = Settings { direct: Direct::Always, ..Settings::default() };
+    let settings = Settings { direct: DirectIo::Always, ..Settings::default() };
     let fixture = fixture(write_rows, settings);
     let from = safetensors_header_len(&fixture.whole);
     fixture.assert_reads(from, 1 << 20);
@@ -303,7 +303,7 @@ fn what_was_read_ahead_is_not_served_once_its_source_has_changed() {
 #[test]
 fn what_is_read_ahead_for_a_closed_file_leaves_no_source_open() {
     for backend in [Backend::Auto, Backend::Pread] {
-        let settings = Settings { direct: Direct::Always, backend, ..Settings::default() };
+        let settings = Settings { direct: DirectIo::Always, backend, ..Settings::default() };
         let Fixture { _folder, cache, file, counters, .. } = fixture(write_rows, settings);
         let sources = file.reader().sources().to_vec();
         let is_open = || sources.iter().any(|source| source.open_file().is_some());

@@ -29,7 +29,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::{ForeignStream, Gpu};
-use tensorfs::io::{Direct, Settings};
+use tensorfs::io::{DirectIo, Settings};
 use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, Report};
 use tensorfs::plan::{Limits, Plan, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
@@ -284,7 +284,7 @@ fn it_is_used_only_where_it_was_asked_for_and_the_module_is_there() {
     assert_eq!(unused(with(&absent)), format!("no {}", absent.display()));
     File::create(&absent).unwrap();
     assert_eq!(unused(with(&absent)), format!("no {}", absent.display()));
-    let settings = Settings { direct: Direct::Never, ..Settings::default() };
+    let settings = Settings { direct: DirectIo::Never, ..Settings::default() };
     let why = unused(LoaderConfig { settings, ..tune() });
     assert_eq!(why, "shards are to be read through the page cache");
     assert_eq!(fake.report().calls("cuFileDriverOpen"), 0);

@@ -29,7 +29,7 @@ use proptest::test_runner::{Config, TestRunner};
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::format::safetensors;
-use tensorfs::io::{Backend, Direct, Settings};
+use tensorfs::io::{Backend, DirectIo, Settings};
 use tensorfs::loader::{DeviceStats, Loader, LoaderConfig};
 use tensorfs::plan::{Limits, Plan, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
@@ -66,7 +66,7 @@ fn case() -> impl Strategy<Value = Case> {
 
 /// A loader of many small reads, all of them past or all by way of the page cache.
 fn loader(depth: usize, direct: bool) -> Loader {
-    let direct = if direct { Direct::Always } else { Direct::Never };
+    let direct = if direct { DirectIo::Always } else { DirectIo::Never };
     let settings = Settings { direct, backend: Backend::Pread, ..Settings::default() };
     Loader::new(LoaderConfig { settings, depth, ..LoaderConfig::device() })
 }

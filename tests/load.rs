@@ -13,13 +13,13 @@ use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::checkpoint::Checkpoint;
-use tensorfs::io::{Backend, Direct, Region, Settings};
+use tensorfs::io::{Backend, DirectIo, Region, Settings};
 use tensorfs::loader::{Loader, LoaderConfig, Pages};
 use tensorfs::plan::{Limits, Plan, Target, TensorRequest};
 
 fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
     let settings = Settings {
-        direct: if direct { Direct::Always } else { Direct::Never },
+        direct: if direct { DirectIo::Always } else { DirectIo::Never },
         backend: if threads { Backend::Pread } else { Backend::Auto },
         ..Settings::default()
     };

@@ -114,10 +114,10 @@ const EFFECTS: &[&[&str]] = &[
 /// The only files that may contain `unsafe`: they talk to the kernel or to a device.
 const UNSAFE_FILES: &[&str] = &[
     "src/process.rs",
-    "src/io/arena.rs",
-    "src/io/buffer.rs",
-    "src/io/cached.rs",
-    "src/io/region.rs",
+    "src/io/memory/arena.rs",
+    "src/io/memory/buffer.rs",
+    "src/io/page_cache.rs",
+    "src/io/memory/region.rs",
     "src/io/uring.rs",
     "src/device/cuda.rs",
     "src/device/cuda/pinned.rs",

@@ -8,7 +8,7 @@ use tensorfs::cache::BUDGET_MIN;
 use tensorfs::error::quoted;
 use tensorfs::format::Format;
 use tensorfs::index::Store;
-use tensorfs::io::{Backend, Direct};
+use tensorfs::io::{Backend, DirectIo};
 use tensorfs::open_options::{Links, OpenOptions, Prefer};
 use tensorfs::view::{Files, MapPolicy};
 
@@ -128,7 +128,7 @@ pub struct Options {
     /// What reads sources.
     pub io: Backend,
     /// Whether sources are read past the kernel's page cache.
-    pub direct: Direct,
+    pub direct: DirectIo,
     /// How long a read of a source may take before it fails; none: as long as it takes.
     pub io_timeout: Option<Duration>,
     /// Readahead window of the kernel, in bytes; 0 turns readahead off.
@@ -163,7 +163,7 @@ impl Default for Options {
             contexts: Vec::new(),
             cache: None,
             io: Backend::default(),
-            direct: Direct::default(),
+            direct: DirectIo::default(),
             io_timeout: Some(IO_TIMEOUT),
             readahead: None,
             max_request: None,
@@ -382,9 +382,9 @@ impl Options {
             }
             "direct" => {
                 self.direct = match value {
-                    "auto" => Direct::Auto,
-                    "always" => Direct::Always,
-                    "never" => Direct::Never,
+                    "auto" => DirectIo::Auto,
+                    "always" => DirectIo::Always,
+                    "never" => DirectIo::Never,
                     _ => return Err(bad("auto, always or never")),
                 }
             }
@@ -594,7 +594,7 @@ mod tests {
         );
         let options = options.unwrap();
         assert_eq!(options.cache, Some(128 << 20));
-        assert_eq!((options.io, options.direct), (Backend::Pread, Direct::Never));
+        assert_eq!((options.io, options.direct), (Backend::Pread, DirectIo::Never));
         assert_eq!(options.io_timeout, Some(Duration::from_secs(5)));
         assert_eq!((options.readahead, options.max_request), (Some(1 << 20), Some(4 << 20)));
         assert_eq!(options.assemble, Some("/a,b".into()));

@@ -13,7 +13,7 @@ use tensorfs::Dtype;
 use tensorfs::cast::Cast;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::error::quoted;
-use tensorfs::io::{Backend, Direct, Region, Settings};
+use tensorfs::io::{Backend, DirectIo, Region, Settings};
 use tensorfs::loader::{self as core, LoaderConfig};
 use tensorfs::plan::{self, Limits, TensorRequest};
 use tensorfs::process::PerProcess;
@@ -41,7 +41,7 @@ struct Wanted {
     chunk: u64,
     depth: usize,
     staging: u64,
-    direct: Direct,
+    direct: DirectIo,
     backend: Backend,
     /// Whether reads to a GPU go by cuFile where they can.
     cufile: bool,
@@ -207,9 +207,9 @@ impl Loader {
             depth: depth.unwrap_or(usual.depth),
             staging: staging.unwrap_or(usual.staging),
             direct: match source {
-                "auto" => Direct::Auto,
-                "direct" => Direct::Always,
-                "buffered" => Direct::Never,
+                "auto" => DirectIo::Auto,
+                "direct" => DirectIo::Always,
+                "buffered" => DirectIo::Never,
                 other => return Err(bad(other)),
             },
             backend: match engine {

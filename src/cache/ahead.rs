@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::blocks::{Block, Data};
 use super::{CachedFile, Hole, Inner, State};
-use crate::io::{Lease, Priority};
+use crate::io::{Priority, Reservation};
 use crate::prefetch::{Advice, Request, StreamId};
 
 /// Blocks that are looked at to find one that makes way.
@@ -116,15 +116,16 @@ impl Inner {
             // Enough of the source is on its way: memory is not what lacks.
             let is_put_off = state.loading.refusing(&plan, self.ahead_max()).is_some();
             let may = state.queue.is_empty() && !is_put_off;
-            let lease = may.then(|| self.lease_ahead(&mut state, file, stream, need)).flatten();
-            let lease = lease.ok_or(Refused { from: at, is_put_off })?;
+            let reservation =
+                may.then(|| self.reserve_ahead(&mut state, file, stream, need)).flatten();
+            let reservation = reservation.ok_or(Refused { from: at, is_put_off })?;
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
             let block = Block { end, asked: 0, ahead: true, left: false, data };
             state.of(file).blocks.insert(at, block);
             state.loading.add(&plan);
             drop(state);
             self.counters.prefetched_bytes.add(end - at);
-            self.fetch(file, Hole { start: at, plan, lease }, Priority::Prefetch);
+            self.fetch(file, Hole { start: at, plan, reservation }, Priority::Prefetch);
             at = end;
         }
         Ok(())
@@ -132,13 +133,13 @@ impl Inner {
 
     /// Memory of `need` bytes for what nobody asked for yet. Blocks make way for it that were
     /// read ahead of a reader who went elsewhere, and those that nobody has asked for lately.
-    fn lease_ahead(
+    fn reserve_ahead(
         &self,
         state: &mut State,
         file: &CachedFile,
         stream: StreamId,
         need: u64,
-    ) -> Option<Lease> {
+    ) -> Option<Reservation> {
         let others = self.ahead_max().checked_sub(need)?;
         while self.budget.used() > others {
             let left = file.planner.lock().make_way(stream);
@@ -147,7 +148,7 @@ impl Inner {
                 None => self.evict_stale(state, STALE_TIME).then_some(())?,
             }
         }
-        self.budget.try_lease(need)
+        self.budget.try_reserve(need)
     }
 
     /// Drops the blocks in `range` of which nothing is planned any more; those that are being

@@ -17,18 +17,18 @@ pub(super) struct Queue(VecDeque<Waiting>);
 /// A read that waits, and for what.
 pub(super) struct Waiting {
     pub(super) ask: Ask,
-    pub(super) lack: Lack,
+    pub(super) reason: WaitReason,
 }
 
 /// Why a read could not go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lack {
+pub(super) enum WaitReason {
     /// There is too little memory for it.
     Memory,
     /// This source has too much of it under way.
-    Share(usize),
+    SourceQuota(usize),
     /// Others go first.
-    Turn,
+    Fairness,
 }
 
 impl Queue {
@@ -57,15 +57,17 @@ impl Queue {
     /// an older one would never get what it needs if all others took theirs at once.
     pub(super) fn holds_back(&self, since: Instant, plan: &BlockPlan) -> bool {
         let mut older = self.0.iter().take_while(|waiting| waiting.ask.since < since);
-        older.any(|Waiting { ask, lack }| {
+        older.any(|Waiting { ask, reason }| {
             let waits = ask.since.elapsed();
             waits >= PATIENCE
-                && match lack {
+                && match reason {
                     // Every other second: what a source that stalls has may not come back for
                     // long, and meanwhile the others are to get on with the rest.
-                    Lack::Memory => waits.as_secs() % 2 == 1,
-                    Lack::Share(of) => plan.sources().any(|(source, _)| key(source) == *of),
-                    Lack::Turn => false,
+                    WaitReason::Memory => waits.as_secs() % 2 == 1,
+                    WaitReason::SourceQuota(of) => {
+                        plan.sources().any(|(source, _)| key(source) == *of)
+                    }
+                    WaitReason::Fairness => false,
                 }
         })
     }

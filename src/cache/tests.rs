@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use tempfile::TempDir;
 
 use super::*;
-use crate::io::{Buffer, Direct, Settings};
+use crate::io::{Buffer, DirectIo, Settings};
 
 const MIB: u64 = 1 << 20;
 
@@ -24,7 +24,7 @@ struct Fixture {
 /// A cache of 16 MiB whose reads take memory, whatever the kernel has cached.
 fn fixture() -> Fixture {
     let counters = Arc::new(Counters::default());
-    let settings = Settings { direct: Direct::Always, ..Settings::default() };
+    let settings = Settings { direct: DirectIo::Always, ..Settings::default() };
     let engine = Engine::start(settings, counters.clone());
     let budget = Budget::new(BUDGET_MIN, counters.clone());
     let cache = Cache::start(engine, budget.clone(), counters.clone(), settings.timeout).unwrap();
@@ -56,7 +56,7 @@ impl Fixture {
 
     /// Puts the MiB at `start` of a file into the cache, as if it had been read ahead at `since`.
     fn put(&self, file: &Arc<CachedFile>, start: u64, since: Instant) {
-        let buffer = Buffer::new(MIB as usize, self.budget.try_lease(MIB).unwrap());
+        let buffer = Buffer::new(MIB as usize, self.budget.try_reserve(MIB).unwrap());
         let sources = file.reader.sources().into();
         let data = Data::Ready(Arc::new(Loaded::Gathered(buffer)), sources);
         let block = Block { end: start + MIB, asked: 0, ahead: true, left: false, data };
@@ -154,7 +154,7 @@ fn read_until_one_waits(fixture: &Fixture, file: &Arc<CachedFile>) -> Receiver<V
 fn a_read_that_waits_long_for_much_memory_is_no_longer_overtaken_by_small_ones() {
     let fixture = fixture();
     let (large, small) = (fixture.file("large", 16), fixture.file("small", 16));
-    let held = fixture.budget.try_lease(12 * MIB).unwrap();
+    let held = fixture.budget.try_reserve(12 * MIB).unwrap();
     let first = fixture.read(&large, 0..8 * MIB);
     // Not yet.
     fixture.read(&small, 0..4096).recv_timeout(PATIENCE).unwrap();

@@ -8,7 +8,7 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod cufile;
 #[cfg(feature = "cuda")]
-mod ring;
+mod pinned_pool;
 
 #[cfg(feature = "cuda")]
 pub use cuda::{DeviceMemory, ForeignStream, Gpu, Pinning};
@@ -17,7 +17,7 @@ pub(crate) use cuda::{Entered, Kernels, Rows, Sending, Sent, Stream};
 #[cfg(feature = "cuda")]
 pub(crate) use cufile::{CuFile, Destination, FileHandle, Registered};
 #[cfg(feature = "cuda")]
-pub(crate) use ring::Ring;
+pub(crate) use pinned_pool::PinnedPool;
 
 use crate::error::{DriverCall, Error};
 

@@ -1,34 +1,33 @@
 //! Moving bytes: reads of sources, each from a place in a file to a place in memory.
 //!
-//! `read_all` reads on the calling thread. An `Engine` reads on threads of its own, a lane of
-//! them per device, and answers by callback; each of its reads has a deadline.
+//! `read_all` reads on the calling thread. An `Engine` reads on threads of its own, which
+//! each device has a queue for, and answers by callback; each of its reads has a deadline.
 
-mod arena;
-mod buffer;
-mod cached;
-mod lane;
-mod pool;
+mod deadlines;
+mod device_queue;
+mod memory;
+mod page_cache;
 mod queue;
-mod region;
 #[cfg(test)]
 mod tests;
 mod transfer;
 mod uring;
-mod watch;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-pub use buffer::{Budget, Buffer, Filled, Lease};
-pub use cached::{cached_pages, probe_cachestat};
-pub(crate) use lane::guarded;
-
-pub use region::{Memory, Region};
+pub use deadlines::{Deadlines, NextLook};
+pub(crate) use device_queue::guarded;
+#[cfg(feature = "cuda")]
+pub(crate) use memory::FreeList;
+pub use memory::{Budget, Buffer, LoadedBytes, ReadBuffer, ReadTarget, Region, Reservation};
+pub use page_cache::{cached_pages, probe_cachestat};
 #[cfg(test)]
 pub(crate) use uring::tests::refuse;
 
@@ -36,8 +35,7 @@ use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::source::Source;
 use crate::sync::Mutex;
-use lane::Lane;
-use watch::Watch;
+use device_queue::DeviceQueue;
 
 /// How long a read may take by default.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -117,7 +115,7 @@ pub enum Backend {
 
 /// Whether reads go past the kernel's page cache (O_DIRECT).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Direct {
+pub enum DirectIo {
     /// Those of a local file system that the cache does not hold.
     #[default]
     Auto,
@@ -138,13 +136,13 @@ impl Backend {
     }
 }
 
-impl Direct {
+impl DirectIo {
     /// Its name, as the mount option has it.
     pub fn name(self) -> &'static str {
         match self {
-            Direct::Auto => "auto",
-            Direct::Always => "always",
-            Direct::Never => "never",
+            DirectIo::Auto => "auto",
+            DirectIo::Always => "always",
+            DirectIo::Never => "never",
         }
     }
 }
@@ -155,7 +153,7 @@ pub struct Settings {
     /// How reads are handed to the kernel.
     pub backend: Backend,
     /// Whether they go past the page cache.
-    pub direct: Direct,
+    pub direct: DirectIo,
     /// How long a fetch may take from when a reader asked for it, or, where none had, from when
     /// it was sent to the source; none: for ever.
     pub timeout: Option<Duration>,
@@ -163,13 +161,13 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Settings {
-        let (backend, direct) = (Backend::default(), Direct::default());
+        let (backend, direct) = (Backend::default(), DirectIo::default());
         Settings { backend, direct, timeout: Some(TIMEOUT) }
     }
 }
 
 /// What a fetch calls back.
-pub type Done = Box<dyn FnOnce(Result<Filled>) + Send>;
+pub type FetchCallback = Box<dyn FnOnce(Result<ReadBuffer>) + Send>;
 
 /// Bytes to be read by an engine.
 pub struct Fetch {
@@ -183,15 +181,15 @@ pub struct Fetch {
     pub effort: Effort,
     /// The memory for it: at least `Buffer::len_for` the range. It is taken when the read is
     /// sent.
-    pub lease: Lease,
+    pub target: ReadTarget,
     /// Called once, on a thread of the engine.
-    pub done: Done,
+    pub done: FetchCallback,
 }
 
 /// Names a fetch under way.
 #[derive(Clone)]
 pub struct Ticket {
-    lane: Weak<Lane>,
+    queue: Weak<DeviceQueue>,
     id: u64,
 }
 
@@ -203,19 +201,46 @@ impl fmt::Debug for Ticket {
 
 /// What reads. Clones are handles of one engine, which ends with the last of them.
 #[derive(Clone)]
-pub struct Engine(Arc<Inner>);
+pub struct Engine(Arc<EngineInner>);
 
-struct Inner {
+struct EngineInner {
     settings: Settings,
     counters: Arc<Counters>,
-    /// By device.
-    lanes: Mutex<HashMap<u64, Arc<Lane>>>,
-    watch: Arc<Watch>,
+    queues: Arc<Queues>,
+    deadlines: Deadlines,
 }
 
-impl Drop for Inner {
+impl Drop for EngineInner {
     fn drop(&mut self) {
-        self.watch.close();
+        // The thread of the deadlines answers the reads that are left. Without that thread there
+        // are none.
+        self.queues.closed.store(true, Ordering::SeqCst);
+        self.deadlines.call();
+    }
+}
+
+/// The queues of an engine. The thread of the deadlines has them as well.
+#[derive(Default)]
+struct Queues {
+    by_device: Mutex<HashMap<u64, Arc<DeviceQueue>>>,
+    /// Whether the engine is gone.
+    closed: AtomicBool,
+}
+
+impl Queues {
+    fn all(&self) -> Vec<Arc<DeviceQueue>> {
+        self.by_device.lock().values().cloned().collect()
+    }
+
+    /// Answers overdue reads; all reads once the engine is gone.
+    fn expire(&self) -> NextLook {
+        if self.closed.load(Ordering::SeqCst) {
+            self.by_device.lock().drain().for_each(|(_, queue)| queue.close());
+            return NextLook::Never;
+        }
+        let now = Instant::now();
+        let next = self.all().iter().filter_map(|queue| queue.expire(now)).min();
+        next.map_or(NextLook::WhenCalled, NextLook::At)
     }
 }
 
@@ -228,8 +253,8 @@ impl fmt::Debug for Engine {
 impl Engine {
     /// An engine. Its threads start when they are needed first, so the process may still fork.
     pub fn start(settings: Settings, counters: Arc<Counters>) -> Engine {
-        let (lanes, watch) = (Mutex::default(), Arc::default());
-        Engine(Arc::new(Inner { settings, counters, lanes, watch }))
+        let (queues, deadlines) = (Arc::default(), Deadlines::default());
+        Engine(Arc::new(EngineInner { settings, counters, queues, deadlines }))
     }
 
     /// Reads what the kernel's page cache holds, on the calling thread: never from the disk,
@@ -239,7 +264,7 @@ impl Engine {
     /// # Errors
     /// `Error::Changed` where a source is no longer what it was.
     pub fn read_cached(&self, reads: &mut [Read<'_>]) -> Result<bool> {
-        if self.0.settings.direct == Direct::Always {
+        if self.0.settings.direct == DirectIo::Always {
             return Ok(false);
         }
         let mut files = Vec::with_capacity(reads.len());
@@ -253,7 +278,7 @@ impl Engine {
             }
         }
         for (read, file) in reads.iter_mut().zip(&files) {
-            if !cached::copy_cached(file, read.offset, read.target) {
+            if !page_cache::copy_cached(file, read.offset, read.target) {
                 return Ok(false);
             }
         }
@@ -279,12 +304,12 @@ impl Engine {
         range: &Range<u64>,
         copy: impl FnOnce(&dyn Fn(u64, &mut [u8]) -> bool) -> bool,
     ) -> Result<bool> {
-        if self.0.settings.direct == Direct::Always {
+        if self.0.settings.direct == DirectIo::Always {
             return Ok(false);
         }
         source.check_known()?;
         let Some(file) = open_if_cached(source, range) else { return Ok(false) };
-        if !copy(&|offset, target| cached::copy_cached(&file, offset, target)) {
+        if !copy(&|offset, target| page_cache::copy_cached(&file, offset, target)) {
             return Ok(false);
         }
         source.check_open(&file).map(|()| true)
@@ -292,53 +317,52 @@ impl Engine {
 
     /// Whether the kernel's page cache holds all of `range`, as far as it says. Never waits.
     pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
-        self.0.settings.direct != Direct::Always && open_if_cached(source, range).is_some()
+        self.0.settings.direct != DirectIo::Always && open_if_cached(source, range).is_some()
     }
 
     /// Takes a fetch in. Never waits for a source. `done` is called exactly once, on another
     /// thread, also when the engine ends before; on this one only if the process cannot start
     /// a single thread.
     pub fn submit(&self, fetch: Fetch) -> Ticket {
-        if let Err(e) = self.0.watch.start() {
+        let queues = self.0.queues.clone();
+        if let Err(e) = self.0.deadlines.start("tensorfs-watch", move || queues.expire()) {
             tracing::error!("cannot start the thread that keeps deadlines: {e}");
-            lane::answer(fetch.done, Err(Error::io(fetch.source.path(), "read", e)));
-            return Ticket { lane: Weak::new(), id: 0 };
+            device_queue::answer(fetch.done, Err(Error::io(fetch.source.path(), "read", e)));
+            return Ticket { queue: Weak::new(), id: 0 };
         }
-        let lane = self.lane(&fetch.source);
-        let id = lane.submit(fetch);
+        let queue = self.queue_of(&fetch.source);
+        let id = queue.submit(fetch);
         if self.0.settings.timeout.is_some() {
-            self.0.watch.submitted();
+            self.0.deadlines.added();
         }
-        Ticket { lane: Arc::downgrade(&lane), id }
+        Ticket { queue: Arc::downgrade(&queue), id }
     }
 
     /// A reader waits for it from now on: a fetch that was not sent yet goes before those that
     /// no one waits for, and its deadline counts from now.
     pub fn promote(&self, ticket: &Ticket) {
-        if let Some(lane) = ticket.lane.upgrade() {
-            lane.promote(ticket.id);
+        if let Some(queue) = ticket.queue.upgrade() {
+            queue.promote(ticket.id);
         }
     }
 
     /// What is used to read, for people.
     pub fn describe(&self) -> Value {
-        let lanes: Vec<Arc<Lane>> = self.0.lanes.lock().values().cloned().collect();
+        let queues = self.0.queues.all();
         json!({
             "timeout_s": self.0.settings.timeout.map(|timeout| timeout.as_secs_f64()),
-            "lanes": lanes.iter().map(|lane| lane.describe()).collect::<Vec<_>>(),
+            "lanes": queues.iter().map(|queue| queue.describe()).collect::<Vec<_>>(),
         })
     }
 
-    fn lane(&self, source: &Arc<Source>) -> Arc<Lane> {
-        let mut lanes = self.0.lanes.lock();
+    fn queue_of(&self, source: &Arc<Source>) -> Arc<DeviceQueue> {
         let inner = &self.0;
-        let lane = lanes.entry(source.identity().dev).or_insert_with(|| {
-            let lane = Lane::new(source, inner.settings, inner.counters.clone(), &inner.watch);
-            let lane = Arc::new(lane);
-            inner.watch.add(lane.clone());
-            lane
+        let mut queues = inner.queues.by_device.lock();
+        let queue = queues.entry(source.identity().dev).or_insert_with(|| {
+            let (counters, deadlines) = (inner.counters.clone(), inner.deadlines.clone());
+            Arc::new(DeviceQueue::new(source, inner.settings, counters, deadlines, uring::drive))
         });
-        lane.clone()
+        queue.clone()
     }
 }
 
@@ -347,12 +371,12 @@ impl Engine {
 /// # Errors
 /// Why not, as the kernel says it.
 pub fn probe_uring() -> std::io::Result<()> {
-    uring::Ring::new().map(drop)
+    uring::probe()
 }
 
 /// The open file of a local source whose `range` the page cache holds.
 fn open_if_cached(source: &Arc<Source>, range: &Range<u64>) -> Option<Arc<std::fs::File>> {
     let file = source.file_system().is_local().then(|| source.open_file())??;
-    let (cached, pages) = cached::cached_pages(&file, range)?;
+    let (cached, pages) = page_cache::cached_pages(&file, range)?;
     (cached >= pages).then_some(file)
 }

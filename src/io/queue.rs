@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::buffer::{Lease, Share};
-use super::{Done, Effort, Fetch, Priority};
+use super::memory::{ReadTarget, ReservedBytes};
+use super::{Effort, Fetch, FetchCallback, Priority};
 use crate::source::Source;
 
 /// Most reads of a device that the kernel has at a time, overdue ones included.
@@ -24,18 +24,18 @@ pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
 /// A fetch for a backend to carry out.
-pub(super) struct Job {
+pub(super) struct ReadJob {
     pub(super) id: u64,
     pub(super) source: Arc<Source>,
     pub(super) range: Range<u64>,
-    pub(super) lease: Lease,
+    pub(super) target: ReadTarget,
 }
 
 /// A fetch that was not answered in time, or never will be.
 pub(super) struct Failed {
     pub(super) source: Arc<Source>,
     pub(super) offset: u64,
-    pub(super) done: Done,
+    pub(super) done: FetchCallback,
 }
 
 /// A fetch from its submission until it has left the kernel.
@@ -47,14 +47,14 @@ struct Flight {
     since: Instant,
     /// How much the answer takes, as far as is known: more once a reader waits.
     effort: Effort,
-    place: Place,
+    stage: FlightStage,
     /// None once it was answered because it is overdue.
-    done: Option<Done>,
+    done: Option<FetchCallback>,
 }
 
-enum Place {
-    Queued(Priority, Lease),
-    Sent(Arc<Share>),
+enum FlightStage {
+    Queued(Priority, ReadTarget),
+    Sent(Arc<ReservedBytes>),
 }
 
 /// The fetches of one source.
@@ -76,7 +76,7 @@ impl OfSource {
 
 /// All fetches of a device. Numbers are given in the order of submission.
 #[derive(Default)]
-pub(super) struct Queue {
+pub(super) struct FetchQueue {
     next_id: u64,
     flights: BTreeMap<u64, Flight>,
     /// By the address of the source, which its flights keep alive.
@@ -91,18 +91,18 @@ fn key(source: &Arc<Source>) -> usize {
     Arc::as_ptr(source) as usize
 }
 
-impl Queue {
+impl FetchQueue {
     /// Takes a fetch in and gives it a number.
     pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
-        let Fetch { source, range, priority, effort, lease, done } = fetch;
+        let Fetch { source, range, priority, effort, target, done } = fetch;
         let effort = if priority == Priority::Demand { effort.awaited() } else { effort };
         let id = self.next_id;
         self.next_id += 1;
         let key = key(&source);
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
-        let place = Place::Queued(priority, lease);
+        let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
-        self.flights.insert(id, Flight { source, range, since: now, effort, place, done });
+        self.flights.insert(id, Flight { source, range, since: now, effort, stage, done });
         self.refresh(key);
         id
     }
@@ -113,7 +113,7 @@ impl Queue {
             return;
         };
         flight.effort = flight.effort.awaited();
-        if let Place::Queued(priority @ Priority::Prefetch, _) = &mut flight.place {
+        if let FlightStage::Queued(priority @ Priority::Prefetch, _) = &mut flight.stage {
             *priority = Priority::Demand;
             flight.since = now;
             let key = key(&flight.source);
@@ -134,16 +134,16 @@ impl Queue {
     }
 
     /// The fetch to send next, which from now on counts as sent.
-    pub(super) fn pick(&mut self, now: Instant) -> Option<Job> {
+    pub(super) fn pick(&mut self, now: Instant) -> Option<ReadJob> {
         if !self.may_send() {
             return None;
         }
         let id = *self.ready.iter().find_map(|ready| ready.first())?;
         let flight = self.flights.get_mut(&id)?;
         let (source, range) = (flight.source.clone(), flight.range.clone());
-        let (key, priority) = match &flight.place {
-            Place::Queued(priority, _) => (key(&source), *priority),
-            Place::Sent(_) => return None,
+        let (key, priority) = match &flight.stage {
+            FlightStage::Queued(priority, _) => (key(&source), *priority),
+            FlightStage::Sent(_) => return None,
         };
         if priority == Priority::Prefetch {
             flight.since = now;
@@ -152,15 +152,15 @@ impl Queue {
         of_source.queued[priority as usize].remove(&id);
         of_source.sent += 1;
         self.sent += 1;
-        let lease = match &flight.place {
-            Place::Queued(_, lease) => Place::Sent(lease.share()),
-            Place::Sent(_) => return None,
+        let sent = match &flight.stage {
+            FlightStage::Queued(_, target) => FlightStage::Sent(target.reserved()),
+            FlightStage::Sent(_) => return None,
         };
-        let Place::Queued(_, lease) = std::mem::replace(&mut flight.place, lease) else {
+        let FlightStage::Queued(_, target) = std::mem::replace(&mut flight.stage, sent) else {
             return None;
         };
         self.refresh(key);
-        Some(Job { id, source, range, lease })
+        Some(ReadJob { id, source, range, target })
     }
 
     /// Whether the answer to a fetch takes long.
@@ -169,7 +169,7 @@ impl Queue {
     }
 
     /// Strikes out a sent fetch that has come back; whom to answer, unless that is done.
-    pub(super) fn finish(&mut self, id: u64) -> Option<Done> {
+    pub(super) fn finish(&mut self, id: u64) -> Option<FetchCallback> {
         let flight = self.flights.remove(&id)?;
         let key = key(&flight.source);
         let of_source = self.sources.entry(key).or_default();
@@ -201,7 +201,7 @@ impl Queue {
 
     /// The fetches that were not sent yet.
     pub(super) fn fail_queued(&mut self) -> Vec<Failed> {
-        let queued = |flight: &Flight| matches!(flight.place, Place::Queued(..));
+        let queued = |flight: &Flight| matches!(flight.stage, FlightStage::Queued(..));
         let ids: Vec<u64> =
             self.flights.iter().filter(|(_, f)| queued(f)).map(|(id, _)| *id).collect();
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
@@ -212,13 +212,13 @@ impl Queue {
         let done = flight.done.take()?;
         let (source, offset) = (flight.source.clone(), flight.range.start);
         let of_source = self.sources.entry(key(&source)).or_default();
-        match &flight.place {
-            Place::Sent(share) => {
+        match &flight.stage {
+            FlightStage::Sent(share) => {
                 share.forfeit();
                 of_source.stuck += 1;
                 self.stuck += 1;
             }
-            Place::Queued(priority, _) => {
+            FlightStage::Queued(priority, _) => {
                 of_source.queued[*priority as usize].remove(&id);
                 self.flights.remove(&id);
             }

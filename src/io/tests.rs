@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use super::queue::{Queue, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
+use super::queue::{FetchQueue, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
 use super::*;
 
 mod answers;
@@ -68,7 +68,7 @@ fn budget(limit: u64) -> Budget {
     Budget::new(limit, Arc::default())
 }
 
-fn engine(backend: Backend, direct: Direct) -> (Engine, Arc<Counters>) {
+fn engine(backend: Backend, direct: DirectIo) -> (Engine, Arc<Counters>) {
     let counters = Arc::new(Counters::default());
     let settings = Settings { backend, direct, ..Settings::default() };
     (Engine::start(settings, counters.clone()), counters)
@@ -80,15 +80,16 @@ fn fetch(
     range: Range<u64>,
     priority: Priority,
     budget: &Budget,
-) -> (Fetch, Receiver<Result<Filled>>) {
+) -> (Fetch, Receiver<Result<ReadBuffer>>) {
     let (sender, receiver) = channel();
-    let lease = budget.try_lease(Buffer::len_for(&range)).expect("within the budget");
-    let done: Done = Box::new(move |result| drop(sender.send(result)));
+    let reservation = budget.try_reserve(Buffer::len_for(&range)).expect("within the budget");
+    let done: FetchCallback = Box::new(move |result| drop(sender.send(result)));
     let (source, effort) = (source.clone(), Effort::AsAwaited);
-    (Fetch { source, range, priority, effort, lease, done }, receiver)
+    let target = reservation.into();
+    (Fetch { source, range, priority, effort, target, done }, receiver)
 }
 
-fn get(engine: &Engine, source: &Arc<Source>, range: Range<u64>) -> Result<Filled> {
+fn get(engine: &Engine, source: &Arc<Source>, range: Range<u64>) -> Result<ReadBuffer> {
     let (fetch, result) = fetch(source, range, Priority::Demand, &budget(64 << 20));
     engine.submit(fetch);
     result.recv_timeout(PATIENCE).expect("an answer")
@@ -103,7 +104,7 @@ fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
 }
 
 const BACKENDS: [Backend; 2] = [Backend::Uring, Backend::Pread];
-const DIRECTS: [Direct; 3] = [Direct::Auto, Direct::Always, Direct::Never];
+const DIRECTS: [DirectIo; 3] = [DirectIo::Auto, DirectIo::Always, DirectIo::Never];
 
 #[test]
 fn every_backend_reads_the_very_bytes_of_any_range() {
@@ -120,10 +121,10 @@ fn every_backend_reads_the_very_bytes_of_any_range() {
                 let start = rng.below(contents.len() as u64);
                 let most = [1, 100, 5000, 1 << 20][rng.below(4) as usize];
                 let end = (start + 1 + rng.below(most)).min(contents.len() as u64);
-                let Some(lease) = budget.try_lease(Buffer::len_for(&(start..end))) else {
+                let Some(reservation) = budget.try_reserve(Buffer::len_for(&(start..end))) else {
                     continue;
                 };
-                drop(lease);
+                drop(reservation);
                 let (fetch, result) = fetch(&source, start..end, Priority::Prefetch, &budget);
                 engine.submit(fetch);
                 waiting.push((start..end, result));
@@ -133,7 +134,7 @@ fn every_backend_reads_the_very_bytes_of_any_range() {
                 let wanted = &contents[range.start as usize..range.end as usize];
                 assert!(*filled == *wanted, "{backend:?} {direct:?} {range:?}");
             }
-            if direct == Direct::Never {
+            if direct == DirectIo::Never {
                 assert_eq!(counters.source_reads_direct.get(), 0);
             }
             assert_eq!(counters.source_reads_now.get(), 0);
@@ -149,7 +150,7 @@ fn the_last_bytes_of_a_file_come_past_the_page_cache_too() {
             let (path, source) = file(&folder, &at.to_string(), &contents);
             make_cold(&path);
             for backend in BACKENDS {
-                let (engine, _) = engine(backend, Direct::Always);
+                let (engine, _) = engine(backend, DirectIo::Always);
                 let last = len as u64 - 1..len as u64;
                 assert_eq!(*get(&engine, &source, last).unwrap(), contents[len - 1..]);
                 assert_eq!(*get(&engine, &source, 0..len as u64).unwrap(), *contents);
@@ -164,9 +165,9 @@ fn cold_bytes_are_read_past_the_page_cache_and_leave_it_cold() {
     let contents = bytes(4 << 20, 5);
     let (path, source) = file(&folder, "a", &contents);
     make_cold(&path);
-    let (engine, counters) = engine(Backend::Auto, Direct::Auto);
+    let (engine, counters) = engine(Backend::Auto, DirectIo::Auto);
     let range = 0..contents.len() as u64;
-    if cached::cached_pages(&File::open(&path).unwrap(), &range).is_none_or(|(n, _)| n > 0) {
+    if page_cache::cached_pages(&File::open(&path).unwrap(), &range).is_none_or(|(n, _)| n > 0) {
         eprintln!("skipped: the kernel keeps or does not tell what it caches");
         return;
     }
@@ -177,7 +178,7 @@ fn cold_bytes_are_read_past_the_page_cache_and_leave_it_cold() {
         return;
     }
     assert!(counters.source_reads_direct.get() > 0);
-    assert_eq!(cached::cached_pages(&source.file().unwrap(), &range), Some((0, 1024)));
+    assert_eq!(page_cache::cached_pages(&source.file().unwrap(), &range), Some((0, 1024)));
 }
 
 #[test]
@@ -185,7 +186,7 @@ fn cached_bytes_are_copied_at_once_and_cold_ones_are_neither_read_nor_waited_for
     let folder = tempfile::tempdir().unwrap();
     let contents = bytes(2 << 20, 5);
     let (path, source) = file(&folder, "a", &contents);
-    let (engine, counters) = engine(Backend::Auto, Direct::Auto);
+    let (engine, counters) = engine(Backend::Auto, DirectIo::Auto);
     let range = 0..contents.len() as u64;
     if !engine.is_cached(&source, &range) {
         eprintln!("skipped: the kernel does not tell what it caches");
@@ -208,7 +209,7 @@ fn cached_bytes_are_copied_at_once_and_cold_ones_are_neither_read_nor_waited_for
     let mut reads = [Read { source: &source, offset: 0, target: &mut b }];
     assert!(!engine.read_cached(&mut reads).unwrap());
     let file = source.file().unwrap();
-    assert_eq!(cached::cached_pages(&file, &range).unwrap().0, 0, "readahead was started");
+    assert_eq!(page_cache::cached_pages(&file, &range).unwrap().0, 0, "readahead was started");
 }
 
 #[test]
@@ -242,7 +243,7 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
     let contents = bytes(8 << 20, 11);
     let sources: Vec<_> = (0..5).map(|n| file(&folder, &n.to_string(), &contents).1).collect();
     for backend in BACKENDS {
-        let (engine, _) = engine(backend, Direct::Auto);
+        let (engine, _) = engine(backend, DirectIo::Auto);
         let budget = budget(4 << 20);
         let answers: Arc<Vec<AtomicUsize>> =
             Arc::new((0..4000).map(|_| AtomicUsize::new(0)).collect());
@@ -250,23 +251,23 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
         for n in 0..answers.len() {
             let start = rng.below(contents.len() as u64 - 70_000);
             let range = start..start + 1 + rng.below(70_000);
-            let mut lease = None;
+            let mut reservation = None;
             wait_until("room in the budget", || {
-                lease = budget.try_lease(Buffer::len_for(&range));
-                lease.is_some()
+                reservation = budget.try_reserve(Buffer::len_for(&range));
+                reservation.is_some()
             });
             assert!(budget.used() <= budget.limit());
             let wanted = contents[range.start as usize..range.end as usize].to_vec();
             let counts = answers.clone();
-            let done: Done = Box::new(move |result| {
+            let done: FetchCallback = Box::new(move |result| {
                 assert!(*result.unwrap() == *wanted);
                 counts[n].fetch_add(1, Ordering::SeqCst);
             });
             let priority = if n % 3 == 0 { Priority::Demand } else { Priority::Prefetch };
             let source = sources[n % sources.len()].clone();
-            let lease = lease.expect("just got");
+            let target = reservation.expect("just got").into();
             let effort = Effort::AsAwaited;
-            let ticket = engine.submit(Fetch { source, range, priority, effort, lease, done });
+            let ticket = engine.submit(Fetch { source, range, priority, effort, target, done });
             if n % 7 == 0 {
                 engine.promote(&ticket);
             }
@@ -307,7 +308,7 @@ fn a_callback_that_panics_ends_neither_its_thread_nor_the_engine() {
     let contents = bytes(100_000, 1);
     let (_, source) = file(&folder, "a", &contents);
     for backend in BACKENDS {
-        let (engine, _) = engine(backend, Direct::Auto);
+        let (engine, _) = engine(backend, DirectIo::Auto);
         for _ in 0..100 {
             let (mut fetch, _result) = fetch(&source, 0..10, Priority::Demand, &budget(1 << 20));
             fetch.done = Box::new(|_| panic!("as the test wants it"));
@@ -323,7 +324,7 @@ fn when_the_engine_ends_every_fetch_is_answered_and_its_threads_go() {
     let (path, source) = file(&folder, "a", &bytes(32 << 20, 1));
     for backend in BACKENDS {
         make_cold(&path);
-        let (engine, _) = engine(backend, Direct::Auto);
+        let (engine, _) = engine(backend, DirectIo::Auto);
         let budget = budget(64 << 20);
         let results: Vec<_> = (0..32)
             .map(|n| {
@@ -348,7 +349,7 @@ fn an_error_of_the_disk_keeps_its_number_and_file_and_o_direct_is_not_insisted_o
     // A regular file whose unmapped parts cannot be read.
     let path = PathBuf::from(format!("/proc/{}/mem", std::process::id()));
     let source = Source::open(&path).unwrap();
-    let (engine, counters) = engine(Backend::Auto, Direct::Always);
+    let (engine, counters) = engine(Backend::Auto, DirectIo::Always);
     let error = get(&engine, &source, 0..10).unwrap_err();
     assert!(error.to_string().contains("/mem: cannot read"), "{error}");
     let Error::Io { source: reason, .. } = error else { panic!("{error}") };
@@ -406,10 +407,13 @@ fn a_fetch_past_its_deadline_fails_at_once_and_its_memory_lives_until_it_is_back
 }
 
 /// A queue with fetches of `n` sources, and what their callbacks said.
-fn queue_of(n: usize, each: u64) -> (Queue, Vec<Arc<Source>>, Budget, TempDir, Arc<AtomicUsize>) {
+fn queue_of(
+    n: usize,
+    each: u64,
+) -> (FetchQueue, Vec<Arc<Source>>, Budget, TempDir, Arc<AtomicUsize>) {
     let folder = tempfile::tempdir().unwrap();
     let budget = budget(1 << 30);
-    let mut queue = Queue::default();
+    let mut queue = FetchQueue::default();
     let sources: Vec<_> = (0..n).map(|n| file(&folder, &n.to_string(), b"x").1).collect();
     let answers = Arc::new(AtomicUsize::new(0));
     for source in &sources {
@@ -462,7 +466,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
     let failed = queue.expire(Instant::now(), Duration::ZERO);
     assert_eq!((failed.len(), queue.stuck(), queue.queued()), (100, 6, 0));
     for failed in failed {
-        lane::answer(failed.done, Err(Error::internal("")));
+        device_queue::answer(failed.done, Err(Error::internal("")));
     }
     assert_eq!(answers.load(Ordering::SeqCst), 100);
     // What was queued is free, and what is stuck does not count although it is still held.
@@ -515,9 +519,9 @@ fn the_time_of_what_a_reader_waits_for_includes_the_queue_whoever_joins_it() {
 fn a_budget_is_never_passed_and_kept_memory_counts() {
     let counters = Arc::new(Counters::default());
     let budget = Budget::new(1 << 20, counters.clone());
-    assert!(budget.try_lease((1 << 20) + 1).is_none());
-    let mut whole = budget.try_lease(1 << 20).unwrap();
-    assert!(budget.try_lease(1).is_none());
+    assert!(budget.try_reserve((1 << 20) + 1).is_none());
+    let mut whole = budget.try_reserve(1 << 20).unwrap();
+    assert!(budget.try_reserve(1).is_none());
     let part = whole.split(256 << 10);
     assert_eq!((part.len(), whole.len()), (256 << 10, 768 << 10));
     let mut buffer = Buffer::new(200_000, part);
@@ -525,18 +529,18 @@ fn a_budget_is_never_passed_and_kept_memory_counts() {
     assert!(buffer.iter().all(|byte| *byte == 0));
     buffer[199_999] = 1;
     // What the buffer does not need has gone back.
-    assert_eq!((buffer.leased(), budget.used()), (200_704, (768 << 10) + 200_704));
+    assert_eq!((buffer.reserved(), budget.used()), (200_704, (768 << 10) + 200_704));
     let start = buffer.as_ptr();
     drop(buffer);
     drop(whole);
     assert_eq!((budget.used(), counters.cache_bytes_now.get()), (0, 0));
     // The same memory again.
-    let again = Buffer::new(190_000, budget.try_lease(192_512).unwrap());
-    assert_eq!((again.as_ptr(), again.leased()), (start, 192_512));
+    let again = Buffer::new(190_000, budget.try_reserve(192_512).unwrap());
+    assert_eq!((again.as_ptr(), again.reserved()), (start, 192_512));
     budget.trim();
     drop(again);
     budget.trim();
-    let buffer = Buffer::new(1 << 20, budget.try_lease(1 << 20).unwrap());
+    let buffer = Buffer::new(1 << 20, budget.try_reserve(1 << 20).unwrap());
     assert!(buffer.iter().all(|byte| *byte == 0));
     assert_eq!(budget.used(), 1 << 20);
 }

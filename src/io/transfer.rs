@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use nix::libc;
 
-use super::buffer::{ALIGN, Buffer, Filled, pages_around};
-use super::lane::Job;
-use super::{Direct, cached};
+use super::memory::{ALIGN, Buffer, ReadBuffer, pages_around};
+use super::queue::ReadJob;
+use super::{DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
 use crate::source::Source;
 
@@ -54,15 +54,15 @@ pub(super) enum Next {
 
 impl Transfer {
     /// Opens what is needed and decides how to read. May wait for the file system.
-    pub(super) fn begin(job: Job, direct: Direct) -> Result<Transfer> {
-        let Job { source, range, lease, .. } = job;
+    pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
+        let ReadJob { source, range, target, .. } = job;
         source.check_known()?;
         let file = source.file()?;
         let past_cache = match direct {
-            Direct::Never => false,
-            Direct::Always => true,
-            Direct::Auto if !source.file_system().is_local() => false,
-            Direct::Auto => !is_mostly_cached(&file, &range),
+            DirectIo::Never => false,
+            DirectIo::Always => true,
+            DirectIo::Auto if !source.file_system().is_local() => false,
+            DirectIo::Auto => !is_mostly_cached(&file, &range),
         };
         let direct = if past_cache { source.direct_file(&file) } else { None };
         let refused = past_cache && direct.is_none();
@@ -70,7 +70,7 @@ impl Transfer {
         let start = around.start;
         let len = (around.end - start) as usize;
         let buffer =
-            Buffer::try_new(len, lease).map_err(|e| Error::io(source.path(), "read", e))?;
+            Buffer::try_new(len, target).map_err(|e| Error::io(source.path(), "read", e))?;
         let wanted = (range.start - start) as usize..(range.end - start) as usize;
         let have = if direct.is_some() { 0 } else { wanted.start };
         let began = Instant::now();
@@ -144,18 +144,18 @@ impl Transfer {
     }
 
     /// The bytes, if the file is still what it was.
-    pub(super) fn finish(self) -> Result<Filled> {
+    pub(super) fn finish(self) -> Result<ReadBuffer> {
         self.source.check_open(&self.file)?;
         if self.source.set_stalled(false) {
             tracing::info!("{}: is read again", shown_path(self.source.path()));
         }
-        let mut filled = Filled::new(self.buffer, self.wanted);
+        let mut filled = ReadBuffer::new(self.buffer, self.wanted);
         filled.began = self.began;
         Ok(filled)
     }
 }
 
 fn is_mostly_cached(file: &File, range: &Range<u64>) -> bool {
-    let cached = cached::cached_pages(file, range);
+    let cached = page_cache::cached_pages(file, range);
     cached.is_some_and(|(cached, of)| of.saturating_sub(cached) * CACHED_PARTS <= of)
 }

@@ -1,17 +1,16 @@
-//! The backend for reads past the page cache: one thread per lane, all of them in one io_uring.
+//! The backend for reads past the page cache: one thread per queue, all of them in one io_uring.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use nix::libc;
-use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::lane::{Job, Lane, Work, guarded};
-use super::queue::SENT_MAX;
+use super::device_queue::{DeviceQueue, NextWork, Waker, guarded};
+use super::queue::{ReadJob, SENT_MAX};
 use super::transfer::{Next, Transfer};
 use crate::error::Error;
 
@@ -27,55 +26,36 @@ const SUBMIT_TRIES: u32 = 200;
 /// How long to wait in between.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(10);
 
-/// Wakes the thread that waits in a ring.
-pub(super) struct Waker(EventFd);
-
-impl Waker {
-    fn new() -> io::Result<Waker> {
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(Waker(EventFd::from_value_and_flags(0, flags)?))
-    }
-
-    pub(super) fn wake(&self) {
-        // It fails only where 2^64 - 2 calls wait: then it is awake anyway.
-        let _ = self.0.write(1);
-    }
-
-    fn clear(&self) {
-        let _ = self.0.read();
-    }
-}
-
 /// A ring, and what the kernel holds memory of.
-pub(super) struct Ring {
+struct UringDriver {
     uring: IoUring,
     waker: Arc<Waker>,
-    slots: Vec<Option<Slot>>,
+    slots: Vec<Option<UringSlot>>,
     free: Vec<usize>,
     /// Reads that the kernel has.
     sent: usize,
 }
 
-struct Slot {
+struct UringSlot {
     id: u64,
     transfer: Transfer,
     /// Whether the kernel is to read it on a thread of its own at once.
     on_worker: bool,
 }
 
-impl Drop for Ring {
+impl Drop for UringDriver {
     fn drop(&mut self) {
         // The kernel may still write there: such memory is never freed.
         self.slots.drain(..).flatten().for_each(std::mem::forget);
     }
 }
 
-impl Ring {
+impl UringDriver {
     /// Sets up a ring for the calling thread.
     ///
     /// # Errors
     /// Where the kernel has no io_uring that is good enough, or does not let this process use it.
-    pub(super) fn new() -> io::Result<Ring> {
+    fn new() -> io::Result<UringDriver> {
         let uring = build()?;
         let mut probe = Probe::new();
         uring.submitter().register_probe(&mut probe)?;
@@ -90,14 +70,10 @@ impl Ring {
         let _ = uring.submitter().register_iowq_max_workers(&mut [SENT_MAX as u32, 0]);
         let waker = Arc::new(Waker::new()?);
         let slots = (0..SENT_MAX).map(|_| None).collect();
-        let mut ring = Ring { uring, waker, slots, free: (0..SENT_MAX).collect(), sent: 0 };
+        let mut ring = UringDriver { uring, waker, slots, free: (0..SENT_MAX).collect(), sent: 0 };
         ring.poll()?;
         ring.uring.submit()?;
         Ok(ring)
-    }
-
-    pub(super) fn waker(&self) -> Arc<Waker> {
-        self.waker.clone()
     }
 
     fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
@@ -108,7 +84,7 @@ impl Ring {
 
     /// Watches for `Waker::wake`, once.
     fn poll(&mut self) -> io::Result<()> {
-        let fd = types::Fd(self.waker.0.as_fd().as_raw_fd());
+        let fd = types::Fd(self.waker.fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WAKE);
         self.push(&entry)
     }
@@ -171,79 +147,94 @@ fn build() -> io::Result<IoUring> {
     }
 }
 
-/// Carries out the reads of `lane` until it is closed and the kernel has given everything back.
+/// Whether a ring can be set up here.
 ///
 /// # Errors
-/// Where the ring is of no use any more. All its reads were then answered.
-pub(super) fn run(lane: &Arc<Lane>, mut ring: Ring) -> io::Result<()> {
-    let ended = catch_unwind(AssertUnwindSafe(|| serve(lane, &mut ring)));
-    let error = match ended {
-        Ok(Ok(())) => return Ok(()),
-        Ok(Err(e)) => e,
-        Err(_) => io::Error::other("it panicked"),
-    };
-    // Their memory stays with the ring, which leaks it.
-    let mut ids = Vec::new();
-    for Slot { id, transfer, .. } in ring.slots.iter().flatten() {
-        transfer.write_off();
-        ids.push(*id);
-    }
-    for id in ids {
-        let error = Error::internal("reading failed by an error of io_uring: see the log");
-        lane.finish(id, Err(error));
-    }
-    Err(error)
+/// The reason why not.
+pub(super) fn probe() -> io::Result<()> {
+    UringDriver::new().map(drop)
 }
 
-fn serve(lane: &Arc<Lane>, ring: &mut Ring) -> io::Result<()> {
+/// Carries out the reads of `queue` in a ring, until the queue is closed and the kernel has given
+/// everything back.
+///
+/// # Errors
+/// Where there is no ring, or none any more. All its reads were then answered.
+pub(super) fn drive(queue: &Arc<DeviceQueue>) -> io::Result<()> {
+    let mut ring = UringDriver::new()?;
+    queue.ring_begins(ring.waker.clone());
+    let ended = catch_unwind(AssertUnwindSafe(|| serve(queue, &mut ring)));
+    let outcome = ended.unwrap_or_else(|_| Err(io::Error::other("it panicked")));
+    if outcome.is_err() {
+        // Their memory stays with the ring, which leaks it.
+        let mut ids = Vec::new();
+        for UringSlot { id, transfer, .. } in ring.slots.iter().flatten() {
+            transfer.write_off();
+            ids.push(*id);
+        }
+        for id in ids {
+            let error = Error::internal("reading failed by an error of io_uring: see the log");
+            queue.finish(id, Err(error));
+        }
+    }
+    queue.ring_ends();
+    outcome
+}
+
+fn serve(queue: &Arc<DeviceQueue>, ring: &mut UringDriver) -> io::Result<()> {
     let mut back = Vec::with_capacity(ENTRIES as usize);
     loop {
         // Never more than SENT_MAX at a time, so there is a slot for each.
         loop {
-            match lane.next_for_ring(ring.sent == 0) {
-                Work::Job(job) => take(lane, ring, job)?,
-                Work::None | Work::Handed(..) | Work::Over(_) => break,
-                Work::End => return Ok(()),
+            match queue.next_for_ring(ring.sent == 0) {
+                NextWork::ReadJob(job) => take(queue, ring, job)?,
+                NextWork::None | NextWork::Handed(..) | NextWork::CompletedRead(_) => break,
+                NextWork::End => return Ok(()),
             }
         }
         ring.submit_and_wait()?;
-        lane.ring_is_awake();
+        queue.ring_is_awake();
         back.extend(ring.uring.completion().map(|entry| (entry.user_data(), entry.result())));
         for (at, result) in back.drain(..) {
             if at == WAKE {
                 ring.waker.clear();
                 ring.poll()?;
             } else {
-                came_back(lane, ring, at as usize, result)?;
+                came_back(queue, ring, at as usize, result)?;
             }
         }
     }
 }
 
 /// Begins a job and sends its first read.
-fn take(lane: &Arc<Lane>, ring: &mut Ring, job: Job) -> io::Result<()> {
+fn take(queue: &Arc<DeviceQueue>, ring: &mut UringDriver, job: ReadJob) -> io::Result<()> {
     let id = job.id;
     let at = ring.free.pop().expect("the queue gives out no more than there are slots");
-    match guarded(|| Transfer::begin(job, lane.settings.direct)) {
+    match guarded(|| Transfer::begin(job, queue.settings.direct)) {
         Ok(transfer) if transfer.is_direct() => {
-            ring.slots[at] = Some(Slot { id, transfer, on_worker: false });
+            ring.slots[at] = Some(UringSlot { id, transfer, on_worker: false });
             ring.send(at)
         }
         Ok(transfer) => {
             ring.free.push(at);
-            lane.hand_over(id, transfer);
+            queue.hand_over(id, transfer);
             Ok(())
         }
         Err(e) => {
             ring.free.push(at);
-            lane.finish(id, Err(e));
+            queue.finish(id, Err(e));
             Ok(())
         }
     }
 }
 
 /// Takes the result of a slot's read, and sends the next or answers.
-fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::Result<()> {
+fn came_back(
+    queue: &Arc<DeviceQueue>,
+    ring: &mut UringDriver,
+    at: usize,
+    result: i32,
+) -> io::Result<()> {
     ring.sent -= 1;
     let Some(slot) = ring.slots.get_mut(at).and_then(Option::as_mut) else {
         return Err(io::Error::other("a completion of no read"));
@@ -254,16 +245,16 @@ fn came_back(lane: &Arc<Lane>, ring: &mut Ring, at: usize, result: i32) -> io::R
     };
     // The kernel would have had to wait, and this ring cannot: a thread of the kernel can.
     slot.on_worker |= result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
-    lane.count_read(&slot.transfer, &result);
+    queue.count_read(&slot.transfer, &result);
     let next = slot.transfer.advance(result);
     if matches!(next, Next::Read) && slot.transfer.is_direct() {
         return ring.send(at);
     }
-    if let Some(Slot { id, transfer, .. }) = ring.slots[at].take() {
+    if let Some(UringSlot { id, transfer, .. }) = ring.slots[at].take() {
         ring.free.push(at);
         match next {
-            Next::Read => lane.hand_over(id, transfer),
-            Next::End(result) => lane.over(id, transfer, result),
+            Next::Read => queue.hand_over(id, transfer),
+            Next::End(result) => queue.over(id, transfer, result),
         }
     }
     Ok(())
@@ -313,13 +304,13 @@ pub(super) mod tests {
         File::create(&path).unwrap().write_all(b"right bytes").unwrap();
         let (source, range) = (Source::open(&path).unwrap(), 6..11);
         let budget = Budget::new(1 << 20, Arc::new(Counters::default()));
-        let lease = budget.try_lease(Buffer::len_for(&range)).unwrap();
+        let target = budget.try_reserve(Buffer::len_for(&range)).unwrap().into();
         let (sender, receiver) = channel();
-        let done = Box::new(move |result: crate::Result<crate::io::Filled>| {
+        let done = Box::new(move |result: crate::Result<crate::io::ReadBuffer>| {
             sender.send(result.map(|b| b.to_vec()).map_err(|e| e.to_string())).unwrap();
         });
         let (priority, effort) = (Priority::Demand, Effort::AsAwaited);
-        engine.submit(Fetch { source, range, priority, effort, lease, done });
+        engine.submit(Fetch { source, range, priority, effort, target, done });
         receiver.recv_timeout(Duration::from_secs(30)).unwrap()
     }
 
@@ -335,9 +326,9 @@ pub(super) mod tests {
             thread.join().unwrap()
         });
         assert_eq!(refused.as_deref(), Ok(b"bytes".as_slice()));
-        let lane = &engine.describe()["lanes"][0];
-        assert_eq!(lane["backend"], "pread");
-        assert!(lane["why"].as_str().unwrap().contains("not permitted"), "{lane}");
+        let queue = &engine.describe()["lanes"][0];
+        assert_eq!(queue["backend"], "pread");
+        assert!(queue["why"].as_str().unwrap().contains("not permitted"), "{queue}");
     }
 
     #[test]

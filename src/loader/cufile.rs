@@ -18,7 +18,7 @@ use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::device::{CuFile, Destination, DeviceRegion, FileHandle, Gpu, Registered, Stream};
 use crate::error::{Error, Result, shown_path};
-use crate::io::Direct;
+use crate::io::DirectIo;
 use crate::plan::{Chunk, Move, Plan, Target};
 use crate::source::Source;
 use crate::sync::Mutex;
@@ -251,7 +251,7 @@ impl Loader {
         if !CuFile::has_module(module) {
             return Some(format!("no {}", shown_path(module)));
         }
-        let never = self.config.settings.direct == Direct::Never;
+        let never = self.config.settings.direct == DirectIo::Never;
         never.then(|| "shards are to be read through the page cache".to_owned())
     }
 

@@ -19,12 +19,12 @@ use super::{DeviceStats, Event, Loader, Progress, Report, Stats};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
 use crate::device::{
-    DeviceMemory, DeviceRegion, Entered, ForeignStream, Gpu, Kernels, Ring, Rows, Sending, Sent,
-    Stream,
+    DeviceMemory, DeviceRegion, Entered, ForeignStream, Gpu, Kernels, PinnedPool, Rows, Sending,
+    Sent, Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Filled, Lease};
+use crate::io::{Budget, Buffer, ReadBuffer, ReadTarget};
 use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, TensorRequest};
 use crate::sync::Mutex;
 
@@ -37,7 +37,7 @@ pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>, Found);
 
 #[derive(Debug)]
 struct Kept {
-    ring: Ring,
+    pool: PinnedPool,
     kernels: Mutex<Option<Arc<Kernels>>>,
 }
 
@@ -45,7 +45,7 @@ impl Gpus {
     fn get(&self, gpu: &Gpu) -> Arc<Kept> {
         let mut gpus = self.0.lock();
         let kept = gpus.entry(gpu.ordinal()).or_insert_with(|| {
-            Arc::new(Kept { ring: Ring::new(gpu.clone()), kernels: Mutex::default() })
+            Arc::new(Kept { pool: PinnedPool::new(gpu.clone()), kernels: Mutex::default() })
         });
         kept.clone()
     }
@@ -186,7 +186,7 @@ impl Loader {
         let started = Instant::now();
         let before = (self.counters.source_reads.get(), self.counters.source_reads_direct.get());
         let kept = self.gpus.get(gpu);
-        kept.ring.taken();
+        kept.pool.taken();
         let lines = Line::all(gpu, plan, &kept, after)?;
         let stream = &lines[0].stream;
         let beginning = Beginning { gpu, checkpoint, plan, given, stream, started };
@@ -197,8 +197,8 @@ impl Loader {
             progress(Progress { read: early.read + so_far.read, total: plan.read })
         };
         let (regions, others) =
-            self.carry_out(checkpoint, &copies, &kept.ring, given, started, &mut progress)?;
-        let taken = kept.ring.taken();
+            self.carry_out(checkpoint, &copies, &kept.pool, given, started, &mut progress)?;
+        let taken = kept.pool.taken();
         let allocating = Duration::from_nanos(copies.allocating.load(Ordering::Relaxed));
         let stats = Stats {
             wanted: plan.wanted,
@@ -226,14 +226,14 @@ impl Loader {
     /// Unpins and frees the memory that is kept for the next load to a GPU.
     pub fn release(&self) {
         let gpus = self.gpus.0.lock();
-        gpus.values().for_each(|kept| kept.ring.release());
+        gpus.values().for_each(|kept| kept.pool.release());
     }
 
     fn carry_out(
         &self,
         checkpoint: &Checkpoint,
         copies: &Copies<'_>,
-        ring: &Ring,
+        pool: &PinnedPool,
         given: Option<&[DeviceRegion]>,
         started: Instant,
         progress: &mut dyn FnMut(Progress) -> bool,
@@ -268,7 +268,7 @@ impl Loader {
             waiter
                 .spawn_scoped(scope, move || copies.finish(&waiting, &returns))
                 .map_err(no_thread)?;
-            let landing = PinnedLanding::new(self, copies.plan, ring, scope, &back);
+            let landing = PinnedLanding::new(self, copies.plan, pool, scope, &back);
             let engine = &self.engine;
             let load = Load {
                 plan: copies.plan,
@@ -315,12 +315,12 @@ impl Regions {
 
 /// Pinned memory as the place where reads land.
 struct PinnedLanding<'scope, 'env> {
-    ring: &'env Ring,
+    pool: &'env PinnedPool,
     /// Most bytes of it.
     limit: u64,
     /// What all reads of the load would take at once.
     wanted: u64,
-    /// Behind leases, which are for memory that is there already.
+    /// Of no bytes: the memory is there already.
     none: Budget,
     scope: &'scope Scope<'scope, 'env>,
     back: Sender<Back>,
@@ -330,7 +330,7 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
     fn new(
         loader: &Loader,
         plan: &Plan,
-        ring: &'env Ring,
+        pool: &'env PinnedPool,
         scope: &'scope Scope<'scope, 'env>,
         back: &Sender<Back>,
     ) -> Self {
@@ -338,7 +338,7 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
         let wanted = lens.fold(0u64, u64::saturating_add);
         let none = Budget::new(0, Arc::default());
         PinnedLanding {
-            ring,
+            pool,
             limit: loader.config.staging,
             wanted,
             none,
@@ -349,19 +349,19 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
 }
 
 impl Landing for PinnedLanding<'_, '_> {
-    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
+    fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         let len = Buffer::len_for(&chunk.range);
-        let lease = self.ring.lease(len, self.none.try_lease(0)?);
-        if lease.is_none() && self.ring.begins_to_grow(self.limit, alone) {
-            let (ring, limit, wanted) = (self.ring, self.limit, self.wanted);
+        let target = self.pool.target(len, self.none.try_reserve(0)?);
+        if target.is_none() && self.pool.begins_to_grow(self.limit, alone) {
+            let (pool, limit, wanted) = (self.pool, self.limit, self.wanted);
             let back = self.back.clone();
-            let grow = move || drop(back.send(Back::More(ring.grow(len, limit, wanted))));
+            let grow = move || drop(back.send(Back::More(pool.grow(len, limit, wanted))));
             let pinner = Builder::new().name("tensorfs-pin".to_owned());
             if pinner.spawn_scoped(self.scope, grow.clone()).is_err() {
                 grow();
             }
         }
-        lease
+        target
     }
 
     fn is_moved(&self, _: &Chunk) -> bool {
@@ -497,7 +497,7 @@ impl<'a> Copies<'a> {
         regions: &mut Regions,
         line: &Line,
         chunk: usize,
-        filled: Filled,
+        filled: ReadBuffer,
     ) -> Result<Sent> {
         let len = filled.len() as u64;
         let mut sending = line.stream.send(filled);

@@ -21,7 +21,7 @@ use crate::checkpoint::Checkpoint;
 use crate::counters::Counters;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
-use crate::io::{Engine, Memory, Region, Settings};
+use crate::io::{Engine, LoadedBytes, Region, Settings};
 use crate::plan::{self, Limits, Placement, Plan, TensorRequest};
 use crate::sync::{Mutex, MutexGuard};
 
@@ -29,7 +29,7 @@ use choice::LastChoice;
 #[cfg(feature = "cuda")]
 pub use device::LoadedDevice;
 
-/// Memory for reads that do not go to their place at once, in bytes.
+/// LoadedBytes for reads that do not go to their place at once, in bytes.
 const STAGING_LEN: u64 = 128 << 20;
 
 /// Likewise for a GPU, which takes bytes faster than most disks give them.
@@ -177,7 +177,7 @@ pub struct MemoryStats {
 pub struct DeviceStats {
     /// Time for memory of its own on the GPU, while reads were under way already.
     pub allocate: Duration,
-    /// Memory that is pinned now, for this load and the next.
+    /// LoadedBytes that is pinned now, for this load and the next.
     pub pinned: u64,
     /// How: `registered`, `allocated` by the driver, or `pageable` where it could not be.
     pub pinning: &'static str,
@@ -224,7 +224,7 @@ pub struct Report {
 /// LoadedTensors tensors.
 #[derive(Debug)]
 pub struct LoadedTensors {
-    memories: Vec<Memory>,
+    memories: Vec<LoadedBytes>,
     placements: Vec<Placement>,
     /// How it went.
     pub report: Report,
@@ -238,7 +238,7 @@ impl LoadedTensors {
     }
 
     /// The memory that holds request `number`, and where in it; clones of the memory keep it alive.
-    pub fn place(&self, number: usize) -> (&Memory, Range<usize>) {
+    pub fn place(&self, number: usize) -> (&LoadedBytes, Range<usize>) {
         let placement = &self.placements[number];
         let at = placement.at as usize;
         (&self.memories[placement.region as usize], at..at + placement.len as usize)
@@ -330,7 +330,7 @@ impl Loader {
         let regions = regions.collect::<Result<Vec<_>>>()?;
         let mut report = run::run(self, checkpoint, &plan, &regions, progress)?;
         report.stats.plan = planned;
-        let memories: Option<Vec<Memory>> = regions.into_iter().map(Region::finish).collect();
+        let memories: Option<Vec<LoadedBytes>> = regions.into_iter().map(Region::finish).collect();
         let memories =
             memories.ok_or_else(|| Error::internal("a read still writes to loaded memory"))?;
         Ok(LoadedTensors { memories, placements: plan.placements, report })

@@ -15,7 +15,9 @@ use super::{Event, Loader, Progress, Report, Stats, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Effort, Engine, Fetch, Filled, Lease, Priority, Read, Region};
+use crate::io::{
+    Budget, Buffer, Effort, Engine, Fetch, Priority, Read, ReadBuffer, ReadTarget, Region,
+};
 use crate::plan::{Chunk, Move, PAGE, Plan, Target};
 use crate::sync::Mutex;
 
@@ -63,12 +65,12 @@ impl Times {
 }
 
 /// Bytes that are to be moved: number of their chunk, when they came, and they. None: no more.
-pub(super) type Job = Option<(usize, Instant, Filled)>;
+pub(super) type Job = Option<(usize, Instant, ReadBuffer)>;
 
 /// Where the reads of a load land.
 pub(super) trait Landing {
     /// Memory for a read; none as long as others have it. `alone`: no other of this load has.
-    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease>;
+    fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget>;
 
     /// Whether its bytes are to be moved from there.
     fn is_moved(&self, chunk: &Chunk) -> bool;
@@ -252,9 +254,9 @@ impl Load<'_> {
         loop {
             while failed.is_none() && next < chunks.len() && sent.len() < depth {
                 let alone = sent.is_empty();
-                let Some(lease) = self.landing.lease(&chunks[next], alone) else { break };
+                let Some(target) = self.landing.target(&chunks[next], alone) else { break };
                 sent.insert(next, (slots.pop().unwrap_or(depth), Instant::now()));
-                self.send(next, lease);
+                self.send(next, target);
                 next += 1;
             }
             let is_given = |&chunk: &usize| self.landing.is_given(&chunks[chunk]);
@@ -289,12 +291,12 @@ impl Load<'_> {
         }
     }
 
-    fn send(&self, number: usize, lease: Lease) {
+    fn send(&self, number: usize, target: ReadTarget) {
         let chunk = &self.plan.chunks[number];
         let source = self.checkpoint.sources()[chunk.shard.0 as usize].clone();
         let back = self.back.clone();
-        let done: crate::io::Done = match self.landing.is_moved(chunk) {
-            false => Box::new(move |outcome: Result<Filled>| {
+        let done: crate::io::FetchCallback = match self.landing.is_moved(chunk) {
+            false => Box::new(move |outcome: Result<ReadBuffer>| {
                 // Its memory is let go of before the load may count it as loaded.
                 let outcome = outcome.map(|filled| filled.began);
                 let times = |began| Times { began, came: Instant::now(), moved: None };
@@ -302,7 +304,7 @@ impl Load<'_> {
             }),
             true => {
                 let jobs = self.jobs.clone();
-                Box::new(move |outcome: Result<Filled>| {
+                Box::new(move |outcome: Result<ReadBuffer>| {
                     let sent = match outcome {
                         Ok(filled) => jobs
                             .send(Some((number, Instant::now(), filled)))
@@ -317,18 +319,18 @@ impl Load<'_> {
         };
         let range = chunk.range.clone();
         let (priority, effort) = (Priority::Demand, Effort::Short);
-        self.engine.submit(Fetch { source, range, priority, effort, lease, done });
+        self.engine.submit(Fetch { source, range, priority, effort, target, done });
     }
 }
 
 impl Landing for Shared<'_> {
-    fn lease(&self, chunk: &Chunk, alone: bool) -> Option<Lease> {
+    fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         match place_of(self.plan, self.checkpoint, chunk) {
             None => {
-                let lease = self.budget.try_lease(Buffer::len_for(&chunk.range));
-                debug_assert!(lease.is_some() || !alone, "a chunk fits into the budget");
+                let reservation = self.budget.try_reserve(Buffer::len_for(&chunk.range));
+                debug_assert!(reservation.is_some() || !alone, "a chunk fits into the budget");
                 self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
-                lease
+                reservation.map(ReadTarget::from)
             }
             Some((region, at)) => {
                 let end = at + (chunk.range.end - chunk.range.start);
@@ -338,11 +340,11 @@ impl Landing for Shared<'_> {
                 let before = chunk.range.start % PAGE;
                 let start = at - before;
                 let len = Buffer::len_for(&chunk.range);
-                let none = self.budget.try_lease(0)?;
+                let none = self.budget.try_reserve(0)?;
                 let region = &self.regions[region as usize];
                 // SAFETY: the plan gives the pages around a chunk to that chunk alone, each
                 // chunk is sent once, and the region is read after all have come back.
-                Some(unsafe { region.lease(start as usize..(start + len) as usize, none) })
+                Some(unsafe { region.target(start as usize..(start + len) as usize, none) })
             }
         }
     }

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use super::Reader;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
-use crate::io::{Buffer, Effort, Engine, Fetch, Filled, Lease, Priority, Ticket, guarded};
+use crate::io::{
+    Buffer, Effort, Engine, Fetch, Priority, ReadBuffer, Reservation, Ticket, guarded,
+};
 use crate::layout::Extent;
 use crate::source::Source;
 use crate::sync::Mutex;
@@ -31,7 +33,7 @@ const PART_LEN: u64 = 1 << 20;
 #[derive(Debug)]
 pub enum Loaded {
     /// As they were read.
-    Read(Filled),
+    Read(ReadBuffer),
     /// Put together from several reads.
     Gathered(Buffer),
 }
@@ -170,29 +172,31 @@ impl Reader {
     }
 
     /// Reads a block; `done` is called once all its bytes are there, or with the first error.
-    /// `lease` holds the memory that the plan takes.
+    /// `reservation` holds the memory that the plan takes.
     pub fn fetch_block(
         &self,
         engine: &Engine,
         plan: BlockPlan,
         priority: Priority,
-        mut lease: Lease,
+        mut reservation: Reservation,
         done: Done,
     ) -> Vec<Ticket> {
         if plan.is_one_read() {
-            let done = Box::new(move |outcome: Result<Filled>| done(outcome.map(Loaded::Read)));
+            let done = Box::new(move |outcome: Result<ReadBuffer>| done(outcome.map(Loaded::Read)));
             let fetch =
                 plan.fetches.into_iter().map(|Planned { source, range, .. }| (source, range));
-            let fetch = fetch.map(|(source, range)| (source, range, lease.split(lease.len())));
+            let fetch = fetch.map(|(source, range)| {
+                (source, range, reservation.split(reservation.len()).into())
+            });
             let mut done = Some(done);
-            let submitted = fetch.filter_map(|(source, range, lease)| {
-                let done: Box<dyn FnOnce(Result<Filled>) + Send> = done.take()?;
+            let submitted = fetch.filter_map(|(source, range, target)| {
+                let done: Box<dyn FnOnce(Result<ReadBuffer>) + Send> = done.take()?;
                 let effort = Effort::AsAwaited;
-                Some(engine.submit(Fetch { source, range, priority, effort, lease, done }))
+                Some(engine.submit(Fetch { source, range, priority, effort, target, done }))
             });
             return submitted.collect();
         }
-        let mut buffer = Buffer::new(plan.len as usize, lease.split(plan.len));
+        let mut buffer = Buffer::new(plan.len as usize, reservation.split(plan.len));
         if let (Some((at, range)), Some(layout)) = (plan.header, &self.layout) {
             let bytes = &layout.header()[range.start as usize..range.end as usize];
             buffer[at as usize..][..bytes.len()].copy_from_slice(bytes);
@@ -205,10 +209,10 @@ impl Reader {
         let block = Block { buffer: Some(buffer), left, come: Vec::new(), done: Some(done) };
         let block = Arc::new(Mutex::new(block));
         let submit = |Planned { source, range, uses }: Planned| {
-            let lease = lease.split(Buffer::len_for(&range));
+            let target = reservation.split(Buffer::len_for(&range)).into();
             let (block, start) = (block.clone(), range.start);
             let done = Box::new(move |outcome| Block::add(&block, outcome, start, uses));
-            engine.submit(Fetch { source, range, priority, effort: Effort::Long, lease, done })
+            engine.submit(Fetch { source, range, priority, effort: Effort::Long, target, done })
         };
         plan.fetches.into_iter().map(submit).collect()
     }
@@ -249,7 +253,7 @@ struct Block {
 
 /// The bytes of one read, which began at `start` of its source, and their places.
 struct Come {
-    bytes: Filled,
+    bytes: ReadBuffer,
     start: u64,
     uses: Vec<Use>,
 }
@@ -257,7 +261,7 @@ struct Come {
 impl Block {
     /// Puts the bytes of one read in their places. One thread at a time does so; others leave
     /// theirs to that one, and go on.
-    fn add(block: &Mutex<Block>, outcome: Result<Filled>, start: u64, uses: Vec<Use>) {
+    fn add(block: &Mutex<Block>, outcome: Result<ReadBuffer>, start: u64, uses: Vec<Use>) {
         let lock = || block.lock();
         let mut this = lock();
         if this.done.is_none() {
@@ -331,8 +335,8 @@ mod tests {
     /// A block of as many parts as `PARTS`, a page each. Its outcome arrives at the receiver.
     fn block(budget: &Budget) -> (Arc<Mutex<Block>>, Receiver<Result<Loaded>>) {
         let (send, receive) = channel();
-        let lease = budget.try_lease((PARTS << 12) as u64).unwrap();
-        let buffer = Some(Buffer::new(PARTS << 12, lease));
+        let reservation = budget.try_reserve((PARTS << 12) as u64).unwrap();
+        let buffer = Some(Buffer::new(PARTS << 12, reservation));
         let done: Done = Box::new(move |outcome| drop(send.send(outcome)));
         let block = Block { buffer, left: PARTS, come: Vec::new(), done: Some(done) };
         (Arc::new(Mutex::new(block)), receive)
@@ -340,11 +344,11 @@ mod tests {
 
     /// Brings part `n`, whose bytes are all `n`.
     fn add(block: &Mutex<Block>, budget: &Budget, n: usize) {
-        let mut buffer = Buffer::new(4096, budget.try_lease(4096).unwrap());
+        let mut buffer = Buffer::new(4096, budget.try_reserve(4096).unwrap());
         buffer.fill(n as u8);
         let start = 7 * n as u64;
         let uses = vec![Use { range: start..start + 4096, place: Place::Run((n << 12) as u64) }];
-        Block::add(block, Ok(Filled::new(buffer, 0..4096)), start, uses);
+        Block::add(block, Ok(ReadBuffer::new(buffer, 0..4096)), start, uses);
     }
 
     #[test]

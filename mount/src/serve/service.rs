@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tensorfs::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
 use tensorfs::counters::Counters;
 use tensorfs::error::real_name;
-use tensorfs::io::{Budget, Direct, Engine, Settings};
+use tensorfs::io::{Budget, DirectIo, Engine, Settings};
 use tensorfs::sync::Mutex;
 use tensorfs::verify::gate::{Checker, Gate};
 
@@ -147,8 +147,8 @@ impl Service {
         let checker = match options.verify {
             Verify::Read => {
                 // What is compared is what readers find in the page cache afterwards.
-                let always = settings.direct == Direct::Always;
-                let direct = if always { Direct::Always } else { Direct::Never };
+                let always = settings.direct == DirectIo::Always;
+                let direct = if always { DirectIo::Always } else { DirectIo::Never };
                 let engine = Engine::start(Settings { direct, ..settings }, counters.clone());
                 let checker = Checker::start(engine, counters.clone(), options.io_timeout);
                 Some(checker.map_err(no_thread)?)

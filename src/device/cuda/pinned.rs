@@ -8,7 +8,7 @@ use nix::libc;
 
 use super::{Gpu, call, failed, sys};
 use crate::error::Result;
-use crate::io::{Lease, Region};
+use crate::io::{ReadTarget, Region, Reservation};
 
 /// Threads that fault memory in before it is pinned: more are not faster.
 const TOUCHERS: usize = 4;
@@ -48,7 +48,7 @@ pub(in crate::device) struct Pinned {
 
 // SAFETY: the memory is reached through slices alone, each of which has bytes of its own.
 unsafe impl Send for Pinned {}
-// SAFETY: likewise.
+// SAFETY: shared references only read its address and length.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -97,10 +97,9 @@ impl Pinned {
         self.how
     }
 
-    /// All of it; asked for once.
-    pub(in crate::device) fn whole(self: Arc<Self>) -> Slice {
-        let len = self.len;
-        Slice { pinned: self, at: 0, len }
+    /// Its length in bytes.
+    pub(in crate::device) fn len(&self) -> usize {
+        self.len
     }
 }
 
@@ -145,71 +144,44 @@ fn fault_in(region: &Region) {
 
 /// A stretch of pinned memory that nobody else has.
 pub(in crate::device) struct Slice {
-    pinned: Arc<Pinned>,
-    at: usize,
-    len: usize,
+    /// The memory that it is a part of.
+    pub(in crate::device) pinned: Arc<Pinned>,
+    /// Its first byte there.
+    pub(in crate::device) offset: usize,
+    /// Its length in bytes.
+    pub(in crate::device) len: usize,
 }
 
 impl Slice {
-    pub(in crate::device) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Its address.
-    pub(in crate::device) fn start(&self) -> usize {
-        self.pinned.start.as_ptr().addr() + self.at
-    }
-
-    /// Whether it is all of what was pinned together.
-    pub(in crate::device) fn is_whole(&self) -> bool {
-        self.len == self.pinned.len
-    }
-
-    /// Takes the first `len` bytes off, which are fewer than it has.
-    pub(in crate::device) fn split(&mut self, len: usize) -> Slice {
-        assert!(len < self.len, "fewer than it has");
-        let first = Slice { pinned: self.pinned.clone(), at: self.at, len };
-        (self.at, self.len) = (self.at + len, self.len - len);
-        first
-    }
-
-    /// Adds `next` where it follows.
-    pub(in crate::device) fn join(&mut self, next: Slice) -> std::result::Result<(), Slice> {
-        if !Arc::ptr_eq(&self.pinned, &next.pinned) || self.at + self.len != next.at {
-            return Err(next);
-        }
-        self.len += next.len;
-        Ok(())
-    }
-
-    /// `lease` for these bytes, which a read then fills. They go to `back` once the read and who
-    /// has its bytes are done with them.
+    /// A read into these bytes. They go to `give_back` once the read and the owner of its bytes
+    /// are done with them.
     pub(in crate::device) fn lend(
         self,
-        lease: Lease,
-        back: Box<dyn FnOnce(Slice) + Send + Sync>,
-    ) -> Lease {
-        // SAFETY: a slice is a part of what was pinned.
-        let (start, len) = (unsafe { self.pinned.start.add(self.at) }, self.len);
-        let lent = Lent(Some((self, back)));
+        reservation: Reservation,
+        give_back: GiveBack,
+    ) -> ReadTarget {
+        assert!(self.offset + self.len <= self.pinned.len, "a part of the pinned memory");
+        // SAFETY: the slice lies in the pinned memory.
+        let (start, len) = (unsafe { self.pinned.start.add(self.offset) }, self.len);
+        let lent = Lent(Some((self, give_back)));
         // SAFETY: the slice lives as long as `lent`, and nobody else has its bytes, which come
         // from the kernel or the driver.
         let region = unsafe { Region::foreign(start, len, Box::new(lent)) };
-        // SAFETY: likewise; the region is used for this alone.
-        unsafe { region.lease(0..len, lease) }
+        // SAFETY: the region is used for this read alone, and nobody else has its bytes.
+        unsafe { region.target(0..len, reservation) }
     }
 }
 
 /// Takes a slice back.
-type Back = Box<dyn FnOnce(Slice) + Send + Sync>;
+pub(in crate::device) type GiveBack = Box<dyn FnOnce(Slice) + Send + Sync>;
 
 /// A slice that is lent, and who takes it back.
-struct Lent(Option<(Slice, Back)>);
+struct Lent(Option<(Slice, GiveBack)>);
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if let Some((slice, back)) = self.0.take() {
-            back(slice);
+        if let Some((slice, give_back)) = self.0.take() {
+            give_back(slice);
         }
     }
 }

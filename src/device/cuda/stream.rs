@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::{DeviceMemory, Entered, Gpu, call, failed, sys};
 use crate::cast::Cast;
 use crate::error::Result;
-use crate::io::Filled;
+use crate::io::ReadBuffer;
 use crate::sync::Mutex;
 
 /// The kernels, as text that the driver translates for its GPU. It ends with a zero.
@@ -109,7 +109,7 @@ impl Stream {
     }
 
     /// Starts copies out of `source`, which is kept until they are over.
-    pub(crate) fn send(self: &Arc<Self>, source: Filled) -> Sending {
+    pub(crate) fn send(self: &Arc<Self>, source: ReadBuffer) -> Sending {
         let used = Used { source, memory: Vec::new(), kernels: None };
         Sending { stream: self.clone(), used: Some(used) }
     }
@@ -170,7 +170,7 @@ impl Rows {
 
 /// Memory that copies use.
 struct Used {
-    source: Filled,
+    source: ReadBuffer,
     memory: Vec<Arc<DeviceMemory>>,
     kernels: Option<Arc<Kernels>>,
 }

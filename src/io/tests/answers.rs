@@ -9,7 +9,7 @@ use super::{PATIENCE, budget, bytes, fetch, file, get, wait_until};
 use crate::counters::Counters;
 use crate::error::Result;
 use crate::io::queue::STUCK_MAX;
-use crate::io::{Budget, Direct, Effort, Engine, Fetch, Filled, Priority, Settings};
+use crate::io::{Budget, DirectIo, Effort, Engine, Fetch, Priority, ReadBuffer, Settings};
 use crate::source::Source;
 
 const MIB: u64 = 1 << 20;
@@ -20,7 +20,7 @@ fn long(
     source: &Arc<Source>,
     n: u64,
     budget: &Budget,
-) -> (Fetch, Receiver<()>, Sender<()>, Receiver<Result<Filled>>) {
+) -> (Fetch, Receiver<()>, Sender<()>, Receiver<Result<ReadBuffer>>) {
     let (mut fetch, result) = fetch(source, n * MIB..(n + 1) * MIB, Priority::Prefetch, budget);
     let (begin, begun) = channel();
     let (go, wait) = channel::<()>();
@@ -38,7 +38,7 @@ fn long(
 
 fn always_direct(timeout: Option<Duration>) -> (Engine, Arc<Counters>) {
     let counters = Arc::new(Counters::default());
-    let settings = Settings { direct: Direct::Always, timeout, ..Settings::default() };
+    let settings = Settings { direct: DirectIo::Always, timeout, ..Settings::default() };
     (Engine::start(settings, counters.clone()), counters)
 }
 
@@ -92,7 +92,7 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
             ((begun, go), result)
         })
         .unzip();
-    let lane = engine.0.lanes.lock().values().next().cloned().unwrap();
+    let lane = engine.0.queues.by_device.lock().values().next().cloned().unwrap();
     let mut begun = 0;
     wait_until("all that can begin have begun", || {
         begun += held.iter().filter(|(begun, _)| begun.try_recv().is_ok()).count();

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Effort, Engine, Fetch, Filled, Priority};
+use crate::io::{Budget, Buffer, Effort, Engine, Fetch, Priority, ReadBuffer};
 use crate::source::{Source, release_unpinned};
 use crate::sync::Mutex;
 
@@ -132,7 +132,7 @@ impl Inner {
             let next = self.state.lock().next();
             let Some((job, step, source, begun)) = next else { return };
             let memory = Buffer::len_for(&step.range);
-            let Some(lease) = self.budget.try_lease(memory) else {
+            let Some(reservation) = self.budget.try_reserve(memory) else {
                 // Those under way give theirs back and come here again.
                 job.put_back(step);
                 let mut state = self.state.lock();
@@ -143,8 +143,9 @@ impl Inner {
             };
             let (this, of, range) = (self.clone(), source.clone(), step.range.clone());
             let done = move |outcome| this.step_done(&job, &step, (&of, begun), outcome);
+            let target = reservation.into();
             let (priority, effort, done) = (Priority::Demand, Effort::Long, Box::new(done));
-            self.engine.submit(Fetch { source, range, priority, effort, lease, done });
+            self.engine.submit(Fetch { source, range, priority, effort, target, done });
         }
     }
 
@@ -153,7 +154,7 @@ impl Inner {
         job: &Arc<Job>,
         step: &Step,
         (source, begun): (&Arc<Source>, Instant),
-        outcome: Result<Filled>,
+        outcome: Result<ReadBuffer>,
     ) {
         let failed = match outcome {
             Ok(bytes) => {

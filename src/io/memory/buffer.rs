@@ -10,12 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::arena::Arena;
-use super::region::Place;
 use crate::counters::Counters;
 use crate::sync::Mutex;
 
 /// What O_DIRECT asks of offsets, lengths and memory, everywhere where it works at all.
-pub(super) const ALIGN: u64 = 4096;
+pub(in crate::io) const ALIGN: u64 = 4096;
 
 /// From this size on memory comes out of the arena, and is kept for the next read.
 const KEPT_MIN: usize = 64 << 10;
@@ -27,9 +26,9 @@ const SPARE: u64 = 8 << 20;
 
 /// Memory for reads, bounded. Clones share the limit.
 #[derive(Clone)]
-pub struct Budget(Arc<Shared>);
+pub struct Budget(Arc<BudgetInner>);
 
-struct Shared {
+struct BudgetInner {
     limit: u64,
     counters: Arc<Counters>,
     state: Mutex<State>,
@@ -37,13 +36,13 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Bytes of leases.
+    /// Bytes of reservations.
     used: u64,
     /// Made for the first large buffer.
     arena: Option<Arena>,
 }
 
-impl Shared {
+impl BudgetInner {
     fn give_back(&self, bytes: u64) {
         self.state.lock().used -= bytes;
         self.counters.cache_bytes_now.sub(bytes);
@@ -69,28 +68,28 @@ impl Shared {
 impl Budget {
     /// A budget of `limit` bytes, whose use `counters` show.
     pub fn new(limit: u64, counters: Arc<Counters>) -> Budget {
-        Budget(Arc::new(Shared { limit, counters, state: Mutex::default() }))
+        Budget(Arc::new(BudgetInner { limit, counters, state: Mutex::default() }))
     }
 
-    /// Most bytes that leases hold at a time.
+    /// Most bytes that reservations hold at a time.
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
 
-    /// Bytes that leases hold now.
+    /// Bytes that reservations hold now.
     pub fn used(&self) -> u64 {
         self.0.state.lock().used
     }
 
     /// The right to `bytes` of memory, if the limit allows.
-    pub fn try_lease(&self, bytes: u64) -> Option<Lease> {
+    pub fn try_reserve(&self, bytes: u64) -> Option<Reservation> {
         {
             let mut state = self.0.state.lock();
             state.used = state.used.checked_add(bytes).filter(|used| *used <= self.0.limit)?;
         }
         self.0.counters.cache_bytes_now.add(bytes);
-        let share = Share { budget: self.0.clone(), bytes: AtomicU64::new(bytes) };
-        Some(Lease(Arc::new(share), None))
+        let share = ReservedBytes { budget: self.0.clone(), bytes: AtomicU64::new(bytes) };
+        Some(Reservation(Arc::new(share)))
     }
 
     /// Returns the memory that is kept for reads to come to the system, as far as it is free.
@@ -109,35 +108,35 @@ impl fmt::Debug for Budget {
 
 /// The right to some bytes of memory; it returns to the budget on drop.
 #[derive(Debug)]
-pub struct Lease(Arc<Share>, Option<Place>);
+pub struct Reservation(Arc<ReservedBytes>);
 
-/// A lease's bytes; they can be written off while someone else holds the lease.
-pub(super) struct Share {
-    budget: Arc<Shared>,
+/// A reservation's bytes; they can be written off while someone else holds the reservation.
+pub(in crate::io) struct ReservedBytes {
+    budget: Arc<BudgetInner>,
     bytes: AtomicU64,
 }
 
-impl Share {
+impl ReservedBytes {
     /// Writes the bytes off: they no longer count against the budget, although their memory is
     /// still in use.
-    pub(super) fn forfeit(&self) {
+    pub(in crate::io) fn forfeit(&self) {
         self.budget.give_back(self.bytes.swap(0, Ordering::Relaxed));
     }
 }
 
-impl Drop for Share {
+impl Drop for ReservedBytes {
     fn drop(&mut self) {
         self.forfeit();
     }
 }
 
-impl fmt::Debug for Share {
+impl fmt::Debug for ReservedBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes", self.bytes.load(Ordering::Relaxed))
     }
 }
 
-impl Lease {
+impl Reservation {
     /// Its bytes.
     pub fn len(&self) -> u64 {
         self.0.bytes.load(Ordering::Relaxed)
@@ -148,21 +147,12 @@ impl Lease {
         self.len() == 0
     }
 
-    /// Takes `bytes` off as a lease of their own; at most what this one has.
-    pub fn split(&mut self, bytes: u64) -> Lease {
+    /// Takes `bytes` off as a reservation of their own; at most what this one has.
+    pub fn split(&mut self, bytes: u64) -> Reservation {
         let bytes = bytes.min(self.len());
         self.0.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        let share = Share { budget: self.0.budget.clone(), bytes: AtomicU64::new(bytes) };
-        Lease(Arc::new(share), None)
-    }
-
-    /// The lease with memory that is there already: a buffer made with it is these bytes.
-    pub(super) fn at(self, place: Place) -> Lease {
-        Lease(self.0, Some(place))
-    }
-
-    pub(super) fn share(&self) -> Arc<Share> {
-        self.0.clone()
+        let share = ReservedBytes { budget: self.0.budget.clone(), bytes: AtomicU64::new(bytes) };
+        Reservation(Arc::new(share))
     }
 
     /// Gives back what it has over `bytes`.
@@ -172,109 +162,166 @@ impl Lease {
     }
 }
 
+/// Where the bytes of a fetch go: to new memory that a reservation is for, or to pages that are
+/// there already.
+#[derive(Debug)]
+pub struct ReadTarget {
+    reservation: Reservation,
+    pages: Option<GivenPages>,
+}
+
+/// Pages that one fetch alone writes to.
+struct GivenPages {
+    start: NonNull<u8>,
+    len: usize,
+    /// Keeps them alive.
+    _keep: Arc<dyn Send + Sync>,
+}
+
+// SAFETY: the fetch that has the pages is the only one to use them, as `ReadTarget::given` demands.
+unsafe impl Send for GivenPages {}
+// SAFETY: the pages are written through `&mut Buffer` only, and read through `&Buffer`.
+unsafe impl Sync for GivenPages {}
+
+impl fmt::Debug for GivenPages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GivenPages({} bytes)", self.len)
+    }
+}
+
+impl From<Reservation> for ReadTarget {
+    fn from(reservation: Reservation) -> ReadTarget {
+        ReadTarget { reservation, pages: None }
+    }
+}
+
+impl ReadTarget {
+    /// The `len` bytes from `start` on, whole pages that live as long as `keep`.
+    ///
+    /// # Safety
+    /// The bytes are initialised or come from outside of Rust. Nobody else writes to them from now
+    /// on, and nobody reads them before the fetch has come back.
+    pub(super) unsafe fn given(
+        reservation: Reservation,
+        start: NonNull<u8>,
+        len: usize,
+        keep: Arc<dyn Send + Sync>,
+    ) -> ReadTarget {
+        ReadTarget { reservation, pages: Some(GivenPages { start, len, _keep: keep }) }
+    }
+
+    pub(in crate::io) fn reserved(&self) -> Arc<ReservedBytes> {
+        self.reservation.0.clone()
+    }
+}
+
 /// Page-aligned memory, all of it initialised.
-struct Pages {
+struct AlignedPages {
     start: NonNull<u8>,
     len: usize,
     /// Where it goes when it is dropped.
-    home: Home,
+    home: PageOwner,
 }
 
-enum Home {
+enum PageOwner {
     /// The arena of this budget, which lives at least as long.
-    Arena(Arc<Shared>),
+    Arena(Arc<BudgetInner>),
     Heap,
-    /// Memory of somebody else.
-    Place(#[expect(dead_code, reason = "keeps it alive")] Place),
+    /// The caller of the fetch.
+    Given(#[expect(dead_code, reason = "keeps it alive")] GivenPages),
 }
 
-// SAFETY: memory that `Pages` alone owns, like a Box.
-unsafe impl Send for Pages {}
+// SAFETY: memory that `AlignedPages` alone owns, like a Box.
+unsafe impl Send for AlignedPages {}
 // SAFETY: likewise; it is written through `&mut` only.
-unsafe impl Sync for Pages {}
+unsafe impl Sync for AlignedPages {}
 
-impl Pages {
+impl AlignedPages {
     fn layout(len: usize) -> Layout {
         Layout::from_size_align(len, ALIGN as usize).expect("a length of memory fits")
     }
 
     /// `len` bytes, a multiple of the page size and not zero.
-    fn new(len: usize, budget: &Arc<Shared>) -> io::Result<Pages> {
+    fn new(len: usize, budget: &Arc<BudgetInner>) -> io::Result<AlignedPages> {
         if len >= KEPT_MIN
             && let Some(start) = budget.take(len)
         {
-            return Ok(Pages { start, len, home: Home::Arena(budget.clone()) });
+            return Ok(AlignedPages { start, len, home: PageOwner::Arena(budget.clone()) });
         }
         // SAFETY: the layout's size is not zero.
-        let start = unsafe { alloc_zeroed(Pages::layout(len)) };
+        let start = unsafe { alloc_zeroed(AlignedPages::layout(len)) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Pages { start, len, home: Home::Heap })
+        Ok(AlignedPages { start, len, home: PageOwner::Heap })
     }
 }
 
-impl Drop for Pages {
+impl Drop for AlignedPages {
     fn drop(&mut self) {
         match &self.home {
-            Home::Arena(budget) => {
+            PageOwner::Arena(budget) => {
                 if let Some(arena) = &mut budget.state.lock().arena {
                     arena.give_back(self.start, self.len);
                 }
             }
-            Home::Place(_) => {}
+            PageOwner::Given(_) => {}
             // SAFETY: allocated with this layout, and dropped once.
-            Home::Heap => unsafe { dealloc(self.start.as_ptr(), Pages::layout(self.len)) },
+            PageOwner::Heap => unsafe {
+                dealloc(self.start.as_ptr(), AlignedPages::layout(self.len))
+            },
         }
     }
 }
 
 /// Page-aligned memory under a budget.
 pub struct Buffer {
-    /// Dropped before the lease: no one leases bytes that are still in use.
-    pages: Pages,
-    lease: Lease,
+    /// Dropped before the reservation: no one reservations bytes that are still in use.
+    pages: AlignedPages,
+    reservation: Reservation,
     len: usize,
 }
 
 impl Buffer {
-    /// A buffer of `len` bytes, which `lease` is for. Its bytes are zeros or what an earlier
-    /// buffer held.
-    pub fn new(len: usize, lease: Lease) -> Buffer {
-        Buffer::try_new(len, lease).unwrap_or_else(|_| handle_alloc_error(Pages::layout(len)))
+    /// A buffer of `len` bytes, which `reservation` is for. Its bytes are zeros or those of an
+    /// earlier buffer.
+    pub fn new(len: usize, reservation: Reservation) -> Buffer {
+        Buffer::try_new(len, reservation.into())
+            .unwrap_or_else(|_| handle_alloc_error(AlignedPages::layout(len)))
     }
 
-    /// Likewise, where the lack of memory is no reason to end the process.
-    pub(super) fn try_new(len: usize, mut lease: Lease) -> io::Result<Buffer> {
+    /// A buffer of `len` bytes at `target`. Fails where the system has no memory.
+    pub(in crate::io) fn try_new(len: usize, target: ReadTarget) -> io::Result<Buffer> {
         let wanted = len.next_multiple_of(ALIGN as usize).max(ALIGN as usize);
-        let pages = match lease.1.take() {
-            Some(place) => {
-                assert!(place.len == wanted, "the place is as long as the read");
-                Pages { start: place.start, len: wanted, home: Home::Place(place) }
+        let ReadTarget { mut reservation, pages } = target;
+        let pages = match pages {
+            Some(given) => {
+                assert!(given.len == wanted, "the given pages are as long as the read");
+                AlignedPages { start: given.start, len: wanted, home: PageOwner::Given(given) }
             }
-            None => Pages::new(wanted, &lease.0.budget)?,
+            None => AlignedPages::new(wanted, &reservation.0.budget)?,
         };
-        lease.shrink(pages.len as u64);
-        Ok(Buffer { pages, lease, len })
+        reservation.shrink(pages.len as u64);
+        Ok(Buffer { pages, reservation, len })
     }
 
-    /// Bytes to lease for a read of `range`, wherever it begins: the pages around it.
+    /// Bytes to reservation for a read of `range`, wherever it begins: the pages around it.
     pub fn len_for(range: &Range<u64>) -> u64 {
         let pages = pages_around(range);
         (pages.end - pages.start).max(ALIGN)
     }
 
     /// Bytes that it counts against the budget.
-    pub fn leased(&self) -> u64 {
-        self.lease.len()
+    pub fn reserved(&self) -> u64 {
+        self.reservation.len()
     }
 
     /// Writes its memory off: it is never used again, and no longer counts.
-    pub(super) fn write_off(&self) {
-        self.lease.0.forfeit();
+    pub(in crate::io) fn write_off(&self) {
+        self.reservation.0.forfeit();
     }
 }
 
 /// The pages that hold `range`.
-pub(super) fn pages_around(range: &Range<u64>) -> Range<u64> {
+pub(in crate::io) fn pages_around(range: &Range<u64>) -> Range<u64> {
     range.start / ALIGN * ALIGN..range.end.next_multiple_of(ALIGN)
 }
 
@@ -302,22 +349,22 @@ impl fmt::Debug for Buffer {
 
 /// The bytes of a fetch: a buffer, and where in it they lie.
 #[derive(Debug)]
-pub struct Filled {
+pub struct ReadBuffer {
     buffer: Buffer,
     bytes: Range<usize>,
     /// When the first read for it was made.
     pub(crate) began: Instant,
 }
 
-impl Filled {
+impl ReadBuffer {
     /// `bytes` of `buffer`; they lie inside of it.
-    pub fn new(buffer: Buffer, bytes: Range<usize>) -> Filled {
+    pub fn new(buffer: Buffer, bytes: Range<usize>) -> ReadBuffer {
         assert!(bytes.start <= bytes.end && bytes.end <= buffer.len, "the bytes lie in the buffer");
-        Filled { buffer, bytes, began: Instant::now() }
+        ReadBuffer { buffer, bytes, began: Instant::now() }
     }
 }
 
-impl Deref for Filled {
+impl Deref for ReadBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {

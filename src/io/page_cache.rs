@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::libc;
 
-use super::buffer::{ALIGN, pages_around};
+use super::memory::{ALIGN, pages_around};
 
 /// The number of cachestat(2), the same on all machines but Alpha; Linux 6.5 and later.
 const SYS_CACHESTAT: libc::c_long = 451;

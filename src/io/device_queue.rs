@@ -1,27 +1,25 @@
-//! A lane: the reads of one device, and the threads that carry them out.
+//! The reads of one device, and the threads that carry them out.
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use serde_json::{Value, json};
 
-use super::pool;
-use super::queue::{Failed, Queue};
-use super::transfer::Transfer;
-use super::uring::{self, Ring, Waker};
-use super::watch::Watch;
-use super::{Backend, Done, Fetch, Filled, Settings};
+use super::queue::{Failed, FetchQueue, ReadJob};
+use super::transfer::{Next, Transfer};
+use super::{Backend, Deadlines, Fetch, FetchCallback, ReadBuffer, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
 use crate::source::{FileSystem, Source};
 use crate::sync::{Condvar, Mutex, MutexGuard};
-
-pub(super) use super::queue::Job;
 
 /// How long a thread without work stays.
 const IDLE_MAX: Duration = Duration::from_secs(10);
@@ -34,13 +32,42 @@ const ANSWERED_HERE_MAX: usize = 64 << 10;
 /// Two, so that one that is held up is not all.
 const ANSWERING: (usize, usize) = (2, 8);
 
+/// Sets up a ring on the calling thread and carries out the reads of a queue there, until it is
+/// closed. Fails where there is no ring, or none any more.
+pub(super) type Driver = fn(&Arc<DeviceQueue>) -> io::Result<()>;
+
+/// Wakes the thread that waits in a ring.
+pub(super) struct Waker(EventFd);
+
+impl Waker {
+    pub(super) fn new() -> io::Result<Waker> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Waker(EventFd::from_value_and_flags(0, flags)?))
+    }
+
+    fn wake(&self) {
+        // It fails only where 2^64 - 2 calls wait: then the thread is awake anyway.
+        let _ = self.0.write(1);
+    }
+
+    pub(super) fn clear(&self) {
+        let _ = self.0.read();
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
 /// The reads of one device.
-pub(super) struct Lane {
+pub(super) struct DeviceQueue {
     dev: u64,
     file_system: FileSystem,
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
-    watch: Weak<Watch>,
+    deadlines: Deadlines,
+    /// Carries out reads in a ring, on the thread that calls it.
+    driver: Driver,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
     /// Most threads that give answers.
@@ -52,14 +79,14 @@ pub(super) struct Lane {
 
 #[derive(Default)]
 pub(super) struct State {
-    pub(super) queue: Queue,
+    pub(super) queue: FetchQueue,
     /// Set when the engine is gone.
     pub(super) closed: bool,
     ring: RingState,
     /// What the ring's thread leaves to the pool.
     handed: VecDeque<(u64, Transfer)>,
     /// Reads that are over: the pool gives the answers. Their deadlines go on until then.
-    pub(super) over: VecDeque<Over>,
+    pub(super) over: VecDeque<CompletedRead>,
     /// Threads that give answers of those.
     answering: usize,
     /// Threads, that of the ring included.
@@ -74,19 +101,19 @@ pub(super) struct State {
 }
 
 /// A read that is over, and how it ended.
-pub(super) struct Over {
+pub(super) struct CompletedRead {
     id: u64,
     transfer: Transfer,
     result: Result<()>,
 }
 
 /// What a thread does next.
-pub(super) enum Work {
-    Job(Job),
+pub(super) enum NextWork {
+    ReadJob(ReadJob),
     /// What the ring's thread has begun and left to the pool.
     Handed(u64, Transfer),
     /// What only has to be answered.
-    Over(Over),
+    CompletedRead(CompletedRead),
     /// Nothing now; only for the thread of a ring.
     None,
     End,
@@ -108,23 +135,25 @@ enum RingState {
     Never,
 }
 
-impl Lane {
+impl DeviceQueue {
     pub(super) fn new(
         source: &Source,
         settings: Settings,
         counters: Arc<Counters>,
-        watch: &Arc<Watch>,
-    ) -> Lane {
+        deadlines: Deadlines,
+        driver: Driver,
+    ) -> DeviceQueue {
         let mut state = State::default();
         if source.file_system().is_local() && settings.backend != Backend::Pread {
             state.ring = RingState::Wanted;
         }
-        Lane {
+        DeviceQueue {
             dev: source.identity().dev,
             file_system: source.file_system(),
             settings,
             counters,
-            watch: Arc::downgrade(watch),
+            deadlines,
+            driver,
             direct_refused: AtomicBool::new(false),
             answering_max: available_parallelism()
                 .map_or(ANSWERING.0, |n| n.get().clamp(ANSWERING.0, ANSWERING.1)),
@@ -174,8 +203,8 @@ impl Lane {
             waker.wake();
         }
         if start {
-            let lane = self.clone();
-            self.start_thread(move || lane.work());
+            let queue = self.clone();
+            self.start_thread(move || queue.work());
         }
         if pool {
             self.call_pool();
@@ -197,8 +226,8 @@ impl Lane {
             }
             state.threads += 1;
         }
-        let lane = self.clone();
-        self.start_thread(move || lane.work_in_pool())
+        let queue = self.clone();
+        self.start_thread(move || queue.work_in_pool())
     }
 
     /// Starts a thread, which is counted already.
@@ -218,7 +247,7 @@ impl Lane {
         if !self.call_pool() {
             let handed = self.state.lock().handed.pop_front();
             if let Some((id, transfer)) = handed {
-                self.carry(id, || pool::carry(self, transfer));
+                self.carry(id, || self.read(transfer));
             }
         }
     }
@@ -227,7 +256,7 @@ impl Lane {
     /// and to the readers, takes longer than to read them: that is done by the pool, because
     /// there is one thread of the ring for all.
     pub(super) fn over(self: &Arc<Self>, id: u64, transfer: Transfer, result: Result<()>) {
-        let over = Over { id, transfer, result };
+        let over = CompletedRead { id, transfer, result };
         let call = {
             let mut state = self.state.lock();
             if over.transfer.len() < ANSWERED_HERE_MAX || !state.queue.is_long(id) {
@@ -246,30 +275,32 @@ impl Lane {
         }
     }
 
-    fn answer_over(self: &Arc<Self>, Over { id, transfer, result }: Over) {
+    fn answer_over(self: &Arc<Self>, CompletedRead { id, transfer, result }: CompletedRead) {
         self.carry(id, || result.and_then(|()| transfer.finish()));
     }
 
+    /// Carries out a read with `pread(2)`, however long the kernel takes.
+    fn read(&self, mut transfer: Transfer) -> Result<ReadBuffer> {
+        loop {
+            let (file, offset, target) = transfer.next();
+            let result = file.read_at(target, offset);
+            self.count_read(&transfer, &result);
+            match transfer.advance(result) {
+                Next::Read => {}
+                Next::End(result) => return result.and_then(|()| transfer.finish()),
+            }
+        }
+    }
+
     /// Reads and answers.
-    pub(super) fn carry(self: &Arc<Self>, id: u64, read: impl FnOnce() -> Result<Filled>) {
+    fn carry(self: &Arc<Self>, id: u64, read: impl FnOnce() -> Result<ReadBuffer>) {
         self.finish(id, guarded(read));
     }
 
-    /// What the lane's first thread does: all of it in a ring, or what any thread of the pool
+    /// What the first thread does: all of it in a ring, or what any thread of the pool
     /// does where there is none.
     fn work(self: &Arc<Self>) {
-        let ended = Ring::new().and_then(|ring| {
-            let waker = ring.waker();
-            {
-                let mut state = self.state.lock();
-                state.ring = RingState::On { waker, asleep: false };
-                state.busy += 1;
-            }
-            let ended = uring::run(self, ring);
-            self.state.lock().busy -= 1;
-            ended
-        });
-        if let Err(e) = ended {
+        if let Err(e) = (self.driver)(self) {
             let reason = format!("io_uring is not to be had: {e}");
             if self.settings.backend == Backend::Uring {
                 tracing::warn!("{reason}; reading with threads instead");
@@ -283,21 +314,33 @@ impl Lane {
         }
     }
 
+    /// The ring is set up, and `waker` wakes its thread: reads go there from now on.
+    pub(super) fn ring_begins(&self, waker: Arc<Waker>) {
+        let mut state = self.state.lock();
+        state.ring = RingState::On { waker, asleep: false };
+        state.busy += 1;
+    }
+
+    /// The thread of the ring carries out no more reads there.
+    pub(super) fn ring_ends(&self) {
+        self.state.lock().busy -= 1;
+    }
+
     /// The next job for the thread of the ring. With none, the thread waits in the kernel from
     /// now on; `drained` says whether nothing is there to come back.
-    pub(super) fn next_for_ring(&self, drained: bool) -> Work {
+    pub(super) fn next_for_ring(&self, drained: bool) -> NextWork {
         let mut state = self.state.lock();
         if state.closed && drained {
-            return Work::End;
+            return NextWork::End;
         }
         if let Some(job) = state.queue.pick(Instant::now()) {
             self.counters.source_reads_now.add(1);
-            return Work::Job(job);
+            return NextWork::ReadJob(job);
         }
         if let RingState::On { asleep, .. } = &mut state.ring {
             *asleep = true;
         }
-        Work::None
+        NextWork::None
     }
 
     /// The thread of the ring has come back from the kernel: it needs no call.
@@ -328,8 +371,8 @@ impl Lane {
         let last = state.threads == 0;
         drop(state);
         tracing::warn!("cannot start a thread to read with: {e}");
-        if last && let Some(watch) = self.watch.upgrade() {
-            watch.call();
+        if last {
+            self.deadlines.call();
         }
     }
 
@@ -340,50 +383,50 @@ impl Lane {
             let work = self.next_for_pool(busy);
             busy = true;
             match work {
-                Work::Job(job) => {
+                NextWork::ReadJob(job) => {
                     // Others may be able to go as well.
                     self.wake();
-                    self.carry(job.id, || pool::begin(self, job));
+                    self.carry(job.id, || self.read(Transfer::begin(job, self.settings.direct)?));
                 }
-                Work::Handed(id, transfer) => {
+                NextWork::Handed(id, transfer) => {
                     self.wake();
-                    self.carry(id, || pool::carry(self, transfer));
+                    self.carry(id, || self.read(transfer));
                 }
-                Work::Over(over) => {
+                NextWork::CompletedRead(over) => {
                     self.wake();
                     self.answer_over(over);
                     self.state.lock().answering -= 1;
                 }
-                Work::None | Work::End => return,
+                NextWork::None | NextWork::End => return,
             }
         }
     }
 
     /// Waits for something to do; `busy` says whether this thread had something.
-    fn next_for_pool(&self, busy: bool) -> Work {
+    fn next_for_pool(&self, busy: bool) -> NextWork {
         let mut state = self.state.lock();
         state.busy -= usize::from(busy);
         loop {
             if let Some((id, transfer)) = state.handed.pop_front() {
                 state.busy += 1;
-                return Work::Handed(id, transfer);
+                return NextWork::Handed(id, transfer);
             }
             if state.may_answer(self.answering_max)
                 && let Some(over) = state.over.pop_front()
             {
                 state.busy += 1;
                 state.answering += 1;
-                return Work::Over(over);
+                return NextWork::CompletedRead(over);
             }
             if state.closed {
                 state.threads -= 1;
-                return Work::End;
+                return NextWork::End;
             }
             let for_pool = matches!(state.ring, RingState::Off(_) | RingState::Never);
             if for_pool && let Some(job) = state.queue.pick(Instant::now()) {
                 self.counters.source_reads_now.add(1);
                 state.busy += 1;
-                return Work::Job(job);
+                return NextWork::ReadJob(job);
             }
             state.idle += 1;
             let since = Instant::now();
@@ -393,13 +436,13 @@ impl Lane {
                 state.called -= 1;
             } else if since.elapsed() >= IDLE_MAX {
                 state.threads -= 1;
-                return Work::End;
+                return NextWork::End;
             }
         }
     }
 
     /// Answers a fetch that has come back, unless it was answered already.
-    pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<Filled>) {
+    pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<ReadBuffer>) {
         let (done, ring_waits) = {
             let mut state = self.state.lock();
             let done = state.queue.finish(id);
@@ -469,7 +512,7 @@ impl Lane {
         oldest?.checked_add(timeout)
     }
 
-    /// Ends the lane: its threads go, and whoever waits gets an error.
+    /// Ends the queue: its threads go, and whoever waits gets an error.
     pub(super) fn close(&self) {
         let (failed, stuck) = {
             let mut state = self.state.lock();
@@ -533,8 +576,8 @@ pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     })
 }
 
-/// Calls back. What the callback does is not the lane's: if it panics, the lane goes on.
-pub(super) fn answer(done: Done, result: Result<Filled>) {
+/// Calls back. A panic in the callback does not end the thread.
+pub(super) fn answer(done: FetchCallback, result: Result<ReadBuffer>) {
     if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
         tracing::error!("a reader's callback panicked");
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::cuda::{Gpu, Pinned, Pinning, Slice};
 use crate::error::Result;
-use crate::io::Lease;
+use crate::io::{FreeList, ReadTarget, Reservation};
 use crate::sync::Mutex;
 
 /// Bytes that are pinned at a time.
@@ -18,18 +18,18 @@ const UNIT: u64 = 2 << 20;
 
 /// Pinned memory in use by one loader. Clones are the same.
 #[derive(Clone)]
-pub(crate) struct Ring(Arc<Shared>);
+pub(crate) struct PinnedPool(Arc<PoolInner>);
 
-struct Shared {
+struct PoolInner {
     gpu: Gpu,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// What is free: by address, neighbours joined.
-    free: Vec<Slice>,
-    /// All steps, in use or not.
+    /// The memory, step by step, and the free stretches of each.
+    steps: Vec<(Arc<Pinned>, FreeList)>,
+    /// Bytes of all steps, in use or not.
     pinned: u64,
     /// Bytes of them that are in use, and the most there have been.
     used: u64,
@@ -44,9 +44,9 @@ struct State {
     pinning: Duration,
 }
 
-/// What a ring has taken.
+/// The memory that a pool has taken.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Use {
+pub(crate) struct PinnedUsage {
     /// Bytes pinned.
     pub(crate) pinned: u64,
     /// Most bytes in use since it was asked last.
@@ -57,70 +57,56 @@ pub(crate) struct Use {
     pub(crate) how: Pinning,
 }
 
-impl Shared {
-    fn put_back(&self, slice: Slice) {
+impl PoolInner {
+    fn put_back(&self, slice: &Slice) {
         let mut state = self.state.lock();
-        state.used -= slice.len() as u64;
-        state.insert(slice);
+        state.used -= slice.len as u64;
+        let mut steps = state.steps.iter_mut();
+        if let Some((_, free)) = steps.find(|(pinned, _)| Arc::ptr_eq(pinned, &slice.pinned)) {
+            free.give_back(slice.offset, slice.len);
+        }
     }
 }
 
 impl State {
-    fn insert(&mut self, slice: Slice) {
-        let at = self.free.partition_point(|other| other.start() < slice.start());
-        self.free.insert(at, slice);
-        for left in [at, at.wrapping_sub(1)] {
-            if left < self.free.len() && left + 1 < self.free.len() {
-                let right = self.free.remove(left + 1);
-                if let Err(right) = self.free[left].join(right) {
-                    self.free.insert(left + 1, right);
-                }
-            }
-        }
-    }
-
     /// Takes the steps out of which nothing is in use.
-    fn take_whole(&mut self) -> Vec<Slice> {
-        let free = std::mem::take(&mut self.free);
-        let (whole, parts): (Vec<_>, Vec<_>) = free.into_iter().partition(Slice::is_whole);
-        self.free = parts;
-        self.pinned -= whole.iter().map(|slice| slice.len() as u64).sum::<u64>();
+    fn take_unused(&mut self) -> Vec<Arc<Pinned>> {
+        let unused = self.steps.extract_if(.., |(pinned, free)| free.is_whole(pinned.len()));
+        let unused: Vec<_> = unused.map(|(pinned, _)| pinned).collect();
+        self.pinned -= unused.iter().map(|pinned| pinned.len() as u64).sum::<u64>();
         self.full = false;
-        whole
+        unused
     }
 
-    /// The first that is long enough, so that few are cut.
+    /// Takes `len` bytes of the first step that has them free.
     fn take(&mut self, len: usize) -> Option<Slice> {
-        let at = self.free.iter().position(|slice| slice.len() >= len)?;
-        let slice = match self.free[at].len() == len {
-            true => self.free.remove(at),
-            false => self.free[at].split(len),
-        };
+        let slice = self.steps.iter_mut().find_map(|(pinned, free)| {
+            let offset = free.take(len)?;
+            Some(Slice { pinned: pinned.clone(), offset, len })
+        })?;
         self.used += len as u64;
         self.used_peak = self.used_peak.max(self.used);
         Some(slice)
     }
 }
 
-impl Ring {
-    pub(crate) fn new(gpu: Gpu) -> Ring {
-        Ring(Arc::new(Shared { gpu, state: Mutex::default() }))
+impl PinnedPool {
+    pub(crate) fn new(gpu: Gpu) -> PinnedPool {
+        PinnedPool(Arc::new(PoolInner { gpu, state: Mutex::default() }))
     }
 
-    /// `lease` with pinned memory behind it, as many bytes as a read of `len_for` needs; none as
-    /// long as others have it. It comes back with the last of what is made of it.
-    pub(crate) fn lease(&self, len: u64, lease: Lease) -> Option<Lease> {
+    /// A read into `len` bytes of pinned memory, which come back with the last owner of its bytes.
+    /// None while other reads hold all of it.
+    pub(crate) fn target(&self, len: u64, reservation: Reservation) -> Option<ReadTarget> {
         let slice = self.0.state.lock().take(usize::try_from(len).ok()?)?;
-        let home: Weak<Shared> = Arc::downgrade(&self.0);
-        Some(slice.lend(
-            lease,
-            Box::new(move |slice| {
-                // Without a home it is unpinned here and now.
-                if let Some(home) = home.upgrade() {
-                    home.put_back(slice);
-                }
-            }),
-        ))
+        let pool: Weak<PoolInner> = Arc::downgrade(&self.0);
+        let give_back = move |slice: Slice| {
+            // Without a pool it is unpinned here and now.
+            if let Some(pool) = pool.upgrade() {
+                pool.put_back(&slice);
+            }
+        };
+        Some(slice.lend(reservation, Box::new(give_back)))
     }
 
     /// Whether `grow` is to be called so that there is more; it has to be called then. There are
@@ -131,7 +117,7 @@ impl Ring {
         let fits = state.pinned < limit;
         if !state.growing && alone && state.used == 0 && (state.full || !fits) {
             // Too short, all of it.
-            let free = state.take_whole();
+            let free = state.take_unused();
             drop(state);
             drop(free);
             state = self.0.state.lock();
@@ -158,7 +144,8 @@ impl Ring {
             Ok(pinned) => {
                 state.pinned += step;
                 state.how = if before == 0 { pinned.how() } else { state.how.max(pinned.how()) };
-                state.insert(pinned.whole());
+                let free = FreeList::new(pinned.len());
+                state.steps.push((pinned, free));
                 Ok(())
             }
             Err(e) if state.pinned == 0 => Err(e),
@@ -172,23 +159,23 @@ impl Ring {
 
     /// Unpins and frees what is not in use.
     pub(crate) fn release(&self) {
-        let free = self.0.state.lock().take_whole();
+        let free = self.0.state.lock().take_unused();
         // Takes its time, which nobody else has to wait for.
         drop(free);
     }
 
     /// What it has taken since this was asked last.
-    pub(crate) fn taken(&self) -> Use {
+    pub(crate) fn taken(&self) -> PinnedUsage {
         let mut state = self.0.state.lock();
         let (used, peak) = (state.used, state.used_peak);
         state.used_peak = used;
         let pinning = std::mem::take(&mut state.pinning);
-        Use { pinned: state.pinned, peak, pinning, how: state.how }
+        PinnedUsage { pinned: state.pinned, peak, pinning, how: state.how }
     }
 }
 
-impl fmt::Debug for Ring {
+impl fmt::Debug for PinnedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ring({} bytes)", self.0.state.lock().pinned)
+        write!(f, "PinnedPool({} bytes)", self.0.state.lock().pinned)
     }
 }

@@ -1,4 +1,4 @@
-//! Memory that reads put bytes into for good: on huge pages where they are to be had, faulted in
+//! LoadedBytes that reads put bytes into for good: on huge pages where they are to be had, faulted in
 //! by whoever writes first, or ahead of that.
 
 use std::fmt;
@@ -10,26 +10,26 @@ use std::sync::Arc;
 use nix::libc;
 
 use super::arena::HUGE;
-use super::buffer::{ALIGN, Lease};
+use super::buffer::{ALIGN, ReadTarget, Reservation};
 
-/// Memory that is filled by reads and then read only.
+/// LoadedBytes that is filled by reads and then read only.
 pub struct Region {
-    home: Home,
+    home: RegionOwner,
     start: NonNull<u8>,
     len: usize,
 }
 
 /// Whose memory it is.
-enum Home {
+enum RegionOwner {
     /// A mapping of its own.
     Mapping(NonNull<u8>, usize),
     /// Somebody else's; this keeps it alive.
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
-// SAFETY: the mapping belongs to the region alone; see `put` and `lease` for who writes.
+// SAFETY: the mapping belongs to the region alone; see `put` and `reservation` for who writes.
 unsafe impl Send for Region {}
-// SAFETY: likewise. It is read through `Memory` only, which nobody writes to.
+// SAFETY: likewise. It is read through `LoadedBytes` only, which nobody writes to.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -59,7 +59,7 @@ impl Region {
             // SAFETY: the range lies in the mapping just made. It is slower without.
             unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         }
-        Ok(Arc::new(Region { home: Home::Mapping(at, mapped), start, len }))
+        Ok(Arc::new(Region { home: RegionOwner::Mapping(at, mapped), start, len }))
     }
 
     /// `len` bytes of somebody else from `start` on, which is on a page. `keep` is dropped once
@@ -75,7 +75,7 @@ impl Region {
         keep: Box<dyn Send + Sync>,
     ) -> Arc<Region> {
         assert!(start.as_ptr().addr().is_multiple_of(ALIGN as usize), "begins on a page");
-        Arc::new(Region { home: Home::Foreign(keep), start, len })
+        Arc::new(Region { home: RegionOwner::Foreign(keep), start, len })
     }
 
     /// Asks for huge pages where the region has whole ones: they are faulted in faster.
@@ -133,17 +133,25 @@ impl Region {
         self.len == 0
     }
 
-    /// Lets a fetch read into bytes `range`, whole pages, instead of memory that `lease` is for.
+    /// The target of a fetch into bytes `range`, whole pages. `reservation` is given back with them.
     ///
     /// # Safety
     /// Nobody else writes to these bytes from now on, and nobody reads them before the fetch has
     /// come back.
-    pub(crate) unsafe fn lease(self: &Arc<Self>, range: Range<usize>, lease: Lease) -> Lease {
-        let aligned = [range.start, range.end].iter().all(|at| at.is_multiple_of(ALIGN as usize));
+    pub(crate) unsafe fn target(
+        self: &Arc<Self>,
+        range: Range<usize>,
+        reservation: Reservation,
+    ) -> ReadTarget {
+        let ends = [range.start, range.end];
+        let aligned = ends.iter().all(|end| end.is_multiple_of(ALIGN as usize));
         assert!(aligned && range.start < range.end && range.end <= self.len, "pages of the region");
-        // SAFETY: `range` lies in the region.
-        let start = unsafe { self.start.add(range.start) };
-        lease.at(Place { start, len: range.len(), _region: self.clone() })
+        // SAFETY: `range` lies in the region, which the target keeps alive, and whose bytes are
+        // initialised or of somebody else. The caller promises that nobody else uses them.
+        unsafe {
+            let start = self.start.add(range.start);
+            ReadTarget::given(reservation, start, range.len(), self.clone())
+        }
     }
 
     /// Its bytes `at..at + len`.
@@ -162,15 +170,15 @@ impl Region {
     ///
     /// # Panics
     /// For a foreign one, of which not all may be initialised.
-    pub fn finish(self: Arc<Self>) -> Option<Memory> {
-        assert!(matches!(self.home, Home::Mapping(..)), "all of it can be read");
-        Arc::into_inner(self).map(|region| Memory(Arc::new(region)))
+    pub fn finish(self: Arc<Self>) -> Option<LoadedBytes> {
+        assert!(matches!(self.home, RegionOwner::Mapping(..)), "all of it can be read");
+        Arc::into_inner(self).map(|region| LoadedBytes(Arc::new(region)))
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if let Home::Mapping(at, len) = self.home {
+        if let RegionOwner::Mapping(at, len) = self.home {
             // SAFETY: the mapping made by `new`, which nobody refers to any more.
             unsafe { libc::munmap(at.as_ptr().cast(), len) };
         }
@@ -183,30 +191,11 @@ impl fmt::Debug for Region {
     }
 }
 
-/// Pages of a region that one fetch reads into.
-pub(super) struct Place {
-    pub(super) start: NonNull<u8>,
-    pub(super) len: usize,
-    /// Lives as long.
-    _region: Arc<Region>,
-}
-
-// SAFETY: whoever has the place is the only one to write to its bytes: see `Region::lease`.
-unsafe impl Send for Place {}
-// SAFETY: likewise; they are written through `&mut` only.
-unsafe impl Sync for Place {}
-
-impl fmt::Debug for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Place({} bytes)", self.len)
-    }
-}
-
 /// Filled memory; clones are the same bytes.
 #[derive(Clone, Debug)]
-pub struct Memory(Arc<Region>);
+pub struct LoadedBytes(Arc<Region>);
 
-impl std::ops::Deref for Memory {
+impl std::ops::Deref for LoadedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {

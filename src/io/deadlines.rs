@@ -1,0 +1,137 @@
+//! Deadlines of those who wait, kept by one thread for each owner.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use crate::sync::{Condvar, Mutex};
+
+/// When the thread looks for overdue work again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextLook {
+    /// At this time: no deadline comes before.
+    At(Instant),
+    /// Once somebody calls: there is no deadline.
+    WhenCalled,
+    /// Never: the owner is gone, and the thread ends.
+    Never,
+}
+
+/// A thread that ends overdue work. Clones are handles of the same thread.
+///
+/// The function that it calls holds its owner by `Weak`, and returns `NextLook::Never` once that
+/// is gone; the owner calls when it is dropped.
+#[derive(Clone, Debug, Default)]
+pub struct Deadlines(Arc<Clock>);
+
+#[derive(Debug, Default)]
+struct Clock {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Whether the thread looks again before a deadline that begins now has passed.
+    awake: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    running: bool,
+    called: bool,
+}
+
+impl Deadlines {
+    /// Starts the thread, unless it runs. `expire` ends overdue work, on that thread.
+    ///
+    /// # Errors
+    /// Where no thread can be started.
+    pub fn start(
+        &self,
+        name: &str,
+        expire: impl FnMut() -> NextLook + Send + 'static,
+    ) -> io::Result<()> {
+        if self.0.awake.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let mut state = self.0.state.lock();
+        if !state.running {
+            let clock = self.0.clone();
+            let thread = std::thread::Builder::new().name(name.to_owned());
+            thread.spawn(move || clock.run(expire))?;
+            state.running = true;
+        }
+        Ok(())
+    }
+
+    /// A deadline begins: wakes the thread, unless it looks in time anyway.
+    pub fn added(&self) {
+        if !self.0.awake.swap(true, Ordering::SeqCst) {
+            self.call();
+        }
+    }
+
+    /// Makes the thread look now.
+    pub fn call(&self) {
+        self.0.state.lock().called = true;
+        self.0.changed.notify_one();
+    }
+}
+
+impl Clock {
+    fn run(&self, mut expire: impl FnMut() -> NextLook) {
+        loop {
+            // From here on a new deadline calls, unless another one is known at the end.
+            self.awake.store(false, Ordering::SeqCst);
+            let due = match expire() {
+                NextLook::At(due) => Some(due),
+                NextLook::WhenCalled => None,
+                NextLook::Never => return,
+            };
+            if due.is_some() {
+                self.awake.store(true, Ordering::SeqCst);
+            }
+            let mut state = self.state.lock();
+            while !state.called {
+                let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+                state = match left {
+                    None => self.changed.wait(state),
+                    Some(left) if left.is_zero() => break,
+                    Some(left) => self.changed.wait_timeout(state, left),
+                };
+            }
+            state.called = false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_thread_looks_at_due_times_and_when_it_is_called_until_its_owner_is_gone() {
+        let (deadlines, owner) = (Deadlines::default(), Arc::new(()));
+        let (weak, mut looks) = (Arc::downgrade(&owner), 0);
+        let (send, receive) = channel();
+        let expire = move || {
+            looks += 1;
+            send.send(looks).unwrap();
+            match weak.upgrade() {
+                None => NextLook::Never,
+                Some(_) if looks < 3 => NextLook::At(Instant::now() + Duration::from_millis(1)),
+                Some(_) => NextLook::WhenCalled,
+            }
+        };
+        deadlines.start("deadlines", expire).unwrap();
+        deadlines.start("deadlines", || unreachable!("it runs already")).unwrap();
+        assert_eq!(receive.iter().take(3).collect::<Vec<_>>(), [1, 2, 3]);
+        deadlines.call();
+        assert_eq!(receive.recv(), Ok(4));
+        drop(owner);
+        deadlines.call();
+        // The end drops the sender.
+        assert_eq!(receive.iter().collect::<Vec<_>>(), [5]);
+    }
+}

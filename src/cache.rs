@@ -9,9 +9,8 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use lru::LruCache;
@@ -22,7 +21,7 @@ use self::loading::Loading;
 use self::queue::{Queue, WaitReason, Waiting};
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
-use crate::io::{Budget, Engine, Priority, Reservation};
+use crate::io::{Budget, Deadlines, Engine, Priority, Reservation};
 use crate::prefetch::Planner;
 use crate::reader::{BlockPlan, Loaded, Reader};
 use crate::source::{Source, release_unpinned};
@@ -67,9 +66,7 @@ struct Inner {
     state: Mutex<State>,
     /// Ticks since anything was held.
     quiet: AtomicU32,
-    clock: Thread,
-    /// Whether the clock is to be woken: it waits, or may have looked already.
-    clock_stands: AtomicBool,
+    deadlines: Deadlines,
 }
 
 struct State {
@@ -130,10 +127,6 @@ impl Cache {
         counters: Arc<Counters>,
         timeout: Option<Duration>,
     ) -> io::Result<Cache> {
-        let (send, receive) = std::sync::mpsc::channel::<Weak<Inner>>();
-        let clock = std::thread::Builder::new()
-            .name("cache".to_owned())
-            .spawn(move || receive.recv().map(|inner| keep_time(&inner)))?;
         let state = State {
             files: HashMap::new(),
             idle: LruCache::unbounded(),
@@ -150,10 +143,9 @@ impl Cache {
             next_file: AtomicU64::new(0),
             state: Mutex::new(state),
             quiet: AtomicU32::new(0),
-            clock: clock.thread().clone(),
-            clock_stands: AtomicBool::new(false),
+            deadlines: Deadlines::default(),
         });
-        let _ = send.send(Arc::downgrade(&inner));
+        inner.deadlines.start_ticks("cache", Arc::downgrade(&inner), TICK, Inner::tick)?;
         Ok(Cache(inner))
     }
 
@@ -201,35 +193,13 @@ impl Cache {
     }
 }
 
-/// Looks after `inner` until it is dropped.
-fn keep_time(inner: &Weak<Inner>) {
-    loop {
-        let Some(this) = inner.upgrade() else { return };
-        // Before the look: whoever brings something during it wakes the clock.
-        this.clock_stands.store(true, Ordering::SeqCst);
-        let busy = this.tick();
-        drop(this);
-        if busy {
-            std::thread::sleep(TICK);
-        } else {
-            std::thread::park();
-        }
-    }
-}
-
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.clock.unpark();
+        self.deadlines.call();
     }
 }
 
 impl Inner {
-    fn start_clock(&self) {
-        if self.clock_stands.swap(false, Ordering::SeqCst) {
-            self.clock.unpark();
-        }
-    }
-
     /// Answers a read whose bytes the kernel has in memory; else gives it back.
     fn answer_from_page_cache(&self, ask: Ask) -> Option<Ask> {
         BUFFER.with_borrow_mut(|buffer| {
@@ -490,7 +460,7 @@ impl Inner {
             Ok(_) | Err(_) => drop(blocks.remove(&start)),
         }
         drop(state);
-        self.start_clock();
+        self.deadlines.added();
         let loaded = outcome;
         let outcome = loaded.as_ref();
         for waiter in waiters {
@@ -587,7 +557,7 @@ impl Inner {
     fn enqueue(&self, waiting: Waiting) {
         self.counters.reads_queued_now.add(1);
         self.state.lock().queue.insert(waiting);
-        self.start_clock();
+        self.deadlines.added();
     }
 
     /// Lets reads go on that wait for memory, if there is some now.

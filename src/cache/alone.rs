@@ -29,7 +29,7 @@ impl State {
 impl Inner {
     /// Starts the thread of a read.
     pub(super) fn read_alone(self: &Arc<Self>, alone: Alone) {
-        self.start_clock();
+        self.deadlines.added();
         let (this, known) = (self.clone(), alone.clone());
         let read = move || this.answer_alone(&known);
         // Where no thread can be had the read is dropped, which answers it with an error.

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::Ask;
-use super::loading::key;
+use crate::io::SourceKey;
 use crate::reader::BlockPlan;
 
 /// How long a read lets others overtake it that need less.
@@ -26,7 +26,7 @@ pub(super) enum WaitReason {
     /// There is too little memory for it.
     Memory,
     /// This source has too much of it under way.
-    SourceQuota(usize),
+    SourceQuota(SourceKey),
     /// Others go first.
     Fairness,
 }
@@ -65,7 +65,7 @@ impl Queue {
                     // long, and meanwhile the others are to get on with the rest.
                     WaitReason::Memory => waits.as_secs() % 2 == 1,
                     WaitReason::SourceQuota(of) => {
-                        plan.sources().any(|(source, _)| key(source) == *of)
+                        plan.sources().any(|(source, _)| SourceKey::of(source) == *of)
                     }
                     WaitReason::Fairness => false,
                 }

@@ -1,9 +1,9 @@
 //! Deadlines of those who wait, kept by one thread for each owner.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use crate::sync::{Condvar, Mutex};
 
@@ -62,6 +62,25 @@ impl Deadlines {
         Ok(())
     }
 
+    /// Starts the thread, unless it runs. It calls `tick` of `owner` every `interval` while that
+    /// says that there is more to look after, else when it is called.
+    ///
+    /// # Errors
+    /// Where no thread can be started.
+    pub fn start_ticks<T: Send + Sync + 'static>(
+        &self,
+        name: &str,
+        owner: Weak<T>,
+        interval: Duration,
+        tick: impl Fn(&Arc<T>) -> bool + Send + 'static,
+    ) -> io::Result<()> {
+        self.start(name, move || match owner.upgrade() {
+            None => NextLook::Never,
+            Some(owner) if tick(&owner) => NextLook::At(Instant::now() + interval),
+            Some(_) => NextLook::WhenCalled,
+        })
+    }
+
     /// A deadline begins: wakes the thread, unless it looks in time anyway.
     pub fn added(&self) {
         if !self.0.awake.swap(true, Ordering::SeqCst) {
@@ -106,7 +125,6 @@ impl Clock {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::channel;
-    use std::time::Duration;
 
     use super::*;
 

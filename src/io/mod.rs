@@ -5,6 +5,7 @@
 
 mod deadlines;
 mod device_queue;
+mod limiter;
 mod memory;
 mod page_cache;
 mod queue;
@@ -24,6 +25,7 @@ use serde_json::{Value, json};
 
 pub use deadlines::{Deadlines, NextLook};
 pub(crate) use device_queue::guarded;
+pub use limiter::{PerSourceLimiter, SourceKey};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::FreeList;
 pub use memory::{Budget, Buffer, LoadedBytes, ReadBuffer, ReadTarget, Region, Reservation};

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::limiter::{PerSourceLimiter, SourceKey};
 use super::memory::{ReadTarget, ReservedBytes};
 use super::{Effort, Fetch, FetchCallback, Priority};
 use crate::source::Source;
@@ -64,31 +65,33 @@ struct OfSource {
     queued: [BTreeSet<u64>; 2],
     /// Which of them stands among the ready ones, by priority.
     ready: [Option<u64>; 2],
-    sent: usize,
-    stuck: usize,
-}
-
-impl OfSource {
-    fn may_send(&self) -> bool {
-        self.stuck < STUCK_MAX_OF_ONE && self.sent < SENT_MAX_OF_ONE
-    }
 }
 
 /// All fetches of a device. Numbers are given in the order of submission.
-#[derive(Default)]
 pub(super) struct FetchQueue {
     next_id: u64,
     flights: BTreeMap<u64, Flight>,
-    /// By the address of the source, which its flights keep alive.
-    sources: HashMap<usize, OfSource>,
+    /// Those that were not sent; their flights keep the sources alive.
+    sources: HashMap<SourceKey, OfSource>,
     /// By priority: the first fetch of each source that may send one.
     ready: [BTreeSet<u64>; 2],
-    sent: usize,
-    stuck: usize,
+    /// Fetches that the kernel has.
+    sent: PerSourceLimiter<SourceKey>,
+    /// Those of them that are overdue.
+    stuck: PerSourceLimiter<SourceKey>,
 }
 
-fn key(source: &Arc<Source>) -> usize {
-    Arc::as_ptr(source) as usize
+impl Default for FetchQueue {
+    fn default() -> FetchQueue {
+        FetchQueue {
+            next_id: 0,
+            flights: BTreeMap::new(),
+            sources: HashMap::new(),
+            ready: Default::default(),
+            sent: PerSourceLimiter::new(SENT_MAX_OF_ONE as u64, SENT_MAX as u64),
+            stuck: PerSourceLimiter::new(STUCK_MAX_OF_ONE as u64, STUCK_MAX as u64),
+        }
+    }
 }
 
 impl FetchQueue {
@@ -98,7 +101,7 @@ impl FetchQueue {
         let effort = if priority == Priority::Demand { effort.awaited() } else { effort };
         let id = self.next_id;
         self.next_id += 1;
-        let key = key(&source);
+        let key = SourceKey::of(&source);
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
@@ -116,7 +119,7 @@ impl FetchQueue {
         if let FlightStage::Queued(priority @ Priority::Prefetch, _) = &mut flight.stage {
             *priority = Priority::Demand;
             flight.since = now;
-            let key = key(&flight.source);
+            let key = SourceKey::of(&flight.source);
             let of_source = self.sources.entry(key).or_default();
             of_source.queued[Priority::Prefetch as usize].remove(&id);
             of_source.queued[Priority::Demand as usize].insert(id);
@@ -125,7 +128,7 @@ impl FetchQueue {
     }
 
     fn may_send(&self) -> bool {
-        self.sent < SENT_MAX && self.stuck < STUCK_MAX
+        self.sent.has_room() && self.stuck.has_room()
     }
 
     /// Whether `pick` would find one.
@@ -142,7 +145,7 @@ impl FetchQueue {
         let flight = self.flights.get_mut(&id)?;
         let (source, range) = (flight.source.clone(), flight.range.clone());
         let (key, priority) = match &flight.stage {
-            FlightStage::Queued(priority, _) => (key(&source), *priority),
+            FlightStage::Queued(priority, _) => (SourceKey::of(&source), *priority),
             FlightStage::Sent(_) => return None,
         };
         if priority == Priority::Prefetch {
@@ -150,8 +153,7 @@ impl FetchQueue {
         }
         let of_source = self.sources.entry(key).or_default();
         of_source.queued[priority as usize].remove(&id);
-        of_source.sent += 1;
-        self.sent += 1;
+        self.sent.take(key, 1);
         let sent = match &flight.stage {
             FlightStage::Queued(_, target) => FlightStage::Sent(target.reserved()),
             FlightStage::Sent(_) => return None,
@@ -171,13 +173,10 @@ impl FetchQueue {
     /// Strikes out a sent fetch that has come back; whom to answer, unless that is done.
     pub(super) fn finish(&mut self, id: u64) -> Option<FetchCallback> {
         let flight = self.flights.remove(&id)?;
-        let key = key(&flight.source);
-        let of_source = self.sources.entry(key).or_default();
-        of_source.sent -= 1;
-        self.sent -= 1;
+        let key = SourceKey::of(&flight.source);
+        self.sent.give_back(&key, 1);
         if flight.done.is_none() {
-            of_source.stuck -= 1;
-            self.stuck -= 1;
+            self.stuck.give_back(&key, 1);
         }
         self.refresh(key);
         flight.done
@@ -211,19 +210,19 @@ impl FetchQueue {
         let flight = self.flights.get_mut(&id)?;
         let done = flight.done.take()?;
         let (source, offset) = (flight.source.clone(), flight.range.start);
-        let of_source = self.sources.entry(key(&source)).or_default();
+        let key = SourceKey::of(&source);
         match &flight.stage {
-            FlightStage::Sent(share) => {
-                share.forfeit();
-                of_source.stuck += 1;
-                self.stuck += 1;
+            FlightStage::Sent(reserved) => {
+                reserved.forfeit();
+                self.stuck.take(key, 1);
             }
             FlightStage::Queued(priority, _) => {
+                let of_source = self.sources.entry(key).or_default();
                 of_source.queued[*priority as usize].remove(&id);
                 self.flights.remove(&id);
             }
         }
-        self.refresh(key(&source));
+        self.refresh(key);
         Some(Failed { source, offset, done })
     }
 
@@ -235,25 +234,25 @@ impl FetchQueue {
 
     /// How many are queued.
     pub(super) fn queued(&self) -> usize {
-        self.flights.len() - self.sent
+        self.flights.len() - self.sent.total() as usize
     }
 
     /// How many the kernel has, without the stuck ones.
     pub(super) fn in_flight(&self) -> usize {
-        self.sent - self.stuck
+        (self.sent.total() - self.stuck.total()) as usize
     }
 
     /// How many the kernel has and does not give back.
     pub(super) fn stuck(&self) -> usize {
-        self.stuck
+        self.stuck.total() as usize
     }
 
     /// Sets right what of the source stands among the ready ones, after any change of it.
-    fn refresh(&mut self, key: usize) {
+    fn refresh(&mut self, key: SourceKey) {
         let Some(of_source) = self.sources.get_mut(&key) else {
             return;
         };
-        let may_send = of_source.may_send();
+        let may_send = self.sent.has_room_for(&key) && self.stuck.has_room_for(&key);
         for priority in 0..self.ready.len() {
             let first = of_source.queued[priority].first().copied().filter(|_| may_send);
             let before = std::mem::replace(&mut of_source.ready[priority], first);
@@ -264,7 +263,7 @@ impl FetchQueue {
                 self.ready[priority].extend(first);
             }
         }
-        if of_source.sent == 0 && of_source.queued.iter().all(BTreeSet::is_empty) {
+        if of_source.queued.iter().all(BTreeSet::is_empty) {
             self.sources.remove(&key);
         }
     }

@@ -3,15 +3,17 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Weak};
-use std::thread::Thread;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, Effort, Engine, Fetch, Priority, ReadBuffer};
+use crate::io::{
+    Budget, Buffer, Deadlines, Effort, Engine, Fetch, PerSourceLimiter, Priority, ReadBuffer,
+    SourceKey,
+};
 use crate::source::{Source, release_unpinned};
 use crate::sync::Mutex;
 
@@ -19,13 +21,13 @@ use super::job::{Job, Outcome, STEP_LEN, Step};
 
 /// Steps read at the same time, and those of one source.
 const STEPS_MAX: usize = 8;
-const SOURCE_STEPS_MAX: usize = 4;
+const SOURCE_STEPS_MAX: u64 = 4;
 
 /// A step that takes so long leaves its turn to others: its source may never answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Most steps, slow ones included.
-const SLOW_STEPS_MAX: usize = 64;
+const SLOW_STEPS_MAX: u64 = 64;
 
 /// Memory that a step takes at most, in bytes: it may begin and end within a page.
 const STEP_MEMORY: u64 = STEP_LEN + (64 << 10);
@@ -46,23 +48,35 @@ struct Inner {
     counters: Arc<Counters>,
     /// How long a job may wait for its next step.
     timeout: Option<Duration>,
-    clock: Thread,
+    deadlines: Deadlines,
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
     /// Jobs with steps to begin, the next one first.
     queue: VecDeque<Arc<Job>>,
     /// All that have not ended.
     jobs: Vec<Arc<Job>>,
-    /// Steps under way: the address of their source, which they keep alive, and when they began.
-    running: Vec<(usize, Instant)>,
+    /// When the steps under way began.
+    running: Vec<Instant>,
+    /// Those steps by source, which they keep alive.
+    steps: PerSourceLimiter<SourceKey>,
+}
+
+impl Default for State {
+    fn default() -> State {
+        State {
+            queue: VecDeque::new(),
+            jobs: Vec::new(),
+            running: Vec::new(),
+            steps: PerSourceLimiter::new(SOURCE_STEPS_MAX, SLOW_STEPS_MAX),
+        }
+    }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.clock.unpark();
+        self.deadlines.call();
     }
 }
 
@@ -76,14 +90,10 @@ impl Checker {
         counters: Arc<Counters>,
         timeout: Option<Duration>,
     ) -> io::Result<Checker> {
-        let (send, receive) = std::sync::mpsc::channel::<Weak<Inner>>();
-        let clock = std::thread::Builder::new()
-            .name("checksums".to_owned())
-            .spawn(move || receive.recv().map(|inner| keep_time(&inner)))?;
-        let budget = Budget::new(SLOW_STEPS_MAX as u64 * STEP_MEMORY, counters.clone());
-        let (clock, state) = (clock.thread().clone(), Mutex::default());
-        let inner = Arc::new(Inner { engine, budget, counters, timeout, clock, state });
-        let _ = send.send(Arc::downgrade(&inner));
+        let budget = Budget::new(SLOW_STEPS_MAX * STEP_MEMORY, counters.clone());
+        let (deadlines, state) = (Deadlines::default(), Mutex::default());
+        let inner = Arc::new(Inner { engine, budget, counters, timeout, deadlines, state });
+        inner.deadlines.start_ticks("checksums", Arc::downgrade(&inner), TICK, Inner::tick)?;
         Ok(Checker(inner))
     }
 
@@ -102,27 +112,9 @@ impl Checker {
         state.queue.push_back(job.clone());
         drop(state);
         job.end_if_empty();
-        self.0.clock.unpark();
+        self.0.deadlines.added();
         self.0.dispatch();
     }
-}
-
-/// Looks after `inner` until it is dropped.
-fn keep_time(inner: &Weak<Inner>) {
-    while let Some(this) = inner.upgrade() {
-        let busy = this.tick();
-        drop(this);
-        if busy {
-            std::thread::sleep(TICK);
-        } else {
-            // Whoever brings something calls; a call before this counts.
-            std::thread::park();
-        }
-    }
-}
-
-fn key(source: &Arc<Source>) -> usize {
-    Arc::as_ptr(source) as usize
 }
 
 impl Inner {
@@ -219,24 +211,24 @@ impl State {
     /// way. A job with more steps goes behind the others.
     fn next(&mut self) -> Option<(Arc<Job>, Step, Arc<Source>, Instant)> {
         let now = Instant::now();
-        let quick = self.running.iter().filter(|(_, begun)| now - *begun < PATIENCE).count();
-        if quick >= STEPS_MAX || self.running.len() >= SLOW_STEPS_MAX {
+        let quick = self.running.iter().filter(|begun| now - **begun < PATIENCE).count();
+        if quick >= STEPS_MAX || !self.steps.has_room() {
             return None;
         }
-        let mut at = 0;
-        while let Some(job) = self.queue.get(at).cloned() {
+        let mut index = 0;
+        while let Some(job) = self.queue.get(index).cloned() {
             let Some(source) = job.next_source() else {
-                self.queue.remove(at);
+                self.queue.remove(index);
                 continue;
             };
-            let own = self.running.iter().filter(|(other, _)| *other == key(&source)).count();
-            if own >= SOURCE_STEPS_MAX {
-                at += 1;
+            if !self.steps.has_room_for(&SourceKey::of(&source)) {
+                index += 1;
                 continue;
             }
-            self.queue.remove(at);
+            self.queue.remove(index);
             let Some(step) = job.begin() else { continue };
-            self.running.push((key(&source), now));
+            self.running.push(now);
+            self.steps.take(SourceKey::of(&source), 1);
             self.queue.push_back(job.clone());
             return Some((job, step, source, now));
         }
@@ -245,8 +237,9 @@ impl State {
 
     /// The step of `source` that began at `begun` is no longer under way.
     fn ended(&mut self, source: &Arc<Source>, begun: Instant) {
-        let at = self.running.iter().position(|step| *step == (key(source), begun));
-        at.map(|at| self.running.swap_remove(at));
+        let index = self.running.iter().position(|other| *other == begun);
+        index.map(|index| self.running.swap_remove(index));
+        self.steps.give_back(&SourceKey::of(source), 1);
     }
 }
 

@@ -26,6 +26,7 @@ pub mod sync;
 pub mod verify;
 pub mod view;
 pub mod walk;
+pub mod words;
 
 pub use checkpoint::Checkpoint;
 pub use dtype::Dtype;

@@ -1,11 +1,12 @@
 //! How a source is opened: how its sets are found and proved, and the view on them.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use serde_json::{Value, json};
 
-use crate::format::Format;
-use crate::view::{Files, MapPolicy, View};
+use crate::view::View;
+use crate::words;
 
 /// Which one counts where a whole file and a sharded set stand for the same name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,8 +15,10 @@ pub enum Prefer {
     #[default]
     File,
     /// The sharded set, as diffusers does.
-    Index,
+    Shards,
 }
+
+words!(Prefer { File = "file", Shards = "shards" | "index" });
 
 /// Where symbolic links of the source may lead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,52 +56,29 @@ impl OpenOptions {
     /// one start needs are left out: how a set is proved, and where indexes are kept.
     pub fn to_json(&self) -> Value {
         json!({
-            "layout": match self.view.files {
-                Files::Single => "single",
-                Files::Original => "original",
-            },
-            "index": match self.view.map {
-                MapPolicy::Rewrite => "rewrite",
-                MapPolicy::Hide => "hide",
-            },
+            "layout": self.view.files.as_str(),
+            "weight-map": self.view.map.as_str(),
             "format": self.view.format.as_str(),
-            "prefer": match self.prefer {
-                Prefer::File => "file",
-                Prefer::Index => "index",
-            },
+            "prefer": self.prefer.as_str(),
             "follow": self.follow,
         })
     }
 
-    /// The options that `to_json` wrote; `None` if another version wrote words that are not known
-    /// here.
+    /// The options that `to_json` wrote, also those of the release before; `None` if another
+    /// version wrote words that are not known here.
     pub fn from_json(json: &Value) -> Option<OpenOptions> {
-        let word = |key: &str| json.get(key)?.as_str();
+        fn word<T: FromStr>(value: &Value) -> Option<T> {
+            value.as_str()?.parse().ok()
+        }
         let follow = json.get("follow")?.as_array()?.iter();
         let view = View {
-            files: match word("layout")? {
-                "single" => Files::Single,
-                "original" => Files::Original,
-                _ => return None,
-            },
-            map: match word("index")? {
-                "rewrite" => MapPolicy::Rewrite,
-                "hide" => MapPolicy::Hide,
-                _ => return None,
-            },
-            format: match word("format")? {
-                "safetensors" => Format::Safetensors,
-                "bintensors" => Format::Bintensors,
-                _ => return None,
-            },
+            files: word(json.get("layout")?)?,
+            map: word(json.get("weight-map").or_else(|| json.get("index"))?)?,
+            format: word(json.get("format")?)?,
         };
         Some(OpenOptions {
             view,
-            prefer: match word("prefer")? {
-                "file" => Prefer::File,
-                "index" => Prefer::Index,
-                _ => return None,
-            },
+            prefer: word(json.get("prefer")?)?,
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
@@ -112,17 +92,23 @@ impl OpenOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::view::{Files, MapPolicy};
 
     #[test]
     fn options_come_back_from_json_and_those_of_another_version_do_not() {
         let options = OpenOptions {
             view: View { files: Files::Original, map: MapPolicy::Hide, ..View::default() },
-            prefer: Prefer::Index,
+            prefer: Prefer::Shards,
             follow: vec!["/a,b".into()],
             links: Links::Inside,
             ..OpenOptions::default()
         };
         let mut json = options.to_json();
+        assert_eq!(OpenOptions::from_json(&json), Some(options.clone()));
+        // The release before wrote other words.
+        json["prefer"] = "index".into();
+        let map = json.as_object_mut().and_then(|json| json.remove("weight-map")).unwrap();
+        json["index"] = map;
         assert_eq!(OpenOptions::from_json(&json), Some(options));
         let plain = OpenOptions { links: Links::Inside, ..OpenOptions::default() };
         assert_eq!(OpenOptions::from_json(&plain.to_json()), Some(plain));

@@ -176,7 +176,7 @@ fn every_good_fixture_is_the_same_from_the_index() {
     for source in sources.chain(folders) {
         for (prefer, format) in [
             (Prefer::File, Format::Safetensors),
-            (Prefer::Index, Format::Safetensors),
+            (Prefer::Shards, Format::Safetensors),
             (Prefer::File, Format::Bintensors),
         ] {
             let files = View { format, ..View::default() };

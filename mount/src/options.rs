@@ -1,16 +1,23 @@
 //! Mount options (`-o`): ours, and those that mount(8), systemd and SELinux add.
 
+mod table;
+
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tensorfs::cache::BUDGET_MIN;
+use serde_json::Value;
 use tensorfs::error::quoted;
 use tensorfs::format::Format;
 use tensorfs::index::Store;
 use tensorfs::io::{Backend, DirectIo};
-use tensorfs::open_options::{Links, OpenOptions, Prefer};
-use tensorfs::view::{Files, MapPolicy};
+use tensorfs::open_options::{Links, OpenOptions};
+use tensorfs::view::Files;
+use tensorfs::words;
+
+pub(crate) use table::{help, query_names};
+
+use table::OptionRow;
 
 /// Whether the kernel may serve whole files by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,6 +29,8 @@ pub enum Passthrough {
     Never,
 }
 
+words!(Passthrough { Auto = "auto", Never = "never" });
+
 /// When weights are compared with their recorded checksums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
@@ -32,15 +41,7 @@ pub enum Verify {
     Read,
 }
 
-impl Verify {
-    /// Its name, as the option has it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Verify::None => "none",
-            Verify::Read => "read",
-        }
-    }
-}
+words!(Verify { None = "none", Read = "read" });
 
 /// Where indexes are kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -77,22 +78,9 @@ const IO_TIMEOUT: Duration = Duration::from_secs(60);
 /// kernel's page cache is the cache, this only has to keep the disk busy.
 pub(crate) const CACHE_DEFAULT: u64 = 128 << 20;
 
-/// Largest cache: more is a slip of the pen.
-const CACHE_MAX: u64 = 1 << 40;
-
 /// Requests of the largest size that the cache has to have room for: each takes memory beside
 /// it while it is answered.
 const REQUESTS_MIN: u64 = 32;
-
-/// Smallest cache: a few requests of the kernel.
-const CACHE_MIN: u64 = BUDGET_MIN;
-
-/// Largest readahead window: one fault may read half of it before the byte that was wanted.
-const READAHEAD_MAX: u64 = 1 << 30;
-
-/// Sizes that a request of the kernel may be given: what it takes at least, and what fuser does
-/// at most.
-const REQUEST_SIZES: std::ops::RangeInclusive<u64> = 128 << 10..=16 << 20;
 
 /// All options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -254,7 +242,12 @@ impl Options {
         Ok(options)
     }
 
-    fn apply(&mut self, option: &str, seen: &mut Vec<String>, sloppy: bool) -> Result<(), String> {
+    fn apply(
+        &mut self,
+        option: &str,
+        seen: &mut Vec<&'static str>,
+        sloppy: bool,
+    ) -> Result<(), String> {
         let (key, value) = match option.split_once('=') {
             Some((key, value)) => (key, Some(value)),
             None => (option, None),
@@ -263,154 +256,39 @@ impl Options {
             self.contexts.push(option.to_owned());
             return Ok(());
         }
-        match (key, value) {
-            ("remount", None) => {
-                return Err("a mount cannot be changed; unmount it and mount it again".to_owned());
-            }
-            ("rw", None) => self.rw = true,
-            ("noexec", None) => self.noexec = true,
-            ("exec", None) => self.noexec = false,
-            ("noatime", None) => self.noatime = true,
-            ("atime", None) => self.noatime = false,
-            ("nosymfollow", None) => self.nosymfollow = true,
-            ("symfollow", None) => self.nosymfollow = false,
-            ("allow_other", None) => self.allow_other = true,
-            ("follow", Some(folder)) if !folder.is_empty() => self.open.follow.push(folder.into()),
-            (key, Some(value)) if is_own(key) => {
-                if seen.iter().any(|other| other == key) {
+        if (key, value) == ("remount", None) {
+            return Err("a mount cannot be changed; unmount it and mount it again".to_owned());
+        }
+        if let Some(row) = OptionRow::find(key, value.is_some()) {
+            if value.is_some() && !row.repeats {
+                if seen.contains(&row.name) {
                     return Err(format!("option {key}= is given twice"));
                 }
-                seen.push(key.to_owned());
-                self.set(key, value)?;
+                seen.push(row.name);
             }
-            (key, None) if is_own(key) || key == "follow" => {
+            let set = row.apply(self, value.unwrap_or_default());
+            return set.map_err(|values| format!("option {}: expected {values}", quoted(option)));
+        }
+        let ignored = match value {
+            None if OptionRow::find(key, true).is_some() => {
                 return Err(format!("option {key} needs a value: {key}=..."));
             }
-            _ if value.is_none() && IGNORED.contains(&key) => {}
-            _ if IGNORED_STARTS.iter().any(|start| option.starts_with(start)) => {}
-            _ if sloppy => {}
-            _ => return Err(format!("unknown option {}", quoted(option))),
+            None => IGNORED.contains(&key),
+            Some(_) => false,
+        };
+        if ignored || sloppy || IGNORED_STARTS.iter().any(|start| option.starts_with(start)) {
+            return Ok(());
         }
-        Ok(())
+        Err(format!("unknown option {}", quoted(option)))
     }
 
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        let bad = |expected: &str| {
-            format!("option {}: expected {expected}", quoted(&format!("{key}={value}")))
-        };
-        let number = || value.parse::<u32>().map_err(|_| bad("a number"));
-        // The last one means "no one" to the kernel.
-        let id = || number().ok().filter(|id| *id < u32::MAX).ok_or_else(|| bad("a number"));
-        let not_empty =
-            || (!value.is_empty()).then(|| value.to_owned()).ok_or_else(|| bad("a name"));
-        match key {
-            "layout" => {
-                self.open.view.files = match value {
-                    "single" => Files::Single,
-                    "original" => Files::Original,
-                    _ => return Err(bad("single or original")),
-                }
-            }
-            "format" => {
-                self.open.view.format = match value {
-                    "safetensors" => Format::Safetensors,
-                    "bintensors" => Format::Bintensors,
-                    _ => return Err(bad("safetensors or bintensors")),
-                }
-            }
-            "index" => {
-                self.open.view.map = match value {
-                    "rewrite" => MapPolicy::Rewrite,
-                    "hide" => MapPolicy::Hide,
-                    _ => return Err(bad("rewrite or hide")),
-                }
-            }
-            "prefer" => {
-                self.open.prefer = match value {
-                    "file" => Prefer::File,
-                    "index" => Prefer::Index,
-                    _ => return Err(bad("file or index")),
-                }
-            }
-            "passthrough" => {
-                self.passthrough = match value {
-                    "auto" => Passthrough::Auto,
-                    "never" => Passthrough::Never,
-                    _ => return Err(bad("auto or never")),
-                }
-            }
-            "uid" => self.uid = Some(id()?),
-            "gid" => self.gid = Some(id()?),
-            "umask" => {
-                self.umask = u32::from_str_radix(value, 8)
-                    .ok()
-                    .filter(|mask| *mask <= 0o777)
-                    .ok_or_else(|| bad("an octal number up to 777"))?;
-            }
-            "expect-shards" => {
-                let shards = value.parse().ok().filter(|n| *n > 0);
-                self.open.expect_shards = Some(shards.ok_or_else(|| bad("a number from 1"))?);
-            }
-            "reference" => self.open.reference = Some(not_empty()?.into()),
-            "fsname" => self.fsname = Some(not_empty()?),
-            "log" => self.log = Some(not_empty()?.into()),
-            "index-dir" => self.index_dir = IndexDir::parse(OsStr::new(&not_empty()?)),
-            _ => return self.set_reading(key, value),
+    /// The options in force as JSON, for `tensorfs status`.
+    pub(crate) fn to_json(&self) -> Value {
+        let mut json = self.open.to_json();
+        if let Some(json) = json.as_object_mut() {
+            json.extend(table::shown(self).map(|(name, value)| (name.to_owned(), value)));
         }
-        Ok(())
-    }
-
-    /// The options that say how bytes get from the sources to the readers.
-    fn set_reading(&mut self, key: &str, value: &str) -> Result<(), String> {
-        let bad = |expected: &str| {
-            format!("option {}: expected {expected}", quoted(&format!("{key}={value}")))
-        };
-        let size_in = |sizes: std::ops::RangeInclusive<u64>, expected: &str| {
-            size(value).filter(|size| sizes.contains(size)).map(Some).ok_or_else(|| bad(expected))
-        };
-        match key {
-            "cache" => {
-                self.cache = size_in(CACHE_MIN..=CACHE_MAX, "a size from 16M to 1T, like 256M")?
-            }
-            "io" => {
-                self.io = match value {
-                    "auto" => Backend::Auto,
-                    "uring" => Backend::Uring,
-                    "pread" => Backend::Pread,
-                    _ => return Err(bad("auto, uring or pread")),
-                }
-            }
-            "direct" => {
-                self.direct = match value {
-                    "auto" => DirectIo::Auto,
-                    "always" => DirectIo::Always,
-                    "never" => DirectIo::Never,
-                    _ => return Err(bad("auto, always or never")),
-                }
-            }
-            "verify" => {
-                self.verify = match value {
-                    "none" => Verify::None,
-                    "read" => Verify::Read,
-                    _ => return Err(bad("none or read")),
-                }
-            }
-            "io-timeout" => {
-                let seconds = value.parse::<u32>().map_err(|_| bad("seconds, or 0 for none"))?;
-                self.io_timeout = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
-            }
-            "readahead" => {
-                self.readahead = size_in(0..=READAHEAD_MAX, "a size up to 1G, like 4M, or 0")?;
-            }
-            "max_request" => {
-                self.max_request = size_in(REQUEST_SIZES, "a size from 128K to 16M")?;
-            }
-            "assemble" if value.is_empty() => return Err(bad("a folder")),
-            "assemble" => self.assemble = Some(value.into()),
-            "assemble-size" => self.assemble_size = size_in(1..=u64::MAX, "a size, like 100G")?,
-            _ => return Err(format!("unknown option {}", quoted(&format!("{key}={value}")))),
-        }
-        Ok(())
+        json
     }
 
     /// Makes the paths among the options absolute: the daemon leaves the working directory, and
@@ -435,35 +313,6 @@ impl Options {
         }
         Ok(())
     }
-}
-
-/// Whether `key` is one of our options with a value that may be given once.
-fn is_own(key: &str) -> bool {
-    const OWN: [&str; 22] = [
-        "layout",
-        "format",
-        "index",
-        "prefer",
-        "passthrough",
-        "uid",
-        "gid",
-        "umask",
-        "expect-shards",
-        "reference",
-        "fsname",
-        "log",
-        "cache",
-        "io",
-        "direct",
-        "io-timeout",
-        "readahead",
-        "max_request",
-        "assemble",
-        "assemble-size",
-        "index-dir",
-        "verify",
-    ];
-    OWN.contains(&key)
 }
 
 /// Bytes of a size: a whole number, or one with a suffix, where `64M` is `64MiB`.
@@ -560,6 +409,31 @@ mod tests {
     fn an_unknown_option_is_refused_unless_sloppy() {
         assert_eq!(parse("ro,laoyut=single").unwrap_err(), "unknown option `laoyut=single`");
         assert!(Options::parse(&["laoyut=single"], true).is_ok());
+    }
+
+    #[test]
+    fn former_spellings_mean_the_same_for_one_release() {
+        for (former, now) in [("index=hide", "weight-map=hide"), ("prefer=index", "prefer=shards")]
+        {
+            assert_eq!(parse(former).unwrap(), parse(now).unwrap());
+            assert_ne!(parse(now).unwrap(), Options::default());
+        }
+        let error = parse("index=hide,weight-map=hide").unwrap_err();
+        assert_eq!(error, "option weight-map= is given twice");
+    }
+
+    #[test]
+    fn help_and_parser_know_the_same_options() {
+        let help = help();
+        let terms = help.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
+        let names = terms.filter(|term| !term.is_empty()).map(|term| term.split('=').next());
+        let names: Vec<&str> = names.flatten().collect();
+        assert!(names.contains(&"weight-map") && !names.contains(&"index"), "{help}");
+        for name in names {
+            let known = OptionRow::find(name, true).or_else(|| OptionRow::find(name, false));
+            assert!(known.is_some(), "{name}");
+        }
+        assert!(help.lines().all(|line| line.len() <= 85), "{help}");
     }
 
     #[test]

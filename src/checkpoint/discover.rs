@@ -396,7 +396,7 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     }
     let mut settled = Discovered { winners: Vec::new(), losers: Vec::new(), notes: Vec::new() };
     for (output, mut sets) in by_output {
-        sets.sort_by_key(|set| (prefer == Prefer::Index || set.kind != Kind::Single, set.kind));
+        sets.sort_by_key(|set| (prefer == Prefer::Shards || set.kind != Kind::Single, set.kind));
         let mut sets = sets.into_iter();
         let Some(winner) = sets.next() else { continue };
         for loser in sets {

@@ -117,7 +117,7 @@ impl<'a> FolderIndex<'a> {
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
         let options = &self.tree.options;
         let bintensors = u8::from(options.view.format == Format::Bintensors);
-        let looked_at = [u8::from(options.prefer == Prefer::Index) | bintensors << 1];
+        let looked_at = [u8::from(options.prefer == Prefer::Shards) | bintensors << 1];
         file_name(&[folder, only, &looked_at], EXTENSION)
     }
 

@@ -12,6 +12,8 @@ mod plain;
 pub mod safetensors;
 pub mod weight_map;
 
+use crate::words;
+
 /// A format that whole checkpoints are stored in, and shown as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
@@ -22,15 +24,9 @@ pub enum Format {
     Bintensors,
 }
 
-impl Format {
-    /// The word used in options and output.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Format::Safetensors => "safetensors",
-            Format::Bintensors => "bintensors",
-        }
-    }
+words!(Format { Safetensors = "safetensors", Bintensors = "bintensors" });
 
+impl Format {
     /// Suffix of the names of its files.
     pub fn suffix(self) -> &'static str {
         match self {

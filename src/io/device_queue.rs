@@ -552,7 +552,7 @@ impl DeviceQueue {
             "local": self.file_system.is_local(),
             "backend": backend,
             "why": why,
-            "direct": self.settings.direct.name(),
+            "direct": self.settings.direct.as_str(),
             "direct_refused": self.direct_refused.load(Ordering::Relaxed),
             "threads": threads,
             "queued": state.queue.queued(),

@@ -37,6 +37,7 @@ use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::source::Source;
 use crate::sync::Mutex;
+use crate::words;
 use device_queue::DeviceQueue;
 
 /// How long a read may take by default.
@@ -109,7 +110,7 @@ pub enum Backend {
     /// io_uring for local file systems where the kernel allows it, else threads.
     #[default]
     Auto,
-    /// The same; that it is not to be had is said louder.
+    /// Like `Auto`, but warns if io_uring is unavailable.
     Uring,
     /// Threads with `pread(2)`.
     Pread,
@@ -127,27 +128,9 @@ pub enum DirectIo {
     Never,
 }
 
-impl Backend {
-    /// Its name, as the mount option has it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Backend::Auto => "auto",
-            Backend::Uring => "uring",
-            Backend::Pread => "pread",
-        }
-    }
-}
+words!(Backend { Auto = "auto", Uring = "uring", Pread = "pread" });
 
-impl DirectIo {
-    /// Its name, as the mount option has it.
-    pub fn name(self) -> &'static str {
-        match self {
-            DirectIo::Auto => "auto",
-            DirectIo::Always => "always",
-            DirectIo::Never => "never",
-        }
-    }
-}
+words!(DirectIo { Auto = "auto", Always = "always", Never = "never" });
 
 /// How an engine reads.
 #[derive(Clone, Copy, Debug)]

@@ -5,6 +5,7 @@
 //! come. `checkpoint::present` applies the view.
 
 use crate::format::Format;
+use crate::words;
 
 pub use self::arrange::{FileSpec, TensorOrder, arrange};
 
@@ -29,6 +30,10 @@ pub enum MapPolicy {
     /// It is not shown.
     Hide,
 }
+
+words!(Files { Single = "single", Original = "original" });
+
+words!(MapPolicy { Rewrite = "rewrite", Hide = "hide" });
 
 /// How a checkpoint is presented.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::options;
+
 /// Sharded model checkpoints as one safetensors file, without a copy.
 #[derive(Debug, Parser)]
 #[command(
@@ -68,8 +70,7 @@ pub(crate) enum Command {
 pub(crate) struct SourceArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
-    /// Options as for mount: format=, prefer=, follow=, expect-shards=, reference=
-    #[arg(short = 'o', value_name = "OPTIONS")]
+    #[arg(short = 'o', value_name = "OPTIONS", help = query_help())]
     pub options: Vec<String>,
     /// Folder of indexes and checksums; `none` for none
     #[arg(long, value_name = "DIR")]
@@ -80,6 +81,10 @@ pub(crate) struct SourceArgs {
     /// Say more; twice for debugging
     #[arg(short, action = clap::ArgAction::Count)]
     pub verbose: u8,
+}
+
+fn query_help() -> String {
+    format!("Options as for mount: {}", options::query_names())
 }
 
 /// Arguments of `demo`.
@@ -100,7 +105,7 @@ pub(crate) struct DoctorArgs {
 
 /// Arguments of `mount`.
 #[derive(Debug, Args)]
-#[command(after_long_help = OPTIONS_HELP)]
+#[command(after_long_help = options::help())]
 pub(crate) struct MountArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
@@ -122,51 +127,6 @@ pub(crate) struct MountArgs {
     #[arg(short, action = clap::ArgAction::Count)]
     pub verbose: u8,
 }
-
-const OPTIONS_HELP: &str = "\
-Mount options:
-  layout=single      one virtual file per checkpoint (default)
-  layout=original    shards and weight map as they are, still proved
-  format=safetensors the virtual file is a safetensors file (default)
-  format=bintensors  it is NAME.bt, as the bintensors package would write it
-  index=rewrite      the weight map sends every tensor to the virtual file (default)
-  index=hide         no weight map
-  prefer=file        a whole file wins over a sharded set of its name (default)
-  prefer=index       the sharded set wins
-  follow=DIR         symbolic links may lead into DIR; may be given more than once
-  expect-shards=N    refuse a checkpoint that is not made of N shard files
-  reference=FILE     refuse a checkpoint that does not hold what FILE lists: a
-                     safetensors file, a weight map or a manifest of `verify`
-  uid=N gid=N umask=OCTAL
-                     owner, group and permission bits taken away
-  allow_other        let other users in
-  fsname=NAME        device name in the mount table (default: the source)
-  log=FILE           where the daemon logs (default: the system log); SIGHUP opens it anew
-  passthrough=auto|never
-                     whether the kernel may serve whole files by itself
-  cache=SIZE         memory for what is read from the source (default: 128M)
-  readahead=SIZE     how far the kernel reads ahead (default: 2M); needs root
-  max_request=SIZE   largest read that the kernel asks for, up to 16M (default: 1M);
-                     above 1M it raises a limit of the whole system, as root
-  io=auto|uring|pread
-                     what reads the source: io_uring where it can be had, or threads
-  direct=auto|always|never
-                     whether the source is read past the page cache (auto: what is
-                     not in it)
-  verify=none|read   whether each tensor is compared with the checksums that `tensorfs
-                     verify` has recorded before its first bytes are handed out
-                     (default: none)
-  io-timeout=SECONDS fail what the source takes longer to answer, mounting included
-                     (default: 60); 0 waits for ever
-  assemble=DIR       write files that are read often into DIR, and serve those
-  assemble-size=SIZE how much DIR may hold
-  index-dir=DIR      where indexes are kept, so that the next start need not read
-                     all headers, and checksums (default: $XDG_CACHE_HOME/tensorfs or
-                     ~/.cache/tensorfs, for root /var/cache/tensorfs); none: nowhere;
-                     $TENSORFS_INDEX_DIR is the same for all commands
-Sizes are bytes, or a number with K, M, G or T.
-What mount(8), systemd and SELinux add (ro, nofail, _netdev, x-*, context=...)
-is accepted. A comma in a value is written `\\,`.";
 
 /// Arguments of `umount`.
 #[derive(Debug, Args)]

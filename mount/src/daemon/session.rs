@@ -264,7 +264,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let source = nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
     let view = options.open.to_json();
-    let service = Service::start(&options, &view, assembler)?;
+    let service = Service::start(&options, assembler)?;
     let request = kernel::before_mount(&options);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
     let ours = mountinfo::at(&target).unwrap_or_default();

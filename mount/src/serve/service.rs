@@ -7,7 +7,6 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Duration;
 
 use nix::unistd::geteuid;
 use serde_json::{Value, json};
@@ -129,7 +128,6 @@ impl Service {
     /// One line that says what is wrong.
     pub(crate) fn start(
         options: &Options,
-        view: &Value,
         assembler: Option<Assembler>,
     ) -> Result<Arc<Service>, String> {
         if let Some(assembler) = &assembler {
@@ -157,15 +155,6 @@ impl Service {
         };
         let blocking =
             BlockingPool::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
-        let seconds = options.io_timeout.map(|timeout: Duration| timeout.as_secs_f64());
-        let mut shown = view.clone();
-        if let Some(shown) = shown.as_object_mut() {
-            shown.insert("cache".to_owned(), json!(limit));
-            shown.insert("io-timeout".to_owned(), json!(seconds));
-            shown.insert("io".to_owned(), json!(options.io.name()));
-            shown.insert("direct".to_owned(), json!(options.direct.name()));
-            shown.insert("verify".to_owned(), json!(options.verify.name()));
-        }
         Ok(Arc::new(Service {
             counters,
             cache,
@@ -173,7 +162,7 @@ impl Service {
             engine,
             checker,
             assembler,
-            options: shown,
+            options: options.to_json(),
             init: OnceLock::new(),
             kernel: OnceLock::new(),
             files: Mutex::default(),

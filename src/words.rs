@@ -1,0 +1,82 @@
+//! Types whose values are words of options and of JSON: one table each gives `Display`, `FromStr` and
+//! the list of words for errors.
+
+use std::fmt;
+
+/// The error of a word that a type does not know; shows the known words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnknownWord(pub &'static [&'static str]);
+
+impl fmt::Display for UnknownWord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [first @ .., before, last] => {
+                first.iter().try_for_each(|word| write!(f, "{word}, "))?;
+                write!(f, "{before} or {last}")
+            }
+            words => f.write_str(&words.concat()),
+        }
+    }
+}
+
+impl std::error::Error for UnknownWord {}
+
+/// Gives a fieldless enum its words: `words!(Direct { Auto = "auto", Always = "always" })`. A word
+/// after `|` is a former spelling, which is read and never written.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! words {
+    ($type:ident { $($variant:ident = $word:literal $(| $former:literal)?),+ $(,)? }) => {
+        impl $type {
+            /// The word that stands for this value.
+            #[allow(unreachable_pub, reason = "the type may be private")]
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $($type::$variant => $word,)+
+                }
+            }
+        }
+
+        impl ::std::fmt::Display for $type {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+
+        impl ::std::str::FromStr for $type {
+            type Err = $crate::words::UnknownWord;
+
+            fn from_str(word: &str) -> ::std::result::Result<$type, Self::Err> {
+                match word {
+                    $($word $(| $former)? => Ok($type::$variant),)+
+                    _ => Err($crate::words::UnknownWord(&[$($word),+])),
+                }
+            }
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Size {
+        Small,
+        Middle,
+        Large,
+    }
+
+    words!(Size { Small = "small", Middle = "middle", Large = "large" | "big" });
+
+    #[test]
+    fn words_are_read_and_written_and_former_ones_only_read() {
+        for (size, word) in
+            [(Size::Small, "small"), (Size::Middle, "middle"), (Size::Large, "large")]
+        {
+            assert_eq!(size.to_string(), word);
+            assert_eq!(word.parse(), Ok(size));
+        }
+        assert_eq!("big".parse(), Ok(Size::Large));
+        let unknown = "huge".parse::<Size>().unwrap_err();
+        assert_eq!(unknown.to_string(), "small, middle or large");
+    }
+}

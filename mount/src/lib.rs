@@ -17,22 +17,16 @@ pub use options::Options;
 pub fn main() -> ExitCode {
     daemon::inherited::restore_signals();
     daemon::allocator::keep_small();
-    if daemon::stalled::probe() {
-        return ExitCode::SUCCESS;
-    }
-    if let Some(answers) = daemon::session::probe() {
-        return if answers { ExitCode::SUCCESS } else { ExitCode::FAILURE };
-    }
-    if let Some(found) = cli::status::probe() {
-        return found;
-    }
     let mut args = std::env::args_os();
     let name = args.next();
     let name = name.as_deref().map(Path::new).and_then(Path::file_name);
+    let first = args.next();
     // `mount -t fuse.tensorfs` runs `tensorfs SOURCE TARGET -o ...`.
-    let called_with_source = args.next().is_some_and(|arg| Path::new(&arg).is_absolute());
+    let called_with_source = first.as_ref().is_some_and(|arg| Path::new(arg).is_absolute());
     let status = if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {
         cli::mount_helper::main()
+    } else if first.is_some_and(|arg| arg == cli::internal::WORD) {
+        cli::internal::main(std::env::args_os().skip(1))
     } else {
         cli::main()
     };

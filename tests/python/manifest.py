@@ -50,7 +50,7 @@ class Entry:
     def options(self):
         """`single_and_index` is two entries for one folder: `prefer` says which of them is meant."""
         if self.fields["path"].endswith("single_and_index"):
-            return ["prefer=index" if self.kind == "hf_sharded" else "prefer=file"]
+            return ["prefer=shards" if self.kind == "hf_sharded" else "prefer=file"]
         return []
 
     def whole_file(self):

@@ -155,7 +155,8 @@ def daemon_of(path):
         with contextlib.suppress(OSError):
             argv = (entry / "cmdline").read_bytes().split(b"\0")
             # A command that mounts it in the background names it too.
-            if b"tensorfs" in os.path.basename(argv[0]) and {b"--foreground", os.fsencode(path)} <= set(argv):
+            serves = b"--foreground" in argv or argv[1:3] == [b"internal", b"daemon"]
+            if b"tensorfs" in os.path.basename(argv[0]) and serves and os.fsencode(path) in argv:
                 if not process_gone(int(entry.name)):
                     return int(entry.name)
     return None
@@ -198,7 +199,7 @@ class Notified:
 
 
 class Mount:
-    """`with Mount(source, "prefer=index") as m:` serves `source` at `m.path` until the block ends.
+    """`with Mount(source, "prefer=shards") as m:` serves `source` at `m.path` until the block ends.
 
     The daemon runs in the foreground as a child of the test unless `background` is set. `popen` goes to
     `subprocess.Popen`, for tests that need another user or other limits.

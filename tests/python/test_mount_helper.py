@@ -40,7 +40,7 @@ class HelperCase(TestCase):
 @needs_root
 class Helper(HelperCase):
     def test_the_helper_mounts_with_everything_that_fstab_may_hold(self):
-        for options in ("rw", FOREIGN, "defaults", f"{FOREIGN},index=hide,umask=022", "rw,dev,suid,exec,relatime"):
+        for options in ("rw", FOREIGN, "defaults", f"{FOREIGN},weight-map=hide,umask=022", "rw,dev,suid,exec,relatime"):
             with self.subTest(options=options):
                 self.assert_done(self.helper("-o", options))
                 self.assert_served_then_unmount()
@@ -60,7 +60,7 @@ class Helper(HelperCase):
         self.assert_served_then_unmount()
 
     def test_the_helper_takes_its_flags_anywhere(self):
-        for words in (["-n", "-v", "-o", "ro"], ["-nv"], ["-sn", "-o", "ro", "-o", "index=hide"]):
+        for words in (["-n", "-v", "-o", "ro"], ["-nv"], ["-sn", "-o", "ro", "-o", "weight-map=hide"]):
             with self.subTest(words=words):
                 self.assert_done(self.helper(*words))
                 self.assert_served_then_unmount()
@@ -108,7 +108,7 @@ class SystemMount(HelperCase):
         self.assert_served_then_unmount()
 
     def test_mount_passes_options_of_all_kinds(self):
-        self.assert_done(run("mount", "-t", "tensorfs", "-o", f"{FOREIGN},index=hide", self.source, self.place))
+        self.assert_done(run("mount", "-t", "tensorfs", "-o", f"{FOREIGN},weight-map=hide", self.source, self.place))
         self.assert_served_then_unmount()
 
     def test_mount_reports_a_broken_checkpoint_with_32_and_the_reason(self):

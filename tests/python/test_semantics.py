@@ -164,7 +164,7 @@ class Attributes(Semantics):
 
 class Views(Semantics):
     def test_index_hide_hides_the_weight_map(self):
-        path = self.mounted("index=hide").path
+        path = self.mounted("weight-map=hide").path
         self.assertFalse((path / MAP).exists())
         self.assertTrue((path / FILE).exists())
 
@@ -178,7 +178,7 @@ class Views(Semantics):
         source = by_id("hf_single_and_index_single").source
         single = (source / FILE).read_bytes()
         merged = checkpoints.hf_whole(source)
-        for options, expected in (([], single), (["prefer=file"], single), (["prefer=index"], merged)):
+        for options, expected in (([], single), (["prefer=file"], single), (["prefer=shards"], merged)):
             with Mount(source, *options) as m:
                 self.assertEqual(oracle.tensor_bytes(m.path / FILE), tensors_of(expected), options)
 

@@ -35,7 +35,7 @@ class Sets(TestCase):
         self.assert_refused(tensorfs("verify", folder))
         with self.assertRaises(MountFailed), Mount(folder):
             pass
-        for options in ([], ["prefer=index"]):
+        for options in ([], ["prefer=shards"]):
             with Mount(self.tmp / "tree", *options) as m:
                 self.assertEqual(visible_files(m.path / "ck"), [NOTE])
         for words in (["ls", folder], ["inspect", folder]):

@@ -77,12 +77,12 @@ class Status(TestCase):
 
 class Running(Status):
     def test_a_mount_tells_what_it_is(self):
-        with Mount(self.source, "prefer=index", background=True) as m:
+        with Mount(self.source, "prefer=shards", background=True) as m:
             (m.path / FILE).read_bytes()
             one, _ = self.assert_state(m.path, "running", 0)
             self.assertEqual((one["target"], one["pid"]), (str(m.path), m.pid))
             self.assertEqual(one["source"], str(self.source))
-            self.assertEqual(one["options"]["prefer"], "index")
+            self.assertEqual(one["options"]["prefer"], "shards")
             self.assertLess(abs(time.time() - one["started_unix"]), 30)
             self.assertIn("bytes_served", one["counters"])
             self.assertGreater(one["memory"]["rss"], 1 << 20)

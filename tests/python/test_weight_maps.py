@@ -46,7 +46,7 @@ class OfRankShards(TestCase):
 
     def test_no_map_is_shown_where_none_is_asked_for_or_none_fits(self):
         source = by_id("dcp_row_wise").source
-        self.assertEqual(self.shown(source, "index=hide"), ([FILE], None))
+        self.assertEqual(self.shown(source, "weight-map=hide"), ([FILE], None))
         self.assertEqual(self.shown(source, "format=bintensors"), (["model.bt"], None))
         names, _ = self.shown(source, "layout=original")
         self.assertEqual(names, sorted(path.name for path in source.iterdir()))

@@ -6,6 +6,7 @@ mod convert;
 mod demo;
 mod doctor;
 mod index;
+pub(crate) mod internal;
 mod load;
 mod mount;
 pub(crate) mod mount_helper;
@@ -13,7 +14,7 @@ mod output;
 mod query;
 mod saved;
 mod sources;
-pub(crate) mod status;
+mod status;
 mod top;
 mod umount;
 mod verify;
@@ -25,7 +26,6 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 use tensorfs::error::{real_name, shown};
 
-use crate::daemon::background;
 use crate::log;
 use args::{Cli, Command};
 use output::{Failure, Outcome, print_bytes, print_json};
@@ -61,11 +61,16 @@ pub(crate) fn main() -> ExitCode {
         Command::Completions { shell } => completions(shell),
         Command::Man { folder } => man(folder.as_deref()),
     };
+    finish(outcome, log::say)
+}
+
+/// The exit status of a command that ended so; `complain` gets one line about a failure.
+fn finish(outcome: Outcome, complain: impl FnOnce(&str)) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             if !matches!(failure, Failure::Told) {
-                complain(&failure.message());
+                complain(&shown(&failure.message().replace('\n', "; ")));
             }
             ExitCode::from(if matches!(failure, Failure::Usage(_)) { 2 } else { 1 })
         }
@@ -90,16 +95,6 @@ fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
         _ => {}
     }
     outcome
-}
-
-/// One line on standard error, unless a parent waits for it on standard output.
-fn complain(message: &str) {
-    let message = shown(&message.replace('\n', "; "));
-    if background::is_child() {
-        let _ = background::report(&message);
-    } else {
-        log::say(&message);
-    }
 }
 
 fn completions(shell: clap_complete::Shell) -> Outcome {

@@ -8,17 +8,30 @@ use crate::log;
 use crate::options::Options;
 
 pub(super) fn run(args: &args::MountArgs) -> Outcome {
-    log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
-    let mut words = args.options.clone();
-    words.extend(index_option(args.index_dir.as_deref()));
-    let options = Options::parse(&words, args.sloppy).map_err(Failure::Usage)?;
-    log::start(args.verbose);
+    let (words, options) = start(args)?;
     if args.foreground {
-        return background::run(&args.source, &args.target, options).map_err(Failure::Failed);
+        return background::run(&args.source, &args.target, options, false)
+            .map_err(Failure::Failed);
     }
     if options.rw {
         log::say("mounted read-only; there is no writing through a mount");
     }
     background::run_in_background(&args.source, &args.target, &words, args.sloppy, args.verbose)
         .map_err(Failure::Failed)
+}
+
+/// Serves a mount for a parent that waits on standard output until it answers.
+pub(super) fn daemon(args: &args::MountArgs) -> Outcome {
+    let (_, options) = start(args)?;
+    background::run(&args.source, &args.target, options, true).map_err(Failure::Failed)
+}
+
+/// Starts the log; returns the options as words and parsed.
+fn start(args: &args::MountArgs) -> Result<(Vec<String>, Options), Failure> {
+    log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
+    let mut words = args.options.clone();
+    words.extend(index_option(args.index_dir.as_deref()));
+    let options = Options::parse(&words, args.sloppy).map_err(Failure::Usage)?;
+    log::start(args.verbose);
+    Ok((words, options))
 }

@@ -3,11 +3,12 @@
 
 use std::fmt::Write;
 use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::libc;
+use nix::errno::Errno;
 use nix::unistd::geteuid;
 use serde_json::{Map, Value, json};
 use tensorfs::error::{real_name, shown_path};
@@ -22,10 +23,10 @@ use crate::log;
 /// How long a daemon may take to answer.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
 
-/// Environment variable that makes a process ask whether the mount that it names is dead.
-const PROBE: &str = "TENSORFS_PROBE_DEAD";
+/// Arguments that make a process ask whether the mount that comes after them is dead.
+const PROBE: [&str; 3] = ["internal", "probe-dead", "--"];
 
-/// Exit status of such a process where it is.
+/// Exit status of such a process if the mount is dead.
 const DEAD: u8 = 3;
 
 /// How a mount fares.
@@ -217,21 +218,20 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     describe(mount, state, 0, Value::Null)
 }
 
-/// Where this process was started to see whether a mount is dead: its exit status.
-pub(crate) fn probe() -> Option<ExitCode> {
-    let target = PathBuf::from(std::env::var_os(PROBE)?);
+/// The work of the probe: its exit status says whether the mount on `target` is dead.
+pub(super) fn answer_probe(target: &Path) -> ExitCode {
     // Asks for its size, which no cache of the kernel answers.
-    Some(match nix::sys::statvfs::statvfs(&target).map_err(|e| e as i32) {
-        Err(libc::ENOTCONN | libc::ECONNABORTED) => ExitCode::from(DEAD),
+    match nix::sys::statvfs::statvfs(target) {
+        Err(Errno::ENOTCONN | Errno::ECONNABORTED) => ExitCode::from(DEAD),
         _ => ExitCode::SUCCESS,
-    })
+    }
 }
 
 /// Asks the kernel for a mount without a socket, from another process: one that waits for a
 /// daemon that hangs could not end.
 fn probe_from_outside(target: &Path, deadline: Instant) -> MountState {
     let mut command = Command::new("/proc/self/exe");
-    let command = command.env(PROBE, target).stdin(Stdio::null());
+    let command = command.arg0("tensorfs").args(PROBE).arg(target).stdin(Stdio::null());
     let Ok(mut probe) = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn() else {
         return MountState::NoSocket;
     };

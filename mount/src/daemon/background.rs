@@ -18,9 +18,9 @@ use crate::log;
 use crate::log::LogTarget;
 use crate::options::Options;
 
-/// Environment variable that makes a process the child: it serves and reports on its standard
-/// output, which is a pipe to the parent.
-const CHILD: &str = "TENSORFS_DAEMON";
+/// Arguments that make a process the child: it serves and reports on its standard output, which is
+/// a pipe to the parent.
+const CHILD: [&str; 2] = ["internal", "daemon"];
 
 /// The line by which the child reports that the mount answers.
 const READY: &str = "ready";
@@ -45,7 +45,7 @@ pub(crate) fn run_in_background(
     let fail = |e: std::io::Error| format!("cannot start the daemon: {e}");
     let program = std::env::current_exe().map_err(fail)?;
     let mut child = Command::new(program);
-    child.arg0("tensorfs").arg("mount").arg("--foreground").env(CHILD, "1");
+    child.arg0("tensorfs").args(CHILD);
     child.args((0..verbose).map(|_| "-v"));
     if sloppy {
         child.arg("--sloppy");
@@ -76,11 +76,6 @@ pub(crate) fn run_in_background(
     }
 }
 
-/// Whether this process is the child of `run_in_background`.
-pub(crate) fn is_child() -> bool {
-    std::env::var_os(CHILD).is_some()
-}
-
 /// As the child, lets go of the caller and then tells the parent `line`, so that nothing of the
 /// caller is held any more once the parent knows.
 pub(crate) fn report(line: &str) -> std::io::Result<()> {
@@ -89,13 +84,19 @@ pub(crate) fn report(line: &str) -> std::io::Result<()> {
     parent.write_all(format!("{line}\n").as_bytes())
 }
 
-/// Mounts and serves until the mount is taken off; as the child, reports to the parent.
+/// Mounts and serves until the mount is taken off. With `is_child` reports to the parent once the
+/// mount answers.
 ///
 /// # Errors
 /// One line that says what is wrong; nothing stays mounted.
-pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<(), String> {
+pub(crate) fn run(
+    source: &Path,
+    target: &Path,
+    mut options: Options,
+    is_child: bool,
+) -> Result<(), String> {
     inherited::note_descriptors();
-    if is_child() {
+    if is_child {
         inherited::restore_ignored();
     }
     tensorfs::source::raise_limit();
@@ -119,7 +120,7 @@ pub(crate) fn run(source: &Path, target: &Path, mut options: Options) -> Result<
     // From here on a signal means unmount; until now it ends the process, as it should.
     ending::block_signals();
     let running = session::start(plan)?;
-    if !is_child() {
+    if !is_child {
         log::flush();
     } else if let Err(e) = detach_from_parent(log_file.is_none().then_some(log_limit), &warnings) {
         running.take_off();

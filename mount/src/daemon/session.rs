@@ -37,13 +37,12 @@ use crate::serve::service::{self, Service};
 /// How long a fresh mount may take to answer its first request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Environment variable that makes a process the probe of the mount that it names.
-const PROBE: &str = "TENSORFS_PROBE";
+/// Arguments that make a process the probe of the mount that comes after them.
+const PROBE: [&str; 3] = ["internal", "probe-mount", "--"];
 
-/// Where this process is a probe: whether the mount answers.
-pub(crate) fn probe() -> Option<bool> {
-    let target = std::env::var_os(PROBE)?;
-    Some(std::fs::metadata(target).is_ok())
+/// The work of the probe: whether the mount on `target` answers.
+pub(crate) fn answers(target: &Path) -> bool {
+    std::fs::metadata(target).is_ok()
 }
 
 /// Fewest and most threads that take requests. None of them waits, so more than cores are of
@@ -367,7 +366,8 @@ impl Running {
     fn wait_for_answer(&self) -> io::Result<()> {
         let mut probe = Command::new("/proc/self/exe")
             .arg0("tensorfs")
-            .env(PROBE, &self.target)
+            .args(PROBE)
+            .arg(&self.target)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()?;

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -14,8 +14,8 @@ use nix::sys::resource::{Usage, UsageWho, getrusage};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tensorfs::format::names::is_weights;
 
-/// Environment variable that makes a process the probe of the path that it names.
-const PROBE: &str = "TENSORFS_PROBE_PATH";
+/// Arguments that make a process the probe of the path that comes after them.
+const PROBE: [&str; 3] = ["internal", "probe-path", "--"];
 
 /// Most files that a probe reads from.
 const PROBED_MAX: usize = 64;
@@ -82,7 +82,7 @@ fn no_answer(limit: Duration) -> String {
 /// A part of a sentence that says that an answer took longer than `limit`.
 pub(crate) fn probe_path(path: &Path, limit: Option<Duration>) -> Result<(), String> {
     let mut command = Command::new("/proc/self/exe");
-    let command = command.arg0("tensorfs").env(PROBE, path);
+    let command = command.arg0("tensorfs").args(PROBE).arg(path);
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let failed = |e: io::Error| format!("cannot be looked at: {e}");
     let mut probe = command.spawn().map_err(failed)?;
@@ -104,10 +104,9 @@ pub(crate) fn probe_path(path: &Path, limit: Option<Duration>) -> Result<(), Str
     }
 }
 
-/// Where this process is such a probe: looks at the path, and writes a byte after each answer; in a
-/// folder for each entry, as a long one takes many answers. Returns whether it is.
-pub(crate) fn probe() -> bool {
-    let Some(probed) = std::env::var_os(PROBE).map(PathBuf::from) else { return false };
+/// The work of the probe: looks at `probed`, and writes a byte after each answer. It does so for each
+/// entry of a folder, because a long folder takes many answers.
+pub(crate) fn answer_probe(probed: &Path) {
     let answered = || drop(io::stdout().write_all(b".").and_then(|()| io::stdout().flush()));
     let read_from = |path: &Path| {
         // A FIFO of such a name would keep whoever opens it.
@@ -117,13 +116,12 @@ pub(crate) fn probe() -> bool {
             answered();
         }
     };
-    read_from(&probed);
+    read_from(probed);
     answered();
-    let entries = std::fs::read_dir(&probed).into_iter().inspect(|_| answered()).flatten();
+    let entries = std::fs::read_dir(probed).into_iter().inspect(|_| answered()).flatten();
     let entries = entries.inspect(|_| answered()).filter_map(Result::ok);
     let weights = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_weights));
     weights.take(PROBED_MAX).for_each(|entry| read_from(&entry.path()));
-    true
 }
 
 /// What the threads of this process but the calling one have done so far.

@@ -1,0 +1,55 @@
+//! Commands that this program gives itself: the daemon of a mount, and the probes. They are not part of
+//! the command line of a user: `tensorfs internal COMMAND`.
+//!
+//! A probe asks a file system that may never answer. It is a process, because a thread that waits for
+//! such a file system keeps its process from ending.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use super::{args, mount, status};
+use crate::daemon::{background, session, stalled};
+
+/// First argument of such a process.
+pub(crate) const WORD: &str = "internal";
+
+#[derive(Debug, Parser)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve a mount, and report on standard output once it answers
+    Daemon(args::MountArgs),
+    /// Look at a path, with a byte on standard output for each answer
+    ProbePath { path: PathBuf },
+    /// Look at the root of a mount
+    ProbeMount { target: PathBuf },
+    /// Tell by the exit status whether a mount is dead
+    ProbeDead { target: PathBuf },
+}
+
+/// Runs the command in `args`, which begin with `WORD`.
+pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let command = match Cli::try_parse_from(args) {
+        Ok(cli) => cli.command,
+        Err(error) => return super::usage(error),
+    };
+    match command {
+        Command::Daemon(args) => super::finish(mount::daemon(&args), |message| {
+            let _ = background::report(message);
+        }),
+        Command::ProbePath { path } => {
+            stalled::answer_probe(&path);
+            ExitCode::SUCCESS
+        }
+        Command::ProbeMount { target } if session::answers(&target) => ExitCode::SUCCESS,
+        Command::ProbeMount { .. } => ExitCode::FAILURE,
+        Command::ProbeDead { target } => status::answer_probe(&target),
+    }
+}

@@ -306,9 +306,9 @@ fn what_is_read_ahead_for_a_closed_file_leaves_no_source_open() {
         let settings = Settings { direct: DirectIo::Always, backend, ..Settings::default() };
         let Fixture { _folder, cache, file, counters, .. } = fixture(write_rows, settings);
         let sources = file.reader().sources().to_vec();
-        let is_open = || sources.iter().any(|source| source.open_file().is_some());
+        let is_open = || sources.iter().any(|source| source.local().unwrap().open_file().is_some());
         for round in 0..50 {
-            let pins: Vec<_> = sources.iter().map(Source::pin).collect();
+            let pins: Vec<_> = sources.iter().map(|source| source.pin()).collect();
             let file = cache.open(file.reader().clone(), None);
             let (send, receive) = channel();
             let answer = move |outcome: Result<&[u8], &Error>| send.send(outcome.is_ok()).unwrap();

@@ -140,7 +140,7 @@ impl Loader {
         let sources: Vec<_> = tensor.pieces().map(|piece| piece.shard.0 as usize).collect();
         let sources = sources.into_iter().map(|shard| checkpoint.sources()[shard].clone());
         let sources: Vec<_> = sources.collect();
-        let checked = if sources.iter().all(|source| source.file_system().is_local()) {
+        let checked = if sources.iter().all(|source| !source.may_block()) {
             sources.iter().try_for_each(|source| source.check())
         } else {
             let check = move || sources.iter().try_for_each(|source| source.check());

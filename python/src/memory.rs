@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use tensorfs::Dtype;
 use tensorfs::io::Region;
+use tensorfs::source::Source;
 
 use crate::checkpoint::{Checkpoint, beside};
 use crate::dlpack::{self, CPU};
@@ -135,7 +136,10 @@ impl Area {
         let Some(source) = checkpoint.sources().get(shard).cloned() else {
             return Err(PyValueError::new_err(format!("there is no shard {shard}")));
         };
-        let map = move || source.file().map(|file| Mapping::of(&file, source.len()));
+        let map = move || {
+            let Source::Local(local) = &*source;
+            local.file().map(|file| Mapping::of(&file, source.len()))
+        };
         let mapping = beside(py, "tensorfs-map", loader.timeout(), "map", map)?;
         let mapping = mapping.map_err(|e| raised(py, &e, None))?;
         Ok(mapping.map(|mapping| {

@@ -18,7 +18,7 @@ use super::transfer::{Next, Transfer};
 use super::{Backend, Deadlines, Fetch, FetchCallback, ReadBuffer, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
-use crate::source::{FileSystem, Source};
+use crate::source::{FileSystem, QueueKey, Source};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How long a thread without work stays.
@@ -61,7 +61,7 @@ impl Waker {
 
 /// The reads of one device.
 pub(super) struct DeviceQueue {
-    dev: u64,
+    key: QueueKey,
     file_system: FileSystem,
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
@@ -143,13 +143,14 @@ impl DeviceQueue {
         deadlines: Deadlines,
         driver: Driver,
     ) -> DeviceQueue {
+        let Source::Local(local) = source;
         let mut state = State::default();
-        if source.file_system().is_local() && settings.backend != Backend::Pread {
+        if !source.may_block() && settings.backend != Backend::Pread {
             state.ring = RingState::Wanted;
         }
         DeviceQueue {
-            dev: source.identity().dev,
-            file_system: source.file_system(),
+            key: source.queue_key(),
+            file_system: local.file_system(),
             settings,
             counters,
             deadlines,
@@ -547,7 +548,7 @@ impl DeviceQueue {
         };
         let threads = state.threads;
         json!({
-            "device": format!("{}:{}", nix::sys::stat::major(self.dev), nix::sys::stat::minor(self.dev)),
+            "device": self.key.to_string(),
             "file_system": self.file_system.name(),
             "local": self.file_system.is_local(),
             "backend": backend,

@@ -35,7 +35,7 @@ pub(crate) use uring::tests::refuse;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::source::Source;
+use crate::source::{QueueKey, Source};
 use crate::sync::Mutex;
 use crate::words;
 use device_queue::DeviceQueue;
@@ -207,7 +207,7 @@ impl Drop for EngineInner {
 /// The queues of an engine. The thread of the deadlines has them as well.
 #[derive(Default)]
 struct Queues {
-    by_device: Mutex<HashMap<u64, Arc<DeviceQueue>>>,
+    by_device: Mutex<HashMap<QueueKey, Arc<DeviceQueue>>>,
     /// Whether the engine is gone.
     closed: AtomicBool,
 }
@@ -270,7 +270,8 @@ impl Engine {
         let mut last: Option<&Arc<Source>> = None;
         for (read, file) in reads.iter().zip(&files) {
             if !last.is_some_and(|last| Arc::ptr_eq(last, read.source)) {
-                read.source.check_open(file)?;
+                let Source::Local(local) = &**read.source;
+                local.check_open(file)?;
                 last = Some(read.source);
             }
         }
@@ -297,7 +298,8 @@ impl Engine {
         if !copy(&|offset, target| page_cache::copy_cached(&file, offset, target)) {
             return Ok(false);
         }
-        source.check_open(&file).map(|()| true)
+        let Source::Local(local) = &**source;
+        local.check_open(&file).map(|()| true)
     }
 
     /// Whether the kernel's page cache holds all of `range`, as far as it says. Never waits.
@@ -343,7 +345,7 @@ impl Engine {
     fn queue_of(&self, source: &Arc<Source>) -> Arc<DeviceQueue> {
         let inner = &self.0;
         let mut queues = inner.queues.by_device.lock();
-        let queue = queues.entry(source.identity().dev).or_insert_with(|| {
+        let queue = queues.entry(source.queue_key()).or_insert_with(|| {
             let (counters, deadlines) = (inner.counters.clone(), inner.deadlines.clone());
             Arc::new(DeviceQueue::new(source, inner.settings, counters, deadlines, uring::drive))
         });
@@ -361,7 +363,8 @@ pub fn probe_uring() -> std::io::Result<()> {
 
 /// The open file of a local source whose `range` the page cache holds.
 fn open_if_cached(source: &Arc<Source>, range: &Range<u64>) -> Option<Arc<std::fs::File>> {
-    let file = source.file_system().is_local().then(|| source.open_file())??;
+    let Source::Local(local) = &**source;
+    let file = if source.may_block() { None } else { local.open_file() }?;
     let (cached, pages) = page_cache::cached_pages(&file, range)?;
     (cached >= pages).then_some(file)
 }

@@ -173,12 +173,15 @@ fn cold_bytes_are_read_past_the_page_cache_and_leave_it_cold() {
     }
     assert!(!engine.is_cached(&source, &range));
     assert_eq!(*get(&engine, &source, range.clone()).unwrap(), *contents);
-    if source.direct_file(&source.file().unwrap()).is_none() {
+    if source.local().unwrap().direct_file(&source.local().unwrap().file().unwrap()).is_none() {
         eprintln!("skipped: no O_DIRECT here");
         return;
     }
     assert!(counters.source_reads_direct.get() > 0);
-    assert_eq!(page_cache::cached_pages(&source.file().unwrap(), &range), Some((0, 1024)));
+    assert_eq!(
+        page_cache::cached_pages(&source.local().unwrap().file().unwrap(), &range),
+        Some((0, 1024))
+    );
 }
 
 #[test]
@@ -208,7 +211,7 @@ fn cached_bytes_are_copied_at_once_and_cold_ones_are_neither_read_nor_waited_for
     }
     let mut reads = [Read { source: &source, offset: 0, target: &mut b }];
     assert!(!engine.read_cached(&mut reads).unwrap());
-    let file = source.file().unwrap();
+    let file = source.local().unwrap().file().unwrap();
     assert_eq!(page_cache::cached_pages(&file, &range).unwrap().0, 0, "readahead was started");
 }
 

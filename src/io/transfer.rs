@@ -57,14 +57,15 @@ impl Transfer {
     pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
         let ReadJob { source, range, target, .. } = job;
         source.check_known()?;
-        let file = source.file()?;
+        let Source::Local(local) = &*source;
+        let file = local.file()?;
         let past_cache = match direct {
             DirectIo::Never => false,
             DirectIo::Always => true,
-            DirectIo::Auto if !source.file_system().is_local() => false,
+            DirectIo::Auto if source.may_block() => false,
             DirectIo::Auto => !is_mostly_cached(&file, &range),
         };
-        let direct = if past_cache { source.direct_file(&file) } else { None };
+        let direct = if past_cache { local.direct_file(&file) } else { None };
         let refused = past_cache && direct.is_none();
         let around = pages_around(&range);
         let start = around.start;
@@ -127,7 +128,8 @@ impl Transfer {
                     Next::Read
                 }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if self.direct.is_some() => {
-                    self.source.refuse_direct();
+                    let Source::Local(local) = &*self.source;
+                    local.refuse_direct();
                     self.direct = None;
                     self.refused = true;
                     self.have = self.have.max(self.wanted.start);
@@ -145,7 +147,8 @@ impl Transfer {
 
     /// The bytes, if the file is still what it was.
     pub(super) fn finish(self) -> Result<ReadBuffer> {
-        self.source.check_open(&self.file)?;
+        let Source::Local(local) = &*self.source;
+        local.check_open(&self.file)?;
         if self.source.set_stalled(false) {
             tracing::info!("{}: is read again", shown_path(self.source.path()));
         }

@@ -92,7 +92,7 @@ impl Job {
     fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<Job> {
         let Beginning { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
-        if !source.file_system().is_local() {
+        if source.may_block() {
             return None;
         }
         let Chunk { shard, range, target } = chunk;
@@ -419,7 +419,10 @@ impl Work {
                 Ok(false) => continue,
                 Ok(true) => {
                     let file = current.as_ref().map(|(_, opened)| &opened.file);
-                    let checked = file.map_or(Ok(()), |file| job.source.check_open(file));
+                    let checked = file.map_or(Ok(()), |file| {
+                        let Source::Local(local) = &*job.source;
+                        local.check_open(file)
+                    });
                     let times = Times { began, came: Instant::now(), moved: None };
                     checked.map_or_else(Told::Failed, |()| Told::Read {
                         job: number,
@@ -469,8 +472,9 @@ impl Work {
     }
 
     fn register(&self, source: &Arc<Source>) -> std::result::Result<Opened, String> {
-        let file = source.file().map_err(|e| e.to_string())?;
-        let direct = source.direct_file(&file).ok_or("it cannot be read past the page cache")?;
+        let Source::Local(local) = &**source;
+        let file = local.file().map_err(|e| e.to_string())?;
+        let direct = local.direct_file(&file).ok_or("it cannot be read past the page cache")?;
         // A descriptor of its own: two loads cannot register the same.
         let direct = direct.try_clone().map_err(|e| e.to_string())?;
         let handle = FileHandle::register(self.library, direct)?;

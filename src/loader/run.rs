@@ -201,7 +201,7 @@ pub(super) fn run(
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let Target::Place { region, at } = chunk.target else { return None };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
-    (!plan.given[region as usize] || source.file_system().is_local()).then_some((region, at))
+    (!plan.given[region as usize] || !source.may_block()).then_some((region, at))
 }
 
 /// Ends the asking for memory with the load, however that ends.

@@ -41,7 +41,8 @@ impl CopyMode {
     pub fn of(sources: &[Arc<Source>]) -> Result<CopyMode> {
         let mut all = CopyMode::default();
         for source in sources {
-            let file = source.file()?;
+            let Source::Local(local) = &**source;
+            let file = local.file()?;
             let meta = file.metadata().map_err(|e| Error::io(source.path(), "look at", e))?;
             all.add(&meta, source.path());
         }

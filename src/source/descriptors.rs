@@ -1,21 +1,33 @@
-//! How many source files are open at once: thousands of shards must not use up the process's
-//! file descriptors.
+//! Open files of sources, and how many of them are open at once: thousands of shards must not use
+//! up the process's file descriptors.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::Ordering;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
+use nix::fcntl::OFlag;
+use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::Source;
+use super::file_system::FileSystem;
+use super::identity::{Identity, stat_now, stat_path};
+use super::without_proc::{
+    OPEN_TRIES, leads_elsewhere, not_regular, open_regular as open_without_proc,
+};
+use crate::error::{Error, Result, shown_path};
 use crate::process::PerProcess;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, RwLock};
 
 /// Descriptors left to everything else: also to reads under way, whose file stays open for them
 /// when its shard makes way for another.
 const RESERVED: u64 = 192;
 
-/// Of the descriptors that there may be, one in so many is closed when there are too many.
+/// This part of the limit is closed at a time when it is passed.
 const EVICTED_SHARE: u64 = 8;
 
 /// Fewest shards kept open, whatever the limit.
@@ -34,31 +46,247 @@ pub fn raise_limit() -> u64 {
     }
 }
 
-/// What is open, oldest first.
-#[derive(Default)]
-struct Open {
-    /// Sources with an open descriptor.
-    sources: VecDeque<Weak<Source>>,
-    /// Those with a second one, for O_DIRECT.
-    direct: VecDeque<Weak<Source>>,
+/// The descriptors of a file.
+#[derive(Debug, Default)]
+struct Descriptors {
+    file: Option<Arc<File>>,
+    /// The same inode past the page cache; never open without `file`.
+    direct: Option<Arc<File>>,
 }
 
-impl Open {
+/// A regular file, closed and opened again as descriptors allow.
+#[derive(Debug)]
+pub(super) struct ReopenableFile {
+    pub(super) path: PathBuf,
+    /// Its identity when it was opened first.
+    pub(super) first: Identity,
+    pub(super) file_system: FileSystem,
+    descriptors: RwLock<Descriptors>,
+    /// Whether the file system is known to refuse O_DIRECT.
+    no_direct: AtomicBool,
+    /// Whether it stands among the open files.
+    counted: AtomicBool,
+    /// Number of pins.
+    pins: AtomicUsize,
+}
+
+impl ReopenableFile {
+    /// Opens the regular file at `path`.
+    pub(super) fn open(path: &Path) -> Result<Arc<ReopenableFile>> {
+        let (file, identity) = open_regular(path)?;
+        let file_system = FileSystem::of(&file, path);
+        Ok(ReopenableFile::opened(path, identity, file_system, Arc::new(file)))
+    }
+
+    /// The file at `path`, which is open as `file`.
+    pub(super) fn opened(
+        path: &Path,
+        identity: Identity,
+        file_system: FileSystem,
+        file: Arc<File>,
+    ) -> Arc<ReopenableFile> {
+        let descriptors = Descriptors { file: Some(file), direct: None };
+        let file = Arc::new(ReopenableFile::new(path, identity, file_system, descriptors));
+        opened(&file);
+        file
+    }
+
+    /// The file at `path`, which is not open.
+    pub(super) fn closed(
+        path: &Path,
+        identity: Identity,
+        file_system: FileSystem,
+    ) -> ReopenableFile {
+        ReopenableFile::new(path, identity, file_system, Descriptors::default())
+    }
+
+    fn new(
+        path: &Path,
+        first: Identity,
+        file_system: FileSystem,
+        descriptors: Descriptors,
+    ) -> ReopenableFile {
+        ReopenableFile {
+            path: path.to_owned(),
+            first,
+            file_system,
+            descriptors: RwLock::new(descriptors),
+            no_direct: AtomicBool::new(false),
+            counted: AtomicBool::new(false),
+            pins: AtomicUsize::new(0),
+        }
+    }
+
+    /// The open file, if it is open now. Never waits for the file system.
+    pub(super) fn open_file(&self) -> Option<Arc<File>> {
+        self.descriptors.read().file.clone()
+    }
+
+    /// The open file, opened again where it was closed in between.
+    pub(super) fn file(self: &Arc<Self>) -> Result<Arc<File>> {
+        if let Some(file) = self.open_file() {
+            return Ok(file);
+        }
+        let (file, identity) = open_regular(&self.path)?;
+        if !identity.same_inode(&self.first) {
+            // Not marked as changed: the old file may still be whole, only out of reach.
+            tracing::error!(
+                "{}: replaced while it was closed for want of file descriptors; raise the limit",
+                shown_path(&self.path)
+            );
+            return Err(Error::Changed {
+                path: self.path.clone(),
+                detail: "was replaced while it was closed for want of file descriptors".to_owned(),
+            });
+        }
+        let file = Arc::new(file);
+        self.descriptors.write().file = Some(file.clone());
+        opened(self);
+        Ok(file)
+    }
+
+    /// A descriptor of the inode of `file`, which is this source's, that reads past the page
+    /// cache. None where the file system refuses that, or no descriptor is left now.
+    pub(super) fn direct_file(self: &Arc<Self>, file: &Arc<File>) -> Option<Arc<File>> {
+        if self.no_direct.load(Ordering::Relaxed) {
+            return None;
+        }
+        if let Some(direct) = &self.descriptors.read().direct {
+            return Some(direct.clone());
+        }
+        let direct = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let direct = match direct {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => self.direct_without_proc(file),
+            other => other,
+        };
+        let direct = match direct {
+            Ok(direct) => Arc::new(direct),
+            Err(e) => {
+                if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) {
+                    self.refuse_direct();
+                }
+                return None;
+            }
+        };
+        let mut open = self.descriptors.write();
+        // Closed meanwhile: then this descriptor lasts for one read only.
+        if open.file.as_ref().is_some_and(|open| Arc::ptr_eq(open, file)) && open.direct.is_none() {
+            open.direct = Some(direct.clone());
+            drop(open);
+            opened_direct(self);
+        }
+        Some(direct)
+    }
+
+    /// Opens the path again past the page cache, if `file` is still there.
+    fn direct_without_proc(&self, file: &File) -> io::Result<File> {
+        let (direct, meta) = open_without_proc(&self.path, OFlag::O_DIRECT)?;
+        let same = Identity::of(&meta).same_inode(&Identity::of(&file.metadata()?));
+        if same { Ok(direct) } else { Err(leads_elsewhere()) }
+    }
+
+    /// Notes that the file system refuses O_DIRECT for this file.
+    pub(super) fn refuse_direct(&self) {
+        self.no_direct.store(true, Ordering::Relaxed);
+        self.close_direct();
+    }
+
+    /// Closes the file unless it is pinned; a later read opens it again. An open file would
+    /// keep its space on disk after it is deleted.
+    pub(super) fn release(&self) {
+        // Under the lock, so that a pin that comes now finds the file closed and opens it.
+        let mut open = self.descriptors.write();
+        if !self.is_pinned() {
+            let closed = std::mem::take(&mut *open);
+            drop(open);
+            drop(closed);
+        }
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.open_file().is_some()
+    }
+
+    fn is_open_direct(&self) -> bool {
+        self.descriptors.read().direct.is_some()
+    }
+
+    /// Whether closing it loses nothing: nobody relies on it, or it can be opened again.
+    fn may_close(&self) -> bool {
+        !self.is_pinned() || self.is_at_path()
+    }
+
+    fn close(&self) {
+        let closed = std::mem::take(&mut *self.descriptors.write());
+        drop(closed);
+    }
+
+    fn close_direct(&self) {
+        let closed = self.descriptors.write().direct.take();
+        drop(closed);
+    }
+
+    /// Whether the path still leads to this file.
+    pub(super) fn is_at_path(&self) -> bool {
+        let there = stat_path(&self.path, self.file_system);
+        there.is_ok_and(|now| now.same_inode(&self.first))
+    }
+
+    /// Keeps the file open until the pin is dropped: the old bytes stay with the holder, even if
+    /// the file is deleted or replaced meanwhile.
+    pub(super) fn pin(self: &Arc<Self>) -> Result<Pin> {
+        self.pins.fetch_add(1, Ordering::SeqCst);
+        let pin = Pin(self.clone());
+        self.file()?;
+        Ok(pin)
+    }
+
+    /// Whether it is pinned.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::SeqCst) > 0
+    }
+}
+
+/// Keeps a source open.
+#[derive(Debug)]
+pub struct Pin(Arc<ReopenableFile>);
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if self.0.pins.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.release();
+        }
+    }
+}
+
+/// The open files, oldest first.
+#[derive(Default)]
+struct OpenFiles {
+    /// Those with an open descriptor.
+    files: VecDeque<Weak<ReopenableFile>>,
+    /// Those with a second one, for O_DIRECT.
+    direct: VecDeque<Weak<ReopenableFile>>,
+}
+
+impl OpenFiles {
     fn len(&self) -> u64 {
-        (self.sources.len() + self.direct.len()) as u64
+        (self.files.len() + self.direct.len()) as u64
     }
 
     /// Strikes out those that were closed in other ways.
     fn tidy(&mut self) {
-        self.sources.retain(|source| {
-            let source = source.upgrade();
-            let stays = source.as_ref().is_some_and(|source| source.is_open());
-            if !stays && let Some(source) = source {
-                source.counted.store(false, Ordering::SeqCst);
+        self.files.retain(|file| {
+            let file = file.upgrade();
+            let stays = file.as_ref().is_some_and(|file| file.is_open());
+            if !stays && let Some(file) = file {
+                file.counted.store(false, Ordering::SeqCst);
             }
             stays
         });
-        self.direct.retain(|source| source.upgrade().is_some_and(|s| s.is_open_direct()));
+        self.direct.retain(|file| file.upgrade().is_some_and(|s| s.is_open_direct()));
     }
 }
 
@@ -71,42 +299,42 @@ fn open_max() -> u64 {
     })
 }
 
-fn open_sources() -> MutexGuard<'static, Open> {
-    static OPEN: PerProcess<Mutex<Open>> = PerProcess::new();
+fn open_files() -> MutexGuard<'static, OpenFiles> {
+    static OPEN: PerProcess<Mutex<OpenFiles>> = PerProcess::new();
     OPEN.get_or_init(Mutex::default).lock()
 }
 
-fn is(weak: &Weak<Source>, source: &Arc<Source>) -> bool {
-    std::ptr::eq(weak.as_ptr(), Arc::as_ptr(source))
+fn is(weak: &Weak<ReopenableFile>, file: &Arc<ReopenableFile>) -> bool {
+    std::ptr::eq(weak.as_ptr(), Arc::as_ptr(file))
 }
 
-/// Notes that `source` was opened, and closes others where that makes too many: a second
-/// descriptor first, then the one opened longest ago that can be opened again. It is when it
-/// is read.
-pub(super) fn opened(source: &Arc<Source>) {
-    if source.counted.swap(true, Ordering::SeqCst) {
+/// Notes that `file` was opened, and closes others where that makes too many: a second
+/// descriptor first, then the one opened longest ago that can be opened again, which its next
+/// read does.
+fn opened(file: &Arc<ReopenableFile>) {
+    if file.counted.swap(true, Ordering::SeqCst) {
         return;
     }
-    open_sources().sources.push_back(Arc::downgrade(source));
-    make_room(source);
+    open_files().files.push_back(Arc::downgrade(file));
+    make_room(file);
 }
 
-/// Likewise for a second descriptor, for O_DIRECT.
-pub(super) fn opened_direct(source: &Arc<Source>) {
+/// Notes that `file` has a second descriptor, for O_DIRECT, and closes others as `opened` does.
+fn opened_direct(file: &Arc<ReopenableFile>) {
     {
-        let mut open = open_sources();
-        if open.direct.iter().any(|other| is(other, source)) {
+        let mut open = open_files();
+        if open.direct.iter().any(|other| is(other, file)) {
             return;
         }
-        open.direct.push_back(Arc::downgrade(source));
+        open.direct.push_back(Arc::downgrade(file));
     }
-    make_room(source);
+    make_room(file);
 }
 
 /// Closes descriptors of others than `newest` until the limit is kept, or nothing may go.
-fn make_room(newest: &Arc<Source>) {
-    let others: Vec<Arc<Source>> = {
-        let mut open = open_sources();
+fn make_room(newest: &Arc<ReopenableFile>) {
+    let others: Vec<Arc<ReopenableFile>> = {
+        let mut open = open_files();
         if open.len() <= open_max() {
             return;
         }
@@ -114,7 +342,7 @@ fn make_room(newest: &Arc<Source>) {
         while open.len() > open_max()
             && let Some(at) = open.direct.iter().position(|other| !is(other, newest))
         {
-            let evicted = open.direct.remove(at).and_then(|source| source.upgrade());
+            let evicted = open.direct.remove(at).and_then(|file| file.upgrade());
             if let Some(evicted) = evicted {
                 evicted.close_direct();
             }
@@ -122,22 +350,22 @@ fn make_room(newest: &Arc<Source>) {
         if open.len() <= open_max() {
             return;
         }
-        open.sources.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
+        open.files.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
     };
     // Not under the lock: this may ask the file system, and that may never answer. Many at a time:
     // each look at what is open takes as long as there are open files.
     let many = (open_max() / EVICTED_SHARE).max(1) as usize;
-    let chosen: HashMap<*const Source, &Arc<Source>> = others
+    let chosen: HashMap<*const ReopenableFile, &Arc<ReopenableFile>> = others
         .iter()
-        .filter(|source| source.may_close())
+        .filter(|file| file.may_close())
         .take(many)
-        .map(|source| (Arc::as_ptr(source), source))
+        .map(|file| (Arc::as_ptr(file), file))
         .collect();
-    let mut open = open_sources();
-    let mut mine: Vec<&Arc<Source>> = Vec::with_capacity(chosen.len());
-    // Whoever strikes one out closes it: threads that look at once close others.
-    open.sources.retain(|source| {
-        let struck = chosen.get(&source.as_ptr());
+    let mut open = open_files();
+    let mut mine: Vec<&Arc<ReopenableFile>> = Vec::with_capacity(chosen.len());
+    // The thread that strikes one out closes it: threads that look at once close others.
+    open.files.retain(|file| {
+        let struck = chosen.get(&file.as_ptr());
         mine.extend(struck);
         struck.is_none()
     });
@@ -146,4 +374,33 @@ fn make_room(newest: &Arc<Source>) {
         evicted.counted.store(false, Ordering::SeqCst);
         evicted.close();
     }
+}
+
+/// Opens a regular file and nothing else: a FIFO, a device or a symbolic link that stands
+/// there now is refused without being opened for reading, which could block or have effects.
+fn open_regular(path: &Path) -> Result<(File, Identity)> {
+    let open_error = |e| Error::io(path, "open", e);
+    for _ in 0..OPEN_TRIES {
+        let handle = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC)
+            .open(path)
+            .map_err(open_error)?;
+        let identity = stat_now(&handle).map_err(open_error)?;
+        if !identity.is_file() {
+            return Err(open_error(not_regular()));
+        }
+        let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
+        // A folder on the way may have become a link since the path was resolved and found
+        // allowed; or the file was replaced this very moment, and the next try meets the new one.
+        let Ok(leads_to) = std::fs::read_link(&link) else {
+            let (file, meta) = open_without_proc(path, OFlag::empty()).map_err(open_error)?;
+            return Ok((file, Identity::of(&meta)));
+        };
+        if leads_to == path {
+            let file = File::open(&link).map_err(open_error)?;
+            return Ok((file, identity));
+        }
+    }
+    Err(open_error(leads_elsewhere()))
 }

@@ -2,24 +2,17 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use nix::fcntl::OFlag;
-use nix::libc;
-
-use super::descriptors;
+use super::descriptors::{Pin, ReopenableFile};
 use super::file_system::FileSystem;
-use super::identity::{Identity, stat_file, stat_now, stat_path};
-use super::without_proc::{
-    OPEN_TRIES, leads_elsewhere, not_regular, open_regular as open_without_proc,
-};
-use crate::error::{Error, Result, shown_path};
+use super::identity::{Identity, stat_file, stat_path};
+use crate::error::{Error, Result};
 use crate::hash::{Digest, Hasher};
-use crate::sync::{Mutex, RwLock};
+use crate::sync::Mutex;
 
 /// Bytes hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
@@ -34,31 +27,13 @@ pub trait WriteWitness: Send + Sync + std::fmt::Debug {
     fn written(&self, file: &File) -> Option<bool>;
 }
 
-/// The descriptors of a source.
-#[derive(Debug, Default)]
-struct Open {
-    file: Option<Arc<File>>,
-    /// The same inode past the page cache; never open without `file`.
-    direct: Option<Arc<File>>,
-}
-
-/// An open regular file, closed and opened again as descriptors allow.
+/// A regular file that must stay what it was when it was opened.
 #[derive(Debug)]
-pub struct Source {
-    path: PathBuf,
-    /// What it was when it was opened first.
-    first: Identity,
-    file_system: FileSystem,
-    open: RwLock<Open>,
-    /// Whether the file system is known to refuse O_DIRECT.
-    no_direct: AtomicBool,
+pub struct LocalFile {
+    file: Arc<ReopenableFile>,
     /// Whether its reads do not come back in time.
     stalled: AtomicBool,
     identity: Mutex<Identity>,
-    /// Whether it stands among the open sources.
-    pub(super) counted: AtomicBool,
-    /// Number of pins.
-    pins: AtomicUsize,
     /// A rename may change ctime once without invalidating the file.
     moved: OnceLock<(i64, i64)>,
     /// What tells a write from a change of attributes, while the file is watched.
@@ -73,65 +48,48 @@ pub struct Source {
     changed: OnceLock<String>,
 }
 
-impl Source {
+impl LocalFile {
     /// Opens the regular file at `path`, an absolute path without symbolic links.
-    pub fn open(path: &Path) -> Result<Arc<Source>> {
-        let (file, identity) = open_regular(path)?;
-        let file_system = FileSystem::of(&file, path);
-        let open = Open { file: Some(Arc::new(file)), direct: None };
-        let source = Arc::new(Source::new(path, identity, file_system, open));
-        descriptors::opened(&source);
-        Ok(source)
+    pub(super) fn open(path: &Path) -> Result<LocalFile> {
+        ReopenableFile::open(path).map(LocalFile::new)
     }
 
     /// The regular file at `path`, which was `identity` when it was looked at; not opened before
-    /// it is read. Whatever it is then, its bytes count only if `check` finds that same file.
-    pub fn closed(path: &Path, identity: Identity) -> Arc<Source> {
-        Arc::new(Source::new(path, identity, FileSystem::at(path), Open::default()))
+    /// it is read.
+    pub(super) fn closed(path: &Path, identity: Identity) -> LocalFile {
+        let file = ReopenableFile::closed(path, identity, FileSystem::at(path));
+        LocalFile::new(Arc::new(file))
     }
 
-    fn new(path: &Path, identity: Identity, file_system: FileSystem, open: Open) -> Source {
-        Source {
-            path: path.to_owned(),
-            first: identity,
-            file_system,
-            open: RwLock::new(open),
-            no_direct: AtomicBool::new(false),
+    fn new(file: Arc<ReopenableFile>) -> LocalFile {
+        LocalFile {
             stalled: AtomicBool::new(false),
-            identity: Mutex::new(identity),
-            counted: AtomicBool::new(false),
-            pins: AtomicUsize::new(0),
+            identity: Mutex::new(file.first),
             moved: OnceLock::new(),
             witness: Mutex::default(),
             guessed: AtomicBool::new(false),
             head: OnceLock::new(),
             followed: AtomicBool::new(false),
             changed: OnceLock::new(),
+            file,
         }
     }
 
-    /// The same file as it is now, as a source of its own that shares the descriptor.
-    ///
-    /// # Errors
-    /// Those of `file`, and `Error::Io` where it cannot be looked at.
-    pub fn as_it_is_now(self: &Arc<Self>) -> Result<Arc<Source>> {
+    pub(super) fn as_it_is_now(&self) -> Result<LocalFile> {
         let identity = self.look()?;
-        let open = Open { file: Some(self.file()?), direct: None };
-        let source = Arc::new(Source::new(&self.path, identity, self.file_system, open));
-        descriptors::opened(&source);
-        Ok(source)
+        let (path, file_system) = (self.path(), self.file.file_system);
+        let file = ReopenableFile::opened(path, identity, file_system, self.file()?);
+        Ok(LocalFile::new(file))
     }
 
-    /// The same file, closed. Takes no lock, so that it can be asked for in a child made by fork(2)
-    /// whatever threads of the parent were doing.
-    pub(crate) fn renewed(&self) -> Arc<Source> {
-        let open = Open::default();
-        Arc::new(Source::new(&self.path, self.first, self.file_system, open))
+    pub(super) fn renewed(&self) -> LocalFile {
+        let (path, file_system) = (self.path(), self.file.file_system);
+        LocalFile::new(Arc::new(ReopenableFile::closed(path, self.file.first, file_system)))
     }
 
     /// The path that was opened.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.file.path
     }
 
     /// The identity when it was opened; metadata changes that leave the bytes alone follow.
@@ -139,150 +97,52 @@ impl Source {
         *self.identity.lock()
     }
 
-    /// Length in bytes.
-    pub fn len(&self) -> u64 {
-        self.identity().len
-    }
-
-    /// Whether the file has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// The file system that it lies on.
     pub fn file_system(&self) -> FileSystem {
-        self.file_system
+        self.file.file_system
     }
 
     /// The open file, if it is open now. Never waits for the file system.
     pub fn open_file(&self) -> Option<Arc<File>> {
-        self.open.read().file.clone()
+        self.file.open_file()
     }
 
     /// The open file, opened again where it was closed in between.
-    pub fn file(self: &Arc<Self>) -> Result<Arc<File>> {
-        if let Some(file) = self.open_file() {
-            return Ok(file);
-        }
-        let (file, identity) = open_regular(&self.path)?;
-        if !identity.same_inode(&self.identity()) {
-            // Not marked as changed: the old file may still be whole, only out of reach.
-            tracing::error!(
-                "{}: replaced while it was closed for want of file descriptors; raise the limit",
-                shown_path(&self.path)
-            );
-            return Err(Error::Changed {
-                path: self.path.clone(),
-                detail: "was replaced while it was closed for want of file descriptors".to_owned(),
-            });
-        }
-        let file = Arc::new(file);
-        self.open.write().file = Some(file.clone());
-        descriptors::opened(self);
-        Ok(file)
+    ///
+    /// # Errors
+    /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
+    pub fn file(&self) -> Result<Arc<File>> {
+        self.file.file()
     }
 
-    /// A descriptor of the inode of `file`, which is this source's, that reads past the page
-    /// cache. None where the file system refuses that, or no descriptor is to be had now.
-    pub fn direct_file(self: &Arc<Self>, file: &Arc<File>) -> Option<Arc<File>> {
-        if self.no_direct.load(Ordering::Relaxed) {
-            return None;
-        }
-        if let Some(direct) = &self.open.read().direct {
-            return Some(direct.clone());
-        }
-        let direct = std::fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
-            .open(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let direct = match direct {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => self.direct_without_proc(file),
-            other => other,
-        };
-        let direct = match direct {
-            Ok(direct) => Arc::new(direct),
-            Err(e) => {
-                if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) {
-                    self.refuse_direct();
-                }
-                return None;
-            }
-        };
-        let mut open = self.open.write();
-        // Closed meanwhile: then this descriptor lasts for one read only.
-        if open.file.as_ref().is_some_and(|open| Arc::ptr_eq(open, file)) && open.direct.is_none() {
-            open.direct = Some(direct.clone());
-            drop(open);
-            descriptors::opened_direct(self);
-        }
-        Some(direct)
-    }
-
-    /// Opens the path again past the page cache, if `file` is still there.
-    fn direct_without_proc(&self, file: &File) -> io::Result<File> {
-        let (direct, meta) = open_without_proc(&self.path, OFlag::O_DIRECT)?;
-        let same = Identity::of(&meta).same_inode(&Identity::of(&file.metadata()?));
-        if same { Ok(direct) } else { Err(leads_elsewhere()) }
+    /// A descriptor of the inode of `file`, which is this file's, that reads past the page cache.
+    /// None where the file system refuses that, or no descriptor is left now.
+    pub fn direct_file(&self, file: &Arc<File>) -> Option<Arc<File>> {
+        self.file.direct_file(file)
     }
 
     /// Notes that the file system refuses O_DIRECT for this file.
     pub fn refuse_direct(&self) {
-        self.no_direct.store(true, Ordering::Relaxed);
-        self.close_direct();
+        self.file.refuse_direct();
     }
 
     /// Notes whether reads of it come back in time; returns what was noted before.
-    pub fn set_stalled(&self, stalled: bool) -> bool {
+    pub(super) fn set_stalled(&self, stalled: bool) -> bool {
         // Mostly nothing changes, and a load does not take the cache line from others.
         let before = self.stalled.load(Ordering::Relaxed);
         if before == stalled { before } else { self.stalled.swap(stalled, Ordering::Relaxed) }
     }
 
-    /// Keeps the file open until the pin is dropped: whoever deletes or replaces it meanwhile
-    /// leaves the old bytes to the holder.
-    ///
-    /// # Errors
-    /// Those of `file`.
-    pub fn pin(self: &Arc<Self>) -> Result<Pin> {
-        self.pins.fetch_add(1, Ordering::SeqCst);
-        let pin = Pin(self.clone());
-        self.file()?;
-        Ok(pin)
+    pub(super) fn pin(&self) -> Result<Pin> {
+        self.file.pin()
     }
 
-    /// Closes the file unless it is pinned; a later read opens it again. An open file would
-    /// keep its space on disk after it is deleted.
-    pub fn release(&self) {
-        // Under the lock, so that a pin that comes now finds the file closed and opens it.
-        let mut open = self.open.write();
-        if self.pins.load(Ordering::SeqCst) == 0 {
-            let closed = std::mem::take(&mut *open);
-            drop(open);
-            drop(closed);
-        }
+    pub(super) fn release(&self) {
+        self.file.release();
     }
 
-    pub(super) fn is_open(&self) -> bool {
-        self.open_file().is_some()
-    }
-
-    pub(super) fn is_open_direct(&self) -> bool {
-        self.open.read().direct.is_some()
-    }
-
-    /// Whether closing it loses nothing: nobody relies on it, or it can be opened again.
-    pub(super) fn may_close(&self) -> bool {
-        self.pins.load(Ordering::SeqCst) == 0 || self.is_at_path()
-    }
-
-    pub(super) fn close(&self) {
-        let closed = std::mem::take(&mut *self.open.write());
-        drop(closed);
-    }
-
-    pub(super) fn close_direct(&self) {
-        let closed = self.open.write().direct.take();
-        drop(closed);
+    pub(super) fn is_open_unpinned(&self) -> bool {
+        !self.file.is_pinned() && self.file.is_open()
     }
 
     /// Reads exactly `buf.len()` bytes at `offset`.
@@ -290,22 +150,22 @@ impl Source {
     /// The bytes count only once `check` has confirmed the file after the read.
     /// # Errors
     /// `Error::Changed` where the file ends before, `Error::Io` where the read fails.
-    pub fn read_exact_at(self: &Arc<Self>, buf: &mut [u8], offset: u64) -> Result<()> {
+    pub(super) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_known()?;
         self.file()?.read_exact_at(buf, offset).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => self.ends_before(offset + buf.len() as u64),
-            _ => Error::io(&self.path, "read", e),
+            _ => Error::io(self.path(), "read", e),
         })
     }
 
     /// Marks the file as changed because it ends before byte `end`.
-    pub fn ends_before(&self, end: u64) -> Error {
-        let len = self.len();
+    pub(super) fn ends_before(&self, end: u64) -> Error {
+        let len = self.identity().len;
         self.set_changed(format!("ends before byte {end}, it had {len} bytes when it was opened"))
     }
 
     /// Fails if the file is known to have changed; does not look at it.
-    pub fn check_known(&self) -> Result<()> {
+    pub(super) fn check_known(&self) -> Result<()> {
         self.changed.get().map_or(Ok(()), |detail| Err(self.changed_error(detail)))
     }
 
@@ -316,7 +176,7 @@ impl Source {
     ///
     /// # Errors
     /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
-    pub fn check(self: &Arc<Self>) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         self.check_known()?;
         self.check_open(&*self.file()?)
     }
@@ -326,7 +186,7 @@ impl Source {
     /// # Errors
     /// Those of `check`.
     pub fn check_open(&self, file: &File) -> Result<()> {
-        let look = || stat_file(file, self.file_system);
+        let look = || stat_file(file, self.file.file_system);
         self.check_by(&look, Some(file))
     }
 
@@ -334,11 +194,11 @@ impl Source {
     /// nothing, and takes one look at the path where nothing has changed.
     ///
     /// A new change time needs a witness: whoever opens the file next may find pages of old bytes.
-    pub fn is_current(&self) -> bool {
-        let look = || stat_path(&self.path, self.file_system);
+    pub(super) fn is_current(&self) -> bool {
+        let look = || stat_path(self.path(), self.file.file_system);
         let Ok(now) = look() else { return false };
         let known = self.identity();
-        if !now.same_inode(&self.first) {
+        if !now.same_inode(&self.file.first) {
             return false;
         }
         let same = if known == now {
@@ -352,7 +212,7 @@ impl Source {
     }
 
     /// Takes note of the hash of the first `len` bytes, which say what the others are.
-    pub(crate) fn set_head(&self, len: u64, hash: Digest) {
+    pub(super) fn set_head(&self, len: u64, hash: Digest) {
         let _ = self.head.set((len, hash));
     }
 
@@ -361,7 +221,7 @@ impl Source {
     ///
     /// # Errors
     /// Those of `check`, and of `file`.
-    pub fn settle(self: &Arc<Self>) -> Result<()> {
+    pub(super) fn settle(&self) -> Result<()> {
         for _ in 0..SETTLE_TRIES {
             self.check_known()?;
             let known = self.identity();
@@ -386,7 +246,7 @@ impl Source {
     ///
     /// # Errors
     /// Those of `read_exact_at`.
-    pub(crate) fn hash_head(self: &Arc<Self>, len: u64) -> Result<Digest> {
+    pub(super) fn hash_head(&self, len: u64) -> Result<Digest> {
         let mut hasher = Hasher::new();
         let mut buf = vec![0; HASH_CHUNK_LEN.min(len as usize)];
         let mut offset = 0;
@@ -400,7 +260,7 @@ impl Source {
     }
 
     /// From now on a change of it is nothing that anybody has to be told.
-    pub fn set_followed(&self) {
+    pub(super) fn set_followed(&self) {
         self.followed.store(true, Ordering::Relaxed);
     }
 
@@ -412,9 +272,9 @@ impl Source {
     ///
     /// # Errors
     /// Those of `file`, and `Error::Io` where it cannot be looked at.
-    pub fn look(self: &Arc<Self>) -> Result<Identity> {
+    pub fn look(&self) -> Result<Identity> {
         let file = self.file()?;
-        stat_file(&file, self.file_system).map_err(|e| Error::io(&self.path, "stat", e))
+        stat_file(&file, self.file.file_system).map_err(|e| Error::io(self.path(), "stat", e))
     }
 
     /// Compares what `look` finds with what is known, until both agree. `file` is open, if given.
@@ -423,7 +283,7 @@ impl Source {
             self.check_known()?;
             // Known first: what is found afterwards is never older.
             let known = self.identity();
-            let now = look().map_err(|e| Error::io(&self.path, "stat", e))?;
+            let now = look().map_err(|e| Error::io(self.path(), "stat", e))?;
             if known == now {
                 return Ok(());
             }
@@ -480,8 +340,7 @@ impl Source {
 
     /// Whether the path still leads to this file.
     pub fn is_at_path(&self) -> bool {
-        let there = stat_path(&self.path, self.file_system);
-        there.is_ok_and(|now| now.same_inode(&self.first))
+        self.file.is_at_path()
     }
 
     /// Marks this version of the file as changed. The line in the log stands there before this
@@ -493,7 +352,7 @@ impl Source {
         }
         if self.followed.load(Ordering::Relaxed) {
             tracing::debug!("{error}");
-        } else if self.pins.load(Ordering::SeqCst) > 0 {
+        } else if self.file.is_pinned() {
             tracing::error!("{error}; what has it open gets errors, a new open proves it again");
         } else {
             tracing::info!("{error}; the next open proves it again");
@@ -502,78 +361,19 @@ impl Source {
     }
 
     fn changed_error(&self, detail: &str) -> Error {
-        Error::Changed { path: self.path.clone(), detail: detail.to_owned() }
+        Error::Changed { path: self.path().to_owned(), detail: detail.to_owned() }
     }
 
     /// Whether the file is known to have changed, or is seen to have on a file system that
     /// answers at once. Never waits.
-    pub fn is_changed_now(&self) -> bool {
+    pub(super) fn is_changed_now(&self) -> bool {
         let changed = |file: Arc<File>| self.check_open(&file).is_err();
-        self.is_changed() || (self.file_system.is_local() && self.open_file().is_some_and(changed))
+        self.is_changed()
+            || (self.file.file_system.is_local() && self.open_file().is_some_and(changed))
     }
 
     /// Whether the file is known to have changed.
-    pub fn is_changed(&self) -> bool {
+    pub(super) fn is_changed(&self) -> bool {
         self.changed.get().is_some()
     }
-}
-
-/// Runs `close`, which closes files of `sources`: on a thread of its own where that may have to
-/// wait, for ever perhaps, for whoever serves their file system.
-pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'static) {
-    if sources.iter().all(|source| source.file_system.is_local()) {
-        return close();
-    }
-    if let Err(e) = std::thread::Builder::new().name("close".to_owned()).spawn(close) {
-        tracing::error!("cannot start a thread: {e}");
-    }
-}
-
-/// Closes those of `sources` that are open but not pinned; does not wait for it.
-pub fn release_unpinned(sources: &[Arc<Source>]) {
-    let left = |source: &&Arc<Source>| source.pins.load(Ordering::SeqCst) == 0 && source.is_open();
-    let left: Vec<Arc<Source>> = sources.iter().filter(left).cloned().collect();
-    let closed = left.clone();
-    close_apart(&left, move || closed.iter().for_each(|source| source.release()));
-}
-
-/// Keeps a source open.
-#[derive(Debug)]
-pub struct Pin(Arc<Source>);
-
-impl Drop for Pin {
-    fn drop(&mut self) {
-        if self.0.pins.fetch_sub(1, Ordering::SeqCst) == 1 {
-            self.0.release();
-        }
-    }
-}
-
-/// Opens a regular file and nothing else: a FIFO, a device or a symbolic link that stands
-/// there now is refused without being opened for reading, which could block or have effects.
-fn open_regular(path: &Path) -> Result<(File, Identity)> {
-    let open_error = |e| Error::io(path, "open", e);
-    for _ in 0..OPEN_TRIES {
-        let handle = std::fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC)
-            .open(path)
-            .map_err(open_error)?;
-        let identity = stat_now(&handle).map_err(open_error)?;
-        if !identity.is_file() {
-            return Err(open_error(not_regular()));
-        }
-        let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
-        // A folder on the way may have become a link since the path was resolved and found
-        // allowed; or the file was replaced this very moment, and the next try meets the new one.
-        let Ok(leads_to) = std::fs::read_link(&link) else {
-            let (file, meta) = open_without_proc(path, OFlag::empty()).map_err(open_error)?;
-            return Ok((file, Identity::of(&meta)));
-        };
-        if leads_to == path {
-            let file = File::open(&link).map_err(open_error)?;
-            return Ok((file, identity));
-        }
-    }
-    Err(open_error(leads_elsewhere()))
 }

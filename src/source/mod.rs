@@ -1,4 +1,4 @@
-//! A shard's identity and its bytes: local files; remote sources arrive beside them.
+//! Sources of bytes: something with a version and ranged reads. Today each is a local file.
 
 mod copy_mode;
 mod descriptors;
@@ -10,9 +10,260 @@ pub mod mountinfo;
 pub mod resolve;
 mod without_proc;
 
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
 pub use copy_mode::CopyMode;
-pub use descriptors::raise_limit;
+pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
 pub use identity::Identity;
-pub use local::{Pin, Source, WriteWitness, close_apart, release_unpinned};
+pub use local::{LocalFile, WriteWitness};
 pub use mounted::{Behind, XATTR_SOURCE, behind_mount};
+
+use crate::error::{Error, Result};
+use crate::hash::Digest;
+
+/// A source of bytes that must stay what it was when it was opened.
+#[derive(Debug)]
+pub enum Source {
+    /// A regular file.
+    Local(LocalFile),
+}
+
+/// Tells one state of a source from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Version {
+    /// That of a local file.
+    Inode(Identity),
+}
+
+/// The device or service that answers reads: those of one share a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QueueKey {
+    /// The device, or network mount, of local files.
+    Device(u64),
+}
+
+impl fmt::Display for QueueKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let QueueKey::Device(dev) = *self;
+        write!(f, "{}:{}", nix::sys::stat::major(dev), nix::sys::stat::minor(dev))
+    }
+}
+
+impl Source {
+    /// Opens the regular file at `path`, an absolute path without symbolic links.
+    ///
+    /// # Errors
+    /// `Error::Io` where it cannot be opened, or is no regular file.
+    pub fn open(path: &Path) -> Result<Arc<Source>> {
+        LocalFile::open(path).map(|file| Arc::new(Source::Local(file)))
+    }
+
+    /// The regular file at `path`, which was `identity` when it was looked at; not opened before
+    /// it is read. Its bytes count only if `check` then finds that same file.
+    pub fn closed(path: &Path, identity: Identity) -> Arc<Source> {
+        Arc::new(Source::Local(LocalFile::closed(path, identity)))
+    }
+
+    /// The same file as it is now, as a source of its own that shares the descriptor.
+    ///
+    /// # Errors
+    /// `Error::Io` where it cannot be looked at.
+    pub fn as_it_is_now(&self) -> Result<Arc<Source>> {
+        let Source::Local(file) = self;
+        file.as_it_is_now().map(|file| Arc::new(Source::Local(file)))
+    }
+
+    /// The same source, closed. Takes no lock, so that a child made by fork(2) can call it
+    /// whatever threads of the parent were doing.
+    pub(crate) fn renewed(&self) -> Arc<Source> {
+        let Source::Local(file) = self;
+        Arc::new(Source::Local(file.renewed()))
+    }
+
+    /// The local file, where the source is one.
+    pub fn local(&self) -> Option<&LocalFile> {
+        let Source::Local(file) = self;
+        Some(file)
+    }
+
+    /// The path that was opened.
+    pub fn path(&self) -> &Path {
+        let Source::Local(file) = self;
+        file.path()
+    }
+
+    /// The identity of a local file when it was opened; metadata changes that leave the bytes
+    /// alone follow.
+    pub fn identity(&self) -> Identity {
+        let Source::Local(file) = self;
+        file.identity()
+    }
+
+    /// The version that was opened.
+    pub fn version(&self) -> Version {
+        let Source::Local(file) = self;
+        Version::Inode(file.identity())
+    }
+
+    /// The queue that its reads belong to.
+    pub fn queue_key(&self) -> QueueKey {
+        let Source::Local(file) = self;
+        QueueKey::Device(file.identity().dev)
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        let Source::Local(file) = self;
+        file.identity().len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether a read or a look may wait for another machine or a server, perhaps for ever.
+    pub fn may_block(&self) -> bool {
+        let Source::Local(file) = self;
+        !file.file_system().is_local()
+    }
+
+    /// Notes whether reads of it come back in time; returns what was noted before.
+    pub fn set_stalled(&self, stalled: bool) -> bool {
+        let Source::Local(file) = self;
+        file.set_stalled(stalled)
+    }
+
+    /// Keeps the source open until the pin is dropped: the old bytes stay with the holder, even if
+    /// the file is deleted or replaced meanwhile.
+    ///
+    /// # Errors
+    /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
+    pub fn pin(&self) -> Result<Pin> {
+        let Source::Local(file) = self;
+        file.pin()
+    }
+
+    /// Closes the source unless it is pinned; a later read opens it again.
+    pub fn release(&self) {
+        let Source::Local(file) = self;
+        file.release();
+    }
+
+    /// Reads exactly `buf.len()` bytes at `offset`. The bytes count only once `check` has confirmed
+    /// the source after the read.
+    ///
+    /// # Errors
+    /// `Error::Changed` where the source ends before, `Error::Io` where the read fails.
+    pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
+        let Source::Local(file) = self;
+        file.read_exact_at(buf, offset)
+    }
+
+    /// Marks the source as changed because it ends before byte `end`.
+    pub fn ends_before(&self, end: u64) -> Error {
+        let Source::Local(file) = self;
+        file.ends_before(end)
+    }
+
+    /// Fails if the source is known to have changed; does not look at it.
+    ///
+    /// # Errors
+    /// `Error::Changed`.
+    pub fn check_known(&self) -> Result<()> {
+        let Source::Local(file) = self;
+        file.check_known()
+    }
+
+    /// Confirms that the source is still the one that was opened.
+    ///
+    /// Once it is not, this and all reads fail, even if it is changed back: bytes of it that were
+    /// read before may be in use. Its new state is another source.
+    ///
+    /// # Errors
+    /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
+    pub fn check(&self) -> Result<()> {
+        let Source::Local(file) = self;
+        file.check()
+    }
+
+    /// Like `check`, for a source of which nobody has any bytes yet: after a change of nothing but
+    /// its change time it is enough that the bytes before its data are those that were proved.
+    ///
+    /// # Errors
+    /// Those of `check`, and `Error::Io` where it cannot be opened.
+    pub fn settle(&self) -> Result<()> {
+        let Source::Local(file) = self;
+        file.settle()
+    }
+
+    /// Whether the path still leads to this version, and its bytes are surely what they were.
+    /// Opens nothing, and takes one look at the path where nothing has changed.
+    ///
+    /// A new change time needs a witness: the next open may find pages of old bytes.
+    pub fn is_current(&self) -> bool {
+        let Source::Local(file) = self;
+        file.is_current()
+    }
+
+    /// Whether the source is known to have changed, or is seen to have if a look cannot block.
+    pub fn is_changed_now(&self) -> bool {
+        let Source::Local(file) = self;
+        file.is_changed_now()
+    }
+
+    /// Whether the source is known to have changed.
+    pub fn is_changed(&self) -> bool {
+        let Source::Local(file) = self;
+        file.is_changed()
+    }
+
+    /// Notes the hash of the first `len` bytes, which describe the others.
+    pub(crate) fn set_head(&self, len: u64, hash: Digest) {
+        let Source::Local(file) = self;
+        file.set_head(len, hash);
+    }
+
+    /// The hash of the first `len` bytes.
+    ///
+    /// # Errors
+    /// Those of `read_exact_at`.
+    pub(crate) fn hash_head(&self, len: u64) -> Result<Digest> {
+        let Source::Local(file) = self;
+        file.hash_head(len)
+    }
+
+    /// From now on the source is expected to change, and no change of it is logged as an error.
+    pub fn set_followed(&self) {
+        let Source::Local(file) = self;
+        file.set_followed();
+    }
+
+    /// Whether it is open now, without a pin.
+    fn is_open_unpinned(&self) -> bool {
+        let Source::Local(file) = self;
+        file.is_open_unpinned()
+    }
+}
+
+/// Runs `close`, which closes `sources`: on a thread of its own where that may have to wait,
+/// perhaps for ever, for the server of their file system.
+pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'static) {
+    if !sources.iter().any(|source| source.may_block()) {
+        return close();
+    }
+    if let Err(e) = std::thread::Builder::new().name("close".to_owned()).spawn(close) {
+        tracing::error!("cannot start a thread: {e}");
+    }
+}
+
+/// Closes those of `sources` that are open but not pinned; does not wait for it.
+pub fn release_unpinned(sources: &[Arc<Source>]) {
+    let left = sources.iter().filter(|source| source.is_open_unpinned());
+    let left: Vec<Arc<Source>> = left.cloned().collect();
+    let closed = left.clone();
+    close_apart(&left, move || closed.iter().for_each(|source| source.release()));
+}

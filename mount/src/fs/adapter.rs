@@ -169,7 +169,7 @@ impl FsState {
             // A proved file that has changed is answered with EIO, which the kernel would not.
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
-                (!source.is_changed()).then(|| source.file().ok()).flatten()
+                (!source.is_changed()).then(|| source.local()?.file().ok()).flatten()
             }
             OpenContent::Virtual(file) if unchanged => {
                 self.service.copy_of(node.listed_version(), file)
@@ -327,7 +327,7 @@ impl FsState {
         drop(handles);
         let opened = handle.map(|handle| handle.opened.clone()).or_else(|| node.opened());
         match opened {
-            Some(opened) => opened.current().file.sources().first()?.look().ok(),
+            Some(opened) => opened.current().file.sources().first()?.local()?.look().ok(),
             None => node.look(),
         }
     }

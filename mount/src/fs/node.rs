@@ -10,7 +10,7 @@ use tensorfs::cache::OnStorm;
 use tensorfs::checkpoint::{Content, FolderId, Shown, Tree};
 use tensorfs::format::{manifest, names};
 use tensorfs::reader::Reader;
-use tensorfs::source::{Identity, Source};
+use tensorfs::source::{Identity, LocalFile, Source};
 use tensorfs::sync::Mutex;
 use tensorfs::verify::gate::Gate;
 use tensorfs::{Error, Result};
@@ -174,7 +174,8 @@ impl Node {
         let NodeKind::File { content, .. } = &self.kind else { return false };
         let is_current = |source: &Arc<Source>| {
             let settles = || {
-                let settled = source.is_at_path() && source.settle().is_ok();
+                let settled =
+                    source.local().is_some_and(LocalFile::is_at_path) && source.settle().is_ok();
                 source.release();
                 settled
             };

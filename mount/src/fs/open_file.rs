@@ -73,8 +73,8 @@ impl Current {
         blocking: &BlockingPool,
         watch: impl FnOnce(&[Arc<Source>]) -> Watched,
     ) -> Result<Arc<Current>> {
-        let pins = file.sources().iter().map(Source::pin).collect::<Result<Vec<_>>>()?;
-        let local = file.sources().iter().all(|source| source.file_system().is_local());
+        let pins = file.sources().iter().map(|source| source.pin()).collect::<Result<Vec<_>>>()?;
+        let local = file.sources().iter().all(|source| !source.may_block());
         let watched = Some(watch(file.sources()));
         let _held =
             SourceGuard { watched, pins, local, path: path.to_owned(), blocking: blocking.clone() };
@@ -93,7 +93,7 @@ impl Current {
         let OpenContent::Whole(file) = &self.file else { return false };
         let source = &file.reader().sources()[0];
         let beyond = range.end > file.reader().len();
-        source.is_changed_now() || (beyond && !source.file_system().is_local())
+        source.is_changed_now() || (beyond && source.may_block())
     }
 
     /// Bytes `range` of a file of the source as they are now; fewer where it ends before.
@@ -102,7 +102,8 @@ impl Current {
     /// Those of the source.
     pub(crate) fn read_now(&self, range: &Range<u64>) -> Result<Vec<u8>> {
         let Some(source) = self.file.sources().first() else { return Ok(Vec::new()) };
-        let file = source.file()?;
+        let Source::Local(local) = &**source;
+        let file = local.file()?;
         let mut bytes = vec![0; (range.end - range.start) as usize];
         let mut have = 0;
         while have < bytes.len() {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::PollTimeout;
 use tensorfs::error::shown_path;
-use tensorfs::source::Source;
+use tensorfs::source::{QueueKey, Source};
 use tensorfs::sync::Mutex;
 
 use super::blocking::offload;
@@ -42,7 +42,7 @@ struct State {
     open: HashMap<u64, (u64, Vec<Watching>)>,
     next: u64,
     /// By device: file systems that may not answer.
-    queues: HashMap<u64, LookQueue>,
+    queues: HashMap<QueueKey, LookQueue>,
 }
 
 /// A source that is watched.
@@ -155,8 +155,9 @@ impl Watcher {
 
     /// Has the kernel tell of `source`, and the source ask what the kernel has told.
     fn events_of(&self, source: &Arc<Source>, unread: bool) -> Option<Arc<FileWatch>> {
-        let file = source.open_file()?;
-        let local = source.file_system().is_local();
+        let Source::Local(file_source) = &**source;
+        let file = file_source.open_file()?;
+        let local = !source.may_block();
         if local {
             file_events::note_stores(&file);
         }
@@ -168,7 +169,7 @@ impl Watcher {
         if local {
             let confirmed = if unread { source.settle() } else { source.check() };
             if confirmed.is_ok() {
-                source.set_witness(watch.clone());
+                file_source.set_witness(watch.clone());
             }
         }
         Some(watch)
@@ -209,9 +210,9 @@ impl Watcher {
             for watching in sources.into_iter().filter(|watching| chosen(ino, watching)) {
                 let weak = watching.source;
                 let Some(source) = weak.upgrade() else { continue };
-                if !source.file_system().is_local() {
+                if source.may_block() {
                     let look = Look { number, ino, source: weak };
-                    self.state.lock().queues.entry(source.identity().dev).or_default().push(look);
+                    self.state.lock().queues.entry(source.queue_key()).or_default().push(look);
                 } else if has_changed(&source, watching.events.as_deref()) {
                     changed.push(weak);
                 }
@@ -227,18 +228,18 @@ impl Watcher {
         state.queues.retain(|_, queue| !queue.todo.is_empty() || !queue.looking.is_empty());
         let wanting = state.queues.iter_mut().filter(|(_, queue)| queue.wants_thread());
         let looks: Vec<_> =
-            wanting.filter_map(|(dev, queue)| Some((*dev, queue.begin()?))).collect();
+            wanting.filter_map(|(key, queue)| Some((*key, queue.begin()?))).collect();
         drop(state);
-        for (dev, look) in looks {
+        for (key, look) in looks {
             let (watcher, address) = (self.clone(), look.address());
-            if !offload(move || watcher.look_on(dev, look)) {
-                self.looked(dev, address);
+            if !offload(move || watcher.look_on(key, look)) {
+                self.looked(key, address);
             }
         }
     }
 
     /// A thread: looks at one source after the other, until none is left.
-    fn look_on(&self, dev: u64, first: Look) {
+    fn look_on(&self, key: QueueKey, first: Look) {
         let mut next = Some(first);
         while let Some(look) = next {
             let Look { number, ino, source } = &look;
@@ -248,14 +249,14 @@ impl Watcher {
                 self.changed(*number, *ino, std::slice::from_ref(source));
             }
             drop(held);
-            next = self.looked(dev, look.address());
+            next = self.looked(key, look.address());
         }
     }
 
     /// Notes that a source was looked at; returns what its thread is to look at next.
-    fn looked(&self, dev: u64, address: usize) -> Option<Look> {
+    fn looked(&self, key: QueueKey, address: usize) -> Option<Look> {
         let mut state = self.state.lock();
-        let queue = state.queues.get_mut(&dev)?;
+        let queue = state.queues.get_mut(&key)?;
         queue.looking.remove(&address);
         queue.begin()
     }
@@ -301,9 +302,10 @@ impl Watcher {
 /// Looks at a source; whether it has changed. Where all its times are the same, `events` learns
 /// that nobody has written through a mapping.
 fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
+    let Source::Local(local) = &**source;
     let (closes, before) = (events.map(FileWatch::closes), source.identity());
     let changed = source.check().is_err() && source.is_changed();
-    let same = !changed && source.identity() == before && source.file_system().notes_stores();
+    let same = !changed && source.identity() == before && local.file_system().notes_stores();
     if let (Some(events), Some(closes), true) = (events, closes, same) {
         events.confirm(closes);
     }

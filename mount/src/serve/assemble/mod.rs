@@ -27,7 +27,6 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::error::shown_path;
 use tensorfs::reader::Reader;
-use tensorfs::source::Source;
 use tensorfs::sync::{Condvar, Mutex};
 
 use entry::{CopyEntry, CopyFailure, Stage};
@@ -404,7 +403,8 @@ impl AssemblerState {
     /// Writes and verifies the copy of `version`.
     fn write(&self, version: &str, reader: &Reader) -> Result<Record, CopyFailure> {
         // Nobody else may have them open, and closed ones are not found again once replaced.
-        let pins: tensorfs::Result<Vec<_>> = reader.sources().iter().map(Source::pin).collect();
+        let pins: tensorfs::Result<Vec<_>> =
+            reader.sources().iter().map(|source| source.pin()).collect();
         let _pins = pins.map_err(CopyFailure::Source)?;
         let sources = fingerprint(reader).map_err(CopyFailure::Source)?;
         self.settle(reader)?;
@@ -498,7 +498,7 @@ impl AssemblerState {
     /// Waits until the sources have been as they are for a moment.
     fn settle(&self, reader: &Reader) -> Result<(), CopyFailure> {
         let ages = reader.sources().iter().filter_map(|source| {
-            let meta = source.file().ok()?.metadata().ok()?;
+            let meta = source.local()?.file().ok()?.metadata().ok()?;
             let seconds = Duration::from_secs(u64::try_from(meta.ctime()).ok()?);
             let nanos = Duration::from_nanos(u64::try_from(meta.ctime_nsec()).ok()?);
             // One from the future tells nothing.

@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tensorfs::reader::Reader;
+use tensorfs::source::Source;
 
 /// Form of the record; another one is not understood.
 const FORMAT: u64 = 1;
@@ -107,7 +108,8 @@ pub(super) fn fingerprint(reader: &Reader) -> tensorfs::Result<String> {
     let mut hash = Sha256::new();
     for source in reader.sources() {
         source.check()?;
-        let meta = source.file()?.metadata();
+        let Source::Local(local) = &**source;
+        let meta = local.file()?.metadata();
         let meta = meta.map_err(|e| tensorfs::Error::io(source.path(), "stat", e))?;
         for number in [meta.size(), meta.ino()] {
             hash.update(number.to_le_bytes());

@@ -22,6 +22,7 @@ pub mod prefetch;
 pub mod process;
 pub mod reader;
 pub mod source;
+pub mod store;
 pub mod sync;
 pub mod verify;
 pub mod view;

@@ -19,7 +19,6 @@ use tensorfs::format::Format;
 use tensorfs::format::safetensors::Header;
 use tensorfs::io::{Backend, Budget, DirectIo, Engine, Settings};
 use tensorfs::reader::Reader;
-use tensorfs::source::Source;
 use tensorfs::view::FileSpec;
 use tensorfs::{Dtype, Error};
 

@@ -31,7 +31,7 @@ const RANKS: &[(u32, &[&str])] = &[
     (1, &["cast", "format"]),
     (2, &["catalog"]),
     (3, &["view", "open_options", "layout", "gather", "index", "plan", "prefetch", "walk"]),
-    (4, &["source", "io"]),
+    (4, &["source", "store", "io"]),
     (5, &["checkpoint"]),
     (6, &["cache", "reader", "device"]),
     (7, &["loader", "consolidate", "verify"]),
@@ -44,6 +44,7 @@ const SAME_RANK: &[(&str, &str)] = &[
     ("layout", "view"),
     ("layout", "gather"),
     ("io", "source"),
+    ("store", "source"),
     ("cache", "reader"),
 ];
 

@@ -10,7 +10,7 @@ use crate::format::Format;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::open_options::Prefer;
-use crate::source::resolve::Unusable;
+use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
 
 use super::header_memory::{Reserved, admitted, folder_max, too_many};

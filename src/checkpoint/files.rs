@@ -9,6 +9,7 @@ use crate::error::{Error, Fault, Result, shown_path};
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
 use crate::source::Source;
+use crate::store::Store;
 use crate::view::View;
 
 use super::discover::{Kind, is_noted};
@@ -128,13 +129,13 @@ fn folder_of(file: &Path) -> Result<PathBuf> {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    std::fs::canonicalize(folder).map_err(|e| Error::io(file, "open", e))
+    Store::Local.real_path(folder).map_err(|e| Error::io(file, "open", e))
 }
 
 /// The name of `file` in a checkpoint in `folder`, and where it really is. One in another folder
 /// is called by its whole path.
 fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
-    let real = std::fs::canonicalize(file).map_err(|e| Error::io(file, "open", e))?;
+    let real = Store::Local.real_path(file).map_err(|e| Error::io(file, "open", e))?;
     let own = folder_of(file)?;
     let name = file.file_name().and_then(|name| name.to_str());
     let name = match name {

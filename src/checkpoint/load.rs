@@ -12,6 +12,7 @@ use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
 use crate::format::{Format, bintensors, names};
 use crate::hash::Digest;
 use crate::source::Source;
+use crate::store::Store;
 
 /// Bytes read at a time from a header that is parsed as it is read.
 const CHUNK_LEN: usize = 256 << 10;
@@ -253,7 +254,7 @@ fn format_of(name: &str) -> Format {
 /// Reads the file that says what a checkpoint should hold: a safetensors or bintensors file, a
 /// weight map or a manifest.
 pub(super) fn read_reference(path: &Path) -> Result<Reference> {
-    let real = std::fs::canonicalize(path).map_err(|e| Error::io(path, "open", e))?;
+    let real = Store::Local.real_path(path).map_err(|e| Error::io(path, "open", e))?;
     let refused = |fault: Fault| Error::refused(path, fault);
     if path.to_str().and_then(Format::of_name) == Some(Format::Bintensors) {
         let source = Source::open(&real)?;

@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result, shown_path};
 use crate::format::names;
-use crate::source::Identity;
-use crate::source::resolve::{Bounds, Unusable};
+use crate::source::{Identity, Version};
+use crate::store::Store;
+use crate::store::resolve::{LinkBounds, Unusable};
 
 use super::tree::{File, Folder, FolderId, Misfit};
 
@@ -112,7 +113,7 @@ struct Place {
 
 /// A scan in progress.
 pub(super) struct Scan<'a> {
-    bounds: &'a Bounds,
+    bounds: &'a LinkBounds,
     limits: Limits,
     /// Whether folders in the source are entered.
     deep: bool,
@@ -134,7 +135,7 @@ pub(super) struct Scan<'a> {
 
 impl<'a> Scan<'a> {
     /// A scan within `bounds` and `limits`; `deep`: of the folders in the source too.
-    pub(super) fn new(bounds: &'a Bounds, limits: Limits, deep: bool) -> Scan<'a> {
+    pub(super) fn new(bounds: &'a LinkBounds, limits: Limits, deep: bool) -> Scan<'a> {
         Scan {
             bounds,
             limits,
@@ -157,8 +158,8 @@ impl<'a> Scan<'a> {
     /// # Errors
     /// Where the source itself cannot be read, or holds too many files of its own.
     pub(super) fn run(mut self, root: PathBuf) -> Result<(Vec<Folder>, LeftOut)> {
-        let meta = std::fs::metadata(&root).map_err(|e| Error::io(&root, "read", e))?;
-        let identity = Identity::of(&meta);
+        let version = Store::Local.version_behind_links(&root);
+        let Version::Inode(identity) = version.map_err(|e| Error::io(&root, "read", e))?;
         let inode = (identity.dev, identity.ino);
         let root = Subfolder { name: OsString::new(), real: root, inode, is_link: false };
         self.places.push(Place {
@@ -434,8 +435,8 @@ impl<'a> Scan<'a> {
                 (listing.identity, listing.files.clone(), listing.misfits.clone())
             }
             (None, Some(_)) => {
-                let meta = std::fs::symlink_metadata(&place.folder.real).ok()?;
-                (Identity::of(&meta), [].into(), [].into())
+                let Version::Inode(identity) = Store::Local.version(&place.folder.real).ok()?;
+                (identity, [].into(), [].into())
             }
             (None, None) => return None,
         };
@@ -477,33 +478,30 @@ impl Place {
 }
 
 /// Reads the folder at `path`.
-fn read(bounds: &Bounds, path: &Path) -> Result<Listing> {
+fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
     let read_error = |e| Error::io(path, "read", e);
-    let identity = Identity::of(&std::fs::metadata(path).map_err(read_error)?);
-    let entries = std::fs::read_dir(path).map_err(read_error)?;
-    let names = entries.map(|entry| entry.map(|entry| entry.file_name()));
-    let mut names = names.collect::<std::io::Result<Vec<OsString>>>().map_err(read_error)?;
-    names.sort();
+    let store = Store::Local;
+    let Version::Inode(identity) = store.version_behind_links(path).map_err(read_error)?;
+    let names = store.list(path).map_err(read_error)?;
     let (mut files, mut misfits, mut folders) = (Vec::new(), Vec::new(), Vec::new());
     let len = names.len();
     for name in names {
         let here = path.join(&name);
-        let Ok(meta) = std::fs::symlink_metadata(&here) else { continue };
-        let is_link = meta.is_symlink();
-        let found = if is_link { bounds.resolve(&here) } else { Ok((here, meta)) };
-        let (real, meta) = match found {
+        let Ok(Version::Inode(identity)) = store.version(&here) else { continue };
+        let is_link = identity.is_link();
+        let found = if is_link { bounds.resolve(&here) } else { Ok((here, identity)) };
+        let (real, identity) = match found {
             Ok(found) => found,
             Err(why) => {
                 misfits.push(Misfit { name, why });
                 continue;
             }
         };
-        let identity = Identity::of(&meta);
-        if meta.is_file() && name.to_str().is_none() && is_weight_file(&name) {
+        if identity.is_file() && name.to_str().is_none() && is_weight_file(&name) {
             misfits.push(Misfit { name, why: Unusable::NotUtf8 });
-        } else if meta.is_file() {
+        } else if identity.is_file() {
             files.push(File { name, path: real, identity });
-        } else if meta.is_dir() {
+        } else if identity.is_folder() {
             let inode = (identity.dev, identity.ino);
             folders.push(Arc::new(Subfolder { name, real, inode, is_link }));
         } else {
@@ -533,7 +531,7 @@ mod tests {
 
     fn scan(root: &Path) -> Result<(Vec<Folder>, LeftOut)> {
         let root = std::fs::canonicalize(root).unwrap();
-        let bounds = Bounds::new(root.clone(), Vec::new(), Links::Inside);
+        let bounds = LinkBounds::new(root.clone(), Vec::new(), Links::Inside);
         Scan::new(&bounds, LIMITS, true).run(root)
     }
 

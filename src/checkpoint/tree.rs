@@ -8,8 +8,9 @@ use std::sync::Arc;
 use crate::error::{Error, Result, shown_path};
 use crate::format::names;
 use crate::open_options::{Links, OpenOptions};
-use crate::source::Identity;
-use crate::source::resolve::{Bounds, Unusable};
+use crate::source::{Identity, Version};
+use crate::store::Store;
+use crate::store::resolve::{LinkBounds, Unusable};
 use crate::sync::RwLock;
 
 use super::scan::{LIMITS, LeftOut, Scan};
@@ -77,19 +78,20 @@ pub struct Tree {
     /// Parents before children. Each is replaced as a whole when it is looked at again, so that
     /// a change costs what its own folder costs.
     folders: Vec<RwLock<Arc<Folder>>>,
-    bounds: Bounds,
+    bounds: LinkBounds,
 }
 
 impl Tree {
     /// Scans `source`: a folder, a tree of them, or one file.
     pub fn scan(source: &Path, options: &OpenOptions) -> Result<Tree> {
         let open_error = |e| Error::io(source, "open", e);
-        let root = std::fs::canonicalize(source).map_err(open_error)?;
-        let meta = std::fs::metadata(&root).map_err(open_error)?;
+        let root = Store::Local.real_path(source).map_err(open_error)?;
+        let version = Store::Local.version_behind_links(&root);
+        let Version::Inode(identity) = version.map_err(open_error)?;
         let follow = options
             .follow
             .iter()
-            .map(|folder| std::fs::canonicalize(folder).map_err(|e| Error::io(folder, "open", e)));
+            .map(|folder| Store::Local.real_path(folder).map_err(|e| Error::io(folder, "open", e)));
         let follow = follow.collect::<Result<Vec<_>>>()?;
         let mut tree = Tree {
             source: root.clone(),
@@ -97,11 +99,11 @@ impl Tree {
             only: None,
             left_out: LeftOut::default(),
             folders: Vec::new(),
-            bounds: Bounds::new(root.clone(), follow, options.links),
+            bounds: LinkBounds::new(root.clone(), follow, options.links),
         };
-        if meta.is_dir() {
+        if identity.is_folder() {
             tree.scan_folders(root)?;
-        } else if meta.is_file() {
+        } else if identity.is_file() {
             tree.scan_one_file(source)?;
         } else {
             let source = shown_path(source);
@@ -121,7 +123,7 @@ impl Tree {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        let folder = std::fs::canonicalize(folder).map_err(|e| Error::io(folder, "open", e))?;
+        let folder = Store::Local.real_path(folder).map_err(|e| Error::io(folder, "open", e))?;
         self.source = folder.join(name);
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
@@ -185,8 +187,8 @@ impl Tree {
         for id in self.family(head) {
             let before = self.folder(id);
             let mut folder = Folder::clone(&before);
-            if let Ok(meta) = std::fs::metadata(&folder.path) {
-                folder.identity = Identity::of(&meta);
+            if let Ok(Version::Inode(now)) = Store::Local.version_behind_links(&folder.path) {
+                folder.identity = now;
             }
             let names = before.files.iter().map(|file| &file.name);
             let mut names: Vec<&OsString> = names.chain(&before.gone).collect();
@@ -270,9 +272,9 @@ impl Tree {
 }
 
 /// The regular file at `path` or where its links lead, if that is allowed.
-fn look_at(bounds: &Bounds, path: &Path) -> Option<(PathBuf, Identity)> {
+fn look_at(bounds: &LinkBounds, path: &Path) -> Option<(PathBuf, Identity)> {
     let (real, _) = bounds.resolve(path).ok()?;
-    let now = Identity::now(&real).ok()?;
+    let Version::Inode(now) = Store::Local.fresh_version(&real).ok()?;
     now.is_file().then_some((real, now))
 }
 

@@ -135,11 +135,12 @@ mod tests {
         let (send, receive) = channel();
         let expire = move || {
             looks += 1;
+            let is_gone = weak.upgrade().is_none();
             send.send(looks).unwrap();
-            match weak.upgrade() {
-                None => NextLook::Never,
-                Some(_) if looks < 3 => NextLook::At(Instant::now() + Duration::from_millis(1)),
-                Some(_) => NextLook::WhenCalled,
+            match looks {
+                _ if is_gone => NextLook::Never,
+                1 | 2 => NextLook::At(Instant::now() + Duration::from_millis(1)),
+                _ => NextLook::WhenCalled,
             }
         };
         deadlines.start("deadlines", expire).unwrap();

@@ -91,6 +91,16 @@ impl Identity {
         self.mode & libc::S_IFMT == libc::S_IFREG
     }
 
+    /// Whether it is a folder.
+    pub fn is_folder(&self) -> bool {
+        self.mode & libc::S_IFMT == libc::S_IFDIR
+    }
+
+    /// Whether it is a symbolic link.
+    pub fn is_link(&self) -> bool {
+        self.mode & libc::S_IFMT == libc::S_IFLNK
+    }
+
     /// Whether links, mode or owner differ, which leave the bytes alone.
     pub(super) fn differs_in_attributes(&self, other: &Identity) -> bool {
         (self.nlink, self.mode, self.owner) != (other.nlink, other.mode, other.owner)

@@ -7,7 +7,6 @@ mod identity;
 mod local;
 mod mounted;
 pub mod mountinfo;
-pub mod resolve;
 mod without_proc;
 
 use std::fmt;

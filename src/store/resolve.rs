@@ -1,7 +1,6 @@
 //! Where symbolic links may lead: inside the source, into the blobs of the same hub folder, or
 //! into folders that the user named; for a library, to any file that its caller may read.
 
-use std::fs::Metadata;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
@@ -9,10 +8,13 @@ use nix::libc;
 
 use crate::format::names;
 use crate::open_options::Links;
+use crate::source::{Identity, Version};
+
+use super::Store;
 
 /// The folders into which links of one source may lead.
 #[derive(Clone, Debug)]
-pub struct Bounds {
+pub struct LinkBounds {
     root: PathBuf,
     follow: Vec<PathBuf>,
     links: Links,
@@ -48,7 +50,7 @@ pub enum Unusable {
 }
 
 impl Unusable {
-    /// What is wrong with the name, as the end of `NAME is ...`.
+    /// The fault of the name, as the end of `NAME is ...`.
     pub fn text(self) -> &'static str {
         match self {
             Unusable::Nowhere => "a link that leads nowhere",
@@ -103,7 +105,7 @@ impl Unusable {
         format!("{count} {}", if count == 1 { one } else { more })
     }
 
-    /// What the user can do about it.
+    /// Advice to the user.
     pub fn advice(self) -> &'static str {
         match self {
             Unusable::Nowhere | Unusable::Loop => "put the target back, or remove the link",
@@ -121,10 +123,10 @@ impl Unusable {
     }
 }
 
-impl Bounds {
-    /// Bounds of the source at `root`; both it and `follow` are absolute and without links.
-    pub fn new(root: PathBuf, follow: Vec<PathBuf>, links: Links) -> Bounds {
-        Bounds { root, follow, links }
+impl LinkBounds {
+    /// LinkBounds of the source at `root`; both it and `follow` are absolute and without links.
+    pub fn new(root: PathBuf, follow: Vec<PathBuf>, links: Links) -> LinkBounds {
+        LinkBounds { root, follow, links }
     }
 
     /// The source.
@@ -141,15 +143,16 @@ impl Bounds {
     ///
     /// # Errors
     /// Why that may not be read.
-    pub fn resolve(&self, path: &Path) -> Result<(PathBuf, Metadata), Unusable> {
-        let real = std::fs::canonicalize(path).map_err(|e| reason(&e))?;
-        let meta = std::fs::symlink_metadata(&real).map_err(|e| reason(&e))?;
-        if self.allows(path, &real) || (self.links == Links::Anywhere && meta.is_file()) {
-            return Ok((real, meta));
+    pub fn resolve(&self, path: &Path) -> Result<(PathBuf, Identity), Unusable> {
+        let real = Store::Local.real_path(path).map_err(|e| reason(&e))?;
+        let version = Store::Local.version(&real);
+        let Version::Inode(identity) = version.map_err(|e| reason(&e))?;
+        if self.allows(path, &real) || (self.links == Links::Anywhere && identity.is_file()) {
+            return Ok((real, identity));
         }
         Err(match self.links {
             Links::Inside => Unusable::Outside,
-            Links::Anywhere if meta.is_dir() => Unusable::FolderOutside,
+            Links::Anywhere if identity.is_folder() => Unusable::FolderOutside,
             Links::Anywhere => Unusable::Special,
         })
     }
@@ -172,7 +175,7 @@ fn reason(error: &io::Error) -> Unusable {
 /// Whether `real` lies in `blobs/` of the `models--*` hub folder that `link` lies in.
 fn is_own_blob(link: &Path, real: &Path) -> bool {
     let Some(folder) = hub_folder(link) else { return false };
-    let Ok(folder) = std::fs::canonicalize(folder) else { return false };
+    let Ok(folder) = Store::Local.real_path(folder) else { return false };
     real.strip_prefix(folder).is_ok_and(|rest| {
         matches!(rest.components().next(), Some(Component::Normal(first)) if first == "blobs")
     })

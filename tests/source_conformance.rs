@@ -1,0 +1,193 @@
+//! The promises of every kind of store and source, as one function that runs on each kind.
+
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+
+use tempfile::TempDir;
+use tensorfs::Error;
+use tensorfs::io::{Budget, Buffer, Effort, Engine, Fetch, Priority, Read, Settings, read_all};
+use tensorfs::source::Source;
+use tensorfs::store::Store;
+
+/// A kind of store, with the changes that others make to it.
+trait StoreKind {
+    /// The store.
+    fn store(&self) -> Store;
+    /// The folder that the tests use, without links on its way.
+    fn folder(&self) -> PathBuf;
+    /// Puts new bytes at `name`, as a version of their own.
+    fn replace(&self, name: &str, bytes: &[u8]);
+    /// Writes to the bytes at `name` in place, where the kind allows it.
+    fn overwrite(&self, name: &str, bytes: &[u8]);
+    /// Removes `name`.
+    fn remove(&self, name: &str);
+}
+
+/// The local file system.
+struct LocalKind(TempDir);
+
+impl StoreKind for LocalKind {
+    fn store(&self) -> Store {
+        Store::Local
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.0.path().canonicalize().unwrap()
+    }
+
+    fn replace(&self, name: &str, bytes: &[u8]) {
+        let temporary = self.0.path().join(".new");
+        File::create(&temporary).unwrap().write_all(bytes).unwrap();
+        fs::rename(temporary, self.0.path().join(name)).unwrap();
+    }
+
+    fn overwrite(&self, name: &str, bytes: &[u8]) {
+        let path = self.0.path().join(name);
+        let before = fs::metadata(&path).unwrap().modified().unwrap();
+        // Clocks of file systems tick in milliseconds.
+        while fs::metadata(&path).unwrap().modified().unwrap() == before {
+            File::create(&path).unwrap().write_all(bytes).unwrap();
+        }
+    }
+
+    fn remove(&self, name: &str) {
+        fs::remove_file(self.0.path().join(name)).unwrap();
+    }
+}
+
+#[test]
+fn the_local_store_conforms() {
+    conforms(&|| LocalKind(tempfile::tempdir().unwrap()));
+}
+
+/// Checks all promises on a kind; each begins with an empty folder.
+fn conforms<K: StoreKind>(new: &dyn Fn() -> K) {
+    names_are_listed_sorted(&new());
+    a_version_is_equal_only_to_itself(&new());
+    ranges_are_read_exactly(&new());
+    the_engine_reads_the_same_bytes(&new());
+    a_read_past_the_end_is_a_change(&new());
+    a_change_is_final(&new());
+    a_replaced_source_keeps_its_bytes_while_it_is_pinned(&new());
+    a_closed_source_is_opened_again_only_as_the_same_version(&new());
+    only_sources_are_opened(&new());
+}
+
+fn bytes(len: usize) -> Vec<u8> {
+    (0..len).map(|index| (index * 31 % 251) as u8).collect()
+}
+
+/// A source named `a` with these bytes.
+fn open(kind: &impl StoreKind, bytes: &[u8]) -> Arc<Source> {
+    kind.replace("a", bytes);
+    kind.store().open(&kind.folder().join("a")).unwrap()
+}
+
+fn names_are_listed_sorted(kind: &impl StoreKind) {
+    for name in ["b", "a", "c"] {
+        kind.replace(name, b"x");
+    }
+    assert_eq!(kind.store().list(&kind.folder()).unwrap(), ["a", "b", "c"]);
+    let absent = kind.store().list(&kind.folder().join("absent")).unwrap_err();
+    assert_eq!(absent.kind(), ErrorKind::NotFound);
+}
+
+fn a_version_is_equal_only_to_itself(kind: &impl StoreKind) {
+    let (store, path) = (kind.store(), kind.folder().join("a"));
+    assert_eq!(store.version(&path).unwrap_err().kind(), ErrorKind::NotFound);
+    let source = open(kind, b"one");
+    let first = store.version(&path).unwrap();
+    assert_eq!((source.version(), store.version_behind_links(&path).unwrap()), (first, first));
+    assert!(source.is_current());
+    kind.replace("a", b"two");
+    assert_ne!(store.version(&path).unwrap(), first);
+    assert!(!source.is_current());
+}
+
+fn ranges_are_read_exactly(kind: &impl StoreKind) {
+    let all = bytes(20_000);
+    let source = open(kind, &all);
+    assert_eq!((source.len(), source.is_empty()), (20_000, false));
+    for range in [0..1, 0..20_000, 4095..4097, 19_999..20_000, 5000..5000] {
+        let mut buf = vec![0; range.len()];
+        source.read_exact_at(&mut buf, range.start as u64).unwrap();
+        assert_eq!(buf, all[range]);
+    }
+    let (mut first, mut second) = ([0; 10], [0; 10]);
+    let mut reads = [
+        Read { source: &source, offset: 100, target: &mut first },
+        Read { source: &source, offset: 9000, target: &mut second },
+    ];
+    read_all(&mut reads).unwrap();
+    assert_eq!(
+        (&first, &second),
+        (&all[100..110].try_into().unwrap(), &all[9000..9010].try_into().unwrap())
+    );
+}
+
+fn the_engine_reads_the_same_bytes(kind: &impl StoreKind) {
+    let all = bytes(300_000);
+    let source = open(kind, &all);
+    let engine = Engine::start(Settings::default(), Arc::default());
+    let budget = Budget::new(1 << 20, Arc::default());
+    let (range, (sender, receiver)) = (1000..299_000, channel());
+    let target = budget.try_reserve(Buffer::len_for(&range)).unwrap().into();
+    let done = Box::new(move |result| drop(sender.send(result)));
+    let (priority, effort) = (Priority::Demand, Effort::Short);
+    engine.submit(Fetch { source, range: range.clone(), priority, effort, target, done });
+    let read = receiver.recv().unwrap().unwrap();
+    assert!(*read == all[1000..299_000]);
+}
+
+fn a_read_past_the_end_is_a_change(kind: &impl StoreKind) {
+    let source = open(kind, &bytes(100));
+    let error = source.read_exact_at(&mut [0; 10], 95).unwrap_err();
+    assert!(matches!(error, Error::Changed { .. }), "{error}");
+    assert!(source.is_changed() && source.check().is_err());
+}
+
+fn a_change_is_final(kind: &impl StoreKind) {
+    let source = open(kind, b"before");
+    source.check().unwrap();
+    kind.overwrite("a", b"after!");
+    let changed = |outcome: tensorfs::Result<()>| matches!(outcome, Err(Error::Changed { .. }));
+    assert!(changed(source.check()));
+    kind.overwrite("a", b"before");
+    assert!(changed(source.check()) && changed(source.check_known()));
+    assert!(changed(source.read_exact_at(&mut [0; 6], 0)));
+    // Its new state is a source of its own.
+    source.as_it_is_now().unwrap().check().unwrap();
+}
+
+fn a_replaced_source_keeps_its_bytes_while_it_is_pinned(kind: &impl StoreKind) {
+    let source = open(kind, b"before");
+    let pin = source.pin().unwrap();
+    kind.remove("a");
+    source.release();
+    let mut buf = [0; 6];
+    source.read_exact_at(&mut buf, 0).unwrap();
+    assert_eq!(&buf, b"before");
+    drop(pin);
+    assert!(source.read_exact_at(&mut buf, 0).is_err());
+}
+
+fn a_closed_source_is_opened_again_only_as_the_same_version(kind: &impl StoreKind) {
+    let source = open(kind, b"before");
+    source.release();
+    source.check().unwrap();
+    source.release();
+    kind.replace("a", b"after!");
+    let error = source.check().unwrap_err();
+    assert!(matches!(error, Error::Changed { .. }), "{error}");
+}
+
+fn only_sources_are_opened(kind: &impl StoreKind) {
+    assert!(kind.store().open(&kind.folder()).is_err());
+    let absent = kind.store().open(&kind.folder().join("absent")).unwrap_err();
+    assert!(matches!(absent, Error::Io { ref source, .. } if source.kind() == ErrorKind::NotFound));
+}

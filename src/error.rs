@@ -1,4 +1,4 @@
-//! What can go wrong: one error type, every case with the file, the tensor and the numbers.
+//! One error type, every case with the file, the tensor and the numbers.
 //!
 //! `Fault` is what a parser or a proof found wrong in its input; it knows names inside a
 //! checkpoint only. `Error` is what callers get: a fault with its path, or a failed system call.
@@ -79,7 +79,7 @@ pub enum ErrorKind {
     Changed,
     /// The operating system refused.
     Io,
-    /// A device is not to be had, or its driver refused.
+    /// A device is unavailable, or its driver refused.
     Device,
     /// The request itself makes no sense.
     Usage,
@@ -143,7 +143,7 @@ impl fmt::Display for ErrorKind {
     }
 }
 
-/// What is wrong with an input, in terms of the checkpoint that it belongs to.
+/// A fault of an input, in terms of the checkpoint that it belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The kind of fault.
@@ -192,7 +192,7 @@ pub enum Error {
     Refused {
         /// The file or directory at fault.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault that was found.
         fault: Fault,
     },
     /// A system call failed.
@@ -200,7 +200,7 @@ pub enum Error {
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// What was tried, as a verb: `open`, `read`.
+        /// The failed action as a verb: `open`, `read`.
         action: &'static str,
         /// The reason given by the operating system.
         source: io::Error,
@@ -210,23 +210,23 @@ pub enum Error {
     Changed {
         /// The file.
         path: PathBuf,
-        /// What differs, with both values.
+        /// The difference, with both values.
         detail: String,
     },
-    /// A device is not to be had, or its driver refused.
+    /// A device is unavailable, or its driver refused.
     #[error("{}: {}", shown(device), shown(message))]
     Device {
         /// The device, as `cuda:0`.
         device: String,
-        /// What is wrong and what to do.
+        /// The fault, and advice.
         message: String,
-        /// What the driver refused, where it was asked.
+        /// The call that the driver refused, where there was one.
         call: Option<DriverCall>,
     },
     /// The request makes no sense, whatever the input.
     #[error("{}", shown(message))]
     Usage {
-        /// What is wrong and what to do.
+        /// The fault, and advice.
         message: String,
     },
     /// The caller stopped the operation.
@@ -254,7 +254,7 @@ pub enum Error {
 pub struct DriverCall {
     /// Name of the function.
     pub function: &'static str,
-    /// What it returned.
+    /// The code that it returned.
     pub code: u32,
     /// The driver's name of that.
     pub name: String,
@@ -374,7 +374,7 @@ pub fn shown_path(path: &Path) -> String {
     shown(&real_name(path))
 }
 
-/// `path` as it is, for programs: JSON, options. What people read goes through `shown_path`.
+/// `path` as it is, for programs: JSON, options. Text for people goes through `shown_path`.
 pub fn real_name(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }

@@ -35,7 +35,7 @@ impl std::fmt::Debug for Digest {
 pub struct Hasher(XxHash3_128);
 
 impl Hasher {
-    /// Of nothing yet.
+    /// A hasher that has seen no bytes.
     pub fn new() -> Hasher {
         Hasher::default()
     }

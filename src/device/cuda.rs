@@ -36,7 +36,8 @@ macro_rules! driver {
                 if !unsafe { sys::is_culib_present() } {
                     return Err("there is no NVIDIA driver: libcuda.so.1 cannot be loaded".into());
                 }
-                // SAFETY: likewise; it is there, so this does not panic.
+                // SAFETY: the driver's initialisers run, as in every program that uses it. The
+                // library was found above, so this does not panic.
                 let library = unsafe { sys::culib() };
                 Ok(Driver { $($name: {
                     // SAFETY: the type is the one that the interface gives the function.
@@ -105,7 +106,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// What came of a call.
+    /// The outcome of a call as a result.
     fn check(&self, ordinal: Option<u32>, function: &'static str, code: c_uint) -> Result<()> {
         if code == 0 {
             return Ok(());
@@ -114,7 +115,7 @@ impl Driver {
             let mut text: *const c_char = null();
             // SAFETY: the pointer is written to, and then is null or a text that stays.
             let known = unsafe { get(code, &mut text) } == 0 && !text.is_null();
-            // SAFETY: as above.
+            // SAFETY: the driver's text ends with a zero byte and is never freed.
             known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         let name = text(self.cuGetErrorName).unwrap_or_else(|| "an unknown error".to_owned());
@@ -147,7 +148,7 @@ struct Context {
 
 // SAFETY: a context may be used by any thread, and by several at once.
 unsafe impl Send for Context {}
-// SAFETY: likewise.
+// SAFETY: the driver lets any thread use a context.
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -191,7 +192,7 @@ impl Drop for Context {
 /// A context that is bound to this thread.
 pub(crate) struct Entered<'a> {
     context: &'a Context,
-    /// What was bound before, where that was another one.
+    /// The context that was bound before, where it was another one.
     before: Option<sys::CUcontext>,
 }
 
@@ -238,7 +239,7 @@ impl Gpu {
         check("cuDeviceGet", unsafe { (driver.cuDeviceGet)(&mut device, ordinal as c_int) })?;
         let mut name = [0u8; 256];
         let (start, len) = (name.as_mut_ptr().cast(), name.len() as c_int);
-        // SAFETY: a text of at most so many bytes, its zero counted, is written there.
+        // SAFETY: at most `len` bytes are written there, the text with its zero.
         check("cuDeviceGetName", unsafe { (driver.cuDeviceGetName)(start, len, device) })?;
         let name = CStr::from_bytes_until_nul(&name).map_or("".into(), CStr::to_string_lossy);
         let mut raw = null_mut();
@@ -267,7 +268,7 @@ impl Gpu {
     /// Bytes of its memory that are free, and all of them.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// The refusals of the driver.
     pub fn memory(&self) -> Result<(u64, u64)> {
         let _entered = self.0.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -309,7 +310,7 @@ impl Gpu {
     /// crate uses them, on any thread.
     ///
     /// # Safety
-    /// The memory lives as long as `keep`. Of its bytes nobody uses those that are loaded until
+    /// The memory lives as long as `keep`. Nobody uses the loaded bytes of it until
     /// the load is over, other than by work that is in a `ForeignStream` that the load waits for.
     pub unsafe fn foreign(
         &self,
@@ -366,7 +367,7 @@ impl DeviceMemory {
     /// Copies bytes from `at` on to the host, and waits for that; not for work under way.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// The refusals of the driver.
     pub fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
         let from = self.part(at, to.len() as u64);
         let context = &self.gpu.0;

@@ -88,7 +88,7 @@ macro_rules! library {
                         }
                     },)*
                     cuFileSetParameterBool: find(c"cuFileSetParameterBool").map(|found| {
-                        // SAFETY: likewise.
+                        // SAFETY: the type is the one that the interface gives this function.
                         unsafe {
                             std::mem::transmute::<
                                 *mut c_void,
@@ -160,7 +160,7 @@ pub(crate) struct FileHandle {
 
 // SAFETY: a handle may be used by any thread, and by several at once.
 unsafe impl Send for FileHandle {}
-// SAFETY: likewise.
+// SAFETY: cuFile lets any thread use a handle.
 unsafe impl Sync for FileHandle {}
 
 impl FileHandle {
@@ -190,7 +190,7 @@ impl FileHandle {
         let DeviceRegion { memory, at: start, len: end } = &to.region;
         assert!(at <= *end && len <= end - at, "bytes of the region");
         assert!(start + at + len <= memory.len(), "bytes of the device's memory");
-        // What is registered is found by its beginning.
+        // cuFile finds registered memory by its beginning.
         let (base, from) = match &to.registered {
             Some(_) => (memory.address(), start + at),
             None => (memory.address() + start + at, 0),
@@ -198,7 +198,7 @@ impl FileHandle {
         let too_far = |_| "cuFileRead reaches no such offset".to_owned();
         let offset = libc::off_t::try_from(offset).map_err(too_far)?;
         let from = libc::off_t::try_from(from).map_err(too_far)?;
-        // SAFETY: the memory has so many bytes there, and lives until the call has returned.
+        // SAFETY: the memory has `len` bytes there, and lives until the call has returned.
         let read = unsafe {
             (self.library.cuFileRead)(self.raw, base as *mut c_void, len as usize, offset, from)
         };
@@ -232,7 +232,7 @@ impl Registered {
         memory: &Arc<DeviceMemory>,
     ) -> Result<Arc<Registered>, String> {
         let (start, len) = (memory.address() as *const c_void, memory.len() as usize);
-        // SAFETY: the memory has so many bytes, and lives until it is no longer registered.
+        // SAFETY: the memory has `len` bytes, and lives until it is no longer registered.
         let status = unsafe { (library.cuFileBufRegister)(start, len, 0) };
         check("cuFileBufRegister", &status)?;
         Ok(Arc::new(Registered { library, memory: memory.clone() }))

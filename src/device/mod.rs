@@ -107,7 +107,7 @@ mod regions {
             self.has_room(lens.iter().map(taken).fold(0u64, u64::saturating_add))
         }
 
-        /// Likewise `regions`, each handed over as soon as it is there, until `wanted` says no.
+        /// The regions of `regions`, each handed over as soon as it is there, until `wanted` says no.
         pub(crate) fn each_region(
             &self,
             lens: &[u64],

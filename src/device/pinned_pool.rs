@@ -164,7 +164,7 @@ impl PinnedPool {
         drop(free);
     }
 
-    /// What it has taken since this was asked last.
+    /// The use of the pool since the last call.
     pub(crate) fn taken(&self) -> PinnedUsage {
         let mut state = self.0.state.lock();
         let (used, peak) = (state.used, state.used_peak);

@@ -83,7 +83,7 @@ pub(super) struct State {
     /// Set when the engine is gone.
     pub(super) closed: bool,
     ring: RingState,
-    /// What the ring's thread leaves to the pool.
+    /// Reads that the ring's thread leaves to the pool.
     handed: VecDeque<(u64, Transfer)>,
     /// Reads that are over: the pool gives the answers. Their deadlines go on until then.
     pub(super) over: VecDeque<CompletedRead>,
@@ -107,19 +107,19 @@ pub(super) struct CompletedRead {
     result: Result<()>,
 }
 
-/// What a thread does next.
+/// The next task of a thread.
 pub(super) enum NextWork {
     ReadJob(ReadJob),
-    /// What the ring's thread has begun and left to the pool.
+    /// A read that the ring's thread has begun and left to the pool.
     Handed(u64, Transfer),
-    /// What only has to be answered.
+    /// A completed read, to be answered.
     CompletedRead(CompletedRead),
     /// Nothing now; only for the thread of a ring.
     None,
     End,
 }
 
-/// Where io_uring is used.
+/// The state of the ring, if io_uring is used.
 #[derive(Default)]
 enum RingState {
     /// It will be, from the first fetch on.
@@ -298,11 +298,11 @@ impl DeviceQueue {
         self.finish(id, guarded(read));
     }
 
-    /// What the first thread does: all of it in a ring, or what any thread of the pool
-    /// does where there is none.
+    /// The first thread: carries out all reads in a ring, or serves as a thread of the pool
+    /// where there is no ring.
     fn work(self: &Arc<Self>) {
         if let Err(e) = (self.driver)(self) {
-            let reason = format!("io_uring is not to be had: {e}");
+            let reason = format!("io_uring is unavailable: {e}");
             if self.settings.backend == Backend::Uring {
                 tracing::warn!("{reason}; reading with threads instead");
             } else {
@@ -377,7 +377,7 @@ impl DeviceQueue {
         }
     }
 
-    /// What a thread of the pool does until nothing is to do for a while.
+    /// A thread of the pool: works until there is nothing to do for a while.
     fn work_in_pool(self: &Arc<Self>) {
         let mut busy = false;
         loop {
@@ -450,8 +450,8 @@ impl DeviceQueue {
             let asleep = matches!(state.ring, RingState::On { asleep: true, .. });
             (done, asleep && state.queue.has_work())
         };
-        // A thread of the pool goes on by itself. That of the ring does not know what the pool
-        // made room for.
+        // A thread of the pool goes on by itself. The ring's thread does not know that the pool
+        // made room.
         if ring_waits {
             self.wake();
         }
@@ -534,7 +534,7 @@ impl DeviceQueue {
         }
     }
 
-    /// What it is and does, for people.
+    /// State and settings of the queue, for people.
     pub(super) fn describe(&self) -> Value {
         let state = self.state.lock();
         let (backend, why) = match &state.ring {

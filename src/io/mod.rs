@@ -45,11 +45,11 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One read: `target.len()` bytes at `offset` of `source`.
 pub struct Read<'a> {
-    /// Where the bytes are.
+    /// The source of the bytes.
     pub source: &'a Arc<Source>,
     /// Offset in the source.
     pub offset: u64,
-    /// Where they go.
+    /// The memory that they go to.
     pub target: &'a mut [u8],
 }
 
@@ -77,12 +77,12 @@ fn distinct<'a>(reads: &'a [Read<'_>]) -> impl Iterator<Item = &'a Arc<Source>> 
         .filter(move |source| !last.replace(source).is_some_and(|last| Arc::ptr_eq(last, source)))
 }
 
-/// Who waits for a fetch.
+/// The urgency of a fetch, by who waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Priority {
-    /// A reader, now.
+    /// A reader waits now.
     Demand,
-    /// No one yet.
+    /// Nobody waits yet.
     Prefetch,
 }
 
@@ -98,7 +98,7 @@ pub enum Effort {
 }
 
 impl Effort {
-    /// What it is once a reader waits.
+    /// The effort once a reader waits.
     fn awaited(self) -> Effort {
         if self == Effort::AsAwaited { Effort::Long } else { self }
     }
@@ -119,7 +119,7 @@ pub enum Backend {
 /// Whether reads go past the kernel's page cache (O_DIRECT).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirectIo {
-    /// Those of a local file system that the cache does not hold.
+    /// Reads of a local file system that the cache does not hold.
     #[default]
     Auto,
     /// All, unless the file system refuses it.
@@ -151,16 +151,16 @@ impl Default for Settings {
     }
 }
 
-/// What a fetch calls back.
+/// The function that a fetch calls back.
 pub type FetchCallback = Box<dyn FnOnce(Result<ReadBuffer>) + Send>;
 
 /// Bytes to be read by an engine.
 pub struct Fetch {
-    /// Where they are.
+    /// The source of the bytes.
     pub source: Arc<Source>,
-    /// Which ones; not empty.
+    /// The range of the bytes; not empty.
     pub range: Range<u64>,
-    /// Who waits for them.
+    /// The urgency.
     pub priority: Priority,
     /// How long `done` takes.
     pub effort: Effort,
@@ -184,7 +184,7 @@ impl fmt::Debug for Ticket {
     }
 }
 
-/// What reads. Clones are handles of one engine, which ends with the last of them.
+/// Carries out reads. Clones are handles of one engine, which ends with the last of them.
 #[derive(Clone)]
 pub struct Engine(Arc<EngineInner>);
 
@@ -333,7 +333,7 @@ impl Engine {
         }
     }
 
-    /// What is used to read, for people.
+    /// The backends in use, for people.
     pub fn describe(&self) -> Value {
         let queues = self.0.queues.all();
         json!({

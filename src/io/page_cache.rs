@@ -1,4 +1,4 @@
-//! What the kernel's page cache holds: asked for and copied without a read of the disk and
+//! The kernel's page cache: its bytes are found and copied without a read of the disk and
 //! without waiting.
 
 use std::fs::File;
@@ -65,7 +65,7 @@ pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
     cached.map(|cached| (cached, pages.end - pages.start))
 }
 
-/// As cachestat(2) says.
+/// The number that cachestat(2) reports.
 fn cachestat_pages(file: &File, around: &Range<u64>) -> Option<u64> {
     let cached = cachestat(file, around);
     if cached.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::ENOSYS)) {
@@ -94,10 +94,10 @@ fn cachestat(file: &File, around: &Range<u64>) -> io::Result<u64> {
     if rc == 0 { Ok(found.cached) } else { Err(io::Error::last_os_error()) }
 }
 
-/// As mincore(2) says of a mapping made for it, for kernels before 6.5. The mapping is never
+/// The number that mincore(2) reports of a mapping, for kernels before 6.5. The mapping is never
 /// looked into.
 fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
-    // Of what is someone else's it says that all of it is there.
+    // mincore(2) reports that all pages of a file of another user are cached.
     // SAFETY: no memory is passed.
     let user = unsafe { libc::geteuid() };
     if user != 0 && user != file.metadata().ok()?.uid() {

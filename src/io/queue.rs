@@ -1,5 +1,5 @@
-//! The fetches of one device: which goes next, which are under way, which are overdue. Decides
-//! and counts; whoever asks does the reading and calls the callbacks.
+//! The fetches of one device: which goes next, which are under way, which are overdue. It decides
+//! and counts; its caller reads and calls back.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -14,14 +14,14 @@ use crate::source::Source;
 /// Most reads of a device that the kernel has at a time, overdue ones included.
 pub(super) const SENT_MAX: usize = 64;
 
-/// With so many overdue reads a device gets no more: so many threads and buffers one source
-/// that answers no more can keep.
+/// A device with this many overdue reads gets no more: a source that does not answer keeps
+/// no more threads and buffers.
 pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 
 /// Most of one source, so that one that answers no more leaves room for the others.
 pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
-/// A source with so many overdue reads gets no more.
+/// A source with this many overdue reads gets no more.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
 /// A fetch for a backend to carry out.
@@ -43,7 +43,7 @@ pub(super) struct Failed {
 struct Flight {
     source: Arc<Source>,
     range: Range<u64>,
-    /// What its deadline counts from: when a reader asked for it. Until one does, when it was
+    /// The start of its deadline: when a reader asked for it. Until one does, when it was
     /// submitted, and then when it was sent.
     since: Instant,
     /// How much the answer takes, as far as is known: more once a reader waits.
@@ -61,7 +61,7 @@ enum FlightStage {
 /// The fetches of one source.
 #[derive(Default)]
 struct OfSource {
-    /// By priority.
+    /// The fetches by priority.
     queued: [BTreeSet<u64>; 2],
     /// Which of them stands among the ready ones, by priority.
     ready: [Option<u64>; 2],
@@ -77,7 +77,7 @@ pub(super) struct FetchQueue {
     ready: [BTreeSet<u64>; 2],
     /// Fetches that the kernel has.
     sent: PerSourceLimiter<SourceKey>,
-    /// Those of them that are overdue.
+    /// Sent fetches that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
 }
 
@@ -170,7 +170,7 @@ impl FetchQueue {
         self.flights.get(&id).is_some_and(|flight| flight.effort == Effort::Long)
     }
 
-    /// Strikes out a sent fetch that has come back; whom to answer, unless that is done.
+    /// Removes a completed fetch and returns its callback, or `None` if it has already timed out.
     pub(super) fn finish(&mut self, id: u64) -> Option<FetchCallback> {
         let flight = self.flights.remove(&id)?;
         let key = SourceKey::of(&flight.source);
@@ -192,7 +192,7 @@ impl FetchQueue {
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
-    /// All fetches that were not answered yet; likewise.
+    /// All fetches that were not answered yet. Sent ones stay, as stuck ones.
     pub(super) fn fail_all(&mut self) -> Vec<Failed> {
         let ids: Vec<u64> = self.flights.keys().copied().collect();
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()

@@ -472,7 +472,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
         device_queue::answer(failed.done, Err(Error::internal("")));
     }
     assert_eq!(answers.load(Ordering::SeqCst), 100);
-    // What was queued is free, and what is stuck does not count although it is still held.
+    // Memory of queued reads is free, and that of stuck ones does not count although it is held.
     assert_eq!((used > 0, budget.used()), (true, 0));
 
     let source = jobs[0].source.clone();
@@ -485,7 +485,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
     assert_eq!((queue.stuck(), queue.in_flight()), (0, 0));
 }
 
-// Whoever joined a read that had been queued for long, to be read ahead, inherited its deadline.
+// A reader that joined a read-ahead which had been queued for long inherited its deadline.
 #[test]
 fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent() {
     let (mut queue, _sources, _budget, _folder, _) = queue_of(1, 3);
@@ -531,7 +531,7 @@ fn a_budget_is_never_passed_and_kept_memory_counts() {
     assert_eq!(buffer.as_ptr() as u64 % 4096, 0);
     assert!(buffer.iter().all(|byte| *byte == 0));
     buffer[199_999] = 1;
-    // What the buffer does not need has gone back.
+    // Memory that the buffer does not need has gone back.
     assert_eq!((buffer.reserved(), budget.used()), (200_704, (768 << 10) + 200_704));
     let start = buffer.as_ptr();
     drop(buffer);

@@ -15,7 +15,7 @@ use super::{DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
 use crate::source::Source;
 
-/// Of so many parts of a range one may be absent from the page cache, and it is still read
+/// One of this many parts of a range may be absent from the page cache, and it is still read
 /// through the cache.
 const CACHED_PARTS: u64 = 8;
 
@@ -44,7 +44,7 @@ pub(super) struct Transfer {
     began: Instant,
 }
 
-/// What is to be done next.
+/// The next step of a transfer.
 pub(super) enum Next {
     /// Another read.
     Read,

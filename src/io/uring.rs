@@ -17,13 +17,13 @@ use crate::error::Error;
 /// Entries of the submission queue: every read, the poll, and room.
 const ENTRIES: u32 = 128;
 
-/// What marks the completion of the poll; others are slots.
+/// The mark of the poll's completion; all other marks are slots.
 const WAKE: u64 = u64::MAX;
 
-/// A submission that the kernel refuses for want of memory is tried again so often.
+/// Retries of a submission that failed with ENOMEM.
 const SUBMIT_TRIES: u32 = 200;
 
-/// How long to wait in between.
+/// The pause between two tries.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(10);
 
 /// A ring, and what the kernel holds memory of.

@@ -1,4 +1,4 @@
-//! Who may read a copy of sources: nobody who may not read every one of them.
+//! The mode of a copy of sources: nobody may read it who may not read every one of them.
 //!
 //! Looks at permission bits and ACLs of the files, as cp(1) and tar(1) do, and not at the folders
 //! that they lie in.
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// Extended attribute that holds the ACL of a file which has one.
 const ACL: &str = "system.posix_acl_access";
 
-/// What the owner of a copy may do, who has read the sources to make it.
+/// The rights of the owner of a copy, who has read the sources to make it.
 const OWNER: u32 = 0o600;
 
 /// The files that a copy is made of, as far as it depends on them who may read it.
@@ -34,10 +34,10 @@ struct Of {
 }
 
 impl CopyMode {
-    /// That of a copy of `sources`.
+    /// The mode of a copy of `sources`.
     ///
     /// # Errors
-    /// Those of opening a source, and of asking for its mode.
+    /// The failures of opening a source, and of reading its mode.
     pub fn of(sources: &[Arc<Source>]) -> Result<CopyMode> {
         let mut all = CopyMode::default();
         for source in sources {
@@ -68,7 +68,7 @@ impl CopyMode {
     /// not have: on some file systems it is another one than the folder tells.
     ///
     /// # Errors
-    /// Those of fstat(2) and fchmod(2).
+    /// The errors of fstat(2) and fchmod(2).
     pub fn narrow(&self, file: &File) -> io::Result<()> {
         let meta = file.metadata()?;
         self.set(file, meta.mode())
@@ -77,7 +77,7 @@ impl CopyMode {
     /// Gives `file` of `mode` what the copy may have.
     ///
     /// # Errors
-    /// Those of `narrow`.
+    /// The errors of `narrow`.
     pub fn set(&self, file: &File, mode: u32) -> io::Result<()> {
         let meta = file.metadata()?;
         let mode = mode & 0o777 & (self.bits(meta.gid()) | 0o700);
@@ -87,8 +87,8 @@ impl CopyMode {
         file.set_permissions(Permissions::from_mode(mode))
     }
 
-    /// Read and write for the owner, and for group `gid` and others if they may read all files. Who
-    /// is in another group now may have been in that of the file, and the other way round: so one
+    /// Read and write for the owner, and for group `gid` and others if they may read all files. A
+    /// user in another group now may have been in that of the file, and the other way round: so one
     /// class gets in only where the other one does too, unless the group is the same.
     fn bits(&self, gid: u32) -> u32 {
         let everyone = |of: &Of| of.mode & 0o044 == 0o044;

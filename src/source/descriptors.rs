@@ -131,12 +131,14 @@ impl ReopenableFile {
         if !identity.same_inode(&self.first) {
             // Not marked as changed: the old file may still be whole, only out of reach.
             tracing::error!(
-                "{}: replaced while it was closed for want of file descriptors; raise the limit",
+                "{}: replaced while it was closed, because there were too few file descriptors; raise the limit",
                 shown_path(&self.path)
             );
             return Err(Error::Changed {
                 path: self.path.clone(),
-                detail: "was replaced while it was closed for want of file descriptors".to_owned(),
+                detail:
+                    "was replaced while it was closed, because there were too few file descriptors"
+                        .to_owned(),
             });
         }
         let file = Arc::new(file);

@@ -14,7 +14,7 @@ use crate::sync::Mutex;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
     magic: u64,
-    /// Of an overlay: whether all its layers are local.
+    /// Whether all layers are local, if it is an overlay.
     local_layers: bool,
 }
 
@@ -64,14 +64,14 @@ const REMOTE: &[(u64, &str)] = &[
 ];
 
 impl FileSystem {
-    /// That of an open file, which lies at `path`.
+    /// The file system of an open file, which lies at `path`.
     pub(super) fn of(file: &File, path: &Path) -> FileSystem {
         // The width and sign of the field differ between machines; the numbers have 32 bits.
         let found = nix::sys::statfs::fstatfs(file).map_or(0, |stat| stat.filesystem_type().0);
         FileSystem::known(found as u64 & 0xffff_ffff, path)
     }
 
-    /// That of the file at `path`.
+    /// The file system of the file at `path`.
     pub(super) fn at(path: &Path) -> FileSystem {
         FileSystem::known(magic_at(path), path)
     }
@@ -81,7 +81,7 @@ impl FileSystem {
         FileSystem { magic, local_layers }
     }
 
-    /// That of a folder.
+    /// The file system of a folder.
     fn of_folder(path: &Path) -> FileSystem {
         let magic = magic_at(path);
         FileSystem { magic, local_layers: magic != OVERLAY || has_local_layers(path) }

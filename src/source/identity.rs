@@ -1,4 +1,4 @@
-//! What tells one state of a file from another.
+//! The identity of a local file, which tells one state of it from another.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -14,7 +14,7 @@ use nix::libc;
 
 use super::file_system::FileSystem;
 
-/// What tells one state of a file from another.
+/// Tells one state of a file from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Device.
@@ -75,7 +75,7 @@ impl Identity {
     /// system is asked, whatever a client remembers.
     ///
     /// # Errors
-    /// Those of statx(2).
+    /// The errors of statx(2).
     pub fn now(path: &Path) -> io::Result<Identity> {
         let name = CString::new(path.as_os_str().as_bytes())?;
         match statx_now(libc::AT_FDCWD, &name, libc::AT_SYMLINK_NOFOLLOW) {

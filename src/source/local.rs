@@ -36,7 +36,7 @@ pub struct LocalFile {
     identity: Mutex<Identity>,
     /// A rename may change ctime once without invalidating the file.
     moved: OnceLock<(i64, i64)>,
-    /// What tells a write from a change of attributes, while the file is watched.
+    /// Tells a write from a change of attributes, while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
     /// Whether a change time was explained by attributes that differ, without a witness.
     guessed: AtomicBool,
@@ -171,8 +171,8 @@ impl LocalFile {
 
     /// Confirms that the file is still the one that was opened.
     ///
-    /// Once it is not, this and all reads fail, even if it is changed back: what was read of it
-    /// before may be in use. Whoever wants the file as it is now opens another source.
+    /// Once it is not, this and all reads fail, even if it is changed back: bytes that were read
+    /// before may be in use. The file as it is now is another source.
     ///
     /// # Errors
     /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
@@ -181,10 +181,10 @@ impl LocalFile {
         self.check_open(&*self.file()?)
     }
 
-    /// Likewise by `file`, an open descriptor of it: opens nothing.
+    /// Does the same by `file`, an open descriptor of it: opens nothing.
     ///
     /// # Errors
-    /// Those of `check`.
+    /// The errors of `check`.
     pub fn check_open(&self, file: &File) -> Result<()> {
         let look = || stat_file(file, self.file.file_system);
         self.check_by(&look, Some(file))
@@ -220,7 +220,7 @@ impl LocalFile {
     /// its change time it is enough that the bytes before its data are those that were proved.
     ///
     /// # Errors
-    /// Those of `check`, and of `file`.
+    /// The errors of `check` and of `file`.
     pub(super) fn settle(&self) -> Result<()> {
         for _ in 0..SETTLE_TRIES {
             self.check_known()?;
@@ -245,7 +245,7 @@ impl LocalFile {
     /// The hash of the first `len` bytes.
     ///
     /// # Errors
-    /// Those of `read_exact_at`.
+    /// The errors of `read_exact_at`.
     pub(super) fn hash_head(&self, len: u64) -> Result<Digest> {
         let mut hasher = Hasher::new();
         let mut buf = vec![0; HASH_CHUNK_LEN.min(len as usize)];
@@ -268,10 +268,10 @@ impl LocalFile {
         self.witness.lock().clone()
     }
 
-    /// What the open file is now, whether or not it is what it was.
+    /// The identity of the open file now, whether or not it has changed.
     ///
     /// # Errors
-    /// Those of `file`, and `Error::Io` where it cannot be looked at.
+    /// The errors of `file`, and `Error::Io` where it cannot be looked at.
     pub fn look(&self) -> Result<Identity> {
         let file = self.file()?;
         stat_file(&file, self.file.file_system).map_err(|e| Error::io(self.path(), "stat", e))

@@ -33,7 +33,7 @@ pub enum Source {
 /// Tells one state of a source from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
-    /// That of a local file.
+    /// The identity of a local file.
     Inode(Identity),
 }
 
@@ -193,7 +193,7 @@ impl Source {
     /// its change time it is enough that the bytes before its data are those that were proved.
     ///
     /// # Errors
-    /// Those of `check`, and `Error::Io` where it cannot be opened.
+    /// The errors of `check`, and `Error::Io` where it cannot be opened.
     pub fn settle(&self) -> Result<()> {
         let Source::Local(file) = self;
         file.settle()
@@ -229,7 +229,7 @@ impl Source {
     /// The hash of the first `len` bytes.
     ///
     /// # Errors
-    /// Those of `read_exact_at`.
+    /// The errors of `read_exact_at`.
     pub(crate) fn hash_head(&self, len: u64) -> Result<Digest> {
         let Source::Local(file) = self;
         file.hash_head(len)

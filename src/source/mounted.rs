@@ -14,7 +14,7 @@ use crate::open_options::OpenOptions;
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 
-/// What lies behind a path on a mount.
+/// The source behind a path on a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Behind {
     /// The source: a folder, or a file of the set that is shown.

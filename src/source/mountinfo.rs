@@ -18,7 +18,7 @@ pub struct Mount {
     pub parent: u32,
     /// Minor number of its device, which also names the FUSE connection.
     pub minor: u32,
-    /// Where it is mounted.
+    /// The folder that it is mounted on.
     pub target: PathBuf,
     /// Type, for example `fuse.tensorfs`.
     pub fstype: String,
@@ -190,7 +190,7 @@ fn unescape(field: &[u8]) -> OsString {
 /// not looked at, since looking at a dead mount fails.
 ///
 /// # Errors
-/// Where `path` leads nowhere.
+/// Fails where `path` leads nowhere.
 pub fn absolute_target(path: &Path) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(path) {
         Err(e) if e.raw_os_error() == Some(nix::libc::ENOTCONN) => {

@@ -19,7 +19,7 @@ pub enum Pinning {
     /// Memory of our own, registered with the driver.
     #[default]
     Registered,
-    /// Memory of the driver, which takes longer to be had.
+    /// Memory of the driver, whose allocation takes longer.
     Allocated,
     /// Not at all: the driver copies it once more, which is slow.
     Pageable,
@@ -52,8 +52,8 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` bytes. What cannot be registered is had from the driver, and the `first` of a loader
-    /// is not pinned where even that fails. Which it is, is said of the first.
+    /// `len` bytes. The driver allocates memory that cannot be registered, and the `first` of a loader
+    /// is not pinned where even that fails. A warning says so of the first.
     pub(in crate::device) fn new(gpu: &Gpu, len: usize, first: bool) -> Result<Arc<Pinned>> {
         let _entered = gpu.0.enter()?;
         let region = Region::new(len as u64).ok();

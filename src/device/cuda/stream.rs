@@ -53,7 +53,7 @@ pub(crate) struct Stream {
 
 // SAFETY: a stream may be used by any thread, and by several at once.
 unsafe impl Send for Stream {}
-// SAFETY: likewise.
+// SAFETY: the driver lets any thread use the handle.
 unsafe impl Sync for Stream {}
 
 /// An event of the driver.
@@ -152,7 +152,7 @@ pub(crate) struct Rows {
     /// First byte of the first, in the source, and its distance to the second.
     pub(crate) from: u64,
     pub(crate) from_pitch: u64,
-    /// Likewise where they go.
+    /// The address that they go to.
     pub(crate) to: u64,
     pub(crate) to_pitch: u64,
     /// Bytes of a row.
@@ -202,7 +202,7 @@ impl Sending {
         let context = &self.stream.gpu.0;
         let _entered = context.enter()?;
         let raw = self.stream.raw;
-        // SAFETY: both ends have so many bytes, and are kept until the copy is over.
+        // SAFETY: both ends have `len` bytes, and are kept until the copy is over.
         unsafe { call!(context, cuMemcpyHtoDAsync_v2(target, start, len as usize, raw)) }
     }
 
@@ -302,7 +302,7 @@ impl Sending {
             [(&raw mut source).cast(), (&raw mut target).cast(), (&raw mut elements).cast()];
         let (parameters, extra) = (parameters.as_mut_ptr(), null_mut());
         let (raw, threads) = (self.stream.raw, BLOCK as c_uint);
-        // SAFETY: the kernel has these parameters, and reads and writes so many elements there;
+        // SAFETY: the kernel has these parameters, and reads and writes `elements` of them;
         // memory and kernels are kept until it is over.
         unsafe {
             call!(
@@ -377,7 +377,7 @@ pub(crate) struct Kernels {
 
 // SAFETY: modules and functions may be used by any thread, and by several at once.
 unsafe impl Send for Kernels {}
-// SAFETY: likewise.
+// SAFETY: the driver lets any thread use the handle.
 unsafe impl Sync for Kernels {}
 
 impl Kernels {

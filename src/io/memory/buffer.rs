@@ -13,13 +13,13 @@ use super::arena::Arena;
 use crate::counters::Counters;
 use crate::sync::Mutex;
 
-/// What O_DIRECT asks of offsets, lengths and memory, everywhere where it works at all.
+/// O_DIRECT wants offsets, lengths and memory to be multiples of this, wherever it works at all.
 pub(in crate::io) const ALIGN: u64 = 4096;
 
 /// From this size on memory comes out of the arena, and is kept for the next read.
 const KEPT_MIN: usize = 64 << 10;
 
-/// The arena is larger than the limit by this part of it and so many bytes: buffers of unlike
+/// The arena has limit + limit / SPARE_PART + SPARE bytes: buffers of unlike
 /// sizes leave gaps, and overdue reads keep theirs.
 const SPARE_PART: u64 = 4;
 const SPARE: u64 = 8 << 20;
@@ -233,7 +233,7 @@ enum PageOwner {
 
 // SAFETY: memory that `AlignedPages` alone owns, like a Box.
 unsafe impl Send for AlignedPages {}
-// SAFETY: likewise; it is written through `&mut` only.
+// SAFETY: the memory is written through `&mut` only.
 unsafe impl Sync for AlignedPages {}
 
 impl AlignedPages {
@@ -336,7 +336,7 @@ impl Deref for Buffer {
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; `&mut self` is the only access.
+        // SAFETY: `len` bytes of the pages, initialised when they were made; `&mut self` is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.pages.start.as_ptr(), self.len) }
     }
 }

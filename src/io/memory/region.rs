@@ -1,5 +1,5 @@
-//! LoadedBytes that reads put bytes into for good: on huge pages where they are to be had, faulted in
-//! by whoever writes first, or ahead of that.
+//! Memory for bytes that stay: on huge pages where the system has them, faulted in by the first
+//! write or ahead of it.
 
 use std::fmt;
 use std::io;
@@ -29,7 +29,7 @@ enum RegionOwner {
 
 // SAFETY: the mapping belongs to the region alone; see `put` and `reservation` for who writes.
 unsafe impl Send for Region {}
-// SAFETY: likewise. It is read through `LoadedBytes` only, which nobody writes to.
+// SAFETY: the bytes are read through `LoadedBytes` only, which nobody writes to.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -66,7 +66,7 @@ impl Region {
     /// no read can write there any more, on any thread.
     ///
     /// # Safety
-    /// The memory lives as long as `keep`. Of its bytes, those that a plan uses are initialised,
+    /// The memory lives as long as `keep`. The bytes of it that a plan uses are initialised,
     /// or were allocated outside of Rust; nobody reads or writes them until `keep` is dropped, or
     /// until a load into the region has succeeded.
     pub unsafe fn foreign(

@@ -84,7 +84,7 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
     let (_, other) = file(&folder, "b", &contents);
     let (engine, counters) = always_direct(Some(Duration::from_secs(3600)));
     let budget = budget(64 << 20);
-    // So many that all threads are held, and fewer than make a device give up.
+    // Enough to hold all threads, and fewer than make a device give up.
     let (held, results): (Vec<_>, Vec<_>) = (0..STUCK_MAX as u64 / 2)
         .map(|n| {
             let (fetch, begun, go, result) = long(&source, n, &budget);

@@ -6,7 +6,7 @@
 //! what finds no thread waits in a queue, until its deadline like everything else, and where
 //! all of them are held past their deadlines it fails at once.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,13 +14,14 @@ use std::time::{Duration, Instant};
 
 use tensorfs::counters::Counters;
 use tensorfs::error::shown_path;
-use tensorfs::sync::{Condvar, Mutex};
+use tensorfs::io::{Deadlines, NextLook, PerSourceLimiter};
+use tensorfs::sync::Mutex;
 
 /// Most threads that ask about one file: one that stalls takes no more.
-const PLACE_MAX: usize = 4;
+const PLACE_MAX: u64 = 4;
 
 /// Most threads in all.
-const THREADS_MAX: usize = 64;
+const THREADS_MAX: u64 = 64;
 
 /// Stalls remembered, so that each is logged once.
 const TOLD_MAX: usize = 1024;
@@ -39,19 +40,23 @@ struct PoolShared {
     timeout: Option<Duration>,
     counters: Arc<Counters>,
     state: Mutex<State>,
-    changed: Condvar,
+    deadlines: Deadlines,
 }
 
-#[derive(Default)]
+impl Drop for PoolShared {
+    fn drop(&mut self) {
+        self.deadlines.call();
+    }
+}
+
 struct State {
     next: u64,
     /// Replies with a deadline, by number: the first one is due first.
     due: BTreeMap<u64, Due>,
-    /// Whether the timer sleeps until it is called.
-    parked: bool,
-    threads: usize,
-    /// By what they ask about.
-    places: HashMap<PathBuf, PathThreads>,
+    /// Threads at work, by the path that they ask about.
+    threads: PerSourceLimiter<PathBuf>,
+    /// Those of them that are past their deadline.
+    held: PerSourceLimiter<PathBuf>,
     /// Numbers of replies that have failed, and whose threads are still held.
     late: BTreeSet<u64>,
     queue: VecDeque<BlockingJob>,
@@ -59,12 +64,18 @@ struct State {
     told: BTreeSet<PathBuf>,
 }
 
-/// PathThreads that ask about one file.
-#[derive(Default)]
-struct PathThreads {
-    all: usize,
-    /// Those past their deadline.
-    late: usize,
+impl Default for State {
+    fn default() -> State {
+        State {
+            next: 0,
+            due: BTreeMap::new(),
+            threads: PerSourceLimiter::new(PLACE_MAX, THREADS_MAX),
+            held: PerSourceLimiter::new(PLACE_MAX, THREADS_MAX),
+            late: BTreeSet::new(),
+            queue: VecDeque::new(),
+            told: BTreeSet::new(),
+        }
+    }
 }
 
 struct Due {
@@ -148,14 +159,15 @@ impl BlockingPool {
         timeout: Option<Duration>,
         counters: Arc<Counters>,
     ) -> std::io::Result<BlockingPool> {
-        let (state, changed) = (Mutex::default(), Condvar::new());
-        let pool = BlockingPool(Arc::new(PoolShared { timeout, counters, state, changed }));
+        let (state, deadlines) = (Mutex::default(), Deadlines::default());
+        let shared = Arc::new(PoolShared { timeout, counters, state, deadlines });
         if let Some(timeout) = timeout {
-            let pool = pool.clone();
-            let keep = move || pool.keep_deadlines(timeout);
-            std::thread::Builder::new().name("deadlines".to_owned()).spawn(keep)?;
+            let weak = Arc::downgrade(&shared);
+            let expire =
+                move || weak.upgrade().map_or(NextLook::Never, |shared| shared.expire(timeout));
+            shared.deadlines.start("deadlines", expire)?;
         }
-        Ok(pool)
+        Ok(BlockingPool(shared))
     }
 
     /// A reply to a question about `place`, a path in the mount. Its deadline begins now.
@@ -168,11 +180,9 @@ impl BlockingPool {
             let deadline = Instant::now() + timeout;
             let due = Due { deadline, asked: false, place: place.clone(), reply: reply.clone() };
             state.due.insert(number, due);
-            if std::mem::take(&mut state.parked) {
-                self.0.changed.notify_one();
-            }
         }
         drop(state);
+        self.0.deadlines.added();
         PendingReply { pool: self.clone(), number, place, reply }
     }
 
@@ -235,37 +245,23 @@ impl BlockingPool {
             next = self.0.state.lock().ended(number, &place);
         }
     }
+}
 
-    /// The timer: fails the replies that are due.
-    fn keep_deadlines(&self, timeout: Duration) {
-        let mut state = self.0.state.lock();
-        loop {
-            let now = Instant::now();
-            state = match state.due.first_key_value().map(|(_, due)| due.deadline) {
-                None => {
-                    state.parked = true;
-                    self.0.changed.wait(state)
-                }
-                Some(deadline) if deadline > now => {
-                    self.0.changed.wait_timeout(state, deadline - now)
-                }
-                Some(_) => {
-                    let (late, unasked) = state.expired(now);
-                    drop(state);
-                    let failed: Vec<Due> =
-                        late.into_iter().filter(|due| due.reply.fail()).collect();
-                    failed.into_iter().for_each(|due| self.note_late(due, timeout));
-                    drop(unasked);
-                    self.0.state.lock()
-                }
-            };
-        }
+impl PoolShared {
+    /// Fails the replies that are due.
+    fn expire(&self, timeout: Duration) -> NextLook {
+        let (late, unasked) = self.state.lock().expired(Instant::now());
+        let failed: Vec<Due> = late.into_iter().filter(|due| due.reply.fail()).collect();
+        failed.into_iter().for_each(|due| self.note_late(due, timeout));
+        drop(unasked);
+        let next = self.state.lock().due.first_key_value().map(|(_, due)| due.deadline);
+        next.map_or(NextLook::WhenCalled, NextLook::At)
     }
 
     /// Counts a reply that has failed, and logs the first one of a stall.
     fn note_late(&self, due: Due, timeout: Duration) {
-        self.0.counters.source_timeouts.add(1);
-        let mut state = self.0.state.lock();
+        self.counters.source_timeouts.add(1);
+        let mut state = self.state.lock();
         if state.told.len() < TOLD_MAX && state.told.insert(due.place.clone()) {
             drop(state);
             let root = due.place.as_os_str().is_empty();
@@ -278,19 +274,16 @@ impl BlockingPool {
 
 impl State {
     fn has_room(&self, place: &Path) -> bool {
-        self.threads < THREADS_MAX
-            && self.places.get(place).is_none_or(|threads| threads.all < PLACE_MAX)
+        self.threads.has_room_for(place)
     }
 
     /// Whether the source holds all the threads that could ask about `place`.
     fn is_stuck(&self, place: &Path) -> bool {
-        self.late.len() >= THREADS_MAX
-            || self.places.get(place).is_some_and(|threads| threads.late >= PLACE_MAX)
+        !self.held.has_room_for(place)
     }
 
     fn begin(&mut self, job: &BlockingJob) {
-        self.threads += 1;
-        self.places.entry(job.place.clone()).or_default().all += 1;
+        self.threads.take(job.place.clone(), 1);
         if let Some(due) = job.number.and_then(|number| self.due.get_mut(&number)) {
             due.asked = true;
         }
@@ -298,14 +291,9 @@ impl State {
 
     /// Notes that the thread of a job is done with it, and gives it the next that has room.
     fn ended(&mut self, number: Option<u64>, place: &Path) -> Option<BlockingJob> {
-        let was_late = number.is_some_and(|number| self.late.remove(&number));
-        self.threads -= 1;
-        if let Some(threads) = self.places.get_mut(place) {
-            threads.all -= 1;
-            threads.late -= usize::from(was_late);
-            if threads.all == 0 {
-                self.places.remove(place);
-            }
+        self.threads.give_back(place, 1);
+        if number.is_some_and(|number| self.late.remove(&number)) {
+            self.held.give_back(place, 1);
         }
         let index = self.queue.iter().position(|job| self.has_room(&job.place))?;
         let job = self.queue.remove(index)?;
@@ -321,7 +309,7 @@ impl State {
             let (number, due) = first.remove_entry();
             if due.asked {
                 self.late.insert(number);
-                self.places.entry(due.place.clone()).or_default().late += 1;
+                self.held.take(due.place.clone(), 1);
             }
             late.push(due);
         }
@@ -393,7 +381,7 @@ mod tests {
         drop(held);
         // The sender is gone, and has sent nothing more.
         assert!(late.recv().is_err());
-        wait_for(|| pool.0.state.lock().threads == 0);
+        wait_for(|| pool.0.state.lock().threads.total() == 0);
         assert!(ask(&pool, "b", &stalled).recv().unwrap());
         assert!(pool.0.state.lock().told.is_empty());
     }
@@ -410,15 +398,15 @@ mod tests {
         assert!(late.iter().all(|late| !late.recv().unwrap()));
         wait_for(|| counters.source_timeouts.get() == 50);
         wait_for(|| pool.0.state.lock().queue.is_empty());
-        assert_eq!(pool.0.state.lock().threads, PLACE_MAX);
+        assert_eq!(pool.0.state.lock().threads.total(), PLACE_MAX);
         // From now on nobody waits for it.
         let start = Instant::now();
         assert!(!ask(&pool, "b", &stalled).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);
-        assert_eq!(pool.0.state.lock().threads, PLACE_MAX);
+        assert_eq!(pool.0.state.lock().threads.total(), PLACE_MAX);
         drop(held);
-        wait_for(|| pool.0.state.lock().threads == 0);
-        assert!(pool.0.state.lock().places.is_empty() && pool.0.state.lock().late.is_empty());
+        wait_for(|| pool.0.state.lock().threads.total() == 0);
+        assert!(pool.0.state.lock().held.total() == 0 && pool.0.state.lock().late.is_empty());
     }
 
     #[test]
@@ -432,7 +420,7 @@ mod tests {
         pool.spawn_detached(Path::new("proof"), move || send.send(()).unwrap());
         assert!(!ask(&pool, "a", &free).recv().unwrap());
         assert!(late.iter().all(|late| !late.recv().unwrap()));
-        assert_eq!(pool.0.state.lock().threads, THREADS_MAX);
+        assert_eq!(pool.0.state.lock().threads.total(), THREADS_MAX);
         assert!(done.try_recv().is_err());
         drop(held);
         done.recv().unwrap();
@@ -445,6 +433,8 @@ mod tests {
         for _ in 0..PLACE_MAX + 1 {
             pool.spawn_detached(Path::new("a"), || panic!("on purpose"));
         }
-        wait_for(|| pool.0.state.lock().threads == 0 && pool.0.state.lock().queue.is_empty());
+        wait_for(|| {
+            pool.0.state.lock().threads.total() == 0 && pool.0.state.lock().queue.is_empty()
+        });
     }
 }

@@ -15,25 +15,26 @@ use std::time::{Duration, Instant};
 
 use lru::LruCache;
 
-use self::alone::Alone;
-use self::blocks::{Block, Cover, Data, FileBlocks, Pending, Piece, Waiter};
+use self::blocks::{CachedBlock, Cover, Data, FileBlocks, Pending, ReadPiece, Waiter};
 use self::loading::Loading;
-use self::queue::{Queue, WaitReason, Waiting};
+use self::queue::{QueuedRead, WaitQueue, WaitReason};
+use self::uncached::UncachedRead;
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
 use crate::io::{Budget, Deadlines, Engine, Priority, Reservation};
 use crate::prefetch::Planner;
-use crate::reader::{BlockPlan, Loaded, Reader};
+use crate::reader::{Block, BlockPlan, Reader};
 use crate::source::{Source, release_unpinned};
 use crate::sync::{Mutex, MutexGuard};
 
-mod ahead;
-mod alone;
 mod blocks;
 mod loading;
 mod queue;
+mod readahead;
 #[cfg(test)]
 mod tests;
+mod uncached;
+pub mod verify_on_read;
 
 /// Time between two looks for reads that waited too long and blocks that nobody wants.
 const TICK: Duration = Duration::from_millis(250);
@@ -53,9 +54,9 @@ pub type Answer = Box<dyn FnOnce(std::result::Result<&[u8], &Error>) + Send>;
 
 /// The blocks of all open files of a mount.
 #[derive(Clone)]
-pub struct Cache(Arc<Inner>);
+pub struct Cache(Arc<CacheInner>);
 
-struct Inner {
+struct CacheInner {
     engine: Engine,
     budget: Budget,
     counters: Arc<Counters>,
@@ -74,14 +75,14 @@ struct State {
     /// Blocks that are there, by file and start, and when they were asked for last.
     idle: LruCache<(u64, u64), Instant>,
     /// Reads that wait for memory.
-    queue: Queue,
+    queue: WaitQueue,
     /// Reads without blocks that are under way.
-    alone: Vec<Alone>,
+    uncached: Vec<UncachedRead>,
     loading: Loading,
 }
 
 /// A read to be answered.
-struct Ask {
+struct ReadRequest {
     file: Arc<CachedFile>,
     reader: u64,
     range: Range<u64>,
@@ -101,7 +102,7 @@ pub struct CachedFile {
     id: u64,
     reader: Reader,
     planner: Arc<Mutex<Planner>>,
-    cache: Weak<Inner>,
+    cache: Weak<CacheInner>,
     /// Bytes that answers held.
     pub bytes_served: Counter,
     on_storm: Option<OnStorm>,
@@ -130,11 +131,11 @@ impl Cache {
         let state = State {
             files: HashMap::new(),
             idle: LruCache::unbounded(),
-            queue: Queue::default(),
-            alone: Vec::new(),
+            queue: WaitQueue::default(),
+            uncached: Vec::new(),
             loading: Loading::default(),
         };
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(CacheInner {
             engine,
             budget,
             counters,
@@ -145,7 +146,7 @@ impl Cache {
             quiet: AtomicU32::new(0),
             deadlines: Deadlines::default(),
         });
-        inner.deadlines.start_ticks("cache", Arc::downgrade(&inner), TICK, Inner::tick)?;
+        inner.deadlines.start_ticks("cache", Arc::downgrade(&inner), TICK, CacheInner::tick)?;
         Ok(Cache(inner))
     }
 
@@ -175,14 +176,15 @@ impl Cache {
         if range.is_empty() {
             return answer(Ok(&[]));
         }
-        let ask = Ask { file: file.clone(), reader, range, since: Instant::now(), answer };
-        let known = inner.state.lock().of(file).end_of_overlap(&ask.range).is_some();
-        let range = ask.range.clone();
-        let ask = if known { Some(ask) } else { inner.answer_from_page_cache(ask) };
-        if ask.is_none() {
+        let request =
+            ReadRequest { file: file.clone(), reader, range, since: Instant::now(), answer };
+        let known = inner.state.lock().of(file).end_of_overlap(&request.range).is_some();
+        let range = request.range.clone();
+        let request = if known { Some(request) } else { inner.answer_from_page_cache(request) };
+        if request.is_none() {
             inner.watch_storm(file, range);
         }
-        if let Some(waiting) = ask.and_then(|ask| inner.admit(ask)) {
+        if let Some(waiting) = request.and_then(|request| inner.admit(request)) {
             inner.enqueue(waiting);
         }
     }
@@ -193,31 +195,31 @@ impl Cache {
     }
 }
 
-impl Drop for Inner {
+impl Drop for CacheInner {
     fn drop(&mut self) {
         self.deadlines.call();
     }
 }
 
-impl Inner {
+impl CacheInner {
     /// Answers a read whose bytes the kernel has in memory; else gives it back.
-    fn answer_from_page_cache(&self, ask: Ask) -> Option<Ask> {
+    fn answer_from_page_cache(&self, request: ReadRequest) -> Option<ReadRequest> {
         BUFFER.with_borrow_mut(|buffer| {
-            let len = (ask.range.end - ask.range.start) as usize;
+            let len = (request.range.end - request.range.start) as usize;
             if buffer.len() < len {
                 buffer.resize(len, 0);
             }
             let bytes = &mut buffer[..len];
-            match ask.file.reader.read_cached(&self.engine, ask.range.start, bytes) {
+            match request.file.reader.read_cached(&self.engine, request.range.start, bytes) {
                 Ok(true) => {
                     self.counters.hits.add(1);
                     self.counters.bytes_from_page_cache.add(len as u64);
-                    self.answer(ask, Ok(bytes));
+                    self.answer(request, Ok(bytes));
                     None
                 }
-                Ok(false) => Some(ask),
+                Ok(false) => Some(request),
                 Err(error) => {
-                    self.answer(ask, Err(&error));
+                    self.answer(request, Err(&error));
                     None
                 }
             }
@@ -225,38 +227,38 @@ impl Inner {
     }
 
     /// Gives a read its answer.
-    fn answer(&self, ask: Ask, outcome: std::result::Result<&[u8], &Error>) {
+    fn answer(&self, request: ReadRequest, outcome: std::result::Result<&[u8], &Error>) {
         match outcome {
             Ok(bytes) => {
                 self.counters.bytes_served.add(bytes.len() as u64);
-                ask.file.bytes_served.add(bytes.len() as u64);
+                request.file.bytes_served.add(bytes.len() as u64);
             }
             Err(_) => self.counters.read_errors.add(1),
         }
-        (ask.answer)(outcome);
+        (request.answer)(outcome);
     }
 
     /// Answers a read, or lets it wait for blocks that are being read. Gives it back where
     /// there is no memory for them.
-    fn admit(self: &Arc<Self>, ask: Ask) -> Option<Waiting> {
-        let (file, reader, range) = (ask.file.clone(), ask.reader, ask.range.clone());
+    fn admit(self: &Arc<Self>, request: ReadRequest) -> Option<QueuedRead> {
+        let (file, reader, range) = (request.file.clone(), request.reader, request.range.clone());
         self.drop_outdated(&file, &range);
         let (mut state, covers, plans) = self.plan(&file, &range);
         let mut holes = Vec::new();
         for (start, plan) in plans {
             let need = plan.memory();
             if need > self.budget.limit() / 2 {
-                let taken = state.take_alone(ask);
+                let taken = state.take_uncached(request);
                 drop(state);
-                let refused = taken.map(|alone| self.read_alone(alone)).err();
-                return refused.map(|ask| Waiting { ask, reason: WaitReason::Fairness });
+                let refused = taken.map(|uncached| self.read_uncached(uncached)).err();
+                return refused.map(|request| QueuedRead { request, reason: WaitReason::Fairness });
             }
-            match self.reserve_in_turn(&mut state, &ask, &plan) {
+            match self.reserve_in_turn(&mut state, &request, &plan) {
                 Ok(reservation) => holes.push(Hole { start, plan, reservation }),
-                Err(reason) => return Some(Waiting { ask, reason }),
+                Err(reason) => return Some(QueuedRead { request, reason }),
             }
         }
-        let (pending, late) = self.wait_for(&mut state, ask, &covers);
+        let (pending, late) = self.wait_for(&mut state, request, &covers);
         for hole in &holes {
             state.loading.add(&hole.plan);
         }
@@ -320,11 +322,12 @@ impl Inner {
     fn wait_for(
         &self,
         state: &mut State,
-        ask: Ask,
+        request: ReadRequest,
         covers: &[Cover],
     ) -> (Arc<Mutex<Pending>>, bool) {
-        let (id, planner, now) = (ask.file.id, ask.file.planner.clone(), ask.since);
-        let pending = Arc::new(Mutex::new(Pending { ask: Some(ask), pieces: Vec::new(), left: 0 }));
+        let (id, planner, now) = (request.file.id, request.file.planner.clone(), request.since);
+        let pending =
+            Arc::new(Mutex::new(Pending { request: Some(request), pieces: Vec::new(), left: 0 }));
         let mut this = pending.lock();
         let (mut late, mut used) = (false, 0);
         let State { files, idle, .. } = state;
@@ -333,10 +336,11 @@ impl Inner {
         for (piece, cover) in covers.iter().enumerate() {
             let waiter = || Waiter { pending: pending.clone(), piece };
             let (start, part, there) = match cover {
-                Cover::Block(start, part, ready) => (*start, part, ready.clone()),
+                Cover::CachedBlock(start, part, ready) => (*start, part, ready.clone()),
                 Cover::Hole(hole) => {
                     let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
-                    let block = Block { end: hole.end, asked: 0, ahead: false, left: false, data };
+                    let block =
+                        CachedBlock { end: hole.end, asked: 0, ahead: false, left: false, data };
                     file.blocks.insert(hole.start, block);
                     (hole.start, hole, None)
                 }
@@ -344,7 +348,7 @@ impl Inner {
             let within = (part.start - start) as usize..(part.end - start) as usize;
             let Some(block) = file.blocks.get_mut(&start) else {
                 // It made way for another part of this very read.
-                this.pieces.push(Piece { block: there, within });
+                this.pieces.push(ReadPiece { block: there, within });
                 continue;
             };
             let fresh =
@@ -376,7 +380,7 @@ impl Inner {
                     idle.put((id, start), now);
                 }
             }
-            this.pieces.push(Piece { block: ready, within });
+            this.pieces.push(ReadPiece { block: ready, within });
         }
         if used > 0 {
             self.counters.prefetch_used_bytes.add(used);
@@ -389,20 +393,21 @@ impl Inner {
     /// Answers a read whose pieces are all there.
     fn finish(&self, pending: &Mutex<Pending>) {
         let mut this = pending.lock();
-        let Some(ask) = this.ask.take() else { return };
+        let Some(request) = this.request.take() else { return };
         let pieces = std::mem::take(&mut this.pieces);
         drop(this);
-        let bytes =
-            |piece: &Piece| -> Arc<Loaded> { piece.block.clone().expect("all pieces are there") };
+        let bytes = |piece: &ReadPiece| -> Arc<Block> {
+            piece.block.clone().expect("all pieces are there")
+        };
         match pieces.as_slice() {
-            [piece] => self.answer(ask, Ok(&bytes(piece)[piece.within.clone()])),
+            [piece] => self.answer(request, Ok(&bytes(piece)[piece.within.clone()])),
             pieces => {
-                let len = (ask.range.end - ask.range.start) as usize;
+                let len = (request.range.end - request.range.start) as usize;
                 let mut joined = Vec::with_capacity(len);
                 for piece in pieces {
                     joined.extend_from_slice(&bytes(piece)[piece.within.clone()]);
                 }
-                self.answer(ask, Ok(&joined));
+                self.answer(request, Ok(&joined));
             }
         }
     }
@@ -418,7 +423,8 @@ impl Inner {
         if matches!(priority, Priority::Prefetch) {
             let mut state = self.state.lock();
             let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
-            if let Some(Block { data: Data::Loading { tickets: kept, waiters }, .. }) = block {
+            if let Some(CachedBlock { data: Data::Loading { tickets: kept, waiters }, .. }) = block
+            {
                 if waiters.is_empty() {
                     *kept = tickets;
                 } else {
@@ -433,7 +439,7 @@ impl Inner {
         self: &Arc<Self>,
         file: &CachedFile,
         start: u64,
-        outcome: Result<Loaded>,
+        outcome: Result<Block>,
         charges: Vec<(Arc<Source>, u64)>,
     ) {
         let outcome = outcome.map(Arc::new);
@@ -475,9 +481,9 @@ impl Inner {
     }
 
     /// Brings a read one of its pieces.
-    fn bring(&self, waiter: &Waiter, outcome: std::result::Result<&Arc<Loaded>, &Error>) {
+    fn bring(&self, waiter: &Waiter, outcome: std::result::Result<&Arc<Block>, &Error>) {
         let mut this = waiter.pending.lock();
-        let since = this.ask.as_ref().map(|ask| ask.since);
+        let since = this.request.as_ref().map(|request| request.since);
         match outcome {
             Ok(loaded) => {
                 if let Some(piece) = this.pieces.get_mut(waiter.piece) {
@@ -491,11 +497,11 @@ impl Inner {
                 }
             }
             Err(error) => {
-                let ask = this.ask.take();
+                let request = this.request.take();
                 this.pieces.clear();
                 drop(this);
-                if let Some(ask) = ask {
-                    self.answer(ask, Err(error));
+                if let Some(request) = request {
+                    self.answer(request, Err(error));
                 }
             }
         }
@@ -508,10 +514,10 @@ impl Inner {
     fn reserve_in_turn(
         &self,
         state: &mut State,
-        ask: &Ask,
+        request: &ReadRequest,
         plan: &BlockPlan,
     ) -> std::result::Result<Reservation, WaitReason> {
-        if state.queue.holds_back(ask.since, plan) {
+        if state.queue.holds_back(request.since, plan) {
             return Err(WaitReason::Fairness);
         }
         if let Some(source) = state.loading.refusing(plan, self.budget.limit()) {
@@ -546,7 +552,7 @@ impl Inner {
     }
 
     /// Counts what of a block was read ahead for nothing.
-    fn waste(&self, planner: &Mutex<Planner>, start: u64, block: &Block) {
+    fn waste(&self, planner: &Mutex<Planner>, start: u64, block: &CachedBlock) {
         let wasted = (block.end - start).saturating_sub(block.asked);
         if block.ahead && wasted > 0 {
             self.counters.prefetch_wasted_bytes.add(wasted);
@@ -554,7 +560,7 @@ impl Inner {
         }
     }
 
-    fn enqueue(&self, waiting: Waiting) {
+    fn enqueue(&self, waiting: QueuedRead) {
         self.counters.reads_queued_now.add(1);
         self.state.lock().queue.insert(waiting);
         self.deadlines.added();
@@ -564,8 +570,8 @@ impl Inner {
     fn pump(self: &Arc<Self>) {
         let mut at = 0;
         while self.budget.used() < self.budget.limit() {
-            let Some(ask) = self.state.lock().queue.take(at) else { return };
-            match self.admit(ask) {
+            let Some(request) = self.state.lock().queue.take(at) else { return };
+            match self.admit(request) {
                 None => self.counters.reads_queued_now.sub(1),
                 // One of another source may fit.
                 Some(waiting) => {
@@ -586,16 +592,16 @@ impl Inner {
             late.extend(std::iter::from_fn(|| state.queue.take_overdue(timeout)));
         }
         drop(state);
-        for ask in late {
+        for request in late {
             self.counters.reads_queued_now.sub(1);
             let reason = "no memory for it within the deadline: other reads hold all of it";
-            let error = too_late(&ask, reason);
-            self.answer(ask, Err(&error));
+            let error = too_late(&request, reason);
+            self.answer(request, Err(&error));
         }
-        self.expire_alone();
+        self.expire_uncached();
         self.pump();
         let state = self.state.lock();
-        let waits = !state.queue.is_empty() || !state.alone.is_empty();
+        let waits = !state.queue.is_empty() || !state.uncached.is_empty();
         if waits || !state.idle.is_empty() || self.budget.used() > 0 {
             self.quiet.store(0, Ordering::Relaxed);
             return true;
@@ -611,8 +617,8 @@ impl Inner {
 }
 
 /// Why a read is not answered in time.
-fn too_late(ask: &Ask, reason: &str) -> Error {
-    let path = ask.file.reader.sources()[0].path().to_owned();
+fn too_late(request: &ReadRequest, reason: &str) -> Error {
+    let path = request.file.reader.sources()[0].path().to_owned();
     let source = io::Error::new(io::ErrorKind::TimedOut, reason);
     Error::Io { path, action: "read", source }
 }

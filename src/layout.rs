@@ -12,11 +12,11 @@ use std::ops::Range;
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
-use crate::format::{Format, bintensors, safetensors};
+use crate::format::{OutputFormat, bintensors, safetensors};
 use crate::gather::{Part, Runs};
 use crate::view::{FileSpec, TensorOrder};
 
-pub use self::orders::{Orders, Successors};
+pub use self::orders::{LayoutOrders, Successors};
 
 mod orders;
 
@@ -31,7 +31,7 @@ const SAVED_ALIGN: u64 = 8;
 #[derive(Debug)]
 pub struct Layout {
     header: Vec<u8>,
-    tensors: Vec<Placed>,
+    tensors: Vec<PlacedTensor>,
     /// Of all tensors, one after another; of each by first byte.
     pieces: Vec<PlacedPiece>,
     len: u64,
@@ -39,7 +39,7 @@ pub struct Layout {
 
 /// A tensor at its place in the file, which ends where the next one begins.
 #[derive(Debug)]
-struct Placed {
+struct PlacedTensor {
     /// Position in `Catalog::tensors`.
     tensor: u32,
     /// Where in `pieces` its own end.
@@ -108,7 +108,7 @@ impl Layout {
     pub fn of(catalog: &Catalog, spec: &FileSpec) -> Result<Layout, Fault> {
         let metadata = catalog.metadata.as_deref();
         let (order, header) = match (spec.format, spec.order) {
-            (Format::Safetensors, TensorOrder::Mounted) => {
+            (OutputFormat::Safetensors, TensorOrder::Mounted) => {
                 let order = sorted(catalog, spec, |tensor| {
                     let first = tensor.first_piece();
                     (Reverse(tensor.dtype.bits()), first.shard, first.range.start)
@@ -117,12 +117,12 @@ impl Layout {
                 let header = safetensors_header(catalog, metadata, &order, DATA_ALIGN)?;
                 (order, header)
             }
-            (Format::Safetensors, TensorOrder::Saved) => {
+            (OutputFormat::Safetensors, TensorOrder::Saved) => {
                 let order = sorted(catalog, spec, |tensor| Reverse(tensor.dtype));
                 let header = safetensors_header(catalog, metadata, &order, SAVED_ALIGN)?;
                 (order, header)
             }
-            (Format::Bintensors, _) => {
+            (OutputFormat::Bintensors, _) => {
                 let number = |tensor: &Tensor<'_>| Reverse(bintensors::number_of(tensor.dtype));
                 let order = sorted(catalog, spec, number);
                 let header = bintensors::encode(metadata, entries(catalog, &order));
@@ -141,7 +141,7 @@ impl Layout {
         for tensor in ordered() {
             place(&tensor, &mut pieces).map_err(|fault| fault.tensor(tensor.name))?;
             let (at, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
-            tensors.push(Placed { tensor: at, pieces_end, start: end });
+            tensors.push(PlacedTensor { tensor: at, pieces_end, start: end });
             let message = "the file would have 2^64 bytes or more";
             end = end
                 .checked_add(tensor.len)

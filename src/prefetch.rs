@@ -11,11 +11,11 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use self::given::Given;
-use self::order::{Reader, Seen};
+use self::order::{OrderReader, SeenTensor};
 use self::storm::Storms;
-use self::stream::Stream;
+use self::stream::ReadStream;
 
-pub use self::order::{Order, Tensor, Tensors};
+pub use self::order::{ReadOrder, TensorMap, TensorSpan};
 
 mod given;
 mod order;
@@ -112,11 +112,11 @@ pub struct StreamId(u64);
 pub struct Planner {
     /// Length of the file.
     len: u64,
-    streams: Vec<Stream>,
+    streams: Vec<ReadStream>,
     /// By handle, and when it read last.
-    readers: Vec<(u64, Reader, u64)>,
+    readers: Vec<(u64, OrderReader, u64)>,
     /// Tensors that were read.
-    seen: Seen,
+    seen: SeenTensor,
     /// Reads so far.
     reads: u64,
     /// Window of the stream that grew last: what this source needs.
@@ -141,7 +141,7 @@ impl Planner {
             len,
             streams: Vec::new(),
             readers: Vec::new(),
-            seen: Seen::default(),
+            seen: SeenTensor::default(),
             reads: 0,
             window: WINDOW_MIN,
             used: 0,
@@ -155,7 +155,7 @@ impl Planner {
 
     /// Takes note of a read, and says what to do. At most `most` bytes are to be held for all
     /// streams.
-    pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn Tensors) -> Advice {
+    pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn TensorMap) -> Advice {
         self.reads += 1;
         let push = self.storms.push(request, tensors);
         // Asked for a second time: the kernel has not kept it.
@@ -228,7 +228,7 @@ impl Planner {
 
     /// The tensor that is asked for page by page, when that is noticed first. `observe` does
     /// this too; by itself it is for reads that take nothing from the source.
-    pub fn storm(&mut self, request: &Request, tensors: &dyn Tensors) -> Option<Range<u64>> {
+    pub fn storm(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<Range<u64>> {
         self.storms.push(request, tensors)
     }
 
@@ -241,7 +241,7 @@ impl Planner {
     /// end of one that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
-        self.streams.iter_mut().filter(|other| other.id == stream).for_each(Stream::halve);
+        self.streams.iter_mut().filter(|other| other.id == stream).for_each(ReadStream::halve);
     }
 
     /// Ranges that make way for what `stream` needs: the oldest that a reader passed over, or those
@@ -257,7 +257,7 @@ impl Planner {
             true => LEFT_READS_FORETOLD,
             false => self.patience(),
         };
-        let left = |s: &Stream| s.id != stream && s.last + patience < self.reads;
+        let left = |s: &ReadStream| s.id != stream && s.last + patience < self.reads;
         let left = self.streams.iter().enumerate().filter(|(_, s)| !s.path.is_empty() && left(s));
         let (index, _) = left.min_by_key(|(_, s)| s.last)?;
         let left: Vec<Range<u64>> = self.streams.swap_remove(index).path.into();
@@ -274,7 +274,7 @@ impl Planner {
     pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
         if wasted > 0 {
             // Its reader is slower than was thought: as much would be dropped again.
-            self.streams.iter_mut().filter(|s| s.has_planned(range)).for_each(Stream::halve);
+            self.streams.iter_mut().filter(|s| s.has_planned(range)).for_each(ReadStream::halve);
         }
         self.withdraw(range);
         self.judge(0, wasted);
@@ -302,10 +302,10 @@ impl Planner {
 
     /// The stream that `request` belongs to, moved on by it. `None` for what the kernel reads
     /// around a page in front of the tensor that the page belongs to: nobody goes on from there.
-    fn stream_of(&mut self, request: &Request, tensors: &dyn Tensors) -> Option<usize> {
+    fn stream_of(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<usize> {
         let Range { start, end } = request.range;
-        let continues = |s: &Stream| s.next.abs_diff(start) <= SLACK;
-        let distance = |s: &Stream| s.next.abs_diff(start);
+        let continues = |s: &ReadStream| s.next.abs_diff(start) <= SLACK;
+        let distance = |s: &ReadStream| s.next.abs_diff(start);
         let (reads, wasteful) = (self.reads, self.is_wasteful());
         let candidates = self.streams.iter_mut().enumerate().filter(|(_, s)| continues(s));
         if let Some((index, stream)) = candidates.min_by_key(|(_, s)| distance(s)) {
@@ -339,7 +339,7 @@ impl Planner {
         let hesitates = end - start < SMALL || wasteful;
         let run = if hesitates && planned.is_empty() { 0 } else { SMALL_RUN };
         let id = StreamId(reads);
-        let mut stream = Stream {
+        let mut stream = ReadStream {
             id,
             next: end,
             path: planned,
@@ -416,7 +416,8 @@ impl Planner {
         let found = self.readers.iter().position(|(known, ..)| *known == id);
         let index = found.unwrap_or_else(|| {
             let latest = self.readers.iter().max_by_key(|(_, _, last)| *last);
-            let reader = latest.map_or_else(Reader::default, |(_, reader, _)| reader.follower());
+            let reader =
+                latest.map_or_else(OrderReader::default, |(_, reader, _)| reader.follower());
             if self.readers.len() == READERS_MAX {
                 let last = |index: &usize| self.readers[*index].2;
                 let oldest = (0..READERS_MAX).min_by_key(last).unwrap_or(0);
@@ -430,7 +431,7 @@ impl Planner {
     }
 
     /// Takes note of the tensor that stream `index` has come to.
-    fn enter(&mut self, index: usize, reader: usize, tensors: &dyn Tensors) {
+    fn enter(&mut self, index: usize, reader: usize, tensors: &dyn TensorMap) {
         let stream = &self.streams[index];
         let is_new = stream.last == stream.id.0;
         let mut tensor = stream.tensor.clone();
@@ -445,7 +446,7 @@ impl Planner {
         }
         let mut state = std::mem::take(&mut self.readers[reader].1);
         let stream = &self.streams[index];
-        let passed = |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index);
+        let passed = |t: &TensorSpan| self.seen.contains(t.place) || self.is_busy(t, index);
         if is_new {
             state.begins(&tensor, tensors, &passed);
         } else {
@@ -456,12 +457,12 @@ impl Planner {
     }
 
     /// Whether its reader may still be at it.
-    fn is_recent(&self, stream: &Stream) -> bool {
+    fn is_recent(&self, stream: &ReadStream) -> bool {
         stream.last + LEFT_READS_FORETOLD >= self.reads
     }
 
     /// Whether a stream other than `index` reads the tensor.
-    fn is_busy(&self, tensor: &Tensor, index: usize) -> bool {
+    fn is_busy(&self, tensor: &TensorSpan, index: usize) -> bool {
         let others = self.streams.iter().enumerate().filter(|(at, _)| *at != index);
         others.map(|(_, s)| s).any(|s| s.tensor.place == tensor.place && self.is_recent(s))
     }
@@ -472,10 +473,10 @@ impl Planner {
         index: usize,
         reader: usize,
         most: u64,
-        tensors: &dyn Tensors,
+        tensors: &dyn TensorMap,
     ) -> Option<(StreamId, Vec<Range<u64>>)> {
         let wasteful = self.is_wasteful();
-        let is_live = |s: &&Stream| s.last + self.patience() >= self.reads;
+        let is_live = |s: &&ReadStream| s.last + self.patience() >= self.reads;
         let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
         let stream = &mut self.streams[index];
         let window = stream.window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most));
@@ -505,7 +506,7 @@ impl Planner {
             }
             // What another stream began with has been read.
             let has_read =
-                |s: &Stream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
+                |s: &ReadStream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
             let others = self.streams.iter().filter(|s| s.began >= from && has_read(s));
             let limit = others.map(|s| s.began).min().unwrap_or(self.len);
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
@@ -551,7 +552,7 @@ impl Planner {
     }
 
     /// How many bytes may be read ahead where some lie beyond the tensor that is read.
-    fn beyond(&self, stream: &Stream, reader: &Reader) -> u64 {
+    fn beyond(&self, stream: &ReadStream, reader: &OrderReader) -> u64 {
         match reader.trust() {
             // A reader that has read most of a tensor may go on.
             0 | 1 if !reader.is_mistaken() => {
@@ -570,20 +571,20 @@ impl Planner {
         &self,
         index: usize,
         reader: usize,
-        tensor: &Tensor,
-        tensors: &dyn Tensors,
-    ) -> Option<Tensor> {
-        let passed = |t: &Tensor| self.seen.contains(t.place) || self.is_busy(t, index);
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+    ) -> Option<TensorSpan> {
+        let passed = |t: &TensorSpan| self.seen.contains(t.place) || self.is_busy(t, index);
         let reader = &self.readers[reader].1;
         let next = reader.next(tensor, tensors, &passed)?;
-        if reader.order() != Order::File || next.range.end - next.range.start >= SMALL {
+        if reader.order() != ReadOrder::File || next.range.end - next.range.start >= SMALL {
             return Some(next);
         }
         // Tiny tensors are many: in the order of the file they go together.
         let beyond = tensors.at((next.range.start + SMALL).min(self.len - 1));
         let is_more = beyond.place > next.place + 1;
         let range = next.range.start..beyond.range.start;
-        Some(if is_more { Tensor { place: beyond.place - 1, range } } else { next })
+        Some(if is_more { TensorSpan { place: beyond.place - 1, range } } else { next })
     }
 }
 
@@ -602,7 +603,7 @@ fn strike(path: &mut VecDeque<Range<u64>>, read: &Range<u64>) {
 
 /// The tensor that a read touches which nothing led to: the one that begins at its start, or in
 /// the middle, where the page lies that the kernel reads around.
-fn touched(request: &Request, tensors: &dyn Tensors) -> Tensor {
+fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan {
     let Range { start, end } = request.range;
     let begins = |at: u64| {
         let tensor = tensors.at((at + PAGE - 1).min(end - 1));
@@ -614,7 +615,7 @@ fn touched(request: &Request, tensors: &dyn Tensors) -> Tensor {
 
 /// Whether a read ends where a tensor begins, and begins inside another one: the kernel reads as
 /// much before a page that is touched as after it.
-fn reads_around(request: &Request, tensors: &dyn Tensors) -> bool {
+fn reads_around(request: &Request, tensors: &dyn TensorMap) -> bool {
     let Range { start, end } = request.range;
     let begins_in = |at: u64| {
         let tensor = tensors.at(at + PAGE - 1);

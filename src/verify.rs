@@ -3,10 +3,9 @@
 //! Each shard is read once, from its beginning on, and all hashes are made of that: the checksums
 //! that are compared with the recorded ones, those that replicas are compared by, and sha256.
 
-pub mod gate;
 mod mismatch;
 mod recorded;
-mod stored;
+pub(crate) mod stored;
 
 use std::sync::Arc;
 
@@ -21,8 +20,9 @@ use crate::index::{ChunkHasher, ShardSums, now};
 use crate::io::{Read, read_all};
 use crate::source::Source;
 
-pub use mismatch::{Mismatch, Place};
+pub use mismatch::Mismatch;
 pub use recorded::Recorded;
+pub use stored::ShardPlace;
 use stored::StoredPiece;
 
 /// Bytes read at a time.
@@ -65,7 +65,7 @@ pub struct Verified {
 }
 
 /// What was seen of one shard.
-struct Seen {
+struct ShardHashes {
     /// Its checksums, unless it has more chunks than can be counted.
     sums: Option<ShardSums>,
     /// The digests of the chunks that it was recorded by.
@@ -142,13 +142,14 @@ fn read_shard(
     known: Option<&Arc<ShardSums>>,
     sha256: bool,
     progress: &mut dyn FnMut(u64),
-) -> Result<Seen> {
-    let cuts = stored::cuts(shard, stored).map(Arc::new);
+) -> Result<ShardHashes> {
+    let boundaries = stored::boundaries(shard, stored).map(Arc::new);
     let other = |known: &&Arc<ShardSums>| {
-        cuts.as_deref() != Some(&*known.cuts) && known.cuts.file_len() == shard.file_len
+        boundaries.as_deref() != Some(&*known.boundaries)
+            && known.boundaries.file_len() == shard.file_len
     };
-    let mut own = cuts.clone().map(ChunkHasher::new);
-    let mut recorded = known.filter(other).map(|known| ChunkHasher::new(known.cuts.clone()));
+    let mut own = boundaries.clone().map(ChunkHasher::new);
+    let mut recorded = known.filter(other).map(|known| ChunkHasher::new(known.boundaries.clone()));
     let mut whole = (sha256 || blob_hash(source).is_some()).then(Sha256::new);
     let mut head = Hasher::new();
     let mut buf = vec![0; CHUNK_LEN.min(shard.file_len) as usize];
@@ -157,8 +158,10 @@ fn read_shard(
         let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - at) as usize];
         read_all(&mut [Read { source, offset: at, target: chunk }])?;
         own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
-        let of_head = shard.data_start.saturating_sub(at).min(chunk.len() as u64);
-        head.update(&chunk[..of_head as usize]);
+        for range in &shard.described {
+            let within = |byte: u64| byte.clamp(at, at + chunk.len() as u64) - at;
+            head.update(&chunk[within(range.start) as usize..within(range.end) as usize]);
+        }
         if let Some(hash) = &mut whole {
             hash.update(&chunk);
         }
@@ -167,14 +170,15 @@ fn read_shard(
     }
     let fingerprint = fingerprint(&source.identity());
     let recorded_now = now();
-    let sums = own.and_then(ChunkHasher::finish).zip(cuts).map(|(digests, cuts)| ShardSums {
-        name: shard.name.clone(),
-        fingerprint,
-        recorded: recorded_now,
-        cuts,
-        digests,
-    });
-    Ok(Seen {
+    let sums =
+        own.and_then(ChunkHasher::finish).zip(boundaries).map(|(digests, boundaries)| ShardSums {
+            name: shard.name.clone(),
+            fingerprint,
+            recorded: recorded_now,
+            boundaries,
+            digests,
+        });
+    Ok(ShardHashes {
         sums,
         as_recorded: recorded.and_then(ChunkHasher::finish),
         head: head.finish(),
@@ -188,7 +192,7 @@ fn judge(
     task: &Task<'_>,
     named: &stored::Named<'_>,
     source: &Arc<Source>,
-    seen: &Seen,
+    seen: &ShardHashes,
 ) {
     let name = &named.shard.name;
     let known = task.recorded.and_then(|recorded| recorded.of(name));
@@ -207,7 +211,7 @@ fn judge(
             let digests = digests.or(seen.sums.as_ref().map(|sums| sums.digests.as_slice()));
             let mismatch = Mismatch::find(named, known, &now, digests.unwrap_or_default());
             if mismatch.is_none() {
-                verified.compared += known.cuts.len() as u64;
+                verified.compared += known.boundaries.len() as u64;
                 if known.fingerprint != now {
                     // It was copied or touched, and is what it was.
                     verified.fresh.push(ShardSums { fingerprint: now, ..(**known).clone() });
@@ -234,7 +238,7 @@ fn judge(
         None => {}
     }
     if let Some(sums) = &seen.sums {
-        verified.unknown += sums.cuts.len() as u64;
+        verified.unknown += sums.boundaries.len() as u64;
         verified.fresh.push(sums.clone());
     }
 }

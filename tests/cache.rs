@@ -15,7 +15,7 @@ use common::{byte, write_shard};
 use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
 use tensorfs::checkpoint::{Checkpoint, VirtualFile};
 use tensorfs::counters::Counters;
-use tensorfs::format::Format;
+use tensorfs::format::OutputFormat;
 use tensorfs::format::safetensors::Header;
 use tensorfs::io::{Backend, Budget, DirectIo, Engine, Settings};
 use tensorfs::reader::Reader;
@@ -70,7 +70,7 @@ struct Fixture {
 /// The file of those tensors of `checkpoint` whose position leaves `rest` when halved.
 fn half(checkpoint: &Arc<Checkpoint>, rest: u32) -> VirtualFile {
     let tensors = (0..checkpoint.catalog().len() as u32).filter(|at| at % 2 == rest).collect();
-    let spec = FileSpec::single(&format!("half-{rest}.safetensors"), Format::Safetensors);
+    let spec = FileSpec::single(&format!("half-{rest}.safetensors"), OutputFormat::Safetensors);
     VirtualFile::new(checkpoint, FileSpec { tensors: Some(tensors), ..spec })
 }
 

@@ -13,11 +13,11 @@ use std::time::Duration;
 use common::boxes::checkpoint;
 use common::{Box_, Cut, Notes, bytes, dcp_name, read_naively, write_dcp, write_dcp_with};
 use proptest::prelude::*;
+use tensorfs::cache::verify_on_read::{Checker, ChecksumGate};
 use tensorfs::checkpoint::{Checkpoint, Tail};
 use tensorfs::counters::Counters;
 use tensorfs::io::{Engine, Settings};
 use tensorfs::reader::Reader;
-use tensorfs::verify::gate::{Checker, Gate};
 use tensorfs::verify::{Recorded, Task, verify};
 use tensorfs::{Dtype, ErrorKind};
 
@@ -204,7 +204,7 @@ proptest! {
         prop_assert_eq!(&mismatch.range, range);
         prop_assert_eq!(mismatch.others, 0);
 
-        let gate = Arc::new(Gate::of_file(&checkpoint.single_file(), &recorded()).unwrap());
+        let gate = Arc::new(ChecksumGate::of_file(&checkpoint.single_file(), &recorded()).unwrap());
         let counters = Arc::new(Counters::default());
         let engine = Engine::start(Settings::default(), counters.clone());
         let checker = Checker::start(engine, counters, None).unwrap();
@@ -300,7 +300,7 @@ fn a_mismatch_is_counted_before_those_who_wait_for_it_are_answered() {
     flip(&shard, std::fs::metadata(&shard).unwrap().len() - 1);
 
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let gate = Arc::new(Gate::of_file(&checkpoint.single_file(), &recorded()).unwrap());
+    let gate = Arc::new(ChecksumGate::of_file(&checkpoint.single_file(), &recorded()).unwrap());
     let counters = Arc::new(Counters::default());
     let engine = Engine::start(Settings::default(), counters.clone());
     let checker = Checker::start(engine, counters.clone(), None).unwrap();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier};
 
 use tensorfs::ErrorKind;
-use tensorfs::checkpoint::{Checkpoint, Kind};
+use tensorfs::checkpoint::{Checkpoint, SetKind};
 use tensorfs::loader::{Loader, LoaderConfig};
 use tensorfs::source::Source;
 
@@ -36,7 +36,7 @@ fn content(checkpoint: &Arc<Checkpoint>) -> Vec<(String, Vec<u64>, Vec<u8>)> {
 fn one_file_of_a_set_is_opened_alone_and_all_of_them_are_the_set() {
     let files = shards("hf/three_shards");
     let one = Checkpoint::of_files(&files[..1]).unwrap();
-    assert_eq!((one.kind, one.catalog().shards.len()), (Kind::Single, 1));
+    assert_eq!((one.kind, one.catalog().shards.len()), (SetKind::Single, 1));
     let all = Checkpoint::of_files(&files).unwrap();
     let set = Checkpoint::open(&fixture("hf/three_shards")).unwrap();
     assert!(one.catalog().len() < all.catalog().len());
@@ -50,7 +50,7 @@ fn pieces_stand_as_they_are_alone_and_are_put_together_as_a_list() {
     let metadata = one.catalog().metadata.as_ref().unwrap();
     assert!(metadata.contains_key("DCP_SHARDING_INFO"), "the file's own metadata");
     let all = Checkpoint::of_files(&files).unwrap();
-    assert_eq!(all.kind, Kind::Dcp);
+    assert_eq!(all.kind, SetKind::Dcp);
     let set = Checkpoint::open(&fixture("dcp/row_wise/shards")).unwrap();
     assert_eq!(content(&all), content(&set));
     let lost = Checkpoint::of_files(&shards("bad/dcp/hole_middle")).unwrap_err();

@@ -10,7 +10,8 @@ use std::time::{Duration, SystemTime};
 
 use tensorfs::checkpoint::{Checkpoint, FolderId, Origin, Proved, Tree};
 use tensorfs::error::Error;
-use tensorfs::format::{Format, manifest};
+use tensorfs::format::{OutputFormat, manifest};
+use tensorfs::hash::Digest;
 use tensorfs::index::Index;
 use tensorfs::open_options::{OpenOptions, Prefer};
 use tensorfs::view::{Files, MapPolicy, View};
@@ -19,7 +20,7 @@ const SHARD: &str = "model-00002-of-00003.safetensors";
 const MAP: &str = "model.safetensors.index.json";
 
 const ORIGINAL: View =
-    View { files: Files::Original, format: Format::Safetensors, map: MapPolicy::Rewrite };
+    View { files: Files::Original, format: OutputFormat::Safetensors, map: MapPolicy::Rewrite };
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
@@ -175,9 +176,9 @@ fn every_good_fixture_is_the_same_from_the_index() {
     let mut from_index = 0;
     for source in sources.chain(folders) {
         for (prefer, format) in [
-            (Prefer::File, Format::Safetensors),
-            (Prefer::Shards, Format::Safetensors),
-            (Prefer::File, Format::Bintensors),
+            (Prefer::File, OutputFormat::Safetensors),
+            (Prefer::Shards, OutputFormat::Safetensors),
+            (Prefer::File, OutputFormat::Bintensors),
         ] {
             let files = View { format, ..View::default() };
             let plain = OpenOptions { prefer, view: files, ..OpenOptions::default() };
@@ -189,7 +190,7 @@ fn every_good_fixture_is_the_same_from_the_index() {
             for ((id, left), (_, right)) in headers.iter().zip(&index) {
                 assert_same(left, right);
                 let shown = |proved| -> Vec<_> {
-                    tree.shown(*id, proved).into_iter().map(|shown| shown.name).collect()
+                    tree.entries(*id, proved).into_iter().map(|shown| shown.name).collect()
                 };
                 assert_eq!(shown(left), shown(right));
                 let whole = left.sets.iter().all(|set| set.outcome.is_ok());
@@ -462,7 +463,7 @@ fn a_young_file_is_looked_at_and_an_old_one_is_not() {
         // A look at the first bytes finds that there are fewer than the index says.
         let path = the_index(home);
         let mut index = decoded(&path);
-        index.files[0].head = [0; 16];
+        index.files[0].hash = Digest([0; 16]);
         fs::write(&path, index.encode().unwrap()).unwrap();
         !prove_model(home).from_index()
     };

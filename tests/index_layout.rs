@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use tensorfs::catalog::{Catalog, Piece, ShardHeader};
-use tensorfs::format::Format;
+use tensorfs::format::OutputFormat;
 use tensorfs::format::dcp::{SHARDING_INFO, VERSION};
 use tensorfs::format::safetensors::{Entry, Header};
 use tensorfs::hash::Digest;
@@ -80,7 +80,7 @@ fn catalog(stored: &[Stored<'_>]) -> Result<Catalog, tensorfs::Fault> {
 }
 
 fn set(name: &str, kind: &str, catalog: Catalog) -> SetRecord {
-    let spec = FileSpec::single(name, Format::Safetensors);
+    let spec = FileSpec::single(name, OutputFormat::Safetensors);
     let layout = Layout::of(&catalog, &spec).unwrap();
     let header = Digest::of(layout.header());
     SetRecord {
@@ -105,8 +105,8 @@ fn index_of(sets: Vec<SetRecord>) -> Index {
             mtime: (1_700_000_000, 123_456_789),
             ctime: (-5, 0),
         },
-        head_len: shard.data_start,
-        head: Digest::of(shard.name.as_bytes()).0,
+        described: shard.described.clone(),
+        hash: Digest::of(shard.name.as_bytes()),
     };
     Index {
         folder: b"/models/a".to_vec(),
@@ -182,10 +182,10 @@ fn sample() -> Index {
 /// has changed: then the version in `src/index/mod.rs` goes up, and the new bytes become a
 /// fixture of their own beside the old ones.
 #[test]
-fn version_3_is_laid_out_as_it_was_when_it_was_fixed() {
+fn version_4_is_laid_out_as_it_was_when_it_was_fixed() {
     let expected = sample();
-    let kept = include_bytes!("fixtures/index/v3.index");
-    assert_eq!(kept[..16], *b"TENSORFS\x03\0\0\0\0\0\0\0");
+    let kept = include_bytes!("fixtures/index/v4.index");
+    assert_eq!(kept[..16], *b"TENSORFS\x04\0\0\0\0\0\0\0");
     let decoded = Index::decode(kept).unwrap();
     assert_eq!(decoded, expected);
     assert_eq!(expected.encode().unwrap(), kept);
@@ -196,8 +196,11 @@ fn version_3_is_laid_out_as_it_was_when_it_was_fixed() {
 fn another_version_is_not_read() {
     let mut bytes = sample().encode().unwrap();
     bytes[8] += 1;
-    let older: [&[u8]; 2] =
-        [include_bytes!("fixtures/index/v1.index"), include_bytes!("fixtures/index/v2.index")];
+    let older: [&[u8]; 3] = [
+        include_bytes!("fixtures/index/v1.index"),
+        include_bytes!("fixtures/index/v2.index"),
+        include_bytes!("fixtures/index/v3.index"),
+    ];
     for bytes in [bytes.as_slice()].into_iter().chain(older) {
         assert_eq!(Index::decode(bytes).unwrap_err(), "was written by another version");
     }
@@ -269,7 +272,7 @@ fn check(catalog: &Catalog) {
     let _ = catalog.data_len();
     let inside = |piece: Piece<'_>| {
         let shard = catalog.shard(piece.shard);
-        assert!(shard.data_start <= piece.range.start && piece.range.end <= shard.file_len);
+        assert!(!shard.is_description(&piece.range) && piece.range.end <= shard.file_len);
         assert_eq!(piece.shape.len(), piece.offset.len());
         piece.len()
     };
@@ -281,7 +284,7 @@ fn check(catalog: &Catalog) {
         assert_eq!(tensor.pieces().map(inside).sum::<u64>(), tensor.len);
         tensor.replicas().for_each(|piece| assert!(inside(piece) <= tensor.len));
     }
-    for format in [Format::Safetensors, Format::Bintensors] {
+    for format in [OutputFormat::Safetensors, OutputFormat::Bintensors] {
         match Layout::of(catalog, &FileSpec::single("model", format)) {
             Ok(layout) => check_layout(catalog, &layout),
             Err(fault) => assert!(REFUSALS.contains(&fault.kind), "{fault}"),
@@ -296,7 +299,7 @@ fn check_layout(catalog: &Catalog, layout: &Layout) {
             if let Extent::Run { shard, range, .. } | Extent::Scatter { shard, range, .. } = extent
             {
                 let shard = catalog.shard(shard);
-                assert!(shard.data_start <= range.start && range.end <= shard.file_len);
+                assert!(!shard.is_description(&range) && range.end <= shard.file_len);
             }
         });
     }

@@ -33,8 +33,8 @@ const RANKS: &[(u32, &[&str])] = &[
     (3, &["view", "open_options", "layout", "gather", "index", "plan", "prefetch", "walk"]),
     (4, &["source", "store", "io"]),
     (5, &["checkpoint"]),
-    (6, &["cache", "reader", "device"]),
-    (7, &["loader", "consolidate", "verify"]),
+    (6, &["reader", "device", "verify"]),
+    (7, &["cache", "loader", "consolidate"]),
 ];
 
 /// Imports allowed within one rank, as (importer, imported). Must stay free of cycles.
@@ -45,7 +45,6 @@ const SAME_RANK: &[(&str, &str)] = &[
     ("layout", "gather"),
     ("io", "source"),
     ("store", "source"),
-    ("cache", "reader"),
 ];
 
 /// The rooms of `mount/src/`. A room imports rooms of a lower rank only.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tensorfs::error::quoted;
-use tensorfs::format::Format;
+use tensorfs::format::OutputFormat;
 use tensorfs::index::Store;
 use tensorfs::io::{Backend, DirectIo};
 use tensorfs::open_options::{Links, OpenOptions};
@@ -223,7 +223,7 @@ impl Options {
             options.apply(&option, &mut seen, sloppy)?;
         }
         let original = options.open.view.files == Files::Original;
-        if original && options.open.view.format == Format::Bintensors {
+        if original && options.open.view.format == OutputFormat::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
         }

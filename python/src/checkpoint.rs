@@ -17,7 +17,7 @@ use tensorfs::format::safetensors::Header;
 use tensorfs::index::Store;
 use tensorfs::open_options::OpenOptions;
 use tensorfs::process::{PerProcess, token};
-use tensorfs::source::{Behind, behind_mount};
+use tensorfs::source::{MountOrigin, resolve_mount};
 use tensorfs::view::{Files, View};
 
 use crate::errors::raised;
@@ -144,7 +144,7 @@ impl Checkpoint {
     /// Offset at which tensor data begins, where all is in one file.
     fn data_start(&self) -> Option<u64> {
         match self.first.catalog().shards.as_slice() {
-            [one] => Some(one.data_start),
+            [one] => Some(one.description_end()),
             _ => None,
         }
     }
@@ -207,7 +207,7 @@ pub(crate) fn beside<T: Send + 'static>(
 }
 
 fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let Some(Behind { path: source, options }) = behind_mount(path) else {
+    let Some(MountOrigin { path: source, options }) = resolve_mount(path) else {
         return open_source(path, &OpenOptions::default());
     };
     if options.view.files == Files::Single && source.is_file() {

@@ -5,24 +5,24 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Ask;
+use super::ReadRequest;
 use crate::io::Ticket;
 use crate::prefetch::Planner;
-use crate::reader::Loaded;
+use crate::reader::Block;
 use crate::source::Source;
 use crate::sync::Mutex;
 
 /// The blocks of one file.
 pub(super) struct FileBlocks {
     /// By start.
-    pub(super) blocks: BTreeMap<u64, Block>,
+    pub(super) blocks: BTreeMap<u64, CachedBlock>,
     pub(super) planner: Arc<Mutex<Planner>>,
     /// When a read of it was admitted last.
     pub(super) last_read: Instant,
 }
 
 /// Some bytes of a file.
-pub(super) struct Block {
+pub(super) struct CachedBlock {
     pub(super) end: u64,
     /// How many bytes of it were asked for.
     pub(super) asked: u64,
@@ -37,11 +37,11 @@ pub(super) enum Data {
     /// Being read.
     Loading { waiters: Vec<Waiter>, tickets: Vec<Ticket> },
     /// There, read from these sources.
-    Ready(Arc<Loaded>, Arc<[Arc<Source>]>),
+    Ready(Arc<Block>, Arc<[Arc<Source>]>),
 }
 
 /// The start of a block, its bytes, and the sources that they were read from.
-pub(super) type Ready = (u64, Arc<Loaded>, Arc<[Arc<Source>]>);
+pub(super) type Ready = (u64, Arc<Block>, Arc<[Arc<Source>]>);
 
 /// Piece number `piece` of a read waits for a block.
 pub(super) struct Waiter {
@@ -51,22 +51,22 @@ pub(super) struct Waiter {
 
 /// A read that waits for blocks.
 pub(super) struct Pending {
-    pub(super) ask: Option<Ask>,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) request: Option<ReadRequest>,
+    pub(super) pieces: Vec<ReadPiece>,
     /// Pieces that are not there.
     pub(super) left: usize,
 }
 
 /// A part of a read: bytes `within` of a block.
-pub(super) struct Piece {
-    pub(super) block: Option<Arc<Loaded>>,
+pub(super) struct ReadPiece {
+    pub(super) block: Option<Arc<Block>>,
     pub(super) within: Range<usize>,
 }
 
 /// What a part of a range is covered by.
 pub(super) enum Cover {
     /// A block, by its start, and its bytes where they are there: it may be dropped meanwhile.
-    Block(u64, Range<u64>, Option<Arc<Loaded>>),
+    CachedBlock(u64, Range<u64>, Option<Arc<Block>>),
     /// No block.
     Hole(Range<u64>),
 }
@@ -76,7 +76,7 @@ impl Cover {
     pub(super) fn hole(&self) -> Option<&Range<u64>> {
         match self {
             Cover::Hole(hole) => Some(hole),
-            Cover::Block(..) => None,
+            Cover::CachedBlock(..) => None,
         }
     }
 }
@@ -107,7 +107,7 @@ impl FileBlocks {
     pub(super) fn ready(&self, range: &Range<u64>) -> Vec<Ready> {
         let before = self.blocks.range(..=range.start).next_back();
         let first = before.map_or(range.start, |(start, _)| *start);
-        let ready = |(start, block): (&u64, &Block)| match &block.data {
+        let ready = |(start, block): (&u64, &CachedBlock)| match &block.data {
             Data::Ready(loaded, sources) => Some((*start, loaded.clone(), sources.clone())),
             Data::Loading { .. } => None,
         };
@@ -115,8 +115,9 @@ impl FileBlocks {
     }
 
     /// Drops the block at `start` if it is the one with these bytes. Returns whether it was.
-    pub(super) fn remove_ready(&mut self, start: u64, bytes: &Arc<Loaded>) -> bool {
-        let is = |block: &Block| matches!(&block.data, Data::Ready(b, _) if Arc::ptr_eq(b, bytes));
+    pub(super) fn remove_ready(&mut self, start: u64, bytes: &Arc<Block>) -> bool {
+        let is =
+            |block: &CachedBlock| matches!(&block.data, Data::Ready(b, _) if Arc::ptr_eq(b, bytes));
         self.blocks.get(&start).is_some_and(is) && self.blocks.remove(&start).is_some()
     }
 
@@ -138,7 +139,7 @@ impl FileBlocks {
                 Data::Ready(loaded, _) => Some(loaded.clone()),
                 Data::Loading { .. } => None,
             };
-            covers.push(Cover::Block(start, at..end, ready));
+            covers.push(Cover::CachedBlock(start, at..end, ready));
             at = end;
         }
         if at < range.end {

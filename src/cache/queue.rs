@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::Ask;
+use super::ReadRequest;
 use crate::io::SourceKey;
 use crate::reader::BlockPlan;
 
@@ -12,11 +12,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The reads, oldest first.
 #[derive(Default)]
-pub(super) struct Queue(VecDeque<Waiting>);
+pub(super) struct WaitQueue(VecDeque<QueuedRead>);
 
 /// A read that waits, and for what.
-pub(super) struct Waiting {
-    pub(super) ask: Ask,
+pub(super) struct QueuedRead {
+    pub(super) request: ReadRequest,
     pub(super) reason: WaitReason,
 }
 
@@ -31,34 +31,34 @@ pub(super) enum WaitReason {
     Fairness,
 }
 
-impl Queue {
+impl WaitQueue {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// Puts a read in its place.
-    pub(super) fn insert(&mut self, waiting: Waiting) {
-        let place = self.0.partition_point(|other| other.ask.since <= waiting.ask.since);
+    pub(super) fn insert(&mut self, waiting: QueuedRead) {
+        let place = self.0.partition_point(|other| other.request.since <= waiting.request.since);
         self.0.insert(place, waiting);
     }
 
     /// Takes out the read at `place`.
-    pub(super) fn take(&mut self, place: usize) -> Option<Ask> {
-        self.0.remove(place).map(|waiting| waiting.ask)
+    pub(super) fn take(&mut self, place: usize) -> Option<ReadRequest> {
+        self.0.remove(place).map(|waiting| waiting.request)
     }
 
     /// Takes out a read that began to wait `timeout` ago or before.
-    pub(super) fn take_overdue(&mut self, timeout: Duration) -> Option<Ask> {
-        let is_overdue = |waiting: &Waiting| waiting.ask.since.elapsed() >= timeout;
+    pub(super) fn take_overdue(&mut self, timeout: Duration) -> Option<ReadRequest> {
+        let is_overdue = |waiting: &QueuedRead| waiting.request.since.elapsed() >= timeout;
         self.0.front().is_some_and(is_overdue).then(|| self.take(0)).flatten()
     }
 
     /// Whether a read that asked at `since`, and takes memory for `plan`, has to wait because
     /// an older one would never get what it needs if all others took theirs at once.
     pub(super) fn holds_back(&self, since: Instant, plan: &BlockPlan) -> bool {
-        let mut older = self.0.iter().take_while(|waiting| waiting.ask.since < since);
-        older.any(|Waiting { ask, reason }| {
-            let waits = ask.since.elapsed();
+        let mut older = self.0.iter().take_while(|waiting| waiting.request.since < since);
+        older.any(|QueuedRead { request, reason }| {
+            let waits = request.since.elapsed();
             waits >= PATIENCE
                 && match reason {
                     // Every other second: what a source that stalls has may not come back for
@@ -76,7 +76,7 @@ impl Queue {
     #[cfg(test)]
     pub(super) fn age_oldest(&mut self, waits: Duration) {
         if let Some(waiting) = self.0.front_mut() {
-            waiting.ask.since = Instant::now().checked_sub(waits).unwrap();
+            waiting.request.since = Instant::now().checked_sub(waits).unwrap();
         }
     }
 }

@@ -58,8 +58,8 @@ impl Fixture {
     fn put(&self, file: &Arc<CachedFile>, start: u64, since: Instant) {
         let buffer = Buffer::new(MIB as usize, self.budget.try_reserve(MIB).unwrap());
         let sources = file.reader.sources().into();
-        let data = Data::Ready(Arc::new(Loaded::Gathered(buffer)), sources);
-        let block = Block { end: start + MIB, asked: 0, ahead: true, left: false, data };
+        let data = Data::Ready(Arc::new(Block::Gathered(buffer)), sources);
+        let block = CachedBlock { end: start + MIB, asked: 0, ahead: true, left: false, data };
         let mut state = self.state();
         state.of(file).last_read = since;
         state.of(file).blocks.insert(start, block);

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::coverage::{self, Covered, Found};
-use super::heads::{Stored, Tensors};
+use super::coverage::{self, Covered, FoundPiece};
+use super::heads::{HeadTensors, Stored};
 use super::name_order::{self, Ref};
-use super::tensors::{Builder, Cut, ROWS_MAX};
+use super::tensors::{BoxSlice, Builder, ROWS_MAX};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::dcp;
@@ -22,7 +22,7 @@ pub(super) fn of_whole_tensors(
 ) -> Result<Catalog, Fault> {
     let shards = sorted(shards);
     let mut catalog = empty_catalog(&shards)?;
-    let tensors: Vec<Tensors<'_>> = shards.iter().map(|shard| shard.header.tensors()).collect();
+    let tensors: Vec<HeadTensors<'_>> = shards.iter().map(|shard| shard.header.tensors()).collect();
     let name = |one: &Ref| tensors[one.shard as usize].name(one.at as usize);
     let mut refs = refs_by_name(&tensors, &name);
     let wrong = map.and_then(|map| {
@@ -87,8 +87,8 @@ pub(super) fn of_dcp_shards(
 }
 
 /// All tensors or pieces of the shards, by name, then in the order of shards and files.
-fn refs_by_name<'a>(tensors: &[Tensors<'a>], name: &impl Fn(&Ref) -> &'a str) -> Vec<Ref> {
-    let mut refs = Vec::with_capacity(tensors.iter().map(Tensors::len).sum());
+fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str) -> Vec<Ref> {
+    let mut refs = Vec::with_capacity(tensors.iter().map(HeadTensors::len).sum());
     for (shard, tensors) in tensors.iter().enumerate() {
         refs.extend((0..tensors.len()).map(|at| Ref::new(shard, at)));
     }
@@ -97,7 +97,7 @@ fn refs_by_name<'a>(tensors: &[Tensors<'a>], name: &impl Fn(&Ref) -> &'a str) ->
 }
 
 /// The only piece of a tensor, where it plainly is all of it; and whether the note says the shape.
-fn alone<'a>(same: &[Ref], pieces: &[Tensors<'a>]) -> Option<(Stored<'a>, bool)> {
+fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bool)> {
     let [one] = same else { return None };
     let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
     let (stored, place) = (pieces.get(at), pieces.place(at));
@@ -106,18 +106,18 @@ fn alone<'a>(same: &[Ref], pieces: &[Tensors<'a>]) -> Option<(Stored<'a>, bool)>
     whole.then_some((stored, place.whole_shape.is_some()))
 }
 
-fn found(one: &Ref, pieces: &[Tensors<'_>]) -> Found {
+fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
     let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
     let (Stored { dtype, shape, start, .. }, place) = (pieces.get(at), pieces.place(at));
     // Checked with the header: it ends in its file.
     let len = dtype.bits_of(shape).unwrap_or(0) / 8;
-    let cut = Cut {
+    let box_id = BoxSlice {
         shard: ShardId(one.shard),
         range: start..start + len,
         offset: place.offset.to_vec(),
         shape: shape.to_vec(),
     };
-    Found { dtype, cut, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
+    FoundPiece { dtype, box_id, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
 }
 
 /// The beginning of a name that ends in a number and its separator.
@@ -129,7 +129,7 @@ fn before_number(name: &str) -> Option<&str> {
 
 /// Refuses an entry whose note has lost the name of its tensor: one that is numbered like the
 /// pieces of a tensor, but stands for a tensor of its own.
-fn check_names(shards: &[&ShardHeader], pieces: &[Tensors<'_>]) -> Result<(), Fault> {
+fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<(), Fault> {
     let entries = || {
         let shards = shards.iter().zip(pieces);
         shards.flat_map(|(shard, pieces)| {

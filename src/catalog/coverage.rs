@@ -5,16 +5,16 @@
 
 use std::collections::HashMap;
 
-use super::tensors::Cut;
+use super::tensors::BoxSlice;
 use super::tiling::{Flaw, contains, flaw, hole_end};
 use super::{ShardId, Tensor, named_some};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 
 /// A piece of a tensor as its shard describes it.
-pub(super) struct Found {
+pub(super) struct FoundPiece {
     pub(super) dtype: Dtype,
-    pub(super) cut: Cut,
+    pub(super) box_id: BoxSlice,
     /// The shape of the whole tensor, where the shard records it.
     pub(super) whole_shape: Option<Vec<u64>>,
 }
@@ -26,19 +26,19 @@ pub(super) struct Covered {
     /// Whether a shard records the shape, so that it need not be inferred from the pieces.
     pub(super) shape_recorded: bool,
     /// By shard and offset.
-    pub(super) pieces: Vec<Cut>,
-    pub(super) replicas: Vec<Cut>,
+    pub(super) pieces: Vec<BoxSlice>,
+    pub(super) replicas: Vec<BoxSlice>,
 }
 
 /// Proves that `found` (in shard order, at least one) is a tensor, and makes it.
 pub(super) fn prove<'a>(
-    found: Vec<Found>,
+    found: Vec<FoundPiece>,
     shard_name: impl Fn(ShardId) -> &'a str,
 ) -> Result<Covered, Fault> {
     let dtype = found[0].dtype;
     agree(&found, &shard_name)?;
     let recorded = recorded_shape(&found, &shard_name)?;
-    let mut pieces: Vec<Cut> = found.into_iter().map(|found| found.cut).collect();
+    let mut pieces: Vec<BoxSlice> = found.into_iter().map(|found| found.box_id).collect();
     let first_shard = shard_name(pieces[0].shard);
     let reached = reach(&pieces);
     let shape_recorded = recorded.is_some();
@@ -50,8 +50,11 @@ pub(super) fn prove<'a>(
     pieces.sort_by_key(|piece| (piece.shard, piece.range.start));
     if bits == 0 {
         pieces.truncate(1);
-        let whole =
-            vec![Cut { offset: vec![0; shape.len()], shape: shape.clone(), ..pieces.remove(0) }];
+        let whole = vec![BoxSlice {
+            offset: vec![0; shape.len()],
+            shape: shape.clone(),
+            ..pieces.remove(0)
+        }];
         return Ok(Covered { dtype, shape, shape_recorded, pieces: whole, replicas: Vec::new() });
     }
     let shards: Vec<ShardId> = pieces.iter().map(|piece| piece.shard).collect();
@@ -99,11 +102,11 @@ pub(super) fn check_known<'a>(
     fault(ErrorKind::DcpHole, message)
 }
 
-fn agree<'a>(found: &[Found], shard_name: &impl Fn(ShardId) -> &'a str) -> Result<(), Fault> {
-    let (first, first_shard) = (&found[0], shard_name(found[0].cut.shard));
+fn agree<'a>(found: &[FoundPiece], shard_name: &impl Fn(ShardId) -> &'a str) -> Result<(), Fault> {
+    let (first, first_shard) = (&found[0], shard_name(found[0].box_id.shard));
     for other in &found[1..] {
-        let shard = shard_name(other.cut.shard);
-        let (rank, first_rank) = (other.cut.shape.len(), first.cut.shape.len());
+        let shard = shard_name(other.box_id.shard);
+        let (rank, first_rank) = (other.box_id.shape.len(), first.box_id.shape.len());
         if rank != first_rank {
             let message = format!("{first_rank} dimensions in {first_shard}, {rank} in {shard}");
             return Err(Fault::new(ErrorKind::DcpRank, message).in_file(shard));
@@ -119,18 +122,18 @@ fn agree<'a>(found: &[Found], shard_name: &impl Fn(ShardId) -> &'a str) -> Resul
 /// The shape that the shards record for the whole tensor, if any does. All that do agree, and
 /// hold all pieces.
 fn recorded_shape<'a>(
-    found: &[Found],
+    found: &[FoundPiece],
     shard_name: &impl Fn(ShardId) -> &'a str,
 ) -> Result<Option<Vec<u64>>, Fault> {
-    let mut recorded = found.iter().filter_map(|f| Some((f.whole_shape.as_ref()?, f.cut.shard)));
+    let mut recorded = found.iter().filter_map(|f| Some((f.whole_shape.as_ref()?, f.box_id.shard)));
     let Some((shape, first)) = recorded.next() else { return Ok(None) };
     if let Some((other, shard)) = recorded.find(|(other, _)| *other != shape) {
         let (first, shard) = (shard_name(first), shard_name(shard));
         let message = format!("global_shape is {shape:?} in {first}, {other:?} in {shard}");
         return Err(Fault::new(ErrorKind::DcpInfo, message).in_file(shard));
     }
-    let outside = |cut: &Cut| ends(cut).zip(shape).any(|(end, size)| end > *size);
-    if let Some(piece) = found.iter().map(|found| &found.cut).find(|cut| outside(cut)) {
+    let outside = |box_id: &BoxSlice| ends(box_id).zip(shape).any(|(end, size)| end > *size);
+    if let Some(piece) = found.iter().map(|found| &found.box_id).find(|box_id| outside(box_id)) {
         let (first, shard) = (shard_name(first), shard_name(piece.shard));
         let place = shown(&bounds(piece));
         let message = format!("box {place} in {shard} passes global_shape {shape:?} of {first}");
@@ -140,13 +143,13 @@ fn recorded_shape<'a>(
 }
 
 /// The end of a piece in each dimension.
-fn ends(piece: &Cut) -> impl Iterator<Item = u64> {
+fn ends(piece: &BoxSlice) -> impl Iterator<Item = u64> {
     // No overflow: `dcp::placements` has checked each sum.
     piece.offset.iter().zip(&piece.shape).map(|(first, size)| first + size)
 }
 
 /// The smallest shape that holds all pieces: that of the tensor, unless its end is lost.
-fn reach(pieces: &[Cut]) -> Vec<u64> {
+fn reach(pieces: &[BoxSlice]) -> Vec<u64> {
     let mut shape: Vec<u64> = ends(&pieces[0]).collect();
     for piece in &pieces[1..] {
         shape.iter_mut().zip(ends(piece)).for_each(|(max, end)| *max = end.max(*max));
@@ -157,9 +160,9 @@ fn reach(pieces: &[Cut]) -> Vec<u64> {
 /// Takes pieces whose box stands earlier in the list, which is by shard, out of it. Savers write a
 /// box once in a file: twice is refused, as nothing tells which one is meant.
 fn split_replicas<'a>(
-    pieces: &mut Vec<Cut>,
+    pieces: &mut Vec<BoxSlice>,
     shard_name: &impl Fn(ShardId) -> &'a str,
-) -> Result<Vec<Cut>, Fault> {
+) -> Result<Vec<BoxSlice>, Fault> {
     let mut last_shard = HashMap::new();
     let mut replicas = Vec::new();
     let mut doubled = None;
@@ -180,14 +183,14 @@ fn split_replicas<'a>(
 }
 
 /// A box as (first, end) per dimension.
-type Bounds = Vec<(u64, u64)>;
+type BoxBounds = Vec<(u64, u64)>;
 
-fn bounds(piece: &Cut) -> Bounds {
+fn bounds(piece: &BoxSlice) -> BoxBounds {
     piece.offset.iter().copied().zip(ends(piece)).collect()
 }
 
 /// A box as Python slices it: `[0:4, 2:6]`.
-fn shown(bounds: &Bounds) -> String {
+fn shown(bounds: &BoxBounds) -> String {
     let dims: Vec<String> = bounds.iter().map(|(first, end)| format!("{first}:{end}")).collect();
     format!("[{}]", dims.join(", "))
 }
@@ -195,7 +198,7 @@ fn shown(bounds: &Bounds) -> String {
 /// Two of `pieces` hold the element `place`.
 fn overlap<'a>(
     shape: &[u64],
-    pieces: &[Cut],
+    pieces: &[BoxSlice],
     place: &[u64],
     shard_name: &impl Fn(ShardId) -> &'a str,
 ) -> Fault {
@@ -204,7 +207,7 @@ fn overlap<'a>(
         return Fault::new(ErrorKind::DcpOverlap, format!("pieces of shape {shape:?} overlap"));
     };
     let both = bounds(a).into_iter().zip(bounds(b));
-    let both: Bounds = both.map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
+    let both: BoxBounds = both.map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
     let message = format!(
         "elements {} of shape {shape:?} lie in {} (box {}) and in {} (box {})",
         shown(&both),
@@ -221,7 +224,7 @@ fn overlap<'a>(
 fn hole<'a>(
     shape: &[u64],
     reached: &[u64],
-    pieces: &[Cut],
+    pieces: &[BoxSlice],
     place: Option<Vec<u64>>,
     mut shards: Vec<ShardId>,
     shard_name: &impl Fn(ShardId) -> &'a str,

@@ -7,9 +7,9 @@ use std::sync::{Arc, OnceLock};
 
 use crate::dtype::Dtype;
 use crate::error::Fault;
-use crate::format::dcp::{self, Placement};
-use crate::format::flat::Flat;
-use crate::format::safetensors::{Header, PREFIX_LEN};
+use crate::format::dcp::{self, NotePlacement};
+use crate::format::safetensors::Header;
+use crate::format::{ShardDescription, TensorDescription};
 use crate::sync::Mutex;
 
 /// Marks what a note does not say.
@@ -19,15 +19,15 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub struct Heads {
     /// None once they are looked at.
-    filling: Mutex<Option<Columns>>,
-    filled: OnceLock<Columns>,
+    filling: Mutex<Option<HeadColumns>>,
+    filled: OnceLock<HeadColumns>,
     /// Whether the text of a sharding note stays, as the metadata of a file that is shown alone.
     keeps_notes: bool,
 }
 
 /// Lists of numbers, each kept once.
 #[derive(Debug, Default)]
-struct Pool {
+struct NumberPool {
     numbers: Vec<u64>,
     ends: Vec<u64>,
     known: HashMap<Vec<u64>, u32>,
@@ -35,28 +35,28 @@ struct Pool {
 
 /// Strings one after another.
 #[derive(Debug, Default)]
-struct Texts {
+struct TextPool {
     bytes: String,
     ends: Vec<u64>,
 }
 
 #[derive(Debug, Default)]
-struct Columns {
-    names: Texts,
+struct HeadColumns {
+    names: TextPool,
     dtypes: Vec<Dtype>,
     /// Numbers of lists in `lists`.
     shapes: Vec<u32>,
-    /// First bytes, from the end of the header on.
+    /// First bytes in the shard.
     starts: Vec<u64>,
-    lists: Pool,
+    lists: NumberPool,
     /// Of files with a sharding note.
-    places: Vec<Place>,
-    logical_names: Texts,
+    places: Vec<NotePlace>,
+    logical_names: TextPool,
 }
 
 /// What a sharding note says of one tensor: numbers in `lists` and `logical_names`, or `NONE`.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct NotePlace {
     offset: u32,
     whole_shape: u32,
     logical_name: u32,
@@ -70,8 +70,8 @@ pub struct Head {
     tensors: Range<usize>,
     /// The free-form strings, where the file has any.
     pub metadata: Option<BTreeMap<String, String>>,
-    /// Length of the header with its padding; data begins at `8 + header_len`.
-    pub header_len: u64,
+    /// The bytes of the shard that describe the others, ascending.
+    pub described: Vec<Range<u64>>,
     note: Option<Result<Note, Fault>>,
 }
 
@@ -86,12 +86,11 @@ struct Note {
 
 /// The tensors of a header, to be looked at.
 #[derive(Clone, Copy)]
-pub(super) struct Tensors<'a> {
-    columns: &'a Columns,
+pub(super) struct HeadTensors<'a> {
+    columns: &'a HeadColumns,
     first: usize,
     len: usize,
     first_place: usize,
-    data_start: u64,
 }
 
 /// A tensor, or a piece of one, as a shard holds it.
@@ -106,13 +105,13 @@ pub(super) struct Stored<'a> {
 
 /// What a sharding note says of a piece.
 #[derive(Clone, Copy)]
-pub(super) struct Placed<'a> {
+pub(super) struct NotedPlace<'a> {
     pub(super) logical_name: Option<&'a str>,
     pub(super) offset: &'a [u64],
     pub(super) whole_shape: Option<&'a [u64]>,
 }
 
-impl Pool {
+impl NumberPool {
     fn add(&mut self, list: &[u64]) -> u32 {
         if let Some(&id) = self.known.get(list) {
             return id;
@@ -129,7 +128,7 @@ impl Pool {
     }
 }
 
-impl Texts {
+impl TextPool {
     fn push(&mut self, text: &str) {
         self.bytes.push_str(text);
         self.ends.push(self.bytes.len() as u64);
@@ -153,49 +152,42 @@ impl Heads {
         Heads { keeps_notes: false, ..Heads::default() }
     }
 
-    /// Adds a header.
-    pub fn add(self: &Arc<Self>, header: Header) -> Head {
-        let placed = dcp::is_shard(header.metadata.as_ref()).then(|| dcp::placements(&header));
-        let mut flat = Flat::from(&header);
-        flat.metadata = header.metadata;
-        self.push(flat, placed)
+    /// Adds the description of a shard.
+    pub fn add(self: &Arc<Self>, mut shard: ShardDescription) -> Head {
+        let placed = dcp::is_shard(shard.metadata.as_ref()).then(|| {
+            let plain = dcp::plain_placements(&shard);
+            if plain.is_some() && !self.keeps_notes {
+                forget_note(&mut shard.metadata);
+            }
+            plain.map_or_else(|| dcp::placements(&shard), Ok)
+        });
+        self.push(shard, placed)
     }
 
-    /// Adds a header. None where its sharding note is not plain: it is for `add`.
-    pub fn add_flat(self: &Arc<Self>, mut flat: Flat) -> Option<Head> {
-        let placed = match dcp::is_shard(flat.metadata.as_ref()) {
-            true => Some(Ok(dcp::plain_placements(&flat)?)),
-            false => None,
-        };
-        if !self.keeps_notes {
-            forget_note(&mut flat.metadata);
-        }
-        Some(self.push(flat, placed))
-    }
-
-    fn push(self: &Arc<Self>, flat: Flat, placed: Option<Result<Vec<Placement>, Fault>>) -> Head {
+    fn push(
+        self: &Arc<Self>,
+        shard: ShardDescription,
+        placed: Option<Result<Vec<NotePlacement>, Fault>>,
+    ) -> Head {
         let mut filling = self.filling.lock();
         let Some(columns) = filling.as_mut() else {
             drop(filling);
             // These are being looked at already.
-            return Arc::new(Heads::default()).push(flat, placed);
+            return Arc::new(Heads::default()).push(shard, placed);
         };
-        let tensors = columns.push(&flat);
+        let tensors = columns.push(&shard);
         let note = placed.map(|placed| {
             placed.map(|places| Note {
-                is_whole: dcp::are_whole(
-                    &places,
-                    flat.tensors().map(|(n, _, shape, _)| (n, shape)),
-                ),
+                is_whole: dcp::are_whole(&places, shard.tensors().map(|t| (t.name, t.shape))),
                 records_shapes: places.iter().all(|place| place.whole_shape.is_some()),
                 first_place: columns.push_places(&places),
             })
         });
-        let Flat { metadata, header_len, .. } = flat;
-        Head { heads: self.clone(), tensors, metadata, header_len, note }
+        let ShardDescription { metadata, described, .. } = shard;
+        Head { heads: self.clone(), tensors, metadata, described, note }
     }
 
-    fn columns(&self) -> &Columns {
+    fn columns(&self) -> &HeadColumns {
         self.filled.get_or_init(|| {
             let mut filling = self.filling.lock();
             let mut columns = filling.take().unwrap_or_default();
@@ -208,18 +200,18 @@ impl Heads {
 impl Default for Heads {
     fn default() -> Heads {
         Heads {
-            filling: Mutex::new(Some(Columns::default())),
+            filling: Mutex::new(Some(HeadColumns::default())),
             filled: OnceLock::new(),
             keeps_notes: true,
         }
     }
 }
 
-impl Columns {
-    fn push(&mut self, flat: &Flat) -> Range<usize> {
+impl HeadColumns {
+    fn push(&mut self, shard: &ShardDescription) -> Range<usize> {
         let first = self.starts.len();
         let mut before: (&[u64], u32) = (&[], NONE);
-        for (name, dtype, shape, start) in flat.tensors() {
+        for TensorDescription { name, dtype, shape, start } in shard.tensors() {
             self.names.push(name);
             self.dtypes.push(dtype);
             if before.1 == NONE || before.0 != shape {
@@ -231,16 +223,16 @@ impl Columns {
         first..self.starts.len()
     }
 
-    fn push_places(&mut self, places: &[Placement]) -> usize {
+    fn push_places(&mut self, places: &[NotePlacement]) -> usize {
         let first = self.places.len();
-        for Placement { logical_name, offset, whole_shape } in places {
+        for NotePlacement { logical_name, offset, whole_shape } in places {
             let logical_name = logical_name.as_ref().map_or(NONE, |name| {
                 self.logical_names.push(name);
                 self.logical_names.ends.len() as u32 - 1
             });
             let offset = self.lists.add(offset);
             let whole_shape = whole_shape.as_ref().map_or(NONE, |shape| self.lists.add(shape));
-            self.places.push(Place { offset, whole_shape, logical_name });
+            self.places.push(NotePlace { offset, whole_shape, logical_name });
         }
         first
     }
@@ -255,14 +247,14 @@ fn forget_note(metadata: &mut Option<BTreeMap<String, String>>) {
 
 impl From<Header> for Arc<Head> {
     fn from(header: Header) -> Arc<Head> {
-        Arc::new(Arc::new(Heads::default()).add(header))
+        Arc::new(Arc::new(Heads::default()).add(header.into()))
     }
 }
 
 impl Head {
-    /// Offset in the file at which tensor data begins.
-    pub fn data_start(&self) -> u64 {
-        PREFIX_LEN + self.header_len
+    /// Length of its description in bytes.
+    pub fn description_len(&self) -> u64 {
+        self.described.iter().map(|range| range.end - range.start).sum()
     }
 
     /// Number of tensors and pieces.
@@ -295,23 +287,23 @@ impl Head {
     pub fn without_tensors(&self) -> Head {
         let mut metadata = self.metadata.clone();
         forget_note(&mut metadata);
-        let header_len = self.header_len;
-        Head { heads: Arc::default(), tensors: 0..0, metadata, header_len, note: None }
+        let described = self.described.clone();
+        Head { heads: Arc::default(), tensors: 0..0, metadata, described, note: None }
     }
 
     /// Its tensors, in data order.
-    pub(super) fn tensors(&self) -> Tensors<'_> {
+    pub(super) fn tensors(&self) -> HeadTensors<'_> {
         let first_place = match &self.note {
             Some(Ok(note)) => note.first_place,
             _ => 0,
         };
         let (first, len) = (self.tensors.start, self.tensors.len());
         let columns = self.heads.columns();
-        Tensors { columns, first, len, first_place, data_start: self.data_start() }
+        HeadTensors { columns, first, len, first_place }
     }
 
     /// Its tensors, each with what the note says of it.
-    pub(super) fn pieces(&self) -> Result<Tensors<'_>, Fault> {
+    pub(super) fn pieces(&self) -> Result<HeadTensors<'_>, Fault> {
         match &self.note {
             None => Err(dcp::no_note()),
             Some(Err(fault)) => Err(fault.clone()),
@@ -320,7 +312,7 @@ impl Head {
     }
 }
 
-impl<'a> Tensors<'a> {
+impl<'a> HeadTensors<'a> {
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -336,8 +328,7 @@ impl<'a> Tensors<'a> {
             name: self.name(at),
             dtype: self.columns.dtypes[row],
             shape: self.columns.lists.get(self.columns.shapes[row]),
-            // In range: the header was validated against the length of its file.
-            start: self.data_start + self.columns.starts[row],
+            start: self.columns.starts[row],
         }
     }
 
@@ -346,10 +337,10 @@ impl<'a> Tensors<'a> {
         self.columns.lists.get(self.columns.shapes[self.first + at]).len()
     }
 
-    pub(super) fn place(&self, at: usize) -> Placed<'a> {
+    pub(super) fn place(&self, at: usize) -> NotedPlace<'a> {
         let columns = self.columns;
-        let Place { offset, whole_shape, logical_name } = columns.places[self.first_place + at];
-        Placed {
+        let NotePlace { offset, whole_shape, logical_name } = columns.places[self.first_place + at];
+        NotedPlace {
             logical_name: (logical_name != NONE)
                 .then(|| columns.logical_names.get(logical_name as usize)),
             offset: columns.lists.get(offset),
@@ -368,28 +359,25 @@ impl<'a> Tensors<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::safetensors::Entry;
 
-    fn flat(name: &str) -> Flat {
-        let text =
-            format!("{{\"{name}\":{{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}}}");
-        let len = PREFIX_LEN + text.len() as u64 + 2;
-        Flat::parse(text.as_bytes(), len).unwrap_or_default()
+    fn shard(name: &str) -> ShardDescription {
+        let entry =
+            Entry { name: name.to_owned(), dtype: Dtype::U8, shape: vec![2], data_offsets: 0..2 };
+        Header { metadata: None, tensors: vec![entry], header_len: 40 }.into()
     }
 
     #[test]
     fn a_header_that_comes_after_the_first_look_is_kept_apart_and_none_is_lost() {
         let heads = Arc::new(Heads::default());
-        let add = |name| heads.add_flat(flat(name)).map(|head| (name, head));
-        let mut all: Vec<(&str, Head)> = ["a", "b"].into_iter().filter_map(add).collect();
+        let add = |name| (name, heads.add(shard(name)));
+        let mut all: Vec<(&str, Head)> = ["a", "b"].into_iter().map(add).collect();
         assert_eq!(all[1].1.tensors().name(0), "b");
-        all.extend(add("c"));
+        all.push(add("c"));
         assert_eq!(all.len(), 3);
         for (name, head) in &all {
             let stored = head.tensors().get(0);
-            assert_eq!(
-                (stored.name, stored.shape, stored.start),
-                (*name, &[2][..], head.data_start())
-            );
+            assert_eq!((stored.name, stored.shape, stored.start), (*name, &[2][..], 48));
             assert!(head.without_tensors().is_empty() && !head.is_empty());
         }
     }
@@ -399,12 +387,12 @@ mod tests {
         let noted = || {
             let note = r#"{"a":{"saved_offsets":[0],"global_shape":[2]}}"#;
             let metadata = BTreeMap::from([(dcp::SHARDING_INFO.to_owned(), note.to_owned())]);
-            let mut flat = flat("a");
-            flat.metadata = Some(metadata);
-            flat
+            let mut shard = shard("a");
+            shard.metadata = Some(metadata);
+            shard
         };
         for (heads, len) in [(Heads::default(), 46), (Heads::without_notes(), 0)] {
-            let Some(head) = Arc::new(heads).add_flat(noted()) else { unreachable!() };
+            let head = Arc::new(heads).add(noted());
             assert!(head.is_noted() && head.is_whole() && head.records_shapes());
             assert_eq!(head.metadata.as_ref().map(|map| map[dcp::SHARDING_INFO].len()), Some(len));
             assert!(head.without_tensors().is_noted());

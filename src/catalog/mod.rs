@@ -12,6 +12,7 @@ pub(crate) mod tensors;
 mod tiling;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{ErrorKind, Fault};
@@ -19,7 +20,7 @@ use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
 
 pub use heads::{Head, Heads};
-use tensors::Tensors;
+use tensors::TensorColumns;
 pub use tensors::{Piece, Tensor};
 
 /// Position of a shard in `Catalog::shards`.
@@ -33,14 +34,25 @@ pub struct Shard {
     pub name: String,
     /// Length of the file in bytes.
     pub file_len: u64,
-    /// Offset at which tensor data begins.
-    pub data_start: u64,
+    /// The bytes that describe the others, ascending. All others are data.
+    pub described: Vec<Range<u64>>,
 }
 
 impl Shard {
+    /// End of the last bytes that describe the others.
+    pub fn description_end(&self) -> u64 {
+        self.described.last().map_or(0, |range| range.end)
+    }
+
+    /// Whether `range` has bytes that describe the others.
+    #[inline]
+    pub fn is_description(&self, range: &Range<u64>) -> bool {
+        self.described.iter().any(|own| range.start < own.end && own.start < range.end)
+    }
+
     fn of(shard: &ShardHeader) -> Shard {
         let (name, file_len) = (shard.name.clone(), shard.file_len);
-        Shard { name, file_len, data_start: shard.header.data_start() }
+        Shard { name, file_len, described: shard.header.described.clone() }
     }
 }
 
@@ -50,7 +62,7 @@ pub struct Catalog {
     /// Its files, numerically by name.
     pub shards: Vec<Shard>,
     /// Shared by the catalogs of files that are links to one inode.
-    pub(crate) columns: Arc<Tensors>,
+    pub(crate) columns: Arc<TensorColumns>,
     /// The metadata of all shards, merged; without the keys that describe sharding. None where no
     /// shard has other ones, or an empty map.
     pub metadata: Option<Arc<BTreeMap<String, String>>>,

@@ -43,17 +43,17 @@ impl Lists {
 
 /// A piece: where it lies, and which box of the tensor it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
+pub(crate) struct PieceRow {
     pub(crate) shard: ShardId,
     /// Number of its box, or `WHOLE`.
-    pub(crate) cut: u32,
+    pub(crate) box_id: u32,
     /// First byte in the shard.
     pub(crate) start: u64,
 }
 
 /// The columns. Those of tensors are by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tensors {
+pub(crate) struct TensorColumns {
     /// All names, one after another.
     pub(crate) names: String,
     /// Where in `names` each name ends.
@@ -62,11 +62,11 @@ pub(crate) struct Tensors {
     pub(crate) shapes: Vec<ListId>,
     /// Where in `pieces` the pieces of each tensor end.
     pub(crate) piece_ends: Vec<u32>,
-    pub(crate) pieces: Vec<Row>,
+    pub(crate) pieces: Vec<PieceRow>,
     /// Further copies of pieces, with the position of their tensor, in its order.
-    pub(crate) replicas: Vec<(u32, Row)>,
+    pub(crate) replicas: Vec<(u32, PieceRow)>,
     /// Boxes: offset and shape.
-    pub(crate) cuts: Vec<(ListId, ListId)>,
+    pub(crate) boxes: Vec<(ListId, ListId)>,
     pub(crate) lists: Lists,
     /// As many zeros as the longest shape has dimensions: the offset of whole pieces.
     pub(crate) zeros: Vec<u64>,
@@ -83,7 +83,7 @@ pub struct Tensor<'a> {
     pub shape: &'a [u64],
     /// Length in bytes.
     pub len: u64,
-    columns: &'a Tensors,
+    columns: &'a TensorColumns,
     at: u32,
 }
 
@@ -112,7 +112,7 @@ impl Piece<'_> {
     }
 }
 
-impl Tensors {
+impl TensorColumns {
     pub(crate) fn len(&self) -> usize {
         self.name_ends.len()
     }
@@ -167,7 +167,7 @@ impl<'a> Tensor<'a> {
         self.piece(&self.rows()[0])
     }
 
-    fn rows(&self) -> &'a [Row] {
+    fn rows(&self) -> &'a [PieceRow] {
         let (columns, at) = (self.columns, self.at as usize);
         let start = if at == 0 { 0 } else { columns.piece_ends[at - 1] };
         &columns.pieces[start as usize..columns.piece_ends[at] as usize]
@@ -182,9 +182,9 @@ impl<'a> Tensor<'a> {
         all[start..end].iter().map(move |(_, row)| tensor.piece(row))
     }
 
-    fn piece(&self, row: &Row) -> Piece<'a> {
+    fn piece(&self, row: &PieceRow) -> Piece<'a> {
         let columns = self.columns;
-        let (offset, shape) = match columns.cuts.get(row.cut as usize) {
+        let (offset, shape) = match columns.boxes.get(row.box_id as usize) {
             Some(&(offset, shape)) => (columns.lists.get(offset), columns.lists.get(shape)),
             None => (&columns.zeros[..self.shape.len()], self.shape),
         };
@@ -207,7 +207,7 @@ impl fmt::Debug for Tensor<'_> {
 
 /// A piece as it comes from a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct BoxSlice {
     pub(super) shard: ShardId,
     /// Bytes in the shard file, absolute.
     pub(super) range: Range<u64>,
@@ -218,9 +218,9 @@ pub(super) struct Cut {
 /// Fills columns.
 #[derive(Default)]
 pub(super) struct Builder {
-    columns: Tensors,
+    columns: TensorColumns,
     known_lists: HashMap<Vec<u64>, ListId>,
-    known_cuts: HashMap<(ListId, ListId), u32>,
+    known_boxes: HashMap<(ListId, ListId), u32>,
 }
 
 impl Builder {
@@ -244,16 +244,16 @@ impl Builder {
         name: &str,
         dtype: Dtype,
         shape: &[u64],
-        pieces: &[Cut],
-        replicas: &[Cut],
+        pieces: &[BoxSlice],
+        replicas: &[BoxSlice],
     ) {
         let at = self.columns.len() as u32;
-        for cut in pieces {
-            let row = self.row(cut, shape);
+        for box_id in pieces {
+            let row = self.row(box_id, shape);
             self.columns.pieces.push(row);
         }
-        for cut in replicas {
-            let row = self.row(cut, shape);
+        for box_id in replicas {
+            let row = self.row(box_id, shape);
             self.columns.replicas.push((at, row));
         }
         self.push_head(name, dtype, shape);
@@ -267,7 +267,7 @@ impl Builder {
         shape: &[u64],
         (shard, start): (ShardId, u64),
     ) {
-        self.columns.pieces.push(Row { shard, cut: WHOLE, start });
+        self.columns.pieces.push(PieceRow { shard, box_id: WHOLE, start });
         self.push_head(name, dtype, shape);
     }
 
@@ -284,23 +284,27 @@ impl Builder {
         }
     }
 
-    pub(super) fn finish(self) -> Tensors {
+    pub(super) fn finish(self) -> TensorColumns {
         self.columns
     }
 
-    fn row(&mut self, cut: &Cut, whole: &[u64]) -> Row {
-        Row { shard: cut.shard, cut: self.cut(cut, whole), start: cut.range.start }
+    fn row(&mut self, box_id: &BoxSlice, whole: &[u64]) -> PieceRow {
+        PieceRow {
+            shard: box_id.shard,
+            box_id: self.box_id(box_id, whole),
+            start: box_id.range.start,
+        }
     }
 
-    fn cut(&mut self, cut: &Cut, whole: &[u64]) -> u32 {
-        if cut.shape == whole {
+    fn box_id(&mut self, box_id: &BoxSlice, whole: &[u64]) -> u32 {
+        if box_id.shape == whole {
             return WHOLE;
         }
-        let key = (self.list(&cut.offset), self.list(&cut.shape));
+        let key = (self.list(&box_id.offset), self.list(&box_id.shape));
         let columns = &mut self.columns;
-        *self.known_cuts.entry(key).or_insert_with(|| {
-            columns.cuts.push(key);
-            columns.cuts.len() as u32 - 1
+        *self.known_boxes.entry(key).or_insert_with(|| {
+            columns.boxes.push(key);
+            columns.boxes.len() as u32 - 1
         })
     }
 

@@ -10,7 +10,7 @@
 
 use std::cmp::Ordering;
 
-use super::tensors::Cut;
+use super::tensors::BoxSlice;
 
 /// Most corners held at a time, 12 bytes each; and most for each box beside some: those of boxes
 /// that fill a shape mostly cancel out.
@@ -44,7 +44,7 @@ struct Corner {
 
 /// The boxes, the shape, and the dimensions that matter.
 struct Boxes<'a> {
-    boxes: &'a [Cut],
+    boxes: &'a [BoxSlice],
     shape: &'a [u64],
     /// Dimensions in which not every box has the whole extent.
     dims: Vec<usize>,
@@ -52,7 +52,7 @@ struct Boxes<'a> {
 
 /// The first flaw of `boxes`, which have elements and lie in `shape`; `None` where they fill it.
 /// Adds to `steps` how many pairs of corners or boxes were compared.
-pub(super) fn flaw(boxes: &[Cut], shape: &[u64], steps: &mut u64) -> Option<Flaw> {
+pub(super) fn flaw(boxes: &[BoxSlice], shape: &[u64], steps: &mut u64) -> Option<Flaw> {
     let is_cut = |dim: &usize| boxes.iter().any(|piece| piece.shape[*dim] != shape[*dim]);
     let dims: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
     let all = Boxes { boxes, shape, dims };
@@ -163,13 +163,13 @@ impl Boxes<'_> {
 }
 
 /// Whether the element `place` lies in `piece`.
-pub(super) fn contains(piece: &Cut, place: &[u64]) -> bool {
+pub(super) fn contains(piece: &BoxSlice, place: &[u64]) -> bool {
     let mut dims = piece.offset.iter().zip(&piece.shape).zip(place);
     dims.all(|((first, size), place)| first <= place && place - first < *size)
 }
 
 /// End of a box of elements that lie in none of `boxes`, from the first such element on.
-pub(super) fn hole_end(boxes: &[Cut], shape: &[u64], place: &[u64]) -> Vec<u64> {
+pub(super) fn hole_end(boxes: &[BoxSlice], shape: &[u64], place: &[u64]) -> Vec<u64> {
     let mut end: Vec<u64> = place.iter().map(|first| first + 1).collect();
     for dim in (0..shape.len()).rev() {
         let in_the_way = boxes.iter().filter(|piece| {
@@ -192,12 +192,12 @@ mod tests {
     use super::super::ShardId;
     use super::*;
 
-    fn piece(offset: &[u64], shape: &[u64]) -> Cut {
-        Cut { shard: ShardId(0), range: 0..0, offset: offset.to_vec(), shape: shape.to_vec() }
+    fn piece(offset: &[u64], shape: &[u64]) -> BoxSlice {
+        BoxSlice { shard: ShardId(0), range: 0..0, offset: offset.to_vec(), shape: shape.to_vec() }
     }
 
     /// How often each element of `shape` is covered, in row-major order.
-    fn counts(boxes: &[Cut], shape: &[u64]) -> Vec<(Vec<u64>, usize)> {
+    fn counts(boxes: &[BoxSlice], shape: &[u64]) -> Vec<(Vec<u64>, usize)> {
         let mut places = vec![Vec::new()];
         for &size in shape {
             let longer = |place: &Vec<u64>| {
@@ -211,7 +211,7 @@ mod tests {
     }
 
     /// Boxes of a shape: some cut it by halving again and again, some are changed afterwards.
-    fn boxes() -> impl Strategy<Value = (Vec<u64>, Vec<Cut>)> {
+    fn boxes() -> impl Strategy<Value = (Vec<u64>, Vec<BoxSlice>)> {
         let shape = prop::collection::vec(1u64..5, 0..5);
         let cuts = prop::collection::vec((any::<u8>(), any::<u8>(), any::<u8>()), 0..12);
         let spoilt = prop::collection::vec((any::<u8>(), any::<u8>(), 0u8..4), 0..3);
@@ -278,7 +278,7 @@ mod tests {
 
     /// `side` times an upright strip and the rest of the row beside it: all strips are open below
     /// each other, and so are all rows seen from the side.
-    fn staircase(side: u64) -> Vec<Cut> {
+    fn staircase(side: u64) -> Vec<BoxSlice> {
         let strip = |n| piece(&[n, n], &[side - n, 1]);
         let row = |n| piece(&[n, n + 1], &[1, side - n - 1]);
         (0..side).map(strip).chain((0..side - 1).map(row)).collect()
@@ -291,7 +291,7 @@ mod tests {
             let far = |n: u64| {
                 (0..dims).map(move |dim| (n * (dim + 3) + n / 7) % (size - 1)).collect::<Vec<_>>()
             };
-            let boxes: Vec<Cut> =
+            let boxes: Vec<BoxSlice> =
                 (0..4000).map(|n| piece(&far(n), &vec![1; dims as usize])).collect();
             let mut steps = 0;
             assert!(flaw(&boxes, &vec![size; dims as usize], &mut steps).is_some());
@@ -348,7 +348,7 @@ mod tests {
         // Each box is cut off along another dimension: 2^40 corners.
         let dims = 40;
         let shape = vec![2; dims];
-        let mut boxes: Vec<Cut> = Vec::new();
+        let mut boxes: Vec<BoxSlice> = Vec::new();
         let mut rest = piece(&vec![0; dims], &shape);
         for dim in 0..dims {
             let mut half = rest.clone();

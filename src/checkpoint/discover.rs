@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::catalog::Heads;
 use crate::error::{Error, ErrorKind, Fault, Result};
-use crate::format::Format;
+use crate::format::OutputFormat;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::open_options::Prefer;
@@ -14,13 +14,13 @@ use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
 
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
-use super::load::{Loaded, Unread, named_in, open_links, read_text};
+use super::load::{OpenShard, Unread, named_in, open_links, read_text};
 use super::openers::map_files;
 use super::tree::{File, Folder};
 
 /// What makes the files of a set belong together, first match first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum SetKind {
     /// Shards that say which part of each tensor they hold.
     Dcp,
     /// Shards named by a weight map.
@@ -33,41 +33,47 @@ pub enum Kind {
     Bintensors,
 }
 
-impl Kind {
+impl SetKind {
     /// The kind that a word of `as_str` means.
-    pub(super) fn from_word(word: &str) -> Option<Kind> {
-        let kinds = [Kind::Dcp, Kind::WeightMap, Kind::Numbered, Kind::Single, Kind::Bintensors];
+    pub(super) fn from_word(word: &str) -> Option<SetKind> {
+        let kinds = [
+            SetKind::Dcp,
+            SetKind::WeightMap,
+            SetKind::Numbered,
+            SetKind::Single,
+            SetKind::Bintensors,
+        ];
         kinds.into_iter().find(|kind| kind.as_str() == word)
     }
 
     /// The word used in output.
     pub fn as_str(self) -> &'static str {
         match self {
-            Kind::Dcp => "dcp",
-            Kind::WeightMap => "weight_map",
-            Kind::Numbered => "numbered",
-            Kind::Single => "single",
-            Kind::Bintensors => "bintensors",
+            SetKind::Dcp => "dcp",
+            SetKind::WeightMap => "weight_map",
+            SetKind::Numbered => "numbered",
+            SetKind::Single => "single",
+            SetKind::Bintensors => "bintensors",
         }
     }
 
     /// Whether it is one file, in whatever format.
     pub(super) fn is_one_file(self) -> bool {
-        matches!(self, Kind::Single | Kind::Bintensors)
+        matches!(self, SetKind::Single | SetKind::Bintensors)
     }
 
     /// Whether a set of this kind that is shown as `format` is a file that is served as it
     /// stands.
-    pub(super) fn stands_as(self, format: Format) -> bool {
-        self == Kind::Single && format == Format::Safetensors
+    pub(super) fn stands_as(self, format: OutputFormat) -> bool {
+        self == SetKind::Single && format == OutputFormat::Safetensors
     }
 }
 
 /// The weight files of a folder, opened; those that could not be, with the reason.
-pub(super) type Weights = BTreeMap<String, Result<Loaded>>;
+pub(super) type Weights = BTreeMap<String, Result<OpenShard>>;
 
 /// Whether the file says of its tensors where in whole ones they lie.
-pub(super) fn is_noted(loaded: &Loaded) -> bool {
+pub(super) fn is_noted(loaded: &OpenShard) -> bool {
     loaded.shard.header.is_noted()
 }
 
@@ -75,7 +81,7 @@ pub(super) fn is_noted(loaded: &Loaded) -> bool {
 pub(super) struct Candidate {
     /// Name of the file that it is shown as.
     pub(super) output: String,
-    pub(super) kind: Kind,
+    pub(super) kind: SetKind,
     /// Names of its weight files.
     pub(super) members: BTreeSet<String>,
     /// Names that nothing else may show: of its weight maps, and what a bad one names.
@@ -133,12 +139,12 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
     let numbers: Vec<usize> = (0..links.len()).collect();
     let open = |&at: &usize| {
         let (name, path) = links[at][0];
-        (at, Unread::open(path).map_err(|error| named_in(folder, name, error)))
+        (at, Unread::open(name, path).map_err(|error| named_in(folder, name, error)))
     };
     let mut opened = map_files(&numbers, open);
     // By name, so that the same ones are refused each time.
     opened.sort_by_key(|(at, _)| *at);
-    let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::header_len);
+    let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::description_len);
     let lens: Vec<u64> = opened.iter().map(|(_, unread)| len(unread)).collect();
     let (count, sum) = admitted(&lens, max);
     let fault = too_many(lens.iter().fold(0, |sum, len| sum.saturating_add(*len)), max);
@@ -204,15 +210,15 @@ pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Di
     found.extend(single.into_iter().map(|name| Candidate {
         members: BTreeSet::from([name.clone()]),
         ..match names::bintensors_output(name) {
-            Some(output) => Candidate::new(output, Kind::Bintensors),
-            None => Candidate::new(name.clone(), Kind::Single),
+            Some(output) => Candidate::new(output, SetKind::Bintensors),
+            None => Candidate::new(name.clone(), SetKind::Single),
         }
     }));
     settle_names(found, prefer)
 }
 
 impl Candidate {
-    fn new(output: String, kind: Kind) -> Candidate {
+    fn new(output: String, kind: SetKind) -> Candidate {
         let (members, claims) = (BTreeSet::new(), BTreeSet::new());
         Candidate { output, kind, members, claims, map: None, refused: None }
     }
@@ -287,7 +293,7 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
         maps.drain(..).partition(|map| !map.names.is_disjoint(&members));
     *maps = others;
     let output = own.first().map_or_else(|| names::whole("model"), |map| map.output.clone());
-    let mut set = Candidate { members, ..Candidate::new(output, Kind::Dcp) };
+    let mut set = Candidate { members, ..Candidate::new(output, SetKind::Dcp) };
     let map_names: Vec<String> = own.iter().map(|map| map.name.clone()).collect();
     for map in own {
         set.claims.insert(map.name.clone());
@@ -307,7 +313,7 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
 
 fn map_set(folder: &Folder, map: MapFile) -> Candidate {
     let MapFile { name, output, names, parsed } = map;
-    let mut set = Candidate { members: names, ..Candidate::new(output, Kind::WeightMap) };
+    let mut set = Candidate { members: names, ..Candidate::new(output, SetKind::WeightMap) };
     set.claims.insert(name.clone());
     match parsed {
         Err(error) => set.refused = Some(error),
@@ -353,7 +359,7 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
         Candidate {
             members: shards.iter().map(|(_, name)| (*name).to_owned()).collect(),
             refused: fault.map(|fault| Error::refused(&folder.path, fault)),
-            ..Candidate::new(output.clone(), Kind::Numbered)
+            ..Candidate::new(output.clone(), SetKind::Numbered)
         }
     });
     sets.collect()
@@ -391,12 +397,12 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     }
     let mut by_output: BTreeMap<String, Vec<Candidate>> = BTreeMap::new();
     for set in found {
-        let of_set = set_of.get(&set.output).filter(|_| set.kind == Kind::Bintensors);
+        let of_set = set_of.get(&set.output).filter(|_| set.kind == SetKind::Bintensors);
         by_output.entry(of_set.unwrap_or(&set.output).clone()).or_default().push(set);
     }
     let mut settled = Discovered { winners: Vec::new(), losers: Vec::new(), notes: Vec::new() };
     for (output, mut sets) in by_output {
-        sets.sort_by_key(|set| (prefer == Prefer::Shards || set.kind != Kind::Single, set.kind));
+        sets.sort_by_key(|set| (prefer == Prefer::Shards || set.kind != SetKind::Single, set.kind));
         let mut sets = sets.into_iter();
         let Some(winner) = sets.next() else { continue };
         for loser in sets {
@@ -404,9 +410,9 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
                 "{output}: {} wins, {} is hidden ({})",
                 described(&winner),
                 described(&loser),
-                if loser.kind == Kind::Bintensors && winner.kind != Kind::Bintensors {
+                if loser.kind == SetKind::Bintensors && winner.kind != SetKind::Bintensors {
                     "safetensors goes before bintensors"
-                } else if winner.kind == Kind::Single || loser.kind == Kind::Single {
+                } else if winner.kind == SetKind::Single || loser.kind == SetKind::Single {
                     "choose with -o prefer=file|index"
                 } else {
                     "one name, one set"
@@ -422,11 +428,11 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
 fn described(set: &Candidate) -> String {
     let shards = set.members.len();
     match (set.kind, set.claims.first()) {
-        (Kind::Single, _) => "the whole file".to_owned(),
-        (Kind::Bintensors, _) => set.members.iter().cloned().collect(),
-        (Kind::Dcp, _) => format!("the set of {shards} DCP shards"),
-        (Kind::Numbered, _) => format!("the set of {shards} numbered shards"),
-        (Kind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),
+        (SetKind::Single, _) => "the whole file".to_owned(),
+        (SetKind::Bintensors, _) => set.members.iter().cloned().collect(),
+        (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
+        (SetKind::Numbered, _) => format!("the set of {shards} numbered shards"),
+        (SetKind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),
     }
 }
 
@@ -480,7 +486,7 @@ mod tests {
         let named: Vec<(&str, &File)> = names.into_iter().zip(&files).collect();
         let one = open_headers(folder, &named, u64::MAX).0["a.safetensors"]
             .as_ref()
-            .map(|loaded| loaded.shard.header.header_len)
+            .map(|loaded| loaded.shard.header.description_len())
             .unwrap();
         let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1);
         assert!(weights["a.safetensors"].is_ok() && weights["b.safetensors"].is_ok());

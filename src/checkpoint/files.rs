@@ -12,8 +12,8 @@ use crate::source::Source;
 use crate::store::Store;
 use crate::view::View;
 
-use super::discover::{Kind, is_noted};
-use super::load::{Loaded, open_shard};
+use super::discover::{SetKind, is_noted};
+use super::load::{OpenShard, open_shard};
 use super::openers::map_files;
 use super::virtual_file::{ArrangedFile, present};
 use super::{Checkpoint, Tail};
@@ -75,7 +75,7 @@ fn open_files(
     let named: Vec<(String, PathBuf)> = named.into_iter().collect();
     let heads = Arc::new(Heads::default());
     let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path);
-    let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<Loaded>>>()?;
+    let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
     let (kind, catalog) =
         catalog_of(&loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
@@ -92,7 +92,7 @@ fn open_files(
         format: view.format,
         directory: folder,
         // Nothing says whether there are more files; but these are all that were asked for.
-        tail: if kind == Kind::Dcp && !catalog.shapes_recorded {
+        tail: if kind == SetKind::Dcp && !catalog.shapes_recorded {
             Tail::Unproven
         } else {
             Tail::Proven
@@ -106,20 +106,20 @@ fn open_files(
 }
 
 fn catalog_of(
-    loaded: &[Loaded],
+    loaded: &[OpenShard],
     map: Option<&WeightMap>,
-) -> std::result::Result<(Kind, Catalog), Fault> {
+) -> std::result::Result<(SetKind, Catalog), Fault> {
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     if let [one] = headers.as_slice() {
         let mut catalog = Catalog::of_whole_tensors(&headers, map)?;
         catalog.metadata = one.header.metadata.clone().map(Arc::new);
         let bintensors = names::bintensors_output(&one.name).is_some();
-        return Ok((if bintensors { Kind::Bintensors } else { Kind::Single }, catalog));
+        return Ok((if bintensors { SetKind::Bintensors } else { SetKind::Single }, catalog));
     }
     if loaded.iter().any(|file| is_noted(file) && !file.shard.header.is_whole()) {
-        return Ok((Kind::Dcp, Catalog::of_dcp_shards(&headers, map)?));
+        return Ok((SetKind::Dcp, Catalog::of_dcp_shards(&headers, map)?));
     }
-    let kind = if map.is_some() { Kind::WeightMap } else { Kind::Numbered };
+    let kind = if map.is_some() { SetKind::WeightMap } else { SetKind::Numbered };
     Ok((kind, Catalog::of_whole_tensors(&headers, map)?))
 }
 

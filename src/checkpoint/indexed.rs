@@ -2,13 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use crate::error::shown_path;
-use crate::format::{Format, manifest, names};
+use crate::format::{OutputFormat, manifest, names};
 use crate::hash::Digest;
 use crate::index::{
     EXTENSION, FileRecord, Fingerprint, Index, SetRecord, Store, VirtualFileRecord, file_name, now,
@@ -17,9 +16,9 @@ use crate::open_options::Prefer;
 use crate::source::{Identity, Source};
 
 use super::Checkpoint;
-use super::discover::{Kind, Weights, is_noted};
+use super::discover::{SetKind, Weights, is_noted};
 use super::openers::map_files;
-use super::prove::{Proved, Set, Tailed, prove_tail};
+use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
 use super::tree::{File, Folder, FolderId, Tree};
 use super::virtual_file::{FileSummary, VirtualFile, present};
 
@@ -39,19 +38,6 @@ pub(super) struct FolderIndex<'a> {
     started: i64,
 }
 
-/// What became of the index of a folder.
-#[derive(Clone, Debug)]
-pub struct IndexState {
-    /// Its file.
-    pub path: PathBuf,
-    /// Length of the file in bytes, where it is there.
-    pub len: Option<u64>,
-    /// When the files of the folder were looked at for it, in seconds since 1970.
-    pub made: i64,
-    /// Where the sets come from.
-    pub origin: Origin,
-}
-
 /// What an index knows of the first bytes of files.
 #[derive(Clone, Debug)]
 pub struct IndexedHeads {
@@ -69,20 +55,9 @@ impl IndexedHeads {
     }
 }
 
-/// Where the sets of a folder come from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// From the index.
-    Index,
-    /// From the headers, and the index was written: what spoke against the one that was there.
-    Headers(Option<String>),
-    /// From the headers, and no index is kept, for this reason.
-    NotKept(String),
-}
-
 /// The length and hash of each text file of a folder, or why it could not be read. Taken before
 /// the text is parsed: what is changed in between then does not match.
-pub(super) type Texts = BTreeMap<String, Result<(Fingerprint, u64, Digest), String>>;
+pub(super) type TextHashes = BTreeMap<String, Result<(Fingerprint, Digest), String>>;
 
 impl Tree {
     /// What the index of `folder`, if it is there, knows of the headers, be it fresh or not.
@@ -116,7 +91,7 @@ impl<'a> FolderIndex<'a> {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
         let options = &self.tree.options;
-        let bintensors = u8::from(options.view.format == Format::Bintensors);
+        let bintensors = u8::from(options.view.format == OutputFormat::Bintensors);
         let looked_at = [u8::from(options.prefer == Prefer::Shards) | bintensors << 1];
         file_name(&[folder, only, &looked_at], EXTENSION)
     }
@@ -178,7 +153,8 @@ impl<'a> FolderIndex<'a> {
             }
             // What a catalog says follows from the length of a shard and the bytes before its
             // data.
-            if now.len != record.fingerprint.len || record.head_len > now.len {
+            let end = record.described.last().map_or(0, |range| range.end);
+            if now.len != record.fingerprint.len || end > now.len {
                 return Err(not_as_it_is(record));
             }
             doubtful.push((record, file));
@@ -220,10 +196,10 @@ impl<'a> FolderIndex<'a> {
             notes: index.notes,
             ..Proved::default()
         };
-        let one_file = |word: &str| Kind::from_word(word).is_some_and(Kind::is_one_file);
+        let one_file = |word: &str| SetKind::from_word(word).is_some_and(SetKind::is_one_file);
         let alone = index.sets.iter().all(|set| one_file(&set.kind));
         for mut record in index.sets {
-            let kind = Kind::from_word(&record.kind).ok_or("knows another kind of set")?;
+            let kind = SetKind::from_word(&record.kind).ok_or("knows another kind of set")?;
             let (name, files) = (record.name.clone(), std::mem::take(&mut record.files));
             let judged = alone || !kind.is_one_file();
             let outcome = self.checkpoint(record, kind, judged, &index.files)?;
@@ -243,7 +219,7 @@ impl<'a> FolderIndex<'a> {
     fn checkpoint(
         &self,
         record: SetRecord,
-        kind: Kind,
+        kind: SetKind,
         judged: bool,
         files: &[FileRecord],
     ) -> Result<crate::Result<Checkpoint>, String> {
@@ -257,7 +233,7 @@ impl<'a> FolderIndex<'a> {
             let source = Source::closed(&file.path, file.identity);
             let at = files.binary_search_by(|record| record.name.as_str().cmp(&shard.name));
             let record = &files[at.map_err(|_| "does not list one of its shards")?];
-            source.set_head(record.head_len, Digest(record.head));
+            source.set_described(record.described.clone(), record.hash);
             sources.push(source);
         }
         let map = match record.map {
@@ -270,7 +246,7 @@ impl<'a> FolderIndex<'a> {
         };
         let total_size =
             map.as_ref().and_then(|(_, metadata)| metadata.get("total_size")?.as_u64());
-        let set = Tailed {
+        let set = TailEvidence {
             name: &record.name,
             kind,
             total_size,
@@ -278,7 +254,7 @@ impl<'a> FolderIndex<'a> {
             judged,
             manifest: record.manifest,
         };
-        let (tail, manifest) = match prove_tail(self.folder, &catalog, options, &set) {
+        let (tail, manifest) = match check_completeness(self.folder, &catalog, options, &set) {
             Ok(proved) => proved,
             Err(error) => return Ok(Err(error)),
         };
@@ -299,15 +275,15 @@ impl<'a> FolderIndex<'a> {
     }
 
     /// Looks at the text files of the folder, before they are parsed.
-    pub(super) fn texts(&self) -> Texts {
+    pub(super) fn texts(&self) -> TextHashes {
         let files = self.files().into_iter().filter(|(name, _)| {
             names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
         });
         let look = |file: &File| {
             let source = Source::open(&file.path)?;
-            let head = source.hash_head(source.len())?;
+            let hash = source.hash_ranges(std::slice::from_ref(&(0..source.len())))?;
             source.check()?;
-            Ok((fingerprint(&source.identity()), source.len(), head))
+            Ok((fingerprint(&source.identity()), hash))
         };
         let look = |file| look(file).map_err(|e: crate::Error| e.to_string());
         files.map(|(name, file)| (name.to_owned(), look(file))).collect()
@@ -318,7 +294,7 @@ impl<'a> FolderIndex<'a> {
     pub(super) fn keep(
         &self,
         before: Option<String>,
-        texts: &Texts,
+        texts: &TextHashes,
         weights: &Weights,
         proved: &Proved,
     ) -> IndexState {
@@ -359,24 +335,32 @@ impl<'a> FolderIndex<'a> {
 
     /// The index of what was proved; an error where a set is refused, or a file is not what it
     /// was when the folder was looked at.
-    fn index_of(&self, texts: &Texts, weights: &Weights, proved: &Proved) -> Result<Index, String> {
+    fn index_of(
+        &self,
+        texts: &TextHashes,
+        weights: &Weights,
+        proved: &Proved,
+    ) -> Result<Index, String> {
         let refused = || "a checkpoint in the folder is refused".to_owned();
         let mut files = Vec::new();
         for (name, file) in self.files() {
-            let (found, head_len, head) = match (weights.get(name), texts.get(name)) {
+            let (found, described, hash) = match (weights.get(name), texts.get(name)) {
                 (Some(loaded), _) => {
                     let loaded = loaded.as_ref().map_err(|_| refused())?;
-                    let head_len = loaded.shard.header.data_start();
-                    (fingerprint(&loaded.source.identity()), head_len, loaded.head)
+                    let described = loaded.shard.header.described.clone();
+                    (fingerprint(&loaded.source.identity()), described, loaded.hash)
                 }
-                (None, Some(text)) => text.clone()?,
+                (None, Some(text)) => {
+                    let (found, hash) = text.clone()?;
+                    (found, std::iter::once(0..found.len).collect(), hash)
+                }
                 (None, None) => return Err(format!("{name} was not looked at")),
             };
             let fingerprint = fingerprint(&file.identity);
             if fingerprint != found {
                 return Err(format!("{name} has changed since the folder was looked at"));
             }
-            files.push(FileRecord { name: name.to_owned(), fingerprint, head_len, head: head.0 });
+            files.push(FileRecord { name: name.to_owned(), fingerprint, described, hash });
         }
         let sets = proved.sets.iter().map(|set| self.set_record(set, weights));
         let sets: Option<_> = sets.collect();
@@ -409,7 +393,7 @@ impl<'a> FolderIndex<'a> {
             kind: set.kind.as_str().to_owned(),
             files: set.files.iter().cloned().collect(),
             manifest: checkpoint.manifest,
-            noted: set.kind != Kind::Bintensors
+            noted: set.kind != SetKind::Bintensors
                 && set.files.iter().filter_map(loaded).any(is_noted),
             map: checkpoint
                 .map
@@ -430,7 +414,7 @@ impl<'a> FolderIndex<'a> {
 /// each.
 fn headers_len(weights: &Weights) -> u64 {
     let loaded = weights.values().filter_map(|loaded| loaded.as_ref().ok());
-    loaded.fold(0, |sum: u64, loaded| sum.saturating_add(loaded.shard.header.header_len))
+    loaded.fold(0, |sum: u64, loaded| sum.saturating_add(loaded.shard.header.description_len()))
 }
 
 fn not_as_it_is(record: &FileRecord) -> String {
@@ -442,11 +426,11 @@ fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
         let source = Source::open(&file.path).ok()?;
         let same = source.identity() == file.identity;
-        let head = source.hash_head(record.head_len).ok()?;
+        let hash = source.hash_ranges(&record.described).ok()?;
         source.check().ok()?;
-        same.then_some(head)
+        same.then_some(hash)
     };
-    head() == Some(Digest(record.head))
+    head() == Some(record.hash)
 }
 
 /// Whether the file had been left alone for long enough at `made`.

@@ -2,6 +2,7 @@
 //! whole, and the open files.
 
 mod discover;
+mod entries;
 mod files;
 mod header_memory;
 mod indexed;
@@ -9,7 +10,7 @@ mod load;
 mod openers;
 mod prove;
 mod scan;
-mod show;
+mod set;
 mod tree;
 mod virtual_file;
 
@@ -20,16 +21,16 @@ use serde_json::{Map, Value};
 
 use crate::catalog::Catalog;
 use crate::error::{Error, Fault, Result, shown_path};
-use crate::format::Format;
+use crate::format::OutputFormat;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
-pub use discover::Kind;
+pub use discover::SetKind;
+pub use entries::{Content, ERROR_FILE, MountEntry};
+pub use indexed::IndexedHeads;
 pub(crate) use indexed::fingerprint;
-pub use indexed::{IndexState, IndexedHeads, Origin};
-pub use prove::{Proved, Set};
 pub use scan::LeftOut;
-pub use show::{Content, ERROR_FILE, Shown};
+pub use set::{IndexState, Origin, Proved, Set};
 pub use tree::{File, Folder, FolderId, Misfit, Tree};
 use virtual_file::ArrangedFile;
 pub use virtual_file::{FileSummary, VirtualFile};
@@ -59,9 +60,9 @@ pub struct Checkpoint {
     /// Name of the set: that of the file with all its tensors.
     pub name: String,
     /// What makes its files a set.
-    pub kind: Kind,
-    /// Format of its virtual files.
-    pub format: Format,
+    pub kind: SetKind,
+    /// OutputFormat of its virtual files.
+    pub format: OutputFormat,
     /// The folder of its files.
     pub directory: PathBuf,
     /// Whether the proof reaches the last piece.

@@ -1,57 +1,21 @@
 //! From the sets of a folder to checkpoints, each proved or refused.
 
 use std::collections::{BTreeSet, HashMap};
-use std::path::Path;
 use std::sync::Arc;
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
-use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
-use crate::format::manifest::{self, Reference};
+use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::names;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
-use super::discover::{Candidate, Discovered, Kind, Weights, discover, is_noted, open_weights};
-use super::indexed::{FolderIndex, IndexState, Origin};
-use super::load::{Loaded, read_reference};
+use super::Checkpoint;
+use super::discover::{Candidate, Discovered, SetKind, Weights, discover, is_noted, open_weights};
+use super::indexed::FolderIndex;
+use super::load::OpenShard;
+use super::set::{Proved, Set, TailEvidence, check_completeness};
 use super::tree::{Folder, FolderId, Tree};
 use super::virtual_file::present;
-use super::{Checkpoint, Tail};
-
-/// One set of a folder.
-#[derive(Debug)]
-pub struct Set {
-    /// Name of the file that it is shown as.
-    pub name: String,
-    /// What makes its files a set.
-    pub kind: Kind,
-    /// Its files, weight map included.
-    pub files: BTreeSet<String>,
-    /// The checkpoint, or why it is refused.
-    pub outcome: Result<Arc<Checkpoint>>,
-    /// Where its parent folder holds the same tensors: the parent's file, which is shown.
-    pub shown_at_parent: Option<String>,
-}
-
-/// The sets of one folder.
-#[derive(Debug, Default)]
-pub struct Proved {
-    /// Sets that are shown, or refused.
-    pub sets: Vec<Set>,
-    /// Weight files and weight maps of the folder, which are only shown as part of a set.
-    pub weights: BTreeSet<String>,
-    /// What is unusual but not wrong, a line each.
-    pub notes: Vec<String>,
-    /// What became of the index, where indexes are kept.
-    pub index: Option<IndexState>,
-}
-
-impl Proved {
-    /// Whether the index said so, and no header was read.
-    pub fn from_index(&self) -> bool {
-        self.index.as_ref().is_some_and(|index| index.origin == Origin::Index)
-    }
-}
 
 impl Tree {
     /// Proves the sets of the family of folders of which `head` is the top.
@@ -97,7 +61,7 @@ impl Tree {
         }
         let alone = winners.iter().all(|set| set.kind.is_one_file());
         let options = &self.options;
-        let mut links = Links::new();
+        let mut links = FirstLinks::new();
         let mut judged: Vec<Judged> = Vec::with_capacity(winners.len());
         for candidate in winners {
             let files = candidate.files().cloned().collect();
@@ -147,12 +111,12 @@ impl Tree {
 }
 
 /// By the header that links to one inode share: which checkpoint was the first of that file alone.
-type Links = HashMap<*const Head, usize>;
+type FirstLinks = HashMap<*const Head, usize>;
 
 /// A set that is proved but not yet laid out, or refused.
 struct Judged {
     name: String,
-    kind: Kind,
+    kind: SetKind,
     files: BTreeSet<String>,
     outcome: Result<Checkpoint>,
     /// The one before it that is another link to the same file.
@@ -194,7 +158,7 @@ fn prove_set(
         return Err(error);
     }
     let refused = |fault: Fault| Error::refused(&folder.path, fault);
-    let mut loaded: Vec<&Loaded> = Vec::with_capacity(candidate.members.len());
+    let mut loaded: Vec<&OpenShard> = Vec::with_capacity(candidate.members.len());
     for name in &candidate.members {
         match weights.get(name) {
             Some(Ok(file)) => loaded.push(file),
@@ -209,20 +173,20 @@ fn prove_set(
     let map = candidate.map.as_ref().map(|(_, map)| map);
     let catalog = match (candidate.kind, &linked) {
         (_, Some(linked)) => Ok(linked.catalog.of_link(headers[0])),
-        (Kind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
-        (Kind::WeightMap | Kind::Numbered | Kind::Single | Kind::Bintensors, None) => {
+        (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
+        (SetKind::WeightMap | SetKind::Numbered | SetKind::Single | SetKind::Bintensors, None) => {
             Catalog::of_whole_tensors(&headers, map)
         }
     };
     let mut catalog = catalog.map_err(refused)?;
-    let bintensors = candidate.kind == Kind::Bintensors;
+    let bintensors = candidate.kind == SetKind::Bintensors;
     if bintensors && linked.is_none() {
         // Nobody saves pieces in this format: such keys are a user's own.
         catalog.metadata = loaded[0].shard.header.metadata.clone().map(Arc::new);
     }
     refuse_doubles(&candidate, &catalog).map_err(refused)?;
     let total_size = map.and_then(|map| map.metadata.get("total_size")?.as_u64());
-    let set = Tailed {
+    let set = TailEvidence {
         name: &candidate.output,
         kind: candidate.kind,
         total_size,
@@ -230,7 +194,7 @@ fn prove_set(
         judged,
         manifest: None,
     };
-    let (tail, manifest) = prove_tail(folder, &catalog, options, &set)?;
+    let (tail, manifest) = check_completeness(folder, &catalog, options, &set)?;
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
     // The catalog has the shards of `loaded`, sorted.
@@ -258,7 +222,7 @@ fn prove_set(
 fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Result<(), Fault> {
     let named = candidate.members.iter().any(|name| names::is_dcp_shard(name));
     let whole = |tensor: Tensor<'_>| tensor.pieces().all(|piece| piece.shape == tensor.shape);
-    if candidate.kind != Kind::Dcp || named || !catalog.tensors().all(whole) {
+    if candidate.kind != SetKind::Dcp || named || !catalog.tensors().all(whole) {
         return Ok(());
     }
     let double = catalog.tensors().find_map(|tensor| Some((tensor, tensor.replicas().next()?)));
@@ -267,71 +231,5 @@ fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Resu
         let second = &catalog.shard(replica.shard).name;
         let message = format!("lies whole in {first} and in {second}; are these two checkpoints?");
         Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(tensor.name).in_file(second))
-    })
-}
-
-/// A set, as far as the proof of its last pieces needs it.
-pub(super) struct Tailed<'a> {
-    /// Name of the file that it is shown as.
-    pub(super) name: &'a str,
-    pub(super) kind: Kind,
-    /// What its weight map says of the bytes of all tensors.
-    pub(super) total_size: Option<u64>,
-    /// Whether a shard has a sharding note.
-    pub(super) noted: bool,
-    /// Whether `expect-shards` and `reference` are about it.
-    pub(super) judged: bool,
-    /// Where the manifest beside it is known to agree: whether it knows all shapes.
-    pub(super) manifest: Option<bool>,
-}
-
-/// Compares the catalog with what is known from outside the shards. Also returns whether the
-/// manifest beside it, where that was compared, knows all shapes.
-pub(super) fn prove_tail(
-    folder: &Folder,
-    catalog: &Catalog,
-    options: &OpenOptions,
-    set: &Tailed<'_>,
-) -> Result<(Tail, Option<bool>)> {
-    let refused = |fault: Fault| Error::refused(&folder.path, fault);
-    // Files with a sharding note may be pieces that lack what comes after them, also where all
-    // of them begin at 0.
-    let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
-    let mut proven =
-        !set.noted || catalog.shapes_recorded || (set.kind == Kind::WeightMap && total_fits());
-    let compare = |path: &Path, hint: &str| -> Result<bool> {
-        let known = read_reference(path)?;
-        check_reference(catalog, &known, path, hint).map_err(refused)?;
-        // Names alone do not show that a tensor has lost its end.
-        Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))
-    };
-    let mut manifest = None;
-    if let Some(path) = options.reference.as_deref().filter(|_| set.judged) {
-        proven |= compare(path, "")?;
-    } else if let Some(file) = folder.file(&manifest::file_name(set.name)) {
-        let hint = "; if the checkpoint was saved anew, remove the manifest and write a new one";
-        let knows_all = match set.manifest {
-            Some(known) => known,
-            None => compare(&file.path, hint)?,
-        };
-        manifest = Some(knows_all);
-        proven |= knows_all;
-    }
-    if let Some(expected) = options.expect_shards.filter(|_| set.judged) {
-        catalog.check_shards(expected).map_err(refused)?;
-        proven = true;
-    }
-    Ok((if proven { Tail::Proven } else { Tail::Unproven }, manifest))
-}
-
-fn check_reference(
-    catalog: &Catalog,
-    known: &Reference,
-    path: &Path,
-    hint: &str,
-) -> std::result::Result<(), Fault> {
-    catalog.check_reference(known).map_err(|fault| Fault {
-        message: format!("{} (reference: {}{hint})", fault.message, shown_path(path)),
-        ..fault
     })
 }

@@ -19,7 +19,7 @@ use super::tree::{File, Folder, FolderId, Misfit};
 
 /// How much of one source is looked at.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct ScanLimits {
     /// Deepest folder entered: links could make a tree without end.
     pub(super) depth: usize,
     /// Most files and folders that lie in one source.
@@ -31,8 +31,8 @@ pub(super) struct Limits {
 }
 
 /// The limits of every source.
-pub(super) const LIMITS: Limits =
-    Limits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
+pub(super) const LIMITS: ScanLimits =
+    ScanLimits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
 
 /// Most lines kept of what was left out for one reason.
 const LINES_MAX: usize = 10;
@@ -96,7 +96,7 @@ struct Subfolder {
 }
 
 /// A folder on its way into the tree.
-struct Place {
+struct ScanPlace {
     folder: Arc<Subfolder>,
     parent: Option<usize>,
     depth: usize,
@@ -114,11 +114,11 @@ struct Place {
 /// A scan in progress.
 pub(super) struct Scan<'a> {
     bounds: &'a LinkBounds,
-    limits: Limits,
+    limits: ScanLimits,
     /// Whether folders in the source are entered.
     deep: bool,
     /// Parents before children.
-    places: Vec<Place>,
+    places: Vec<ScanPlace>,
     /// Folders to be read, as places.
     next: VecDeque<usize>,
     /// Those behind one link more.
@@ -135,7 +135,7 @@ pub(super) struct Scan<'a> {
 
 impl<'a> Scan<'a> {
     /// A scan within `bounds` and `limits`; `deep`: of the folders in the source too.
-    pub(super) fn new(bounds: &'a LinkBounds, limits: Limits, deep: bool) -> Scan<'a> {
+    pub(super) fn new(bounds: &'a LinkBounds, limits: ScanLimits, deep: bool) -> Scan<'a> {
         Scan {
             bounds,
             limits,
@@ -162,7 +162,7 @@ impl<'a> Scan<'a> {
         let Version::Inode(identity) = version.map_err(|e| Error::io(&root, "read", e))?;
         let inode = (identity.dev, identity.ino);
         let root = Subfolder { name: OsString::new(), real: root, inode, is_link: false };
-        self.places.push(Place {
+        self.places.push(ScanPlace {
             folder: Arc::new(root),
             parent: None,
             depth: 0,
@@ -228,7 +228,7 @@ impl<'a> Scan<'a> {
                 let child = self.places.len();
                 let linked = linked || folder.is_link;
                 self.linked += usize::from(linked);
-                self.places.push(Place {
+                self.places.push(ScanPlace {
                     folder: folder.clone(),
                     parent: Some(at),
                     depth,
@@ -277,16 +277,16 @@ impl<'a> Scan<'a> {
     /// Where the source itself holds too many files.
     fn shed(&mut self) -> Result<()> {
         if self.linked > self.limits.linked {
-            let weigh = |place: &Place| usize::from(place.linked && place.closed.is_none());
+            let weigh = |place: &ScanPlace| usize::from(place.linked && place.closed.is_none());
             self.linked = self.shed_to(self.limits.linked, &weigh, Unusable::TooManyLinks)?;
         }
         if self.linked_entries > self.limits.linked_entries {
-            let weigh = |place: &Place| if place.linked { place.len() } else { 0 };
+            let weigh = |place: &ScanPlace| if place.linked { place.len() } else { 0 };
             self.linked_entries =
                 self.shed_to(self.limits.linked_entries, &weigh, Unusable::TooManyLinks)?;
         }
         if self.entries > self.limits.entries {
-            let weigh = |place: &Place| if place.linked { 0 } else { place.len() };
+            let weigh = |place: &ScanPlace| if place.linked { 0 } else { place.len() };
             self.entries = self.shed_to(self.limits.entries, &weigh, Unusable::TooManyFiles)?;
         }
         Ok(())
@@ -299,7 +299,7 @@ impl<'a> Scan<'a> {
     fn shed_to(
         &mut self,
         max: usize,
-        weigh: &dyn Fn(&Place) -> usize,
+        weigh: &dyn Fn(&ScanPlace) -> usize,
         why: Unusable,
     ) -> Result<usize> {
         let mut weights = self.weights(weigh);
@@ -347,7 +347,7 @@ impl<'a> Scan<'a> {
     }
 
     /// The weight of each folder with all below it.
-    fn weights(&self, weigh: &dyn Fn(&Place) -> usize) -> Vec<usize> {
+    fn weights(&self, weigh: &dyn Fn(&ScanPlace) -> usize) -> Vec<usize> {
         let mut weights = vec![0; self.places.len()];
         for (at, place) in self.places.iter().enumerate().rev() {
             weights[at] += weigh(place);
@@ -382,7 +382,7 @@ impl<'a> Scan<'a> {
     /// Forgets all that lies in closed folders. The folders themselves stay, and weigh nothing.
     fn forget_closed(&mut self) {
         let mut now_at: Vec<Option<usize>> = Vec::with_capacity(self.places.len());
-        let mut kept: Vec<Place> = Vec::new();
+        let mut kept: Vec<ScanPlace> = Vec::new();
         for mut place in std::mem::take(&mut self.places) {
             let parent = place.parent.map(|at| now_at[at].filter(|&at| kept[at].closed.is_none()));
             now_at.push(match parent {
@@ -470,7 +470,7 @@ impl<'a> Scan<'a> {
     }
 }
 
-impl Place {
+impl ScanPlace {
     /// Number of entries, where it was read.
     fn len(&self) -> usize {
         self.listing.as_ref().map_or(0, |listing| listing.len)
@@ -522,7 +522,8 @@ mod tests {
     use super::*;
     use crate::open_options::Links;
 
-    const LIMITS: Limits = Limits { depth: 40, entries: 50, linked: 12, linked_entries: 30 };
+    const LIMITS: ScanLimits =
+        ScanLimits { depth: 40, entries: 50, linked: 12, linked_entries: 30 };
 
     fn files(folder: &Path, count: usize) {
         std::fs::create_dir_all(folder).unwrap();

@@ -183,7 +183,7 @@ impl Tree {
     /// Looks again at what the files of the family of `head` are. Names stay as they were
     /// scanned: a file that is gone is remembered, and may return. Others go on meanwhile; whoever
     /// has a folder of the family keeps it as it was.
-    pub fn look_again(&self, head: FolderId) {
+    pub fn rescan(&self, head: FolderId) {
         for id in self.family(head) {
             let before = self.folder(id);
             let mut folder = Folder::clone(&before);
@@ -217,7 +217,7 @@ impl Tree {
 
     /// Whether a file of the family of `folder` is no longer what it was: gone, back, or
     /// another one.
-    pub fn differs(&self, folder: FolderId) -> bool {
+    pub fn is_stale(&self, folder: FolderId) -> bool {
         let family = self.family(self.family_of(folder));
         let mut folders = family.into_iter().map(|id| self.folder(id));
         folders.any(|folder| {

@@ -10,7 +10,7 @@ use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::{FileSpec, View, arrange};
 
-use super::{Checkpoint, Kind};
+use super::{Checkpoint, SetKind};
 
 /// The facts about a virtual file that its attributes need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ impl ArrangedFile {
 /// catalog to a catalog (select, rename, slice, fuse, cast) goes in front of `arrange`.
 pub(super) fn present(
     catalog: Catalog,
-    kind: Kind,
+    kind: SetKind,
     name: &str,
     view: &View,
 ) -> (Catalog, Vec<Arc<ArrangedFile>>) {

@@ -89,7 +89,7 @@ pub fn parse_stream<R: Read>(
 ) -> io::Result<Result<Header, Fault>> {
     let mut read = |decode: fn(&mut Decoder<BufReader<R>>) -> Result<Decoded, Stop>| {
         let reader = BufReader::new(open());
-        let memory = Memory { now: 1 };
+        let memory = MemoryCount { now: 1 };
         let mut decoder = Decoder { reader, header_len, left: header_len, memory };
         let (metadata, tensors) = decode(&mut decoder)?;
         check_tensors(&tensors, header_len, file_len)?;
@@ -144,7 +144,7 @@ struct Decoder<R> {
     header_len: u64,
     /// Bytes of the header that were not read yet.
     left: u64,
-    memory: Memory,
+    memory: MemoryCount,
 }
 
 impl<R: Read> Decoder<R> {
@@ -331,7 +331,7 @@ pub fn encode<'a, 'm>(
     tensors: impl ExactSizeIterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
 ) -> Result<Vec<u8>, Fault> {
     let mut out = vec![0; PREFIX_LEN as usize];
-    let mut memory = Memory { now: 1 };
+    let mut memory = MemoryCount { now: 1 };
     let metadata = metadata.into();
     out.push(u8::from(metadata.is_some()));
     if let Some(metadata) = metadata {
@@ -392,11 +392,11 @@ const POSITION_MEMORY: u64 = 32;
 /// What the reference implementation counts against its limit while it decodes: all items of a
 /// list when it begins, and instead what each is made of when that is decoded. Beyond the limit
 /// it does not read a file, so none is written, and none is read that would take more memory.
-struct Memory {
+struct MemoryCount {
     now: u64,
 }
 
-impl Memory {
+impl MemoryCount {
     /// A list begins.
     fn list(&mut self, len: u64, item: u64) -> Result<(), Fault> {
         self.add(len.saturating_mul(item).saturating_add(NUMBER_MEMORY))

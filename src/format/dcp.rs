@@ -12,10 +12,10 @@ use serde_json::Value;
 
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
-use crate::format::flat::Flat;
 use crate::format::json::{UniqueMap, object};
-use crate::format::plain::Cursor;
-use crate::format::safetensors::{Entry, Header, METADATA};
+use crate::format::plain::JsonCursor;
+use crate::format::safetensors::METADATA;
+use crate::format::{ShardDescription, TensorDescription};
 
 /// Metadata key that makes a file a DCP shard.
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
@@ -34,7 +34,7 @@ const GLOBAL_SHAPE: &str = "global_shape";
 
 /// What the note says of one entry of a shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Placement {
+pub struct NotePlacement {
     /// Name of the tensor, where the note says it; else it is the name of the entry.
     pub logical_name: Option<String>,
     /// First index of the piece in each dimension of the tensor, in elements.
@@ -51,7 +51,7 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
 /// Whether a file with a sharding note holds whole tensors under their own names, as far as the
 /// note tells: it says `places` of its tensors, which have these names and shapes.
 pub(crate) fn are_whole<'a>(
-    places: &[Placement],
+    places: &[NotePlacement],
     mut tensors: impl Iterator<Item = (&'a str, &'a [u64])>,
 ) -> bool {
     places.iter().all(|place| {
@@ -69,13 +69,13 @@ pub(crate) fn no_note() -> Fault {
     Fault::new(ErrorKind::DcpInfo, message)
 }
 
-/// What the note of a shard says of each tensor of `header`, in the order of `header.tensors`.
+/// What the note of a shard says of each of its tensors, in their order.
 ///
 /// # Errors
 /// `dcp_info` where the note is missing, malformed, or says what is not known here;
 /// `dcp_offsets` where an offset or a shape does not fit the entry.
-pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
-    let metadata = header.metadata.as_ref();
+pub fn placements(shard: &ShardDescription) -> Result<Vec<NotePlacement>, Fault> {
+    let metadata = shard.metadata.as_ref();
     let Some(text) = metadata.and_then(|map| map.get(SHARDING_INFO)) else {
         return Err(no_note());
     };
@@ -95,11 +95,11 @@ pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
                 ..fault
             },
         )?;
-    let place = |entry: &Entry| {
-        let UniqueMap(note) = notes.remove(&entry.name).unwrap_or(UniqueMap(BTreeMap::new()));
-        placement(entry, note).map_err(|fault| fault.tensor(&entry.name))
+    let place = |entry: TensorDescription<'_>| {
+        let UniqueMap(note) = notes.remove(entry.name).unwrap_or(UniqueMap(BTreeMap::new()));
+        placement(&entry, note).map_err(|fault| fault.tensor(entry.name))
     };
-    let places = header.tensors.iter().map(place).collect::<Result<_, _>>()?;
+    let places = shard.tensors().map(place).collect::<Result<_, _>>()?;
     match notes.first_key_value() {
         None => Ok(places),
         Some((name, _)) => Err(Fault::new(
@@ -111,13 +111,13 @@ pub fn placements(header: &Header) -> Result<Vec<Placement>, Fault> {
 }
 
 /// The same of a header whose note is plainly right; `None` where `placements` has to look at it.
-pub(crate) fn plain_placements(flat: &Flat) -> Option<Vec<Placement>> {
-    let metadata = flat.metadata.as_ref()?;
+pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlacement>> {
+    let metadata = shard.metadata.as_ref()?;
     let mut version =
         metadata.get(VERSION).into_iter().flat_map(|version| version.split('.').next());
     version.all(|version| version == "1").then_some(())?;
-    let mut notes: Vec<(&str, Placement)> = Vec::with_capacity(flat.len());
-    let mut cursor = Cursor::new(metadata.get(SHARDING_INFO)?);
+    let mut notes: Vec<(&str, NotePlacement)> = Vec::with_capacity(shard.len());
+    let mut cursor = JsonCursor::new(metadata.get(SHARDING_INFO)?);
     cursor.items(b'{', b'}', |cursor| {
         let name = cursor.string()?;
         cursor.token(b':')?;
@@ -127,14 +127,15 @@ pub(crate) fn plain_placements(flat: &Flat) -> Option<Vec<Placement>> {
     cursor.end()?;
     // Mostly they come in the order of the tensors.
     let mut by_name = HashMap::new();
-    if !flat.tensors().map(|(name, ..)| name).eq(notes.iter().map(|(name, _)| *name)) {
+    if !shard.tensors().map(|tensor| tensor.name).eq(notes.iter().map(|(name, _)| *name)) {
         for (at, (name, _)) in notes.iter().enumerate() {
             by_name.insert(*name, at).is_none().then_some(())?;
         }
     }
-    (notes.len() == flat.len()).then_some(())?;
+    (notes.len() == shard.len()).then_some(())?;
     let mut places = Vec::with_capacity(notes.len());
-    for (at, (name, dtype, shape, _)) in flat.tensors().enumerate() {
+    for (at, tensor) in shard.tensors().enumerate() {
+        let TensorDescription { name, dtype, shape, .. } = tensor;
         let at = if by_name.is_empty() { at } else { *by_name.get(name)? };
         let place = std::mem::take(&mut notes[at].1);
         let whole = place.whole_shape.as_deref();
@@ -153,7 +154,7 @@ pub(crate) fn plain_placements(flat: &Flat) -> Option<Vec<Placement>> {
 }
 
 /// What a plain note says of one entry.
-fn plain_note(cursor: &mut Cursor<'_>) -> Option<Placement> {
+fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<NotePlacement> {
     let (mut name, mut offset, mut shape) = (None, None, None);
     cursor.items(b'{', b'}', |cursor| {
         let key = cursor.string()?;
@@ -172,11 +173,14 @@ fn plain_note(cursor: &mut Cursor<'_>) -> Option<Placement> {
     })?;
     (name != Some(METADATA)).then_some(())?;
     let logical_name = name.map(str::to_owned);
-    Some(Placement { logical_name, offset: offset?, whole_shape: shape })
+    Some(NotePlacement { logical_name, offset: offset?, whole_shape: shape })
 }
 
 /// What `note` says of `entry`.
-fn placement(entry: &Entry, mut note: BTreeMap<String, Value>) -> Result<Placement, Fault> {
+fn placement(
+    entry: &TensorDescription<'_>,
+    mut note: BTreeMap<String, Value>,
+) -> Result<NotePlacement, Fault> {
     let Some(saved) = note.remove(SAVED_OFFSETS) else {
         let message = format!("{SHARDING_INFO} has no {SAVED_OFFSETS} for it");
         return Err(Fault::new(ErrorKind::DcpInfo, message));
@@ -192,19 +196,23 @@ fn placement(entry: &Entry, mut note: BTreeMap<String, Value>) -> Result<Placeme
     }
     let offset = numbers(entry, SAVED_OFFSETS, &saved)?;
     let outside = |offset: &u64, size: &u64| offset.checked_add(*size).is_none();
-    if offset.iter().zip(&entry.shape).any(|(offset, size)| outside(offset, size)) {
+    if offset.iter().zip(entry.shape).any(|(offset, size)| outside(offset, size)) {
         return Err(unfit(entry, SAVED_OFFSETS, &saved, "offset + size passes 2^64"));
     }
     let Some(whole) = whole else {
-        return Ok(Placement { logical_name: logical_name(logical)?, offset, whole_shape: None });
+        return Ok(NotePlacement {
+            logical_name: logical_name(logical)?,
+            offset,
+            whole_shape: None,
+        });
     };
     let shape = numbers(entry, GLOBAL_SHAPE, &whole)?;
-    let mut ends = offset.iter().zip(&entry.shape).map(|(offset, size)| offset + size);
+    let mut ends = offset.iter().zip(entry.shape).map(|(offset, size)| offset + size);
     if shape.iter().any(|size| ends.next() > Some(*size)) {
         let what = format!("the piece, which begins at {offset:?}, passes it");
         return Err(unfit(entry, GLOBAL_SHAPE, &whole, &what));
     }
-    Ok(Placement { logical_name: logical_name(logical)?, offset, whole_shape: Some(shape) })
+    Ok(NotePlacement { logical_name: logical_name(logical)?, offset, whole_shape: Some(shape) })
 }
 
 fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
@@ -222,7 +230,7 @@ fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
 }
 
 /// The list `value` of the key `key`: a number for each dimension of `entry`, in elements.
-fn numbers(entry: &Entry, key: &str, value: &Value) -> Result<Vec<u64>, Fault> {
+fn numbers(entry: &TensorDescription<'_>, key: &str, value: &Value) -> Result<Vec<u64>, Fault> {
     let bad = |what: &str| unfit(entry, key, value, what);
     let Some(list) = value.as_array() else { return Err(bad("a list expected")) };
     if list.len() != entry.shape.len() {
@@ -238,7 +246,7 @@ fn numbers(entry: &Entry, key: &str, value: &Value) -> Result<Vec<u64>, Fault> {
     Ok(numbers)
 }
 
-fn unfit(entry: &Entry, key: &str, value: &Value, what: &str) -> Fault {
+fn unfit(entry: &TensorDescription<'_>, key: &str, value: &Value, what: &str) -> Fault {
     let message = format!("{key} {value} of a piece of shape {:?}: {what}", entry.shape);
     Fault::new(ErrorKind::DcpOffsets, message)
 }
@@ -247,16 +255,17 @@ fn unfit(entry: &Entry, key: &str, value: &Value, what: &str) -> Fault {
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 mod tests {
     use super::*;
+    use crate::format::safetensors::{Entry, Header};
 
     /// A shard with one entry `e` of this dtype and shape, and `note` about it.
-    fn shard(dtype: Dtype, shape: &[u64], note: &Value) -> Header {
+    fn shard(dtype: Dtype, shape: &[u64], note: &Value) -> ShardDescription {
         let entry = Entry { name: "e".into(), dtype, shape: shape.to_vec(), data_offsets: 0..0 };
         let info = serde_json::json!({ "e": note }).to_string();
         let metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), info)]);
-        Header { metadata: Some(metadata), tensors: vec![entry], header_len: 0 }
+        Header { metadata: Some(metadata), tensors: vec![entry], header_len: 0 }.into()
     }
 
-    fn place(dtype: Dtype, shape: &[u64], note: &Value) -> Result<Placement, Fault> {
+    fn place(dtype: Dtype, shape: &[u64], note: &Value) -> Result<NotePlacement, Fault> {
         placements(&shard(dtype, shape, note)).map(|mut places| places.remove(0))
     }
 
@@ -277,7 +286,7 @@ mod tests {
     }
 
     /// What the reader of plain notes says, which is the same as the strict one, or nothing.
-    fn plain(note: &str) -> Option<Vec<Placement>> {
+    fn plain(note: &str) -> Option<Vec<NotePlacement>> {
         let entry = |name: &str, data_offsets| Entry {
             name: name.into(),
             dtype: Dtype::U8,
@@ -286,11 +295,9 @@ mod tests {
         };
         let tensors = vec![entry("a", 0..2), entry("b", 2..4)];
         let metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), note.to_owned())]);
-        let header = Header { metadata: Some(metadata.clone()), tensors, header_len: 0 };
-        let mut flat = Flat::from(&header);
-        flat.metadata = Some(metadata);
-        let plain = plain_placements(&flat)?;
-        assert_eq!(placements(&header).unwrap(), plain);
+        let shard = Header { metadata: Some(metadata), tensors, header_len: 0 }.into();
+        let plain = plain_placements(&shard)?;
+        assert_eq!(placements(&shard).unwrap(), plain);
         Some(plain)
     }
 
@@ -340,10 +347,9 @@ mod tests {
     #[test]
     fn a_file_is_whole_only_if_no_key_of_its_note_says_otherwise() {
         let whole = |note: Value| {
-            let header = shard(Dtype::F32, &[2, 3], &note);
-            placements(&header).is_ok_and(|places| {
-                let tensors = header.tensors.iter().map(|e| (e.name.as_str(), &*e.shape));
-                are_whole(&places, tensors)
+            let shard = shard(Dtype::F32, &[2, 3], &note);
+            placements(&shard).is_ok_and(|places| {
+                are_whole(&places, shard.tensors().map(|tensor| (tensor.name, tensor.shape)))
             })
         };
         assert!(whole(serde_json::json!({ "saved_offsets": [0, 0] })));

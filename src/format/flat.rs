@@ -5,146 +5,76 @@
 //! on all that is read here, and a header of a million tensors needs no allocation for each.
 
 use std::collections::BTreeMap;
-use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::dtype::Dtype;
-use crate::format::plain::Cursor;
-use crate::format::safetensors::{Header, METADATA, PREFIX_LEN};
+use crate::format::description::ShardDescription;
+use crate::format::plain::JsonCursor;
+use crate::format::safetensors::{METADATA, PREFIX_LEN};
 use crate::hash::Digest;
 
-/// The tensors of one valid header, in data order.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Flat {
-    /// The free-form strings, where the file has any.
-    pub metadata: Option<BTreeMap<String, String>>,
-    /// Length of the header with its padding.
-    pub header_len: u64,
-    names: String,
-    tensors: Vec<FlatTensor>,
-    /// The extents of all tensors; equal ones in a row are kept once.
-    numbers: Vec<u64>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FlatTensor {
-    name_end: u32,
-    /// Where in `numbers` its shape stands.
-    shape: (u32, u32),
-    dtype: Dtype,
-    start: u64,
-}
-
 /// A tensor that is being read.
-struct Row<'a> {
+struct HeaderRow<'a> {
     name: &'a str,
     shape: (u32, u32),
     dtype: Dtype,
     data: Range<u64>,
 }
 
-impl Flat {
-    /// The header `text` of a file of `file_len` bytes; `None` where `Header::parse` has to look
-    /// at it.
-    pub fn parse(text: &[u8], file_len: u64) -> Option<Flat> {
-        let header_len = text.len() as u64;
-        // Positions are kept in 32 bits.
-        u32::try_from(header_len).ok()?;
-        let mut cursor = Cursor::new(std::str::from_utf8(text).ok()?);
-        let mut flat = Flat { header_len, ..Flat::default() };
-        let mut rows = Vec::new();
-        let mut names_len = 0;
-        cursor.items(b'{', b'}', |cursor| {
-            let name = cursor.string()?;
-            cursor.token(b':')?;
-            if name == METADATA {
-                let before = flat.metadata.replace(read_metadata(cursor)?);
-                return before.is_none().then_some(());
-            }
-            names_len += name.len();
-            rows.push(read_tensor(cursor, name, &mut flat.numbers)?);
-            Some(())
-        })?;
-        cursor.end()?;
-        let key = |row: &Row<'_>| (row.data.start, row.data.end);
-        if !rows.is_sorted_by(|a, b| (key(a), a.name) <= (key(b), b.name)) {
-            rows.sort_by(|a, b| key(a).cmp(&key(b)).then_with(|| a.name.cmp(b.name)));
+/// The header `text` of a file of `file_len` bytes; `None` if `Header::parse` has to look at it.
+pub fn parse(text: &[u8], file_len: u64) -> Option<ShardDescription> {
+    let header_len = text.len() as u64;
+    // Positions are kept in 32 bits.
+    u32::try_from(header_len).ok()?;
+    let mut cursor = JsonCursor::new(std::str::from_utf8(text).ok()?);
+    let mut metadata = None;
+    let mut numbers = Vec::new();
+    let mut rows = Vec::new();
+    cursor.items(b'{', b'}', |cursor| {
+        let name = cursor.string()?;
+        cursor.token(b':')?;
+        if name == METADATA {
+            let before = metadata.replace(read_metadata(cursor)?);
+            return before.is_none().then_some(());
         }
-        flat.check(&rows, file_len)?;
-        flat.names.reserve_exact(names_len);
-        flat.tensors.reserve_exact(rows.len());
-        for Row { name, shape, dtype, data } in rows {
-            flat.push(name, dtype, shape, data.start);
-        }
-        Some(flat)
+        rows.push(read_tensor(cursor, name, &mut numbers)?);
+        Some(())
+    })?;
+    cursor.end()?;
+    let key = |row: &HeaderRow<'_>| (row.data.start, row.data.end);
+    if !rows.is_sorted_by(|a, b| (key(a), a.name) <= (key(b), b.name)) {
+        rows.sort_by(|a, b| key(a).cmp(&key(b)).then_with(|| a.name.cmp(b.name)));
     }
-
-    /// Whether the tensors follow each other from the end of the header to that of the file, and
-    /// no two names can be the same.
-    fn check(&self, rows: &[Row<'_>], file_len: u64) -> Option<()> {
-        let mut end = 0;
-        for Row { dtype, shape, data, .. } in rows {
-            let bits = dtype.bits_of(&self.numbers[shape.0 as usize..shape.1 as usize])?;
-            let fits = data.start == end && bits.is_multiple_of(8);
-            end = data.start.checked_add(bits / 8).filter(|&end| fits && end == data.end)?;
-        }
-        (end.checked_add(PREFIX_LEN + self.header_len)? == file_len).then_some(())?;
-        // Names with the same hash are compared by the other parser.
-        let mut hashes: Vec<[u8; 16]> =
-            rows.iter().map(|row| Digest::of(row.name.as_bytes()).0).collect();
-        hashes.sort_unstable();
-        hashes.windows(2).all(|pair| pair[0] != pair[1]).then_some(())
+    let data_start = PREFIX_LEN + header_len;
+    check(&rows, &numbers, data_start, file_len)?;
+    let names_len = rows.iter().map(|row| row.name.len()).sum();
+    let mut description = ShardDescription::with_room(data_start, rows.len(), names_len);
+    description.metadata = metadata;
+    for HeaderRow { name, shape, dtype, data } in rows {
+        description.push(name, dtype, shape, data_start + data.start);
     }
-
-    fn push(&mut self, name: &str, dtype: Dtype, shape: (u32, u32), start: u64) {
-        self.names.push_str(name);
-        self.tensors.push(FlatTensor { name_end: self.names.len() as u32, shape, dtype, start });
-    }
-
-    /// Number of tensors.
-    pub fn len(&self) -> usize {
-        self.tensors.len()
-    }
-
-    /// Whether it has no tensors.
-    pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
-    }
-
-    /// Name, dtype, shape and first byte (from the end of the header) of all tensors.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, Dtype, &[u64], u64)> {
-        let mut begin = 0;
-        self.tensors.iter().map(move |tensor| {
-            let FlatTensor { name_end, shape, dtype, start } = *tensor;
-            let name = &self.names[begin..name_end as usize];
-            begin = name_end as usize;
-            (name, dtype, &self.numbers[shape.0 as usize..shape.1 as usize], start)
-        })
-    }
-
-    /// Bytes of all names together.
-    pub fn names_len(&self) -> usize {
-        self.names.len()
-    }
+    description.set_numbers(numbers);
+    Some(description)
 }
 
-impl From<&Header> for Flat {
-    fn from(header: &Header) -> Flat {
-        let mut flat = Flat { header_len: header.header_len, ..Flat::default() };
-        let mut known: HashMap<&[u64], (u32, u32)> = HashMap::new();
-        for entry in &header.tensors {
-            let shape = *known.entry(&entry.shape).or_insert_with(|| {
-                let begin = flat.numbers.len() as u32;
-                flat.numbers.extend_from_slice(&entry.shape);
-                (begin, flat.numbers.len() as u32)
-            });
-            flat.push(&entry.name, entry.dtype, shape, entry.data_offsets.start);
-        }
-        flat
+/// Whether the tensors follow each other from the end of the header to that of the file, and no
+/// two names can be the same.
+fn check(rows: &[HeaderRow<'_>], numbers: &[u64], data_start: u64, file_len: u64) -> Option<()> {
+    let mut end = 0;
+    for HeaderRow { dtype, shape, data, .. } in rows {
+        let bits = dtype.bits_of(&numbers[shape.0 as usize..shape.1 as usize])?;
+        let fits = data.start == end && bits.is_multiple_of(8);
+        end = data.start.checked_add(bits / 8).filter(|&end| fits && end == data.end)?;
     }
+    (end.checked_add(data_start)? == file_len).then_some(())?;
+    // Names with the same hash are compared by the other parser.
+    let mut hashes: Vec<[u8; 16]> =
+        rows.iter().map(|row| Digest::of(row.name.as_bytes()).0).collect();
+    hashes.sort_unstable();
+    hashes.windows(2).all(|pair| pair[0] != pair[1]).then_some(())
 }
 
-fn read_metadata(cursor: &mut Cursor<'_>) -> Option<BTreeMap<String, String>> {
+fn read_metadata(cursor: &mut JsonCursor<'_>) -> Option<BTreeMap<String, String>> {
     let mut map = BTreeMap::new();
     cursor.items(b'{', b'}', |cursor| {
         let key = cursor.string()?.to_owned();
@@ -156,10 +86,10 @@ fn read_metadata(cursor: &mut Cursor<'_>) -> Option<BTreeMap<String, String>> {
 
 /// What is said of the tensor `name`. Its shape is put into `numbers`.
 fn read_tensor<'a>(
-    cursor: &mut Cursor<'a>,
+    cursor: &mut JsonCursor<'a>,
     name: &'a str,
     numbers: &mut Vec<u64>,
-) -> Option<Row<'a>> {
+) -> Option<HeaderRow<'a>> {
     let (mut dtype, mut shape, mut data) = (None, None, None);
     cursor.items(b'{', b'}', |cursor| {
         let key = cursor.string()?;
@@ -183,7 +113,7 @@ fn read_tensor<'a>(
         };
         (!again).then_some(())
     })?;
-    Some(Row { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
+    Some(HeaderRow { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
 }
 
 /// The place of a shape that was put at the end of `numbers`: the one before it, if that is equal.
@@ -202,22 +132,22 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::format::safetensors::Header;
 
-    type Told<'a> = Vec<(&'a str, Dtype, &'a [u64], u64)>;
+    type Fields<'a> = Vec<(&'a str, Dtype, &'a [u64], u64)>;
+
+    fn told(description: &ShardDescription) -> Fields<'_> {
+        description.tensors().map(|t| (t.name, t.dtype, t.shape, t.start)).collect()
+    }
 
     /// Whether both parsers read the same out of `text`, if the fast one reads it.
-    fn agrees(text: &str, data_len: u64) -> Option<Flat> {
+    fn agrees(text: &str, data_len: u64) -> Option<ShardDescription> {
         let file_len = PREFIX_LEN + text.len() as u64 + data_len;
-        let flat = Flat::parse(text.as_bytes(), file_len)?;
+        let flat = parse(text.as_bytes(), file_len)?;
         let header = Header::parse(text.as_bytes(), file_len).unwrap();
-        assert_eq!((&flat.metadata, flat.header_len), (&header.metadata, header.header_len));
-        let slow: Told<'_> = header
-            .tensors
-            .iter()
-            .map(|e| (e.name.as_str(), e.dtype, &*e.shape, e.data_offsets.start))
-            .collect();
-        assert_eq!(flat.tensors().collect::<Told<'_>>(), slow);
-        assert!(Flat::from(&header).tensors().eq(flat.tensors()));
+        let slow = ShardDescription::from(header);
+        assert_eq!((&flat.metadata, &flat.described), (&slow.metadata, &slow.described));
+        assert_eq!(told(&flat), told(&slow));
         Some(flat)
     }
 
@@ -230,9 +160,9 @@ mod tests {
     #[test]
     fn a_plain_header_is_read_and_says_the_same_as_by_the_strict_parser() {
         let flat = agrees(PLAIN, 17).unwrap();
-        let names: Vec<&str> = flat.tensors().map(|(name, ..)| name).collect();
+        let names: Vec<&str> = flat.tensors().map(|tensor| tensor.name).collect();
         assert_eq!(names, ["a", "b", "none", "one"]);
-        assert_eq!((flat.len(), flat.names_len()), (4, 9));
+        assert_eq!(flat.len(), 4);
         assert!(agrees("{}", 0).unwrap().is_empty());
         let escaped = r#"{"__metadata__":{"a":"\"\u00e9\n\\","b":"\\\""}}"#;
         assert_eq!(agrees(escaped, 0).unwrap().metadata.unwrap()["a"], "\"\u{e9}\n\\");
@@ -262,10 +192,10 @@ mod tests {
             let text = PLAIN.replacen(from, to, 1);
             assert_ne!(text, PLAIN, "{from}");
             let file_len = PREFIX_LEN + text.len() as u64 + 17;
-            assert_eq!(Flat::parse(text.as_bytes(), file_len), None, "{to}");
+            assert_eq!(parse(text.as_bytes(), file_len), None, "{to}");
         }
         assert_eq!(agrees(PLAIN, 18), None);
-        assert_eq!(Flat::parse(b"{\"\xff\":1}", 17), None);
+        assert_eq!(parse(b"{\"\xff\":1}", 17), None);
     }
 
     proptest! {

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
-use crate::format::safetensors::Header;
 use crate::format::weight_map::WeightMap;
+use crate::format::{ShardDescription, TensorDescription};
 
 /// Value of the `format` key of a manifest.
 const FORMAT: &str = "tensorfs-manifest";
@@ -22,7 +22,7 @@ pub const MANIFEST_LEN_MAX: u64 = 128 << 20;
 
 /// Name of the manifest of the set shown as `output`, in whatever format.
 pub fn file_name(output: &str) -> String {
-    let suffix = super::Format::of_name(output).map_or("", super::Format::suffix);
+    let suffix = super::OutputFormat::of_name(output).map_or("", super::OutputFormat::suffix);
     format!("{}{SUFFIX}", output.strip_suffix(suffix).unwrap_or(output))
 }
 
@@ -52,9 +52,11 @@ struct TensorJson {
 }
 
 impl Reference {
-    /// The tensors of a safetensors header.
-    pub fn from_header(header: Header) -> Reference {
-        let tensors = header.tensors.into_iter().map(|e| (e.name, Some((e.dtype, e.shape))));
+    /// The tensors of a shard.
+    pub fn from_description(shard: &ShardDescription) -> Reference {
+        let known =
+            |t: TensorDescription<'_>| (t.name.to_owned(), Some((t.dtype, t.shape.to_vec())));
+        let tensors = shard.tensors().map(known);
         Reference { tensors: tensors.collect(), shards: None, total_size: None }
     }
 

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::Format;
+use super::OutputFormat;
 
 /// Suffix of weight files.
 pub const SUFFIX: &str = ".safetensors";
@@ -106,10 +106,15 @@ pub fn bintensors_output(name: &str) -> Option<String> {
     stems.filter(|stem| !stem.is_empty()).map(|stem| format!("{stem}{SUFFIX}")).next()
 }
 
+/// Whether the name is one of a bintensors file.
+pub fn is_bintensors(name: &str) -> bool {
+    BINTENSORS_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
+}
+
 /// Name under which the whole file `output` is shown in `format`.
-pub fn in_format(output: &str, format: Format) -> String {
+pub fn in_format(output: &str, format: OutputFormat) -> String {
     match format {
-        Format::Safetensors => output.to_owned(),
+        OutputFormat::Safetensors => output.to_owned(),
         _ => format!("{}{}", output.strip_suffix(SUFFIX).unwrap_or(output), format.suffix()),
     }
 }
@@ -235,11 +240,11 @@ mod tests {
             assert_eq!(bintensors_output(name), None, "{name}");
             assert!(!is_weights(name), "{name}");
         }
-        assert_eq!(in_format("model.safetensors", Format::Bintensors), "model.bt");
-        assert_eq!(in_format("blob", Format::Bintensors), "blob.bt");
-        assert_eq!(in_format("model.safetensors", Format::Safetensors), "model.safetensors");
-        assert_eq!(Format::of_name("a.bintensors"), Some(Format::Bintensors));
-        assert_eq!(Format::of_name("a.json"), None);
+        assert_eq!(in_format("model.safetensors", OutputFormat::Bintensors), "model.bt");
+        assert_eq!(in_format("blob", OutputFormat::Bintensors), "blob.bt");
+        assert_eq!(in_format("model.safetensors", OutputFormat::Safetensors), "model.safetensors");
+        assert_eq!(OutputFormat::of_name("a.bintensors"), Some(OutputFormat::Bintensors));
+        assert_eq!(OutputFormat::of_name("a.json"), None);
     }
 
     #[test]

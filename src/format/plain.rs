@@ -3,14 +3,14 @@
 
 /// A place in a text. Every step is `None` where something else stands there.
 #[derive(Debug)]
-pub(super) struct Cursor<'a> {
+pub(super) struct JsonCursor<'a> {
     text: &'a str,
     at: usize,
 }
 
-impl<'a> Cursor<'a> {
-    pub(super) fn new(text: &'a str) -> Cursor<'a> {
-        Cursor { text, at: 0 }
+impl<'a> JsonCursor<'a> {
+    pub(super) fn new(text: &'a str) -> JsonCursor<'a> {
+        JsonCursor { text, at: 0 }
     }
 
     /// Whether nothing but space is left.

@@ -242,7 +242,7 @@ impl WeightMap {
     ) -> Vec<u8> {
         let mut metadata = metadata.clone();
         metadata.insert("total_size".to_owned(), total_size.into());
-        let json = Rewritten { metadata, weight_map: Sent { tensors, file } };
+        let json = Rewritten { metadata, weight_map: AllToOne { tensors, file } };
         // Strings and values always serialise, and a Vec takes every write.
         let mut text = serde_json::to_vec_pretty(&json).unwrap_or_default();
         text.push(b'\n');
@@ -254,16 +254,16 @@ impl WeightMap {
 #[serde(bound(serialize = "I: Iterator<Item = &'a str> + Clone"))]
 struct Rewritten<'a, I> {
     metadata: Map<String, Value>,
-    weight_map: Sent<'a, I>,
+    weight_map: AllToOne<'a, I>,
 }
 
 /// A map that sends each of `tensors` to `file`.
-struct Sent<'a, I> {
+struct AllToOne<'a, I> {
     tensors: I,
     file: &'a str,
 }
 
-impl<'a, I: Iterator<Item = &'a str> + Clone> Serialize for Sent<'a, I> {
+impl<'a, I: Iterator<Item = &'a str> + Clone> Serialize for AllToOne<'a, I> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.tensors.clone().map(|name| (name, self.file)))
     }

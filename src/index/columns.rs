@@ -11,7 +11,7 @@ use bincode::{BorrowDecode, Encode};
 
 use crate::catalog::Shard;
 use crate::catalog::ShardId;
-use crate::catalog::tensors::{Lists, Row, Tensors, WHOLE};
+use crate::catalog::tensors::{Lists, PieceRow, TensorColumns, WHOLE};
 use crate::dtype::Dtype;
 
 use super::frame::{List, Numbers};
@@ -52,23 +52,23 @@ pub(super) struct Columns<'a> {
     /// By tensor: its combination.
     kind_of: Numbers<'a>,
     /// Boxes: offset and shape (lists).
-    cuts: List<(u32, u32)>,
+    boxes: List<(u32, u32)>,
     /// By tensor: number of pieces. Empty where each has one.
     piece_counts: Numbers<'a>,
     /// By piece: the shard.
     shards: Numbers<'a>,
     /// By piece: 0 for a whole tensor, else the number of the box and one. Empty where all are
     /// whole.
-    piece_cuts: Numbers<'a>,
-    /// By piece: bytes from the end of the piece before it in this shard (from the end of the
-    /// header), zigzag-coded.
+    piece_boxes: Numbers<'a>,
+    /// By piece: bytes from the end of the piece before it in this shard (from the end of its
+    /// description), zigzag-coded.
     distances: Numbers<'a>,
     /// Further copies: tensor, shard, box as in `piece_cuts`, first byte.
     replicas: List<(u32, u32, u32, u64)>,
 }
 
 /// The columns of `tensors`, whose shards are `shards`.
-pub(super) fn encode(tensors: &Tensors, shards: &[Shard]) -> Columns<'static> {
+pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
     let mut dtypes: Vec<Dtype> = Vec::new();
     let mut known: HashMap<(Dtype, u32), u64> = HashMap::new();
     let mut kinds = Vec::new();
@@ -87,8 +87,8 @@ pub(super) fn encode(tensors: &Tensors, shards: &[Shard]) -> Columns<'static> {
     let lists = &tensors.lists;
     let counts = || differences(&tensors.piece_ends);
     let single = counts().all(|count| count == 1);
-    let piece_cuts = || tensors.pieces.iter().map(|row| u64::from(cut_code(row.cut)));
-    let all_whole = piece_cuts().all(|cut| cut == 0);
+    let piece_boxes = || tensors.pieces.iter().map(|row| u64::from(box_code(row.box_id)));
+    let all_whole = piece_boxes().all(|box_id| box_id == 0);
     let none = || std::iter::empty().collect();
     Columns {
         len: tensors.len() as u64,
@@ -102,25 +102,25 @@ pub(super) fn encode(tensors: &Tensors, shards: &[Shard]) -> Columns<'static> {
         numbers: List(lists.numbers.clone()),
         kinds: List(kinds),
         kind_of,
-        cuts: List(tensors.cuts.clone()),
+        boxes: List(tensors.boxes.clone()),
         piece_counts: if single { none() } else { counts().collect() },
         shards: tensors.pieces.iter().map(|row| u64::from(row.shard.0)).collect(),
-        piece_cuts: if all_whole { none() } else { piece_cuts().collect() },
+        piece_boxes: if all_whole { none() } else { piece_boxes().collect() },
         distances: encode_starts(tensors, shards),
         replicas: tensors
             .replicas
             .iter()
-            .map(|(tensor, row)| (*tensor, row.shard.0, cut_code(row.cut), row.start))
+            .map(|(tensor, row)| (*tensor, row.shard.0, box_code(row.box_id), row.start))
             .collect(),
     }
 }
 
-fn name_lens(tensors: &Tensors) -> impl Iterator<Item = u64> {
+fn name_lens(tensors: &TensorColumns) -> impl Iterator<Item = u64> {
     (0..tensors.len()).map(|at| tensors.name(at).len() as u64)
 }
 
 /// By tensor what its name has in common with the name before, and the rest of all names.
-fn encode_names(tensors: &Tensors) -> (Vec<u64>, Vec<u8>) {
+fn encode_names(tensors: &TensorColumns) -> (Vec<u64>, Vec<u8>) {
     let (mut shared, mut text) = (Vec::new(), Vec::new());
     let mut before: &[u8] = &[];
     for at in 0..tensors.len() {
@@ -133,8 +133,8 @@ fn encode_names(tensors: &Tensors) -> (Vec<u64>, Vec<u8>) {
     (shared, text)
 }
 
-fn encode_starts(tensors: &Tensors, shards: &[Shard]) -> Numbers<'static> {
-    let mut ends: Vec<u64> = shards.iter().map(|shard| shard.data_start).collect();
+fn encode_starts(tensors: &TensorColumns, shards: &[Shard]) -> Numbers<'static> {
+    let mut ends: Vec<u64> = shards.iter().map(Shard::description_end).collect();
     let pieces = (0..tensors.len()).flat_map(|at| tensors.get(at).pieces());
     let distances = pieces.map(|piece| {
         let end = &mut ends[piece.shard.0 as usize];
@@ -145,8 +145,8 @@ fn encode_starts(tensors: &Tensors, shards: &[Shard]) -> Numbers<'static> {
     distances.collect()
 }
 
-fn cut_code(cut: u32) -> u32 {
-    if cut == WHOLE { 0 } else { cut + 1 }
+fn box_code(box_id: u32) -> u32 {
+    if box_id == WHOLE { 0 } else { box_id + 1 }
 }
 
 fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
@@ -156,7 +156,7 @@ fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
 
 /// The tensors of `columns`, whose shards are `shards`: everything that reading them relies on is
 /// checked, but that pieces cover their tensor without overlap only by their sizes.
-pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<Tensors, Doubt> {
+pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
     // Nothing is reserved for more than the bytes can hold.
     if !columns.shared.may_be(columns.len) || !columns.shards.may_be(columns.pieces_len) {
         return Err("has fewer tensors than it says");
@@ -165,17 +165,17 @@ pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<Tensors, 
     let (names, name_ends) = decode_names(&columns, len)?;
     let lists = decode_lists(&columns)?;
     let kinds = decode_kinds(&columns, &lists)?;
-    if !columns.cuts.iter().all(|&(a, b)| a.max(b) < lists.len() as u32) {
+    if !columns.boxes.iter().all(|&(a, b)| a.max(b) < lists.len() as u32) {
         return Err("has a box without an extent");
     }
-    let mut tensors = Tensors {
+    let mut tensors = TensorColumns {
         names,
         name_ends,
         dtypes: Vec::with_capacity(len),
         shapes: Vec::with_capacity(len),
         piece_ends: decode_ends(&columns, len)?,
         lists,
-        ..Tensors::default()
+        ..TensorColumns::default()
     };
     let mut kind_of = columns.kind_of.reader();
     let mut rank = 0;
@@ -190,7 +190,7 @@ pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<Tensors, 
         return Err("has shapes without a tensor");
     }
     tensors.zeros = vec![0; rank];
-    tensors.cuts.clone_from(&columns.cuts.0);
+    tensors.boxes.clone_from(&columns.boxes.0);
     tensors.pieces = decode_rows(&columns, &tensors, &kinds, shards)?;
     tensors.replicas = decode_replicas(&columns, &tensors, shards)?;
     Ok(tensors)
@@ -212,30 +212,31 @@ fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Dou
 /// The places of all pieces, which fill their tensors.
 fn decode_rows(
     columns: &Columns<'_>,
-    tensors: &Tensors,
+    tensors: &TensorColumns,
     kinds: &[KindOf],
     shards: &[Shard],
-) -> Result<Vec<Row>, Doubt> {
+) -> Result<Vec<PieceRow>, Doubt> {
     const PLACELESS: Doubt = "has a piece without a place";
     let mut kind_of = columns.kind_of.reader();
     let mut shard_of = columns.shards.reader();
-    let mut cut_of = (!columns.piece_cuts.is_empty()).then(|| columns.piece_cuts.reader());
+    let mut box_of = (!columns.piece_boxes.is_empty()).then(|| columns.piece_boxes.reader());
     let mut distances = columns.distances.reader();
-    let mut ends: Vec<u64> = shards.iter().map(|shard| shard.data_start).collect();
+    let mut ends: Vec<u64> = shards.iter().map(Shard::description_end).collect();
     let mut check = Check { tensors, shards, lens: HashMap::new() };
-    let mut rows: Vec<Row> = Vec::with_capacity(columns.pieces_len as usize);
+    let mut rows: Vec<PieceRow> = Vec::with_capacity(columns.pieces_len as usize);
     let mut total = 0u64;
     for &pieces_end in &tensors.piece_ends {
         let (dtype, shape, len) = kinds[kind_of.next_u32().ok_or(PLACELESS)? as usize];
         let mut covered = 0u64;
         for _ in rows.len()..pieces_end as usize {
             let shard = shard_of.next_u32().ok_or(PLACELESS)?;
-            let cut = cut_of.as_mut().map_or(Some(0), |cuts| cuts.next_u32()).ok_or(PLACELESS)?;
+            let box_id =
+                box_of.as_mut().map_or(Some(0), |boxes| boxes.next_u32()).ok_or(PLACELESS)?;
             let code = distances.next().ok_or(PLACELESS)?;
             let distance = (code >> 1) as i64 ^ -((code & 1) as i64);
             let end = ends.get_mut(shard as usize).ok_or("has a piece in no shard")?;
             let start = end.wrapping_add_signed(distance);
-            let row = Row { shard: ShardId(shard), cut: cut.wrapping_sub(1), start };
+            let row = PieceRow { shard: ShardId(shard), box_id: box_id.wrapping_sub(1), start };
             let piece_len = check.len(&row, dtype, shape, len)?;
             if piece_len == 0 && len > 0 {
                 return Err("has a piece without bytes");
@@ -249,23 +250,23 @@ fn decode_rows(
         }
         total = total.checked_add(len).ok_or("has more bytes than there can be")?;
     }
-    let done = shard_of.is_done() && distances.is_done() && cut_of.is_none_or(|c| c.is_done());
+    let done = shard_of.is_done() && distances.is_done() && box_of.is_none_or(|c| c.is_done());
     if done { Ok(rows) } else { Err("has places without a piece") }
 }
 
 fn decode_replicas(
     columns: &Columns<'_>,
-    tensors: &Tensors,
+    tensors: &TensorColumns,
     shards: &[Shard],
-) -> Result<Vec<(u32, Row)>, Doubt> {
+) -> Result<Vec<(u32, PieceRow)>, Doubt> {
     let mut check = Check { tensors, shards, lens: HashMap::new() };
-    let mut replicas: Vec<(u32, Row)> = Vec::with_capacity(columns.replicas.len());
-    for &(tensor, shard, cut, start) in &*columns.replicas {
+    let mut replicas: Vec<(u32, PieceRow)> = Vec::with_capacity(columns.replicas.len());
+    for &(tensor, shard, box_id, start) in &*columns.replicas {
         if tensor as usize >= tensors.len() {
             return Err("has a copy of no tensor");
         }
         let whole = tensors.get(tensor as usize);
-        let row = Row { shard: ShardId(shard), cut: cut.wrapping_sub(1), start };
+        let row = PieceRow { shard: ShardId(shard), box_id: box_id.wrapping_sub(1), start };
         check.len(&row, whole.dtype, tensors.shapes[tensor as usize], whole.len)?;
         if replicas.last().is_some_and(|(before, _)| *before > tensor) {
             return Err("has copies out of order");
@@ -277,7 +278,7 @@ fn decode_replicas(
 
 /// What pieces are checked against.
 struct Check<'a> {
-    tensors: &'a Tensors,
+    tensors: &'a TensorColumns,
     shards: &'a [Shard],
     /// Lengths of boxes that lie in their tensors, by box, dtype and shape of the tensor.
     lens: HashMap<(u32, Dtype, u32), u64>,
@@ -287,23 +288,24 @@ impl Check<'_> {
     /// Length in bytes of the piece at `row` of a tensor of this dtype, shape (a list) and
     /// length, if it lies in its shard and its tensor.
     #[inline]
-    fn len(&mut self, row: &Row, dtype: Dtype, shape: u32, len: u64) -> Result<u64, Doubt> {
-        let len = if row.cut == WHOLE { Some(len) } else { self.cut_len(row.cut, dtype, shape) };
+    fn len(&mut self, row: &PieceRow, dtype: Dtype, shape: u32, len: u64) -> Result<u64, Doubt> {
+        let len =
+            if row.box_id == WHOLE { Some(len) } else { self.box_len(row.box_id, dtype, shape) };
         let len = len.ok_or("has a box outside its tensor")?;
         let shard = self.shards.get(row.shard.0 as usize).ok_or("has a piece in no shard")?;
-        let end = row.start.checked_add(len);
-        if row.start < shard.data_start || end.is_none_or(|end| end > shard.file_len) {
+        let end = row.start.checked_add(len).filter(|&end| end <= shard.file_len);
+        if end.is_none_or(|end| shard.is_description(&(row.start..end))) {
             return Err("has a piece outside its shard");
         }
         Ok(len)
     }
 
-    fn cut_len(&mut self, cut: u32, dtype: Dtype, shape: u32) -> Option<u64> {
-        if let Some(&len) = self.lens.get(&(cut, dtype, shape)) {
+    fn box_len(&mut self, box_id: u32, dtype: Dtype, shape: u32) -> Option<u64> {
+        if let Some(&len) = self.lens.get(&(box_id, dtype, shape)) {
             return Some(len);
         }
         let lists = &self.tensors.lists;
-        let &(offset, extent) = self.tensors.cuts.get(cut as usize)?;
+        let &(offset, extent) = self.tensors.boxes.get(box_id as usize)?;
         let (offset, extent, whole) = (lists.get(offset), lists.get(extent), lists.get(shape));
         let inside = offset.len() == whole.len()
             && extent.len() == whole.len()
@@ -311,7 +313,7 @@ impl Check<'_> {
                 offset[dim].checked_add(extent[dim]).is_some_and(|end| end <= whole[dim])
             });
         let len = len_of(dtype, extent).filter(|_| inside)?;
-        self.lens.insert((cut, dtype, shape), len);
+        self.lens.insert((box_id, dtype, shape), len);
         Some(len)
     }
 }

@@ -43,13 +43,13 @@ const CONFIG: Configuration<LittleEndian, Varint, Limit<MEMORY_MAX>> =
 
 /// A kind of file.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Kind {
+pub(crate) struct FileKind {
     pub(crate) magic: &'static [u8; 8],
     pub(crate) version: u32,
 }
 
 /// The bytes of a file of `kind` with this content; `None` where it cannot be had.
-pub(crate) fn wrap(kind: Kind, content: impl Encode) -> Option<Vec<u8>> {
+pub(crate) fn wrap(kind: FileKind, content: impl Encode) -> Option<Vec<u8>> {
     let mut bytes = vec![0; FRAME_LEN];
     bincode::encode_into_std_write(content, &mut bytes, CONFIG).ok()?;
     let len = bytes.len() - FRAME_LEN;
@@ -65,7 +65,7 @@ pub(crate) fn wrap(kind: Kind, content: impl Encode) -> Option<Vec<u8>> {
 }
 
 /// The content of a file of `kind`; what is wrong with it otherwise.
-pub(crate) fn unwrap<'a, T>(kind: Kind, bytes: &'a [u8]) -> Result<T, &'static str>
+pub(crate) fn unwrap<'a, T>(kind: FileKind, bytes: &'a [u8]) -> Result<T, &'static str>
 where
     T: BorrowDecode<'a, ()>,
 {

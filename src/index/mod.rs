@@ -11,6 +11,7 @@ mod frame;
 mod store;
 mod sums;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bincode::{BorrowDecode, Decode, Encode};
@@ -19,17 +20,19 @@ use crate::catalog::{Catalog, Shard};
 use crate::hash::Digest;
 
 use columns::Columns;
-use frame::{Kind, List};
+use frame::{FileKind, List};
 pub(crate) use store::file_name;
 pub use store::{STORE_VARIABLE, Store};
-pub use sums::{CHUNK_LEN, Chunk, ChunkHasher, Cuts, SUMS_EXTENSION, ShardSums, Sums};
+pub use sums::{
+    BlockBoundaries, CHUNK_LEN, ChecksumChunk, ChunkHasher, SUMS_EXTENSION, ShardSums, Sums,
+};
 
 /// Extension of index files.
 pub const EXTENSION: &str = "index";
 
 /// The version goes up with every change of the content, and with every change of what is proved
 /// or how a file is laid out: an index says both as it was when it was made.
-const KIND: Kind = Kind { magic: b"TENSORFS", version: 3 };
+const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 4 };
 
 /// What tells one state of a file from another, without reading it.
 #[derive(Clone, Copy, Debug, Decode, Encode, PartialEq, Eq)]
@@ -51,11 +54,10 @@ pub struct FileRecord {
     pub name: String,
     /// What it was.
     pub fingerprint: Fingerprint,
-    /// Length of the bytes at its beginning that were looked at: of a shard up to its data, of a
-    /// weight map all.
-    pub head_len: u64,
+    /// The bytes that the sets follow from: of a shard its description, of a text file all.
+    pub described: Vec<Range<u64>>,
     /// Hash of these bytes.
-    pub head: [u8; 16],
+    pub hash: Digest,
 }
 
 /// A virtual file of a set.
@@ -117,7 +119,7 @@ pub(crate) fn now() -> i64 {
 /// An index as it is written. What has a length of its own is borrowed, or a `List`: nothing is
 /// reserved for what the bytes cannot hold.
 #[derive(BorrowDecode, Encode)]
-struct Content<'a> {
+struct IndexContent<'a> {
     folder: &'a [u8],
     made: i64,
     files: List<FileContent<'a>>,
@@ -131,8 +133,8 @@ struct Content<'a> {
 struct FileContent<'a> {
     name: &'a str,
     fingerprint: Fingerprint,
-    head_len: u64,
-    head: [u8; 16],
+    described: Ranges,
+    hash: [u8; 16],
 }
 
 #[derive(BorrowDecode, Encode)]
@@ -145,8 +147,8 @@ struct SetContent<'a> {
     map: Option<(&'a str, &'a str)>,
     /// Spec, length, header.
     virtual_files: List<([u8; 16], u64, [u8; 16])>,
-    /// Name, length, first byte of data.
-    shards: List<(&'a str, u64, u64)>,
+    /// Name, length, description.
+    shards: List<(&'a str, u64, Ranges)>,
     metadata: Option<List<(&'a str, &'a str)>>,
     shapes_recorded: bool,
     notes: List<&'a str>,
@@ -155,14 +157,33 @@ struct SetContent<'a> {
 
 impl<'a> FileContent<'a> {
     fn of(file: &'a FileRecord) -> FileContent<'a> {
-        let FileRecord { name, fingerprint, head_len, head } = file;
-        FileContent { name, fingerprint: *fingerprint, head_len: *head_len, head: *head }
+        let FileRecord { name, fingerprint, described, hash } = file;
+        let described = encode_ranges(described);
+        FileContent { name, fingerprint: *fingerprint, described, hash: hash.0 }
     }
 
-    fn into_record(self) -> FileRecord {
-        let FileContent { name, fingerprint, head_len, head } = self;
-        FileRecord { name: name.to_owned(), fingerprint, head_len, head }
+    fn into_record(self) -> Result<FileRecord, &'static str> {
+        let FileContent { name, fingerprint, described, hash } = self;
+        let described = decode_ranges(&described)?;
+        Ok(FileRecord { name: name.to_owned(), fingerprint, described, hash: Digest(hash) })
     }
+}
+
+/// Ranges as they are written: first byte and end, ascending.
+type Ranges = List<(u64, u64)>;
+
+fn encode_ranges(ranges: &[Range<u64>]) -> Ranges {
+    ranges.iter().map(|range| (range.start, range.end)).collect()
+}
+
+fn decode_ranges(ranges: &Ranges) -> Result<Vec<Range<u64>>, &'static str> {
+    let mut before = 0;
+    let range = |&(start, end): &(u64, u64)| {
+        let ascends = before <= start && start <= end;
+        before = end;
+        ascends.then_some(start..end).ok_or("has descriptions out of order")
+    };
+    ranges.iter().map(range).collect()
 }
 
 fn borrowed(strings: &[String]) -> List<&str> {
@@ -176,7 +197,9 @@ fn owned(strings: List<&str>) -> Vec<String> {
 impl<'a> SetContent<'a> {
     fn of(set: &'a SetRecord) -> SetContent<'a> {
         let catalog = &set.catalog;
-        let shard = |shard: &'a Shard| (shard.name.as_str(), shard.file_len, shard.data_start);
+        let shard = |shard: &'a Shard| {
+            (shard.name.as_str(), shard.file_len, encode_ranges(&shard.described))
+        };
         SetContent {
             name: &set.name,
             kind: &set.kind,
@@ -200,12 +223,11 @@ impl<'a> SetContent<'a> {
     }
 
     fn into_record(self) -> Result<SetRecord, &'static str> {
-        let shard = |&(name, file_len, data_start): &(&str, u64, u64)| Shard {
-            name: name.to_owned(),
-            file_len,
-            data_start,
+        let shard = |(name, file_len, described): &(&str, u64, Ranges)| {
+            let described = decode_ranges(described)?;
+            Ok(Shard { name: (*name).to_owned(), file_len: *file_len, described })
         };
-        let shards: Vec<Shard> = self.shards.iter().map(shard).collect();
+        let shards = self.shards.iter().map(shard).collect::<Result<Vec<Shard>, &str>>()?;
         let columns = columns::decode(self.columns, &shards)?;
         let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         let metadata = self.metadata.map(|metadata| Arc::new(metadata.iter().map(pair).collect()));
@@ -239,7 +261,7 @@ impl<'a> SetContent<'a> {
 impl Index {
     /// The bytes of the index file; `None` where it would be too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
-        let content = Content {
+        let content = IndexContent {
             folder: &self.folder,
             made: self.made,
             files: self.files.iter().map(FileContent::of).collect(),
@@ -261,12 +283,13 @@ impl Index {
         Index::of_content(frame::content(bytes)?)
     }
 
-    fn of_content(content: Content<'_>) -> Result<Index, &'static str> {
+    fn of_content(content: IndexContent<'_>) -> Result<Index, &'static str> {
+        let files = content.files.0.into_iter().map(FileContent::into_record);
         let sets = content.sets.0.into_iter().map(SetContent::into_record);
         Ok(Index {
             folder: content.folder.to_vec(),
             made: content.made,
-            files: content.files.0.into_iter().map(FileContent::into_record).collect(),
+            files: files.collect::<Result<_, _>>()?,
             unusable: content.unusable.iter().map(|name| name.to_vec()).collect(),
             weights: owned(content.weights),
             notes: owned(content.notes),

@@ -14,7 +14,7 @@ use bincode::{Decode, Encode};
 use crate::hash::{Digest, Hasher};
 
 use super::Fingerprint;
-use super::frame::{self, Kind};
+use super::frame::{self, FileKind};
 
 /// Extension of files of checksums.
 pub const SUMS_EXTENSION: &str = "sums";
@@ -22,11 +22,11 @@ pub const SUMS_EXTENSION: &str = "sums";
 /// Most bytes that one hash is of.
 pub const CHUNK_LEN: u64 = 1 << 20;
 
-const KIND: Kind = Kind { magic: b"TFS-SUMS", version: 1 };
+const KIND: FileKind = FileKind { magic: b"TFS-SUMS", version: 1 };
 
 /// How a file is cut: into parts without gaps, and those into chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cuts {
+pub struct BlockBoundaries {
     /// Where each part ends.
     ends: Vec<u64>,
     /// How many chunks there are up to the end of each part.
@@ -43,7 +43,7 @@ pub struct ShardSums {
     /// When they were recorded, in seconds since 1970.
     pub recorded: i64,
     /// Its parts; the first one is what stands before the data.
-    pub cuts: Arc<Cuts>,
+    pub boundaries: Arc<BlockBoundaries>,
     /// The hash of each chunk.
     pub digests: Vec<Digest>,
 }
@@ -59,7 +59,7 @@ pub struct Sums {
 
 /// A chunk of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chunk {
+pub struct ChecksumChunk {
     /// Its bytes.
     pub range: Range<u64>,
     /// Which digest is its.
@@ -68,7 +68,7 @@ pub struct Chunk {
 
 /// As it is written.
 #[derive(Decode, Encode)]
-struct Content {
+struct SumsContent {
     folder: Vec<u8>,
     shards: Vec<ShardContent>,
 }
@@ -84,18 +84,18 @@ struct ShardContent {
     digests: Vec<u8>,
 }
 
-impl Cuts {
+impl BlockBoundaries {
     /// Parts of these lengths, one after another; empty ones are left out. None where there are
     /// more bytes or chunks than can be counted.
-    pub fn new(lens: impl IntoIterator<Item = u64>) -> Option<Cuts> {
-        let (mut cuts, mut end, mut chunks) = (Cuts::default(), 0u64, 0u32);
+    pub fn new(lens: impl IntoIterator<Item = u64>) -> Option<BlockBoundaries> {
+        let (mut boundaries, mut end, mut chunks) = (BlockBoundaries::default(), 0u64, 0u32);
         for len in lens.into_iter().filter(|&len| len > 0) {
             end = end.checked_add(len)?;
             chunks = chunks.checked_add(u32::try_from(len.div_ceil(CHUNK_LEN)).ok()?)?;
-            cuts.ends.push(end);
-            cuts.chunk_ends.push(chunks);
+            boundaries.ends.push(end);
+            boundaries.chunk_ends.push(chunks);
         }
-        Some(cuts)
+        Some(boundaries)
     }
 
     /// Length of the file in bytes.
@@ -140,7 +140,7 @@ impl Cuts {
     }
 
     /// The chunks that `range` has bytes of.
-    pub fn chunks_of(&self, range: Range<u64>) -> impl Iterator<Item = Chunk> + '_ {
+    pub fn chunks_of(&self, range: Range<u64>) -> impl Iterator<Item = ChecksumChunk> + '_ {
         let wanted = range.clone();
         self.parts_of(&range).flat_map(move |at| {
             let part = self.part(at);
@@ -150,7 +150,7 @@ impl Cuts {
             (first..last).map(move |chunk| {
                 let start = part.start + chunk * CHUNK_LEN;
                 let range = start..(start + CHUNK_LEN).min(part.end);
-                Chunk { range, number: before + chunk as usize }
+                ChecksumChunk { range, number: before + chunk as usize }
             })
         })
     }
@@ -159,14 +159,14 @@ impl Cuts {
 impl ShardSums {
     /// The digests of the chunks that `range` has bytes of.
     pub fn digests_of(&self, range: Range<u64>) -> impl Iterator<Item = Digest> + '_ {
-        self.cuts.chunks_of(range).map(|chunk| self.digests[chunk.number])
+        self.boundaries.chunks_of(range).map(|chunk| self.digests[chunk.number])
     }
 }
 
 /// Hashes a file that comes from its beginning on, chunk by chunk.
 #[derive(Debug)]
 pub struct ChunkHasher {
-    cuts: Arc<Cuts>,
+    boundaries: Arc<BlockBoundaries>,
     digests: Vec<Digest>,
     /// The part that is being hashed, and how far the chunk and all of it have come.
     part: usize,
@@ -178,21 +178,22 @@ pub struct ChunkHasher {
 
 impl ChunkHasher {
     /// Of a file that is cut so.
-    pub fn new(cuts: Arc<Cuts>) -> ChunkHasher {
-        let digests = Vec::with_capacity(cuts.chunks_len());
-        let mut hasher = ChunkHasher { cuts, digests, part: 0, at: 0, chunk_end: 0, begun: None };
+    pub fn new(boundaries: Arc<BlockBoundaries>) -> ChunkHasher {
+        let digests = Vec::with_capacity(boundaries.chunks_len());
+        let mut hasher =
+            ChunkHasher { boundaries, digests, part: 0, at: 0, chunk_end: 0, begun: None };
         hasher.chunk_end = hasher.end_of_chunk();
         hasher
     }
 
     fn end_of_chunk(&self) -> u64 {
-        let end = self.cuts.ends.get(self.part).copied().unwrap_or(u64::MAX);
+        let end = self.boundaries.ends.get(self.part).copied().unwrap_or(u64::MAX);
         end.min(self.at.saturating_add(CHUNK_LEN))
     }
 
     /// Adds bytes; those after the end of the file are of no part.
     pub fn update(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() && self.part < self.cuts.len() {
+        while !bytes.is_empty() && self.part < self.boundaries.len() {
             let left = self.chunk_end - self.at;
             let (own, rest) = bytes.split_at(left.min(bytes.len() as u64) as usize);
             bytes = rest;
@@ -208,14 +209,14 @@ impl ChunkHasher {
                     begun.finish()
                 }
             });
-            self.part += usize::from(self.at == self.cuts.ends[self.part]);
+            self.part += usize::from(self.at == self.boundaries.ends[self.part]);
             self.chunk_end = self.end_of_chunk();
         }
     }
 
     /// The digests of all chunks; none where the file has not come to its end.
     pub fn finish(self) -> Option<Vec<Digest>> {
-        (self.part == self.cuts.len()).then_some(self.digests)
+        (self.part == self.boundaries.len()).then_some(self.digests)
     }
 }
 
@@ -241,13 +242,13 @@ impl Sums {
             name: shard.name.clone(),
             fingerprint: shard.fingerprint,
             recorded: shard.recorded,
-            lens: (0..shard.cuts.len())
-                .map(|at| shard.cuts.part(at))
+            lens: (0..shard.boundaries.len())
+                .map(|at| shard.boundaries.part(at))
                 .map(|part| part.end - part.start)
                 .collect(),
             digests: shard.digests.iter().flat_map(|digest| digest.0).collect(),
         });
-        frame::wrap(KIND, Content { folder: self.folder.clone(), shards: shards.collect() })
+        frame::wrap(KIND, SumsContent { folder: self.folder.clone(), shards: shards.collect() })
     }
 
     /// The checksums in `bytes`, or what speaks against them.
@@ -260,7 +261,7 @@ impl Sums {
         Sums::of_content(frame::content(bytes)?)
     }
 
-    fn of_content(content: Content) -> Result<Sums, &'static str> {
+    fn of_content(content: SumsContent) -> Result<Sums, &'static str> {
         let ordered = content.shards.windows(2).all(|pair| pair[0].name < pair[1].name);
         if !ordered {
             return Err("has shards out of order");
@@ -277,16 +278,22 @@ impl ShardSums {
         if lens.contains(&0) {
             return Err("has an empty part");
         }
-        let cuts = Cuts::new(lens).ok_or("has parts that do not end")?;
-        if cuts.file_len() != fingerprint.len {
+        let boundaries = BlockBoundaries::new(lens).ok_or("has parts that do not end")?;
+        if boundaries.file_len() != fingerprint.len {
             return Err("has parts that are not the file");
         }
         let (digests, rest) = digests.as_chunks::<16>();
-        if !rest.is_empty() || digests.len() != cuts.chunks_len() {
+        if !rest.is_empty() || digests.len() != boundaries.chunks_len() {
             return Err("has not a hash for each chunk");
         }
         let digests = digests.iter().map(|&digest| Digest(digest)).collect();
-        Ok(Arc::new(ShardSums { name, fingerprint, recorded, cuts: Arc::new(cuts), digests }))
+        Ok(Arc::new(ShardSums {
+            name,
+            fingerprint,
+            recorded,
+            boundaries: Arc::new(boundaries),
+            digests,
+        }))
     }
 }
 

@@ -8,7 +8,7 @@ const TENSORS_MAX: usize = 1 << 16;
 
 /// Orders of the tensors of a file, without empty ones.
 #[derive(Debug, Default)]
-pub struct Orders {
+pub struct LayoutOrders {
     /// By name.
     pub by_name: Successors,
     /// By name, with numbers compared as numbers.
@@ -33,12 +33,12 @@ impl Successors {
 
 impl Layout {
     /// The orders of the tensors, all of which `catalog` holds; empty where they are too many.
-    pub fn orders(&self, catalog: &Catalog) -> Orders {
+    pub fn orders(&self, catalog: &Catalog) -> LayoutOrders {
         if self.tensors.len() > TENSORS_MAX {
-            return Orders::default();
+            return LayoutOrders::default();
         }
         let tensor = |place: u32| catalog.tensor_at(self.tensors[place as usize].tensor as usize);
-        Orders {
+        LayoutOrders {
             by_name: self.order(|place| self.tensors[place as usize].tensor),
             by_number: self.order(|place| number_key(tensor(place).name)),
             by_shard: self.order(|place| {

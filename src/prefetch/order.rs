@@ -7,7 +7,7 @@ use super::SMALL;
 
 /// Orders in which programs take tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum ReadOrder {
     /// As they stand in the file.
     File,
     /// By name.
@@ -18,14 +18,15 @@ pub enum Order {
     Shard,
 }
 
-impl Order {
+impl ReadOrder {
     /// All of them; of two that have proved themselves as well, the first is taken.
-    pub const ALL: [Order; 4] = [Order::File, Order::Name, Order::Natural, Order::Shard];
+    pub const ALL: [ReadOrder; 4] =
+        [ReadOrder::File, ReadOrder::Name, ReadOrder::Natural, ReadOrder::Shard];
 }
 
 /// A tensor, or the header, of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tensor {
+pub struct TensorSpan {
     /// Its place in the file: 0 for the header, 1 for the first tensor.
     pub place: u32,
     /// Its bytes.
@@ -33,12 +34,12 @@ pub struct Tensor {
 }
 
 /// The tensors of a file.
-pub trait Tensors {
+pub trait TensorMap {
     /// The tensor, or the header, that `offset` lies in.
-    fn at(&self, offset: u64) -> Tensor;
+    fn at(&self, offset: u64) -> TensorSpan;
 
     /// The tensor after the one at `place` in `order`, but for empty ones.
-    fn after(&self, place: u32, order: Order) -> Option<Tensor>;
+    fn after(&self, place: u32, order: ReadOrder) -> Option<TensorSpan>;
 }
 
 /// Best and worst score of an order.
@@ -59,20 +60,20 @@ const STEPS_MAX: usize = 16;
 
 /// What one reader's tensors have taught.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Reader {
+pub(super) struct OrderReader {
     /// By order; only tensors of which the orders differ count.
-    scores: [i8; Order::ALL.len()],
+    scores: [i8; ReadOrder::ALL.len()],
     trust: u8,
     /// Tensors that no order has foretold; those that one has halve it.
     misses: u8,
     /// Begun last, newest first.
-    recent: VecDeque<Tensor>,
+    recent: VecDeque<TensorSpan>,
 }
 
-impl Reader {
+impl OrderReader {
     /// Another reader, which is expected to use the same order.
-    pub(super) fn follower(&self) -> Reader {
-        Reader { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
+    pub(super) fn follower(&self) -> OrderReader {
+        OrderReader { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
     }
 
     /// How often the order has foretold the next tensor of late.
@@ -86,39 +87,45 @@ impl Reader {
     }
 
     fn best(&self) -> usize {
-        let index = (0..Order::ALL.len()).rev().max_by_key(|&index| self.scores[index]);
+        let index = (0..ReadOrder::ALL.len()).rev().max_by_key(|&index| self.scores[index]);
         index.unwrap_or(0)
     }
 
     /// The order that it is taken to follow.
-    pub(super) fn order(&self) -> Order {
-        Order::ALL[self.best()]
+    pub(super) fn order(&self) -> ReadOrder {
+        ReadOrder::ALL[self.best()]
     }
 
     /// Takes note that the reader begins `tensor`. `passed` says which tensors it would pass
     /// over, because they were read or are being read.
     pub(super) fn begins(
         &mut self,
-        tensor: &Tensor,
-        tensors: &dyn Tensors,
-        passed: &dyn Fn(&Tensor) -> bool,
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+        passed: &dyn Fn(&TensorSpan) -> bool,
     ) {
         if tensor.place == 0 || self.recent.iter().any(|recent| recent.place == tensor.place) {
             return;
         }
         if !self.recent.is_empty() {
-            let foretold = Order::ALL.map(|order| self.leads_to(tensor, order, tensors, passed));
+            let foretold =
+                ReadOrder::ALL.map(|order| self.leads_to(tensor, order, tensors, passed));
             self.learn(foretold);
         }
         self.remember(tensor);
     }
 
     /// Takes note that the reader has come from `before` into `tensor` without a gap.
-    pub(super) fn goes_on(&mut self, before: &Tensor, tensor: &Tensor, tensors: &dyn Tensors) {
+    pub(super) fn goes_on(
+        &mut self,
+        before: &TensorSpan,
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+    ) {
         let next = tensors.after(before.place, self.order());
         // One read may hold all of several small ones.
-        let follows = |next: Tensor| match self.order() {
-            Order::File => next.place <= tensor.place,
+        let follows = |next: TensorSpan| match self.order() {
+            ReadOrder::File => next.place <= tensor.place,
             _ => next.place == tensor.place,
         };
         if before.place != 0 && next.is_some_and(follows) {
@@ -128,7 +135,7 @@ impl Reader {
         self.remember(tensor);
     }
 
-    fn remember(&mut self, tensor: &Tensor) {
+    fn remember(&mut self, tensor: &TensorSpan) {
         self.recent.truncate(RECENT - 1);
         self.recent.push_front(tensor.clone());
     }
@@ -136,10 +143,10 @@ impl Reader {
     /// Whether `order` leads from one of the tensors begun last to `tensor`.
     fn leads_to(
         &self,
-        tensor: &Tensor,
-        order: Order,
-        tensors: &dyn Tensors,
-        passed: &dyn Fn(&Tensor) -> bool,
+        tensor: &TensorSpan,
+        order: ReadOrder,
+        tensors: &dyn TensorMap,
+        passed: &dyn Fn(&TensorSpan) -> bool,
     ) -> bool {
         self.recent.iter().any(|recent| {
             let mut place = recent.place;
@@ -158,7 +165,7 @@ impl Reader {
         })
     }
 
-    fn learn(&mut self, foretold: [bool; Order::ALL.len()]) {
+    fn learn(&mut self, foretold: [bool; ReadOrder::ALL.len()]) {
         let best = self.best();
         let hits = foretold.iter().filter(|&&hit| hit).count();
         if hits > 0 && hits < foretold.len() {
@@ -182,10 +189,10 @@ impl Reader {
     /// The tensor that it is likely to begin after `tensor` and those that are `passed`.
     pub(super) fn next(
         &self,
-        tensor: &Tensor,
-        tensors: &dyn Tensors,
-        passed: &dyn Fn(&Tensor) -> bool,
-    ) -> Option<Tensor> {
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+        passed: &dyn Fn(&TensorSpan) -> bool,
+    ) -> Option<TensorSpan> {
         let mut place = tensor.place;
         for _ in 0..STEPS_MAX {
             let next = tensors.after(place, self.order())?;
@@ -200,12 +207,12 @@ impl Reader {
 
 /// Tensors whose middle was read: the kernel has them.
 #[derive(Debug, Default)]
-pub(super) struct Seen(Vec<u64>);
+pub(super) struct SeenTensor(Vec<u64>);
 
 /// Tensors of one read that are marked, at most.
 const MARKED_MAX: usize = 1024;
 
-impl Seen {
+impl SeenTensor {
     pub(super) fn contains(&self, place: u32) -> bool {
         let word = self.0.get(place as usize / 64);
         word.is_some_and(|word| word >> (place % 64) & 1 == 1)
@@ -213,7 +220,7 @@ impl Seen {
 
     /// Marks the tensors whose middle a read of `range` holds. Returns whether the kernel has
     /// forgotten what it had: then only those of this read are marked.
-    pub(super) fn add(&mut self, range: &Range<u64>, tensors: &dyn Tensors) -> bool {
+    pub(super) fn add(&mut self, range: &Range<u64>, tensors: &dyn TensorMap) -> bool {
         let mut has_forgotten = false;
         let mut tensor = Some(tensors.at(range.start));
         for _ in 0..MARKED_MAX {
@@ -230,7 +237,7 @@ impl Seen {
                 }
                 self.0[word] |= 1 << (this.place % 64);
             }
-            tensor = tensors.after(this.place, Order::File);
+            tensor = tensors.after(this.place, ReadOrder::File);
         }
         has_forgotten
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::{Request, Tensors};
+use super::{Request, TensorMap};
 
 /// A storm of page faults: so many reads of a few pages in one tensor within so short a time.
 const STORM_READS: u32 = 32;
@@ -33,7 +33,11 @@ pub(super) struct Storms {
 
 impl Storms {
     /// The tensor that is asked for page by page, when that is noticed first.
-    pub(super) fn push(&mut self, request: &Request, tensors: &dyn Tensors) -> Option<Range<u64>> {
+    pub(super) fn push(
+        &mut self,
+        request: &Request,
+        tensors: &dyn TensorMap,
+    ) -> Option<Range<u64>> {
         let Range { start, end } = request.range;
         if end - start > STORM_READ_LEN {
             return None;

@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::{SLACK, StreamId, Tensor, WINDOW_MIN, strike};
+use super::{SLACK, StreamId, TensorSpan, WINDOW_MIN, strike};
 
 /// Reads that move forward through the file.
 #[derive(Clone, Debug)]
-pub(super) struct Stream {
+pub(super) struct ReadStream {
     pub(super) id: StreamId,
     /// End of the furthest read.
     pub(super) next: u64,
@@ -23,12 +23,12 @@ pub(super) struct Stream {
     /// Bytes read since the window grew.
     pub(super) grown: u64,
     /// The tensor that its last read lies in.
-    pub(super) tensor: Tensor,
+    pub(super) tensor: TensorSpan,
     /// Number of the last read of it.
     pub(super) last: u64,
 }
 
-impl Stream {
+impl ReadStream {
     /// Bytes that are read ahead for it and not read yet.
     pub(super) fn ahead(&self) -> u64 {
         let left = |range: &Range<u64>| range.end - range.start;

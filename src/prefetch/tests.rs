@@ -7,13 +7,13 @@ const MIB: u64 = 1 << 20;
 /// A file of 40 tensors of 64 MiB, whose orders are all the same.
 struct Even;
 
-impl Tensors for Even {
-    fn at(&self, offset: u64) -> Tensor {
+impl TensorMap for Even {
+    fn at(&self, offset: u64) -> TensorSpan {
         let range = tensor_at(offset);
-        Tensor { place: (range.start / (64 * MIB)) as u32 + 1, range }
+        TensorSpan { place: (range.start / (64 * MIB)) as u32 + 1, range }
     }
 
-    fn after(&self, place: u32, _: Order) -> Option<Tensor> {
+    fn after(&self, place: u32, _: ReadOrder) -> Option<TensorSpan> {
         (place < 40).then(|| self.at(u64::from(place) * 64 * MIB))
     }
 }
@@ -242,13 +242,13 @@ struct Tiny {
     steps: std::cell::Cell<u64>,
 }
 
-impl Tensors for Tiny {
-    fn at(&self, offset: u64) -> Tensor {
+impl TensorMap for Tiny {
+    fn at(&self, offset: u64) -> TensorSpan {
         let start = offset / self.each * self.each;
-        Tensor { place: (offset / self.each) as u32 + 1, range: start..start + self.each }
+        TensorSpan { place: (offset / self.each) as u32 + 1, range: start..start + self.each }
     }
 
-    fn after(&self, place: u32, _: Order) -> Option<Tensor> {
+    fn after(&self, place: u32, _: ReadOrder) -> Option<TensorSpan> {
         self.steps.set(self.steps.get() + 1);
         let start = u64::from(place) * self.each;
         (start < 1 << 30).then(|| self.at(start))
@@ -276,12 +276,12 @@ struct Whole;
 
 const WHOLE: u64 = 20 << 30;
 
-impl Tensors for Whole {
-    fn at(&self, _: u64) -> Tensor {
-        Tensor { place: 1, range: 0..WHOLE }
+impl TensorMap for Whole {
+    fn at(&self, _: u64) -> TensorSpan {
+        TensorSpan { place: 1, range: 0..WHOLE }
     }
 
-    fn after(&self, _: u32, _: Order) -> Option<Tensor> {
+    fn after(&self, _: u32, _: ReadOrder) -> Option<TensorSpan> {
         None
     }
 }
@@ -431,7 +431,7 @@ fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
 /// A model of 311 tensors in 28 layers, as `save_pretrained` writes it.
 struct Model {
     ranges: Vec<Range<u64>>,
-    /// By `Order`: for each place the next one.
+    /// By `ReadOrder`: for each place the next one.
     after: [Vec<Option<usize>>; 4],
 }
 
@@ -466,22 +466,22 @@ impl Model {
         self.ranges.last().unwrap().end
     }
 
-    fn tensor(&self, place: usize) -> Tensor {
-        Tensor { place: place as u32 + 1, range: self.ranges[place].clone() }
+    fn tensor(&self, place: usize) -> TensorSpan {
+        TensorSpan { place: place as u32 + 1, range: self.ranges[place].clone() }
     }
 }
 
-impl Tensors for Model {
-    fn at(&self, offset: u64) -> Tensor {
+impl TensorMap for Model {
+    fn at(&self, offset: u64) -> TensorSpan {
         match self.ranges.partition_point(|range| range.start <= offset) {
-            0 => Tensor { place: 0, range: 0..self.ranges[0].start },
+            0 => TensorSpan { place: 0, range: 0..self.ranges[0].start },
             after => self.tensor(after - 1),
         }
     }
 
-    fn after(&self, place: u32, order: Order) -> Option<Tensor> {
+    fn after(&self, place: u32, order: ReadOrder) -> Option<TensorSpan> {
         let Some(index) = (place as usize).checked_sub(1) else { return Some(self.tensor(0)) };
-        let order = Order::ALL.iter().position(|other| *other == order).unwrap();
+        let order = ReadOrder::ALL.iter().position(|other| *other == order).unwrap();
         self.after[order][index].map(|next| self.tensor(next))
     }
 }

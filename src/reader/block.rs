@@ -31,26 +31,26 @@ const PART_LEN: u64 = 1 << 20;
 
 /// The bytes of a block.
 #[derive(Debug)]
-pub enum Loaded {
+pub enum Block {
     /// As they were read.
     Read(ReadBuffer),
     /// Put together from several reads.
     Gathered(Buffer),
 }
 
-impl Deref for Loaded {
+impl Deref for Block {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
         match self {
-            Loaded::Read(filled) => filled,
-            Loaded::Gathered(buffer) => buffer,
+            Block::Read(filled) => filled,
+            Block::Gathered(buffer) => buffer,
         }
     }
 }
 
 /// Called with the outcome of a block.
-pub type Done = Box<dyn FnOnce(Result<Loaded>) + Send>;
+pub type Done = Box<dyn FnOnce(Result<Block>) + Send>;
 
 /// The reads that a block takes.
 #[derive(Debug)]
@@ -67,18 +67,18 @@ pub struct BlockPlan {
 struct Planned {
     source: Arc<Source>,
     range: Range<u64>,
-    uses: Vec<Use>,
+    uses: Vec<BlockUse>,
 }
 
 /// Some bytes of a source, `range`, and their place in a block.
 #[derive(Debug)]
-struct Use {
+struct BlockUse {
     range: Range<u64>,
-    place: Place,
+    place: BlockPlace,
 }
 
 #[derive(Debug)]
-enum Place {
+enum BlockPlace {
     /// One after the other from this offset in the block on.
     Run(u64),
     /// Spread over it. The block begins `before` bytes before the tensor, or `after` bytes
@@ -96,7 +96,7 @@ impl BlockPlan {
     /// Whether the bytes of the block are those of one read.
     fn is_one_read(&self) -> bool {
         let [Planned { range, uses, .. }] = self.fetches.as_slice() else { return false };
-        let [Use { place: Place::Run(0), .. }] = uses.as_slice() else { return false };
+        let [BlockUse { place: BlockPlace::Run(0), .. }] = uses.as_slice() else { return false };
         range.end - range.start == self.len
     }
 
@@ -133,10 +133,10 @@ impl Reader {
     pub fn plan_block(&self, range: Range<u64>) -> BlockPlan {
         let mut plan =
             BlockPlan { len: range.end - range.start, header: None, fetches: Vec::new() };
-        let mut wanted: Vec<(usize, Use)> = Vec::new();
+        let mut wanted: Vec<(usize, BlockUse)> = Vec::new();
         let Some(layout) = &self.layout else {
             let source = self.sources[0].clone();
-            let uses = vec![Use { range: range.clone(), place: Place::Run(0) }];
+            let uses = vec![BlockUse { range: range.clone(), place: BlockPlace::Run(0) }];
             plan.fetches.push(Planned { source, range, uses });
             return plan;
         };
@@ -146,13 +146,16 @@ impl Reader {
                 plan.header = Some((at - start, at..at + bytes.len() as u64));
             }
             Extent::Run { at, shard, range } => {
-                wanted.push((shard.0 as usize, Use { range, place: Place::Run(at - start) }));
+                wanted.push((
+                    shard.0 as usize,
+                    BlockUse { range, place: BlockPlace::Run(at - start) },
+                ));
             }
             Extent::Scatter { tensor_at, shard, range, runs, part } => {
                 let before = tensor_at.saturating_sub(start);
                 let after = start.saturating_sub(tensor_at);
-                let place = Place::Scatter { before, after, runs: runs.clone(), part };
-                wanted.push((shard.0 as usize, Use { range, place }));
+                let place = BlockPlace::Scatter { before, after, runs: runs.clone(), part };
+                wanted.push((shard.0 as usize, BlockUse { range, place }));
             }
         });
         wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
@@ -182,7 +185,7 @@ impl Reader {
         done: Done,
     ) -> Vec<Ticket> {
         if plan.is_one_read() {
-            let done = Box::new(move |outcome: Result<ReadBuffer>| done(outcome.map(Loaded::Read)));
+            let done = Box::new(move |outcome: Result<ReadBuffer>| done(outcome.map(Block::Read)));
             let fetch =
                 plan.fetches.into_iter().map(|Planned { source, range, .. }| (source, range));
             let fetch = fetch.map(|(source, range)| {
@@ -202,16 +205,17 @@ impl Reader {
             buffer[at as usize..][..bytes.len()].copy_from_slice(bytes);
         }
         if plan.fetches.is_empty() {
-            done(Ok(Loaded::Gathered(buffer)));
+            done(Ok(Block::Gathered(buffer)));
             return Vec::new();
         }
         let left = plan.fetches.len();
-        let block = Block { buffer: Some(buffer), left, come: Vec::new(), done: Some(done) };
+        let block =
+            BlockAssembly { buffer: Some(buffer), left, come: Vec::new(), done: Some(done) };
         let block = Arc::new(Mutex::new(block));
         let submit = |Planned { source, range, uses }: Planned| {
             let target = reservation.split(Buffer::len_for(&range)).into();
             let (block, start) = (block.clone(), range.start);
-            let done = Box::new(move |outcome| Block::add(&block, outcome, start, uses));
+            let done = Box::new(move |outcome| BlockAssembly::add(&block, outcome, start, uses));
             engine.submit(Fetch { source, range, priority, effort: Effort::Long, target, done })
         };
         plan.fetches.into_iter().map(submit).collect()
@@ -219,16 +223,16 @@ impl Reader {
 }
 
 impl Planned {
-    fn takes(&self, wanted: &Use) -> bool {
+    fn takes(&self, wanted: &BlockUse) -> bool {
         wanted.range.start <= self.range.end + GAP_MAX
             && wanted.range.end.max(self.range.end) - self.range.start <= MERGED_LEN_MAX
     }
 
     /// Adds bytes; where they follow the last ones in the file as in the source, both are one.
-    fn take(&mut self, wanted: Use) {
+    fn take(&mut self, wanted: BlockUse) {
         self.range.end = self.range.end.max(wanted.range.end);
-        if let (Some(last), Place::Run(at)) = (self.uses.last_mut(), &wanted.place)
-            && let Place::Run(before) = last.place
+        if let (Some(last), BlockPlace::Run(at)) = (self.uses.last_mut(), &wanted.place)
+            && let BlockPlace::Run(before) = last.place
             && last.range.end == wanted.range.start
             && before + (last.range.end - last.range.start) == *at
         {
@@ -240,7 +244,7 @@ impl Planned {
 }
 
 /// A block that is being put together.
-struct Block {
+struct BlockAssembly {
     /// Away while a thread copies into it.
     buffer: Option<Buffer>,
     /// Reads whose bytes are not in the buffer.
@@ -255,13 +259,18 @@ struct Block {
 struct Come {
     bytes: ReadBuffer,
     start: u64,
-    uses: Vec<Use>,
+    uses: Vec<BlockUse>,
 }
 
-impl Block {
+impl BlockAssembly {
     /// Puts the bytes of one read in their places. One thread at a time does so; others leave
     /// theirs to that one, and go on.
-    fn add(block: &Mutex<Block>, outcome: Result<ReadBuffer>, start: u64, uses: Vec<Use>) {
+    fn add(
+        block: &Mutex<BlockAssembly>,
+        outcome: Result<ReadBuffer>,
+        start: u64,
+        uses: Vec<BlockUse>,
+    ) {
         let lock = || block.lock();
         let mut this = lock();
         if this.done.is_none() {
@@ -296,7 +305,7 @@ impl Block {
         let done = this.done.take();
         drop(this);
         if let Some(done) = done {
-            done(finished.map(Loaded::Gathered));
+            done(finished.map(Block::Gathered));
         }
     }
 }
@@ -308,14 +317,14 @@ impl Come {
     }
 }
 
-impl Use {
+impl BlockUse {
     /// Copies the bytes out of a read that began at `start` of the source.
     fn copy(&self, read: &[u8], start: u64, block: &mut [u8]) {
         let Range { start: from, end } = self.range;
         let bytes = &read[(from - start) as usize..(end - start) as usize];
         match &self.place {
-            Place::Run(at) => block[*at as usize..][..bytes.len()].copy_from_slice(bytes),
-            Place::Scatter { before, after, runs, part } => {
+            BlockPlace::Run(at) => block[*at as usize..][..bytes.len()].copy_from_slice(bytes),
+            BlockPlace::Scatter { before, after, runs, part } => {
                 runs.scatter(part, bytes, &mut block[*before as usize..], *after);
             }
         }
@@ -333,22 +342,23 @@ mod tests {
     const PARTS: usize = 64;
 
     /// A block of as many parts as `PARTS`, a page each. Its outcome arrives at the receiver.
-    fn block(budget: &Budget) -> (Arc<Mutex<Block>>, Receiver<Result<Loaded>>) {
+    fn block(budget: &Budget) -> (Arc<Mutex<BlockAssembly>>, Receiver<Result<Block>>) {
         let (send, receive) = channel();
         let reservation = budget.try_reserve((PARTS << 12) as u64).unwrap();
         let buffer = Some(Buffer::new(PARTS << 12, reservation));
         let done: Done = Box::new(move |outcome| drop(send.send(outcome)));
-        let block = Block { buffer, left: PARTS, come: Vec::new(), done: Some(done) };
+        let block = BlockAssembly { buffer, left: PARTS, come: Vec::new(), done: Some(done) };
         (Arc::new(Mutex::new(block)), receive)
     }
 
     /// Brings part `n`, whose bytes are all `n`.
-    fn add(block: &Mutex<Block>, budget: &Budget, n: usize) {
+    fn add(block: &Mutex<BlockAssembly>, budget: &Budget, n: usize) {
         let mut buffer = Buffer::new(4096, budget.try_reserve(4096).unwrap());
         buffer.fill(n as u8);
         let start = 7 * n as u64;
-        let uses = vec![Use { range: start..start + 4096, place: Place::Run((n << 12) as u64) }];
-        Block::add(block, Ok(ReadBuffer::new(buffer, 0..4096)), start, uses);
+        let uses =
+            vec![BlockUse { range: start..start + 4096, place: BlockPlace::Run((n << 12) as u64) }];
+        BlockAssembly::add(block, Ok(ReadBuffer::new(buffer, 0..4096)), start, uses);
     }
 
     #[test]
@@ -375,10 +385,10 @@ mod tests {
         let budget = Budget::new(1 << 20, Arc::default());
         let (block, outcome) = block(&budget);
         (0..3).for_each(|n| add(&block, &budget, n));
-        Block::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
+        BlockAssembly::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
         assert!(outcome.recv().unwrap().is_err());
         (3..6).for_each(|n| add(&block, &budget, n));
-        Block::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
+        BlockAssembly::add(&block, Err(Error::usage("as the test wants it")), 0, Vec::new());
         assert_eq!(budget.used(), 0);
         drop(block);
         assert!(outcome.recv().is_err(), "a second answer");

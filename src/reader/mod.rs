@@ -9,11 +9,11 @@ use crate::checkpoint::VirtualFile;
 use crate::error::Result;
 use crate::gather::{Part, Runs};
 use crate::io::{Engine, Read, read_all};
-use crate::layout::{Extent, Layout, Orders};
-use crate::prefetch::{Order, Tensor, Tensors};
+use crate::layout::{Extent, Layout, LayoutOrders};
+use crate::prefetch::{ReadOrder, TensorMap, TensorSpan};
 use crate::source::Source;
 
-pub use block::{BlockPlan, Done, Loaded};
+pub use block::{Block, BlockPlan, Done};
 
 mod block;
 
@@ -36,7 +36,7 @@ pub struct Reader {
     /// The names of its tensors say in which orders they may be read. `None` for a whole file.
     file: Option<VirtualFile>,
     /// Once they are sorted.
-    orders: Arc<OnceLock<Orders>>,
+    orders: Arc<OnceLock<LayoutOrders>>,
     /// Whether a thread sorts them, or has.
     sorting: Arc<AtomicBool>,
 }
@@ -62,7 +62,7 @@ impl Direct<'_> {
 }
 
 /// A read whose bytes are spread over the window afterwards.
-struct Spread<'a> {
+struct SpreadRead<'a> {
     tensor_at: u64,
     source: &'a Arc<Source>,
     range: Range<u64>,
@@ -177,7 +177,7 @@ impl Reader {
             }
             Extent::Scatter { tensor_at, shard, range, runs, part } => {
                 let source = &self.sources[shard.0 as usize];
-                spread.push(Spread { tensor_at, source, range, runs, part });
+                spread.push(SpreadRead { tensor_at, source, range, runs, part });
             }
         });
         let scratch_len: u64 = spread.iter().map(|s| s.range.end - s.range.start).sum();
@@ -188,7 +188,7 @@ impl Reader {
         }
         let mut reads = targets(&mut direct, window);
         let mut free = scratch.as_mut_slice();
-        for Spread { source, range, .. } in &spread {
+        for SpreadRead { source, range, .. } in &spread {
             let (target, rest) = free.split_at_mut((range.end - range.start) as usize);
             reads.push(Read { source, offset: range.start, target });
             free = rest;
@@ -200,7 +200,7 @@ impl Reader {
             return Ok(false);
         }
         let mut rest = scratch.as_slice();
-        for Spread { tensor_at, range, runs, part, .. } in &spread {
+        for SpreadRead { tensor_at, range, runs, part, .. } in &spread {
             let (bytes, after) = rest.split_at((range.end - range.start) as usize);
             rest = after;
             // The part of the tensor that the window holds, counted from the tensor's start.
@@ -216,30 +216,30 @@ impl Reader {
     }
 }
 
-impl Tensors for Reader {
-    fn at(&self, offset: u64) -> Tensor {
+impl TensorMap for Reader {
+    fn at(&self, offset: u64) -> TensorSpan {
         // A whole file is taken for one tensor.
         let (place, range) = match &self.layout {
             Some(layout) => layout.tensor_at(offset),
             None => (Some(0), 0..self.len),
         };
-        Tensor { place: place.map_or(0, |place| place + 1), range }
+        TensorSpan { place: place.map_or(0, |place| place + 1), range }
     }
 
-    fn after(&self, place: u32, order: Order) -> Option<Tensor> {
+    fn after(&self, place: u32, order: ReadOrder) -> Option<TensorSpan> {
         let layout = self.layout.as_ref()?;
         let mut next = match (order, place.checked_sub(1)) {
-            (Order::File, _) | (_, None) => place,
-            (Order::Name, Some(place)) => self.orders.get()?.by_name.after(place)?,
-            (Order::Natural, Some(place)) => self.orders.get()?.by_number.after(place)?,
-            (Order::Shard, Some(place)) => self.orders.get()?.by_shard.after(place)?,
+            (ReadOrder::File, _) | (_, None) => place,
+            (ReadOrder::Name, Some(place)) => self.orders.get()?.by_name.after(place)?,
+            (ReadOrder::Natural, Some(place)) => self.orders.get()?.by_number.after(place)?,
+            (ReadOrder::Shard, Some(place)) => self.orders.get()?.by_shard.after(place)?,
         };
         let mut range = layout.bytes_at(next)?;
         while range.is_empty() {
             next += 1;
             range = layout.bytes_at(next)?;
         }
-        Some(Tensor { place: next + 1, range })
+        Some(TensorSpan { place: next + 1, range })
     }
 }
 

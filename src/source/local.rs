@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,7 +42,7 @@ pub struct LocalFile {
     /// Whether a change time was explained by attributes that differ, without a witness.
     guessed: AtomicBool,
     /// Number and hash of the bytes before the data, once they were read.
-    head: OnceLock<(u64, Digest)>,
+    described: OnceLock<(Vec<Range<u64>>, Digest)>,
     /// Whether it is expected to change, so that nobody is told.
     followed: AtomicBool,
     /// Set once the file is known to have changed: this version of it is never read again.
@@ -68,7 +69,7 @@ impl LocalFile {
             moved: OnceLock::new(),
             witness: Mutex::default(),
             guessed: AtomicBool::new(false),
-            head: OnceLock::new(),
+            described: OnceLock::new(),
             followed: AtomicBool::new(false),
             changed: OnceLock::new(),
             file,
@@ -211,9 +212,9 @@ impl LocalFile {
         same && !self.guessed.load(Ordering::SeqCst)
     }
 
-    /// Takes note of the hash of the first `len` bytes, which say what the others are.
-    pub(super) fn set_head(&self, len: u64, hash: Digest) {
-        let _ = self.head.set((len, hash));
+    /// Takes note of the hash of the bytes that describe the others.
+    pub(super) fn set_described(&self, described: Vec<Range<u64>>, hash: Digest) {
+        let _ = self.described.set((described, hash));
     }
 
     /// Like `check`, for a source of which nobody has any bytes yet: after a change of nothing but
@@ -229,9 +230,9 @@ impl LocalFile {
             if known == now {
                 return Ok(());
             }
-            let head = self.head.get().filter(|_| known.same_bytes(&now));
-            let Some((len, hash)) = head else { return self.check() };
-            if self.hash_head(*len)? != *hash {
+            let described = self.described.get().filter(|_| known.same_bytes(&now));
+            let Some((described, hash)) = described else { return self.check() };
+            if self.hash_ranges(described)? != *hash {
                 return Err(self.set_changed("has another header than it had".to_owned()));
             }
             let mut identity = self.identity.lock();
@@ -242,19 +243,22 @@ impl LocalFile {
         Err(self.changed_error("is changed all the time"))
     }
 
-    /// The hash of the first `len` bytes.
+    /// The hash of the bytes in `ranges`, one after another.
     ///
     /// # Errors
     /// The errors of `read_exact_at`.
-    pub(super) fn hash_head(&self, len: u64) -> Result<Digest> {
+    pub(super) fn hash_ranges(&self, ranges: &[Range<u64>]) -> Result<Digest> {
         let mut hasher = Hasher::new();
-        let mut buf = vec![0; HASH_CHUNK_LEN.min(len as usize)];
-        let mut offset = 0;
-        while offset < len {
-            let chunk = &mut buf[..HASH_CHUNK_LEN.min((len - offset) as usize)];
-            self.read_exact_at(chunk, offset)?;
-            hasher.update(chunk);
-            offset += chunk.len() as u64;
+        let longest = ranges.iter().map(|range| range.end - range.start).max().unwrap_or(0);
+        let mut buf = vec![0; HASH_CHUNK_LEN.min(longest as usize)];
+        for range in ranges {
+            let mut offset = range.start;
+            while offset < range.end {
+                let chunk = &mut buf[..HASH_CHUNK_LEN.min((range.end - offset) as usize)];
+                self.read_exact_at(chunk, offset)?;
+                hasher.update(chunk);
+                offset += chunk.len() as u64;
+            }
         }
         Ok(hasher.finish())
     }

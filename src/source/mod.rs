@@ -10,6 +10,7 @@ pub mod mountinfo;
 mod without_proc;
 
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
 pub use identity::Identity;
 pub use local::{LocalFile, WriteWitness};
-pub use mounted::{Behind, XATTR_SOURCE, behind_mount};
+pub use mounted::{MountOrigin, XATTR_SOURCE, resolve_mount};
 
 use crate::error::{Error, Result};
 use crate::hash::Digest;
@@ -220,19 +221,19 @@ impl Source {
         file.is_changed()
     }
 
-    /// Notes the hash of the first `len` bytes, which describe the others.
-    pub(crate) fn set_head(&self, len: u64, hash: Digest) {
+    /// Notes the hash of the bytes that describe the others.
+    pub(crate) fn set_described(&self, described: Vec<Range<u64>>, hash: Digest) {
         let Source::Local(file) = self;
-        file.set_head(len, hash);
+        file.set_described(described, hash);
     }
 
-    /// The hash of the first `len` bytes.
+    /// The hash of the bytes in `ranges`, one after another.
     ///
     /// # Errors
     /// The errors of `read_exact_at`.
-    pub(crate) fn hash_head(&self, len: u64) -> Result<Digest> {
+    pub(crate) fn hash_ranges(&self, ranges: &[Range<u64>]) -> Result<Digest> {
         let Source::Local(file) = self;
-        file.hash_head(len)
+        file.hash_ranges(ranges)
     }
 
     /// From now on the source is expected to change, and no change of it is logged as an error.

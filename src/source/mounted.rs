@@ -16,7 +16,7 @@ pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 
 /// The source behind a path on a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Behind {
+pub struct MountOrigin {
     /// The source: a folder, or a file of the set that is shown.
     pub path: PathBuf,
     /// How the mount opened it.
@@ -25,7 +25,7 @@ pub struct Behind {
 
 /// The source behind `path`, where it lies on a mount of root or of the caller whose source the
 /// caller may read.
-pub fn behind_mount(path: &Path) -> Option<Behind> {
+pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
     // Held, so that what is asked for the attribute is what was looked at.
     let held = std::fs::OpenOptions::new()
         .read(true)
@@ -44,7 +44,7 @@ pub fn behind_mount(path: &Path) -> Option<Behind> {
         source.push(file);
     }
     let options = OpenOptions::from_json(json.get("view")?)?;
-    can_read(&source).then_some(Behind { path: source, options })
+    can_read(&source).then_some(MountOrigin { path: source, options })
 }
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.

@@ -7,18 +7,7 @@ use crate::error::{ErrorKind, Fault};
 use crate::hash::Digest;
 use crate::index::{FileRecord, Fingerprint, ShardSums};
 
-use super::stored::Named;
-
-/// What bytes of a shard belong to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// What stands before the data.
-    Header,
-    /// The tensor of this name.
-    Tensor(String),
-    /// None: a weight map sends their tensor elsewhere.
-    Unused,
-}
+use super::stored::{Named, ShardPlace};
 
 /// Bytes that are not what was recorded of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +15,7 @@ pub struct Mismatch {
     /// Name of the shard.
     pub shard: String,
     /// What the bytes belong to.
-    pub place: Place,
+    pub place: ShardPlace,
     /// The bytes in the shard.
     pub range: Range<u64>,
     /// Their recorded checksum and the one found; none where the file has another length.
@@ -43,10 +32,10 @@ pub struct Mismatch {
 
 impl Mismatch {
     /// One of bytes `range` of a shard that is `now` and of which `known` is recorded.
-    pub(super) fn new(
+    pub(crate) fn new(
         known: &ShardSums,
         now: &Fingerprint,
-        place: Place,
+        place: ShardPlace,
         range: Range<u64>,
         digests: Option<(Digest, Digest)>,
     ) -> Mismatch {
@@ -70,19 +59,19 @@ impl Mismatch {
         digests: &[Digest],
     ) -> Option<Mismatch> {
         if known.fingerprint.len != now.len {
-            return Some(Mismatch::new(known, now, Place::Header, 0..now.len, None));
+            return Some(Mismatch::new(known, now, ShardPlace::Header, 0..now.len, None));
         }
         let chunks = 0..known.digests.len();
         let mut differing = chunks.filter(|&n| digests.get(n) != Some(&known.digests[n]));
         let first = differing.next()?;
-        let mut last_part = known.cuts.part_of_chunk(first);
-        let (part, mut others) = (known.cuts.part(last_part), 0);
+        let mut last_part = known.boundaries.part_of_chunk(first);
+        let (part, mut others) = (known.boundaries.part(last_part), 0);
         for number in differing {
-            let part = known.cuts.part_of_chunk(number);
+            let part = known.boundaries.part_of_chunk(number);
             others += u64::from(part != last_part);
             last_part = part;
         }
-        let chunk = known.cuts.chunks_of(part).find(|chunk| chunk.number == first)?;
+        let chunk = known.boundaries.chunks_of(part).find(|chunk| chunk.number == first)?;
         let digests = digests.get(first).map(|&found| (known.digests[first], found));
         let place = named.place(&chunk.range);
         Some(Mismatch { others, ..Mismatch::new(known, now, place, chunk.range, digests) })
@@ -95,12 +84,12 @@ impl Mismatch {
         made: i64,
         found: Digest,
     ) -> Option<Mismatch> {
-        let differs = record.head_len == shard.data_start && record.head != found.0;
+        let differs = record.described == shard.described && record.hash != found;
         differs.then(|| Mismatch {
             shard: shard.name.clone(),
-            place: Place::Header,
-            range: 0..shard.data_start,
-            digests: Some((Digest(record.head), found)),
+            place: ShardPlace::Header,
+            range: 0..shard.description_end(),
+            digests: Some((record.hash, found)),
             lens: (shard.file_len, shard.file_len),
             recorded: made,
             same_mtime: true,
@@ -111,8 +100,8 @@ impl Mismatch {
     /// The name of the tensor, where it is one.
     pub fn tensor(&self) -> Option<&str> {
         match &self.place {
-            Place::Tensor(name) => Some(name),
-            Place::Header | Place::Unused => None,
+            ShardPlace::Tensor(name) => Some(name),
+            ShardPlace::Header | ShardPlace::Unused => None,
         }
     }
 
@@ -144,9 +133,9 @@ impl Mismatch {
     fn what(&self) -> String {
         let (start, end) = (self.range.start, self.range.end);
         let bytes = match &self.place {
-            Place::Header => format!("bytes {start}..{end}, its header,"),
-            Place::Tensor(_) => format!("bytes {start}..{end} of the file"),
-            Place::Unused => format!("bytes {start}..{end}, which no tensor uses,"),
+            ShardPlace::Header => format!("bytes {start}..{end}, its header,"),
+            ShardPlace::Tensor(_) => format!("bytes {start}..{end} of the file"),
+            ShardPlace::Unused => format!("bytes {start}..{end}, which no tensor uses,"),
         };
         let differs = match self.digests {
             Some((expected, found)) => {
@@ -180,13 +169,17 @@ pub(super) fn shown_time(seconds: i64) -> String {
 mod tests {
     use super::*;
 
+    fn described(end: u64) -> Vec<Range<u64>> {
+        std::iter::once(0..end).collect()
+    }
+
     #[test]
     fn a_header_that_is_not_what_an_index_was_made_of_is_named() {
-        let shard = Shard { name: "a".to_owned(), file_len: 90, data_start: 40 };
+        let shard = Shard { name: "a".to_owned(), file_len: 90, described: described(40) };
         let fingerprint = Fingerprint { ino: 1, len: 90, mtime: (5, 0), ctime: (5, 0) };
-        let (head, name) = ([7; 16], "a".to_owned());
-        let record = FileRecord { name, fingerprint, head_len: 40, head };
-        assert_eq!(Mismatch::find_in_head(&shard, &record, 0, Digest(head)), None);
+        let (hash, name) = (Digest([7; 16]), "a".to_owned());
+        let record = FileRecord { name, fingerprint, described: described(40), hash };
+        assert_eq!(Mismatch::find_in_head(&shard, &record, 0, hash), None);
         let mismatch = Mismatch::find_in_head(&shard, &record, 0, Digest([8; 16])).unwrap();
         assert_eq!((mismatch.tensor(), mismatch.range.clone()), (None, 0..40));
         let message = mismatch.fault().to_string();
@@ -194,7 +187,7 @@ mod tests {
             message.starts_with("bytes 0..40, its header, have the checksum 0808"),
             "{message}"
         );
-        let longer = FileRecord { head_len: 41, ..record };
+        let longer = FileRecord { described: described(41), ..record };
         assert_eq!(Mismatch::find_in_head(&shard, &longer, 0, Digest([8; 16])), None);
     }
 

@@ -11,7 +11,8 @@ use crate::hash::Digest;
 use crate::index::{Fingerprint, SUMS_EXTENSION, ShardSums, Store, Sums, file_name};
 use crate::io::{Read, read_all};
 
-use super::mismatch::{Mismatch, Place};
+use super::mismatch::Mismatch;
+use super::stored::ShardPlace;
 
 /// Most parts of one folder of which checksums are kept: all of them are in memory at a time.
 const PARTS_MAX: usize = 16 << 20;
@@ -71,16 +72,20 @@ impl Recorded {
                 let message = self.how_to(checkpoint);
                 return refused(ErrorKind::NotRecorded, &shard.name, message);
             };
-            let mut head = vec![0; shard.data_start as usize];
-            read_all(&mut [Read { source, offset: 0, target: &mut head }])?;
-            for chunk in known.cuts.chunks_of(0..shard.data_start) {
-                let end = chunk.range.end.min(shard.data_start);
-                let found = Digest::of(&head[chunk.range.start as usize..end as usize]);
-                if end < chunk.range.end || found != known.digests[chunk.number] {
-                    let range = chunk.range.start..end;
-                    let digests = Some((known.digests[chunk.number], found));
-                    let mismatch = Mismatch::new(known, &now, Place::Header, range, digests);
-                    return Err(checkpoint.refused(mismatch.fault()));
+            for described in &shard.described {
+                let mut bytes = vec![0; (described.end - described.start) as usize];
+                read_all(&mut [Read { source, offset: described.start, target: &mut bytes }])?;
+                for chunk in known.boundaries.chunks_of(described.clone()) {
+                    let inside =
+                        chunk.range.start.max(described.start)..chunk.range.end.min(described.end);
+                    let within = |byte: u64| (byte - described.start) as usize;
+                    let found = Digest::of(&bytes[within(inside.start)..within(inside.end)]);
+                    if inside != chunk.range || found != known.digests[chunk.number] {
+                        let digests = Some((known.digests[chunk.number], found));
+                        let mismatch =
+                            Mismatch::new(known, &now, ShardPlace::Header, inside, digests);
+                        return Err(checkpoint.refused(mismatch.fault()));
+                    }
                 }
             }
         }
@@ -154,7 +159,7 @@ impl Recorded {
                 there.is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
             };
             sums.shards.retain(|shard| !gone(&shard.name));
-            let parts: usize = sums.shards.iter().map(|shard| shard.cuts.chunks_len()).sum();
+            let parts: usize = sums.shards.iter().map(|shard| shard.boundaries.chunks_len()).sum();
             let encoded = (parts <= PARTS_MAX).then(|| sums.encode()).flatten();
             if encoded.is_none() {
                 refused = Some(format!("checksums of {parts} parts would be too many"));
@@ -176,14 +181,14 @@ pub(super) fn is_another_file(before: &Fingerprint, now: &Fingerprint) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::Cuts;
+    use crate::index::BlockBoundaries;
 
     fn sums(folder: &Path, name: &str, digest: u8) -> ShardSums {
         std::fs::write(folder.join(name), b"").unwrap();
         let fingerprint = Fingerprint { ino: 1, len: 9, mtime: (5, 0), ctime: (5, 0) };
-        let cuts = Arc::new(Cuts::new([9]).unwrap());
+        let boundaries = Arc::new(BlockBoundaries::new([9]).unwrap());
         let digests = vec![Digest([digest; 16])];
-        ShardSums { name: name.to_owned(), fingerprint, recorded: 0, cuts, digests }
+        ShardSums { name: name.to_owned(), fingerprint, recorded: 0, boundaries, digests }
     }
 
     #[test]

@@ -3,21 +3,30 @@
 use std::ops::Range;
 
 use crate::catalog::{Catalog, Shard};
-use crate::index::Cuts;
+use crate::index::BlockBoundaries;
 
-use super::mismatch::Place;
+/// What bytes of a shard belong to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ShardPlace {
+    /// What stands before the data.
+    Header,
+    /// The tensor of this name.
+    Tensor(String),
+    /// None: a weight map sends their tensor elsewhere.
+    Unused,
+}
 
 /// A piece as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct StoredPiece {
+pub(crate) struct StoredPiece {
     /// Its bytes in the shard.
-    pub(super) range: Range<u64>,
+    pub(crate) range: Range<u64>,
     /// Position of its tensor in the catalog.
-    pub(super) tensor: u32,
+    pub(crate) tensor: u32,
 }
 
 /// The pieces and replicas with bytes, by shard and offset.
-pub(super) fn by_shard(catalog: &Catalog) -> Vec<Vec<StoredPiece>> {
+pub(crate) fn by_shard(catalog: &Catalog) -> Vec<Vec<StoredPiece>> {
     let mut stored: Vec<Vec<StoredPiece>> = vec![Vec::new(); catalog.shards.len()];
     for tensor in catalog.tensors() {
         for piece in tensor.pieces().chain(tensor.replicas()).filter(|piece| !piece.is_empty()) {
@@ -29,38 +38,40 @@ pub(super) fn by_shard(catalog: &Catalog) -> Vec<Vec<StoredPiece>> {
     stored
 }
 
-/// How a shard is cut for its checksums: what stands before the data, each stored piece, and
-/// what no tensor uses.
-pub(super) fn cuts(shard: &Shard, stored: &[StoredPiece]) -> Option<Cuts> {
-    let mut lens = vec![shard.data_start];
-    let mut at = shard.data_start;
-    for StoredPiece { range, .. } in stored {
-        lens.push(range.start.saturating_sub(at));
-        at = at.max(range.start);
-        lens.push(range.end.saturating_sub(at));
-        at = at.max(range.end);
+/// How a shard is cut for its checksums: its description, each stored piece, and the bytes that
+/// belong to none of them.
+pub(crate) fn boundaries(shard: &Shard, stored: &[StoredPiece]) -> Option<BlockBoundaries> {
+    let pieces = stored.iter().map(|piece| &piece.range);
+    let mut ranges: Vec<&Range<u64>> = shard.described.iter().chain(pieces).collect();
+    ranges.sort_by_key(|range| range.start);
+    let (mut lens, mut end) = (Vec::with_capacity(2 * ranges.len() + 1), 0);
+    for range in ranges {
+        lens.push(range.start.saturating_sub(end));
+        end = end.max(range.start);
+        lens.push(range.end.saturating_sub(end));
+        end = end.max(range.end);
     }
-    lens.push(shard.file_len.saturating_sub(at));
-    Cuts::new(lens)
+    lens.push(shard.file_len.saturating_sub(end));
+    BlockBoundaries::new(lens)
 }
 
 /// A shard whose bytes can be named.
-pub(super) struct Named<'a> {
-    pub(super) shard: &'a Shard,
-    pub(super) stored: &'a [StoredPiece],
-    pub(super) name_of: &'a dyn Fn(u32) -> String,
+pub(crate) struct Named<'a> {
+    pub(crate) shard: &'a Shard,
+    pub(crate) stored: &'a [StoredPiece],
+    pub(crate) name_of: &'a dyn Fn(u32) -> String,
 }
 
 impl Named<'_> {
     /// What has the first of `bytes`.
-    pub(super) fn place(&self, bytes: &Range<u64>) -> Place {
-        if bytes.start < self.shard.data_start {
-            return Place::Header;
+    pub(crate) fn place(&self, bytes: &Range<u64>) -> ShardPlace {
+        if self.shard.is_description(&(bytes.start..bytes.start + 1)) {
+            return ShardPlace::Header;
         }
         let at = self.stored.partition_point(|piece| piece.range.end <= bytes.start);
         match self.stored.get(at).filter(|piece| piece.range.start < bytes.end) {
-            Some(piece) => Place::Tensor((self.name_of)(piece.tensor)),
-            None => Place::Unused,
+            Some(piece) => ShardPlace::Tensor((self.name_of)(piece.tensor)),
+            None => ShardPlace::Unused,
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Files, View};
 use crate::catalog::Catalog;
-use crate::format::Format;
+use crate::format::OutputFormat;
 use crate::hash::{Digest, Hasher};
 
 /// In which order the tensors of a file stand, and where its data begins.
@@ -22,8 +22,8 @@ pub enum TensorOrder {
 pub struct FileSpec {
     /// Name of the file.
     pub name: String,
-    /// Format of the file.
-    pub format: Format,
+    /// OutputFormat of the file.
+    pub format: OutputFormat,
     /// Order of its tensors.
     pub order: TensorOrder,
     /// Positions of its tensors in the catalog, ascending; `None` for all tensors.
@@ -32,12 +32,12 @@ pub struct FileSpec {
 
 impl FileSpec {
     /// A file of all tensors, as mounts show it.
-    pub fn single(name: &str, format: Format) -> FileSpec {
+    pub fn single(name: &str, format: OutputFormat) -> FileSpec {
         FileSpec { name: name.to_owned(), format, order: TensorOrder::Mounted, tensors: None }
     }
 
     /// A file of all tensors, as the reference implementation of `format` saves it.
-    pub fn saved(name: &str, format: Format) -> FileSpec {
+    pub fn saved(name: &str, format: OutputFormat) -> FileSpec {
         FileSpec { order: TensorOrder::Saved, ..FileSpec::single(name, format) }
     }
 

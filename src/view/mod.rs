@@ -4,7 +4,7 @@
 //! Layout, reader, cache, verify-on-read and mount take the catalog and the file specs as they
 //! come. `checkpoint::present` applies the view.
 
-use crate::format::Format;
+use crate::format::OutputFormat;
 use crate::words;
 
 pub use self::arrange::{FileSpec, TensorOrder, arrange};
@@ -40,8 +40,8 @@ words!(MapPolicy { Rewrite = "rewrite", Hide = "hide" });
 pub struct View {
     /// How the tensors become files.
     pub files: Files,
-    /// Format of virtual files.
-    pub format: Format,
+    /// OutputFormat of virtual files.
+    pub format: OutputFormat,
     /// What becomes of the weight map.
     pub map: MapPolicy,
 }

@@ -66,7 +66,7 @@ fn imports_within_a_rank_are_flagged_unless_the_pair_is_listed() {
     for (path, text) in [
         ("src/gather.rs", "use crate::layout::Layout;"),
         ("src/source/mod.rs", "use crate::io::Engine;"),
-        ("src/loader.rs", "use crate::verify;"),
+        ("src/loader.rs", "use crate::consolidate;"),
         ("src/error.rs", "use crate::dtype::Dtype;"),
         ("src/plan.rs", "use crate::prefetch::Window;"),
     ] {
@@ -87,7 +87,7 @@ fn imports_that_hide_their_module_are_flagged() {
         assert_eq!(ranks_of("src/dtype.rs", text).len(), 1, "not flagged: {text}");
     }
     let found = ranks_of("src/catalog.rs", "use crate::verify;");
-    assert!(found[0].contains("imports `verify` (rank 7)"), "{found:?}");
+    assert!(found[0].contains("imports `verify` (rank 6)"), "{found:?}");
 }
 
 #[test]
@@ -108,7 +108,8 @@ fn rooms_of_the_mount_import_lower_ranks_only() {
     ] {
         assert_eq!(found(path, text).len(), 1, "not flagged: {path}: {text}");
     }
-    let text = "use crate::log; use super::kernel; use tensorfs::verify::gate::Gate;";
+    let text =
+        "use crate::log; use super::kernel; use tensorfs::cache::verify_on_read::ChecksumGate;";
     assert_none(&found("mount/src/serve/service.rs", text));
     assert_none(&found("mount/src/cli/status.rs", "use crate::fs::tails::REMEDY;"));
 }

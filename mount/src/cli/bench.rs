@@ -24,8 +24,8 @@ use clap::ValueEnum;
 use serde_json::{Value, json};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::format::Format;
-use tensorfs::source::behind_mount;
+use tensorfs::format::OutputFormat;
+use tensorfs::source::resolve_mount;
 use tensorfs::view::Files;
 
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -104,14 +104,14 @@ fn bench(args: &BenchArgs) -> Outcome {
     }
     // Before anything is made or mounted for it.
     args.against.as_deref().map_or(Ok(()), check_file)?;
-    if options.open.view.format != Format::default() {
+    if options.open.view.format != OutputFormat::default() {
         return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
     }
     let method = Method::choose(args.evict)?;
     worker::stop_on_signals();
     let mut made = None;
     let source = match (&args.source, args.make) {
-        (Some(source), _) => behind_mount(source).map_or_else(|| source.clone(), |b| b.path),
+        (Some(source), _) => resolve_mount(source).map_or_else(|| source.clone(), |b| b.path),
         (None, Some(_)) => made.insert(make_checkpoint(args)?).path().to_owned(),
         (None, None) => return Err(Failure::Usage("no source".to_owned())),
     };

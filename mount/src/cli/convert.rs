@@ -12,7 +12,7 @@ use tensorfs::Error;
 use tensorfs::checkpoint::{Checkpoint, Tail, VirtualFile};
 use tensorfs::consolidate;
 use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::format::Format;
+use tensorfs::format::OutputFormat;
 use tensorfs::reader::Reader;
 use tensorfs::view::FileSpec;
 
@@ -27,8 +27,8 @@ static STOPPED: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     let format = match args.to {
-        To::Bintensors => Format::Bintensors,
-        To::Safetensors => Format::Safetensors,
+        To::Bintensors => OutputFormat::Bintensors,
+        To::Safetensors => OutputFormat::Safetensors,
     };
     stop_on_signals();
     let (checkpoint, mut notes) = one_checkpoint(&args.source, query_options(&args.source)?)?;
@@ -100,11 +100,11 @@ fn keep_source(checkpoint: &Checkpoint, target: &Path) -> Result<(), Failure> {
 }
 
 /// The file to write for the checkpoint `name`.
-fn target(out: &Path, name: &str, format: Format) -> Result<PathBuf, Failure> {
+fn target(out: &Path, name: &str, format: OutputFormat) -> Result<PathBuf, Failure> {
     let is_folder = out.as_os_str().as_encoded_bytes().ends_with(b"/");
     if out.is_dir() {
         // What lies on a mount may be shown there in another format than it is stored in.
-        let suffix = Format::of_name(name).map_or("", Format::suffix);
+        let suffix = OutputFormat::of_name(name).map_or("", OutputFormat::suffix);
         let stem = name.strip_suffix(suffix).unwrap_or(name);
         return Ok(out.join(format!("{stem}{}", format.suffix())));
     }
@@ -112,7 +112,7 @@ fn target(out: &Path, name: &str, format: Format) -> Result<PathBuf, Failure> {
     if is_folder {
         return Err(Failure::Failed(format!("{shown}: no such folder")));
     }
-    match out.file_name().and_then(|name| Format::of_name(name.to_str()?)) {
+    match out.file_name().and_then(|name| OutputFormat::of_name(name.to_str()?)) {
         Some(other) if other != format => Err(Failure::Usage(format!(
             "{shown}: the name is one of a {} file, --to says {}",
             other.as_str(),
@@ -131,10 +131,10 @@ enum Hash {
 }
 
 impl Hash {
-    fn of(format: Format) -> Hash {
+    fn of(format: OutputFormat) -> Hash {
         match format {
-            Format::Bintensors => Hash::Sha1(Sha1::new()),
-            Format::Safetensors => Hash::Sha256(Sha256::new()),
+            OutputFormat::Bintensors => Hash::Sha1(Sha1::new()),
+            OutputFormat::Safetensors => Hash::Sha256(Sha256::new()),
         }
     }
 

@@ -168,7 +168,7 @@ impl Shown {
                 tensors.map(|(index, tensor)| (index, tensor.first_piece().range.start)).collect();
             order.sort_by_key(|&(index, offset)| (offset, catalog.tensor_at(index).len));
             let shard = &catalog.shards[0];
-            let (size, data_start) = (shard.file_len, shard.data_start);
+            let (size, data_start) = (shard.file_len, shard.description_end());
             return Ok(Shown { directory, size, data_start, order, checkpoint });
         }
         let layout = checkpoint.single_file().layout()?;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use tensorfs::checkpoint::{Checkpoint, FolderId, Set, Tree};
 use tensorfs::error::shown_path;
-use tensorfs::format::Format;
+use tensorfs::format::OutputFormat;
 use tensorfs::open_options::OpenOptions;
-use tensorfs::source::{Behind, behind_mount};
+use tensorfs::source::{MountOrigin, resolve_mount};
 use tensorfs::view::{Files, View};
 
 use super::args;
@@ -26,7 +26,7 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
     let (mut path, mut open) = (args.source.clone(), options.open);
-    if let Some(Behind { path: source, options: mounted }) = behind_mount(&args.source) {
+    if let Some(MountOrigin { path: source, options: mounted }) = resolve_mount(&args.source) {
         path = source;
         if args.options.is_empty() {
             let OpenOptions { expect_shards, reference, .. } = open;
@@ -99,7 +99,7 @@ pub(super) fn one_checkpoint(
     mut options: Options,
 ) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
     options.open.view =
-        View { files: Files::Original, format: Format::default(), ..options.open.view };
+        View { files: Files::Original, format: OutputFormat::default(), ..options.open.view };
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     match <[Found; 1]>::try_from(found) {

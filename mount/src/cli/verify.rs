@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tensorfs::checkpoint::{Checkpoint, FolderId, Tail, Tree};
 use tensorfs::error::{real_name, shown, shown_lines, shown_path};
 use tensorfs::source::CopyMode;
-use tensorfs::verify::{Place, Recorded, Task, Verified, bytes_to_read, manifest, verify};
+use tensorfs::verify::{Recorded, ShardPlace, Task, Verified, bytes_to_read, manifest, verify};
 use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
@@ -256,9 +256,9 @@ impl Judged {
         let Some(mismatch) = &self.verified.mismatch else { return };
         let digests = mismatch.digests;
         line["part"] = json!(match mismatch.place {
-            Place::Header => "header",
-            Place::Tensor(_) => "tensor",
-            Place::Unused => "unused",
+            ShardPlace::Header => "header",
+            ShardPlace::Tensor(_) => "tensor",
+            ShardPlace::Unused => "unused",
         });
         line["range"] = json!([mismatch.range.start, mismatch.range.end]);
         line["expected"] = json!(digests.map(|(expected, _)| expected.to_string()));

@@ -16,7 +16,7 @@ use nix::unistd::{getegid, geteuid};
 use tensorfs::checkpoint::Tree;
 use tensorfs::error::{real_name, shown_path};
 use tensorfs::open_options::OpenOptions;
-use tensorfs::source::{behind_mount, mountinfo};
+use tensorfs::source::{mountinfo, resolve_mount};
 use tensorfs::sync::Mutex;
 
 use super::attach::{self, Attached, Detach};
@@ -136,7 +136,7 @@ fn probe_options(options: &mut Options) -> Result<(), String> {
 
 fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<MountPlan, String> {
     // A source on a mount of ours is read where that mount reads it.
-    let behind = behind_mount(source).map(|behind| behind.path);
+    let behind = resolve_mount(source).map(|behind| behind.path);
     let source = behind.as_deref().unwrap_or(source);
     let open = OpenOptions { index: index_folder(&options, &target), ..options.open.clone() };
     let checked = options.verify == Verify::Read;

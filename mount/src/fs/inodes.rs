@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, Set, Shown, Tail, Tree};
+use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, MountEntry, Set, Tail, Tree};
 use tensorfs::error::{real_name, shown_path};
 use tensorfs::sync::{Mutex, RwLock};
 use tensorfs::{Error, ErrorKind, Fault, Result};
 
 use super::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};
 use super::tails::Tails;
-use super::verify_policy::{self, Gates};
+use super::verify_policy::{self, ChecksumGates};
 use crate::serve::blocking::BlockingPool;
 
 /// The entries of a folder, by name.
@@ -200,7 +200,7 @@ impl Nodes {
             let origin = &self.indexed[usize::from(!folder.from_index())];
             origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
             let gates = self.checked.then(|| verify_policy::admit(&tree, id, &mut folder));
-            let shown = tree.shown(id, &folder);
+            let shown = tree.entries(id, &folder);
             family.push((id, folder, shown, gates));
         }
         let emptied =
@@ -294,11 +294,11 @@ impl Nodes {
         &self,
         tree: &Tree,
         folder: FolderId,
-        (shown, gates): (Vec<Shown>, Option<&Gates>),
+        (shown, gates): (Vec<MountEntry>, Option<&ChecksumGates>),
         emptied: &HashSet<FolderId>,
         refused: Option<Refusal>,
     ) {
-        let gate = |file: &Shown| gates.and_then(|gates| gates.get(&file.name)).cloned();
+        let gate = |file: &MountEntry| gates.and_then(|gates| gates.get(&file.name)).cloned();
         let made: Vec<(OsString, Arc<Node>)> = shown
             .into_iter()
             .filter(|file| gates.is_none_or(|gates| verify_policy::may_show(file, gates)))
@@ -379,7 +379,7 @@ impl Nodes {
             found => {
                 let may_be_whole = || match listed.refused {
                     None => false,
-                    Some(Refusal::Proved) => self.tree().differs(folder),
+                    Some(Refusal::Proved) => self.tree().is_stale(folder),
                     Some(Refusal::Unsettled) => true,
                 };
                 if listed.refused.is_some() && self.may_ask(folder) && may_be_whole() {
@@ -420,8 +420,8 @@ impl Nodes {
             .as_ref()
             .is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
         let outdated = find(&listing, name).is_some_and(outdated);
-        if outdated || unsettled || self.tree().differs(folder) {
-            self.tree.look_again(head);
+        if outdated || unsettled || self.tree().is_stale(folder) {
+            self.tree.rescan(head);
             tracing::info!("files have changed in the source; proving them again");
             log_refusals(self.prove(head));
         }
@@ -436,7 +436,7 @@ impl Nodes {
         let tree = self.tree();
         let file = tree.file_now(folder, name)?;
         let content = Content::Whole { file, proved: None };
-        let shown = Shown { name: name.to_owned(), content };
+        let shown = MountEntry { name: name.to_owned(), content };
         let node = file_node(&tree, folder, None, shown);
         let node = self.registered(node);
         let old = {

@@ -7,12 +7,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 use tensorfs::cache::OnStorm;
-use tensorfs::checkpoint::{Content, FolderId, Shown, Tree};
+use tensorfs::cache::verify_on_read::ChecksumGate;
+use tensorfs::checkpoint::{Content, FolderId, MountEntry, Tree};
 use tensorfs::format::{manifest, names};
 use tensorfs::reader::Reader;
 use tensorfs::source::{Identity, LocalFile, Source};
 use tensorfs::sync::Mutex;
-use tensorfs::verify::gate::Gate;
 use tensorfs::{Error, Result};
 
 use super::open_file::{Current, OpenContent, OpenFile, open_file};
@@ -62,7 +62,7 @@ pub(crate) enum NodeKind {
         /// What its source was when it was opened last.
         last: Mutex<Option<Identity>>,
         /// What its bytes have to pass, where they are compared with checksums.
-        gate: Option<Arc<Gate>>,
+        gate: Option<Arc<ChecksumGate>>,
     },
 }
 
@@ -117,7 +117,7 @@ impl Node {
     }
 
     /// What its bytes have to pass, where they are compared with checksums.
-    pub(crate) fn gate(&self) -> Option<&Arc<Gate>> {
+    pub(crate) fn gate(&self) -> Option<&Arc<ChecksumGate>> {
         match &self.kind {
             NodeKind::File { gate, .. } => gate.as_ref(),
             NodeKind::Folder => None,
@@ -328,8 +328,8 @@ pub(crate) fn folder_node(tree: &Tree, id: FolderId) -> Node {
 pub(crate) fn file_node(
     tree: &Tree,
     folder: FolderId,
-    gate: Option<Arc<Gate>>,
-    shown: Shown,
+    gate: Option<Arc<ChecksumGate>>,
+    shown: MountEntry,
 ) -> Arc<Node> {
     let mut hash = Sha256::new();
     let path = tree.folder(folder).relative.join(&shown.name);

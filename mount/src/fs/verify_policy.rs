@@ -5,44 +5,44 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::sync::Arc;
 
-use tensorfs::checkpoint::{Content, FolderId, Proved, Shown, Tree};
+use tensorfs::cache::verify_on_read::ChecksumGate;
+use tensorfs::checkpoint::{Content, FolderId, MountEntry, Proved, Tree};
 use tensorfs::error::shown_path;
 use tensorfs::verify::Recorded;
-use tensorfs::verify::gate::Gate;
 
 /// The gates of the files that a folder shows, by name.
-pub(crate) type Gates = HashMap<OsString, Arc<Gate>>;
+pub(crate) type ChecksumGates = HashMap<OsString, Arc<ChecksumGate>>;
 
 /// Refuses the sets of `folder` that have no checksums, or other headers; the gates of the
 /// others. Reads the headers.
-pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Gates {
+pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> ChecksumGates {
     let recorded = Recorded::load(tree.options.index.as_deref(), &tree.folder(folder).path);
     if let Some(doubt) = recorded.doubt() {
         tracing::warn!("{doubt}");
     }
-    let mut gates = Gates::new();
+    let mut gates = ChecksumGates::new();
     for set in proved.sets.iter_mut().filter(|set| set.shown_at_parent.is_none()) {
         let Ok(checkpoint) = &set.outcome else { continue };
         if let Err(error) = recorded.admit(checkpoint) {
             set.outcome = Err(error);
             continue;
         }
-        let mut add = |name: &str, gate: Option<Gate>| {
+        let mut add = |name: &str, gate: Option<ChecksumGate>| {
             gates.extend(gate.map(|gate| (name.into(), Arc::new(gate))));
         };
         let mut files = checkpoint.virtual_files().peekable();
         if files.peek().is_none() {
             for shard in &checkpoint.catalog().shards {
-                add(&shard.name, Gate::of_shard(checkpoint, &shard.name, &recorded));
+                add(&shard.name, ChecksumGate::of_shard(checkpoint, &shard.name, &recorded));
             }
         }
-        files.for_each(|file| add(&file.spec().name, Gate::of_file(&file, &recorded)));
+        files.for_each(|file| add(&file.spec().name, ChecksumGate::of_file(&file, &recorded)));
     }
     gates
 }
 
 /// Whether a file may be shown: weights only behind a gate.
-pub(crate) fn may_show(shown: &Shown, gates: &Gates) -> bool {
+pub(crate) fn may_show(shown: &MountEntry, gates: &ChecksumGates) -> bool {
     let weights = match &shown.content {
         Content::Virtual(_) => true,
         Content::Whole { proved, .. } => proved.is_some(),

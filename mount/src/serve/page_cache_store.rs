@@ -8,9 +8,9 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 
+use tensorfs::cache::verify_on_read::ChecksumGate;
 use tensorfs::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::counters::Counters;
-use tensorfs::verify::gate::Gate;
 
 /// Puts bytes of an inode, from an offset on, into the kernel's page cache.
 pub(crate) type StoreBytes = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
@@ -37,7 +37,7 @@ struct StoreTask {
     file: Weak<CachedFile>,
     ino: u64,
     range: Range<u64>,
-    gate: Option<Arc<Gate>>,
+    gate: Option<Arc<ChecksumGate>>,
 }
 
 /// Takes tensors to be put into the page cache.
@@ -55,7 +55,7 @@ pub(crate) fn store_queue() -> (StoreQueue, StoreWorker) {
 
 impl StoreQueue {
     /// What to call when inode `ino`, whose bytes have to pass `gate`, is asked for page by page.
-    pub(crate) fn on_fault_storm(&self, ino: u64, gate: Option<Arc<Gate>>) -> OnStorm {
+    pub(crate) fn on_fault_storm(&self, ino: u64, gate: Option<Arc<ChecksumGate>>) -> OnStorm {
         let send = self.0.clone();
         Box::new(move |file, range| {
             let (file, gate) = (Arc::downgrade(file), gate.clone());

@@ -10,12 +10,12 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use nix::unistd::geteuid;
 use serde_json::{Value, json};
+use tensorfs::cache::verify_on_read::{Checker, ChecksumGate};
 use tensorfs::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
 use tensorfs::counters::Counters;
 use tensorfs::error::real_name;
 use tensorfs::io::{Budget, DirectIo, Engine, Settings};
 use tensorfs::sync::Mutex;
-use tensorfs::verify::gate::{Checker, Gate};
 
 use super::assemble::Assembler;
 use super::blocking::BlockingPool;
@@ -173,7 +173,7 @@ impl Service {
     /// `answer` is called as that of `Cache::read` is, and dropped by a bug only.
     pub(crate) fn read(
         self: &Arc<Self>,
-        gate: Option<&Arc<Gate>>,
+        gate: Option<&Arc<ChecksumGate>>,
         file: &Arc<CachedFile>,
         reader: u64,
         range: Range<u64>,

@@ -10,14 +10,14 @@ fn fingerprint(len: u64) -> Fingerprint {
 
 /// Those of a file of `bytes` that is cut into parts of `lens`.
 fn sums_of(name: &str, bytes: &[u8], lens: &[u64]) -> ShardSums {
-    let cuts = Arc::new(Cuts::new(lens.iter().copied()).unwrap());
-    let mut hasher = ChunkHasher::new(cuts.clone());
+    let boundaries = Arc::new(BlockBoundaries::new(lens.iter().copied()).unwrap());
+    let mut hasher = ChunkHasher::new(boundaries.clone());
     bytes.chunks(70_001).for_each(|part| hasher.update(part));
     ShardSums {
         name: name.to_owned(),
         fingerprint: fingerprint(bytes.len() as u64),
         recorded: 1_750_000_000,
-        cuts,
+        boundaries,
         digests: hasher.finish().unwrap(),
     }
 }
@@ -63,7 +63,7 @@ fn content_that_does_not_fit_together_is_refused() {
         digests: vec![1; digests],
     };
     let decode = |shards| {
-        let content = Content { folder: Vec::new(), shards };
+        let content = SumsContent { folder: Vec::new(), shards };
         Sums::decode(&frame::wrap(KIND, content).unwrap()).err()
     };
     assert_eq!(decode(vec![shard("a", vec![10, 20], 32)]), None);
@@ -101,51 +101,52 @@ fn a_part_longer_than_a_chunk_has_a_hash_for_each() {
         .collect();
     assert_eq!(sums.digests, expected);
     assert_eq!(sums.digests_of(10..10 + len).collect::<Vec<_>>(), expected[1..]);
-    let chunks = |range| sums.cuts.chunks_of(range).map(|chunk| chunk.number).collect::<Vec<_>>();
+    let chunks =
+        |range| sums.boundaries.chunks_of(range).map(|chunk| chunk.number).collect::<Vec<_>>();
     assert_eq!(chunks(0..10), [0]);
     assert_eq!(chunks(9..11), [0, 1]);
     assert_eq!(chunks(10 + CHUNK_LEN..11 + CHUNK_LEN), [2]);
     assert_eq!(chunks(0..u64::MAX), [0, 1, 2, 3]);
     assert_eq!(chunks(10 + len..u64::MAX), [0; 0]);
-    assert_eq!([0, 1, 2, 3].map(|number| sums.cuts.part_of_chunk(number)), [0, 1, 1, 1]);
+    assert_eq!([0, 1, 2, 3].map(|number| sums.boundaries.part_of_chunk(number)), [0, 1, 1, 1]);
 }
 
 #[test]
 fn a_file_that_ends_early_has_no_checksums() {
-    let cuts = Arc::new(Cuts::new([10, 20]).unwrap());
-    let mut hasher = ChunkHasher::new(cuts.clone());
+    let boundaries = Arc::new(BlockBoundaries::new([10, 20]).unwrap());
+    let mut hasher = ChunkHasher::new(boundaries.clone());
     hasher.update(&[1; 29]);
     assert_eq!(hasher.finish(), None);
-    let mut hasher = ChunkHasher::new(cuts);
+    let mut hasher = ChunkHasher::new(boundaries);
     hasher.update(&[1; 31]);
     assert_eq!(hasher.finish().map(|digests| digests.len()), Some(2));
 }
 
-fn any_cuts() -> impl Strategy<Value = Cuts> {
+fn any_cuts() -> impl Strategy<Value = BlockBoundaries> {
     let len = prop_oneof![0..50u64, CHUNK_LEN - 2..CHUNK_LEN + 2, 0..5 * CHUNK_LEN];
-    prop::collection::vec(len, 0..8).prop_map(|lens| Cuts::new(lens).unwrap())
+    prop::collection::vec(len, 0..8).prop_map(|lens| BlockBoundaries::new(lens).unwrap())
 }
 
 proptest! {
     #[test]
-    fn chunks_of_any_range_cover_it_and_touch_it(cuts in any_cuts(), a in any::<u32>(), b in any::<u32>()) {
-        let total = cuts.file_len();
+    fn chunks_of_any_range_cover_it_and_touch_it(boundaries in any_cuts(), a in any::<u32>(), b in any::<u32>()) {
+        let total = boundaries.file_len();
         let at = |n: u32| u64::from(n) % (total + 3);
         let range = at(a).min(at(b))..at(a).max(at(b));
-        let chunks: Vec<Chunk> = cuts.chunks_of(range.clone()).collect();
+        let chunks: Vec<ChecksumChunk> = boundaries.chunks_of(range.clone()).collect();
         let inside = range.start.min(total)..range.end.min(total);
         prop_assert_eq!(chunks.is_empty(), inside.is_empty());
         if let (Some(first), Some(last)) = (chunks.first(), chunks.last()) {
             prop_assert!(first.range.contains(&inside.start));
             prop_assert!(last.range.contains(&(inside.end - 1)));
-            prop_assert!(last.range.end <= total && last.number < cuts.chunks_len());
+            prop_assert!(last.range.end <= total && last.number < boundaries.chunks_len());
         }
         for pair in chunks.windows(2) {
             prop_assert_eq!(pair[0].range.end, pair[1].range.start);
             prop_assert_eq!(pair[0].number + 1, pair[1].number);
         }
         for chunk in &chunks {
-            let part = cuts.part(cuts.part_of_chunk(chunk.number));
+            let part = boundaries.part(boundaries.part_of_chunk(chunk.number));
             prop_assert!(part.start <= chunk.range.start && chunk.range.end <= part.end);
             prop_assert!(chunk.range.end - chunk.range.start <= CHUNK_LEN);
         }
@@ -157,13 +158,13 @@ proptest! {
         names in prop::collection::btree_set("[a-z]{1,4}", 0..4),
         seed in any::<u8>(),
     ) {
-        let cuts = Arc::new(Cuts::new(lens).unwrap());
+        let boundaries = Arc::new(BlockBoundaries::new(lens).unwrap());
         let shards = names.into_iter().map(|name| Arc::new(ShardSums {
             name,
-            fingerprint: fingerprint(cuts.file_len()),
+            fingerprint: fingerprint(boundaries.file_len()),
             recorded: i64::from(seed),
-            cuts: cuts.clone(),
-            digests: (0..cuts.chunks_len()).map(|n| Digest([n as u8 ^ seed; 16])).collect(),
+            boundaries: boundaries.clone(),
+            digests: (0..boundaries.chunks_len()).map(|n| Digest([n as u8 ^ seed; 16])).collect(),
         }));
         let sums = Sums { folder: vec![seed; 3], shards: shards.collect() };
         prop_assert_eq!(Sums::decode(&sums.encode().unwrap()).unwrap(), sums);

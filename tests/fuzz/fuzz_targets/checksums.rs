@@ -12,15 +12,15 @@ fuzz_target!(|data: &[u8]| {
     let Ok(sums) = Sums::decode_unframed(data) else { return };
     for shard in &sums.shards {
         assert_eq!(sums.shard(&shard.name), Some(shard));
-        assert_eq!(shard.cuts.file_len(), shard.fingerprint.len);
-        assert_eq!(shard.digests.len(), shard.cuts.chunks_len());
-        let middle = shard.cuts.file_len() / 2;
+        assert_eq!(shard.boundaries.file_len(), shard.fingerprint.len);
+        assert_eq!(shard.digests.len(), shard.boundaries.chunks_len());
+        let middle = shard.boundaries.file_len() / 2;
         let parts =
             shard.digests_of(0..middle).count() + shard.digests_of(middle..u64::MAX).count();
         assert!((shard.digests.len()..=shard.digests.len() + 1).contains(&parts));
-        let mut hasher = ChunkHasher::new(shard.cuts.clone());
+        let mut hasher = ChunkHasher::new(shard.boundaries.clone());
         hasher.update(data);
-        let complete = data.len() as u64 >= shard.cuts.file_len();
+        let complete = data.len() as u64 >= shard.boundaries.file_len();
         assert_eq!(hasher.finish().is_some(), complete);
     }
     let again = Sums::decode(&sums.encode().expect("it is no longer than what was read"));

@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 use tensorfs::Dtype;
 use tensorfs::error::ErrorKind;
-use tensorfs::format::dcp::{Placement, SHARDING_INFO, VERSION, is_shard, placements};
+use tensorfs::format::dcp::{NotePlacement, SHARDING_INFO, VERSION, is_shard, placements};
 use tensorfs::format::safetensors::{Entry, Header};
 
 fuzz_target!(|data: &[u8]| {
@@ -21,7 +21,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let header = header_for(note, &notes, *choice);
     assert!(is_shard(header.metadata.as_ref()));
-    match placements(&header) {
+    match placements(&header.clone().into()) {
         Ok(places) => check(&header, &notes, &places),
         Err(fault) => assert!(
             matches!(fault.kind, ErrorKind::DcpInfo | ErrorKind::DcpOffsets),
@@ -53,10 +53,10 @@ fn header_for(note: &str, notes: &serde_json::Map<String, Value>, choice: [u8; 4
     Header { metadata: Some(metadata), tensors: tensors.collect(), header_len: 0 }
 }
 
-fn check(header: &Header, notes: &serde_json::Map<String, Value>, places: &[Placement]) {
+fn check(header: &Header, notes: &serde_json::Map<String, Value>, places: &[NotePlacement]) {
     assert_eq!(places.len(), header.tensors.len());
     for (entry, place) in header.tensors.iter().zip(places) {
-        let Placement { logical_name, offset, whole_shape } = place;
+        let NotePlacement { logical_name, offset, whole_shape } = place;
         assert_eq!(offset.len(), entry.shape.len(), "{entry:?}");
         for (start, size) in offset.iter().zip(&entry.shape) {
             assert!(start.checked_add(*size).is_some(), "{entry:?} at {offset:?}");

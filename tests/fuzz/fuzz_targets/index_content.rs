@@ -6,7 +6,7 @@
 use libfuzzer_sys::fuzz_target;
 use tensorfs::catalog::{Catalog, Piece};
 use tensorfs::error::ErrorKind;
-use tensorfs::format::Format;
+use tensorfs::format::OutputFormat;
 use tensorfs::index::Index;
 use tensorfs::layout::{Extent, Layout};
 use tensorfs::view::FileSpec;
@@ -35,7 +35,7 @@ fuzz_target!(|data: &[u8]| {
 fn check(catalog: &Catalog) {
     let inside = |piece: Piece<'_>| {
         let shard = catalog.shard(piece.shard);
-        assert!(shard.data_start <= piece.range.start && piece.range.end <= shard.file_len);
+        assert!(!shard.is_description(&piece.range) && piece.range.end <= shard.file_len);
         piece.len()
     };
     let mut total = 0;
@@ -46,7 +46,7 @@ fn check(catalog: &Catalog) {
         total += tensor.len;
     }
     assert_eq!(catalog.data_len(), total);
-    for format in [Format::Safetensors, Format::Bintensors] {
+    for format in [OutputFormat::Safetensors, OutputFormat::Bintensors] {
         match Layout::of(catalog, &FileSpec::single("model", format)) {
             Ok(layout) => check_layout(catalog, &layout),
             Err(fault) => assert!(REFUSALS.contains(&fault.kind), "{fault}"),
@@ -60,7 +60,7 @@ fn check_layout(catalog: &Catalog, layout: &Layout) {
             if let Extent::Run { shard, range, .. } | Extent::Scatter { shard, range, .. } = extent
             {
                 let shard = catalog.shard(shard);
-                assert!(shard.data_start <= range.start && range.end <= shard.file_len);
+                assert!(!shard.is_description(&range) && range.end <= shard.file_len);
             }
         });
     }

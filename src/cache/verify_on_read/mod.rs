@@ -18,19 +18,17 @@ use crate::catalog::{Piece, ShardId};
 use crate::checkpoint::{Checkpoint, VirtualFile, fingerprint};
 use crate::error::{Error, Result};
 use crate::hash::Digest;
-use crate::index::{Chunk, ShardSums};
+use crate::index::{ChecksumChunk, ShardSums};
 use crate::source::Source;
 use crate::sync::Mutex;
+use crate::verify::stored::{self, Named};
+use crate::verify::{Mismatch, Recorded};
 
 pub use checker::{Checker, MEMORY};
-use job::Job;
-
-use super::mismatch::Mismatch;
-use super::recorded::Recorded;
-use super::stored::{self, Named};
+use job::ChecksumJob;
 
 /// Called once: whether bytes may be handed out.
-pub type Answer = Box<dyn FnOnce(std::result::Result<(), &Error>) + Send>;
+pub type CheckAnswer = Box<dyn FnOnce(std::result::Result<(), &Error>) + Send>;
 
 /// A unit was not looked at, is what was recorded, or is not.
 const UNKNOWN: u8 = 0;
@@ -39,7 +37,7 @@ const BAD: u8 = 2;
 
 /// What a file shows.
 #[derive(Debug)]
-enum Shown {
+enum Guarded {
     /// A virtual file. A unit is a tensor of its catalog.
     Virtual(VirtualFile),
     /// This shard as it is. A unit is one of its parts.
@@ -47,26 +45,26 @@ enum Shown {
 }
 
 /// Guards one version of a file.
-pub struct Gate {
+pub struct ChecksumGate {
     checkpoint: Arc<Checkpoint>,
-    shown: Shown,
+    guarded: Guarded,
     /// By shard.
     sums: Vec<Arc<ShardSums>>,
     /// By unit.
     states: Vec<AtomicU8>,
-    inner: Mutex<Inner>,
+    inner: Mutex<GateState>,
 }
 
 #[derive(Default)]
-struct Inner {
+struct GateState {
     /// By unit.
-    checking: HashMap<u32, Arc<Job>>,
+    checking: HashMap<u32, Arc<ChecksumJob>>,
     /// By unit: how it differs.
     bad: HashMap<u32, Arc<Error>>,
 }
 
 /// Some bytes that were asked for.
-struct Waiting {
+struct WaitingRead {
     units: Vec<u32>,
     state: Mutex<Left>,
 }
@@ -75,46 +73,59 @@ struct Left {
     /// Jobs that are not done.
     jobs: usize,
     /// Until it is given.
-    answer: Option<Answer>,
+    answer: Option<CheckAnswer>,
 }
 
-impl std::fmt::Debug for Gate {
+impl std::fmt::Debug for ChecksumGate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Gate({} units)", self.states.len())
+        write!(f, "ChecksumGate({} units)", self.states.len())
     }
 }
 
-impl Gate {
+impl ChecksumGate {
     /// The gate of a virtual file; `None` if a shard has no checksums.
-    pub fn of_file(file: &VirtualFile, recorded: &Recorded) -> Option<Gate> {
-        Gate::new(file.checkpoint(), Shown::Virtual(file.clone()), recorded)
+    pub fn of_file(file: &VirtualFile, recorded: &Recorded) -> Option<ChecksumGate> {
+        ChecksumGate::new(file.checkpoint(), Guarded::Virtual(file.clone()), recorded)
     }
 
     /// That of the shard called `name` as it is.
-    pub fn of_shard(checkpoint: &Arc<Checkpoint>, name: &str, recorded: &Recorded) -> Option<Gate> {
+    pub fn of_shard(
+        checkpoint: &Arc<Checkpoint>,
+        name: &str,
+        recorded: &Recorded,
+    ) -> Option<ChecksumGate> {
         let at = checkpoint.catalog().shards.iter().position(|shard| shard.name == name)?;
-        Gate::new(checkpoint, Shown::Shard(ShardId(at as u32)), recorded)
+        ChecksumGate::new(checkpoint, Guarded::Shard(ShardId(at as u32)), recorded)
     }
 
-    fn new(checkpoint: &Arc<Checkpoint>, shown: Shown, recorded: &Recorded) -> Option<Gate> {
+    fn new(
+        checkpoint: &Arc<Checkpoint>,
+        guarded: Guarded,
+        recorded: &Recorded,
+    ) -> Option<ChecksumGate> {
         let shards = checkpoint.catalog().shards.iter();
         let sums = shards.map(|shard| {
             let known = recorded.of(&shard.name)?;
-            (known.cuts.file_len() == shard.file_len).then(|| known.clone())
+            (known.boundaries.file_len() == shard.file_len).then(|| known.clone())
         });
         let sums = sums.collect::<Option<Vec<_>>>()?;
-        let units = match &shown {
-            Shown::Virtual(file) => file.catalog().len(),
-            Shown::Shard(id) => sums[id.0 as usize].cuts.len(),
+        let units = match &guarded {
+            Guarded::Virtual(file) => file.catalog().len(),
+            Guarded::Shard(id) => sums[id.0 as usize].boundaries.len(),
         };
         let states = (0..units).map(|_| AtomicU8::new(UNKNOWN)).collect();
         let (checkpoint, inner) = (checkpoint.clone(), Mutex::default());
-        Some(Gate { checkpoint, shown, sums, states, inner })
+        Some(ChecksumGate { checkpoint, guarded, sums, states, inner })
     }
 
     /// Calls `answer` once all that bytes `range` of the file belong to was compared: at once
     /// where it was, else from the thread that compares the last of it. Never waits.
-    pub fn when_checked(self: &Arc<Self>, checker: &Checker, range: Range<u64>, answer: Answer) {
+    pub fn when_checked(
+        self: &Arc<Self>,
+        checker: &Checker,
+        range: Range<u64>,
+        answer: CheckAnswer,
+    ) {
         let units = match self.units_of(range) {
             Ok(units) => units,
             Err(error) => return answer(Err(&error)),
@@ -128,7 +139,7 @@ impl Gate {
             drop(inner);
             return answer(Err(&error));
         }
-        let mut jobs: Vec<Arc<Job>> = Vec::new();
+        let mut jobs: Vec<Arc<ChecksumJob>> = Vec::new();
         let mut fresh = Vec::new();
         for unit in units.iter().filter(|unit| state(unit) != GOOD) {
             match inner.checking.get(unit) {
@@ -137,7 +148,7 @@ impl Gate {
                 None => fresh.push(*unit),
             }
         }
-        let job = (!fresh.is_empty()).then(|| Arc::new(Job::new(self, fresh)));
+        let job = (!fresh.is_empty()).then(|| Arc::new(ChecksumJob::new(self, fresh)));
         for unit in job.iter().flat_map(|job| &job.units) {
             inner.checking.extend(job.iter().map(|job| (*unit, job.clone())));
         }
@@ -148,7 +159,7 @@ impl Gate {
             return answer(Ok(()));
         }
         let left = Left { jobs: jobs.len(), answer: Some(answer) };
-        let waiting = Arc::new(Waiting { units, state: Mutex::new(left) });
+        let waiting = Arc::new(WaitingRead { units, state: Mutex::new(left) });
         // Under the lock: a job that ends takes its waiters under it.
         jobs.iter().for_each(|job| job.add_waiter(waiting.clone()));
         drop(inner);
@@ -164,27 +175,29 @@ impl Gate {
     }
 
     fn units_of(&self, range: Range<u64>) -> Result<Vec<u32>> {
-        Ok(match &self.shown {
-            Shown::Virtual(file) => {
+        Ok(match &self.guarded {
+            Guarded::Virtual(file) => {
                 let layout = file.layout()?;
                 layout.tensors_in(range).map(|tensor| tensor as u32).collect()
             }
-            Shown::Shard(id) => {
-                self.sums[id.0 as usize].cuts.parts_of(&range).map(|part| part as u32).collect()
-            }
+            Guarded::Shard(id) => self.sums[id.0 as usize]
+                .boundaries
+                .parts_of(&range)
+                .map(|part| part as u32)
+                .collect(),
         })
     }
 
     /// The bytes of a unit: shard and range.
     fn bytes_of(&self, unit: u32) -> Vec<(u32, Range<u64>)> {
-        match &self.shown {
-            Shown::Virtual(file) => {
+        match &self.guarded {
+            Guarded::Virtual(file) => {
                 let tensor = file.catalog().tensor_at(unit as usize);
                 let pieces = tensor.pieces().filter(|piece: &Piece<'_>| !piece.is_empty());
                 pieces.map(|piece| (piece.shard.0, piece.range)).collect()
             }
-            Shown::Shard(id) => {
-                vec![(id.0, self.sums[id.0 as usize].cuts.part(unit as usize))]
+            Guarded::Shard(id) => {
+                vec![(id.0, self.sums[id.0 as usize].boundaries.part(unit as usize))]
             }
         }
     }
@@ -194,7 +207,7 @@ impl Gate {
     }
 
     /// Bytes that differ from their checksum, as an error.
-    fn mismatch(&self, shard: u32, chunk: &Chunk, found: Digest) -> Error {
+    fn mismatch(&self, shard: u32, chunk: &ChecksumChunk, found: Digest) -> Error {
         let known = &self.sums[shard as usize];
         let catalog = self.checkpoint.catalog();
         let stored = stored::by_shard(catalog);
@@ -212,7 +225,7 @@ impl Gate {
     }
 
     /// Takes over what came of `job`, and answers those who wait for it.
-    fn ended(&self, job: &Arc<Job>, outcome: job::Outcome) {
+    fn ended(&self, job: &Arc<ChecksumJob>, outcome: job::JobOutcome) {
         let mut inner = self.inner.lock();
         for unit in &job.units {
             inner.checking.remove(unit);
@@ -231,7 +244,7 @@ impl Gate {
     }
 
     /// Notes that one of the jobs of `waiting` is done, or has failed.
-    fn answer(&self, waiting: &Waiting, failed: Option<&Error>) {
+    fn answer(&self, waiting: &WaitingRead, failed: Option<&Error>) {
         let mut left = waiting.state.lock();
         left.jobs -= 1;
         if left.jobs > 0 && failed.is_none() {

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::blocks::{Block, Data};
-use super::{CachedFile, Hole, Inner, State};
+use super::blocks::{CachedBlock, Data};
+use super::{CacheInner, CachedFile, Hole, State};
 use crate::io::{Priority, Reservation};
 use crate::prefetch::{Advice, Request, StreamId};
 
@@ -23,7 +23,7 @@ struct Refused {
     is_put_off: bool,
 }
 
-impl Inner {
+impl CacheInner {
     /// Notices where a tensor in the source's page cache is asked for page by page.
     pub(super) fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
         let Some(on_storm) = &file.on_storm else { return };
@@ -120,7 +120,7 @@ impl Inner {
                 may.then(|| self.reserve_ahead(&mut state, file, stream, need)).flatten();
             let reservation = reservation.ok_or(Refused { from: at, is_put_off })?;
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
-            let block = Block { end, asked: 0, ahead: true, left: false, data };
+            let block = CachedBlock { end, asked: 0, ahead: true, left: false, data };
             state.of(file).blocks.insert(at, block);
             state.loading.add(&plan);
             drop(state);

@@ -7,38 +7,38 @@ use std::time::Instant;
 
 use crate::error::Error;
 use crate::hash::Digest;
-use crate::index::Chunk;
+use crate::index::ChecksumChunk;
 use crate::source::Source;
 use crate::sync::Mutex;
 
-use super::{Gate, Waiting};
+use super::{ChecksumGate, WaitingRead};
 
 /// Most bytes that are read at a time.
 pub(super) const STEP_LEN: u64 = 4 << 20;
 
 /// Units that are compared together, because one read asked for all of them.
-pub(super) struct Job {
-    gate: Arc<Gate>,
+pub(super) struct ChecksumJob {
+    gate: Arc<ChecksumGate>,
     pub(super) units: Vec<u32>,
-    state: Mutex<State>,
+    state: Mutex<JobState>,
     /// Changed under the lock of the gate.
-    waiters: Mutex<Vec<Arc<Waiting>>>,
+    waiters: Mutex<Vec<Arc<WaitingRead>>>,
 }
 
-struct State {
+struct JobState {
     /// What is still to be read, the last step first.
     left: Vec<Step>,
     in_flight: usize,
     /// When something of it was last done.
     since: Instant,
-    outcome: Outcome,
+    outcome: JobOutcome,
     ended: bool,
 }
 
 /// What came of a job.
 #[derive(Default)]
 #[must_use]
-pub(super) struct Outcome {
+pub(super) struct JobOutcome {
     /// By unit: how it differs.
     pub(super) bad: HashMap<u32, Arc<Error>>,
     /// Why it could not be read.
@@ -51,20 +51,25 @@ pub(super) struct Step {
     pub(super) range: Range<u64>,
 }
 
-impl Job {
-    pub(super) fn new(gate: &Arc<Gate>, units: Vec<u32>) -> Job {
+impl ChecksumJob {
+    pub(super) fn new(gate: &Arc<ChecksumGate>, units: Vec<u32>) -> ChecksumJob {
         let mut left = steps(gate, &units);
         left.reverse();
-        let (since, outcome) = (Instant::now(), Outcome::default());
-        let state = State { left, in_flight: 0, since, outcome, ended: false };
-        Job { gate: gate.clone(), units, state: Mutex::new(state), waiters: Mutex::default() }
+        let (since, outcome) = (Instant::now(), JobOutcome::default());
+        let state = JobState { left, in_flight: 0, since, outcome, ended: false };
+        ChecksumJob {
+            gate: gate.clone(),
+            units,
+            state: Mutex::new(state),
+            waiters: Mutex::default(),
+        }
     }
 
-    pub(super) fn add_waiter(&self, waiting: Arc<Waiting>) {
+    pub(super) fn add_waiter(&self, waiting: Arc<WaitingRead>) {
         self.waiters.lock().push(waiting);
     }
 
-    pub(super) fn take_waiters(&self) -> Vec<Arc<Waiting>> {
+    pub(super) fn take_waiters(&self) -> Vec<Arc<WaitingRead>> {
         std::mem::take(&mut *self.waiters.lock())
     }
 
@@ -94,7 +99,7 @@ impl Job {
     /// Compares what a step has read.
     pub(super) fn compare(&self, step: &Step, bytes: &[u8]) {
         let sums = &self.gate.sums[step.shard as usize];
-        for chunk in sums.cuts.chunks_of(step.range.clone()) {
+        for chunk in sums.boundaries.chunks_of(step.range.clone()) {
             let within = chunk.range.start - step.range.start..chunk.range.end - step.range.start;
             let found = Digest::of(&bytes[within.start as usize..within.end as usize]);
             if found != sums.digests[chunk.number] {
@@ -103,7 +108,7 @@ impl Job {
         }
     }
 
-    fn differs(&self, shard: u32, chunk: &Chunk, found: Digest) {
+    fn differs(&self, shard: u32, chunk: &ChecksumChunk, found: Digest) {
         let touches = |unit: &u32| {
             let overlap = |(other, bytes): &(u32, Range<u64>)| {
                 *other == shard && bytes.start < chunk.range.end && chunk.range.start < bytes.end
@@ -129,7 +134,7 @@ impl Job {
 
     /// A step is done, or could not be read. Returns what came of the job where it has ended with
     /// it, for `end`.
-    pub(super) fn step_ended(&self, failed: Option<Error>) -> Option<Outcome> {
+    pub(super) fn step_ended(&self, failed: Option<Error>) -> Option<JobOutcome> {
         let mut state = self.state.lock();
         state.in_flight -= 1;
         state.since = Instant::now();
@@ -151,7 +156,7 @@ impl Job {
         &self,
         before: Instant,
         late: impl FnOnce(&Source) -> Error,
-    ) -> Option<Outcome> {
+    ) -> Option<JobOutcome> {
         let mut state = self.state.lock();
         if state.ended || state.since > before {
             return None;
@@ -183,7 +188,7 @@ impl Job {
     }
 
     /// Answers those who wait for the job.
-    pub(super) fn end(self: &Arc<Self>, outcome: Outcome) {
+    pub(super) fn end(self: &Arc<Self>, outcome: JobOutcome) {
         self.gate.ended(self, outcome);
     }
 
@@ -202,16 +207,16 @@ impl Job {
 }
 
 /// The chunks of `units`, those that follow each other read together.
-fn steps(gate: &Gate, units: &[u32]) -> Vec<Step> {
-    let mut chunks: Vec<(u32, Chunk)> = Vec::new();
+fn steps(gate: &ChecksumGate, units: &[u32]) -> Vec<Step> {
+    let mut chunks: Vec<(u32, ChecksumChunk)> = Vec::new();
     for (shard, range) in units.iter().flat_map(|&unit| gate.bytes_of(unit)) {
         let sums = &gate.sums[shard as usize];
-        chunks.extend(sums.cuts.chunks_of(range).map(|chunk| (shard, chunk)));
+        chunks.extend(sums.boundaries.chunks_of(range).map(|chunk| (shard, chunk)));
     }
     chunks.sort_unstable_by_key(|(shard, chunk)| (*shard, chunk.number));
     chunks.dedup();
     let mut steps: Vec<Step> = Vec::new();
-    for (shard, Chunk { range, .. }) in chunks {
+    for (shard, ChecksumChunk { range, .. }) in chunks {
         match steps.last_mut() {
             Some(last)
                 if last.shard == shard

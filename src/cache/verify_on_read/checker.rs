@@ -17,7 +17,7 @@ use crate::io::{
 use crate::source::{Source, release_unpinned};
 use crate::sync::Mutex;
 
-use super::job::{Job, Outcome, STEP_LEN, Step};
+use super::job::{ChecksumJob, JobOutcome, STEP_LEN, Step};
 
 /// Steps read at the same time, and those of one source.
 const STEPS_MAX: usize = 8;
@@ -40,32 +40,32 @@ const TICK: Duration = Duration::from_millis(250);
 
 /// Reads what gates compare. Clones share the work.
 #[derive(Clone)]
-pub struct Checker(Arc<Inner>);
+pub struct Checker(Arc<CheckerInner>);
 
-struct Inner {
+struct CheckerInner {
     engine: Engine,
     budget: Budget,
     counters: Arc<Counters>,
     /// How long a job may wait for its next step.
     timeout: Option<Duration>,
     deadlines: Deadlines,
-    state: Mutex<State>,
+    state: Mutex<CheckerState>,
 }
 
-struct State {
+struct CheckerState {
     /// Jobs with steps to begin, the next one first.
-    queue: VecDeque<Arc<Job>>,
+    queue: VecDeque<Arc<ChecksumJob>>,
     /// All that have not ended.
-    jobs: Vec<Arc<Job>>,
+    jobs: Vec<Arc<ChecksumJob>>,
     /// When the steps under way began.
     running: Vec<Instant>,
     /// Those steps by source, which they keep alive.
     steps: PerSourceLimiter<SourceKey>,
 }
 
-impl Default for State {
-    fn default() -> State {
-        State {
+impl Default for CheckerState {
+    fn default() -> CheckerState {
+        CheckerState {
             queue: VecDeque::new(),
             jobs: Vec::new(),
             running: Vec::new(),
@@ -74,7 +74,7 @@ impl Default for State {
     }
 }
 
-impl Drop for Inner {
+impl Drop for CheckerInner {
     fn drop(&mut self) {
         self.deadlines.call();
     }
@@ -92,8 +92,13 @@ impl Checker {
     ) -> io::Result<Checker> {
         let budget = Budget::new(SLOW_STEPS_MAX * STEP_MEMORY, counters.clone());
         let (deadlines, state) = (Deadlines::default(), Mutex::default());
-        let inner = Arc::new(Inner { engine, budget, counters, timeout, deadlines, state });
-        inner.deadlines.start_ticks("checksums", Arc::downgrade(&inner), TICK, Inner::tick)?;
+        let inner = Arc::new(CheckerInner { engine, budget, counters, timeout, deadlines, state });
+        inner.deadlines.start_ticks(
+            "checksums",
+            Arc::downgrade(&inner),
+            TICK,
+            CheckerInner::tick,
+        )?;
         Ok(Checker(inner))
     }
 
@@ -106,7 +111,7 @@ impl Checker {
     }
 
     /// Takes a job in. Never waits.
-    pub(super) fn submit(&self, job: Arc<Job>) {
+    pub(super) fn submit(&self, job: Arc<ChecksumJob>) {
         let mut state = self.0.state.lock();
         state.jobs.push(job.clone());
         state.queue.push_back(job.clone());
@@ -117,7 +122,7 @@ impl Checker {
     }
 }
 
-impl Inner {
+impl CheckerInner {
     /// Begins as many steps as may be under way.
     fn dispatch(self: &Arc<Self>) {
         loop {
@@ -143,7 +148,7 @@ impl Inner {
 
     fn step_done(
         self: &Arc<Self>,
-        job: &Arc<Job>,
+        job: &Arc<ChecksumJob>,
         step: &Step,
         (source, begun): (&Arc<Source>, Instant),
         outcome: Result<ReadBuffer>,
@@ -173,7 +178,7 @@ impl Inner {
     }
 
     /// Gives those who wait for a job its outcome. Who has an answer finds it counted.
-    fn end(&self, job: &Arc<Job>, outcome: Outcome) {
+    fn end(&self, job: &Arc<ChecksumJob>, outcome: JobOutcome) {
         self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
         job.end(outcome);
     }
@@ -206,10 +211,10 @@ impl Inner {
     }
 }
 
-impl State {
+impl CheckerState {
     /// Takes the next step that may begin: of the first job whose source has not too many under
     /// way. A job with more steps goes behind the others.
-    fn next(&mut self) -> Option<(Arc<Job>, Step, Arc<Source>, Instant)> {
+    fn next(&mut self) -> Option<(Arc<ChecksumJob>, Step, Arc<Source>, Instant)> {
         let now = Instant::now();
         let quick = self.running.iter().filter(|begun| now - **begun < PATIENCE).count();
         if quick >= STEPS_MAX || !self.steps.has_room() {

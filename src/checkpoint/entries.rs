@@ -9,13 +9,13 @@ use serde_json::Map;
 
 use crate::error::shown;
 use crate::format::weight_map::WeightMap;
-use crate::format::{Format, names};
+use crate::format::{OutputFormat, names};
 use crate::source::Source;
 use crate::view::{Files, MapPolicy};
 
-use super::prove::Proved;
+use super::set::Proved;
 use super::tree::{File, Folder, FolderId, Tree};
-use super::{Checkpoint, Kind, VirtualFile};
+use super::{Checkpoint, SetKind, VirtualFile};
 
 /// Name of the file that says why a set is not shown.
 pub const ERROR_FILE: &str = "TENSORFS-ERROR.txt";
@@ -38,7 +38,7 @@ pub enum Content {
 
 /// A file as a folder shows it.
 #[derive(Clone, Debug)]
-pub struct Shown {
+pub struct MountEntry {
     /// Its name.
     pub name: OsString,
     /// What it is made of.
@@ -47,10 +47,10 @@ pub struct Shown {
 
 impl Tree {
     /// The files that folder `id` shows, by name; its subfolders are shown beside them.
-    pub fn shown(&self, id: FolderId, proved: &Proved) -> Vec<Shown> {
+    pub fn entries(&self, id: FolderId, proved: &Proved) -> Vec<MountEntry> {
         let folder = self.folder(id);
         let mut shown = Vec::new();
-        let whole = |file: &File, proved| Shown {
+        let whole = |file: &File, proved| MountEntry {
             name: file.name.clone(),
             content: Content::Whole { file: file.clone(), proved },
         };
@@ -76,7 +76,7 @@ impl Tree {
         if let Some(text) = error_text(proved, &folder.lacks) {
             let content = Content::Text(text.into_bytes().into());
             shown.retain(|file| file.name != ERROR_FILE);
-            shown.push(Shown { name: ERROR_FILE.into(), content });
+            shown.push(MountEntry { name: ERROR_FILE.into(), content });
         }
         shown.sort_by(|a, b| a.name.cmp(&b.name));
         shown.dedup_by(|a, b| a.name == b.name);
@@ -141,20 +141,22 @@ impl Tree {
             || checkpoint.weight_map().is_none_or(|(map, _)| map != name)
     }
 
-    fn show_virtual(&self, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Shown>) {
+    fn show_virtual(&self, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<MountEntry>) {
         shown.extend(checkpoint.virtual_files().map(|file| {
             let name = file.spec().name.clone().into();
-            Shown { name, content: Content::Virtual(file) }
+            MountEntry { name, content: Content::Virtual(file) }
         }));
         // Readers of weight maps read safetensors.
-        if checkpoint.format != Format::Safetensors || self.options.view.map != MapPolicy::Rewrite {
+        if checkpoint.format != OutputFormat::Safetensors
+            || self.options.view.map != MapPolicy::Rewrite
+        {
             return;
         }
         let (name, metadata) = match checkpoint.weight_map() {
             Some((name, metadata)) => (name.to_owned(), metadata.clone()),
             // Consolidation writes one beside the file that it makes of rank shards, and some
             // readers of such files need it.
-            None if checkpoint.kind == Kind::Dcp => {
+            None if checkpoint.kind == SetKind::Dcp => {
                 (names::weight_map(&checkpoint.name), Map::new())
             }
             None => return,
@@ -162,7 +164,7 @@ impl Tree {
         let catalog = checkpoint.catalog();
         let tensors = catalog.tensors().map(|tensor| tensor.name);
         let text = WeightMap::rewritten(&metadata, &checkpoint.name, tensors, catalog.data_len());
-        shown.push(Shown { name: name.into(), content: Content::Text(text.into()) });
+        shown.push(MountEntry { name: name.into(), content: Content::Text(text.into()) });
     }
 }
 

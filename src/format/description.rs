@@ -1,0 +1,118 @@
+//! The description of one shard, whatever its format: which tensors it holds and where.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+use crate::dtype::Dtype;
+use crate::format::safetensors::Header;
+
+/// The tensors of one valid shard, in data order, in a few large vectors.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ShardDescription {
+    /// The free-form strings, if the file has any.
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// The bytes of the file that describe the others, ascending. All others are data.
+    pub described: Vec<Range<u64>>,
+    names: String,
+    tensors: Vec<DescriptionRow>,
+    /// The extents of all tensors; equal shapes may share theirs.
+    numbers: Vec<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct DescriptionRow {
+    name_end: u32,
+    /// First and last index of its shape in `numbers`.
+    shape: (u32, u32),
+    dtype: Dtype,
+    start: u64,
+}
+
+/// A tensor, or a piece of one, as a shard describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorDescription<'a> {
+    /// Name.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Extent of each dimension, outermost first.
+    pub shape: &'a [u64],
+    /// First byte in the file.
+    pub start: u64,
+}
+
+impl ShardDescription {
+    /// A description that takes the bytes up to `data_start`, with room for tensors.
+    pub(super) fn with_room(data_start: u64, tensors: usize, names_len: usize) -> Self {
+        ShardDescription {
+            metadata: None,
+            described: std::iter::once(0..data_start).collect(),
+            names: String::with_capacity(names_len),
+            tensors: Vec::with_capacity(tensors),
+            numbers: Vec::new(),
+        }
+    }
+
+    /// Adds a tensor. `shape` are indexes into the numbers.
+    pub(super) fn push(&mut self, name: &str, dtype: Dtype, shape: (u32, u32), start: u64) {
+        self.names.push_str(name);
+        self.tensors.push(DescriptionRow {
+            name_end: self.names.len() as u32,
+            shape,
+            dtype,
+            start,
+        });
+    }
+
+    pub(super) fn set_numbers(&mut self, numbers: Vec<u64>) {
+        self.numbers = numbers;
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether it has no tensors.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Its tensors, in data order.
+    pub fn tensors(&self) -> impl Iterator<Item = TensorDescription<'_>> {
+        let mut begin = 0;
+        self.tensors.iter().map(move |&DescriptionRow { name_end, shape, dtype, start }| {
+            let name = &self.names[begin..name_end as usize];
+            begin = name_end as usize;
+            let shape = &self.numbers[shape.0 as usize..shape.1 as usize];
+            TensorDescription { name, dtype, shape, start }
+        })
+    }
+}
+
+impl From<Header> for ShardDescription {
+    fn from(header: Header) -> ShardDescription {
+        let data_start = header.data_start();
+        let names_len = header.tensors.iter().map(|entry| entry.name.len()).sum();
+        let mut description =
+            ShardDescription::with_room(data_start, header.tensors.len(), names_len);
+        let mut numbers = Vec::new();
+        let mut known: HashMap<&[u64], (u32, u32)> = HashMap::new();
+        for entry in &header.tensors {
+            let shape = *known.entry(&entry.shape).or_insert_with(|| {
+                let begin = numbers.len() as u32;
+                numbers.extend_from_slice(&entry.shape);
+                (begin, numbers.len() as u32)
+            });
+            description.push(
+                &entry.name,
+                entry.dtype,
+                shape,
+                data_start + entry.data_offsets.start,
+            );
+        }
+        description.numbers = numbers;
+        description.metadata = header.metadata;
+        description
+    }
+}

@@ -1,0 +1,34 @@
+//! Formats that virtual files are shown in, and that files are written in.
+
+use super::names;
+use crate::words;
+
+/// A format that virtual files are shown in, and that files are written in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OutputFormat {
+    /// JSON header.
+    #[default]
+    Safetensors,
+    /// Binary header.
+    Bintensors,
+}
+
+words!(OutputFormat { Safetensors = "safetensors", Bintensors = "bintensors" });
+
+impl OutputFormat {
+    /// Suffix of the names of its files.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            OutputFormat::Safetensors => names::SUFFIX,
+            OutputFormat::Bintensors => names::BINTENSORS_SUFFIXES[0],
+        }
+    }
+
+    /// The format that a file of this name is in, as far as the name tells.
+    pub fn of_name(name: &str) -> Option<OutputFormat> {
+        if name.ends_with(names::SUFFIX) {
+            return Some(OutputFormat::Safetensors);
+        }
+        names::is_bintensors(name).then_some(OutputFormat::Bintensors)
+    }
+}

@@ -173,7 +173,6 @@ const UNPOLISHED: &[&str] = &[
     "src/reader/",
     "src/v",
     "src/walk",
-    "mount/src/",
     "python/",
 ];
 

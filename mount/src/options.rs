@@ -22,7 +22,7 @@ use table::OptionRow;
 /// Whether the kernel may serve whole files by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Passthrough {
-    /// Where it can.
+    /// It may, if it can.
     #[default]
     Auto,
     /// Never; for tests and comparisons.
@@ -43,7 +43,7 @@ pub enum Verify {
 
 words!(Verify { None = "none", Read = "read" });
 
-/// Where indexes are kept.
+/// The place of the indexes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum IndexDir {
     /// In the cache of the user.
@@ -51,12 +51,12 @@ pub enum IndexDir {
     OfUser,
     /// Nowhere: all headers are read at every start.
     Nowhere,
-    /// In this folder.
+    /// This folder.
     At(PathBuf),
 }
 
 impl IndexDir {
-    /// What the value of an option means.
+    /// Parses the value of the option.
     pub(crate) fn parse(value: &OsStr) -> IndexDir {
         if value == "none" { IndexDir::Nowhere } else { IndexDir::At(value.into()) }
     }
@@ -85,7 +85,7 @@ const REQUESTS_MIN: u64 = 32;
 /// All options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// What is shown, and how.
+    /// How the source is opened and presented.
     pub open: OpenOptions,
     /// Owner of all files.
     pub uid: Option<u32>,
@@ -107,13 +107,13 @@ pub struct Options {
     pub noatime: bool,
     /// Flag of mount(2) that was asked for; kernels before 5.10 do not have it.
     pub nosymfollow: bool,
-    /// Whether `rw` was asked for, which cannot be had.
+    /// Whether `rw` was given; the mount is read-only all the same.
     pub rw: bool,
     /// SELinux contexts, for the kernel.
     pub contexts: Vec<String>,
     /// Bytes that the cache of blocks may hold.
     pub cache: Option<u64>,
-    /// What reads sources.
+    /// How sources are read.
     pub io: Backend,
     /// Whether sources are read past the kernel's page cache.
     pub direct: DirectIo,
@@ -127,7 +127,7 @@ pub struct Options {
     pub assemble: Option<PathBuf>,
     /// Bytes that this folder may hold.
     pub assemble_size: Option<u64>,
-    /// Where indexes are kept.
+    /// The place of the indexes.
     pub index_dir: IndexDir,
     /// When weights are compared with their checksums.
     pub verify: Verify,

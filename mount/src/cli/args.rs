@@ -19,7 +19,7 @@ use crate::options;
                   logged."
 )]
 pub(crate) struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -65,7 +65,7 @@ pub(crate) enum Command {
     },
 }
 
-/// What is looked at, and how.
+/// The source of a command, and how it is read.
 #[derive(Debug, Args)]
 pub(crate) struct SourceArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
@@ -171,7 +171,7 @@ fn interval(text: &str) -> Result<Duration, String> {
 /// Arguments of `ls`.
 #[derive(Debug, Args)]
 pub(crate) struct LsArgs {
-    /// What is looked at.
+    /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
 }
@@ -179,7 +179,7 @@ pub(crate) struct LsArgs {
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// What is looked at.
+    /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
     /// Only this tensor
@@ -189,7 +189,7 @@ pub(crate) struct InspectArgs {
 /// Arguments of `index`.
 #[derive(Debug, Args)]
 pub(crate) struct IndexArgs {
-    /// What is looked at.
+    /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
     /// Read all headers again
@@ -200,7 +200,7 @@ pub(crate) struct IndexArgs {
 /// Arguments of `load`.
 #[derive(Debug, Args)]
 pub(crate) struct LoadArgs {
-    /// What is loaded; of options also io=, direct= and io-timeout= count.
+    /// The source; `-o` may hold io=, direct= and io-timeout= too.
     #[command(flatten)]
     pub source: SourceArgs,
     /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
@@ -217,12 +217,12 @@ pub(crate) struct LoadArgs {
     pub progress: When,
 }
 
-/// What tensors are loaded to.
+/// The memory that tensors are loaded into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
     /// The memory of this machine.
     Cpu,
-    /// That of the GPU with this number.
+    /// The memory of the GPU with this number.
     Cuda(u32),
 }
 
@@ -238,7 +238,7 @@ fn device(text: &str) -> Result<Device, String> {
 /// Arguments of `verify`.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
-    /// What is looked at.
+    /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
     /// File that lists what the checkpoint holds: safetensors, weight map or manifest
@@ -267,7 +267,7 @@ pub(crate) struct VerifyArgs {
 /// Arguments of `convert`.
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
-    /// What is written anew.
+    /// The checkpoint to convert.
     #[command(flatten)]
     pub source: SourceArgs,
     /// File to write, or folder to write it into
@@ -292,10 +292,10 @@ pub(crate) enum To {
     Safetensors,
 }
 
-/// When something is done.
+/// Choice of a program or of its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum When {
-    /// On a terminal.
+    /// Yes on a terminal, no elsewhere.
     Auto,
     /// Never.
     Never,

@@ -52,10 +52,10 @@ impl From<Trouble> for Failure {
     }
 }
 
-/// What is measured.
+/// The checkpoint that is measured.
 #[derive(Debug)]
 struct Subject {
-    /// What is mounted.
+    /// The source.
     source: PathBuf,
     /// The virtual file, from the root of the mount.
     shown: PathBuf,
@@ -271,7 +271,7 @@ fn measure(subject: &Subject, args: &BenchArgs) -> Outcome {
     if failed { Err(Failure::Told) } else { Ok(()) }
 }
 
-/// What the figures belong to.
+/// The machine and the build that the figures belong to.
 fn facts(subject: &Subject) -> Result<Value, Failure> {
     let failed = |e: std::io::Error| Failure::Failed(format!("{}: {e}", shown_path(&subject.file)));
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
@@ -340,7 +340,7 @@ fn title(facts: &Value) -> String {
     )
 }
 
-/// What is to be known about the figures.
+/// Notes about the figures.
 fn notes(measured: &[Measured]) -> Vec<String> {
     let mut notes = Vec::new();
     for measured in measured {

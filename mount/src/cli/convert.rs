@@ -103,7 +103,7 @@ fn keep_source(checkpoint: &Checkpoint, target: &Path) -> Result<(), Failure> {
 fn target(out: &Path, name: &str, format: OutputFormat) -> Result<PathBuf, Failure> {
     let is_folder = out.as_os_str().as_encoded_bytes().ends_with(b"/");
     if out.is_dir() {
-        // What lies on a mount may be shown there in another format than it is stored in.
+        // A mount may show its source in another format than the stored one.
         let suffix = OutputFormat::of_name(name).map_or("", OutputFormat::suffix);
         let stem = name.strip_suffix(suffix).unwrap_or(name);
         return Ok(out.join(format!("{stem}{}", format.suffix())));
@@ -124,9 +124,9 @@ fn target(out: &Path, name: &str, format: OutputFormat) -> Result<PathBuf, Failu
 
 /// The digest that is told of a file in a format.
 enum Hash {
-    /// What `save_with_checksum` of the bintensors package returns unless told otherwise.
+    /// The checksum that `save_with_checksum` of the bintensors package returns by default.
     Sha1(Sha1),
-    /// What hubs call files by.
+    /// The checksum by which hubs name files.
     Sha256(Sha256),
 }
 

@@ -1,7 +1,7 @@
 //! `tensorfs demo`: makes small checkpoints as savers leave them, mounts them, and compares
 //! every byte that the mount shows with what it has to be.
 //!
-//! What a tensor holds is computed from its number and the place of each byte, so the
+//! Each byte of a tensor is computed from the tensor's number and the byte's place, so the
 //! comparison shares no code with the layout and the gathering that it tests.
 
 use std::collections::BTreeMap;
@@ -73,7 +73,7 @@ fn demo(root: &Path) -> Outcome {
     }
     tell!("\n$ tensorfs mount {} {}", shown_path(&models), shown_path(&mount));
     let log = format!("log={}", crate::options::escape(&real_name(&root.join("log"))));
-    // What is gone in a moment needs no index in the cache of the user.
+    // A temporary checkpoint needs no index in the cache of the user.
     let options = [log, "index-dir=none".to_owned()];
     background::run_in_background(&models, &mount, &options, false, 0).map_err(Failure::Failed)?;
     let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));

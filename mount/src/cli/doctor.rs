@@ -19,11 +19,11 @@ use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
 /// How a thing is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Health {
-    /// As it should be.
+    /// Works at full speed.
     Ok,
     /// There, but worse than it could be.
     Degraded,
-    /// Not there.
+    /// Absent.
     Missing,
     /// Nothing here tells.
     Unknown,
@@ -34,9 +34,9 @@ enum Health {
 struct Check {
     name: &'static str,
     state: Health,
-    /// What was found and what it means.
+    /// The finding, and its meaning.
     found: String,
-    /// What to do about it.
+    /// The remedy.
     advice: Option<String>,
 }
 

@@ -16,13 +16,13 @@ struct IndexReport {
     directory: String,
     /// A word for what became of the index.
     state: &'static str,
-    /// What spoke against the index before, or keeps it from being kept.
+    /// Why the former index was unusable, or why none can be kept.
     reason: Option<String>,
     index: IndexState,
     sets: usize,
     tensors: usize,
     shards: usize,
-    /// Of how many shards checksums are recorded, and since when.
+    /// Number of shards with recorded checksums, and the time of the recording.
     checksums: Option<(usize, i64)>,
     /// The refusals of its sets.
     refused: Vec<String>,
@@ -30,7 +30,7 @@ struct IndexReport {
 
 pub(super) fn run(args: &args::IndexArgs) -> Outcome {
     let mut options = query_options(&args.source)?;
-    // What is too large for one file has an index too.
+    // A checkpoint that is too large for one file has an index too.
     options.open.view.files = Files::Original;
     let tree = open_source(&args.source, options)?;
     if tree.options.index.is_none() {

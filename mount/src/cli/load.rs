@@ -171,7 +171,7 @@ fn memory_of(memory: &MemoryStats) -> String {
     format!("{}, {small}", of(memory.huge, memory.huge_time, "huge"))
 }
 
-/// What became of the request for cuFile, if there was one.
+/// Whether cuFile was used, if the user asked for it.
 fn cufile_of(device: &DeviceStats) -> Option<String> {
     match &device.cufile_unused {
         Some(why) => Some(format!("not used: {why}")),

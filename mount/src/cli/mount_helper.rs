@@ -14,7 +14,7 @@ use crate::options::Options;
 const USAGE: u8 = 1;
 const FAILURE: u8 = 32;
 
-/// What the command line asks for.
+/// The parsed command line.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Call {
     operands: Vec<OsString>,
@@ -59,7 +59,7 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
     let mut call = Call::default();
     let mut operands_only = false;
     while let Some(arg) = args.next() {
-        // What is not UTF-8 can only be a path.
+        // An argument that is not UTF-8 can only be a path.
         let flags = match arg.to_str().and_then(|arg| arg.strip_prefix('-')) {
             Some(flags) if !operands_only && !flags.is_empty() => flags,
             _ => {
@@ -94,7 +94,7 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
                                 "mounting in another namespace (-N) is not supported".into()
                             );
                         }
-                        // The type is ours, whatever subtype is named.
+                        // The subtype of the name does not matter.
                         _ => {}
                     }
                 }

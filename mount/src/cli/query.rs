@@ -98,7 +98,7 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
     told(&refused)
 }
 
-/// What a look at a source found.
+/// The checkpoints of a source, and notes about them.
 struct Looked {
     /// The sets that are whole.
     shown: Vec<Shown>,

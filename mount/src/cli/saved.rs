@@ -1,8 +1,8 @@
 //! Writes checkpoints as savers leave them: the numbered shards of transformers and the rank
 //! shards of torch DCP.
 //!
-//! What a tensor holds is computed from its number and the place of each byte, and does not
-//! compress.
+//! Each byte of a tensor is computed from the tensor's number and the byte's place. The data does
+//! not compress.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -34,9 +34,9 @@ impl Tensor {
 /// How a checkpoint is cut into shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cut {
-    /// Whole tensors in their order, spread over so many shards with a weight map.
+    /// Whole tensors in order, spread over this number of shards with a weight map.
     HuggingFace(u64),
-    /// torch DCP: so many parts along the first and the last dimension, which have to be
+    /// torch DCP: number of parts along the first and the last dimension, which have to be
     /// multiples of them.
     Dcp(u64, u64),
 }

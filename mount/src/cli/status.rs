@@ -60,7 +60,7 @@ impl MountState {
         }
     }
 
-    /// What it means, for people.
+    /// The explanation for people.
     pub(super) fn text(self) -> &'static str {
         match self {
             MountState::Running => "running",
@@ -77,7 +77,7 @@ impl MountState {
 pub(super) struct Seen {
     /// Number of its device, which it alone has.
     pub minor: u32,
-    /// Where it is mounted.
+    /// The mount point.
     pub target: PathBuf,
     pub state: MountState,
     /// Everything known, as `--json` prints it.
@@ -260,7 +260,7 @@ fn describe(mount: Mount, state: MountState, pid: i32, said: Value) -> Seen {
     facts.insert("state".into(), state.key().into());
     facts.insert("owner".into(), json!(mount.owner));
     if pid > 0 {
-        // What the daemon calls itself counts less than what the kernel says.
+        // The pid that the kernel reports wins over the pid that the daemon reports.
         facts.insert("pid".into(), pid.into());
         facts.insert("memory".into(), memory_of(pid));
     }
@@ -283,7 +283,7 @@ fn block(seen: &Seen) -> String {
     let mut text = format!("{}\n", shown_path(&seen.target));
     let mut line = |label: &str, said: String| {
         if !said.is_empty() {
-            // What a daemon of another user says must not reach the terminal as commands.
+            // The reply of another user's daemon must not reach the terminal as commands.
             let _ = writeln!(text, "  {label:<9} {}", shown_path(Path::new(&said)));
         }
     };
@@ -463,7 +463,7 @@ fn row(key: &str, value: &Value) -> Vec<String> {
     }
 }
 
-/// What was wanted and what was got, where an object tells of that.
+/// The wanted and the granted value, if the object has them.
 fn knob(object: &Value) -> String {
     let text = |key: &str| object.get(key).filter(|value| !value.is_null()).map(compact);
     let Some(name) = text("name") else { return compact(object) };

@@ -35,7 +35,7 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
     let mut report = VerifyReport::default();
     // One family after the other: the headers of all of a tree may be more than memory holds.
     for head in tree.families() {
-        // What an index says is what is to be verified.
+        // The index is part of what is verified, so the proof does not use it.
         let store = tree.options.index.take();
         let (found, more) = prove_family(&tree, head);
         tree.options.index = store;
@@ -52,7 +52,7 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
     report.finish(args, &tree, &notes)
 }
 
-/// What came of all sets.
+/// The results for all sets.
 #[derive(Default)]
 struct VerifyReport {
     sets: Vec<Value>,
@@ -186,9 +186,9 @@ fn named_source(args: &args::VerifyArgs, tree: &Tree) -> PathBuf {
 struct Judged {
     checkpoint: Arc<Checkpoint>,
     verified: Verified,
-    /// What became of the checksums.
+    /// State of the checksums.
     checksums: &'static str,
-    /// What speaks against the file of checksums that was there.
+    /// Why the former file of checksums was unusable.
     doubt: Option<String>,
 }
 
@@ -214,7 +214,7 @@ fn judge(
     if verified.mismatch.is_none() {
         if let Err(why) = recorded.keep(fresh) {
             tracing::info!("checksums are not recorded: {why}");
-            // What is known is known also where its new times cannot be kept.
+            // Known checksums stay known even if their new times cannot be stored.
             if verified.unknown > 0 {
                 checksums = "not_recorded";
             }
@@ -363,7 +363,7 @@ fn len_of(found: &[Found]) -> u64 {
     checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum()
 }
 
-/// A bar of so many bytes, drawn when `progress` says so.
+/// A progress bar of `total` bytes, drawn as `progress` says.
 pub(super) fn bar(progress: When, total: u64) -> ProgressBar {
     let drawn = match progress {
         When::Always => true,

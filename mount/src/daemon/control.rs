@@ -41,11 +41,11 @@ const REPLY_MAX: usize = 16 << 20;
 /// Age from which a socket that refuses is surely not one that is just being made.
 const MAKING_TIME: Duration = Duration::from_secs(1);
 
-/// What a mount is, for the name of its socket and as the base of every reply.
+/// Facts about a mount: they name its socket and begin every reply.
 pub(crate) struct MountFacts {
-    /// Where it is mounted.
+    /// The mount point.
     pub target: PathBuf,
-    /// What is mounted.
+    /// The source.
     pub source: PathBuf,
     /// Minor number of its device.
     pub minor: u32,
@@ -349,12 +349,12 @@ impl Client {
     }
 }
 
-/// What a client found at the socket of a mount.
+/// The result of asking at the socket of a mount.
 #[derive(Debug)]
 pub(crate) enum Reply {
     /// The daemon of that pid says this; the pid is 0 where it lies in no namespace of ours.
     Status(i32, Value),
-    /// A daemon of that pid that does not answer in time.
+    /// The daemon of that pid does not answer in time.
     Silence(i32),
     /// Only the socket: its daemon was killed.
     Leftover,

@@ -61,7 +61,7 @@ pub(crate) fn notify(state: NotifyState<'static>, status: String) {
 
 /// A mount until a signal ends it.
 pub(crate) struct Ending {
-    /// Where it was mounted.
+    /// The mount point.
     pub target: PathBuf,
     /// Minor number of its device: once the connection has ended another mount may have it.
     pub minor: Option<u32>,

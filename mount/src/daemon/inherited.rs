@@ -1,4 +1,4 @@
-//! What a process takes over from its caller and a daemon must not keep: ignored and blocked
+//! State that a process inherits from its caller and a daemon must not keep: ignored and blocked
 //! signals, and open descriptors.
 
 use std::fs::File;
@@ -49,8 +49,8 @@ pub(crate) fn note_descriptors() {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
     let mut descriptors: Vec<RawFd> = numbers.filter(|&number| number > 2).collect();
-    // Here the folder itself is closed again. What stays open and is not close-on-exec came
-    // through exec.
+    // Here the folder itself is closed again. A descriptor that stays open and is not close-on-exec
+    // came through exec.
     descriptors.retain(|&number| {
         // SAFETY: the number is used for these calls only, which fail if it is not open.
         let descriptor = unsafe { BorrowedFd::borrow_raw(number) };

@@ -22,7 +22,7 @@ use super::attach::{self, Detach};
 const COVERS_MAX: usize = 1000;
 
 /// Takes the mount with this device number out of the tree, also where it was bound to other
-/// places. Open files go on. What others have mounted on top stays.
+/// places. Open files go on. Mounts of others on top of it stay.
 ///
 /// # Errors
 /// The first failure.

@@ -51,7 +51,7 @@ const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and the folder that it is to be mounted on, checked.
 pub(crate) struct MountPlan {
-    /// What is mounted, absolute.
+    /// Absolute path of the source.
     pub source: PathBuf,
     /// Folder that is mounted on, absolute.
     pub target: PathBuf,
@@ -76,8 +76,7 @@ impl MountPlan {
         Ok(())
     }
 
-    /// What was found while it was made that a user should know, a line each: all of it stands in
-    /// the log already.
+    /// Warnings for the user, one a line. The log has them already.
     pub(crate) fn warnings(&self) -> Vec<String> {
         self.nodes.tails().warnings(&self.nodes.tree())
     }
@@ -213,7 +212,7 @@ fn check_target(target: &Path) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Whether nobody serves the mount on `path` any more.
+/// Whether the daemon of the mount on `path` is gone.
 ///
 /// Asks for its size, which no cache of the kernel answers as it may answer stat(2) for a
 /// second longer. A daemon that lives but does not answer is not dead.
@@ -401,7 +400,7 @@ impl Running {
     /// The signals have to be blocked in all threads: see `ending::block_signals`.
     ///
     /// # Errors
-    /// What ended the connection, if not an unmount.
+    /// The reason why the connection ended, unless it was an unmount.
     pub(crate) fn serve(self) -> Result<(), String> {
         let Running { target, minor, service, connection, control: _until_the_end, server } = self;
         let taking_off = Arc::new(Mutex::new(()));

@@ -62,7 +62,7 @@ pub(crate) fn unless_stalled<T: Send + 'static>(
             (before, idle) = (now, Duration::ZERO);
             continue;
         }
-        // Ticks, not a clock: a process that was stopped meanwhile has waited for nobody.
+        // Ticks, not a clock: time in which the process was stopped does not count.
         idle += tick;
         if let Some(limit) = limit.filter(|limit| idle >= *limit) {
             return Err(no_answer(limit));
@@ -109,7 +109,7 @@ pub(crate) fn probe_path(path: &Path, limit: Option<Duration>) -> Result<(), Str
 pub(crate) fn answer_probe(probed: &Path) {
     let answered = || drop(io::stdout().write_all(b".").and_then(|()| io::stdout().flush()));
     let read_from = |path: &Path| {
-        // A FIFO of such a name would keep whoever opens it.
+        // Opening a FIFO of such a name would block.
         if path.is_file() {
             answered();
             let _ = File::open(path).and_then(|mut file| file.read(&mut [0]));
@@ -124,9 +124,9 @@ pub(crate) fn answer_probe(probed: &Path) {
     weights.take(PROBED_MAX).for_each(|entry| read_from(&entry.path()));
 }
 
-/// What the threads of this process but the calling one have done so far.
+/// Activity of all threads of this process except the calling one.
 struct Activity {
-    /// How often one of them began to wait.
+    /// Number of times that one of them began to wait.
     waits: i64,
     /// CPU time in microseconds.
     cpu: i64,

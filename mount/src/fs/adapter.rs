@@ -40,7 +40,7 @@ const LOOKS_MAX: usize = 8;
 /// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.
 const MAX_BACKGROUND: u16 = 128;
 
-/// Of those, so many keep it from reading further ahead.
+/// Number of requests in flight at which the kernel stops reading ahead.
 const CONGESTION: u16 = 96;
 
 /// One of the looks at files of the source that may go on at once.
@@ -73,14 +73,14 @@ struct Ready {
     current: Arc<Current>,
     /// Whether what the kernel may have cached of it is still right.
     unchanged: bool,
-    /// What the kernel may serve by itself.
+    /// The file that the kernel may serve by itself.
     whole: Option<Arc<File>>,
 }
 
 /// The file system of one mount.
 pub(crate) struct TensorFs(Arc<FsState>);
 
-/// What handlers share with the threads that answer for them.
+/// State of the file system, shared by handlers and the threads that answer for them.
 struct FsState {
     nodes: Arc<Nodes>,
     common: Common,
@@ -136,7 +136,7 @@ impl FsState {
         FileHandle(fh)
     }
 
-    /// BlockingPool the kernel to serve whole files by itself.
+    /// Asks the kernel to serve whole files by itself.
     fn passthrough(&self, config: &mut KernelConfig) -> Feature {
         if !self.common.passthrough {
             return Feature::Off;
@@ -191,7 +191,8 @@ impl FsState {
         let mut serving = self.serving.lock();
         let known = serving.by_kernel(ino);
         if known.is_some() && whole.is_none() && matches!(current.file, OpenContent::Virtual(_)) {
-            // The copy or the source has changed, and no other way can be had while it is open.
+            // The copy or the source has changed, and the open mode cannot change while the file is
+            // open.
             return reply.error(Errno::EIO);
         }
         // The kernel takes one way at a time: while it serves the file to others, to this one too.
@@ -320,7 +321,8 @@ impl FsState {
         }
     }
 
-    /// What a file that follows its source is now: the one that is open, else the one at its path.
+    /// The current identity of a file that follows its source: that of the open file, or of the
+    /// file at its path.
     fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Identity> {
         let handles = self.handles.read();
         let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();
@@ -378,7 +380,7 @@ impl Filesystem for TensorFs {
         let granted = wanted.map(|flag| config.add_capabilities(flag).is_ok());
         let _ = config.set_max_background(MAX_BACKGROUND);
         let _ = config.set_congestion_threshold(CONGESTION);
-        // What a request may carry; reads and writes share it, and the system may allow more.
+        // Largest request; reads and writes share the limit, and the system may allow more.
         let _ = config.set_max_write(self.0.common.max_request);
         let passthrough = self.0.passthrough(config);
         self.0.passthrough.store(passthrough == Feature::On, Ordering::Relaxed);

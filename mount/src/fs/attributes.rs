@@ -1,4 +1,5 @@
-//! What the files of a mount have in common, and their extended attributes: what each is made of.
+//! Attributes that all files of a mount share, and extended attributes that name the source of a
+//! file.
 
 use std::path::PathBuf;
 
@@ -28,7 +29,7 @@ pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, Strin
     Some((XATTR_TAIL, tail.as_str().to_owned()))
 }
 
-/// What the files of a mount have in common.
+/// Attributes that all files of a mount share.
 #[derive(Clone, Debug)]
 pub(crate) struct Common {
     /// Owner.

@@ -1,8 +1,8 @@
-//! What the mount shows, as inodes: folders, files, their attributes and their open files.
+//! The inodes of a mount: folders, files, their attributes and their open files.
 //!
-//! Knows nothing of FUSE; `fs` translates. An inode number stands for a path and a version of
-//! its content: a file that is replaced in the source gets a new one, and whoever has the old
-//! one open keeps it.
+//! Knows nothing of FUSE; `fs` translates. An inode number stands for a path and a version of its
+//! content: a file that is replaced in the source gets a new one, and programs that have the old
+//! one open keep it.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -23,7 +23,7 @@ use crate::serve::blocking::BlockingPool;
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 
-/// What a folder shows.
+/// The entries of a folder.
 #[derive(Clone, Debug)]
 struct Listed {
     entries: Arc<Listing>,
@@ -51,7 +51,7 @@ impl Refusal {
     }
 }
 
-/// What waits for a folder to be listed.
+/// A request that waits for a folder to be listed.
 type Waiter = Box<dyn FnOnce(&Nodes) + Send>;
 
 /// How far the proof of a family of folders has come.
@@ -61,8 +61,8 @@ enum Progress {
     Proved,
 }
 
-/// The proof of a family. Where it ends without an outcome, by a panic or for want of a thread,
-/// those who wait for it are dropped, which answers EIO, and the next look tries again.
+/// The proof of a family. If the proof ends without an outcome, because of a panic or because no
+/// thread could start, the waiters are dropped, which answers EIO. The next look tries again.
 struct Proving {
     nodes: Arc<Nodes>,
     head: FolderId,
@@ -78,7 +78,7 @@ impl Drop for Proving {
     }
 }
 
-/// What a name in a folder stands for.
+/// The meaning of a name in a folder.
 #[derive(Debug)]
 pub(crate) enum NameEntry {
     /// This node.
@@ -239,7 +239,8 @@ impl Nodes {
                 let listed = nodes.listing(head).is_some();
                 let tree = nodes.tree();
                 drop(nodes);
-                // What it proves is dropped: only the index stays, whatever the number of models.
+                // The proof is dropped and only the index stays, so that memory does not grow with
+                // the number of models.
                 if !listed {
                     drop(tree.prove(head));
                 }
@@ -359,7 +360,7 @@ impl Nodes {
         unused && by_ino.remove(&node.ino).is_some()
     }
 
-    /// The entry `name` of `folder`, which is listed. BlockingPool the source, which may take long.
+    /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
     pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> NameEntry {
         let Some(listed) = self.listings.read()[folder].clone() else { return NameEntry::Absent };
         let found = find(&listed.entries, name);

@@ -1,4 +1,4 @@
-//! What the kernel sees of a mount: inodes, open files, and the FUSE adapter over both.
+//! The file system that the kernel sees: inodes, open files, and the FUSE adapter over both.
 
 mod access;
 pub(crate) mod adapter;

@@ -35,7 +35,7 @@ pub(crate) struct Node {
     pub(crate) kind: NodeKind,
     /// Length in bytes and time of the last change; those of a file that follows its source change.
     attributes: Mutex<(u64, SystemTime)>,
-    /// How often the kernel has learnt the inode number, less how often it has forgotten it.
+    /// Lookups of the inode number by the kernel, minus those that it has forgotten.
     pub(crate) lookups: AtomicU64,
     /// Whether it was opened, so that the kernel may have pages of it.
     was_opened: AtomicBool,
@@ -45,7 +45,7 @@ pub(crate) struct Node {
     pub(crate) listed: AtomicBool,
 }
 
-/// What a node is.
+/// The kind of a node.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "nearly all nodes are files")]
 pub(crate) enum NodeKind {
@@ -59,9 +59,9 @@ pub(crate) enum NodeKind {
         version: String,
         /// The open file, while somebody has it open.
         open: Mutex<Weak<OpenFile>>,
-        /// What its source was when it was opened last.
+        /// Identity of its source at the last open.
         last: Mutex<Option<Identity>>,
-        /// What its bytes have to pass, where they are compared with checksums.
+        /// The gate that compares its bytes with checksums, if `verify=read` is given.
         gate: Option<Arc<ChecksumGate>>,
     },
 }
@@ -116,7 +116,7 @@ impl Node {
         self.attributes.lock().0
     }
 
-    /// What its bytes have to pass, where they are compared with checksums.
+    /// The gate that compares its bytes with checksums, if `verify=read` is given.
     pub(crate) fn gate(&self) -> Option<&Arc<ChecksumGate>> {
         match &self.kind {
             NodeKind::File { gate, .. } => gate.as_ref(),
@@ -169,7 +169,7 @@ impl Node {
     }
 
     /// Whether the source now holds something else in its place: another file, or other bytes of
-    /// what was proved. BlockingPool the source.
+    /// what was proved. Asks the source.
     pub(crate) fn is_outdated(&self) -> bool {
         let NodeKind::File { content, .. } = &self.kind else { return false };
         let is_current = |source: &Arc<Source>| {
@@ -197,7 +197,7 @@ impl Node {
         outdated
     }
 
-    /// Whether it was found that what was proved has changed. BlockingPool nobody.
+    /// Whether it was found that what was proved has changed. Does not ask the source.
     pub(crate) fn is_known_to_be_outdated(&self) -> bool {
         self.outdated.load(Ordering::SeqCst)
     }
@@ -221,7 +221,7 @@ impl Node {
         let NodeKind::File { content, open, last, .. } = &self.kind else {
             return Err(Error::internal("a folder cannot be read"));
         };
-        // SourceGuard while the file is opened, so that it is opened and watched once.
+        // Held while the file is opened, so that it is opened and watched once.
         let mut shared = open.lock();
         let opened = match shared.upgrade() {
             Some(opened) => {
@@ -252,10 +252,10 @@ impl Node {
     }
 
     /// Has `opened`, which is open, read its source as it is now, if it is a file that follows its
-    /// source and that has changed. Returns whether it had. BlockingPool the source.
+    /// source and that has changed. Returns whether it had. Asks the source.
     ///
     /// # Errors
-    /// Those of the source.
+    /// Errors of the source.
     pub(crate) fn follow(
         &self,
         opened: &Arc<OpenFile>,
@@ -294,7 +294,7 @@ impl Node {
         })
     }
 
-    /// What somebody has open of it.
+    /// The open file, if a program has it open.
     pub(crate) fn opened(&self) -> Option<Arc<OpenFile>> {
         let NodeKind::File { open, .. } = &self.kind else { return None };
         open.lock().upgrade()

@@ -27,7 +27,7 @@ pub(crate) struct Current {
     _held: SourceGuard,
 }
 
-/// What keeps the sources of a file watched and open.
+/// Keeps the sources of a file watched and open.
 struct SourceGuard {
     watched: Option<Watched>,
     pins: Vec<Pin>,
@@ -81,7 +81,7 @@ impl Current {
         Ok(Arc::new(Current { file, _held }))
     }
 
-    /// Whether its sources are what they were when they were opened. BlockingPool them.
+    /// Whether its sources are what they were when they were opened. Asks the sources.
     pub(super) fn is_unchanged(&self) -> bool {
         // All are looked at, so that each that has changed is known to have.
         self.file.sources().iter().filter(|source| source.check().is_err()).count() == 0
@@ -99,7 +99,7 @@ impl Current {
     /// Bytes `range` of a file of the source as they are now; fewer where it ends before.
     ///
     /// # Errors
-    /// Those of the source.
+    /// Errors of the source.
     pub(crate) fn read_now(&self, range: &Range<u64>) -> Result<Vec<u8>> {
         let Some(source) = self.file.sources().first() else { return Ok(Vec::new()) };
         let Source::Local(local) = &**source;

@@ -8,9 +8,9 @@ use std::sync::{Arc, Weak};
 pub(crate) struct OpenModes<B>(HashMap<u64, OpenMode<B>>);
 
 enum OpenMode<B> {
-    /// The kernel, by itself, while somebody has this.
+    /// The kernel, by itself, while this is alive.
     Kernel(Weak<B>),
-    /// We, for so many open handles.
+    /// The daemon; number of open handles.
     Daemon(usize),
 }
 

@@ -1,4 +1,4 @@
-//! What the kernel is told: attributes, errors, and what it gets where the source does not answer.
+//! Replies to the kernel: attributes, errors, and the error of a source that does not answer.
 
 use std::time::Duration;
 

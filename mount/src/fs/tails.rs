@@ -12,7 +12,7 @@ use tensorfs::view::Files;
 /// Sets that `status` names.
 const NAMED_MAX: usize = 20;
 
-/// What settles an unproven tail.
+/// The remedy for an unproven tail.
 pub(crate) const REMEDY: &str =
     "settle it with -o expect-shards=N or reference=FILE, or a manifest (verify --write-manifest)";
 
@@ -78,7 +78,7 @@ impl Tails {
         self.0.lock().get(&folder)?.files.get(name).copied()
     }
 
-    /// What `tensorfs status` says: how many sets there are of each kind, and the unproven ones.
+    /// The facts for `tensorfs status`: number of sets of each kind, and the unproven sets.
     pub(crate) fn status(&self) -> Value {
         let folders = self.0.lock();
         let unproven: usize = folders.values().map(|folder| folder.unproven.len()).sum();

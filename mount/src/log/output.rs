@@ -127,7 +127,7 @@ fn open_private(folder: &Path, home: Option<&Path>) -> io::Result<File> {
     Ok(file)
 }
 
-/// Of `folder` or, where it is not there, of the nearest folder above that is.
+/// Looks at `folder` or, if it does not exist, at the nearest folder above that does.
 fn metadata_of_nearest(folder: &Path) -> io::Result<Metadata> {
     match (std::fs::metadata(folder), folder.parent()) {
         (Err(e), Some(parent)) if e.kind() == io::ErrorKind::NotFound => {

@@ -27,7 +27,7 @@ const WIDTH: usize = 84;
 /// Stores the value of an option; the error says which values there are.
 type Set = fn(&mut Options, &str) -> Result<(), String>;
 
-/// What a name on the command line stands for.
+/// The effect of an option.
 enum Effect {
     /// It takes a value.
     Value(Set),

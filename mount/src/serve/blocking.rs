@@ -1,5 +1,5 @@
-//! What is asked of the source, which may never answer: each question on a thread of its own,
-//! with a deadline for whoever waits for the reply.
+//! Blocking calls to a source, which may never answer: each runs on a thread of its own, and the
+//! reply that waits for it has a deadline.
 //!
 //! A thread that the source holds cannot be called back. It is left to finish, and what it
 //! finds out too late is thrown away. How many there are is bounded, for each file and in all:
@@ -60,7 +60,7 @@ struct State {
     /// Numbers of replies that have failed, and whose threads are still held.
     late: BTreeSet<u64>,
     queue: VecDeque<BlockingJob>,
-    /// What has met its deadline, and no other answer since.
+    /// Paths whose last call passed its deadline. No call about them has ended since.
     told: BTreeSet<PathBuf>,
 }
 
@@ -139,8 +139,8 @@ pub(crate) fn guarded(handler: impl FnOnce()) {
     }
 }
 
-/// Runs `work`, which does not ask the source but may wait, on a thread of its own. Where none
-/// can be had it is dropped; returns whether it runs.
+/// Runs `work`, which does not ask the source but may wait, on a thread of its own. If no thread
+/// starts, `work` is dropped. Returns whether it runs.
 pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
     let thread = std::thread::Builder::new().name("offload".to_owned());
     let started = thread.spawn(move || guarded(work));
@@ -186,8 +186,8 @@ impl BlockingPool {
         PendingReply { pool: self.clone(), number, place, reply }
     }
 
-    /// Runs `work`, which asks the source for a reply, on a thread of its own, and not at all
-    /// once it is too late. Where no thread can be had the reply fails.
+    /// Runs `work`, which asks the source for a reply, on a thread of its own, and not at all once
+    /// it is too late. If no thread starts, the reply fails.
     pub(crate) fn spawn<R: Fail>(
         &self,
         pending: PendingReply<R>,
@@ -197,7 +197,7 @@ impl BlockingPool {
         self.run(BlockingJob { place, number, work: Box::new(move || work(pending)) });
     }
 
-    /// Likewise what nobody waits for: it is done however late.
+    /// Runs `work` on a thread of its own, however late: no reply waits for it.
     pub(crate) fn spawn_detached(&self, place: &Path, work: impl FnOnce() + Send + 'static) {
         self.run(BlockingJob { place: place.to_owned(), number: None, work: Box::new(work) });
     }
@@ -228,7 +228,7 @@ impl BlockingPool {
         }
     }
 
-    /// Drops what now has room, because no thread can be had for it.
+    /// Drops the jobs that now have room, because no thread starts for them.
     fn give_up(&self, mut number: Option<u64>, mut place: PathBuf) {
         loop {
             let next = self.0.state.lock().ended(number, &place);
@@ -344,7 +344,7 @@ mod tests {
         (BlockingPool::start(Some(TIMEOUT), counters.clone()).unwrap(), counters)
     }
 
-    /// BlockingPool about `place` a source that answers once `held` is dropped.
+    /// Asks a source about `place`, which answers once `held` is dropped.
     fn ask(pool: &BlockingPool, place: &str, held: &Arc<Mutex<()>>) -> Receiver<bool> {
         let (send, receive) = channel();
         let pending = pool.pending(Path::new(place), TestReply(send));

@@ -52,11 +52,12 @@ struct Watching {
     events: Option<Arc<FileWatch>>,
 }
 
-/// What to look at on one file system. It has a thread for each source being looked at.
+/// Sources of one file system that wait to be looked at. It has a thread for each source being
+/// looked at.
 #[derive(Default)]
 struct LookQueue {
     todo: VecDeque<Look>,
-    /// The same by watch and source, so that none waits twice.
+    /// Watch and source of each entry of `todo`, so that none waits twice.
     queued: HashSet<(u64, usize)>,
     /// Since when which source is being looked at.
     looking: HashMap<usize, Instant>,
@@ -165,7 +166,7 @@ impl Watcher {
             tracing::debug!("{}: not watched: inotify: {e}", shown_path(source.path()));
         });
         let watch = watch.ok()?;
-        // Of a remote file system the kernel knows only what this machine does.
+        // The kernel knows only the changes that this machine makes to a remote file system.
         if local {
             let confirmed = if unread { source.settle() } else { source.check() };
             if confirmed.is_ok() {

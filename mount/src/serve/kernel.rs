@@ -27,7 +27,7 @@ const PAGES_FIXED: u64 = 256;
 /// A feature of the FUSE protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Feature {
-    /// Not asked for.
+    /// The daemon does not ask for it.
     Off,
     /// Asked for and there.
     On,
@@ -35,12 +35,12 @@ pub(crate) enum Feature {
     Refused(String),
 }
 
-/// What the INIT handshake settled, as the session knows it.
+/// Result of the INIT handshake.
 #[derive(Clone, Debug)]
 pub(crate) struct Init {
     /// Requests that may be under way in the background, as asked for.
     pub max_background: u16,
-    /// Of those, how many keep the kernel from reading further ahead, as asked for.
+    /// Number of requests in flight at which the kernel stops reading ahead, as requested.
     pub congestion_threshold: u16,
     /// Whether parts of one O_DIRECT read are requested at once.
     pub async_dio: Feature,
@@ -55,13 +55,13 @@ pub(crate) struct Init {
 pub(crate) struct Knob {
     /// Its name, that of its option where it has one.
     pub name: &'static str,
-    /// What was wanted: bytes, a number, or whether.
+    /// The requested value: bytes, a number or a flag.
     pub wanted: Value,
-    /// What it is; null where nobody says.
+    /// The value in force; null if it is unknown.
     pub got: Value,
-    /// Why it is not what was wanted, or why nobody says.
+    /// Why the value differs from the wanted one, or why it is unknown.
     pub why_not: Option<String>,
-    /// What that costs, where it costs anything.
+    /// The consequence, if there is one.
     pub cost: Option<&'static str>,
 }
 
@@ -215,7 +215,7 @@ impl Knob {
         Knob { cost: Some(cost), ..self }
     }
 
-    /// What is worse than it could be, for people.
+    /// The settings that are worse than requested, for people.
     pub(crate) fn degraded(&self) -> Option<String> {
         let (cost, why) = (self.cost?, self.why_not.as_deref()?);
         let is = match (self.got.as_u64(), self.wanted.as_u64()) {
@@ -282,7 +282,7 @@ fn write(path: &Path, number: u64) -> io::Result<()> {
     file.write_all(number.to_string().as_bytes())
 }
 
-/// What the system says, without its number.
+/// The message of the system, without its number.
 pub(crate) fn reason(error: &io::Error) -> String {
     let text = error.to_string();
     text.split_once(" (os error").map_or(text.as_str(), |(text, _)| text).to_owned()

@@ -1,5 +1,5 @@
-//! What a mount serves reads with, apart from inodes: the engine and the cache, copies on a local
-//! disk, changes of the source, and the settings of the kernel.
+//! Services below the inodes: the engine and the cache, copies on a local disk, changes of the
+//! source, and the settings of the kernel.
 
 pub(crate) mod assemble;
 pub(crate) mod blocking;

@@ -54,7 +54,7 @@ pub(crate) fn store_queue() -> (StoreQueue, StoreWorker) {
 }
 
 impl StoreQueue {
-    /// What to call when inode `ino`, whose bytes have to pass `gate`, is asked for page by page.
+    /// The callback for page-by-page reads of inode `ino`, whose bytes have to pass `gate`.
     pub(crate) fn on_fault_storm(&self, ino: u64, gate: Option<Arc<ChecksumGate>>) -> OnStorm {
         let send = self.0.clone();
         Box::new(move |file, range| {
@@ -79,8 +79,8 @@ impl StoreWorker {
             while let Ok(task) = self.0.recv() {
                 push(&cache, &counters, &task, &store);
                 let Some(file) = task.file.upgrade() else { continue };
-                // What changed since it was read must not stay. Whether it has may take long to
-                // find out, and then the watcher forgets it.
+                // Pages that changed since they were read must not stay. Whether it has may take
+                // long to find out, and then the watcher forgets it.
                 if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
                     forget(task.ino);
                 } else {

@@ -1,4 +1,4 @@
-//! What a mount serves reads with: engine, cache and counters, and what `status` says of them.
+//! The service behind the reads of a mount: engine, cache and counters, and their part of `status`.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -30,7 +30,7 @@ const FILES_SHOWN: usize = 20;
 pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
     pub(crate) cache: Cache,
-    /// What the source is asked for besides reads.
+    /// Runs calls to the source other than reads.
     pub(crate) blocking: BlockingPool,
     engine: Engine,
     /// Compares what is read with checksums, where that is asked for.
@@ -39,22 +39,22 @@ pub(crate) struct Service {
     pub(crate) assembler: Option<Assembler>,
     /// The options in force.
     options: Value,
-    /// What the INIT handshake settled.
+    /// Result of the INIT handshake.
     pub(crate) init: OnceLock<Init>,
     kernel: OnceLock<Value>,
     files: Mutex<Files>,
 }
 
-/// What was read of the files of a mount, by inode number.
+/// Bytes that were read of the files of a mount, by inode number.
 #[derive(Default)]
 struct Files {
     open: BTreeMap<u64, FileUse>,
-    /// Of those that nobody has open the ones that may be shown: all others are forgotten, as
-    /// files come and go for as long as a mount lasts.
+    /// Closed files that `status` may show. Other closed files are forgotten, because files come
+    /// and go for as long as a mount lasts.
     closed: BTreeMap<u64, FileUse>,
 }
 
-/// What was read of a file.
+/// Bytes that were read of one file.
 #[derive(Default)]
 struct FileUse {
     path: String,
@@ -103,7 +103,7 @@ impl Files {
     }
 }
 
-/// What assembles files, where `options` ask for it, not started yet. Its folder must be apart from
+/// The assembler, not started yet, if `options` ask for one. Its folder must be apart from
 /// `places`, the source and the mount.
 ///
 /// # Errors
@@ -144,7 +144,8 @@ impl Service {
         let cache = cache.map_err(no_thread)?;
         let checker = match options.verify {
             Verify::Read => {
-                // What is compared is what readers find in the page cache afterwards.
+                // The checker reads through the page cache, so that readers find the compared bytes
+                // there.
                 let always = settings.direct == DirectIo::Always;
                 let direct = if always { DirectIo::Always } else { DirectIo::Never };
                 let engine = Engine::start(Settings { direct, ..settings }, counters.clone());
@@ -236,8 +237,8 @@ impl Service {
         }
     }
 
-    /// What `tensorfs status` shows; `index` is what it says of indexes, `tail` of the last pieces
-    /// of checkpoints. Never waits for the source.
+    /// The facts for `tensorfs status`; `index` is the part about indexes, `tail` the part about
+    /// the last pieces of checkpoints. Never waits for the source.
     pub(crate) fn status(&self, index: Value, tail: Value) -> Value {
         let (budget, used) = self.cache.memory();
         let files = self.files.lock();
@@ -284,7 +285,7 @@ mod tests {
         assert!(files.open.is_empty());
         let kept: Vec<u64> = files.closed.values().map(|used| used.bytes_before).collect();
         assert_eq!((kept.len(), kept.iter().min()), (FILES_SHOWN, Some(&980)));
-        // Who opens one again goes on counting.
+        // A file that is opened again goes on counting.
         let ino = files.closed.first_key_value().map(|(ino, _)| *ino).unwrap();
         files.opened(ino, Path::new("/a"), None);
         assert_eq!(files.open[&ino].bytes_before, kept[0]);

@@ -84,7 +84,7 @@ pub(super) enum Pattern {
     FromPretrained,
 }
 
-/// What the page cache holds when a run begins.
+/// Content of the page cache when a run begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CacheState {
     /// Nothing.

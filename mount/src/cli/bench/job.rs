@@ -1,8 +1,8 @@
-//! What a child of the bench does: reads a file in one of the ways that are measured, or copies,
+//! The work of a child of the bench: it reads a file in one of the measured ways, or copies,
 //! compares, evicts and makes files.
 //!
-//! Whatever touches the mount does so here: a mount that hangs keeps a child, which the bench
-//! kills, and never the bench.
+//! Only children touch the mount: a mount that hangs blocks a child, which the bench kills, and
+//! never the bench.
 //!
 //! A reader says `ready` on standard output and waits for a line on standard input. Every job
 //! ends with one line of JSON: what it found, or `{"error": ...}`, or `{"skip": ...}`.
@@ -73,7 +73,7 @@ pub(super) fn run(name: &str, args: &BenchArgs) -> bool {
         Err(e) if e.kind() == io::ErrorKind::Unsupported => json!({ "skip": e.to_string() }),
         Err(e) => json!({ "error": e.to_string() }),
     };
-    // Nobody listens any more when the bench has been stopped.
+    // After the bench was stopped, no process reads the line.
     let _ = writeln!(io::stdout(), "{line}");
     done.is_ok()
 }
@@ -118,7 +118,7 @@ fn compare(a: &Path, b: &Path) -> io::Result<Value> {
     Ok(json!({ "difference": null }))
 }
 
-/// What the bytes that were read add up to, in whatever order they were read.
+/// A checksum of the bytes that were read, independent of their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ContentDigest {
     sum: u64,

@@ -18,7 +18,7 @@ pub(super) fn describe() -> Value {
     })
 }
 
-/// Memory that can be had without swapping, in bytes.
+/// Memory that is available without swapping, in bytes.
 pub(super) fn memory_available() -> Option<u64> {
     memory("MemAvailable:")
 }

@@ -115,7 +115,7 @@ impl Mounted {
         self.daemon.id()
     }
 
-    /// What the daemon counts of its reading ahead, by name. Empty where it does not say.
+    /// The read-ahead counters of the daemon, by name. Empty where it does not say.
     pub(super) fn read_ahead(&self) -> BTreeMap<String, u64> {
         let Ok(Some(mount)) = mountinfo::ours_at(&self.target) else { return BTreeMap::new() };
         let seen = status::ask(vec![mount], status::LIMIT, false);
@@ -196,7 +196,7 @@ fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, U
         let log = home.join("log");
         command.arg("-o").arg(format!("log={}", escape(&real_name(&log))));
     }
-    // What is gone in a moment needs no index in the cache of the user; `-o index-dir=` wins.
+    // A temporary checkpoint needs no index in the cache of the user; `-o index-dir=` wins.
     command.env(tensorfs::index::STORE_VARIABLE, "none");
     command.arg("--").arg(source).arg(target).stdin(Stdio::null()).stdout(Stdio::null());
     // In a group of its own, so that Ctrl-C goes to the bench alone.

@@ -1,4 +1,4 @@
-//! What the page cache holds before a run: nothing, or all of it, and whether that is so.
+//! Fills or evicts the page cache before a run, and checks the result.
 
 use std::fs::{self, File};
 use std::path::PathBuf;

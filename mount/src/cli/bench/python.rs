@@ -1,4 +1,4 @@
-//! What the bench has Python do: the loads of safetensors and of transformers.
+//! The cases that Python runs: loads by safetensors and by transformers.
 //!
 //! Each program says `ready` once all is imported, waits for a line, and ends with one line of
 //! JSON, as every reader does.
@@ -17,8 +17,8 @@ pub(super) fn interpreter() -> OsString {
     std::env::var_os(PYTHON).unwrap_or_else(|| "python3".into())
 }
 
-/// What Python runs for `pattern`, where that is for Python. `path` is what is loaded, `beside` a
-/// folder with the other files of the checkpoint.
+/// The program that Python runs for `pattern`; `None` if the case is not for Python. `path` is what
+/// is loaded, `beside` a folder with the other files of the checkpoint.
 pub(super) fn command(pattern: Pattern, path: &Path, beside: &Path) -> Option<Command> {
     let program = match pattern {
         Pattern::Load => LOAD,

@@ -1,4 +1,4 @@
-//! What was measured, as figures: medians, spread, ratios; a table and JSON.
+//! The figures of the bench: medians, spread and ratios, as a table and as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,7 +30,7 @@ pub(super) struct Run {
     pub(super) round: u32,
     pub(super) seconds: f64,
     pub(super) bytes: u64,
-    /// What the bytes add up to, where the reader says.
+    /// Checksum of the bytes, if the reader computes one.
     pub(super) digest: Option<String>,
     /// Processor time of the reader.
     pub(super) reader_cpu: Option<f64>,
@@ -41,7 +41,7 @@ pub(super) struct Run {
     pub(super) operations: Option<u64>,
     /// Processor time of the daemon's threads.
     pub(super) threads: Vec<Taken>,
-    /// What the daemon counted of its reading ahead, by name.
+    /// The read-ahead counters of the daemon, by name.
     pub(super) read_ahead: BTreeMap<String, u64>,
     /// Part of the files read that was cached when it began.
     pub(super) cached: Option<f64>,
@@ -121,7 +121,7 @@ fn median(sorted: &[f64]) -> f64 {
     if sorted.len() % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 }
 }
 
-/// What came of a case.
+/// The outcome of a case.
 #[derive(Clone, Debug)]
 pub(super) struct Measured {
     pub(super) case: Case,

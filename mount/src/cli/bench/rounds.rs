@@ -24,7 +24,8 @@ const IDLE_CPU_PER_GB: f64 = 0.02;
 /// How long between looks at whether a file is assembled.
 const ASSEMBLE_LOOK: Duration = Duration::from_millis(500);
 
-/// Measures `case`. What goes wrong with it is said in the outcome; fails when stopped.
+/// Measures `case`. The outcome holds the failure of a side; the call fails only when the bench is
+/// stopped.
 pub(super) fn measure(
     subject: &Subject,
     case: &Case,
@@ -153,7 +154,7 @@ fn on_mount(
     run.read_ahead = counters_since(mounted.read_ahead(), &counted);
     run.daemon_peak = mounted.peak().filter(|_| reset);
     if case.state == CacheState::Warm {
-        // What counts are the pages of the mount, of which the kernel tells us nothing.
+        // The pages of the mount count, and the kernel tells nothing about them.
         run.cached = None;
     }
     Ok(run)

@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 /// Nanoseconds of a tick of /proc/PID/stat, of which there are 100 a second on every Linux.
 const TICK_NS: u64 = 10_000_000;
 
-/// What the threads of a process have taken so far.
+/// CPU time of the threads of a process so far.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
     /// By number: name and nanoseconds.
     all: BTreeMap<u32, (String, u64)>,
 }
 
-/// What the threads of one name took meanwhile.
+/// CPU time of the threads of one name between two looks.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Taken {
     /// Their name, without the number at its end.
@@ -29,7 +29,7 @@ pub(super) struct Taken {
 }
 
 impl Threads {
-    /// Those of process `pid`; none where it cannot be seen.
+    /// The threads of process `pid`; empty if `/proc` does not show it.
     pub(super) fn of(pid: u32) -> Threads {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
         let thread = |entry: fs::DirEntry| {

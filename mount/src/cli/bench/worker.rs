@@ -166,7 +166,7 @@ impl Drop for Worker {
     }
 }
 
-/// What a line of a child says.
+/// The outcome in a line of a child.
 fn judge(line: &str) -> Result<Value, Trouble> {
     let said = |value: &Value, key: &str| value[key].as_str().map(str::to_owned);
     match serde_json::from_str::<Value>(line) {

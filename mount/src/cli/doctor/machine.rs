@@ -1,4 +1,5 @@
-//! What the machine has for reading fast: system calls, memory, limits; and what runs it.
+//! Facilities of the machine for fast reads: system calls, memory and limits; and its container or
+//! init system.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -205,7 +206,7 @@ fn inotify() -> Check {
 }
 
 fn systemd() -> Check {
-    // What sd_booted(3) looks at.
+    // sd_booted(3) looks at this folder.
     if Path::new("/run/systemd/system").is_dir() {
         return Check::ok("systemd", "runs this system: units and automounts can be used");
     }

@@ -25,14 +25,14 @@ const HELPER_FOLDERS: [&str; 2] = ["/sbin", "/usr/sbin"];
 /// The control file system of FUSE.
 const CONTROL: &str = "/sys/fs/fuse/connections";
 
-/// What a mount that was made and taken off again has shown.
+/// Results of a trial mount.
 pub(super) struct Trial {
     by_fusermount: bool,
     offer: Option<Offer>,
     readahead: Knob,
 }
 
-/// What the kernel offers in INIT, the first request of a connection.
+/// The offer of the kernel in INIT, the first request of a connection.
 #[derive(Debug, PartialEq, Eq)]
 struct Offer {
     /// Version of the protocol.
@@ -110,7 +110,7 @@ impl Offer {
     }
 }
 
-/// What mounting needs, and what it gets.
+/// Requirements of a mount, and whether they are met.
 pub(super) fn checks(trial: &Result<Trial, String>) -> Vec<Check> {
     let mut checks = vec![device(), fusermount(), trial_mount(trial)];
     checks.extend([allow_other(), helper(), control()]);
@@ -125,7 +125,7 @@ fn device() -> Check {
     let name = "/dev/fuse";
     let open_to_all = "give it mode 0666, as udev does";
     match File::options().read(true).write(true).open(name) {
-        // fusermount3 opens it with the rights of whoever called it.
+        // fusermount3 opens it with the rights of its caller.
         Ok(device) if device.metadata().is_ok_and(|meta| meta.mode() & 0o006 != 0o006) => {
             Check::degraded(name, "can be opened, but not by every user", open_to_all)
         }

@@ -13,7 +13,8 @@ use super::record::Record;
 /// A file is hot once it was opened this often, and `HOT_PART` of its bytes were served.
 const HOT_OPENS: u64 = 2;
 
-/// See `HOT_OPENS`: one part in so many. Tools look at headers often, and read the rest rarely.
+/// See `HOT_OPENS`: the length of a file divided by this. Tools look at headers often, and read the
+/// rest rarely.
 const HOT_PART: u64 = 2;
 
 /// Why a copy was not made, or not taken.
@@ -31,7 +32,7 @@ pub(super) enum CopyFailure {
     NoRoom { len: u64, budget: u64 },
     /// A source changed or could not be read.
     Source(Error),
-    /// What could not be done with the folder.
+    /// The operation on the folder that failed.
     CopyFolder(&'static str, io::Error),
     /// A copy does not hold the bytes that it should.
     Differs,
@@ -68,7 +69,7 @@ pub(super) enum Stage {
     Verifying,
     /// It may be used.
     Ready {
-        /// What it was when it was verified.
+        /// Identity of the copy when it was verified.
         record: Record,
         /// The open copy, while somebody has it.
         open: Weak<File>,
@@ -79,7 +80,7 @@ pub(super) enum Stage {
     Failed { again: Option<Instant> },
 }
 
-/// What is known of one version of a file.
+/// State of one version of a file.
 pub(super) struct CopyEntry {
     pub(super) len: u64,
     pub(super) opens: u64,

@@ -1,8 +1,8 @@
 //! The folder of assembled copies: its checks, its lock, its files and its budget.
 //!
-//! Several daemons may share it. What changes its entries is done under the lock of the folder,
-//! which is held briefly; a copy being written is locked by its writer, and a copy that is open
-//! by whoever has it open. The locks are flock(2)'s, so they end with the process.
+//! Several daemons may share it. Every change of its entries takes the lock of the folder, briefly.
+//! The writer locks a copy that is being written, and each user of a copy locks it while it is
+//! open. The locks are flock(2)'s, so they end with the process.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
@@ -43,7 +43,7 @@ const REMOTE: [statfs::FsType; 6] = [
     statfs::NCP_SUPER_MAGIC,
 ];
 
-/// Likewise those without a name in the library: CIFS, SMB2, 9P, Ceph, Lustre.
+/// Magic numbers of remote file systems that libc does not name: CIFS, SMB2, 9P, Ceph, Lustre.
 const REMOTE_NUMBERS: [u32; 5] = [0xff53_4d42, 0xfe53_4d42, 0x0102_1997, 0x00c3_6400, 0x0bd0_0bd0];
 
 /// A folder of assembled copies.
@@ -68,7 +68,7 @@ pub(super) struct Partial {
     pub(super) len: u64,
 }
 
-/// What a file name in the folder stands for.
+/// The meaning of a file name in the folder.
 #[derive(Debug, PartialEq, Eq)]
 enum CopyFileKind {
     Copy,
@@ -192,8 +192,8 @@ impl CopyFolder {
         (record.version == version).then_some(record)
     }
 
-    /// Opens the copy of `version`, and keeps it from being evicted while it is open. With its
-    /// state.
+    /// Opens the copy of `version`, and keeps it from being evicted while it is open. Also returns
+    /// its stamp.
     pub(super) fn open_copy(&self, version: &str) -> io::Result<(File, Stamp)> {
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
@@ -309,7 +309,8 @@ impl Locked<'_> {
             if freed >= over {
                 break;
             }
-            // Locked until all are found: whoever opens one now goes without it.
+            // All stay locked until the search ends: a process that opens one meanwhile does
+            // without it.
             if let Some(lock) = unopened(&file.path) {
                 freed += file.len;
                 evicted.push((lock, file.version.clone()));
@@ -438,7 +439,7 @@ fn used(files: &[FoundCopy]) -> u64 {
     copies.map(|file| file.len).sum()
 }
 
-/// What a file name stands for, and the version in it.
+/// The meaning of a file name, and the version in it.
 fn parse_name(name: &str) -> Option<(CopyFileKind, &str)> {
     let (version, rest) = name.split_once('.')?;
     let kind = match rest {

@@ -1,9 +1,9 @@
 //! Hot virtual files, written once into a folder in the background (`-o assemble=DIR`), so that
 //! later opens are served by the kernel from one real file.
 //!
-//! A copy is used only after its bytes were read back and compared, and only while it is the
-//! very file that was verified. Whatever fails here never fails a reader: the daemon goes on
-//! serving the file itself.
+//! A copy is used only after its bytes were read back and compared, and only while it is the very
+//! file that was verified. A failure here never fails a reader: the daemon goes on serving the file
+//! itself.
 
 mod copy;
 mod entry;
@@ -44,7 +44,7 @@ const BUSY_BACK_OFF: Duration = Duration::from_secs(10);
 /// time then.
 const RECENT: Duration = Duration::from_millis(100);
 
-/// How many times as long as a step the pause after it is, while there are readers.
+/// Length of the pause after a step, as a multiple of the step, while there are readers.
 const YIELD_FACTOR: u32 = 4;
 
 /// Longest pause after a step.
@@ -75,7 +75,7 @@ struct State {
     entries: HashMap<String, CopyEntry>,
     queue: VecDeque<CopyJob>,
     stopping: bool,
-    /// What is being written.
+    /// The copy that is being written.
     partial: Option<PathBuf>,
     /// Until when the folder is left alone, because it failed.
     resting: Option<Instant>,
@@ -103,7 +103,7 @@ pub(crate) struct Assembler {
     usage: Arc<Latest<(u64, u64)>>,
 }
 
-/// What callers share with the thread.
+/// State that callers share with the thread.
 struct AssemblerState {
     folder: CopyFolder,
     started: Instant,
@@ -183,8 +183,8 @@ impl Assembler {
         self.shared.wake.notify_all();
     }
 
-    /// What there is, for `status`. Hardly waits for the folder: where that does not answer, its
-    /// usage is what it was before.
+    /// The facts for `status`. Hardly waits for the folder: where that does not answer, its usage
+    /// is what it was before.
     pub(crate) fn status(&self) -> Value {
         let shared = self.shared.clone();
         let usage = self.usage.get(STATUS_TIMEOUT, move || shared.folder.usage().ok());
@@ -358,7 +358,7 @@ impl AssemblerState {
         }
     }
 
-    /// What the thread does until the end.
+    /// The loop of the thread.
     fn work(&self) {
         while let Some(job) = self.next_job() {
             match job {

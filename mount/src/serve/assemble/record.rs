@@ -1,5 +1,5 @@
-//! What is written down beside an assembled copy: whose bytes it holds, their checksum, and
-//! what the file was when they were verified.
+//! The record beside an assembled copy: the sources of its bytes, their checksum, and the identity
+//! of the copy when it was verified.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -13,7 +13,7 @@ use tensorfs::source::Source;
 /// Form of the record; another one is not understood.
 const FORMAT: u64 = 1;
 
-/// What tells one state of a copy from another. Nobody can set the change time back.
+/// The identity of a copy: two states of it differ in it. Nobody can set the change time back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     dev: u64,
@@ -45,7 +45,7 @@ pub(super) struct Record {
     pub(super) sha256: String,
     /// State of the sources that the bytes were read from; see `fingerprint`.
     pub(super) sources: String,
-    /// CopyFolder of the sources; for people.
+    /// Folder of the sources; for people.
     pub(super) source: String,
     /// State of the copy when its bytes had been verified.
     pub(super) stamp: Stamp,
@@ -54,7 +54,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// As it is stored.
+    /// The stored form.
     pub(super) fn to_json(&self) -> Value {
         let Stamp { dev, ino, len, mtime, ctime } = self.stamp;
         json!({
@@ -103,7 +103,7 @@ impl Record {
 /// that was copied.
 ///
 /// # Errors
-/// Those of the sources; one that has changed is an error.
+/// Errors of the sources; a changed source is an error.
 pub(super) fn fingerprint(reader: &Reader) -> tensorfs::Result<String> {
     let mut hash = Sha256::new();
     for source in reader.sources() {

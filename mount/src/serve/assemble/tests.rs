@@ -171,7 +171,7 @@ fn a_copy_with_a_flipped_byte_is_not_used_and_dropped() {
     assert!(assembler.ready(VERSION, &reader).is_none());
     wait_for_state(&assembler, VERSION, "failed");
     assert!(place.names().is_empty());
-    // Likewise by the daemon that starts after it.
+    // The daemon that starts after it refuses a damaged copy too.
     let assembler = place.start(None);
     drop(assembled(&assembler, VERSION, &reader));
     assembler.stop();
@@ -260,7 +260,7 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
     drop(assembled(&assembler, third, &reader));
     assert!(assembler.ready(OTHER, &reader).is_none());
     assert!(place.copy().exists());
-    // What the kernel holds of a file that we have closed counts as open too.
+    // A closed file whose backing the kernel still holds counts as open.
     let kernels = held.try_clone().unwrap();
     drop(held);
     let still = assembler.ready(third, &reader);

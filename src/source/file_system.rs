@@ -51,7 +51,7 @@ const LOCAL: &[(u64, &str)] = &[
     (0x1501_3346, "udf"),
 ];
 
-/// Others, only to name them.
+/// File systems that may wait for another machine or process.
 const REMOTE: &[(u64, &str)] = &[
     (0x6969, "nfs"),
     (0x6573_5546, "fuse"),
@@ -61,6 +61,10 @@ const REMOTE: &[(u64, &str)] = &[
     (0x00c3_6400, "ceph"),
     (0x0bd0_0bd0, "lustre"),
     (0x4750_4653, "gpfs"),
+    (0x517b, "smb"),
+    (0x5346_414f, "afs"),
+    (0x7375_7245, "coda"),
+    (0x564c, "ncp"),
 ];
 
 impl FileSystem {
@@ -72,7 +76,7 @@ impl FileSystem {
     }
 
     /// The file system of the file at `path`.
-    pub(super) fn at(path: &Path) -> FileSystem {
+    pub fn at(path: &Path) -> FileSystem {
         FileSystem::known(magic_at(path), path)
     }
 
@@ -90,6 +94,12 @@ impl FileSystem {
     /// Whether nothing but this machine is needed for an answer.
     pub fn is_local(self) -> bool {
         is_local(self.magic) && self.local_layers
+    }
+
+    /// Whether it is known to wait for another machine or process. A file system that is neither
+    /// local nor remote is not known.
+    pub fn is_remote(self) -> bool {
+        REMOTE.iter().any(|(magic, _)| *magic == self.magic)
     }
 
     /// Whether the kernel notes a time for stores to its files through mappings.

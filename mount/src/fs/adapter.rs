@@ -11,6 +11,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use fuser::{
     BackingId, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
@@ -21,6 +22,7 @@ use fuser::{
 use tensorfs::Error;
 use tensorfs::source::Identity;
 use tensorfs::sync::{Mutex, RwLock};
+use tracing::{Span, trace_span};
 
 use super::attributes::{self, Common};
 use super::inodes::{NameEntry, Nodes};
@@ -28,7 +30,7 @@ use super::node::Node;
 use super::open_file::{Current, OpenContent, OpenFile};
 use super::open_mode::OpenModes;
 use super::replies::{KnownAttr, TTL, attr_of, logged, logged_as_eio, reply_xattr};
-use crate::serve::blocking::{PendingReply, guarded, offload};
+use crate::serve::blocking::{PendingReply, current_span, guarded, offload};
 use crate::serve::change_watcher::Watcher;
 use crate::serve::kernel::{Feature, Init};
 use crate::serve::page_cache_store::StoreQueue;
@@ -262,8 +264,14 @@ impl FsState {
         }
         let (shared, gate) = (self.clone(), handle.node.gate().cloned());
         let wanted = range.clone();
+        let span = current_span();
+        let asked = (!span.is_disabled()).then(Instant::now);
         let answer = move |outcome: Result<&[u8], &Error>| match outcome {
             Ok(bytes) => {
+                if let Some(asked) = asked {
+                    let waited_us = asked.elapsed().as_micros() as u64;
+                    tracing::trace!(parent: &span, waited_us, "answered");
+                }
                 reply.data(bytes);
                 if let OpenContent::Virtual(file) = &opened.file {
                     let version = handle.node.listed_version();
@@ -352,7 +360,7 @@ impl FsState {
         reply: ReplyXattr,
         then: impl FnOnce(&[(&'static str, String)], ReplyXattr) + Send + 'static,
     ) {
-        guarded(|| {
+        traced(trace_span!("xattr", ino = ino.0), || {
             let (shared, uid, gid) = (self.clone(), req.uid(), req.gid());
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.service.blocking.pending(&node.path, reply);
@@ -396,7 +404,7 @@ impl Filesystem for TensorFs {
     }
 
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        guarded(|| {
+        traced(trace_span!("lookup", parent = parent.0, ?name), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
             let (folder, name) = (node.folder, name.to_owned());
@@ -424,7 +432,7 @@ impl Filesystem for TensorFs {
     }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
-        guarded(|| {
+        traced(trace_span!("getattr", ino = ino.0), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             if !node.follows() {
@@ -450,7 +458,7 @@ impl Filesystem for TensorFs {
     }
 
     fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        guarded(|| {
+        traced(trace_span!("open", ino = ino.0), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.0.service.blocking.pending(&node.path, reply);
@@ -461,7 +469,7 @@ impl Filesystem for TensorFs {
     fn read(
         &self,
         _req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         size: u32,
@@ -469,7 +477,9 @@ impl Filesystem for TensorFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        guarded(|| self.0.read_file(fh.0, offset, size, reply));
+        traced(trace_span!("read", ino = ino.0, offset, len = size), || {
+            self.0.read_file(fh.0, offset, size, reply);
+        });
     }
 
     fn flush(
@@ -535,7 +545,7 @@ impl Filesystem for TensorFs {
         offset: u64,
         reply: ReplyDirectory,
     ) {
-        guarded(|| {
+        traced(trace_span!("readdir", ino = ino.0, offset), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.0.service.blocking.pending(&node.path, reply);
@@ -560,7 +570,7 @@ impl Filesystem for TensorFs {
         offset: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        guarded(|| {
+        traced(trace_span!("readdirplus", ino = ino.0, offset), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.0.service.blocking.pending(&node.path, reply);
@@ -582,7 +592,7 @@ impl Filesystem for TensorFs {
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        guarded(|| {
+        traced(trace_span!("statfs"), || {
             let source = self.0.common.source.clone();
             let pending = self.0.service.blocking.pending(&source, reply);
             self.0.service.blocking.spawn(pending, move |pending| {
@@ -614,6 +624,11 @@ impl Filesystem for TensorFs {
             reply_xattr(Some(names.as_bytes()), size, reply);
         });
     }
+}
+
+/// Runs the handler of a request in its span.
+fn traced(span: Span, handler: impl FnOnce()) {
+    guarded(|| span.in_scope(handler));
 }
 
 /// The entries of `folder` from position `offset` on, each with the position after it.

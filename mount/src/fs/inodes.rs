@@ -190,6 +190,7 @@ impl Nodes {
     /// name of each set with its refusal, where it is refused.
     pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
         let tree = self.tree();
+        let _span = tracing::debug_span!("prove", folder = ?tree.folder(head).relative).entered();
         let mut outcomes = Vec::new();
         let mut family = Vec::new();
         for (id, mut folder) in tree.prove(head) {

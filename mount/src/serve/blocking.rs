@@ -16,6 +16,7 @@ use tensorfs::counters::Counters;
 use tensorfs::error::shown_path;
 use tensorfs::io::{Deadlines, NextLook, PerSourceLimiter};
 use tensorfs::sync::Mutex;
+use tracing::Span;
 
 /// Most threads that ask about one file: one that stalls takes no more.
 const PLACE_MAX: u64 = 4;
@@ -139,6 +140,11 @@ pub(crate) fn guarded(handler: impl FnOnce()) {
     }
 }
 
+/// The span of the current request, if requests are traced. Otherwise one check is the only cost.
+pub(crate) fn current_span() -> Span {
+    if tracing::enabled!(tracing::Level::TRACE) { Span::current() } else { Span::none() }
+}
+
 /// Runs `work`, which does not ask the source but may wait, on a thread of its own. If no thread
 /// starts, `work` is dropped. Returns whether it runs.
 pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
@@ -194,7 +200,16 @@ impl BlockingPool {
         work: impl FnOnce(PendingReply<R>) + Send + 'static,
     ) {
         let (place, number) = (pending.place.clone(), Some(pending.number));
-        self.run(BlockingJob { place, number, work: Box::new(move || work(pending)) });
+        let span = current_span();
+        let asked = (!span.is_disabled()).then(Instant::now);
+        let work = move || {
+            let _span = span.entered();
+            if let Some(asked) = asked {
+                tracing::trace!(waited_us = asked.elapsed().as_micros() as u64, "begun");
+            }
+            work(pending);
+        };
+        self.run(BlockingJob { place, number, work: Box::new(work) });
     }
 
     /// Runs `work` on a thread of its own, however late: no reply waits for it.

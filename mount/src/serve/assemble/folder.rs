@@ -14,8 +14,8 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FlockArg};
 use nix::libc;
-use nix::sys::statfs;
 use tensorfs::error::shown_path;
+use tensorfs::source::FileSystem;
 
 use super::entry::CopyFailure;
 use super::record::{Record, Stamp};
@@ -32,19 +32,6 @@ const RESERVE_PART: u64 = 10;
 
 /// See `RESERVE_PART`.
 const RESERVE_MIN: u64 = 1 << 30;
-
-/// File systems that may keep an open or a stat waiting for another machine or process.
-const REMOTE: [statfs::FsType; 6] = [
-    statfs::NFS_SUPER_MAGIC,
-    statfs::FUSE_SUPER_MAGIC,
-    statfs::SMB_SUPER_MAGIC,
-    statfs::AFS_SUPER_MAGIC,
-    statfs::CODA_SUPER_MAGIC,
-    statfs::NCP_SUPER_MAGIC,
-];
-
-/// Magic numbers of remote file systems that libc does not name: CIFS, SMB2, 9P, Ceph, Lustre.
-const REMOTE_NUMBERS: [u32; 5] = [0xff53_4d42, 0xfe53_4d42, 0x0102_1997, 0x00c3_6400, 0x0bd0_0bd0];
 
 /// A folder of assembled copies.
 #[derive(Debug)]
@@ -120,10 +107,7 @@ impl CopyFolder {
             let mode = meta.mode() & 0o7777;
             return Err(fail(&format!("mode {mode:o} lets others write to it; make it 700")));
         }
-        let kind = statfs::statfs(&path).map_err(|e| fail(&e))?.filesystem_type();
-        #[expect(clippy::cast_possible_truncation, reason = "magic numbers have 32 bits")]
-        let number = kind.0 as u32;
-        if REMOTE.contains(&kind) || REMOTE_NUMBERS.contains(&number) {
+        if FileSystem::at(&path).is_remote() {
             return Err(fail(&"needs a local disk or a tmpfs, and this is neither"));
         }
         let folder = CopyFolder { path, limit };

@@ -5,16 +5,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, AtFlags, FallocateFlags, fallocate};
-use nix::libc;
-use nix::unistd::linkat;
+use nix::fcntl::{FallocateFlags, fallocate};
 
+use crate::atomic_file::{TemporaryFile, folder_of, sync_folder};
 use crate::error::{Error, Result, shown_path};
 use crate::reader::Reader;
 use crate::source::CopyMode;
@@ -24,9 +22,6 @@ const WINDOW_LEN: u64 = 8 << 20;
 
 /// Windows that may be read before they are written.
 const WINDOWS_AHEAD: usize = 2;
-
-/// Where open files have names by which they can be linked.
-const OPEN_FILES: &str = "/proc/self/fd";
 
 /// Writes all bytes of `reader` to a new file `target`, or in place of one where `replace` says
 /// so. Calls `each` with the bytes of every window in turn; its error ends the work.
@@ -62,14 +57,18 @@ pub fn write(
     if let Some(there) = &there {
         mode.add(there, target);
     }
-    let mut partial = Partial::create(target, &mode).map_err(failed)?;
-    partial.reserve(reader.len()).map_err(failed)?;
+    let folder = folder_of(target);
+    let mut options = OpenOptions::new();
+    options.write(true).mode(mode.in_folder(folder));
+    let mut partial = TemporaryFile::create_in(folder, &options).map_err(failed)?;
+    mode.narrow(partial.file()).map_err(failed)?;
+    reserve(partial.file(), reader.len()).map_err(failed)?;
     std::thread::scope(|scope| {
         let (sender, windows) = sync_channel(WINDOWS_AHEAD);
         scope.spawn(move || read_windows(reader, &sender));
         write_windows(&windows, &mut |window| {
             each(window)?;
-            partial.file.write_all(window).map_err(failed)
+            partial.file().write_all(window).map_err(failed)
         })
     })?;
     for source in reader.sources() {
@@ -77,10 +76,10 @@ pub fn write(
     }
     if let Some(there) = there {
         // It had this mode whatever the umask is now.
-        mode.set(&partial.file, there.mode()).map_err(failed)?;
+        mode.set(partial.file(), there.mode()).map_err(failed)?;
     }
-    partial.file.sync_all().map_err(failed)?;
-    match partial.publish(target, replace) {
+    partial.file().sync_all().map_err(failed)?;
+    match partial.publish(target, replace).and_then(|()| sync_folder(folder)) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(taken(target)),
         other => other.map_err(failed),
     }
@@ -114,101 +113,12 @@ fn write_windows(
     windows.iter().try_for_each(|window| each(&window?))
 }
 
-/// A file that is being written.
-struct Partial {
-    file: File,
-    /// The folder that it will lie in.
-    folder: PathBuf,
-    /// Its name, where it needs one before it is whole.
-    path: Option<PathBuf>,
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            let _ = std::fs::remove_file(path);
-        }
+/// Takes the space for `len` bytes, so that a full disk is known at once.
+fn reserve(file: &File, len: u64) -> io::Result<()> {
+    let len = i64::try_from(len).map_err(io::Error::other)?;
+    match fallocate(file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, len.max(1)) {
+        Err(e @ (Errno::ENOSPC | Errno::EDQUOT | Errno::EFBIG)) => Err(e.into()),
+        // Not all file systems can.
+        _ => Ok(()),
     }
-}
-
-impl Partial {
-    /// A file that will become `target`, for those whom `mode` lets in.
-    fn create(target: &Path, mode: &CopyMode) -> io::Result<Partial> {
-        let folder = match target.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let mut options = OpenOptions::new();
-        options.write(true).mode(mode.in_folder(folder));
-        let nameless = options.clone().custom_flags(libc::O_TMPFILE).open(folder);
-        if let Ok(file) = nameless
-            && Path::new(OPEN_FILES).join(file.as_raw_fd().to_string()).exists()
-        {
-            mode.narrow(&file)?;
-            return Ok(Partial { file, folder: folder.to_owned(), path: None });
-        }
-        let path = temporary(folder);
-        let file = options.create_new(true).open(&path)?;
-        // Removed by `Partial` from here on.
-        let partial = Partial { file, folder: folder.to_owned(), path: Some(path) };
-        mode.narrow(&partial.file)?;
-        Ok(partial)
-    }
-
-    /// Takes the space for `len` bytes, so that a full disk is known at once.
-    fn reserve(&self, len: u64) -> io::Result<()> {
-        let len = i64::try_from(len).map_err(io::Error::other)?;
-        match fallocate(&self.file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, len.max(1)) {
-            Err(e @ (Errno::ENOSPC | Errno::EDQUOT | Errno::EFBIG)) => Err(e.into()),
-            // Not all file systems can.
-            _ => Ok(()),
-        }
-    }
-
-    /// Gives the file, which is whole, its name.
-    fn publish(mut self, target: &Path, replace: bool) -> io::Result<()> {
-        if self.path.is_none() {
-            let of_file = Path::new(OPEN_FILES).join(self.file.as_raw_fd().to_string());
-            let link = |path: &Path| {
-                linkat(AT_FDCWD, &of_file, AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)
-            };
-            if !replace {
-                link(target)?;
-                return self.keep();
-            }
-            let path = temporary(&self.folder);
-            link(&path)?;
-            self.path = Some(path);
-        }
-        let Some(path) = &self.path else { return Ok(()) };
-        if replace {
-            std::fs::rename(path, target)?;
-            self.path = None;
-            return self.keep();
-        }
-        // A link fails where the name is taken. Where there are no links, the last moment counts.
-        match std::fs::hard_link(path, target) {
-            Ok(()) => self.keep(),
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
-            Err(_) if std::fs::symlink_metadata(target).is_ok() => {
-                Err(io::ErrorKind::AlreadyExists.into())
-            }
-            Err(_) => {
-                std::fs::rename(path, target)?;
-                self.path = None;
-                self.keep()
-            }
-        }
-    }
-
-    /// Makes the name last.
-    fn keep(&self) -> io::Result<()> {
-        File::open(&self.folder)?.sync_all()
-    }
-}
-
-/// A name in `folder` that nobody else uses.
-fn temporary(folder: &Path) -> PathBuf {
-    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
-    folder.join(format!(".tensorfs-{}-{nanos}.tmp", std::process::id()))
 }

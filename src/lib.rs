@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod atomic_file;
 pub mod cache;
 pub mod cast;
 pub mod catalog;

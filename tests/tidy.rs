@@ -27,7 +27,7 @@ mod scan;
 ///
 /// A row may precede its file; a file without a row is a violation.
 const RANKS: &[(u32, &[&str])] = &[
-    (0, &["error", "dtype", "counters", "hash", "process", "sync", "words"]),
+    (0, &["error", "dtype", "counters", "hash", "process", "sync", "words", "atomic_file"]),
     (1, &["cast", "format"]),
     (2, &["catalog"]),
     (3, &["view", "open_options", "layout", "gather", "index", "plan", "prefetch", "walk"]),

@@ -16,6 +16,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
+use crate::atomic_file::TemporaryFile;
 use crate::hash::Digest;
 
 use super::frame::FILE_LEN_MAX;
@@ -158,20 +159,16 @@ impl Store {
     /// Writes a file; `synced`: it is on the disk before it takes its name.
     fn put(&self, name: &str, bytes: &[u8], synced: bool) -> io::Result<()> {
         self.make_folder()?;
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
         let temporary = self.path(&temporary_name(name));
-        let written = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&temporary)
-            .and_then(|mut file: File| {
-                file.write_all(bytes)?;
-                if synced { file.sync_all() } else { Ok(()) }
-            })
-            .and_then(|()| std::fs::rename(&temporary, self.path(name)));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&temporary);
-        }
+        let written = TemporaryFile::create(temporary, &options).and_then(|mut temporary| {
+            temporary.file().write_all(bytes)?;
+            if synced {
+                temporary.file().sync_all()?;
+            }
+            temporary.publish(&self.path(name), true)
+        });
         self.make_room();
         written
     }

@@ -30,7 +30,7 @@ pub(super) fn fill(
     reader: &Reader,
     pace: Pace<'_>,
 ) -> Result<String, CopyFailure> {
-    let fail = |e| CopyFailure::CopyFolder("write to", e);
+    let fail = |e| CopyFailure::Folder("write to", e);
     let mut hash = Sha256::new();
     let mut buffer = vec![0; STEP];
     let (mut offset, mut flushed) = (0, 0);
@@ -43,16 +43,16 @@ pub(super) fn fill(
             return Err(fail(io::Error::other(why)));
         }
         hash.update(&buffer[..len]);
-        partial.file.write_all_at(&buffer[..len], offset).map_err(fail)?;
+        partial.file().write_all_at(&buffer[..len], offset).map_err(fail)?;
         offset += len as u64;
         if offset - flushed >= FLUSH {
-            partial.file.sync_data().map_err(fail)?;
-            forget_cached(&partial.file);
+            partial.file().sync_data().map_err(fail)?;
+            forget_cached(partial.file());
             flushed = offset;
         }
         pace(offset, started.elapsed())?;
     }
-    partial.file.sync_all().map_err(fail)?;
+    partial.file().sync_all().map_err(fail)?;
     Ok(hex(&hash.finalize()))
 }
 
@@ -66,7 +66,7 @@ pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, 
         let started = Instant::now();
         let wanted = (len - offset).min(STEP as u64) as usize;
         let read = file.read_exact_at(&mut buffer[..wanted], offset);
-        read.map_err(|e| CopyFailure::CopyFolder("read back from", e))?;
+        read.map_err(|e| CopyFailure::Folder("read back from", e))?;
         hash.update(&buffer[..wanted]);
         offset += wanted as u64;
         pace(offset, started.elapsed())?;

@@ -33,7 +33,7 @@ pub(super) enum CopyFailure {
     /// A source changed or could not be read.
     Source(Error),
     /// The operation on the folder that failed.
-    CopyFolder(&'static str, io::Error),
+    Folder(&'static str, io::Error),
     /// A copy does not hold the bytes that it should.
     Differs,
 }
@@ -51,7 +51,7 @@ impl std::fmt::Display for CopyFailure {
                 write!(f, "no room for its {len} bytes in a budget of {budget}")
             }
             CopyFailure::Source(error) => error.fmt(f),
-            CopyFailure::CopyFolder(what, error) => write!(f, "cannot {what} the folder: {error}"),
+            CopyFailure::Folder(what, error) => write!(f, "cannot {what} the folder: {error}"),
             CopyFailure::Differs => write!(f, "the copy reads back with other bytes"),
         }
     }

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FlockArg};
 use nix::libc;
+use tensorfs::atomic_file::{TemporaryFile, sync_folder};
 use tensorfs::error::shown_path;
 use tensorfs::source::FileSystem;
 
@@ -49,10 +50,16 @@ pub(super) struct Locked<'a> {
 
 /// A file being written. Unless it is published, it is removed when dropped.
 pub(super) struct Partial {
-    pub(super) path: PathBuf,
-    /// Locked as long as it is open.
-    pub(super) file: File,
+    version: String,
+    /// Locked while it is open.
+    temporary: TemporaryFile,
     pub(super) len: u64,
+}
+
+impl Partial {
+    pub(super) fn file(&self) -> &File {
+        self.temporary.file()
+    }
 }
 
 /// The meaning of a file name in the folder.
@@ -152,7 +159,7 @@ impl CopyFolder {
 
     /// Takes the lock of the folder; does not wait for ever.
     pub(super) fn lock(&self) -> Result<Locked<'_>, CopyFailure> {
-        let fail = |e| CopyFailure::CopyFolder("lock", e);
+        let fail = |e| CopyFailure::Folder("lock", e);
         let marker = self.path.join(MARKER);
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(false).mode(0o600);
@@ -273,7 +280,7 @@ impl Locked<'_> {
     /// Makes room for `len` bytes: removes the copies that were not opened for longest and that
     /// nobody has open, if that is enough. Returns their versions.
     pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, CopyFailure> {
-        let fail = |e| CopyFailure::CopyFolder("look at", e);
+        let fail = |e| CopyFailure::Folder("look at", e);
         let files = self.folder.files().map_err(fail)?;
         let used = used(&files);
         let budget = self.folder.budget(used).map_err(fail)?;
@@ -304,7 +311,7 @@ impl Locked<'_> {
             return Err(CopyFailure::NoRoom { len, budget });
         }
         for (_, version) in &evicted {
-            self.remove(version).map_err(|e| CopyFailure::CopyFolder("evict from", e))?;
+            self.remove(version).map_err(|e| CopyFailure::Folder("evict from", e))?;
         }
         Ok(evicted.into_iter().map(|(_, version)| version).collect())
     }
@@ -316,23 +323,22 @@ impl Locked<'_> {
 
     /// Begins a file of `len` bytes, whose space is taken at once.
     pub(super) fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
-        let fail = |e| CopyFailure::CopyFolder("write to", e);
+        let fail = |e| CopyFailure::Folder("write to", e);
         if !is_version(version) {
             return Err(fail(io::Error::other("a version that is no file name")));
         }
-        let path = self.folder.partial_path(version);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
-        let file = options.open(&path).map_err(fail)?;
-        // Removed by `Partial` from here on.
-        let partial = Partial { path, file, len };
-        if !flock(&partial.file, FlockArg::LockExclusiveNonblock).map_err(fail)? {
+        let path = self.folder.partial_path(version);
+        let temporary = TemporaryFile::create(path, &options).map_err(fail)?;
+        let partial = Partial { version: version.to_owned(), temporary, len };
+        if !flock(partial.file(), FlockArg::LockExclusiveNonblock).map_err(fail)? {
             return Err(CopyFailure::Busy);
         }
         let size = i64::try_from(len).map_err(|_| fail(Errno::EFBIG.into()))?;
-        match nix::fcntl::fallocate(&partial.file, FallocateFlags::empty(), 0, size) {
+        match nix::fcntl::fallocate(partial.file(), FallocateFlags::empty(), 0, size) {
             // A file system without it: the length at least counts against the budget.
-            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => partial.file.set_len(len).map_err(fail)?,
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => partial.file().set_len(len).map_err(fail)?,
             other => other.map_err(|e| fail(e.into()))?,
         }
         Ok(partial)
@@ -341,20 +347,17 @@ impl Locked<'_> {
     /// Gives a file that was written and verified its name, then writes down what it is.
     pub(super) fn publish(
         &self,
-        partial: Partial,
+        mut partial: Partial,
         record: impl FnOnce(Stamp) -> Record,
     ) -> io::Result<Record> {
-        partial.file.set_permissions(PermissionsExt::from_mode(0o400))?;
-        partial.file.sync_all()?;
-        // Asked for first, since nothing may fail between the new name and the record.
-        let version = parse_name(&partial.path.file_name().unwrap_or_default().to_string_lossy())
-            .map(|(_, version)| version.to_owned())
-            .ok_or_else(|| io::Error::other("not a partial file"))?;
+        partial.file().set_permissions(PermissionsExt::from_mode(0o400))?;
+        partial.file().sync_all()?;
+        let version = partial.version.clone();
         // A record of an older copy must not stand beside the new one.
         remove_if_there(&self.folder.record_path(&version))?;
-        std::fs::rename(&partial.path, self.folder.copy_path(&version))?;
+        partial.temporary.publish(&self.folder.copy_path(&version), true)?;
         let written = (|| {
-            let record = record(Stamp::of(&partial.file.metadata()?));
+            let record = record(Stamp::of(&partial.file().metadata()?));
             self.write_record(&record)?;
             Ok(record)
         })();
@@ -367,27 +370,21 @@ impl Locked<'_> {
     /// Writes a record so that it is there whole or not at all, also after a loss of power.
     pub(super) fn write_record(&self, record: &Record) -> io::Result<()> {
         let new = self.folder.path.join(format!("{}.record-new", record.version));
-        let mut file =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        let mut new = TemporaryFile::create(new, &options)?;
         let mut text = format!("{:#}", record.to_json());
         text.push('\n');
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        std::fs::rename(&new, self.folder.record_path(&record.version))?;
-        File::open(&self.folder.path)?.sync_all()
+        new.file().write_all(text.as_bytes())?;
+        new.file().sync_all()?;
+        new.publish(&self.folder.record_path(&record.version), true)?;
+        sync_folder(&self.folder.path)
     }
 
     /// Removes the copy of `version`; the record first, without which the copy is not used.
     pub(super) fn remove(&self, version: &str) -> io::Result<()> {
         remove_if_there(&self.folder.record_path(version))?;
         remove_if_there(&self.folder.copy_path(version))
-    }
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        // By then it has its name, or is to go.
-        let _ = remove_if_there(&self.path);
     }
 }
 

@@ -220,7 +220,7 @@ impl AssemblerState {
     /// Takes over what is in the folder.
     fn take_over(&self) -> Result<(), CopyFailure> {
         let locked = self.folder.lock()?;
-        let records = locked.sweep().map_err(|e| CopyFailure::CopyFolder("look at", e))?;
+        let records = locked.sweep().map_err(|e| CopyFailure::Folder("look at", e))?;
         drop(locked);
         let mut state = self.state.lock();
         for record in records {
@@ -419,7 +419,7 @@ impl AssemblerState {
         let pace = |done, took| self.pace(version, done, took);
         let sha256 = copy::fill(&partial, reader, &pace)?;
         self.set_stage(version, Stage::Verifying);
-        if copy::checksum(&partial.file, partial.len, &pace)? != sha256 {
+        if copy::checksum(partial.file(), partial.len, &pace)? != sha256 {
             return Err(CopyFailure::Differs);
         }
         if fingerprint(reader).map_err(CopyFailure::Source)? != sources {
@@ -441,12 +441,12 @@ impl AssemblerState {
             stamp,
             written: now(),
         });
-        record.map_err(|e| CopyFailure::CopyFolder("write to", e))
+        record.map_err(|e| CopyFailure::Folder("write to", e))
     }
 
     /// Makes room, and takes it.
     fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
-        let fail = |e| CopyFailure::CopyFolder("look at", e);
+        let fail = |e| CopyFailure::Folder("look at", e);
         let locked = self.folder.lock()?;
         locked.sweep().map_err(fail)?;
         if locked.is_being_written(version).map_err(fail)? {
@@ -475,7 +475,7 @@ impl AssemblerState {
     /// Verifies a copy that is no more the file that was verified, by its checksum.
     fn verify(&self, record: Record) -> Result<Record, CopyFailure> {
         self.set_stage(&record.version, Stage::Verifying);
-        let fail = |e| CopyFailure::CopyFolder("verify a copy in", e);
+        let fail = |e| CopyFailure::Folder("verify a copy in", e);
         let opened = self.folder.open_copy(&record.version).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::WouldBlock => CopyFailure::Gone,
             _ => fail(e),
@@ -575,7 +575,7 @@ impl AssemblerState {
             tracing::warn!("{version} is not assembled in {dir}: {why}");
         }
         entry.failure = why;
-        if matches!(failure, CopyFailure::CopyFolder(..) | CopyFailure::Differs) {
+        if matches!(failure, CopyFailure::Folder(..) | CopyFailure::Differs) {
             state.resting = again;
             state.cancel_writes();
         }

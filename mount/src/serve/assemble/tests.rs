@@ -312,7 +312,7 @@ fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
     let folder = CopyFolder::open(&place.dir(), None, &[]).unwrap();
     let partial = folder.lock().unwrap().begin(OTHER, 100).unwrap();
     let assembler = place.start(None);
-    let left = partial.path.file_name().unwrap().to_str().unwrap();
+    let left = format!("{OTHER}.partial-{}", std::process::id());
     assert_eq!(place.names(), [left]);
     drop(partial);
     assert!(content(&assembled(&assembler, OTHER, &reader)) == whole(&reader));
@@ -374,7 +374,7 @@ fn fill_a_disk(place: &Place) {
     assert_eq!(place.names(), ["fill"]);
     // Also where the file system gives out in the middle.
     let failure = assembler.shared.folder.lock().unwrap().begin(OTHER, 20 << 20).err().unwrap();
-    assert!(matches!(failure, CopyFailure::CopyFolder(..)), "{failure}");
+    assert!(matches!(failure, CopyFailure::Folder(..)), "{failure}");
     assert_eq!(place.names(), ["fill"]);
     assembler.shared.finish(VERSION, Err(failure));
     heat(&assembler, VERSION, &reader);

@@ -56,7 +56,7 @@ struct State {
     due: BTreeMap<u64, Due>,
     /// Threads at work, by the path that they ask about.
     threads: PerSourceLimiter<PathBuf>,
-    /// Those of them that are past their deadline.
+    /// Threads that are past their deadline.
     held: PerSourceLimiter<PathBuf>,
     /// Numbers of replies that have failed, and whose threads are still held.
     late: BTreeSet<u64>,

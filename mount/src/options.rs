@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tensorfs::error::quoted;
 use tensorfs::format::OutputFormat;
-use tensorfs::index::Store;
+use tensorfs::index::IndexStore;
 use tensorfs::io::{Backend, DirectIo};
 use tensorfs::open_options::{Links, OpenOptions};
 use tensorfs::view::Files;
@@ -64,7 +64,7 @@ impl IndexDir {
     /// The folder, where there is one.
     pub(crate) fn folder(&self) -> Option<PathBuf> {
         match self {
-            IndexDir::OfUser => Some(Store::of_user()?.folder().to_owned()),
+            IndexDir::OfUser => Some(IndexStore::of_user()?.folder().to_owned()),
             IndexDir::Nowhere => None,
             IndexDir::At(folder) => Some(folder.clone()),
         }

@@ -14,7 +14,7 @@ use tensorfs::checkpoint as core;
 use tensorfs::error::real_name;
 use tensorfs::format::names::is_weights;
 use tensorfs::format::safetensors::Header;
-use tensorfs::index::Store;
+use tensorfs::index::IndexStore;
 use tensorfs::open_options::OpenOptions;
 use tensorfs::process::{PerProcess, token};
 use tensorfs::source::{MountOrigin, resolve_mount};
@@ -230,7 +230,7 @@ fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core:
 /// file does not matter.
 fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let view = View { files: Files::Original, ..View::default() };
-    let index = Store::of_user().map(|store| store.folder().to_owned());
+    let index = IndexStore::of_user().map(|store| store.folder().to_owned());
     core::Checkpoint::open_with(path, &OpenOptions { view, index, ..options.clone() })
 }
 

@@ -10,7 +10,8 @@ use crate::error::shown_path;
 use crate::format::{OutputFormat, manifest, names};
 use crate::hash::Digest;
 use crate::index::{
-    EXTENSION, FileRecord, Fingerprint, Index, SetRecord, Store, VirtualFileRecord, file_name, now,
+    EXTENSION, FileRecord, Fingerprint, Index, IndexStore, SetRecord, VirtualFileRecord, file_name,
+    now,
 };
 use crate::open_options::Prefer;
 use crate::source::{Identity, Source};
@@ -31,7 +32,7 @@ const HEADERS_MAX: u64 = 512 << 20;
 
 /// The index of one folder: where it is kept, and what stands in the folder now.
 pub(super) struct FolderIndex<'a> {
-    store: Store,
+    store: IndexStore,
     tree: &'a Tree,
     folder: &'a Folder,
     /// When it was begun, in seconds since 1970: what changes from then on is not known.
@@ -81,7 +82,7 @@ impl Tree {
 impl<'a> FolderIndex<'a> {
     /// That of `folder`; None where none is to be kept.
     pub(super) fn of(tree: &'a Tree, folder: &'a Folder) -> Option<FolderIndex<'a>> {
-        let store = Store::new(tree.options.index.clone()?);
+        let store = IndexStore::new(tree.options.index.clone()?);
         Some(FolderIndex { store, tree, folder, started: now() })
     }
 

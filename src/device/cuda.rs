@@ -18,7 +18,7 @@ use cudarc::driver::sys;
 pub use pinned::Pinning;
 pub(super) use pinned::{Pinned, Slice};
 pub use stream::ForeignStream;
-pub(crate) use stream::{Kernels, Rows, Sending, Sent, Stream};
+pub(crate) use stream::{CudaStream, Kernels, PitchedRows, Sending, SentCopies};
 
 use super::failed;
 use crate::error::{DriverCall, Result};
@@ -368,8 +368,8 @@ impl DeviceMemory {
     ///
     /// # Errors
     /// The refusals of the driver.
-    pub fn read(&self, at: u64, to: &mut [u8]) -> Result<()> {
-        let from = self.part(at, to.len() as u64);
+    pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        let from = self.part(offset, to.len() as u64);
         let context = &self.gpu.0;
         let _entered = context.enter()?;
         // SAFETY: both ends have as many bytes, and it is over when the call returns.
@@ -377,9 +377,9 @@ impl DeviceMemory {
     }
 
     /// Address of `len` bytes from `at` on.
-    fn part(&self, at: u64, len: u64) -> u64 {
-        assert!(at <= self.len && len <= self.len - at, "bytes of the device's memory");
-        self.address + at
+    fn part(&self, offset: u64, len: u64) -> u64 {
+        assert!(offset <= self.len && len <= self.len - offset, "bytes of the device's memory");
+        self.address + offset
     }
 }
 

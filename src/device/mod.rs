@@ -11,9 +11,9 @@ mod cufile;
 mod pinned_pool;
 
 #[cfg(feature = "cuda")]
-pub use cuda::{DeviceMemory, ForeignStream, Gpu, Pinning};
+pub(crate) use cuda::{CudaStream, Entered, Kernels, PitchedRows, Sending, SentCopies};
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{Entered, Kernels, Rows, Sending, Sent, Stream};
+pub use cuda::{DeviceMemory, ForeignStream, Gpu, Pinning};
 #[cfg(feature = "cuda")]
 pub(crate) use cufile::{CuFile, Destination, FileHandle, Registered};
 #[cfg(feature = "cuda")]

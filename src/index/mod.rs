@@ -22,7 +22,7 @@ use crate::hash::Digest;
 use columns::Columns;
 use frame::{FileKind, List};
 pub(crate) use store::file_name;
-pub use store::{STORE_VARIABLE, Store};
+pub use store::{IndexStore, STORE_VARIABLE};
 pub use sums::{
     BlockBoundaries, CHUNK_LEN, ChecksumChunk, ChunkHasher, SUMS_EXTENSION, ShardSums, Sums,
 };

@@ -46,35 +46,35 @@ pub const STORE_VARIABLE: &str = "TENSORFS_INDEX_DIR";
 
 /// A folder of indexes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Store {
+pub struct IndexStore {
     folder: PathBuf,
 }
 
-impl Store {
+impl IndexStore {
     /// The store in `folder`, which is made when something is written.
-    pub fn new(folder: PathBuf) -> Store {
-        Store { folder }
+    pub fn new(folder: PathBuf) -> IndexStore {
+        IndexStore { folder }
     }
 
     /// The store of this user: `$TENSORFS_INDEX_DIR`, `$XDG_CACHE_HOME/tensorfs`,
     /// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. None where there is no such place,
     /// or the variable says `none`.
-    pub fn of_user() -> Option<Store> {
+    pub fn of_user() -> Option<IndexStore> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if let Some(folder) = variable(STORE_VARIABLE) {
             let folder = (folder != "none").then_some(folder)?;
             // A daemon leaves the working directory.
-            return std::path::absolute(folder).ok().map(Store::new);
+            return std::path::absolute(folder).ok().map(IndexStore::new);
         }
         // The XDG specification: what is not absolute is to be ignored.
         let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
         if let Some(cache) = absolute("XDG_CACHE_HOME") {
-            return Some(Store::new(cache.join("tensorfs")));
+            return Some(IndexStore::new(cache.join("tensorfs")));
         }
         if nix::unistd::geteuid().is_root() {
-            return Some(Store::new("/var/cache/tensorfs".into()));
+            return Some(IndexStore::new("/var/cache/tensorfs".into()));
         }
-        absolute("HOME").map(|home| Store::new(home.join(".cache/tensorfs")))
+        absolute("HOME").map(|home| IndexStore::new(home.join(".cache/tensorfs")))
     }
 
     /// The folder.
@@ -276,9 +276,9 @@ mod tests {
 
     const NAME: &str = "0123456789abcdef0123456789abcdef.index";
 
-    fn store() -> (tempfile::TempDir, Store) {
+    fn store() -> (tempfile::TempDir, IndexStore) {
         let folder = tempfile::tempdir().unwrap();
-        let store = Store::new(folder.path().join("a/b"));
+        let store = IndexStore::new(folder.path().join("a/b"));
         (folder, store)
     }
 
@@ -286,7 +286,7 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
-    fn names(store: &Store) -> Vec<String> {
+    fn names(store: &IndexStore) -> Vec<String> {
         let entries = std::fs::read_dir(store.folder()).unwrap();
         let mut names: Vec<String> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

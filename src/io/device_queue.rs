@@ -34,7 +34,7 @@ const ANSWERING: (usize, usize) = (2, 8);
 
 /// Sets up a ring on the calling thread and carries out the reads of a queue there, until it is
 /// closed. Fails where there is no ring, or none any more.
-pub(super) type Driver = fn(&Arc<DeviceQueue>) -> io::Result<()>;
+pub(super) type RingDriver = fn(&Arc<DeviceQueue>) -> io::Result<()>;
 
 /// Wakes the thread that waits in a ring.
 pub(super) struct Waker(EventFd);
@@ -67,7 +67,7 @@ pub(super) struct DeviceQueue {
     pub(super) counters: Arc<Counters>,
     deadlines: Deadlines,
     /// Carries out reads in a ring, on the thread that calls it.
-    driver: Driver,
+    driver: RingDriver,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
     /// Most threads that give answers.
@@ -141,7 +141,7 @@ impl DeviceQueue {
         settings: Settings,
         counters: Arc<Counters>,
         deadlines: Deadlines,
-        driver: Driver,
+        driver: RingDriver,
     ) -> DeviceQueue {
         let Source::Local(local) = source;
         let mut state = State::default();

@@ -105,12 +105,13 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     }
     let mut found = vec![0_u8; usize::try_from(pages.end - pages.start).ok()?];
     let len = found.len() * usize::try_from(page_len()).ok()?;
-    let at = libc::off_t::try_from(pages.start * page_len()).ok()?;
+    let file_offset = libc::off_t::try_from(pages.start * page_len()).ok()?;
     let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED);
     // SAFETY: a new mapping of a file that no reference is made to; `found` has a byte for each
     // of its pages; the mapping is removed as it was made.
     let rc = unsafe {
-        let start = libc::mmap(std::ptr::null_mut(), len, protection, flags, file.as_raw_fd(), at);
+        let start =
+            libc::mmap(std::ptr::null_mut(), len, protection, flags, file.as_raw_fd(), file_offset);
         if start == libc::MAP_FAILED {
             return None;
         }
@@ -127,11 +128,13 @@ pub(super) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
     while done < target.len() {
         let rest = &mut target[done..];
         let io = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
-        let Ok(at) = libc::off_t::try_from(offset + done as u64) else {
+        let Ok(file_offset) = libc::off_t::try_from(offset + done as u64) else {
             return false;
         };
         // SAFETY: `io` describes `rest`, which is borrowed for as long as the call lasts.
-        let n = unsafe { libc::preadv2(file.as_raw_fd(), &raw const io, 1, at, libc::RWF_NOWAIT) };
+        let n = unsafe {
+            libc::preadv2(file.as_raw_fd(), &raw const io, 1, file_offset, libc::RWF_NOWAIT)
+        };
         match usize::try_from(n) {
             Ok(n) if n > 0 => done += n,
             _ => return false,

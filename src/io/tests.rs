@@ -145,9 +145,9 @@ fn every_backend_reads_the_very_bytes_of_any_range() {
 #[test]
 fn the_last_bytes_of_a_file_come_past_the_page_cache_too() {
     for folder in folders() {
-        for (at, len) in [1, 511, 512, 4095, 4096, 4097, 70_001].into_iter().enumerate() {
+        for (number, len) in [1, 511, 512, 4095, 4096, 4097, 70_001].into_iter().enumerate() {
             let contents = bytes(len, 3);
-            let (path, source) = file(&folder, &at.to_string(), &contents);
+            let (path, source) = file(&folder, &number.to_string(), &contents);
             make_cold(&path);
             for backend in BACKENDS {
                 let (engine, _) = engine(backend, DirectIo::Always);
@@ -360,8 +360,8 @@ fn an_error_of_the_disk_keeps_its_number_and_file_and_o_direct_is_not_insisted_o
     assert_eq!(counters.source_errors.get(), 1);
 
     static BYTES: [u8; 5] = *b"right";
-    let at = BYTES.as_ptr() as u64;
-    assert_eq!(*get(&engine, &source, at..at + 5).unwrap(), BYTES);
+    let address = BYTES.as_ptr() as u64;
+    assert_eq!(*get(&engine, &source, address..address + 5).unwrap(), BYTES);
     let lane = &engine.describe()["lanes"][0];
     assert_eq!((lane["backend"].as_str(), lane["local"].as_bool()), (Some("pread"), Some(false)));
     assert_eq!(lane["direct_refused"], true);
@@ -420,8 +420,8 @@ fn queue_of(
     let sources: Vec<_> = (0..n).map(|n| file(&folder, &n.to_string(), b"x").1).collect();
     let answers = Arc::new(AtomicUsize::new(0));
     for source in &sources {
-        for at in 0..each {
-            let (mut fetch, _) = fetch(source, at..at + 1, Priority::Prefetch, &budget);
+        for offset in 0..each {
+            let (mut fetch, _) = fetch(source, offset..offset + 1, Priority::Prefetch, &budget);
             let answers = answers.clone();
             fetch.done = Box::new(move |_| {
                 answers.fetch_add(1, Ordering::SeqCst);
@@ -490,15 +490,15 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
 fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent() {
     let (mut queue, _sources, _budget, _folder, _) = queue_of(1, 3);
     let start = Instant::now() + Duration::from_secs(1);
-    let (at, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
-    let job = queue.pick(at(40)).unwrap();
-    queue.promote(2, at(55));
+    let (after, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
+    let job = queue.pick(after(40)).unwrap();
+    queue.promote(2, after(55));
     // The first was sent and the last asked for; nobody did anything for the one between.
     let mut expired = |now| -> Vec<u64> {
         let failed = queue.expire(now, timeout);
         failed.into_iter().map(|failed| failed.offset).collect()
     };
-    let ends = [61, 99, 100, 114, 115].map(|n| expired(at(n)));
+    let ends = [61, 99, 100, 114, 115].map(|n| expired(after(n)));
     assert_eq!(ends, [vec![1], vec![], vec![0], vec![], vec![2]]);
     assert!(queue.finish(job.id).is_none(), "answered twice");
 }
@@ -507,15 +507,15 @@ fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent(
 fn the_time_of_what_a_reader_waits_for_includes_the_queue_whoever_joins_it() {
     let (mut queue, sources, budget, _folder, _) = queue_of(1, 0);
     let start = Instant::now();
-    let (at, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
+    let (after, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
     for offset in 0..2 {
         queue.push(fetch(&sources[0], offset..offset + 1, Priority::Demand, &budget).0, start);
     }
-    assert_eq!(queue.pick(at(50)).map(|job| job.id), Some(0));
-    queue.promote(1, at(50));
+    assert_eq!(queue.pick(after(50)).map(|job| job.id), Some(0));
+    queue.promote(1, after(50));
     assert_eq!(queue.oldest(), Some(start));
-    assert!(queue.expire(at(59), timeout).is_empty());
-    assert_eq!(queue.expire(at(60), timeout).len(), 2);
+    assert!(queue.expire(after(59), timeout).is_empty());
+    assert_eq!(queue.expire(after(60), timeout).len(), 2);
 }
 
 #[test]

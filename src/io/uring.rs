@@ -90,8 +90,8 @@ impl UringDriver {
     }
 
     /// Sends the next read of a slot.
-    fn send(&mut self, at: usize) -> io::Result<()> {
-        let Some(slot) = &mut self.slots[at] else {
+    fn send(&mut self, index: usize) -> io::Result<()> {
+        let Some(slot) = &mut self.slots[index] else {
             return Ok(());
         };
         let on_worker = slot.on_worker;
@@ -100,7 +100,7 @@ impl UringDriver {
         let entry = opcode::Read::new(types::Fd(file.as_raw_fd()), target.as_mut_ptr(), len)
             .offset(offset)
             .build()
-            .user_data(at as u64);
+            .user_data(index as u64);
         let flags = if on_worker { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         self.push(&entry.flags(flags))?;
         self.sent += 1;
@@ -195,12 +195,12 @@ fn serve(queue: &Arc<DeviceQueue>, ring: &mut UringDriver) -> io::Result<()> {
         ring.submit_and_wait()?;
         queue.ring_is_awake();
         back.extend(ring.uring.completion().map(|entry| (entry.user_data(), entry.result())));
-        for (at, result) in back.drain(..) {
-            if at == WAKE {
+        for (mark, result) in back.drain(..) {
+            if mark == WAKE {
                 ring.waker.clear();
                 ring.poll()?;
             } else {
-                came_back(queue, ring, at as usize, result)?;
+                came_back(queue, ring, mark as usize, result)?;
             }
         }
     }
@@ -209,19 +209,19 @@ fn serve(queue: &Arc<DeviceQueue>, ring: &mut UringDriver) -> io::Result<()> {
 /// Begins a job and sends its first read.
 fn take(queue: &Arc<DeviceQueue>, ring: &mut UringDriver, job: ReadJob) -> io::Result<()> {
     let id = job.id;
-    let at = ring.free.pop().expect("the queue gives out no more than there are slots");
+    let index = ring.free.pop().expect("the queue gives out no more than there are slots");
     match guarded(|| Transfer::begin(job, queue.settings.direct)) {
         Ok(transfer) if transfer.is_direct() => {
-            ring.slots[at] = Some(UringSlot { id, transfer, on_worker: false });
-            ring.send(at)
+            ring.slots[index] = Some(UringSlot { id, transfer, on_worker: false });
+            ring.send(index)
         }
         Ok(transfer) => {
-            ring.free.push(at);
+            ring.free.push(index);
             queue.hand_over(id, transfer);
             Ok(())
         }
         Err(e) => {
-            ring.free.push(at);
+            ring.free.push(index);
             queue.finish(id, Err(e));
             Ok(())
         }
@@ -232,11 +232,11 @@ fn take(queue: &Arc<DeviceQueue>, ring: &mut UringDriver, job: ReadJob) -> io::R
 fn came_back(
     queue: &Arc<DeviceQueue>,
     ring: &mut UringDriver,
-    at: usize,
+    index: usize,
     result: i32,
 ) -> io::Result<()> {
     ring.sent -= 1;
-    let Some(slot) = ring.slots.get_mut(at).and_then(Option::as_mut) else {
+    let Some(slot) = ring.slots.get_mut(index).and_then(Option::as_mut) else {
         return Err(io::Error::other("a completion of no read"));
     };
     let result = match usize::try_from(result) {
@@ -248,10 +248,10 @@ fn came_back(
     queue.count_read(&slot.transfer, &result);
     let next = slot.transfer.advance(result);
     if matches!(next, Next::Read) && slot.transfer.is_direct() {
-        return ring.send(at);
+        return ring.send(index);
     }
-    if let Some(UringSlot { id, transfer, .. }) = ring.slots[at].take() {
-        ring.free.push(at);
+    if let Some(UringSlot { id, transfer, .. }) = ring.slots[index].take() {
+        ring.free.push(index);
         match next {
             Next::Read => queue.hand_over(id, transfer),
             Next::End(result) => queue.over(id, transfer, result),

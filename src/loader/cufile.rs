@@ -16,7 +16,7 @@ use super::run::{ASK, Times};
 use super::{Event, Loader, Progress, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
-use crate::device::{CuFile, Destination, DeviceRegion, FileHandle, Gpu, Registered, Stream};
+use crate::device::{CuFile, CudaStream, Destination, DeviceRegion, FileHandle, Gpu, Registered};
 use crate::error::{Error, Result, shown_path};
 use crate::io::DirectIo;
 use crate::plan::{Chunk, Move, Plan, Target};
@@ -67,7 +67,7 @@ pub(super) struct Beginning<'a> {
     /// The regions, where there are some.
     pub(super) given: Option<&'a [DeviceRegion]>,
     /// Waits for what others do in them.
-    pub(super) stream: &'a Stream,
+    pub(super) stream: &'a CudaStream,
     pub(super) started: Instant,
 }
 

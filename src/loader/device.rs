@@ -19,8 +19,8 @@ use super::{DeviceStats, Event, Loader, Progress, Report, Stats};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
 use crate::device::{
-    DeviceMemory, DeviceRegion, Entered, ForeignStream, Gpu, Kernels, PinnedPool, Rows, Sending,
-    Sent, Stream,
+    CudaStream, DeviceMemory, DeviceRegion, Entered, ForeignStream, Gpu, Kernels, PinnedPool,
+    PitchedRows, Sending, SentCopies,
 };
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -375,7 +375,7 @@ impl Landing for PinnedLanding<'_, '_> {
 
 /// A stream, and memory on the GPU for elements that are cast in it.
 struct Line {
-    stream: Arc<Stream>,
+    stream: Arc<CudaStream>,
     /// Elements before; behind them those of several runs after.
     scratch: Option<(Arc<DeviceMemory>, Arc<Kernels>)>,
 }
@@ -389,7 +389,7 @@ impl Line {
         let room = room.max();
         let kernels = room.map(|_| kept.kernels(gpu)).transpose()?;
         let line = |_| {
-            let stream = Stream::new(gpu)?;
+            let stream = CudaStream::new(gpu)?;
             if let Some(after) = after {
                 stream.wait_for(after)?;
             }
@@ -422,7 +422,7 @@ struct UnderWay {
     began: Instant,
     came: Instant,
     started: Instant,
-    sent: Sent,
+    sent: SentCopies,
 }
 
 impl<'a> Copies<'a> {
@@ -498,7 +498,7 @@ impl<'a> Copies<'a> {
         line: &Line,
         chunk: usize,
         filled: ReadBuffer,
-    ) -> Result<Sent> {
+    ) -> Result<SentCopies> {
         let len = filled.len() as u64;
         let mut sending = line.stream.send(filled);
         match &self.plan.chunks[chunk].target {
@@ -548,7 +548,7 @@ impl<'a> Copies<'a> {
             let (from, to) = place(k);
             let left = one.first + one.runs - k;
             let count = inner.map_or(1, |inner| (inner.count - k % inner.count).min(left));
-            let rows = Rows {
+            let rows = PitchedRows {
                 from: one.from + (from - from0),
                 from_pitch: inner.map_or(one.run_len, |inner| inner.from),
                 to: region.at + one.at + (to - to0),
@@ -579,7 +579,7 @@ fn cast_rows(
     scratch: &Arc<DeviceMemory>,
     kernels: &Arc<Kernels>,
     cast: Cast,
-    rows: Rows,
+    rows: PitchedRows,
     to: &Arc<DeviceMemory>,
 ) -> Result<()> {
     let (len, width) = (rows.count * rows.width, cast.len_after(rows.width));
@@ -589,7 +589,7 @@ fn cast_rows(
         return sending.cast(kernels, cast, (scratch, 0), (to, rows.to), elements);
     }
     let after = len.next_multiple_of(ALIGN);
-    sending.copy_rows(Rows { to: 0, to_pitch: rows.width, ..rows }, scratch)?;
+    sending.copy_rows(PitchedRows { to: 0, to_pitch: rows.width, ..rows }, scratch)?;
     sending.cast(kernels, cast, (scratch, 0), (scratch, after), elements)?;
-    sending.spread(scratch, Rows { from: after, from_pitch: width, width, ..rows }, to)
+    sending.spread(scratch, PitchedRows { from: after, from_pitch: width, width, ..rows }, to)
 }

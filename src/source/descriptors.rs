@@ -342,9 +342,9 @@ fn make_room(newest: &Arc<ReopenableFile>) {
         }
         open.tidy();
         while open.len() > open_max()
-            && let Some(at) = open.direct.iter().position(|other| !is(other, newest))
+            && let Some(index) = open.direct.iter().position(|other| !is(other, newest))
         {
-            let evicted = open.direct.remove(at).and_then(|file| file.upgrade());
+            let evicted = open.direct.remove(index).and_then(|file| file.upgrade());
             if let Some(evicted) = evicted {
                 evicted.close_direct();
             }

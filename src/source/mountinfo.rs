@@ -123,8 +123,8 @@ fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
     let options = line.rsplit(|&byte| byte == b' ').next().unwrap_or_default();
     let mut layers = Vec::new();
     for option in options.split(|&byte| byte == b',') {
-        let Some(at) = option.iter().position(|&byte| byte == b'=') else { continue };
-        let (key, value) = (&option[..at], unescape(&option[at + 1..]).into_vec());
+        let Some(end) = option.iter().position(|&byte| byte == b'=') else { continue };
+        let (key, value) = (&option[..end], unescape(&option[end + 1..]).into_vec());
         match key {
             b"lowerdir" => layers.extend(split_layers(&value)),
             b"upperdir" | b"lowerdir+" | b"datadir+" => layers.push(value),

@@ -64,16 +64,16 @@ fn folder_at(path: &Path) -> io::Result<OwnedFd> {
     if components.next() != Some(Component::RootDir) {
         return Err(leads_elsewhere());
     }
-    let mut at = open("/", folder, Mode::empty())?;
+    let mut reached = open("/", folder, Mode::empty())?;
     for component in components {
         let Component::Normal(name) = component else { return Err(leads_elsewhere()) };
-        at = match openat(&at, name, folder, Mode::empty()) {
+        reached = match openat(&reached, name, folder, Mode::empty()) {
             // With `O_PATH` a link is opened as such, and is no folder.
             Err(Errno::ENOTDIR | Errno::ELOOP) => return Err(leads_elsewhere()),
             other => other?,
         };
     }
-    Ok(at)
+    Ok(reached)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::checkpoint::{Checkpoint, fingerprint};
 use crate::error::{ErrorKind, Fault, Result, shown_path};
 use crate::hash::Digest;
-use crate::index::{Fingerprint, SUMS_EXTENSION, ShardSums, Store, Sums, file_name};
+use crate::index::{Fingerprint, IndexStore, SUMS_EXTENSION, ShardSums, Sums, file_name};
 use crate::io::{Read, read_all};
 
 use super::mismatch::Mismatch;
@@ -20,7 +20,7 @@ const PARTS_MAX: usize = 16 << 20;
 /// The checksums of a folder that were recorded before.
 #[derive(Clone, Debug)]
 pub struct Recorded {
-    store: Option<Store>,
+    store: Option<IndexStore>,
     folder: PathBuf,
     sums: Sums,
     /// What speaks against the file that is there.
@@ -30,7 +30,7 @@ pub struct Recorded {
 impl Recorded {
     /// Those of `folder` in the store at `store`; none where there is no store.
     pub fn load(store: Option<&Path>, folder: &Path) -> Recorded {
-        let store = store.map(|folder| Store::new(folder.to_owned()));
+        let store = store.map(|folder| IndexStore::new(folder.to_owned()));
         let mut recorded =
             Recorded { store, folder: folder.to_owned(), sums: Sums::default(), doubt: None };
         if let Some(store) = &recorded.store {
@@ -47,7 +47,7 @@ impl Recorded {
 
     /// The folder that they are kept in.
     pub fn store(&self) -> Option<&Path> {
-        self.store.as_ref().map(Store::folder)
+        self.store.as_ref().map(IndexStore::folder)
     }
 
     /// Those of the shard called `name`.

@@ -44,51 +44,51 @@ impl ForeignStream {
 }
 
 /// Work for a GPU that is done in order.
-pub(crate) struct Stream {
+pub(crate) struct CudaStream {
     gpu: Gpu,
     raw: sys::CUstream,
     /// Events that nothing waits for.
-    events: Mutex<Vec<Event>>,
+    events: Mutex<Vec<CudaEvent>>,
 }
 
 // SAFETY: a stream may be used by any thread, and by several at once.
-unsafe impl Send for Stream {}
+unsafe impl Send for CudaStream {}
 // SAFETY: the driver lets any thread use the handle.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for CudaStream {}
 
 /// An event of the driver.
-struct Event {
+struct CudaEvent {
     gpu: Gpu,
     raw: sys::CUevent,
 }
 
 // SAFETY: an event may be used by any thread.
-unsafe impl Send for Event {}
+unsafe impl Send for CudaEvent {}
 
-impl Event {
-    fn new(gpu: &Gpu) -> Result<Event> {
+impl CudaEvent {
+    fn new(gpu: &Gpu) -> Result<CudaEvent> {
         let mut raw = null_mut();
         // SAFETY: the pointer is written to.
         unsafe { call!(gpu.0, cuEventCreate(&mut raw, BLOCKING_EVENT)) }?;
-        Ok(Event { gpu: gpu.clone(), raw })
+        Ok(CudaEvent { gpu: gpu.clone(), raw })
     }
 }
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         // SAFETY: made by `new`, and used by nobody any more.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuEventDestroy_v2(self.raw)) });
     }
 }
 
-impl Stream {
+impl CudaStream {
     /// A stream that no other waits for.
-    pub(crate) fn new(gpu: &Gpu) -> Result<Arc<Stream>> {
+    pub(crate) fn new(gpu: &Gpu) -> Result<Arc<CudaStream>> {
         let _entered = gpu.0.enter()?;
         let mut raw = null_mut();
         // SAFETY: the pointer is written to.
         unsafe { call!(gpu.0, cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
-        Ok(Arc::new(Stream { gpu: gpu.clone(), raw, events: Mutex::default() }))
+        Ok(Arc::new(CudaStream { gpu: gpu.clone(), raw, events: Mutex::default() }))
     }
 
     /// Binds its context to this thread as long as the result lives.
@@ -100,7 +100,7 @@ impl Stream {
     pub(crate) fn wait_for(&self, other: ForeignStream) -> Result<()> {
         let context = &self.gpu.0;
         let _entered = context.enter()?;
-        let event = Event::new(&self.gpu)?;
+        let event = CudaEvent::new(&self.gpu)?;
         // SAFETY: both streams live. That the event soon does not is no matter to the driver.
         unsafe {
             call!(context, cuEventRecord(event.raw, other.0 as sys::CUstream))?;
@@ -124,13 +124,13 @@ impl Stream {
             .or_else(|_| unsafe { call!(context, cuCtxSynchronize()) })
     }
 
-    fn event(&self) -> Result<Event> {
+    fn event(&self) -> Result<CudaEvent> {
         let kept = self.events.lock().pop();
-        kept.map_or_else(|| Event::new(&self.gpu), Ok)
+        kept.map_or_else(|| CudaEvent::new(&self.gpu), Ok)
     }
 }
 
-impl Drop for Stream {
+impl Drop for CudaStream {
     fn drop(&mut self) {
         if let Err(e) = self.drain() {
             tracing::warn!("{e}");
@@ -140,15 +140,15 @@ impl Drop for Stream {
     }
 }
 
-impl fmt::Debug for Stream {
+impl fmt::Debug for CudaStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stream of {:?}", self.gpu)
+        write!(f, "CudaStream of {:?}", self.gpu)
     }
 }
 
 /// Rows of bytes at equal distances.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
+pub(crate) struct PitchedRows {
     /// First byte of the first, in the source, and its distance to the second.
     pub(crate) from: u64,
     pub(crate) from_pitch: u64,
@@ -160,7 +160,7 @@ pub(crate) struct Rows {
     pub(crate) count: u64,
 }
 
-impl Rows {
+impl PitchedRows {
     /// Bytes from the first to the end of the last, in the source and where they go.
     fn spans(&self) -> (u64, u64) {
         let steps = self.count - 1;
@@ -177,7 +177,7 @@ struct Used {
 
 /// Copies out of the bytes of one read, which are being given to a stream.
 pub(crate) struct Sending {
-    stream: Arc<Stream>,
+    stream: Arc<CudaStream>,
     /// None once the copies are over.
     used: Option<Used>,
 }
@@ -207,7 +207,7 @@ impl Sending {
     }
 
     /// Copies rows of the source to `to`.
-    pub(crate) fn copy_rows(&mut self, rows: Rows, to: &Arc<DeviceMemory>) -> Result<()> {
+    pub(crate) fn copy_rows(&mut self, rows: PitchedRows, to: &Arc<DeviceMemory>) -> Result<()> {
         let end = rows.from + rows.spans().0;
         let rows_of = &self.used().source[rows.from as usize..end as usize];
         let start = rows_of.as_ptr().addr() as u64;
@@ -218,7 +218,7 @@ impl Sending {
     pub(crate) fn spread(
         &mut self,
         from: &Arc<DeviceMemory>,
-        rows: Rows,
+        rows: PitchedRows,
         to: &Arc<DeviceMemory>,
     ) -> Result<()> {
         let start = from.part(rows.from, rows.spans().0);
@@ -230,7 +230,7 @@ impl Sending {
         &mut self,
         kind: sys::CUmemorytype,
         start: u64,
-        rows: Rows,
+        rows: PitchedRows,
         to: &Arc<DeviceMemory>,
     ) -> Result<()> {
         let target = to.part(rows.to, rows.spans().1);
@@ -238,7 +238,7 @@ impl Sending {
         if rows.count > 1 && rows.from_pitch.max(rows.to_pitch) > PITCH_MAX {
             for k in 0..rows.count {
                 let (from, to) = (start + k * rows.from_pitch, target + k * rows.to_pitch);
-                self.pitched(kind, from, to, Rows { count: 1, ..rows })?;
+                self.pitched(kind, from, to, PitchedRows { count: 1, ..rows })?;
             }
             return Ok(());
         }
@@ -246,7 +246,13 @@ impl Sending {
     }
 
     /// Both addresses have the bytes of `rows`, and are kept.
-    fn pitched(&mut self, kind: sys::CUmemorytype, from: u64, to: u64, rows: Rows) -> Result<()> {
+    fn pitched(
+        &mut self,
+        kind: sys::CUmemorytype,
+        from: u64,
+        to: u64,
+        rows: PitchedRows,
+    ) -> Result<()> {
         let pitch = |pitch: u64| if rows.count > 1 { pitch } else { rows.width } as usize;
         let on_host = kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST;
         let copy = sys::CUDA_MEMCPY2D_st {
@@ -321,14 +327,14 @@ impl Sending {
     }
 
     /// All copies are given: what is left is to wait for them.
-    pub(crate) fn commit(self) -> Result<Sent> {
+    pub(crate) fn commit(self) -> Result<SentCopies> {
         let context = &self.stream.gpu.0;
         let entered = context.enter()?;
         let event = self.stream.event()?;
         // SAFETY: both live.
         unsafe { call!(context, cuEventRecord(event.raw, self.stream.raw)) }?;
         drop(entered);
-        Ok(Sent { sending: self, event })
+        Ok(SentCopies { sending: self, event })
     }
 }
 
@@ -344,17 +350,17 @@ impl Drop for Sending {
 }
 
 /// Copies that a stream has been given.
-pub(crate) struct Sent {
+pub(crate) struct SentCopies {
     sending: Sending,
     /// Reached when they are over.
-    event: Event,
+    event: CudaEvent,
 }
 
-impl Sent {
+impl SentCopies {
     /// Waits until they are over. The memory that they came from is free then, also where it
     /// fails.
     pub(crate) fn wait(self) -> Result<()> {
-        let Sent { mut sending, event } = self;
+        let SentCopies { mut sending, event } = self;
         {
             let context = &sending.stream.gpu.0;
             let _entered = context.enter()?;

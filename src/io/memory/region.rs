@@ -47,19 +47,19 @@ impl Region {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new private mapping; no memory in use is touched.
-        let at = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };
-        if at == libc::MAP_FAILED {
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let at = NonNull::new(at.cast::<u8>()).ok_or_else(no_memory)?;
-        let skip = if huge { at.as_ptr().align_offset(HUGE) } else { 0 };
+        let base = NonNull::new(base.cast::<u8>()).ok_or_else(no_memory)?;
+        let skip = if huge { base.as_ptr().align_offset(HUGE) } else { 0 };
         // SAFETY: `skip` is less than HUGE, by which the mapping is longer than `len`.
-        let start = unsafe { at.add(skip) };
+        let start = unsafe { base.add(skip) };
         if huge {
             // SAFETY: the range lies in the mapping just made. It is slower without.
             unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         }
-        Ok(Arc::new(Region { home: RegionOwner::Mapping(at, mapped), start, len }))
+        Ok(Arc::new(Region { home: RegionOwner::Mapping(base, mapped), start, len }))
     }
 
     /// `len` bytes of somebody else from `start` on, which is on a page. `keep` is dropped once
@@ -112,8 +112,8 @@ impl Region {
         let start = range.start / ALIGN as usize * ALIGN as usize;
         // SAFETY: the pages lie in the region, and their bytes stay what they are.
         let done = unsafe {
-            let at = self.start.as_ptr().add(start).cast();
-            libc::madvise(at, range.end - start, libc::MADV_POPULATE_WRITE)
+            let page = self.start.as_ptr().add(start).cast();
+            libc::madvise(page, range.end - start, libc::MADV_POPULATE_WRITE)
         };
         done == 0
     }
@@ -154,15 +154,15 @@ impl Region {
         }
     }
 
-    /// Its bytes `at..at + len`.
+    /// Its bytes `offset..offset + len`.
     ///
     /// # Safety
     /// Nobody else reads these bytes or writes to them as long as this is in use.
     #[expect(clippy::mut_from_ref, reason = "the caller alone uses these bytes")]
-    pub(crate) unsafe fn bytes(&self, at: usize, len: usize) -> &mut [u8] {
-        assert!(at <= self.len && len <= self.len - at, "bytes of the region");
+    pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> &mut [u8] {
+        assert!(offset <= self.len && len <= self.len - offset, "bytes of the region");
         // SAFETY: they lie in the region, are initialised, and nobody else uses them now.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at), len) }
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
     }
 
     /// A region of `new` as memory that does not change any more, if no read can still write to
@@ -178,9 +178,9 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if let RegionOwner::Mapping(at, len) = self.home {
+        if let RegionOwner::Mapping(base, len) = self.home {
             // SAFETY: the mapping made by `new`, which nobody refers to any more.
-            unsafe { libc::munmap(at.as_ptr().cast(), len) };
+            unsafe { libc::munmap(base.as_ptr().cast(), len) };
         }
     }
 }
@@ -225,8 +225,8 @@ mod tests {
     #[test]
     fn pages_are_huge_or_small_as_advised_where_there_are_whole_huge_ones() {
         let region = Region::new(8 << 20).unwrap();
-        let flags_at = |at: usize| {
-            let address = region.start().as_ptr().addr() + at;
+        let flags_at = |offset: usize| {
+            let address = region.start().as_ptr().addr() + offset;
             let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
             let mut here = false;
             maps.lines().find_map(|line| {
@@ -238,8 +238,8 @@ mod tests {
                 line.strip_prefix("VmFlags:").filter(|_| here).map(str::to_owned)
             })
         };
-        let is_huge = |at| {
-            let flags = flags_at(at).unwrap();
+        let is_huge = |offset| {
+            let flags = flags_at(offset).unwrap();
             let has = |flag| flags.split(' ').any(|one| one == flag);
             (has("hg"), has("nh"))
         };

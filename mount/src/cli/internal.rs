@@ -17,13 +17,13 @@ use crate::daemon::{background, session, stalled};
 pub(crate) const WORD: &str = "internal";
 
 #[derive(Debug, Parser)]
-struct Cli {
+struct InternalCli {
     #[command(subcommand)]
-    command: Command,
+    command: InternalCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum InternalCommand {
     /// Serve a mount, and report on standard output once it answers
     Daemon(args::MountArgs),
     /// Look at a path, with a byte on standard output for each answer
@@ -36,20 +36,20 @@ enum Command {
 
 /// Runs the command in `args`, which begin with `WORD`.
 pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    let command = match Cli::try_parse_from(args) {
+    let command = match InternalCli::try_parse_from(args) {
         Ok(cli) => cli.command,
         Err(error) => return super::usage(error),
     };
     match command {
-        Command::Daemon(args) => super::finish(mount::daemon(&args), |message| {
+        InternalCommand::Daemon(args) => super::finish(mount::daemon(&args), |message| {
             let _ = background::report(message);
         }),
-        Command::ProbePath { path } => {
+        InternalCommand::ProbePath { path } => {
             stalled::answer_probe(&path);
             ExitCode::SUCCESS
         }
-        Command::ProbeMount { target } if session::answers(&target) => ExitCode::SUCCESS,
-        Command::ProbeMount { .. } => ExitCode::FAILURE,
-        Command::ProbeDead { target } => status::answer_probe(&target),
+        InternalCommand::ProbeMount { target } if session::answers(&target) => ExitCode::SUCCESS,
+        InternalCommand::ProbeMount { .. } => ExitCode::FAILURE,
+        InternalCommand::ProbeDead { target } => status::answer_probe(&target),
     }
 }

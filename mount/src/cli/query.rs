@@ -12,7 +12,7 @@ use tensorfs::gather::Runs;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use super::sources::{Found, open_source, prove_all, query_options};
+use super::sources::{FoundSet, open_source, prove_all, query_options};
 use crate::log;
 
 /// A tensor and its place in the file that shows it.
@@ -112,7 +112,7 @@ fn look(args: &args::SourceArgs) -> Result<Looked, Failure> {
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };
-    for Found { directory, set } in found {
+    for FoundSet { directory, set } in found {
         let directory = real_name(&directory);
         let shown = set.outcome.and_then(|checkpoint| Shown::new(directory.clone(), checkpoint));
         match shown {

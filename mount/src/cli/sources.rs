@@ -51,13 +51,13 @@ pub(super) fn query_options(args: &args::SourceArgs) -> Result<Options, Failure>
 }
 
 /// A set and the folder that it lies in, below the source.
-pub(super) struct Found {
+pub(super) struct FoundSet {
     pub(super) directory: PathBuf,
     pub(super) set: Set,
 }
 
 /// Proves everything in `tree`. Returns the sets that count and the notes.
-pub(super) fn prove_all(tree: &Tree) -> Result<(Vec<Found>, Vec<String>), Failure> {
+pub(super) fn prove_all(tree: &Tree) -> Result<(Vec<FoundSet>, Vec<String>), Failure> {
     let mut found = Vec::new();
     let mut notes = skipped_notes(tree);
     for head in tree.families() {
@@ -78,7 +78,7 @@ pub(super) fn skipped_notes(tree: &Tree) -> Vec<String> {
 
 /// Proves the family of folders of which `head` is the top. Returns the sets that count and the
 /// notes.
-pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<Found>, Vec<String>) {
+pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<String>) {
     let (mut found, mut notes) = (Vec::new(), Vec::new());
     for (id, proved) in tree.prove(head) {
         let directory = &tree.folder(id).relative;
@@ -87,7 +87,7 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<Found>, Vec<Stri
             if place.is_empty() { note.clone() } else { format!("{place}: {note}") }
         }));
         let sets = proved.sets.into_iter().filter(|set| set.shown_at_parent.is_none());
-        found.extend(sets.map(|set| Found { directory: directory.clone(), set }));
+        found.extend(sets.map(|set| FoundSet { directory: directory.clone(), set }));
     }
     (found, notes)
 }
@@ -102,10 +102,10 @@ pub(super) fn one_checkpoint(
         View { files: Files::Original, format: OutputFormat::default(), ..options.open.view };
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
-    match <[Found; 1]>::try_from(found) {
-        Ok([Found { set, .. }]) => Ok((set.outcome?, notes)),
+    match <[FoundSet; 1]>::try_from(found) {
+        Ok([FoundSet { set, .. }]) => Ok((set.outcome?, notes)),
         Err(found) => {
-            let name = |found: &Found| {
+            let name = |found: &FoundSet| {
                 // A file of the set names it, also where the set is shown under another name.
                 let file = found.set.files.first().unwrap_or(&found.set.name);
                 shown_path(&found.directory.join(file))

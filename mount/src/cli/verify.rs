@@ -17,7 +17,7 @@ use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
 use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text};
-use super::sources::{Found, open_source, prove_family, query_options, skipped_notes};
+use super::sources::{FoundSet, open_source, prove_family, query_options, skipped_notes};
 use crate::log;
 
 pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
@@ -67,7 +67,7 @@ impl VerifyReport {
         &mut self,
         args: &args::VerifyArgs,
         tree: &Tree,
-        Found { directory, set }: Found,
+        FoundSet { directory, set }: FoundSet,
         bar: &ProgressBar,
     ) -> Result<Vec<String>, Failure> {
         let started = Instant::now();
@@ -358,7 +358,7 @@ fn describe_refusal(line: &mut Value, error: &Error) {
 }
 
 /// Bytes that are read to verify these sets.
-fn len_of(found: &[Found]) -> u64 {
+fn len_of(found: &[FoundSet]) -> u64 {
     let checkpoints = found.iter().filter_map(|found| found.set.outcome.as_ref().ok());
     checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum()
 }

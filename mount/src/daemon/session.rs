@@ -29,7 +29,7 @@ use crate::fs::attributes::Common;
 use crate::fs::inodes::Nodes;
 use crate::options::{IndexDir, Options, Passthrough, Verify};
 use crate::serve::assemble::Assembler;
-use crate::serve::change_watcher::Watcher;
+use crate::serve::change_watcher::{Forget, Watcher};
 use crate::serve::kernel;
 use crate::serve::page_cache_store;
 use crate::serve::service::{self, Service};
@@ -323,24 +323,16 @@ fn serve(
     // The kernel enforces who gets in; `All` only means that fuser adds no check of its own.
     let session = Session::from_fd(fs, fd, SessionACL::All, config)?;
     let notifier = session.notifier();
-    let forget = move |ino| {
+    let forget: Forget = Arc::new(move |ino| {
         if let Err(e) = notifier.inval_inode(INodeNo(ino), 0, 0) {
             tracing::warn!("the kernel keeps old pages of a changed file: {e}");
         }
-    };
+    });
     let notifier = session.notifier();
     let store = move |ino, offset, bytes: &[u8]| notifier.store(INodeNo(ino), offset, bytes);
     let (cache, counters) = (service.cache.clone(), service.counters.clone());
-    let of_push = watcher.clone();
-    let look = move |ino| of_push.look_at(ino);
-    store_worker.start(
-        cache,
-        counters,
-        Box::new(store),
-        Box::new(forget.clone()),
-        Box::new(look),
-    )?;
-    watcher.start(Arc::new(forget))?;
+    store_worker.start(cache, counters, Box::new(store), forget.clone(), watcher.clone())?;
+    watcher.start(forget)?;
     std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
 }
 

@@ -25,12 +25,12 @@ const COLUMN: usize = 21;
 const WIDTH: usize = 84;
 
 /// Stores the value of an option; the error says which values there are.
-type Set = fn(&mut Options, &str) -> Result<(), String>;
+type SetValue = fn(&mut Options, &str) -> Result<(), String>;
 
 /// The effect of an option.
 enum Effect {
     /// It takes a value.
-    Value(Set),
+    Value(SetValue),
     /// It takes none.
     Flag(fn(&mut Options)),
 }
@@ -54,7 +54,7 @@ pub(super) struct OptionRow {
 impl OptionRow {
     const fn value(
         name: &'static str,
-        set: Set,
+        set: SetValue,
         help: &'static [(&'static str, &'static str)],
     ) -> OptionRow {
         let effect = Effect::Value(set);

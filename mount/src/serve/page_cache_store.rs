@@ -12,14 +12,10 @@ use tensorfs::cache::verify_on_read::ChecksumGate;
 use tensorfs::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::counters::Counters;
 
+use super::change_watcher::{Forget, Watcher};
+
 /// Puts bytes of an inode, from an offset on, into the kernel's page cache.
 pub(crate) type StoreBytes = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
-
-/// Makes the kernel forget what it has cached of an inode.
-pub(crate) type Forget = Box<dyn Fn(u64) + Send>;
-
-/// Looks whether the sources of an inode have changed, and then makes the kernel forget it.
-pub(crate) type Look = Box<dyn Fn(u64) + Send>;
 
 /// Bytes put into the page cache at a time.
 const STEP: u64 = 1 << 20;
@@ -73,7 +69,7 @@ impl StoreWorker {
         counters: Arc<Counters>,
         store: StoreBytes,
         forget: Forget,
-        look: Look,
+        watcher: Arc<Watcher>,
     ) -> std::io::Result<()> {
         let run = move || {
             while let Ok(task) = self.0.recv() {
@@ -84,7 +80,7 @@ impl StoreWorker {
                 if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
                     forget(task.ino);
                 } else {
-                    look(task.ino);
+                    watcher.look_at(task.ino);
                 }
             }
         };

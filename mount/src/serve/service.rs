@@ -42,12 +42,12 @@ pub(crate) struct Service {
     /// Result of the INIT handshake.
     pub(crate) init: OnceLock<Init>,
     kernel: OnceLock<Value>,
-    files: Mutex<Files>,
+    files: Mutex<FileUses>,
 }
 
 /// Bytes that were read of the files of a mount, by inode number.
 #[derive(Default)]
-struct Files {
+struct FileUses {
     open: BTreeMap<u64, FileUse>,
     /// Closed files that `status` may show. Other closed files are forgotten, because files come
     /// and go for as long as a mount lasts.
@@ -71,7 +71,7 @@ impl FileUse {
     }
 }
 
-impl Files {
+impl FileUses {
     fn opened(&mut self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
         let closed = &mut self.closed;
         let used = self.open.entry(ino).or_insert_with(|| closed.remove(&ino).unwrap_or_default());
@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn of_files_that_nobody_has_open_only_those_read_most_are_kept() {
-        let mut files = Files::default();
+        let mut files = FileUses::default();
         for ino in 0..1000 {
             files.opened(ino, Path::new("/a"), None);
             files.opened(ino, Path::new("/a"), None);

@@ -181,7 +181,7 @@ const fn f16_to_f32(bits: u16) -> u32 {
     sign | if abs < 0x0080_0000 { tiny } else { large }
 }
 
-/// What the 256 values of an 8-bit type become.
+/// The results for the 256 values of an 8-bit type.
 struct Table {
     f32: [u32; 256],
     f16: [u16; 256],

@@ -13,7 +13,7 @@ use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::{OutputFormat, bintensors, safetensors};
-use crate::gather::{Part, Runs};
+use crate::strided::{RunRange, StridedCopy};
 use crate::view::{FileSpec, TensorOrder};
 
 pub use self::orders::{LayoutOrders, Successors};
@@ -57,7 +57,7 @@ struct PlacedPiece {
     /// range.
     reach: u64,
     /// `None`: all bytes of the tensor in one run.
-    runs: Option<Box<Runs>>,
+    runs: Option<Box<StridedCopy>>,
 }
 
 /// Some bytes of a virtual file and where they come from.
@@ -88,9 +88,9 @@ pub enum Extent<'a> {
         /// The bytes of the shard.
         range: Range<u64>,
         /// How they are spread.
-        runs: &'a Runs,
+        runs: &'a StridedCopy,
         /// Which of them.
-        part: Part,
+        part: RunRange,
     },
 }
 
@@ -256,13 +256,13 @@ impl Layout {
                 visit(Extent::Run { at: bytes.start + wanted.start, shard, range });
                 break;
             };
-            if runs.span().start >= wanted.end {
+            if runs.target_span().start >= wanted.end {
                 break;
             }
-            let Some(part) = runs.part(&wanted) else { continue };
+            let Some(part) = runs.inside(&wanted) else { continue };
             let range = source + part.bytes.start..source + part.bytes.end;
             visit(if part.is_contiguous() {
-                Extent::Run { at: bytes.start + part.at, shard, range }
+                Extent::Run { at: bytes.start + part.target, shard, range }
             } else {
                 Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
             });
@@ -329,14 +329,19 @@ fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault
         let (runs, reach) = if piece.shape == tensor.shape {
             (None, tensor.len)
         } else {
-            let runs = Runs::new(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits())?;
-            let reach = runs.span().end;
+            let runs = StridedCopy::of_piece(
+                tensor.shape,
+                piece.offset,
+                piece.shape,
+                tensor.dtype.bits(),
+            )?;
+            let reach = runs.target_span().end;
             (Some(Box::new(runs)), reach)
         };
         placed.push(PlacedPiece { shard: piece.shard, source: piece.range.start, reach, runs });
     }
     let own = &mut placed[own..];
-    own.sort_by_key(|piece| piece.runs.as_ref().map_or(0, |runs| runs.span().start));
+    own.sort_by_key(|piece| piece.runs.as_ref().map_or(0, |runs| runs.target_span().start));
     let mut furthest = 0;
     for piece in own {
         furthest = piece.reach.max(furthest);

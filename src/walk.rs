@@ -57,14 +57,14 @@ impl Orders {
     pub fn of(catalog: &Catalog) -> Orders {
         let names: Vec<u32> = (0..catalog.len() as u32).collect();
         let mut files = names.clone();
-        files.sort_by_key(|&at| {
-            let piece = catalog.tensor_at(at as usize).first_piece();
+        files.sort_by_key(|&tensor| {
+            let piece = catalog.tensor_at(tensor as usize).first_piece();
             (piece.shard, piece.range.start, piece.range.end)
         });
         let mut orders = Orders::default();
         orders.add(Kind::Files, files);
         if names.len() < NATURAL_MAX {
-            let name = |at: u32| catalog.tensor_at(at as usize).name;
+            let name = |tensor: u32| catalog.tensor_at(tensor as usize).name;
             let mut natural = names.clone();
             natural.sort_by(|&a, &b| by_numbers(name(a), name(b)));
             orders.add(Kind::Natural, natural);
@@ -155,7 +155,7 @@ impl Track {
         if !expected {
             let most = (CURSORS_EACH * readers).min(CURSORS_MAX);
             while self.cursors.len() >= most {
-                let oldest = (0..self.cursors.len()).min_by_key(|&at| self.cursors[at].last);
+                let oldest = (0..self.cursors.len()).min_by_key(|&index| self.cursors[index].last);
                 self.cursors.swap_remove(oldest.unwrap_or(0));
             }
             self.cursors.push(Cursor { rank, passed: VecDeque::new(), last: number });
@@ -166,8 +166,8 @@ impl Track {
     /// Moves the cursor that expects this rank, if one does.
     fn expected(&mut self, rank: u32, reach: u32, number: u64) -> bool {
         for cursor in &mut self.cursors {
-            if let Some(at) = cursor.passed.iter().position(|&passed| passed == rank) {
-                cursor.passed.remove(at);
+            if let Some(index) = cursor.passed.iter().position(|&passed| passed == rank) {
+                cursor.passed.remove(index);
                 cursor.last = number;
                 return true;
             }
@@ -239,8 +239,9 @@ impl Walk {
 
     /// How many sent the last requests.
     fn readers(&self) -> usize {
-        let first = |at: usize| !self.recent.iter().take(at).any(|one| *one == self.recent[at]);
-        (0..self.recent.len()).filter(|&at| first(at)).count()
+        let first =
+            |index: usize| !self.recent.iter().take(index).any(|one| *one == self.recent[index]);
+        (0..self.recent.len()).filter(|&index| first(index)).count()
     }
 
     /// The tensors that follow the one that was asked for last, the next one first. Those that

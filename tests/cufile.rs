@@ -31,7 +31,7 @@ use tensorfs::checkpoint::Checkpoint;
 use tensorfs::device::{ForeignStream, Gpu};
 use tensorfs::io::{DirectIo, Settings};
 use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, Report};
-use tensorfs::plan::{Limits, Plan, TensorRequest};
+use tensorfs::plan::{Plan, PlanLimits, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
@@ -56,7 +56,7 @@ const FUNCTIONS: [&str; 7] = [
 
 /// Loads by cuFile, in small reads.
 fn tune() -> LoaderConfig {
-    let limits = Limits { chunk: 64 << 10, moved: 64 << 10, ..Limits::device() };
+    let limits = PlanLimits { chunk: 64 << 10, moved: 64 << 10, ..PlanLimits::device() };
     LoaderConfig { limits, depth: 3, cufile: Some(MODULE.into()), ..LoaderConfig::device() }
 }
 
@@ -103,7 +103,7 @@ fn device(report: Report) -> DeviceStats {
 #[derive(Clone, Debug)]
 struct Case {
     requests: Vec<RandomRequest>,
-    limits: Limits,
+    limits: PlanLimits,
     /// Whether memory is given, also where a request has no address.
     fill: bool,
     short: u64,
@@ -118,7 +118,7 @@ fn case() -> impl Strategy<Value = Case> {
     let how = (any::<bool>(), short, 0u64..2, fail);
     (requests(), limits(), how).prop_map(|(requests, limits, (fill, short, late, fail))| Case {
         requests,
-        limits: Limits { in_place: false, align: limits.align.max(16), ..limits },
+        limits: PlanLimits { in_place: false, align: limits.align.max(16), ..limits },
         fill,
         short,
         late,

@@ -31,7 +31,7 @@ use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::format::safetensors;
 use tensorfs::io::{Backend, DirectIo, Settings};
 use tensorfs::loader::{DeviceStats, Loader, LoaderConfig};
-use tensorfs::plan::{Limits, Plan, TensorRequest};
+use tensorfs::plan::{Plan, PlanLimits, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
@@ -44,7 +44,7 @@ const PLANS_EACH: u32 = 20;
 #[derive(Clone, Debug)]
 struct Case {
     requests: Vec<RandomRequest>,
-    limits: Limits,
+    limits: PlanLimits,
     seed: u64,
     delay: u64,
     ordinal: u32,
@@ -56,7 +56,7 @@ fn case() -> impl Strategy<Value = Case> {
     let how = (any::<u64>(), 0u64..100, 0u32..2, any::<bool>());
     (requests(), limits(), how).prop_map(|(requests, limits, (seed, delay, ordinal, fill))| Case {
         requests,
-        limits: Limits { in_place: false, align: limits.align.max(16), ..limits },
+        limits: PlanLimits { in_place: false, align: limits.align.max(16), ..limits },
         seed,
         delay,
         ordinal,
@@ -102,8 +102,8 @@ fn mixed_requests() -> Vec<TensorRequest> {
 }
 
 /// Reads of at most `len` bytes.
-fn reads(len: u64) -> Limits {
-    Limits { chunk: len, moved: len, ..Limits::device() }
+fn reads(len: u64) -> PlanLimits {
+    PlanLimits { chunk: len, moved: len, ..PlanLimits::device() }
 }
 
 /// Small reads, so that there are several.
@@ -206,11 +206,11 @@ fn check_calls(fake: &Fake, plan: &Plan, copies: u64) -> Result<(), TestCaseErro
     prop_assert_eq!(calls.violations.len(), 0, "{:?}", calls.violations);
     let (mut rows, mut cast_rows) = (0, 0);
     for one in &plan.moves {
-        let inner = one.strides.map(|id| plan.strides[id as usize].0.last().unwrap().count);
+        let inner = one.copy.map(|id| plan.copies[id as usize].innermost().unwrap().count);
         // A read may begin and end within a row.
         let most = inner.map_or(1, |inner| one.runs.div_ceil(inner) + 1);
         rows += most;
-        cast_rows += if one.cast.is_some() && one.strides.is_some() { most } else { 0 };
+        cast_rows += if one.cast.is_some() && one.copy.is_some() { most } else { 0 };
     }
     prop_assert!(copies <= rows);
     // Rows that are cast are copied once more, on the device.
@@ -220,7 +220,7 @@ fn check_calls(fake: &Fake, plan: &Plan, copies: u64) -> Result<(), TestCaseErro
         prop_assert!(!calls.copied.contains_key("device_to_device"));
         prop_assert_eq!(on_host, copies);
     }
-    prop_assert!(plan.strides.is_empty() || copies > 0);
+    prop_assert!(plan.copies.is_empty() || copies > 0);
     prop_assert!(calls.calls("cuMemHostRegister_v2") <= 1, "one step is enough for all plans");
     prop_assert!(calls.calls("cuEventCreate") <= plan.chunks.len() as u64);
     Ok(())
@@ -288,7 +288,7 @@ fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(
     {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
-        region.memory.read(region.at + placement.at, &mut bytes)?;
+        region.memory.read(region.at + placement.offset, &mut bytes)?;
         let expected = expected(&tensors[tensor_request.tensor], tensor_request);
         assert!(bytes == expected && loaded.bytes(number)? == expected, "other bytes arrived");
     }
@@ -609,7 +609,7 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
     for (tensor_request, placement) in mixed_requests().iter().zip(&plan.placements) {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
-        region.memory.read(region.at + placement.at, &mut bytes).unwrap();
+        region.memory.read(region.at + placement.offset, &mut bytes).unwrap();
         assert!(
             bytes == expected(&tensors[tensor_request.tensor], tensor_request),
             "other bytes arrived"

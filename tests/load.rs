@@ -14,17 +14,17 @@ use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::io::{Backend, DirectIo, Region, Settings};
-use tensorfs::loader::{Loader, LoaderConfig, Pages};
-use tensorfs::plan::{Limits, Plan, Target, TensorRequest};
+use tensorfs::loader::{Loader, LoaderConfig, PageSize};
+use tensorfs::plan::{ChunkTarget, Plan, PlanLimits, TensorRequest};
 
-fn loader(limits: Limits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
+fn loader(limits: PlanLimits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
     let settings = Settings {
         direct: if direct { DirectIo::Always } else { DirectIo::Never },
         backend: if threads { Backend::Pread } else { Backend::Auto },
         ..Settings::default()
     };
     let inline_max_bytes = if near { LoaderConfig::default().inline_max_bytes } else { 0 };
-    let pages = [None, Some(Pages::Huge), Some(Pages::Small)][depth % 3];
+    let pages = [None, Some(PageSize::Huge), Some(PageSize::Small)][depth % 3];
     Loader::new(LoaderConfig {
         settings,
         depth,
@@ -103,7 +103,7 @@ proptest! {
             prop_assert_eq!(plan.given[placement.region as usize], tensor_request.destination.is_some());
             if tensor_request.destination.is_some() {
                 let len = plan.regions[placement.region as usize] as usize;
-                prop_assert_eq!(len as u64, placement.at + placement.len);
+                prop_assert_eq!(len as u64, placement.offset + placement.len);
                 // SAFETY: the memory outlives the regions, and is read after the load alone.
                 let region = unsafe { Region::foreign(first_page(memory), len, Box::new(())) };
                 regions[placement.region as usize] = region;
@@ -117,7 +117,7 @@ proptest! {
             if tensor_request.destination.is_none() {
                 continue;
             }
-            let start = memory.as_ptr().align_offset(4096) + placement.at as usize;
+            let start = memory.as_ptr().align_offset(4096) + placement.offset as usize;
             let end = start + placement.len as usize;
             prop_assert_eq!(&memory[start..end], &expected(&tensors[tensor_request.tensor], tensor_request)[..]);
             prop_assert!(memory[..start].iter().chain(&memory[end..]).all(|&byte| byte == 0xEE));
@@ -140,31 +140,31 @@ proptest! {
         for chunk in &plan.chunks {
             let shard = checkpoint.catalog().shard(chunk.shard);
             prop_assert!(chunk.range.start < chunk.range.end);
-            let most = match chunk.target { Target::Place { .. } => limits.chunk, _ => limits.moved };
+            let most = match chunk.target { ChunkTarget::Place { .. } => limits.chunk, _ => limits.moved };
             prop_assert!(chunk.range.end - chunk.range.start <= most);
             prop_assert!(chunk.range.end <= shard.file_len);
             match &chunk.target {
-                Target::Place { region, at } => {
+                ChunkTarget::Place { region, offset } => {
                     prop_assert!(limits.in_place);
-                    prop_assert_eq!(at % 4096, chunk.range.start % 4096);
-                    let (first, len) = (at / 4096 * 4096, chunk.range.end - chunk.range.start);
-                    let end = (at + len).next_multiple_of(4096);
+                    prop_assert_eq!(offset % 4096, chunk.range.start % 4096);
+                    let (first, len) = (offset / 4096 * 4096, chunk.range.end - chunk.range.start);
+                    let end = (offset + len).next_multiple_of(4096);
                     for byte in first..end {
                         written[*region as usize][byte as usize] += 1;
                     }
                 }
-                Target::Spread(moves) => {
+                ChunkTarget::Spread(moves) => {
                     for one in &plan.moves[moves.start as usize..moves.end as usize] {
                         for k in 0..one.runs {
                             let place = |k| {
-                                let strides = one.strides.map(|id| &plan.strides[id as usize]);
-                                strides.map_or((0, 0), |strides| strides.run(one.first + k))
+                                let copy = one.copy.map(|id| &plan.copies[id as usize]);
+                                copy.map_or((0, 0), |copy| copy.run(one.first + k))
                             };
                             let ((from0, to0), (from, to)) = (place(0), place(k));
                             let end = one.from + (from - from0) + one.run_len;
                             prop_assert!(end <= chunk.range.end - chunk.range.start);
                             for byte in 0..one.placed_len() {
-                                let at = one.at + (to - to0) + byte;
+                                let at = one.offset + (to - to0) + byte;
                                 written[one.region as usize][at as usize] += 1;
                             }
                         }
@@ -176,18 +176,18 @@ proptest! {
         let mut wanted = 0;
         for (tensor_request, placement) in tensor_requests.iter().zip(&plan.placements) {
             let region = &written[placement.region as usize];
-            let bytes = placement.at as usize..(placement.at + placement.len) as usize;
+            let bytes = placement.offset as usize..(placement.offset + placement.len) as usize;
             prop_assert!(region[bytes].iter().all(|&times| times == 1));
             let tensor = checkpoint.catalog().tensor_at(tensor_request.tensor);
             let elements: u64 = placement.shape.iter().product();
             prop_assert_eq!(placement.dtype, tensor_request.cast.unwrap_or(tensor.dtype));
             prop_assert_eq!(placement.len, elements * placement.dtype.bits() / 8);
             if tensor_request.destination.is_some() {
-                prop_assert_eq!(placement.at, tensor_request.destination.unwrap() % 4096);
-                let before = &region[..placement.at as usize];
+                prop_assert_eq!(placement.offset, tensor_request.destination.unwrap() % 4096);
+                let before = &region[..placement.offset as usize];
                 prop_assert!(before.iter().all(|&times| times == 0), "bytes of somebody else");
             } else if !limits.in_place {
-                prop_assert!(placement.at.is_multiple_of(limits.align));
+                prop_assert!(placement.offset.is_multiple_of(limits.align));
             }
             wanted += placement.len;
         }
@@ -280,7 +280,7 @@ fn a_read_that_takes_more_memory_than_loads_may_goes_out_alone() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = of_one_tensor(folder.path(), 3 << 20);
     for (in_place, staging) in [(false, 1 << 20), (false, 0), (true, 0)] {
-        let limits = Limits { chunk: 4096, in_place, ..Limits::default() };
+        let limits = PlanLimits { chunk: 4096, in_place, ..PlanLimits::default() };
         let loader = Loader::new(LoaderConfig {
             limits,
             staging,
@@ -299,7 +299,7 @@ fn limits_may_be_as_large_as_numbers_are() {
     let checkpoint = of_one_tensor(folder.path(), 3 << 20);
     let most = u64::MAX;
     for (in_place, own) in [(true, most), (true, 1), (false, most), (false, 1)] {
-        let limits = Limits {
+        let limits = PlanLimits {
             chunk: most,
             moved: most,
             gap: most,
@@ -407,8 +407,12 @@ fn small_tensors_share_no_more_memory_than_they_may() {
     write_hf(folder.path(), &(0..6).map(tensor).collect::<Vec<_>>());
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let tensor_requests: Vec<TensorRequest> = (0..6).map(TensorRequest::whole).collect();
-    let limits =
-        Limits { dedicated_min_bytes: 5000, slab: 10_000, in_place: false, ..Limits::default() };
+    let limits = PlanLimits {
+        dedicated_min_bytes: 5000,
+        slab: 10_000,
+        in_place: false,
+        ..PlanLimits::default()
+    };
     let plan = Plan::new(checkpoint.catalog(), &tensor_requests, &limits).unwrap();
     assert_eq!(plan.regions.len(), 3);
     assert!(plan.regions.iter().all(|&len| len <= limits.slab), "{:?}", plan.regions);
@@ -439,7 +443,7 @@ fn a_load_that_is_stopped_or_meets_a_changed_shard_gives_nothing_out() {
         Cut { name: "a".to_owned(), dtype: tensorfs::Dtype::I32, shape, boxes: vec![(0, whole)] };
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let limits = Limits { chunk: 4096, ..Limits::default() };
+    let limits = PlanLimits { chunk: 4096, ..PlanLimits::default() };
     let tensor_requests = [TensorRequest::whole(0)];
     for (inline_max_bytes, populate_min_bytes) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX)] {
         let loader = Loader::new(LoaderConfig {
@@ -472,7 +476,8 @@ fn a_read_that_is_longer_than_all_memory_for_reads_is_loaded_all_the_same() {
         Cut { name: "a".to_owned(), dtype: tensorfs::Dtype::I32, shape, boxes: vec![(0, whole)] };
     write_hf(folder.path(), &[tensor]);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let limits = Limits { chunk: 4096, moved: 128 << 10, in_place: false, ..Limits::default() };
+    let limits =
+        PlanLimits { chunk: 4096, moved: 128 << 10, in_place: false, ..PlanLimits::default() };
     let right = Loader::new(LoaderConfig::default()).load_all(&checkpoint).unwrap();
     for staging in [1, 128 << 10] {
         let tune = LoaderConfig { limits, staging, inline_max_bytes: 0, ..LoaderConfig::default() };

@@ -23,7 +23,9 @@ use tensorfs::walk::{Kind, Orders, Walk};
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
-use crate::loading::{LOOK, Loader, Memory, PAGE, Plan, facts};
+use crate::loading::{Loader, Memory, Plan, facts};
+use crate::memory::PAGE;
+use crate::waiting::LOOK;
 
 /// Bytes that one handle has loaded ahead, and all handles together, at most.
 const HELD_MAX: u64 = 256 << 20;
@@ -96,7 +98,7 @@ struct Entry {
     is_with_others: bool,
     /// Number of the request at which it was begun.
     born: u64,
-    /// What Python makes the tensor of.
+    /// Python makes the tensor of this.
     payload: Py<PyAny>,
 }
 
@@ -141,16 +143,19 @@ impl State {
 
     /// Takes out tensors that were begun before request `born`, all but those that are `kept`.
     fn remove_older(&mut self, born: u64, kept: &[usize]) -> Vec<Entry> {
-        let is_old = |(at, entry): &(&usize, &Entry)| entry.born < born && !kept.contains(at);
-        let old: Vec<usize> = self.entries.iter().filter(is_old).map(|(&at, _)| at).collect();
-        let removed: Vec<Entry> = old.into_iter().filter_map(|at| self.remove(at)).collect();
+        let is_old =
+            |(position, entry): &(&usize, &Entry)| entry.born < born && !kept.contains(position);
+        let old: Vec<usize> =
+            self.entries.iter().filter(is_old).map(|(&position, _)| position).collect();
+        let removed: Vec<Entry> =
+            old.into_iter().filter_map(|position| self.remove(position)).collect();
         self.unused += removed.iter().map(|entry| entry.len).sum::<u64>();
         removed
     }
 
-    /// What is to be begun now: the next tensors as far as there is memory for them, each with the
-    /// byte of a page that it begins at in its file. Small ones only if `small` says so. `stale`
-    /// gets what makes way for them. The tensor at `position` is the one that is asked for now.
+    /// Returns the tensors to begin now: the next ones that there is memory for, each with the byte
+    /// of a page that it begins at in its file. Small ones only if `small` says so. `stale` gets
+    /// what makes way for them. The tensor at `position` is the one that is asked for now.
     fn next(
         &mut self,
         checkpoint: &tensorfs::Checkpoint,
@@ -208,7 +213,7 @@ impl State {
     }
 }
 
-/// What one handle loads ahead.
+/// The tensors that one handle loads ahead.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Ahead {
     shared: Arc<Shared>,
@@ -253,7 +258,7 @@ impl Ahead {
             drop(state);
             let orders = py.detach(|| Orders::of(checkpoint.catalog()));
             state = self.shared.state.lock();
-            let usual = USUAL.load(Ordering::Relaxed).checked_sub(1).map(|at| KINDS[at]);
+            let usual = USUAL.load(Ordering::Relaxed).checked_sub(1).map(|index| KINDS[index]);
             state.walk.get_or_insert_with(|| Walk::new(orders, usual));
         }
         let expected = state.walk.as_mut().is_some_and(|walk| walk.ask(position, reader()));
@@ -264,8 +269,8 @@ impl Ahead {
             state.lost = 0;
             wanted = state.next(&checkpoint, position, small, &mut stale);
             let kind = state.walk.as_ref().and_then(Walk::kind);
-            if let Some(at) = KINDS.iter().position(|other| Some(*other) == kind) {
-                USUAL.store(at + 1, Ordering::Relaxed);
+            if let Some(index) = KINDS.iter().position(|other| Some(*other) == kind) {
+                USUAL.store(index + 1, Ordering::Relaxed);
             }
         } else {
             state.lost += 1;
@@ -335,7 +340,7 @@ impl Ahead {
             let (shared, process) = (self.shared.clone(), self.process);
             let thread = std::thread::Builder::new().name("tensorfs-ahead".to_owned());
             if thread.spawn(move || work(&shared, process)).is_err() {
-                // What is asked for is loaded without.
+                // Each request then loads its own tensor.
                 self.shared.state.lock().threads -= 1;
                 self.close();
             }
@@ -474,7 +479,7 @@ fn work(shared: &Shared, process: u64) {
         state.mark(&job, if loaded { Progress::Loaded } else { Progress::Failed });
         drop(state);
         shared.changed.notify_all();
-        // Whoever takes the tensor lets go of its memory last, with the interpreter.
+        // The taker of the tensor lets go of its memory last, with the interpreter.
         drop(job);
     }
 }

@@ -3,11 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Instant;
 
-use nix::libc;
-use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyTimeoutError};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use tensorfs::catalog::Tensor;
 use tensorfs::checkpoint as core;
@@ -21,7 +18,7 @@ use tensorfs::source::{MountOrigin, resolve_mount};
 use tensorfs::view::{Files, View};
 
 use crate::errors::raised;
-use crate::loading::LOOK;
+use crate::waiting::beside;
 
 /// A checkpoint. In a child of a fork it is opened anew when it is used.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
@@ -114,8 +111,8 @@ impl Checkpoint {
     pub(crate) fn file_order(&self) -> Vec<usize> {
         let catalog = self.first.catalog();
         let mut order: Vec<usize> = (0..catalog.len()).collect();
-        order.sort_by_key(|&at| {
-            let piece = catalog.tensor_at(at).first_piece();
+        order.sort_by_key(|&position| {
+            let piece = catalog.tensor_at(position).first_piece();
             (piece.shard, piece.range.start, piece.range.end)
         });
         order
@@ -158,7 +155,7 @@ impl Checkpoint {
         self.first.catalog().len()
     }
 
-    /// What makes its files belong together.
+    /// The reason why its files belong together.
     #[getter]
     fn kind(&self) -> &'static str {
         self.first.kind.as_str()
@@ -171,47 +168,12 @@ impl Checkpoint {
     }
 }
 
-/// Has a thread beside do `work`, waits for it until the deadline, and looks for Ctrl-C meanwhile.
-///
-/// # Errors
-/// `TimeoutError` past the deadline, and that of a signal.
-pub(crate) fn beside<T: Send + 'static>(
-    py: Python<'_>,
-    name: &str,
-    timeout: Option<f64>,
-    action: &str,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> PyResult<T> {
-    let (sender, mut done) = channel();
-    let thread = std::thread::Builder::new().name(name.to_owned());
-    thread.spawn(move || drop(sender.send(work()))).map_err(|e| {
-        PyOSError::new_err((e.raw_os_error(), format!("cannot {action}: start a thread: {e}")))
-    })?;
-    let began = Instant::now();
-    let over = |timeout: f64| timeout > 0.0 && began.elapsed().as_secs_f64() > timeout;
-    loop {
-        let waited = &mut done;
-        match py.detach(move || waited.recv_timeout(LOOK)) {
-            Ok(done) => return Ok(done),
-            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
-            Err(RecvTimeoutError::Disconnected) => {
-                let message = format!("cannot {action}: an error in tensorfs");
-                return Err(PyRuntimeError::new_err(message));
-            }
-        }
-        if timeout.is_some_and(over) {
-            let message = format!("cannot {action}: the file system does not answer");
-            return Err(PyTimeoutError::new_err((libc::ETIMEDOUT, message)));
-        }
-    }
-}
-
 fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let Some(MountOrigin { path: source, options }) = resolve_mount(path) else {
         return open_source(path, &OpenOptions::default());
     };
     if options.view.files == Files::Single && source.is_file() {
-        // What is shown as one file is the set that this file belongs to.
+        // A mount that shows one file shows the set that this file belongs to.
         return open_set(&source, &options);
     }
     open_source(&source, &options)

@@ -14,7 +14,7 @@ use tensorfs::io::Region;
 /// Type and number of the device that is the CPU.
 pub(crate) const CPU: (i32, i32) = (1, 0);
 
-/// Memory of the host that devices can reach: for us the same.
+/// Host memory that devices can reach; it is read as CPU memory.
 const CUDA_HOST: i32 = 3;
 
 /// Set where the memory must not be written to.
@@ -194,7 +194,7 @@ unsafe fn made<'py>(
     }
 }
 
-/// What a consumer calls once it needs the tensor no more, on any thread.
+/// A consumer calls this once it needs the tensor no more, on any thread.
 unsafe extern "C" fn delete<M: HasContext>(managed: *mut M) {
     // SAFETY: the context is the box that `capsule` made, and this is called once.
     drop(unsafe { Box::from_raw((*managed).context().cast::<Held<M>>()) });
@@ -227,7 +227,7 @@ unsafe extern "C" fn ended(capsule: *mut ffi::PyObject) {
 }
 
 unsafe extern "C" fn ended_versioned(capsule: *mut ffi::PyObject) {
-    // SAFETY: likewise.
+    // SAFETY: called by Python with the capsule; under this name it holds our versioned structure.
     unsafe {
         let name = NAME_VERSIONED.as_ptr();
         if ffi::PyCapsule_IsValid(capsule, name) == 1 {
@@ -236,12 +236,12 @@ unsafe extern "C" fn ended_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// What is known of memory to load into: address, length in bytes, dtype, shape, and what keeps it.
-type Memory<'py> = (usize, usize, &'static str, Vec<u64>, Bound<'py, PyAny>);
+/// Memory to load into: address, length in bytes, dtype, shape, and the object that keeps it.
+type ImportedMemory<'py> = (usize, usize, &'static str, Vec<u64>, Bound<'py, PyAny>);
 
 /// The memory of an object that speaks DLPack, to be written to.
 #[pyfunction]
-pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Memory<'py>> {
+pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<ImportedMemory<'py>> {
     let py = object.py();
     let (device, _): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
     if device != CPU.0 && device != CUDA_HOST {
@@ -273,7 +273,7 @@ pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Memory<'py>
     let dimensions = usize::try_from(tensor.ndim).unwrap_or(0);
     let list = |of: *mut i64| match of.is_null() || dimensions == 0 {
         true => &[][..],
-        // SAFETY: the producer says that there are so many.
+        // SAFETY: the producer states this number of extents.
         false => unsafe { std::slice::from_raw_parts(of, dimensions) },
     };
     let shape: Vec<u64> = list(tensor.shape).iter().map(|&size| size.max(0) as u64).collect();

@@ -1,5 +1,5 @@
-//! The native part of the Python package: opening, planning, reading. What users see is in Python;
-//! this trusts the addresses that it is given from there.
+//! The native part of the Python package: opening, planning, reading. The public part is in Python;
+//! this part trusts the addresses that it is given from there.
 
 mod ahead;
 mod checkpoint;
@@ -8,6 +8,7 @@ mod errors;
 mod loading;
 mod memory;
 mod slicing;
+mod waiting;
 
 use pyo3::prelude::*;
 

@@ -1,10 +1,11 @@
 //! Loading: what is asked for, and the loaders of this process.
 
-use std::ops::Range;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use lru::LruCache;
 use nix::unistd::{getpid, gettid};
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
@@ -14,20 +15,15 @@ use tensorfs::cast::Cast;
 use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::error::quoted;
 use tensorfs::io::{Backend, DirectIo, Region, Settings};
-use tensorfs::loader::{self as core, LoaderConfig};
-use tensorfs::plan::{self, Limits, TensorRequest};
+use tensorfs::loader::{self as core, CachedPart, LoaderConfig};
+use tensorfs::plan::{self, PlanLimits, TensorRequest};
 use tensorfs::process::PerProcess;
 use tensorfs::sync::{Mutex, MutexGuard};
 
-use crate::checkpoint::{Checkpoint, beside};
+use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
-use crate::memory::{Area, bytes_at, region_at, start_of};
-
-/// How often a load looks whether Ctrl-C was pressed.
-pub(crate) const LOOK: Duration = Duration::from_millis(50);
-
-/// Unit in which memory and files agree.
-pub(crate) const PAGE: usize = 4096;
+use crate::memory::{Area, PAGE, bytes_at, region_at, start_of};
+use crate::waiting::{LOOK, beside};
 
 /// From this length on memory is asked for on huge pages.
 const HUGE_MIN: usize = 4 << 20;
@@ -36,7 +32,7 @@ const HUGE_MIN: usize = 4 << 20;
 const SPARE: u64 = 512 << 20;
 
 /// How a loader loads: it is shared by all who want the same.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Wanted {
     chunk: u64,
     depth: usize,
@@ -51,38 +47,36 @@ struct Wanted {
 }
 
 /// Loaders that are kept for the next load: each has threads.
-const LOADERS_MAX: usize = 8;
+const LOADERS_MAX: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 
-/// Loaders, and how each loads, the one that was used last at the end.
-type Loaders = Vec<(Wanted, Arc<core::Loader>)>;
+/// Loaders, by the way in which each loads.
+type Loaders = LruCache<Wanted, Arc<core::Loader>>;
 
 /// The loaders of this process: a child of a fork begins without.
 fn loaders() -> MutexGuard<'static, Loaders> {
     static LOADERS: PerProcess<Mutex<Loaders>> = PerProcess::new();
-    LOADERS.get_or_init(Mutex::default).lock()
+    LOADERS.get_or_init(|| Mutex::new(LruCache::new(LOADERS_MAX))).lock()
 }
 
 /// A request: position of the tensor, part of it as (start, end) by dimension, dtype of the result,
 /// address of the buffer.
 type PyRequest = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
 
-/// What loads.
+/// A way to load; loads that share it share threads.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Loader(Wanted);
 
 impl Loader {
     pub(crate) fn own(&self) -> Arc<core::Loader> {
         let mut loaders = loaders();
-        if let Some(at) = loaders.iter().position(|(wanted, _)| *wanted == self.0) {
-            loaders[at..].rotate_left(1);
-            return loaders[loaders.len() - 1].1.clone();
+        if let Some(loader) = loaders.get(&self.0) {
+            return loader.clone();
         }
-        let longest_unused = (loaders.len() >= LOADERS_MAX).then(|| loaders.remove(0));
         let Wanted { chunk, depth, staging, direct, backend, cufile, timeout, gpu } = self.0;
         let settings = Settings { backend, direct, timeout };
         let limits = match gpu {
-            Some(_) => Limits { chunk, moved: chunk, ..Limits::device() },
-            None => Limits { chunk, ..Limits::default() },
+            Some(_) => PlanLimits { chunk, moved: chunk, ..PlanLimits::device() },
+            None => PlanLimits { chunk, ..PlanLimits::default() },
         };
         let loader = Arc::new(core::Loader::new(LoaderConfig {
             settings,
@@ -92,7 +86,7 @@ impl Loader {
             cufile: cufile.then(|| core::CUFILE_MODULE.into()),
             ..LoaderConfig::default()
         }));
-        loaders.push((self.0, loader.clone()));
+        let longest_unused = loaders.push(self.0, loader.clone());
         drop(loaders);
         drop(longest_unused);
         loader
@@ -119,9 +113,18 @@ impl Loader {
             Some(_) => raised(py, &e, None),
         })?;
         let plan = planned.map_err(|e| raised(py, &e, None))?;
+        Ok(self.named(checkpoint, requests, plan))
+    }
+
+    fn named(
+        &self,
+        checkpoint: &tensorfs::Checkpoint,
+        requests: Vec<TensorRequest>,
+        plan: plan::Plan,
+    ) -> Plan {
         let names = named(checkpoint, &requests);
         let tensors = requests.into_iter().map(|request| request.tensor).collect();
-        Ok(Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() })
+        Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() }
     }
 
     /// Confirms that the files of a tensor are still what they were. File systems that may not
@@ -149,19 +152,20 @@ impl Loader {
         checked.map_err(|e| raised(py, &e, Some(name)))
     }
 
-    /// Copies a part of a tensor to memory of its size, by address and length, as `copy_from_page_cache` does.
-    pub(crate) fn copy_cached(
+    /// Copies a part of a tensor to memory of its size, by address and length, if the page cache
+    /// holds it.
+    pub(crate) fn copy_part(
         &self,
         py: Python<'_>,
         checkpoint: &tensorfs::Checkpoint,
         position: usize,
-        part: Option<&[Range<u64>]>,
+        part: &CachedPart,
         (address, len): (usize, usize),
     ) -> PyResult<bool> {
         let loader = self.own();
         // SAFETY: the caller in Python owns these bytes, and nobody else uses them until this returns.
         let into = unsafe { bytes_at(address, len)? };
-        let copied = py.detach(|| loader.copy_from_page_cache(checkpoint, position, part, into));
+        let copied = py.detach(|| loader.copy_part(checkpoint, part, into));
         copied.map_err(|e| {
             let name = checkpoint.catalog().tensor_at(position).name;
             raised(py, &e, Some(name))
@@ -170,10 +174,8 @@ impl Loader {
 
     /// Lets go of the loader, so that its threads end.
     pub(crate) fn forget(&self) {
-        let mut loaders = loaders();
-        let at = loaders.iter().position(|(wanted, _)| *wanted == self.0);
-        let forgotten = at.map(|at| loaders.remove(at));
-        drop(loaders);
+        // Its threads end after the lock is free.
+        let forgotten = loaders().pop(&self.0);
         drop(forgotten);
     }
 }
@@ -193,7 +195,7 @@ impl Loader {
         gpu: Option<u32>,
     ) -> PyResult<Loader> {
         let usual = if gpu.is_some() { LoaderConfig::device() } else { LoaderConfig::default() };
-        let bad = |word: &str| PyValueError::new_err(format!("{word} is not to be had"));
+        let bad = |word: &str| PyValueError::new_err(format!("there is no {word}"));
         let timeout = match timeout {
             None => usual.settings.timeout,
             Some(0.0) => None,
@@ -254,10 +256,22 @@ impl Loader {
         Ok(Some((piece.shard.0, piece.range.start)))
     }
 
-    /// Whether there is memory for `len` bytes that nobody has asked for yet.
-    fn has_spare(&self, py: Python<'_>, checkpoint: &Checkpoint, len: u64) -> bool {
+    /// Plans a tensor that nobody has asked for yet; None where memory is short.
+    fn plan_ahead(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        position: usize,
+    ) -> PyResult<Option<Plan>> {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
-        py.detach(|| loader.check_memory(&checkpoint, len.saturating_add(SPARE)).is_ok())
+        check_position(&checkpoint, position)?;
+        let requests = vec![TensorRequest::whole(position)];
+        let needed = plan::needed(checkpoint.catalog(), &requests).saturating_add(SPARE);
+        if py.detach(|| loader.check_memory(&checkpoint, needed).is_err()) {
+            return Ok(None);
+        }
+        let plan = loader.plan(&checkpoint, &requests).map_err(|e| raised(py, &e, None))?;
+        Ok(Some(self.named(&checkpoint, requests, plan)))
     }
 
     /// Plans these requests.
@@ -270,9 +284,7 @@ impl Loader {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         let mut native = Vec::with_capacity(requests.len());
         for (tensor, part, cast, destination) in requests {
-            if tensor >= checkpoint.catalog().len() {
-                return Err(PyValueError::new_err(format!("there is no tensor {tensor}")));
-            }
+            check_position(&checkpoint, tensor)?;
             let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect());
             let cast = cast.as_deref().map(dtype).transpose()?;
             native.push(TensorRequest { tensor, part, cast, destination });
@@ -363,7 +375,11 @@ impl Loader {
         len: usize,
     ) -> PyResult<bool> {
         let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect::<Vec<_>>());
-        self.copy_cached(py, &checkpoint.own(), position, part.as_deref(), (address, len))
+        let checkpoint = checkpoint.own();
+        match CachedPart::of(&checkpoint, position, part.as_deref()) {
+            Some(part) => self.copy_part(py, &checkpoint, position, &part, (address, len)),
+            None => Ok(false),
+        }
     }
 }
 
@@ -373,8 +389,8 @@ enum To {
     Gpu(Vec<DeviceRegion>, Gpu),
 }
 
-/// Refuses what no GPU of this size could ever hold. What torch keeps for later is not counted as
-/// free by the driver, so more cannot be said here.
+/// Refuses what no GPU of this size could ever hold. The driver does not count memory that torch
+/// keeps for later as free, so no closer check is possible.
 fn room_of_gpu(ordinal: u32, needed: u64) -> tensorfs::Result<()> {
     let (_, total) = Gpu::open(ordinal)?.memory()?;
     if needed <= total {
@@ -384,7 +400,7 @@ fn room_of_gpu(ordinal: u32, needed: u64) -> tensorfs::Result<()> {
     Err(tensorfs::Error::Device { device: format!("cuda:{ordinal}"), message, call: None })
 }
 
-/// What a load took.
+/// The cost of a load, as a dict.
 pub(crate) fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound<'py, PyDict>> {
     let facts = PyDict::new(py);
     facts.set_item("bytes", stats.wanted)?;
@@ -425,7 +441,7 @@ pub(crate) fn release_pinned(py: Python<'_>) {
 /// Memory to load into, for one region of a plan.
 #[derive(FromPyObject)]
 pub(crate) enum Memory {
-    /// Of ours.
+    /// Our own memory.
     #[pyo3(transparent)]
     Area(Py<Area>),
     /// Address, length and owner.
@@ -449,13 +465,13 @@ impl Cancel {
     }
 }
 
-/// What is to be read, and where it goes.
+/// The reads of a load, and the places of their bytes.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Plan {
     pub(crate) plan: Arc<plan::Plan>,
-    /// What it loads, for messages.
+    /// The names of its tensors, for messages.
     names: Option<String>,
-    /// By request.
+    /// The tensor of each request.
     tensors: Vec<usize>,
     on_gpu: bool,
 }
@@ -551,21 +567,21 @@ impl Plan {
     #[getter]
     fn placements(&self) -> Vec<(u32, u64, u64, &'static str, Vec<u64>)> {
         let placements = self.plan.placements.iter();
-        placements.map(|p| (p.region, p.at, p.len, p.dtype.name(), p.shape.clone())).collect()
+        placements.map(|p| (p.region, p.offset, p.len, p.dtype.name(), p.shape.clone())).collect()
     }
 
-    /// For each request its name, region, first byte there, length, dtype and shape. Of tuples, which
-    /// the garbage collector need not look at again.
+    /// For each request its name, region, first byte there, length, dtype and shape. They are
+    /// tuples, which the garbage collector does not look at again.
     fn placed<'py>(
         &self,
         py: Python<'py>,
         checkpoint: &Checkpoint,
     ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let checkpoint = checkpoint.own();
-        let entry = |(&tensor, p): (&usize, &plan::Placement)| {
+        let entry = |(&tensor, p): (&usize, &plan::TensorPlacement)| {
             let name = checkpoint.catalog().tensor_at(tensor).name;
             let dtype = PyString::intern(py, p.dtype.name());
-            (name, p.region, p.at, p.len, dtype, PyTuple::new(py, &p.shape)?).into_pyobject(py)
+            (name, p.region, p.offset, p.len, dtype, PyTuple::new(py, &p.shape)?).into_pyobject(py)
         };
         self.tensors.iter().zip(&self.plan.placements).map(entry).collect()
     }
@@ -575,6 +591,13 @@ impl Plan {
     fn read(&self) -> u64 {
         self.plan.read
     }
+}
+
+fn check_position(checkpoint: &tensorfs::Checkpoint, position: usize) -> PyResult<()> {
+    if position < checkpoint.catalog().len() {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("there is no tensor {position}")))
 }
 
 fn too_short(number: usize, len: usize, needed: usize) -> PyErr {
@@ -593,7 +616,7 @@ pub(crate) fn can_cast(from: &str, to: &str) -> PyResult<bool> {
     Ok(Cast::new(from, to).is_some())
 }
 
-/// What is loaded, for messages: the first tensor, and how many more.
+/// The loaded tensors, for messages: the first name, and how many more.
 fn named(checkpoint: &tensorfs::Checkpoint, requests: &[TensorRequest]) -> Option<String> {
     let first = checkpoint.catalog().tensor_at(requests.first()?.tensor).name;
     Some(match requests.len() {

@@ -18,10 +18,13 @@ use tensorfs::Dtype;
 use tensorfs::io::Region;
 use tensorfs::source::Source;
 
-use crate::checkpoint::{Checkpoint, beside};
+use crate::checkpoint::Checkpoint;
 use crate::dlpack::{self, CPU};
 use crate::errors::raised;
-use crate::loading::{Loader, PAGE};
+use crate::waiting::beside;
+
+/// Unit in which memory and files agree.
+pub(crate) const PAGE: usize = 4096;
 
 /// `len` bytes of Python's from `address` on.
 ///
@@ -128,9 +131,9 @@ impl Area {
     #[staticmethod]
     fn of_shard(
         py: Python<'_>,
-        loader: &Loader,
         checkpoint: &Checkpoint,
         shard: usize,
+        timeout: Option<f64>,
     ) -> PyResult<Option<Area>> {
         let checkpoint = checkpoint.own();
         let Some(source) = checkpoint.sources().get(shard).cloned() else {
@@ -140,7 +143,7 @@ impl Area {
             let Source::Local(local) = &*source;
             local.file().map(|file| Mapping::of(&file, source.len()))
         };
-        let mapping = beside(py, "tensorfs-map", loader.timeout(), "map", map)?;
+        let mapping = beside(py, "tensorfs-map", timeout, "map", map)?;
         let mapping = mapping.map_err(|e| raised(py, &e, None))?;
         Ok(mapping.map(|mapping| {
             let (start, len) = (mapping.start, mapping.len);
@@ -186,12 +189,12 @@ impl Mapping {
         // Only what is written to takes memory.
         let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
         // SAFETY: a new mapping; no memory in use is touched.
-        let at =
+        let address =
             unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), 0) };
-        if at == libc::MAP_FAILED {
+        if address == libc::MAP_FAILED {
             return None;
         }
-        NonNull::new(at.cast()).map(|start| Mapping { start, len })
+        NonNull::new(address.cast()).map(|start| Mapping { start, len })
     }
 }
 
@@ -206,7 +209,7 @@ impl Drop for Mapping {
 #[pyclass(frozen, module = "tensorfs", name = "Tensor")]
 pub(crate) struct Tensor {
     region: Arc<Region>,
-    at: usize,
+    offset: usize,
     len: usize,
     dtype: Dtype,
     shape: Vec<u64>,
@@ -215,7 +218,7 @@ pub(crate) struct Tensor {
 impl Tensor {
     fn start(&self) -> NonNull<u8> {
         // SAFETY: `at` lies in the region, which is there as long as this.
-        unsafe { self.region.start().add(self.at) }
+        unsafe { self.region.start().add(self.offset) }
     }
 }
 
@@ -223,15 +226,21 @@ impl Tensor {
 impl Tensor {
     /// The tensor at byte `at` of an area that was filled. No two may share a byte.
     #[new]
-    fn new(area: &Area, at: usize, len: usize, dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
+    fn new(
+        area: &Area,
+        offset: usize,
+        len: usize,
+        dtype: &str,
+        shape: Vec<u64>,
+    ) -> PyResult<Tensor> {
         let region = area.region.clone();
         let dtype =
             Dtype::from_name(dtype).ok_or_else(|| PyValueError::new_err("no such dtype"))?;
-        let inside = at <= region.len() && len <= region.len() - at;
+        let inside = offset <= region.len() && len <= region.len() - offset;
         if !inside || dtype.bits_of(&shape) != Some(len as u64 * 8) {
             return Err(PyValueError::new_err("does not lie in the area"));
         }
-        Ok(Tensor { region, at, len, dtype, shape })
+        Ok(Tensor { region, offset, len, dtype, shape })
     }
 
     /// A tensor of zeros, in memory of its own.

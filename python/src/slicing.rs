@@ -5,11 +5,13 @@ use std::ops::Range;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
+use tensorfs::loader::CachedPart;
 
 use crate::checkpoint::Checkpoint;
 use crate::loading::Loader;
 
-/// What an index asks for: first index and end in each dimension, and the shape of the result.
+/// The part that an index asks for: first index and end in each dimension, and the shape of the
+/// result.
 type Part = (Vec<Range<u64>>, Vec<u64>);
 
 /// The part of the tensor at `position` that `index` asks for, in a tensor that `make` makes of a
@@ -44,14 +46,12 @@ pub(crate) fn load_indexed<'py>(
         return Ok(None);
     }
     // Nothing is made for what is loaded in another way.
-    if !tensorfs::loader::Loader::is_near(&checkpoint, position, Some(&part)) {
-        return Ok(None);
-    }
+    let Some(part) = CachedPart::of(&checkpoint, position, Some(&part)) else { return Ok(None) };
     let made = make.call1((PyTuple::new(py, shape)?,))?;
-    // Of this part's dtype and shape, and nobody else has it yet.
+    // The tensor has this part's dtype and shape, and nobody else has it yet.
     let (made, address): (Bound<'py, PyAny>, usize) = made.extract()?;
     let into = (address, (bits / 8) as usize);
-    let copied = loader.copy_cached(py, &checkpoint, position, Some(&part), into)?;
+    let copied = loader.copy_part(py, &checkpoint, position, &part, into)?;
     Ok(copied.then_some(made))
 }
 

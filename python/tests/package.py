@@ -1,4 +1,4 @@
-"""What the tests of the package share. They use the checkpoints and the judges of `tests/python`."""
+"""Helpers that the tests of the package share. They use the checkpoints and the judges of `tests/python`."""
 
 import contextlib
 import importlib.util

@@ -164,7 +164,7 @@ class Ahead(TestCase):
         self.assertEqual(held, [4 * length, 4 * length, 0])
         for opened in handles:
             opened.__exit__()
-        # What was closed makes room.
+        # A closed handle makes room.
         with tensorfs.safe_open(large, "dlpack") as opened:
             for n in range(3):
                 opened.get_tensor(f"t{n:02}")

@@ -10,7 +10,7 @@ from package import TestCase, has_torch
 
 WORLD = 4
 
-# What each process runs. Nothing in there waits for another process but the start.
+# Each process runs this. Nothing in there waits for another process but the start.
 SETUP = """
 import random, sys
 import torch, tensorfs

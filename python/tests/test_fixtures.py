@@ -14,7 +14,7 @@ from tensorfs._errors import shown
 
 
 def source(entry):
-    """What is opened: of folders with two checkpoints, the one that is meant."""
+    """The path to open: in a folder with two checkpoints, the one that is meant."""
     path = entry.source
     if entry.kind == "hf_single":
         return path / entry.shown

@@ -1,5 +1,5 @@
-"""Loads to the memory of a GPU, on a driver whose devices are memory of the process; see tests/fakecuda. What torch
-makes of it is seen on a machine with a GPU: tests/gpu/run."""
+"""Loads to the memory of a GPU, on a driver whose devices are memory of the process; see tests/fakecuda. Torch itself
+is tested on a machine with a GPU: tests/gpu/run."""
 
 import os
 from pathlib import Path

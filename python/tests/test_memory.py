@@ -1,4 +1,4 @@
-"""Who owns what: tensors outlive everything, share no byte, and may be written to."""
+"""Ownership: tensors outlive everything, share no byte, and may be written to."""
 
 import gc
 
@@ -119,7 +119,7 @@ class Native(TestCase):
             with self.subTest(address=address), self.assertRaisesRegex(ValueError, "address 0"):
                 loader.fill(checkpoint, plan, [(0, 4 << 20, self)])
         with self.assertRaisesRegex(ValueError, "address 0"):
-            loader.load_cached(checkpoint, long, None, 0, 3 << 20)
+            loader.copy_from_page_cache(checkpoint, long, None, 0, 3 << 20)
         # Where there are no bytes, there need not be memory.
         loader.fill(checkpoint, loader.plan(checkpoint, [(empty, None, None, 0)]), [(0, 0, self)])
 

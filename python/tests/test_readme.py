@@ -1,4 +1,4 @@
-"""What the documentation shows works as it stands."""
+"""The examples of the documentation work as they stand."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the environment and the arguments say of how to read."""
+"""The environment and the arguments say how to read."""
 
 import numpy as np
 from safetensors.numpy import save_file

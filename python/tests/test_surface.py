@@ -15,7 +15,7 @@ from package import Mount, TestCase, dlpack_bytes, needs_ml_dtypes, needs_torch
 
 
 def outcome(work):
-    """What `work` gives, or the classes of what it raises that a caller may name, and the text."""
+    """The result of `work`, or the classes of its error that a caller may name, and the text."""
     try:
         return np.asarray(work()), None
     except Exception as e:

@@ -25,7 +25,7 @@ SECONDS = 30
 
 
 def in_child(work, seconds=SECONDS):
-    """What `work` gives in a child made by a plain fork, which must end in time."""
+    """The result of `work` in a child made by a plain fork, which must end in time."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -552,7 +552,7 @@ class Failures(TestCase):
             del owner
             into[:] = 7
             source.tell("ok")
-            # Who drops an owner without the interpreter leaves it to the next call.
+            # A thread that drops an owner without the interpreter leaves it to the next call.
             wait_until(lambda: loader.timeout and ends() is None, SECONDS, "the end of late reads")
             self.assertTrue((into == 7).all())
 

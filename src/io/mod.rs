@@ -105,7 +105,7 @@ impl Effort {
 }
 
 /// How reads are handed to the kernel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Backend {
     /// io_uring for local file systems where the kernel allows it, else threads.
     #[default]
@@ -117,7 +117,7 @@ pub enum Backend {
 }
 
 /// Whether reads go past the kernel's page cache (O_DIRECT).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DirectIo {
     /// Reads of a local file system that the cache does not hold.
     #[default]

@@ -10,30 +10,30 @@ use std::time::{Duration, Instant};
 use nix::time::{ClockId, clock_gettime};
 
 use super::choice::{Choice, LastChoice};
-use super::run::Back;
-use super::{Loader, MemoryStats, Pages};
+use super::run::LoadMessage;
+use super::{Loader, MemoryStats, PageSize};
 use crate::io::Region;
 use crate::plan::Plan;
 use crate::sync::Mutex;
 
-/// Threads that ask for memory, at most: a disk is no faster than so many.
+/// Most threads that ask for memory: more are faster than any disk.
 const THREADS_MAX: usize = 8;
 
 /// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
 const PART_LEN: usize = 2 << 20;
 
 /// The memory that a load has found, and how much of it is there.
-pub(super) struct Ahead<'a> {
+pub(super) struct Populator<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
-    parts: Vec<Part>,
+    parts: Vec<PopulatePart>,
     /// When the choice was made that this load began with.
     began: Option<Instant>,
     state: Mutex<State>,
 }
 
-/// What is asked for at a time: number of the region, and bytes of it.
-type Part = (usize, Range<usize>);
+/// Memory that is asked for at a time: number of the region, and bytes of it.
+type PopulatePart = (usize, Range<usize>);
 
 struct State {
     choice: Choice,
@@ -47,14 +47,18 @@ struct State {
     /// Nobody asks any more: pages come when they are written to.
     ended: bool,
     /// How the rest of which region was asked to come.
-    advised: Option<(usize, Pages)>,
+    advised: Option<(usize, PageSize)>,
     /// Regions that have small pages by our advice.
     small: Vec<usize>,
     stats: MemoryStats,
 }
 
-impl<'a> Ahead<'a> {
-    pub(super) fn new(loader: &'a Loader, plan: &Plan, regions: &'a [Arc<Region>]) -> Ahead<'a> {
+impl<'a> Populator<'a> {
+    pub(super) fn new(
+        loader: &'a Loader,
+        plan: &Plan,
+        regions: &'a [Arc<Region>],
+    ) -> Populator<'a> {
         let parts = if plan.read < loader.config.populate_min_bytes {
             vec![]
         } else {
@@ -72,7 +76,7 @@ impl<'a> Ahead<'a> {
             small: Vec::new(),
             stats: MemoryStats::default(),
         };
-        Ahead { loader, regions, parts, began: last.made_at, state: Mutex::new(state) }
+        Populator { loader, regions, parts, began: last.made_at, state: Mutex::new(state) }
     }
 
     /// Whether there is memory to be asked for.
@@ -85,7 +89,7 @@ impl<'a> Ahead<'a> {
         &'s self,
         scope: &'s Scope<'s, '_>,
         cores: usize,
-        back: &Sender<Back>,
+        back: &Sender<LoadMessage>,
     ) {
         let mut started = false;
         for _ in 0..cores.min(THREADS_MAX).min(self.parts.len()) {
@@ -117,7 +121,7 @@ impl<'a> Ahead<'a> {
         self.state.lock().stats.clone()
     }
 
-    fn ask(&self, back: &Sender<Back>) {
+    fn ask(&self, back: &Sender<LoadMessage>) {
         let leaves = Leaves(self, back);
         while let Some((number, size)) = self.take() {
             let (region, range) = &self.parts[number];
@@ -132,20 +136,20 @@ impl<'a> Ahead<'a> {
     }
 
     /// The next part, and the size of its pages.
-    fn take(&self) -> Option<(usize, Pages)> {
+    fn take(&self) -> Option<(usize, PageSize)> {
         let mut state = self.state.lock();
         let number = state.next;
         let (region, range) = self.parts.get(number).filter(|_| !state.ended)?;
         state.next += 1;
         if range.len() < PART_LEN {
-            return Some((number, Pages::Small));
+            return Some((number, PageSize::Small));
         }
         let size = self.loader.config.pages.unwrap_or(state.choice.now());
         if state.advised != Some((*region, size)) {
             let memory = &self.regions[*region];
-            memory.advise(range.start..memory.len(), size == Pages::Huge);
+            memory.advise(range.start..memory.len(), size == PageSize::Huge);
             state.advised = Some((*region, size));
-            if size == Pages::Small && state.small.last() != Some(region) {
+            if size == PageSize::Small && state.small.last() != Some(region) {
                 state.small.push(*region);
             }
         }
@@ -153,7 +157,7 @@ impl<'a> Ahead<'a> {
     }
 
     /// A part is there.
-    fn done(&self, number: usize, size: Pages, time: Duration, back: &Sender<Back>) {
+    fn done(&self, number: usize, size: PageSize, time: Duration, back: &Sender<LoadMessage>) {
         let mut state = self.state.lock();
         let len = self.parts[number].1.len();
         if len == PART_LEN {
@@ -161,8 +165,8 @@ impl<'a> Ahead<'a> {
         }
         let stats = &mut state.stats;
         let (bytes, total) = match size {
-            Pages::Huge => (&mut stats.huge, &mut stats.huge_time),
-            Pages::Small => (&mut stats.small, &mut stats.small_time),
+            PageSize::Huge => (&mut stats.huge, &mut stats.huge_time),
+            PageSize::Small => (&mut stats.small, &mut stats.small_time),
         };
         *bytes += len as u64;
         *total += time;
@@ -172,12 +176,12 @@ impl<'a> Ahead<'a> {
         }
         if state.awaited.is_some_and(|awaited| awaited <= state.ready) {
             state.awaited = None;
-            let _ = back.send(Back::More(Ok(())));
+            let _ = back.send(LoadMessage::More(Ok(())));
         }
     }
 }
 
-impl Drop for Ahead<'_> {
+impl Drop for Populator<'_> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
         // Small pages that stay may become huge ones later on, as the rest of the memory may.
@@ -195,28 +199,28 @@ impl Drop for Ahead<'_> {
 }
 
 /// A thread that asks no more, though there is more to ask for.
-struct Leaves<'a>(&'a Ahead<'a>, &'a Sender<Back>);
+struct Leaves<'a>(&'a Populator<'a>, &'a Sender<LoadMessage>);
 
 impl Drop for Leaves<'_> {
     fn drop(&mut self) {
         self.0.end();
-        let _ = self.1.send(Back::More(Ok(())));
+        let _ = self.1.send(LoadMessage::More(Ok(())));
     }
 }
 
-/// The memory that `plan` has found, in parts. What was given is left alone: it is mostly there,
-/// and may be anything.
-fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<Part> {
+/// The memory that `plan` has found, in parts. The caller's memory is left alone: it is mostly
+/// populated, and may be of any kind.
+fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<PopulatePart> {
     let mut parts = Vec::new();
     for (number, (region, &len)) in regions.iter().zip(&plan.regions).enumerate() {
         if plan.given[number] {
             continue;
         }
-        let (mut at, len) = (0, len as usize);
+        let (mut start, len) = (0, len as usize);
         let mut end = region.start().as_ptr().align_offset(PART_LEN);
-        while at < len {
-            parts.push((number, at..end.min(len)));
-            (at, end) = (end, end + PART_LEN);
+        while start < len {
+            parts.push((number, start..end.min(len)));
+            (start, end) = (end, end + PART_LEN);
         }
     }
     parts.retain(|(_, range)| !range.is_empty());
@@ -249,14 +253,14 @@ mod tests {
     fn checkpoint_of(folder: &Path, len: usize) -> (Arc<Checkpoint>, Vec<u8>) {
         let header =
             format!(r#"{{"a":{{"dtype":"U8","shape":[{len}],"data_offsets":[0,{len}]}}}}"#);
-        let data: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+        let data: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
         let start = (header.len() as u64).to_le_bytes();
         let file = [&start, header.as_bytes(), &data].concat();
         std::fs::write(folder.join("model.safetensors"), file).unwrap();
         (Checkpoint::open(folder).unwrap(), data)
     }
 
-    fn loader(pages: Option<Pages>) -> Loader {
+    fn loader(pages: Option<PageSize>) -> Loader {
         Loader::new(LoaderConfig {
             pages,
             populate_min_bytes: 0,
@@ -269,15 +273,18 @@ mod tests {
     fn memory_is_taken_in_the_pages_that_are_wanted_and_the_stats_say_so() {
         let folder = tempfile::tempdir().unwrap();
         let (checkpoint, data) = checkpoint(folder.path());
-        for pages in [None, Some(Pages::Huge), Some(Pages::Small)] {
+        for pages in [None, Some(PageSize::Huge), Some(PageSize::Small)] {
             let loader = loader(pages);
             let loaded = loader.load_all(&checkpoint).unwrap();
             assert!(loaded.bytes(0) == data, "{pages:?}");
             let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
             // Before Linux 5.14 nothing is asked for.
             assert!(huge + small == 0 || huge + small >= LEN as u64, "{huge} {small}");
-            assert!(pages != Some(Pages::Small) || huge == 0, "{huge}");
-            assert!(pages != Some(Pages::Huge) || huge + small == 0 || huge >= 6 << 20, "{huge}");
+            assert!(pages != Some(PageSize::Small) || huge == 0, "{huge}");
+            assert!(
+                pages != Some(PageSize::Huge) || huge + small == 0 || huge >= 6 << 20,
+                "{huge}"
+            );
         }
     }
 
@@ -287,7 +294,7 @@ mod tests {
         let len = 33 << 20;
         let (checkpoint, data) = checkpoint_of(folder.path(), len);
         let loader =
-            Loader::new(LoaderConfig { pages: Some(Pages::Small), ..LoaderConfig::default() });
+            Loader::new(LoaderConfig { pages: Some(PageSize::Small), ..LoaderConfig::default() });
         let loaded = loader.load_all(&checkpoint).unwrap();
         assert!(loaded.bytes(0) == data);
         let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
@@ -317,11 +324,11 @@ mod tests {
         let loader = loader(None);
         let plan = loader.plan(&checkpoint, &[TensorRequest::whole(0)]).unwrap();
         let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
-        let ahead = Ahead::new(&loader, &plan, &regions);
+        let ahead = Populator::new(&loader, &plan, &regions);
         let (back, returned) = channel();
         assert!(!ahead.are_there(0, 1) && !ahead.are_there(0, LEN));
         ahead.ask(&back);
-        assert!(matches!(returned.try_recv(), Ok(Back::More(Ok(())))));
+        assert!(matches!(returned.try_recv(), Ok(LoadMessage::More(Ok(())))));
         assert!(ahead.are_there(0, 1) && ahead.are_there(0, LEN));
     }
 
@@ -332,10 +339,10 @@ mod tests {
         let loader = loader(None);
         let plan = loader.plan(&checkpoint, &[TensorRequest::whole(0)]).unwrap();
         let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
-        let ahead = Ahead::new(&loader, &plan, &regions);
+        let ahead = Populator::new(&loader, &plan, &regions);
         let (back, returned) = channel();
         drop(Leaves(&ahead, &back));
-        assert!(matches!(returned.try_recv(), Ok(Back::More(Ok(())))));
+        assert!(matches!(returned.try_recv(), Ok(LoadMessage::More(Ok(())))));
         assert!(ahead.are_there(0, LEN) && ahead.take().is_none());
     }
 

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Pages;
+use super::PageSize;
 
 /// How much memory a judgement is made from. Judging is not to cost what it is to save.
 const STRETCH: u64 = 4 << 20;
@@ -19,22 +19,22 @@ const WAIT_MAX: u64 = 1 << 30;
 const SOON: Duration = Duration::from_millis(500);
 
 /// The other size.
-fn other(pages: Pages) -> Pages {
+fn other(pages: PageSize) -> PageSize {
     match pages {
-        Pages::Huge => Pages::Small,
-        Pages::Small => Pages::Huge,
+        PageSize::Huge => PageSize::Small,
+        PageSize::Small => PageSize::Huge,
     }
 }
 
 /// Chooses between the sizes: is told what each took, and says which is next.
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
-    now: Pages,
+    now: PageSize,
     /// Whether `now` is only tried.
     trial: bool,
     /// Nanoseconds per byte of huge pages and of small ones, when they were taken last.
     cost: [Option<f64>; 2],
-    /// What was taken since the last judgement: bytes and time.
+    /// Bytes taken since the last judgement, and the time that they took.
     bytes: u64,
     time: Duration,
     /// How much is taken before the next trial, and how much of that is left.
@@ -42,7 +42,7 @@ pub(super) struct Choice {
     left: u64,
 }
 
-/// What the load that ended last has found out.
+/// The choice of the load that ended last.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LastChoice {
     pub(super) choice: Choice,
@@ -51,9 +51,9 @@ pub(super) struct LastChoice {
 }
 
 impl LastChoice {
-    /// What the next load begins with: one that begins soon goes on where this one ended.
+    /// The first choice of the next load: a load that begins soon goes on where this one ended.
     pub(super) fn for_the_next(&self) -> Choice {
-        let is_soon = self.made_at.is_some_and(|at| at.elapsed() < SOON);
+        let is_soon = self.made_at.is_some_and(|made_at| made_at.elapsed() < SOON);
         if is_soon { self.choice.clone() } else { self.choice.clone().next() }
     }
 }
@@ -61,7 +61,7 @@ impl LastChoice {
 impl Default for Choice {
     fn default() -> Choice {
         Choice {
-            now: Pages::Huge,
+            now: PageSize::Huge,
             trial: false,
             cost: [None; 2],
             bytes: 0,
@@ -74,12 +74,12 @@ impl Default for Choice {
 
 impl Choice {
     /// Which pages to take next.
-    pub(super) fn now(&self) -> Pages {
+    pub(super) fn now(&self) -> PageSize {
         self.now
     }
 
     /// Bytes of pages of `size` took a thread so much time.
-    pub(super) fn took(&mut self, size: Pages, bytes: u64, time: Duration) {
+    pub(super) fn took(&mut self, size: PageSize, bytes: u64, time: Duration) {
         // Another thread may have been at it when the choice changed.
         if size != self.now {
             return;
@@ -114,7 +114,7 @@ impl Choice {
     /// themselves at once.
     pub(super) fn next(self) -> Choice {
         let now = if self.trial { other(self.now) } else { self.now };
-        let left = if now == Pages::Small { 0 } else { self.left };
+        let left = if now == PageSize::Small { 0 } else { self.left };
         Choice { now, trial: false, bytes: 0, time: Duration::ZERO, left, ..self }
     }
 }
@@ -125,20 +125,20 @@ mod tests {
 
     const PART: u64 = 2 << 20;
 
-    /// Takes `bytes` of pages that take so many nanoseconds a KiB, as `cost` says of those taken
-    /// so far. Returns how many of them were huge.
-    fn take(choice: &mut Choice, bytes: u64, cost: &mut dyn FnMut(Pages) -> u64) -> u64 {
+    /// Takes `bytes` of pages, which take the nanoseconds a KiB that `cost` returns. Returns how
+    /// many of them were huge.
+    fn take(choice: &mut Choice, bytes: u64, cost: &mut dyn FnMut(PageSize) -> u64) -> u64 {
         let mut huge = 0;
         for _ in 0..bytes / PART {
             let pages = choice.now();
-            huge += if pages == Pages::Huge { PART } else { 0 };
+            huge += if pages == PageSize::Huge { PART } else { 0 };
             choice.took(pages, PART, Duration::from_nanos(cost(pages) * (PART >> 10)));
         }
         huge
     }
 
-    fn costs(huge: u64, small: u64) -> impl FnMut(Pages) -> u64 {
-        move |pages| if pages == Pages::Huge { huge } else { small }
+    fn costs(huge: u64, small: u64) -> impl FnMut(PageSize) -> u64 {
+        move |pages| if pages == PageSize::Huge { huge } else { small }
     }
 
     #[test]
@@ -146,7 +146,7 @@ mod tests {
         let mut choice = Choice::default();
         let huge = take(&mut choice, 4 << 30, &mut costs(45, 320));
         assert!((4 << 30) - huge <= 48 << 20, "{huge}");
-        assert_eq!(choice.now(), Pages::Huge);
+        assert_eq!(choice.now(), PageSize::Huge);
     }
 
     #[test]
@@ -154,7 +154,7 @@ mod tests {
         let mut choice = Choice::default();
         let huge = take(&mut choice, 4 << 30, &mut costs(2500, 320));
         assert!(huge <= 48 << 20, "{huge}");
-        assert_eq!(choice.now(), Pages::Small);
+        assert_eq!(choice.now(), PageSize::Small);
     }
 
     #[test]
@@ -168,8 +168,8 @@ mod tests {
             *here = here.saturating_sub(PART);
             match pages {
                 _ if !there => 2500,
-                Pages::Huge => 45,
-                Pages::Small => 320,
+                PageSize::Huge => 45,
+                PageSize::Small => 320,
             }
         };
         take(&mut choice, (3 << 30) + (128 << 20), &mut cost);
@@ -202,10 +202,10 @@ mod tests {
         let mut choice = Choice::default();
         take(&mut choice, 1 << 30, &mut costs(2500, 320));
         let mut choice = choice.next();
-        assert_eq!(choice.now(), Pages::Small);
+        assert_eq!(choice.now(), PageSize::Small);
         let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
         assert!((256 << 20) - huge <= 24 << 20, "{huge}");
-        assert_eq!(choice.next().now(), Pages::Huge);
+        assert_eq!(choice.next().now(), PageSize::Huge);
     }
 
     #[test]
@@ -214,11 +214,11 @@ mod tests {
         let mut huge = 0;
         for _ in 0..64 {
             let mut choice = last.for_the_next();
-            // So many threads that each takes one part before the first is there.
+            // Each of seven threads takes one part before the first part is there.
             let sizes = [choice.now(); 7];
             for size in sizes {
-                huge += u64::from(size == Pages::Huge);
-                let time = Duration::from_micros(if size == Pages::Huge { 5000 } else { 640 });
+                huge += u64::from(size == PageSize::Huge);
+                let time = Duration::from_micros(if size == PageSize::Huge { 5000 } else { 640 });
                 choice.took(size, PART, time);
             }
             last = LastChoice { choice, made_at: Some(Instant::now()) };
@@ -240,14 +240,14 @@ mod tests {
     fn a_load_that_ends_within_a_trial_leaves_no_trial_to_the_next() {
         let mut choice = Choice::default();
         take(&mut choice, STRETCH, &mut costs(45, 320));
-        assert_eq!((choice.now(), choice.trial), (Pages::Small, true));
-        assert_eq!(choice.next().now(), Pages::Huge);
+        assert_eq!((choice.now(), choice.trial), (PageSize::Small, true));
+        assert_eq!(choice.next().now(), PageSize::Huge);
     }
 
     #[test]
     fn times_of_the_other_pages_count_for_nothing() {
         let mut choice = Choice::default();
-        choice.took(Pages::Small, 1 << 30, Duration::ZERO);
-        assert_eq!((choice.now(), choice.bytes), (Pages::Huge, 0));
+        choice.took(PageSize::Small, 1 << 30, Duration::ZERO);
+        assert_eq!((choice.now(), choice.bytes), (PageSize::Huge, 0));
     }
 }

@@ -1,8 +1,8 @@
 //! Reads by cuFile, straight from the disk to the GPU, before the others of a load.
 //!
-//! Whatever it does not read, for whichever reason, is left to them, so the bytes are the same. A
-//! call of cuFile cannot be taken back: its threads own all that they use, and a load that has
-//! waited too long for one goes without it.
+//! Bytes that it does not read, for any reason, are left to them, so the result is the same. A call
+//! of cuFile cannot be taken back: its threads own all that they use, and a load that has waited
+//! too long for one goes without it.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use super::run::{ASK, Times};
-use super::{Event, Loader, Progress, stopped};
+use super::{Loader, Progress, ReadEvent, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::device::{CuFile, CudaStream, Destination, DeviceRegion, FileHandle, Gpu, Registered};
 use crate::error::{Error, Result, shown_path};
 use crate::io::DirectIo;
-use crate::plan::{Chunk, Move, Plan, Target};
+use crate::plan::{Chunk, ChunkTarget, Move, Plan};
 use crate::source::Source;
 use crate::sync::Mutex;
 
@@ -33,19 +33,19 @@ const PARTS_MAX: usize = 64;
 const REGISTER_MIN: u64 = 1 << 20;
 
 /// The library as a loader has found it: it is looked for once, which may take seconds.
-pub(super) type Found = Arc<OnceLock<std::result::Result<&'static CuFile, String>>>;
+pub(super) type CuFileCell = Arc<OnceLock<std::result::Result<&'static CuFile, String>>>;
 
-/// What has been read before the others, and what is left to them.
+/// The chunks that cuFile has read, and those that it leaves to the other reads.
 #[derive(Default)]
 pub(super) struct Early {
     /// The regions, if they are there.
     pub(super) regions: Option<Vec<DeviceRegion>>,
     /// The plan without what has been read, if anything was.
     pub(super) rest: Option<Plan>,
-    pub(super) events: Vec<Event>,
+    pub(super) events: Vec<ReadEvent>,
     /// Bytes of the plan that need not be read any more.
     pub(super) read: u64,
-    /// Of these, the bytes that cuFile was asked for.
+    /// The bytes that cuFile was asked for.
     pub(super) bytes: u64,
     /// Why there are none.
     pub(super) unused: Option<String>,
@@ -72,24 +72,24 @@ pub(super) struct Beginning<'a> {
 }
 
 /// A chunk that cuFile can read.
-struct Job {
+struct CuFileJob {
     /// Its number.
     chunk: usize,
     shard: ShardId,
     source: Arc<Source>,
-    parts: Vec<Part>,
+    parts: Vec<CuFilePart>,
 }
 
 /// Bytes that lie together both in the shard and in a region.
-struct Part {
+struct CuFilePart {
     offset: u64,
     len: u64,
     region: u32,
-    at: u64,
+    place: u64,
 }
 
-impl Job {
-    fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<Job> {
+impl CuFileJob {
+    fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<CuFileJob> {
         let Beginning { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
         if source.may_block() {
@@ -97,25 +97,25 @@ impl Job {
         }
         let Chunk { shard, range, target } = chunk;
         let parts = match target {
-            Target::Place { region, at } => {
+            ChunkTarget::Place { region, offset: start } => {
                 let (offset, len) = (range.start, range.end - range.start);
-                vec![Part { offset, len, region: *region, at: *at }]
+                vec![CuFilePart { offset, len, region: *region, place: *start }]
             }
-            Target::Spread(moves) => {
+            ChunkTarget::Spread(moves) => {
                 let moves = &plan.moves[moves.start as usize..moves.end as usize];
                 if moves.len() > PARTS_MAX || !moves.iter().all(Move::is_plain) {
                     return None;
                 }
-                let part = |one: &Move| Part {
+                let part = |one: &Move| CuFilePart {
                     offset: range.start + one.from,
                     len: one.run_len,
                     region: one.region,
-                    at: one.at,
+                    place: one.offset,
                 };
                 moves.iter().map(part).collect()
             }
         };
-        Some(Job { chunk: number, shard: *shard, source: source.clone(), parts })
+        Some(CuFileJob { chunk: number, shard: *shard, source: source.clone(), parts })
     }
 
     fn bytes(&self) -> u64 {
@@ -123,9 +123,9 @@ impl Job {
     }
 }
 
-/// Who reads what.
-struct Queue {
-    jobs: Vec<Job>,
+/// The jobs, and how far the readers are.
+struct CuFileQueue {
+    jobs: Vec<CuFileJob>,
     state: Mutex<State>,
 }
 
@@ -140,7 +140,7 @@ struct State {
     under_way: [Option<(usize, Instant)>; READERS_MAX],
 }
 
-impl Queue {
+impl CuFileQueue {
     /// The next job for a reader, which is done with the last one.
     fn next(&self, reader: usize) -> Option<(usize, Instant)> {
         let mut state = self.state.lock();
@@ -164,14 +164,15 @@ impl Queue {
     }
 
     /// The job that has been under way for longer than `timeout`.
-    fn overdue(&self, timeout: Duration) -> Option<&Job> {
+    fn overdue(&self, timeout: Duration) -> Option<&CuFileJob> {
         let state = self.state.lock();
         let mut late = state.under_way.iter().flatten();
         late.find(|(_, since)| since.elapsed() > timeout).map(|(job, _)| &self.jobs[*job])
     }
 }
 
-/// What the readers tell the thread that loads. That they are done is said by their silence.
+/// Messages of the readers to the thread that loads. The end of the channel says that they are
+/// done.
 enum Told {
     /// A chunk is in its place.
     Read { job: usize, reader: usize, times: Times },
@@ -198,10 +199,10 @@ struct Shards {
 }
 
 /// All that readers need. The last of them lets go of it.
-struct Work {
+struct CuFileWork {
     library: &'static CuFile,
     gpu: Gpu,
-    queue: Arc<Queue>,
+    queue: Arc<CuFileQueue>,
     shards: Mutex<Shards>,
     regions: Vec<Destination>,
 }
@@ -214,7 +215,7 @@ impl Loader {
     /// `false`. Memory that was given is then left alone by all reads that are not overdue.
     pub(super) fn read_early(
         &self,
-        found: &Found,
+        found: &CuFileCell,
         beginning: &Beginning<'_>,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Early> {
@@ -224,7 +225,8 @@ impl Loader {
             return Ok(Early::none(why));
         }
         let chunks = plan.chunks.iter().enumerate();
-        let jobs: Vec<_> = chunks.filter_map(|(n, chunk)| Job::of(beginning, n, chunk)).collect();
+        let jobs: Vec<_> =
+            chunks.filter_map(|(n, chunk)| CuFileJob::of(beginning, n, chunk)).collect();
         if jobs.is_empty() {
             return Ok(Early::none("nothing is both on a local disk and loaded as it lies there"));
         }
@@ -234,7 +236,7 @@ impl Loader {
         let regions = own.as_deref().or(*given).unwrap_or_default();
         // No stream can make cuFile wait.
         stream.drain()?;
-        let queue = Arc::new(Queue { jobs, state: Mutex::default() });
+        let queue = Arc::new(CuFileQueue { jobs, state: Mutex::default() });
         let told =
             start(found.clone(), Gpu::clone(gpu), queue.clone(), destinations(plan, regions));
         let mut early = match told {
@@ -259,7 +261,7 @@ impl Loader {
     fn wait(
         &self,
         beginning: &Beginning<'_>,
-        queue: &Queue,
+        queue: &CuFileQueue,
         told: &Receiver<Told>,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Early> {
@@ -328,7 +330,7 @@ impl Loader {
 }
 
 /// The error of a read that does not end, as other reads have it.
-fn overdue(job: &Job, timeout: Duration) -> Error {
+fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     let offset = job.parts.first().map_or(0, |part| part.offset);
     let seconds = timeout.as_secs_f64();
     let message = format!("the bytes at {offset} did not come within {seconds} s");
@@ -344,14 +346,14 @@ fn destinations(plan: &Plan, regions: &[DeviceRegion]) -> Vec<(DeviceRegion, boo
 
 /// Starts the first reader, which starts the others once all that they need is there.
 fn start(
-    found: Found,
+    found: CuFileCell,
     gpu: Gpu,
-    queue: Arc<Queue>,
+    queue: Arc<CuFileQueue>,
     regions: Vec<(DeviceRegion, bool)>,
 ) -> io::Result<Receiver<Told>> {
     let (tell, told) = channel();
     let first = move || {
-        let work = match Work::prepare(&found, gpu, queue, regions) {
+        let work = match CuFileWork::prepare(&found, gpu, queue, regions) {
             Ok(work) => Arc::new(work),
             Err(why) => return drop(tell.send(Told::Refused(why))),
         };
@@ -370,13 +372,13 @@ fn spawn(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     Builder::new().name("tensorfs-cufile".to_owned()).spawn(work).map(drop)
 }
 
-impl Work {
+impl CuFileWork {
     fn prepare(
-        found: &Found,
+        found: &CuFileCell,
         gpu: Gpu,
-        queue: Arc<Queue>,
+        queue: Arc<CuFileQueue>,
         regions: Vec<(DeviceRegion, bool)>,
-    ) -> std::result::Result<Work, String> {
+    ) -> std::result::Result<CuFileWork, String> {
         let entered = gpu.enter().map_err(|e| e.to_string())?;
         let library = found.get_or_init(CuFile::open).clone()?;
         let mut known: HashMap<u64, Option<Arc<Registered>>> = HashMap::new();
@@ -392,11 +394,11 @@ impl Work {
         };
         let regions = regions.into_iter().map(register).collect();
         drop(entered);
-        Ok(Work { library, gpu, queue, shards: Mutex::default(), regions })
+        Ok(CuFileWork { library, gpu, queue, shards: Mutex::default(), regions })
     }
 
-    /// Reads until there is nothing left. What it has of the work is let go of before it falls
-    /// silent.
+    /// Reads until there is nothing left. It lets go of its part of the work before the channel
+    /// ends.
     fn read(self: Arc<Self>, reader: usize, tell: Sender<Told>) {
         if let Err(e) = self.read_all(reader, &tell) {
             let _ = tell.send(e);
@@ -451,7 +453,7 @@ impl Work {
     /// The shard of a job, opened unless it is or cuFile cannot read it.
     fn open<'a>(
         &self,
-        job: &Job,
+        job: &CuFileJob,
         current: &'a mut Option<(ShardId, Arc<Opened>)>,
     ) -> std::result::Result<Option<&'a Opened>, String> {
         let mut shards = self.shards.lock();
@@ -481,13 +483,13 @@ impl Work {
         Ok(Opened { handle, file })
     }
 
-    fn read_parts(&self, job: &Job, handle: &FileHandle) -> std::result::Result<(), String> {
+    fn read_parts(&self, job: &CuFileJob, handle: &FileHandle) -> std::result::Result<(), String> {
         for part in &job.parts {
             let to = &self.regions[part.region as usize];
             let mut have = 0;
             while have < part.len {
                 let (offset, left) = (part.offset + have, part.len - have);
-                match handle.read(offset, to, part.at + have, left)? {
+                match handle.read(offset, to, part.place + have, left)? {
                     // Whether the shard is shorter is found out by who reads it next.
                     0 => return Err(format!("no byte at {offset}")),
                     read => have += read,

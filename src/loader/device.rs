@@ -1,10 +1,10 @@
 //! Loading to a GPU: reads land in pinned memory, from where the GPU takes the bytes.
 //!
 //! One thread gives the copies of each read to a stream as soon as its bytes are there, another
-//! waits until they are over; then the memory is free for the next read. Pinned memory and that of
-//! the GPU take time to be had, so more threads get it while reads are under way. Elements that are cast
-//! pass by a bounded memory on the GPU. Two streams take turns there, so that one copies while
-//! the other casts.
+//! waits until they are over; then the memory is free for the next read. The allocation of pinned
+//! memory and of GPU memory takes time, so more threads allocate while reads are under way.
+//! Elements that are cast pass by a bounded memory on the GPU. Two streams take turns there, so
+//! that one copies while the other casts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
-use super::cufile::{Beginning, Found};
-use super::run::{Back, Ends, Job, Landing, Load, Times};
-use super::{DeviceStats, Event, Loader, Progress, Report, Stats};
+use super::cufile::{Beginning, CuFileCell};
+use super::run::{Landing, Load, LoadMessage, MoveJob, StopMovers, Times};
+use super::{DeviceStats, Loader, Progress, ReadEvent, Report, Stats};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
 use crate::device::{
@@ -25,15 +25,18 @@ use crate::device::{
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer, ReadBuffer, ReadTarget};
-use crate::plan::{self, Chunk, Limits, Move, Placement, Plan, Target, TensorRequest};
+use crate::plan::{
+    self, Chunk, ChunkTarget, Move, Plan, PlanLimits, TensorPlacement, TensorRequest,
+};
+use crate::strided::StridedCopy;
 use crate::sync::Mutex;
 
 /// Unit in which memory for casts is cut.
 const ALIGN: u64 = 256;
 
-/// What a loader keeps of each GPU, and of cuFile.
+/// The state that a loader keeps of each GPU, and of cuFile.
 #[derive(Debug, Default)]
-pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>, Found);
+pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>, CuFileCell);
 
 #[derive(Debug)]
 struct Kept {
@@ -65,24 +68,24 @@ impl Kept {
 #[derive(Debug)]
 pub struct LoadedDevice {
     regions: Vec<DeviceRegion>,
-    placements: Vec<Placement>,
+    placements: Vec<TensorPlacement>,
     /// How it went.
     pub report: Report,
 }
 
 impl LoadedDevice {
-    /// Where request `number` is. Clones keep the memory alive, which other tensors may share.
+    /// The memory that holds request `number`. Clones keep the memory alive, which other tensors
+    /// may share.
     pub fn place(&self, number: usize) -> DeviceRegion {
         let placement = &self.placements[number];
         let region = &self.regions[placement.region as usize];
-        let (memory, at) = (region.memory.clone(), region.at + placement.at);
+        let (memory, at) = (region.memory.clone(), region.at + placement.offset);
         DeviceRegion { memory, at, len: placement.len }
     }
 
     /// The bytes of request `number`, copied back to the host.
     ///
-    /// # Errors
-    /// Those of the driver.
+    /// # Errors The driver's errors.
     pub fn bytes(&self, number: usize) -> Result<Vec<u8>> {
         let place = self.place(number);
         let mut bytes = vec![0; place.len as usize];
@@ -123,8 +126,9 @@ impl Loader {
         let started = Instant::now();
         let mut limits = self.config.limits;
         if limits.in_place {
-            let Limits { in_place, align, dedicated_min_bytes, slab, .. } = Limits::device();
-            limits = Limits {
+            let PlanLimits { in_place, align, dedicated_min_bytes, slab, .. } =
+                PlanLimits::device();
+            limits = PlanLimits {
                 in_place,
                 align,
                 dedicated_min_bytes,
@@ -237,14 +241,14 @@ impl Loader {
         given: Option<&[DeviceRegion]>,
         started: Instant,
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<(Vec<DeviceRegion>, Vec<Event>)> {
+    ) -> Result<(Vec<DeviceRegion>, Vec<ReadEvent>)> {
         let no_thread = |e| Error::io(&checkpoint.directory, "load: start a thread", e);
         std::thread::scope(|scope| {
-            let (jobs, todo) = channel::<Job>();
-            let (back, returned) = channel::<Back>();
+            let (jobs, todo) = channel::<MoveJob>();
+            let (back, returned) = channel::<LoadMessage>();
             let (sent, waiting) = channel();
             // Reads that are not waited for hold senders of jobs, too.
-            let end = Ends(jobs.clone(), 1);
+            let end = StopMovers(jobs.clone(), 1);
             let mut regions = Regions { there: Vec::new(), coming: None };
             match given {
                 Some(given) => regions.there.extend_from_slice(given),
@@ -318,12 +322,12 @@ struct PinnedLanding<'scope, 'env> {
     pool: &'env PinnedPool,
     /// Most bytes of it.
     limit: u64,
-    /// What all reads of the load would take at once.
+    /// The memory that all reads of the load would take at once.
     wanted: u64,
     /// Of no bytes: the memory is there already.
     none: Budget,
     scope: &'scope Scope<'scope, 'env>,
-    back: Sender<Back>,
+    back: Sender<LoadMessage>,
 }
 
 impl<'scope, 'env> PinnedLanding<'scope, 'env> {
@@ -332,7 +336,7 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
         plan: &Plan,
         pool: &'env PinnedPool,
         scope: &'scope Scope<'scope, 'env>,
-        back: &Sender<Back>,
+        back: &Sender<LoadMessage>,
     ) -> Self {
         let lens = plan.chunks.iter().map(|chunk| Buffer::len_for(&chunk.range));
         let wanted = lens.fold(0u64, u64::saturating_add);
@@ -355,7 +359,7 @@ impl Landing for PinnedLanding<'_, '_> {
         if target.is_none() && self.pool.begins_to_grow(self.limit, alone) {
             let (pool, limit, wanted) = (self.pool, self.limit, self.wanted);
             let back = self.back.clone();
-            let grow = move || drop(back.send(Back::More(pool.grow(len, limit, wanted))));
+            let grow = move || drop(back.send(LoadMessage::More(pool.grow(len, limit, wanted))));
             let pinner = Builder::new().name("tensorfs-pin".to_owned());
             if pinner.spawn_scoped(self.scope, grow.clone()).is_err() {
                 grow();
@@ -432,7 +436,7 @@ impl<'a> Copies<'a> {
     }
 
     /// Allocates the regions, in the order in which they are filled, while reads are under way.
-    fn allocate(&self, region: &Sender<DeviceRegion>, back: &Sender<Back>) {
+    fn allocate(&self, region: &Sender<DeviceRegion>, back: &Sender<LoadMessage>) {
         let mut started = Instant::now();
         let allocated = self.gpu.each_region(&self.plan.regions, &mut |one| {
             self.allocating.fetch_add(nanos(started.elapsed()), Ordering::Relaxed);
@@ -441,7 +445,7 @@ impl<'a> Copies<'a> {
             region.send(one).is_ok()
         });
         if let Err(e) = allocated {
-            let _ = back.send(Back::More(Err(e)));
+            let _ = back.send(LoadMessage::More(Err(e)));
         }
     }
 
@@ -454,9 +458,9 @@ impl<'a> Copies<'a> {
     fn work(
         &self,
         mut regions: Regions,
-        todo: &Receiver<Job>,
+        todo: &Receiver<MoveJob>,
         sent: &Sender<UnderWay>,
-        back: &Sender<Back>,
+        back: &Sender<LoadMessage>,
     ) -> Regions {
         let _bound = self.bound();
         let mut lines = self.lines.iter().cycle();
@@ -470,7 +474,7 @@ impl<'a> Copies<'a> {
                     let _ = sent.send(UnderWay { chunk, began, came, started, sent: copies });
                 }
                 Err(e) => {
-                    let _ = back.send(Back::Read { chunk, outcome: Err(e) });
+                    let _ = back.send(LoadMessage::Read { chunk, outcome: Err(e) });
                 }
             }
         }
@@ -478,7 +482,7 @@ impl<'a> Copies<'a> {
     }
 
     /// Waits for copies, the oldest first, until there are none any more.
-    fn finish(&self, waiting: &Receiver<UnderWay>, back: &Sender<Back>) {
+    fn finish(&self, waiting: &Receiver<UnderWay>, back: &Sender<LoadMessage>) {
         let _bound = self.bound();
         let mut last: Option<Instant> = None;
         for UnderWay { chunk, began, came, started, sent } in waiting {
@@ -488,7 +492,7 @@ impl<'a> Copies<'a> {
             self.copying.fetch_add(nanos(ended - alone_since), Ordering::Relaxed);
             last = Some(ended);
             let outcome = outcome.map(|()| Times { began, came, moved: Some(started..ended) });
-            let _ = back.send(Back::Read { chunk, outcome });
+            let _ = back.send(LoadMessage::Read { chunk, outcome });
         }
     }
 
@@ -502,14 +506,14 @@ impl<'a> Copies<'a> {
         let len = filled.len() as u64;
         let mut sending = line.stream.send(filled);
         match &self.plan.chunks[chunk].target {
-            Target::Place { region, at } => {
-                self.copy(&mut sending, 0, len, regions.get(*region)?, *at)?;
+            ChunkTarget::Place { region, offset } => {
+                self.copy(&mut sending, 0, len, regions.get(*region)?, *offset)?;
             }
-            Target::Spread(moves) => {
+            ChunkTarget::Spread(moves) => {
                 for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
                     let region = regions.get(one.region)?;
                     if one.is_plain() {
-                        self.copy(&mut sending, one.from, one.run_len, region, one.at)?;
+                        self.copy(&mut sending, one.from, one.run_len, region, one.offset)?;
                     } else {
                         self.spread(&mut sending, line, one, region)?;
                     }
@@ -525,10 +529,10 @@ impl<'a> Copies<'a> {
         from: u64,
         len: u64,
         region: &DeviceRegion,
-        at: u64,
+        offset: u64,
     ) -> Result<()> {
         self.number.fetch_add(1, Ordering::Relaxed);
-        sending.copy(from, len, &region.memory, region.at + at)
+        sending.copy(from, len, &region.memory, region.at + offset)
     }
 
     /// Runs that are cast, or spread, or both: those of the innermost dimension at a time.
@@ -539,10 +543,10 @@ impl<'a> Copies<'a> {
         one: &Move,
         region: &DeviceRegion,
     ) -> Result<()> {
-        let strides = one.strides.map(|strides| &self.plan.strides[strides as usize]);
-        let place = |k| strides.map_or((0, 0), |strides| strides.run(k));
+        let copy = one.copy.map(|number| &self.plan.copies[number as usize]);
+        let place = |k| copy.map_or((0, 0), |copy| copy.run(k));
         let (from0, to0) = place(one.first);
-        let inner = strides.and_then(|strides| strides.0.last());
+        let inner = copy.and_then(StridedCopy::innermost);
         let mut k = one.first;
         while k < one.first + one.runs {
             let (from, to) = place(k);
@@ -551,7 +555,7 @@ impl<'a> Copies<'a> {
             let rows = PitchedRows {
                 from: one.from + (from - from0),
                 from_pitch: inner.map_or(one.run_len, |inner| inner.from),
-                to: region.at + one.at + (to - to0),
+                to: region.at + one.offset + (to - to0),
                 to_pitch: inner.map_or(one.run_len, |inner| inner.to),
                 width: one.run_len,
                 count,

@@ -12,7 +12,7 @@ pub(super) fn available() -> Option<u64> {
     Some(left.fold(machine.memory.saturating_add(machine.swap), u64::min))
 }
 
-/// What the machine has left, in bytes.
+/// The memory that the machine has left, in bytes.
 #[derive(Debug, PartialEq, Eq)]
 struct Machine {
     /// Memory that is free or can be freed.
@@ -32,7 +32,7 @@ impl Machine {
     }
 }
 
-/// What is left, in bytes, of the limits of the control groups that `groups` (`/proc/self/cgroup`)
+/// The rest, in bytes, of the limits of the control groups that `groups` (`/proc/self/cgroup`)
 /// names, and of those above them, below `root`. `swap` is what the machine has left to swap to.
 /// Groups without a limit are left out. Which kind of hierarchy is mounted there does not matter.
 fn groups_left<'a>(groups: &'a str, root: &'a Path, swap: u64) -> impl Iterator<Item = u64> + 'a {
@@ -86,7 +86,7 @@ impl Group {
         values.fold(0, u64::saturating_add)
     }
 
-    /// What is left of the limit in one file, given the use in another one.
+    /// The rest of the limit in one file, given the use in another one.
     fn left(&self, limit: &str, used: &str) -> Option<u64> {
         Some(self.number(limit)?.saturating_sub(self.number(used).unwrap_or(0)))
     }
@@ -161,7 +161,7 @@ mod tests {
         let root = tree(&[
             ("memory/pod/memory.limit_in_bytes", "10737418240\n"),
             ("memory/pod/memory.usage_in_bytes", "8589934592\n"),
-            // Those of the group alone, and with all below it.
+            // The counters of the group alone, and with all below it.
             (
                 "memory/pod/memory.stat",
                 "inactive_file 1\ntotal_inactive_file 4096\ntotal_active_file 8192\n",

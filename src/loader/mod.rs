@@ -22,17 +22,18 @@ use crate::counters::Counters;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, LoadedBytes, Region, Settings};
-use crate::plan::{self, Limits, Placement, Plan, TensorRequest};
+use crate::plan::{self, Plan, PlanLimits, TensorPlacement, TensorRequest};
 use crate::sync::{Mutex, MutexGuard};
 
 use choice::LastChoice;
 #[cfg(feature = "cuda")]
 pub use device::LoadedDevice;
+pub use page_cache_copy::CachedPart;
 
 /// LoadedBytes for reads that do not go to their place at once, in bytes.
 const STAGING_LEN: u64 = 128 << 20;
 
-/// Likewise for a GPU, which takes bytes faster than most disks give them.
+/// The same memory for a load to a GPU, which takes bytes faster than most disks give them.
 const STAGING_LEN_DEVICE: u64 = 256 << 20;
 
 /// Reads under way at a time, which keep a disk busy.
@@ -66,10 +67,10 @@ pub struct LoaderConfig {
     pub inline_max_bytes: u64,
     /// Smallest load whose memory is asked for ahead of the reads.
     pub populate_min_bytes: u64,
-    /// Pages that such memory is asked for in; none: those that cost less, found out by trying.
-    pub pages: Option<Pages>,
+    /// Page size of such memory; `None`: the size that costs less, found out by trying.
+    pub pages: Option<PageSize>,
     /// How bytes are put together.
-    pub limits: Limits,
+    pub limits: PlanLimits,
     /// Reads to a GPU go by cuFile where it can, if the kernel module is there whose device this
     /// is, mostly `CUFILE_MODULE`; none: never.
     pub cufile: Option<PathBuf>,
@@ -84,7 +85,7 @@ impl Default for LoaderConfig {
             inline_max_bytes: INLINE_MAX_BYTES,
             populate_min_bytes: POPULATE_MIN_BYTES,
             pages: None,
-            limits: Limits::default(),
+            limits: PlanLimits::default(),
             cufile: None,
         }
     }
@@ -95,7 +96,7 @@ impl LoaderConfig {
     pub fn device() -> LoaderConfig {
         LoaderConfig {
             staging: STAGING_LEN_DEVICE,
-            limits: Limits::device(),
+            limits: PlanLimits::device(),
             ..LoaderConfig::default()
         }
     }
@@ -103,14 +104,14 @@ impl LoaderConfig {
 
 /// Sizes of pages of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pages {
+pub enum PageSize {
     /// Huge ones, where the system has them.
     Huge,
     /// The smallest.
     Small,
 }
 
-/// What loads. Keeps its threads from one load to the next, and pinned memory.
+/// A loader. Keeps its threads from one load to the next, and pinned memory.
 #[derive(Debug)]
 pub struct Loader {
     engine: Engine,
@@ -131,7 +132,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// What a load took.
+/// The cost of a load.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     /// Wanted bytes.
@@ -140,7 +141,7 @@ pub struct Stats {
     pub read: u64,
     /// Reads of shards that took.
     pub reads: u64,
-    /// Of these, reads past the kernel's page cache.
+    /// Reads past the kernel's page cache, which `reads` counts too.
     pub reads_direct: u64,
     /// Bytes that were read to their place; the others were moved once.
     pub placed: u64,
@@ -154,7 +155,7 @@ pub struct Stats {
     pub staging_peak: u64,
     /// How the system was asked for memory, where that was done ahead of the reads.
     pub memory: MemoryStats,
-    /// What a GPU had to do with it.
+    /// The cost on a GPU, for a load to one.
     pub device: Option<DeviceStats>,
 }
 
@@ -172,7 +173,7 @@ pub struct MemoryStats {
     pub small_time: Duration,
 }
 
-/// What a load to a GPU took.
+/// The cost of a load to a GPU.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceStats {
     /// Time for memory of its own on the GPU, while reads were under way already.
@@ -195,7 +196,7 @@ pub struct DeviceStats {
 
 /// One read of a load, and when its stages were over, from the beginning of the load.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct ReadEvent {
     /// The shard.
     pub shard: ShardId,
     /// Its bytes.
@@ -215,17 +216,17 @@ pub struct Event {
 /// How a load went.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// What it took.
+    /// The cost.
     pub stats: Stats,
     /// Its reads, in the order in which they were over.
-    pub events: Vec<Event>,
+    pub events: Vec<ReadEvent>,
 }
 
 /// LoadedTensors tensors.
 #[derive(Debug)]
 pub struct LoadedTensors {
     memories: Vec<LoadedBytes>,
-    placements: Vec<Placement>,
+    placements: Vec<TensorPlacement>,
     /// How it went.
     pub report: Report,
 }
@@ -240,8 +241,8 @@ impl LoadedTensors {
     /// The memory that holds request `number`, and where in it; clones of the memory keep it alive.
     pub fn place(&self, number: usize) -> (&LoadedBytes, Range<usize>) {
         let placement = &self.placements[number];
-        let at = placement.at as usize;
-        (&self.memories[placement.region as usize], at..at + placement.len as usize)
+        let offset = placement.offset as usize;
+        (&self.memories[placement.region as usize], offset..offset + placement.len as usize)
     }
 
     /// Extent of request `number` in each dimension.
@@ -276,7 +277,7 @@ impl Loader {
         self.choice.lock()
     }
 
-    /// What has to be read for `requests`, and where it goes.
+    /// Plans the reads for `requests`, and the places of their bytes.
     ///
     /// # Errors
     /// Where a part lies outside its tensor or does not end on bytes, or a type cannot be cast.
@@ -338,8 +339,7 @@ impl Loader {
 
     /// Loads all tensors of `checkpoint`, in the catalog's order.
     ///
-    /// # Errors
-    /// Those of `load`.
+    /// # Errors The errors of `load`.
     pub fn load_all(&self, checkpoint: &Checkpoint) -> Result<LoadedTensors> {
         let requests: Vec<TensorRequest> =
             (0..checkpoint.catalog().len()).map(TensorRequest::whole).collect();

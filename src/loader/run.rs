@@ -10,15 +10,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
-use super::ahead::Ahead;
-use super::{Event, Loader, Progress, Report, Stats, stopped};
+use super::ahead::Populator;
+use super::{Loader, Progress, ReadEvent, Report, Stats, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{
     Budget, Buffer, Effort, Engine, Fetch, Priority, Read, ReadBuffer, ReadTarget, Region,
 };
-use crate::plan::{Chunk, Move, PAGE, Plan, Target};
+use crate::plan::{Chunk, ChunkTarget, Move, PAGE, Plan};
 use crate::sync::Mutex;
 
 /// Threads that move bytes, at most.
@@ -27,8 +27,8 @@ const MOVERS_MAX: usize = 8;
 /// How long a load waits before it asks again whether it may go on.
 pub(super) const ASK: Duration = Duration::from_millis(50);
 
-/// What comes back to the thread that loads.
-pub(super) enum Back {
+/// Messages to the thread that loads.
+pub(super) enum LoadMessage {
     /// A read, with its bytes in their place.
     Read { chunk: usize, outcome: Result<Times> },
     /// There is more memory for reads to land in, or there cannot be.
@@ -50,9 +50,9 @@ impl Times {
         slot: usize,
         sent: Instant,
         started: Instant,
-    ) -> Event {
-        let since = |at: Instant| at.saturating_duration_since(started);
-        Event {
+    ) -> ReadEvent {
+        let since = |instant: Instant| instant.saturating_duration_since(started);
+        ReadEvent {
             shard,
             range: range.clone(),
             slot,
@@ -65,11 +65,12 @@ impl Times {
 }
 
 /// Bytes that are to be moved: number of their chunk, when they came, and they. None: no more.
-pub(super) type Job = Option<(usize, Instant, ReadBuffer)>;
+pub(super) type MoveJob = Option<(usize, Instant, ReadBuffer)>;
 
 /// Where the reads of a load land.
 pub(super) trait Landing {
-    /// Memory for a read; none as long as others have it. `alone`: no other of this load has.
+    /// Memory for a read, or `None` while other reads hold all staging memory. `alone`: no read of
+    /// this load is in flight.
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget>;
 
     /// Whether its bytes are to be moved from there.
@@ -110,8 +111,8 @@ impl Loader {
     }
 }
 
-/// What all threads of a load to the host share.
-struct Shared<'a> {
+/// The state that all threads of a load to the host share.
+struct HostLoad<'a> {
     plan: &'a Plan,
     checkpoint: &'a Checkpoint,
     regions: &'a [Arc<Region>],
@@ -120,7 +121,7 @@ struct Shared<'a> {
     peak: AtomicU64,
     /// Nanoseconds spent moving.
     moving: AtomicU64,
-    ahead: Ahead<'a>,
+    ahead: Populator<'a>,
 }
 
 /// Carries `plan` out; see `Loader::fill` for what the regions have to be.
@@ -139,14 +140,14 @@ pub(super) fn run(
     let longest = moved.iter().map(|chunk| Buffer::len_for(&chunk.range)).max();
     let staging = loader.config.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
-    let shared = Shared {
+    let shared = HostLoad {
         plan,
         checkpoint,
         regions,
         budget,
         peak: AtomicU64::new(0),
         moving: AtomicU64::new(0),
-        ahead: Ahead::new(loader, plan, regions),
+        ahead: Populator::new(loader, plan, regions),
     };
     if plan.read <= loader.config.inline_max_bytes
         && let Some(report) = shared.copy_cached(loader, checkpoint, started)?
@@ -155,22 +156,22 @@ pub(super) fn run(
         return if goes_on { Ok(report) } else { Err(stopped()) };
     }
     let events = std::thread::scope(|scope| {
-        let (jobs, todo) = channel::<Job>();
-        let (back, returned) = channel::<Back>();
+        let (jobs, todo) = channel::<MoveJob>();
+        let (back, returned) = channel::<LoadMessage>();
         let todo = Arc::new(Mutex::new(todo));
         // To ask for their number takes as long as a short read.
         let shares = !moved.is_empty() || shared.ahead.has_parts();
         let cores = if shares { available_parallelism().map_or(1, |n| n.get()) } else { 1 };
         let movers = cores.min(MOVERS_MAX).min(moved.len());
         // Reads that are not waited for hold senders of jobs, too.
-        let end = Ends(jobs.clone(), movers);
+        let end = StopMovers(jobs.clone(), movers);
         for _ in 0..movers {
             let (todo, back, shared) = (todo.clone(), back.clone(), &shared);
             let mover = std::thread::Builder::new().name("tensorfs-move".to_owned());
             let started = mover.spawn_scoped(scope, move || shared.work(&todo, &back));
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
-        let over = Over(&shared.ahead);
+        let over = StopPopulating(&shared.ahead);
         shared.ahead.ask_beside(scope, cores, &back);
         let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
         let done = load.go(&returned, loader.config.depth.max(1), started, progress);
@@ -199,24 +200,24 @@ pub(super) fn run(
 /// was given where the file system may answer when the load has long given up: by then whoever
 /// gave it uses it for something else.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
-    let Target::Place { region, at } = chunk.target else { return None };
+    let ChunkTarget::Place { region, offset } = chunk.target else { return None };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
-    (!plan.given[region as usize] || !source.may_block()).then_some((region, at))
+    (!plan.given[region as usize] || !source.may_block()).then_some((region, offset))
 }
 
-/// Ends the asking for memory with the load, however that ends.
-struct Over<'a>(&'a Ahead<'a>);
+/// Ends the population of memory with the load, however the load ends.
+struct StopPopulating<'a>(&'a Populator<'a>);
 
-impl Drop for Over<'_> {
+impl Drop for StopPopulating<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
 }
 
-/// Tells so many movers that no more comes, however the load ends.
-pub(super) struct Ends(pub(super) Sender<Job>, pub(super) usize);
+/// Tells this number of movers that no more comes, however the load ends.
+pub(super) struct StopMovers(pub(super) Sender<MoveJob>, pub(super) usize);
 
-impl Drop for Ends {
+impl Drop for StopMovers {
     fn drop(&mut self) {
         (0..self.1).for_each(|_| drop(self.0.send(None)));
     }
@@ -228,8 +229,8 @@ pub(super) struct Load<'a> {
     pub(super) landing: &'a dyn Landing,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) engine: &'a Engine,
-    pub(super) jobs: Sender<Job>,
-    pub(super) back: Sender<Back>,
+    pub(super) jobs: Sender<MoveJob>,
+    pub(super) back: Sender<LoadMessage>,
 }
 
 impl Load<'_> {
@@ -238,11 +239,11 @@ impl Load<'_> {
     /// became of each.
     pub(super) fn go(
         self,
-        returned: &Receiver<Back>,
+        returned: &Receiver<LoadMessage>,
         depth: usize,
         started: Instant,
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<Vec<Event>> {
+    ) -> Result<Vec<ReadEvent>> {
         let chunks = &self.plan.chunks;
         let total = self.plan.read;
         let (mut next, mut read) = (0, 0);
@@ -266,15 +267,15 @@ impl Load<'_> {
                 _ => {}
             }
             match returned.recv_timeout(ASK) {
-                Ok(Back::More(outcome)) => failed = failed.or(outcome.err()),
-                Ok(Back::Read { chunk, outcome }) => {
-                    let (slot, at) = sent.remove(&chunk).unwrap_or((depth, started));
+                Ok(LoadMessage::More(outcome)) => failed = failed.or(outcome.err()),
+                Ok(LoadMessage::Read { chunk, outcome }) => {
+                    let (slot, sent_at) = sent.remove(&chunk).unwrap_or((depth, started));
                     slots.push(slot);
                     match outcome {
                         Ok(times) => {
                             let Chunk { shard, range, .. } = &chunks[chunk];
                             read += range.end - range.start;
-                            events.push(times.event(*shard, range, slot, at, started));
+                            events.push(times.event(*shard, range, slot, sent_at, started));
                         }
                         Err(e) => failed = failed.or(Some(e)),
                     }
@@ -300,7 +301,7 @@ impl Load<'_> {
                 // Its memory is let go of before the load may count it as loaded.
                 let outcome = outcome.map(|filled| filled.began);
                 let times = |began| Times { began, came: Instant::now(), moved: None };
-                let _ = back.send(Back::Read { chunk: number, outcome: outcome.map(times) });
+                let _ = back.send(LoadMessage::Read { chunk: number, outcome: outcome.map(times) });
             }),
             true => {
                 let jobs = self.jobs.clone();
@@ -312,7 +313,7 @@ impl Load<'_> {
                         Err(e) => Err(e),
                     };
                     if let Err(e) = sent {
-                        let _ = back.send(Back::Read { chunk: number, outcome: Err(e) });
+                        let _ = back.send(LoadMessage::Read { chunk: number, outcome: Err(e) });
                     }
                 })
             }
@@ -323,7 +324,7 @@ impl Load<'_> {
     }
 }
 
-impl Landing for Shared<'_> {
+impl Landing for HostLoad<'_> {
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         match place_of(self.plan, self.checkpoint, chunk) {
             None => {
@@ -332,13 +333,13 @@ impl Landing for Shared<'_> {
                 self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
                 reservation.map(ReadTarget::from)
             }
-            Some((region, at)) => {
-                let end = at + (chunk.range.end - chunk.range.start);
+            Some((region, offset)) => {
+                let end = offset + (chunk.range.end - chunk.range.start);
                 if !self.ahead.are_there(region, end as usize) {
                     return None;
                 }
                 let before = chunk.range.start % PAGE;
-                let start = at - before;
+                let start = offset - before;
                 let len = Buffer::len_for(&chunk.range);
                 let none = self.budget.try_reserve(0)?;
                 let region = &self.regions[region as usize];
@@ -359,7 +360,7 @@ impl Landing for Shared<'_> {
     }
 }
 
-impl Shared<'_> {
+impl HostLoad<'_> {
     /// Carries the plan out on this thread where the page cache holds all that it reads.
     fn copy_cached(
         &self,
@@ -370,17 +371,17 @@ impl Shared<'_> {
         let chunks = &self.plan.chunks;
         let mut staging: Vec<Vec<u8>> = Vec::new();
         let len = |chunk: &Chunk| (chunk.range.end - chunk.range.start) as usize;
-        let spread = chunks.iter().filter(|chunk| matches!(chunk.target, Target::Spread(_)));
+        let spread = chunks.iter().filter(|chunk| matches!(chunk.target, ChunkTarget::Spread(_)));
         staging.extend(spread.map(|chunk| vec![0; len(chunk)]));
         let mut staged = staging.iter_mut();
         let reads = chunks.iter().filter_map(|chunk| {
             let target = match chunk.target {
                 // SAFETY: the plan gives these bytes to this chunk alone, and the region is read
                 // when the load is over.
-                Target::Place { region, at } => unsafe {
-                    self.regions[region as usize].bytes(at as usize, len(chunk))
+                ChunkTarget::Place { region, offset } => unsafe {
+                    self.regions[region as usize].bytes(offset as usize, len(chunk))
                 },
-                Target::Spread(_) => staged.next()?.as_mut_slice(),
+                ChunkTarget::Spread(_) => staged.next()?.as_mut_slice(),
             };
             let source = &checkpoint.sources()[chunk.shard.0 as usize];
             Some(Read { source, offset: chunk.range.start, target })
@@ -400,8 +401,8 @@ impl Shared<'_> {
         };
         for chunk in chunks {
             match &chunk.target {
-                Target::Place { .. } => stats.placed += len(chunk) as u64,
-                Target::Spread(moves) => {
+                ChunkTarget::Place { .. } => stats.placed += len(chunk) as u64,
+                ChunkTarget::Spread(moves) => {
                     let bytes = staged.next().map_or(&[][..], Vec::as_slice);
                     let moves = &self.plan.moves[moves.start as usize..moves.end as usize];
                     moves.iter().for_each(|one| self.carry_out(one, bytes));
@@ -413,29 +414,30 @@ impl Shared<'_> {
         let times = |moved| Times { began: started, came, moved };
         let ended = Instant::now();
         let events = chunks.iter().map(|chunk| {
-            let moved = matches!(chunk.target, Target::Spread(_)).then_some(came..ended);
+            let moved = matches!(chunk.target, ChunkTarget::Spread(_)).then_some(came..ended);
             times(moved).event(chunk.shard, &chunk.range, 0, started, started)
         });
         Ok(Some(Report { stats, events: events.collect() }))
     }
 
     /// Moves what comes until nothing can come any more.
-    fn work(&self, todo: &Mutex<Receiver<Job>>, back: &Sender<Back>) {
+    fn work(&self, todo: &Mutex<Receiver<MoveJob>>, back: &Sender<LoadMessage>) {
         loop {
             let job = todo.lock().recv();
             let Ok(Some((chunk, came, filled))) = job else { return };
             let started = Instant::now();
             match &self.plan.chunks[chunk].target {
-                Target::Spread(moves) => {
+                ChunkTarget::Spread(moves) => {
                     for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
                         self.carry_out(one, &filled);
                     }
                 }
-                Target::Place { region, at } => {
+                ChunkTarget::Place { region, offset } => {
                     let region = &self.regions[*region as usize];
                     // SAFETY: the plan gives these bytes to this chunk alone, and the region is
                     // read when the load is over.
-                    unsafe { region.bytes(*at as usize, filled.len()) }.copy_from_slice(&filled);
+                    unsafe { region.bytes(*offset as usize, filled.len()) }
+                        .copy_from_slice(&filled);
                 }
             }
             let began = filled.began;
@@ -444,38 +446,37 @@ impl Shared<'_> {
             let nanos = u64::try_from((ended - started).as_nanos()).unwrap_or(u64::MAX);
             self.moving.fetch_add(nanos, Ordering::Relaxed);
             let outcome = Ok(Times { began, came, moved: Some(started..ended) });
-            let _ = back.send(Back::Read { chunk, outcome });
+            let _ = back.send(LoadMessage::Read { chunk, outcome });
         }
     }
 
     fn carry_out(&self, one: &Move, bytes: &[u8]) {
         let region = &self.regions[one.region as usize];
         let (len, placed) = (one.run_len as usize, one.placed_len() as usize);
-        let put = |from: usize, at: usize| {
+        let put = |from: usize, offset: usize| {
             // SAFETY: no two moves of a plan share a byte of a region, and the region is read
             // after all of them.
-            let to = unsafe { region.bytes(at, placed) };
+            let to = unsafe { region.bytes(offset, placed) };
             let from = &bytes[from..from + len];
             match one.cast {
                 Some(cast) => cast.convert(from, to),
                 None => to.copy_from_slice(from),
             }
         };
-        let Some(strides) = one.strides else {
-            return put(one.from as usize, one.at as usize);
+        let Some(copy) = one.copy.map(|number| &self.plan.copies[number as usize]) else {
+            return put(one.from as usize, one.offset as usize);
         };
-        let strides = &self.plan.strides[strides as usize];
-        let (from0, to0) = strides.run(one.first);
-        let inner = strides.0[strides.0.len() - 1];
+        let (from0, to0) = copy.run(one.first);
+        let Some(inner) = copy.innermost() else { return };
         let mut k = one.first;
         while k < one.first + one.runs {
             // One row of the innermost dimension at a time: what is outside of it is reckoned once.
-            let (from, to) = strides.run(k);
+            let (from, to) = copy.run(k);
             let row = (inner.count - k % inner.count).min(one.first + one.runs - k);
             for step in 0..row {
                 let from = one.from + (from - from0) + step * inner.from;
-                let at = one.at + (to - to0) + step * inner.to;
-                put(from as usize, at as usize);
+                let offset = one.offset + (to - to0) + step * inner.to;
+                put(from as usize, offset as usize);
             }
             k += row;
         }

@@ -1,4 +1,4 @@
-//! What to read for a number of wanted tensors, and where each byte goes.
+//! A plan: the reads for a number of tensor requests, and the place of each byte.
 //!
 //! Wanted bytes that lie together are read together, each into its final place where that is
 //! possible: a tensor that is one stretch of a shard gets memory whose addresses agree with the
@@ -7,26 +7,21 @@
 //! source order and spread from there.
 //! Pure: the same requests give the same plan.
 
-mod spread;
-
 use std::ops::Range;
 
 use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
-
-pub(crate) use spread::Rows;
-use spread::{Spread, Whole};
-pub use spread::{Stride, Strides};
+use crate::strided::{OuterBox, StridedCopy};
 
 /// How bytes are put together, all in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct PlanLimits {
     /// Most of one read, rounded to whole pages.
     pub chunk: u64,
-    /// Most of one read that is moved afterwards, likewise. It is small, so that memory which several
-    /// shards fill in turns is still in a core's cache when the next of them comes.
+    /// Longest read that is moved afterwards, with the same exception. It is small, so that memory
+    /// which several shards fill in turns is still in a core's cache when the next of them comes.
     pub moved: u64,
     /// Unwanted bytes that are read rather than skipped: a read of its own costs more.
     pub gap: u64,
@@ -45,9 +40,9 @@ pub struct Limits {
     pub align: u64,
 }
 
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
+impl Default for PlanLimits {
+    fn default() -> PlanLimits {
+        PlanLimits {
             chunk: 8 << 20,
             moved: 1 << 20,
             gap: 64 << 10,
@@ -60,12 +55,12 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl PlanLimits {
     /// For memory that no disk can write to.
-    pub fn device() -> Limits {
-        let limits = Limits::default();
+    pub fn device() -> PlanLimits {
+        let limits = PlanLimits::default();
         let (dedicated_min_bytes, slab, moved) = (1 << 20, 32 << 20, limits.chunk);
-        Limits { in_place: false, align: 256, dedicated_min_bytes, slab, moved, ..limits }
+        PlanLimits { in_place: false, align: 256, dedicated_min_bytes, slab, moved, ..limits }
     }
 }
 
@@ -94,11 +89,11 @@ impl TensorRequest {
 
 /// Where the bytes of a request are once all is read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
+pub struct TensorPlacement {
     /// Number of the region.
     pub region: u32,
     /// First byte in it.
-    pub at: u64,
+    pub offset: u64,
     /// Length in bytes.
     pub len: u64,
     /// Element type.
@@ -110,24 +105,24 @@ pub struct Placement {
 /// One read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Of which shard.
+    /// Number of the shard.
     pub shard: ShardId,
     /// Which bytes of it.
     pub range: Range<u64>,
-    /// Where they go.
-    pub target: Target,
+    /// The destination of the bytes.
+    pub target: ChunkTarget,
 }
 
 /// Where the bytes of a read go.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum ChunkTarget {
     /// To their final place: into this region, from this byte on. The pages around them belong
     /// to nobody else.
     Place {
         /// Number of the region.
         region: u32,
         /// First byte in it.
-        at: u64,
+        offset: u64,
     },
     /// Elsewhere first; from there these of `Plan::moves` take them.
     Spread(Range<u32>),
@@ -141,16 +136,16 @@ pub struct Move {
     /// Number of the region.
     pub region: u32,
     /// Byte in it at which run `first` begins.
-    pub at: u64,
+    pub offset: u64,
     /// Number of the first run, and how many there are.
     pub first: u64,
     /// Number of runs.
     pub runs: u64,
     /// Length of a run in bytes of the read.
     pub run_len: u64,
-    /// Number of its strides in `Plan::strides`; none where there is one run.
-    pub strides: Option<u32>,
-    /// What becomes of its elements.
+    /// Where its runs lie, by number in `Plan::copies`; `None` for one run.
+    pub copy: Option<u32>,
+    /// The cast of its elements.
     pub cast: Option<Cast>,
 }
 
@@ -163,7 +158,7 @@ impl Move {
     /// Whether its bytes stay as they are and together. Where one ends, no other of the same read
     /// goes on: they would be one.
     pub(crate) fn is_plain(&self) -> bool {
-        self.strides.is_none() && self.cast.is_none()
+        self.copy.is_none() && self.cast.is_none()
     }
 }
 
@@ -175,23 +170,23 @@ pub struct Plan {
     /// Moves of reads that do not go to their place.
     pub moves: Vec<Move>,
     /// How the runs of moves are spread.
-    pub strides: Vec<Strides>,
-    /// Lengths of the regions; each begins on a page. That of a request with an address begins on
-    /// the page of that address, and only the request's own bytes of it are used.
+    pub copies: Vec<StridedCopy>,
+    /// Lengths of the regions; each begins on a page. The region of a request with a destination
+    /// begins on the page of that address, and only the request's own bytes of it are used.
     pub regions: Vec<u64>,
-    /// Of each region, whether it is memory that waited for its request.
+    /// Says of each region whether it is the caller's buffer.
     pub given: Vec<bool>,
-    /// By request.
-    pub placements: Vec<Placement>,
+    /// The placement of each request.
+    pub placements: Vec<TensorPlacement>,
     /// Wanted bytes.
     pub wanted: u64,
     /// Bytes that are read for them.
     pub read: u64,
-    limits: Limits,
+    limits: PlanLimits,
 }
 
 /// Bytes of a shard, and where they go.
-struct Extent {
+struct Stretch {
     shard: ShardId,
     range: Range<u64>,
     /// Its region and place are reckoned from the request until that has a place.
@@ -224,12 +219,12 @@ impl Plan {
     pub fn new(
         catalog: &Catalog,
         requests: &[TensorRequest],
-        limits: &Limits,
+        limits: &PlanLimits,
     ) -> Result<Plan, Fault> {
         // A read that takes no whole page would never come to an end.
         let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
         let (chunk, moved) = (pages(limits.chunk), pages(limits.moved));
-        let mut plan = Plan { limits: Limits { chunk, moved, ..*limits }, ..Plan::default() };
+        let mut plan = Plan { limits: PlanLimits { chunk, moved, ..*limits }, ..Plan::default() };
         let mut straight = Vec::new();
         let mut extents = Vec::new();
         let mut placeless = Vec::new();
@@ -265,7 +260,7 @@ impl Plan {
         for extent in &mut extents {
             let placement = &plan.placements[extent.request as usize];
             extent.step.region = placement.region;
-            extent.step.at += placement.at;
+            extent.step.offset += placement.offset;
         }
         plan.read_spread(extents);
         plan.order();
@@ -281,18 +276,18 @@ impl Plan {
     }
 
     /// Puts reads into the order of what they fill, which is that of the shards as long as tensors
-    /// lie in one. Of tensors cut into boxes neighbours are filled one after the other.
+    /// lie in one. Neighbouring boxes of a tensor are filled one after the other.
     fn order(&mut self) {
         let moves = &self.moves;
         self.chunks.sort_by_key(|chunk| {
-            let (region, at) = match &chunk.target {
-                Target::Place { region, at } => (*region, *at),
-                Target::Spread(mine) => {
+            let (region, offset) = match &chunk.target {
+                ChunkTarget::Place { region, offset } => (*region, *offset),
+                ChunkTarget::Spread(mine) => {
                     let first = &moves[mine.start as usize];
-                    (first.region, first.at)
+                    (first.region, first.offset)
                 }
             };
-            (region, at, chunk.shard, chunk.range.start)
+            (region, offset, chunk.shard, chunk.range.start)
         });
     }
 
@@ -309,29 +304,29 @@ impl Plan {
         number: usize,
         address: u64,
         before: usize,
-        extents: &mut Vec<Extent>,
+        extents: &mut Vec<Stretch>,
     ) {
-        let at = address % PAGE;
-        let region = self.region(at + self.placements[number].len, true);
+        let offset = address % PAGE;
+        let region = self.region(offset + self.placements[number].len, true);
         let placement = &mut self.placements[number];
-        (placement.region, placement.at) = (region, at);
+        (placement.region, placement.offset) = (region, offset);
         let limits = self.limits;
         let [one] = &extents[before..] else { return };
         let range = one.range.clone();
         let agrees =
-            range.start % PAGE == at && range.end - range.start >= limits.place.max(2 * PAGE);
+            range.start % PAGE == offset && range.end - range.start >= limits.place.max(2 * PAGE);
         if !limits.in_place || !one.is_plain() || !agrees {
             return;
         }
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
-        self.read_to(one.shard, pages.clone(), region, at + (pages.start - range.start));
+        self.read_to(one.shard, pages.clone(), region, offset + (pages.start - range.start));
         let (shard, request, step) = (one.shard, one.request, one.step.clone());
         extents.truncate(before);
         for part in [range.start..pages.start, pages.end..range.end] {
             if !part.is_empty() {
-                let (at, run_len) = (part.start - range.start, part.end - part.start);
-                let step = Move { at, run_len, ..step.clone() };
-                extents.push(Extent { shard, range: part, step, request });
+                let (offset, run_len) = (part.start - range.start, part.end - part.start);
+                let step = Move { offset, run_len, ..step.clone() };
+                extents.push(Stretch { shard, range: part, step, request });
             }
         }
     }
@@ -346,18 +341,18 @@ impl Plan {
             let len = self.placements[request].len;
             let unit = limits.align.max(width);
             let after = |plan: &Plan, slab| plan.regions[slab as usize].next_multiple_of(unit);
-            let (region, at) = match slab {
+            let (region, offset) = match slab {
                 _ if len >= limits.dedicated_min_bytes => (self.region(len, false), 0),
                 Some(slab) if after(self, slab) + len <= limits.slab => (slab, after(self, slab)),
                 _ => (self.region(0, false), 0),
             };
             let end = &mut self.regions[region as usize];
-            *end = (*end).max(at + len);
+            *end = (*end).max(offset + len);
             if len < limits.dedicated_min_bytes {
                 slab = Some(region);
             }
             let placement = &mut self.placements[request];
-            (placement.region, placement.at) = (region, at);
+            (placement.region, placement.offset) = (region, offset);
         }
     }
 
@@ -367,13 +362,13 @@ impl Plan {
         number: u32,
         tensor: &Tensor<'_>,
         request: &TensorRequest,
-        extents: &mut Vec<Extent>,
-    ) -> Result<(Placement, Option<Cast>), Fault> {
+        extents: &mut Vec<Stretch>,
+    ) -> Result<(TensorPlacement, Option<Cast>), Fault> {
         let (part, cast, placement) = outcome_of(tensor, request)?;
         let shape = &placement.shape;
         let bits_each = (tensor.dtype.bits(), placement.dtype.bits());
         for piece in tensor.pieces() {
-            // Of the piece, what is wanted of it: first index and extent.
+            // The wanted box of the piece: first index and extent.
             let (mut first, mut size) = (Vec::new(), Vec::new());
             for (dim, wanted) in part.iter().enumerate() {
                 let start = wanted.start.max(piece.offset[dim]);
@@ -387,11 +382,12 @@ impl Plan {
             let relative = |to: &dyn Fn(usize) -> u64| -> Vec<u64> {
                 (0..first.len()).map(|dim| first[dim] - to(dim)).collect()
             };
-            let from =
-                Whole { shape: piece.shape.to_vec(), offset: relative(&|dim| piece.offset[dim]) };
-            let to = Whole { shape: shape.clone(), offset: relative(&|dim| part[dim].start) };
-            let spread = Spread::new(&from, &to, &size, bits_each)?;
-            self.cut(&spread, piece.shard, piece.range.start, (number, cast), extents);
+            let from_offset = relative(&|dim| piece.offset[dim]);
+            let to_offset = relative(&|dim| part[dim].start);
+            let from = OuterBox { shape: piece.shape, offset: &from_offset };
+            let to = OuterBox { shape, offset: &to_offset };
+            let copy = StridedCopy::new(from, to, &size, bits_each)?;
+            self.cut(copy, piece.shard, piece.range.start, (number, cast), extents);
         }
         Ok((placement, cast))
     }
@@ -399,30 +395,21 @@ impl Plan {
     /// Cuts runs into stretches that are read at once.
     fn cut(
         &mut self,
-        spread: &Spread,
+        copy: StridedCopy,
         shard: ShardId,
         base: u64,
         (request, cast): (u32, Option<Cast>),
-        extents: &mut Vec<Extent>,
+        extents: &mut Vec<Stretch>,
     ) {
-        let run_len = spread.run_len;
-        let start = base + spread.from;
-        if spread.strides.0.is_empty() {
-            let (at, strides) = (spread.to, None);
-            let step = Move { from: 0, region: 0, at, first: 0, runs: 1, run_len, strides, cast };
-            extents.push(Extent { shard, range: start..start + run_len, step, request });
-            return;
-        }
-        self.strides.push(spread.strides.clone());
-        let strides = Some(self.strides.len() as u32 - 1);
-        let total = spread.strides.count();
+        let (run_len, total) = (copy.run_len(), copy.count());
+        let number = copy.innermost().map(|_| self.copies.len() as u32);
         let mut first = 0;
         while first < total {
-            let (from, to) = spread.strides.run(first);
+            let (from, offset) = copy.run(first);
             let mut end = from + run_len;
             let mut next = first + 1;
             while next < total {
-                let (following, _) = spread.strides.run(next);
+                let (following, _) = copy.run(next);
                 if following - end > self.limits.gap
                     || following + run_len - from > self.limits.moved
                 {
@@ -434,15 +421,18 @@ impl Plan {
             let step = Move {
                 from: 0,
                 region: 0,
-                at: spread.to + to,
+                offset,
                 first,
                 runs: next - first,
                 run_len,
-                strides,
+                copy: number,
                 cast,
             };
-            extents.push(Extent { shard, range: start + from..start + end, step, request });
+            extents.push(Stretch { shard, range: base + from..base + end, step, request });
             first = next;
+        }
+        if number.is_some() {
+            self.copies.push(copy);
         }
     }
 
@@ -481,29 +471,29 @@ impl Plan {
         let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {
             let placement = &mut self.placements[one.request as usize];
-            (placement.region, placement.at) = (region, one.range.start - page);
+            (placement.region, placement.offset) = (region, one.range.start - page);
         }
         self.read_to(run[0].shard, range.clone(), region, range.start - page);
     }
 
     /// Reads of `range` to byte `at` of a region, which agrees with it page by page.
-    fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, at: u64) {
+    fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
         let mut start = range.start;
         while start < range.end {
             let end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
-            let target = Target::Place { region, at: at + (start - range.start) };
+            let target = ChunkTarget::Place { region, offset: offset + (start - range.start) };
             self.chunks.push(Chunk { shard, range: start..end, target });
             start = end;
         }
     }
 
     /// Reads of everything else: neighbours are read together.
-    fn read_spread(&mut self, extents: Vec<Extent>) {
+    fn read_spread(&mut self, extents: Vec<Stretch>) {
         let limits = self.limits;
-        let mut parts: Vec<Extent> =
+        let mut parts: Vec<Stretch> =
             extents.into_iter().flat_map(|extent| split(extent, limits.moved)).collect();
         parts.sort_by_key(|part| {
-            (part.shard, part.range.start, part.range.end, part.step.region, part.step.at)
+            (part.shard, part.range.start, part.range.end, part.step.region, part.step.offset)
         });
         let mut rest = parts.as_slice();
         while let Some(first) = rest.first() {
@@ -535,13 +525,13 @@ impl Plan {
             self.chunks.push(Chunk {
                 shard: first.shard,
                 range: first.range.start..end,
-                target: Target::Spread(moves..self.moves.len() as u32),
+                target: ChunkTarget::Spread(moves..self.moves.len() as u32),
             });
         }
     }
 }
 
-impl Extent {
+impl Stretch {
     /// Whether its bytes go on as they are, in one run.
     fn is_plain(&self) -> bool {
         self.step.is_plain()
@@ -555,33 +545,39 @@ impl Move {
             && next.is_plain()
             && self.region == next.region
             && self.from + self.run_len == next.from
-            && self.at + self.run_len == next.at
+            && self.offset + self.run_len == next.offset
     }
 }
 
 /// Cuts a stretch that is one run into reads of at most `chunk` bytes, a multiple of the width of
 /// any element.
-fn split(extent: Extent, chunk: u64) -> Vec<Extent> {
-    let Extent { shard, range, step, request } = extent;
+fn split(extent: Stretch, chunk: u64) -> Vec<Stretch> {
+    let Stretch { shard, range, step, request } = extent;
     // Several runs are never longer: they would not be together.
     if range.end - range.start <= chunk || step.runs > 1 {
-        return vec![Extent { shard, range, step, request }];
+        return vec![Stretch { shard, range, step, request }];
     }
     let starts = (range.start..range.end).step_by(chunk as usize);
     starts
         .map(|start| {
             let end = (start + chunk).min(range.end);
             let before = start - range.start;
-            let at = step.at + step.cast.map_or(before, |cast| cast.len_after(before));
-            let step =
-                Move { at, run_len: end - start, strides: None, runs: 1, first: 0, ..step.clone() };
-            Extent { shard, range: start..end, step, request }
+            let offset = step.offset + step.cast.map_or(before, |cast| cast.len_after(before));
+            let step = Move {
+                offset,
+                run_len: end - start,
+                copy: None,
+                runs: 1,
+                first: 0,
+                ..step.clone()
+            };
+            Stretch { shard, range: start..end, step, request }
         })
         .collect()
 }
 
-/// Bytes of memory that is to be found for `requests` at least, whatever the plan. Of a request that
-/// cannot be planned it says nothing.
+/// Bytes of memory that is to be found for `requests` at least, whatever the plan. A request that
+/// cannot be planned counts as none.
 pub fn needed(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
     let mine = requests.iter().filter(|request| request.destination.is_none());
     mine.filter_map(|request| {
@@ -591,13 +587,13 @@ pub fn needed(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
 }
 
 /// The wanted indices of each dimension.
-type Part = Vec<Range<u64>>;
+type Indices = Vec<Range<u64>>;
 
-/// What is wanted of a tensor, what becomes of its elements, and what it is then, at no place yet.
+/// The wanted indices of a tensor, the cast of its elements, and the result, at no place yet.
 fn outcome_of(
     tensor: &Tensor<'_>,
     request: &TensorRequest,
-) -> Result<(Part, Option<Cast>, Placement), Fault> {
+) -> Result<(Indices, Option<Cast>, TensorPlacement), Fault> {
     let part = part_of(tensor, request)?;
     let cast = cast_of(tensor, request)?;
     let dtype = cast.map_or(tensor.dtype, Cast::to);
@@ -606,11 +602,11 @@ fn outcome_of(
     let bits = dtype.bits_of(&shape).ok_or_else(|| {
         Fault::new(ErrorKind::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
     })?;
-    Ok((part, cast, Placement { region: 0, at: 0, len: bits / 8, dtype, shape }))
+    Ok((part, cast, TensorPlacement { region: 0, offset: 0, len: bits / 8, dtype, shape }))
 }
 
 /// The part of a tensor that is wanted.
-fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Part, Fault> {
+fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Indices, Fault> {
     let Some(part) = &request.part else {
         return Ok(tensor.shape.iter().map(|&size| 0..size).collect());
     };
@@ -623,7 +619,7 @@ fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Part, Fault> 
     Err(Fault::new(ErrorKind::Usage, message))
 }
 
-/// What becomes of the elements of a request.
+/// The cast of the elements of a request.
 fn cast_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Option<Cast>, Fault> {
     let Some(to) = request.cast.filter(|&to| to != tensor.dtype) else { return Ok(None) };
     let cast = Cast::new(tensor.dtype, to);

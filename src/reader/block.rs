@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use super::Reader;
 use crate::error::Result;
-use crate::gather::{Part, Runs};
 use crate::io::{
     Buffer, Effort, Engine, Fetch, Priority, ReadBuffer, Reservation, Ticket, guarded,
 };
 use crate::layout::Extent;
 use crate::source::Source;
+use crate::strided::{RunRange, StridedCopy};
 use crate::sync::Mutex;
 
 /// Bytes of a source between two wanted ranges that are read along rather than skipped.
@@ -83,7 +83,7 @@ enum BlockPlace {
     Run(u64),
     /// Spread over it. The block begins `before` bytes before the tensor, or `after` bytes
     /// after its start.
-    Scatter { before: u64, after: u64, runs: Runs, part: Part },
+    Scatter { before: u64, after: u64, runs: StridedCopy, part: RunRange },
 }
 
 impl BlockPlan {

@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 
 use crate::checkpoint::VirtualFile;
 use crate::error::Result;
-use crate::gather::{Part, Runs};
 use crate::io::{Engine, Read, read_all};
 use crate::layout::{Extent, Layout, LayoutOrders};
 use crate::prefetch::{ReadOrder, TensorMap, TensorSpan};
 use crate::source::Source;
+use crate::strided::{RunRange, StridedCopy};
 
 pub use block::{Block, BlockPlan, Done};
 
@@ -66,8 +66,8 @@ struct SpreadRead<'a> {
     tensor_at: u64,
     source: &'a Arc<Source>,
     range: Range<u64>,
-    runs: &'a Runs,
-    part: Part,
+    runs: &'a StridedCopy,
+    part: RunRange,
 }
 
 impl Reader {

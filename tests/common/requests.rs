@@ -6,22 +6,24 @@ use proptest::prelude::*;
 use tensorfs::Dtype;
 use tensorfs::cast::Cast;
 use tensorfs::checkpoint::Checkpoint;
-use tensorfs::plan::{Limits, TensorRequest};
+use tensorfs::plan::{PlanLimits, TensorRequest};
 
 use super::{Box_, Cut, bytes};
 
 /// Small, so that small tensors take several reads; whole pages.
-pub(crate) fn limits() -> impl Strategy<Value = Limits> {
+pub(crate) fn limits() -> impl Strategy<Value = PlanLimits> {
     let sizes = (1u64..4, 0u64..200, 0u64..2000, 1u64..20_000);
-    (sizes, any::<bool>(), 0u32..9).prop_map(|((pages, gap, own, slab), in_place, align)| Limits {
-        chunk: 4096 * pages,
-        moved: 4096 * (pages % 3 + 1),
-        gap,
-        dedicated_min_bytes: own,
-        place: own,
-        slab,
-        in_place,
-        align: 1 << align,
+    (sizes, any::<bool>(), 0u32..9).prop_map(|((pages, gap, own, slab), in_place, align)| {
+        PlanLimits {
+            chunk: 4096 * pages,
+            moved: 4096 * (pages % 3 + 1),
+            gap,
+            dedicated_min_bytes: own,
+            place: own,
+            slab,
+            in_place,
+            align: 1 << align,
+        }
     })
 }
 

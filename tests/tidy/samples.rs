@@ -46,7 +46,7 @@ fn imports_of_lower_ranks_siblings_and_allowed_pairs_pass() {
         ("src/format/dcp.rs", "use crate::{Error, Outcome, dtype::Dtype};"),
         ("src/format/dcp.rs", "use super::safetensors::Header; use crate::format::manifest;"),
         ("src/format/mod.rs", "mod a { use super::dcp; } use self::dcp::X; use super::error;"),
-        ("src/layout.rs", "use crate::gather::Runs; use crate::catalog::Catalog;"),
+        ("src/layout.rs", "use crate::strided::StridedCopy; use crate::catalog::Catalog;"),
         ("src/io/mod.rs", "pub(crate) mod x; use crate::source::Source; pub(super) fn f() {}"),
         (
             "src/error.rs",
@@ -64,7 +64,7 @@ fn imports_of_lower_ranks_siblings_and_allowed_pairs_pass() {
 #[test]
 fn imports_within_a_rank_are_flagged_unless_the_pair_is_listed() {
     for (path, text) in [
-        ("src/gather.rs", "use crate::layout::Layout;"),
+        ("src/strided.rs", "use crate::layout::Layout;"),
         ("src/source/mod.rs", "use crate::io::Engine;"),
         ("src/loader.rs", "use crate::consolidate;"),
         ("src/error.rs", "use crate::dtype::Dtype;"),
@@ -112,6 +112,21 @@ fn rooms_of_the_mount_import_lower_ranks_only() {
         "use crate::log; use super::kernel; use tensorfs::cache::verify_on_read::ChecksumGate;";
     assert_none(&found("mount/src/serve/service.rs", text));
     assert_none(&found("mount/src/cli/status.rs", "use crate::fs::tails::REMEDY;"));
+}
+
+#[test]
+fn modules_of_the_python_package_import_lower_ranks_only() {
+    let found = |path: &str, text: &str| rank_violations(&[sample(path, text)]);
+    for (path, text) in [
+        ("python/src/checkpoint.rs", "use crate::loading::Loader;"),
+        ("python/src/memory.rs", "fn f(loader: &crate::loading::Loader) {}"),
+        ("python/src/slicing.rs", "use crate::ahead::Ahead;"),
+        ("python/src/attic.rs", "//! x"),
+    ] {
+        assert_eq!(found(path, text).len(), 1, "not flagged: {path}: {text}");
+    }
+    let text = "use crate::memory::Area; use tensorfs::loader::Loader;";
+    assert_none(&found("python/src/loading.rs", text));
 }
 
 #[test]

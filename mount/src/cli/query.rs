@@ -8,7 +8,7 @@ use tensorfs::Error;
 use tensorfs::catalog::{Piece, Tensor};
 use tensorfs::checkpoint::Checkpoint;
 use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::gather::Runs;
+use tensorfs::strided::StridedCopy;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -285,8 +285,8 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     if piece.shape.contains(&0) {
         return (0, 0);
     }
-    match Runs::new(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits()) {
-        Ok(runs) => (runs.n_runs(), runs.run_len()),
+    match StridedCopy::of_piece(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits()) {
+        Ok(runs) => (runs.count(), runs.run_len()),
         // Only where the checkpoint is shown as it is: the piece is not cut into runs then.
         Err(_) => (1, piece.range.end - piece.range.start),
     }

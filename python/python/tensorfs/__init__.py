@@ -21,10 +21,10 @@ from ._prefetch import PrefetchLoader
 from ._tensorfs import Tensor, __version__, release_pinned
 
 PySafeSlice = Slice
-"""As safetensors calls it."""
+"""The name that safetensors uses."""
 
 TensorMeta = TensorMetadata
-"""As safetensors calls it."""
+"""The name that safetensors uses."""
 
 __all__ = [
     "DtypeError",

@@ -7,7 +7,7 @@ import sys
 
 from ._errors import error
 
-# What safetensors knows; a number is left to torch.
+# The names that safetensors knows; torch judges the number.
 _KNOWN = re.compile(r"cpu|mps(:0)?|(cuda|musa|npu|xpu|xla|mlu|hpu)(:\d+)?|\d+", re.ASCII)
 
 

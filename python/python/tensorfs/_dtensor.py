@@ -47,7 +47,7 @@ def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
     held: list[Ranges] = [[(0, size)] if size else [] for size in whole]
     candidates: dict[int, list[Ranges]] = {}
     for dim, mesh_dims in _sharded(dtensor.placements).items():
-        splits = [_Split(mesh, at, coordinate[at], dtensor.placements[at]) for at in mesh_dims]
+        splits = [_Split(mesh, number, coordinate[number], dtensor.placements[number]) for number in mesh_dims]
         candidates[dim] = list(_candidates(whole[dim], splits, _order(dtensor, dim)))
     if not math.prod(local_shape):
         # FSDP2 shapes an empty shard of an empty shard otherwise than the placements do: [0, 0], not [3, 0].
@@ -81,8 +81,8 @@ class _Split:
         return _chunk(ranges, self.size, self.rank)
 
     def strided(self, ranges: Ranges) -> Ranges:
-        """Of each of `factor` chunks the one of this rank, one after the other."""
-        parts = (self.chunk(_chunk(ranges, self.factor, at)) for at in range(self.factor))
+        """The result joins this rank's part of each of `factor` chunks."""
+        parts = (self.chunk(_chunk(ranges, self.factor, index)) for index in range(self.factor))
         return _joined(itertools.chain.from_iterable(parts))
 
 
@@ -112,7 +112,7 @@ def _order(dtensor: Any, dim: int) -> list[int] | None:
 def _candidates(size: int, splits: list[_Split], order: list[int] | None) -> Iterator[Ranges]:
     """The indices that one rank may hold of a dimension. Where it divides evenly all are the same."""
     whole = [(0, size)] if size else []
-    in_order = splits if order is None else [split for at in order for split in splits if split.mesh_dim == at]
+    in_order = splits if order is None else [split for number in order for split in splits if split.mesh_dim == number]
     ranges = whole
     for split in in_order:
         ranges = split.chunk(ranges) if split.factor == 1 else split.strided(ranges)
@@ -132,13 +132,13 @@ def _decoded(splits: list[_Split]) -> list[_Split] | None:
         return None
     order: list[_Split] = []
     for split in reversed(splits):
-        before, at = 1, 0
-        while before != split.factor and at < len(order):
-            before *= order[at].size
-            at += 1
+        before, index = 1, 0
+        while before != split.factor and index < len(order):
+            before *= order[index].size
+            index += 1
         if before != split.factor:
             return None
-        order.insert(at, split)
+        order.insert(index, split)
     return order
 
 
@@ -170,12 +170,12 @@ def _length(ranges: Ranges) -> int:
 
 
 def _boxes(held: list[Ranges]) -> list[Box]:
-    """What a shard with these indices consists of, row by row."""
+    """The rows of a shard with these indices."""
     # Up to the last dimension that has gaps each index is a box of its own.
     cut = max((dim for dim, ranges in enumerate(held) if len(ranges) > 1), default=0)
     if math.prod(map(_length, held[:cut])) * len(held[cut] if held else ()) > _BOXES_MAX:
         raise Unknown("has a local shard of too many parts")
-    single = [[(at, at + 1) for start, stop in ranges for at in range(start, stop)] for ranges in held[:cut]]
+    single = [[(index, index + 1) for start, stop in ranges for index in range(start, stop)] for ranges in held[:cut]]
     return [list(box) for box in itertools.product(*single, *held[cut:])]
 
 

@@ -13,7 +13,7 @@ class SafetensorError(Exception):
     """
 
     kind: str | None = None
-    """What is wrong, in one word, such as `dcp_hole`."""
+    """The kind of the error in one word, such as `dcp_hole`."""
     path: str | None = None
     """The file or folder at fault."""
     tensor: str | None = None
@@ -76,7 +76,7 @@ def _unpickled(cls: type[SafetensorError], args: tuple[str], facts: dict[str, ob
 
 
 def not_found(path: object) -> FileNotFoundError:
-    """What `safetensors` raises where there is no file."""
+    """The error that `safetensors` raises where there is no file."""
     missing = FileNotFoundError(shown(f"No such file or directory: {path}"))
     missing.errno = 2
     return missing

@@ -1,4 +1,4 @@
-"""What each framework makes of loaded bytes: memory of its own, and tensors in there."""
+"""The frameworks: each gives memory, and makes tensors of the bytes loaded there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Torch:
     """Tensors of torch, in memory of torch."""
 
     name = "pytorch"
-    # Of a mapped file safetensors lets torch do the indexing.
+    # For a mapped file safetensors lets torch do the indexing.
     indexes_itself = True
 
     def __init__(self, gpu: int | None) -> None:
@@ -53,6 +53,7 @@ class Torch:
 
         self._torch = torch
         self._device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        self._on_cpu = gpu is None
         self._dtypes: dict[str, Any] = {}
         self._makers: dict[str, Any] = {}
         self._names: dict[Any, str] | None = None
@@ -89,7 +90,8 @@ class Torch:
         return made, self._address(made, wanted)
 
     def maker(self, dtype: str) -> Any:
-        """What makes a tensor of a shape, with its address, sooner than `empty`; None where only that can."""
+        """A function that makes a tensor of a shape, with its address, faster than `empty`; None where only `empty`
+        can."""
         found = self._makers.get(dtype)
         if found is None:
             found = self._makers[dtype] = self._maker(dtype)
@@ -113,7 +115,9 @@ class Torch:
     def _address(self, made: Any, wanted: Any) -> int:
         """Where a new tensor lies, of which this dtype was wanted."""
         # Others may have put a function of their own in the place of torch.empty.
-        if made.dtype is not wanted or made.device.type != self._device.type:
+        # The text of a device takes long to make.
+        is_there = made.is_cpu if self._on_cpu else made.device.type == self._device.type
+        if made.dtype is not wanted or not is_there:
             raise error(
                 f"torch.empty gives {made.dtype} on {made.device} here where {wanted} on {self._device} is wanted, "
                 "as within deepspeed's zero.Init; load outside of it",
@@ -130,7 +134,7 @@ class Torch:
 
     def stream(self) -> int | None:
         """The stream of a GPU that may still use memory which torch has given."""
-        if self._device.type == "cpu":
+        if self._on_cpu:
             return None
         return self._torch.cuda.current_stream(self._device).cuda_stream
 
@@ -141,16 +145,16 @@ class Torch:
             return self._torch.frombuffer(_buffer(area), dtype=self._torch.uint8)
 
     def mode(self) -> object:
-        """What decides, beside the arguments, which kind of tensor torch makes."""
+        """The state that decides, beside the arguments, which kind of tensor torch makes."""
         return self._torch.is_inference_mode_enabled(), type(self._torch.empty(0))
 
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         """The tensors in filled areas, by name."""
-        as_strided, on_cpu = self._torch.as_strided, self._device.type == "cpu"
+        as_strided, on_cpu = self._torch.as_strided, self._on_cpu
         # One call of torch per tensor: there may be many.
         typed: dict[tuple[int, str], tuple[Any, int, int]] = {}
         tensors = {}
-        for name, region, at, nbytes, dtype, shape in placed:
+        for name, region, offset, nbytes, dtype, shape in placed:
             if nbytes == 0:
                 tensors[name] = self.empty(dtype, shape, name)[0]
                 continue
@@ -169,7 +173,7 @@ class Torch:
                 strides = (shape[1], 1)
             else:
                 strides = _strides(shape)
-            tensors[name] = as_strided(base, shape, strides, (skipped + at) // width)
+            tensors[name] = as_strided(base, shape, strides, (skipped + offset) // width)
         return tensors
 
     def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
@@ -256,12 +260,12 @@ class Numpy:
 
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         tensors = {}
-        for name, region, at, nbytes, dtype, shape in placed:
+        for name, region, offset, nbytes, dtype, shape in placed:
             if nbytes == 0:
                 tensors[name] = self.empty(dtype, shape, name)[0]
                 continue
             area, address = areas[region]
-            tensors[name] = self._numpy.ndarray(shape, self.dtype(dtype, name), area, -address % PAGE + at)
+            tensors[name] = self._numpy.ndarray(shape, self.dtype(dtype, name), area, -address % PAGE + offset)
         return tensors
 
     def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
@@ -309,8 +313,8 @@ class DLPack:
 
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         return {
-            name: Tensor(areas[region][0], at, nbytes, dtype, list(shape))
-            for name, region, at, nbytes, dtype, shape in placed
+            name: Tensor(areas[region][0], offset, nbytes, dtype, list(shape))
+            for name, region, offset, nbytes, dtype, shape in placed
         }
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
@@ -370,7 +374,7 @@ def _buffer(area: Area) -> Any:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
+    """The strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -1,4 +1,4 @@
-"""What is left to the package safetensors: saving."""
+"""Saving is left to the package safetensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an index of a slice means: which part of a tensor is to be read."""
+"""The meaning of an index: which part of a tensor is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._errors import error
 
 
 class Cut(NamedTuple):
-    """What of one dimension is wanted; `single` ones are not dimensions of the result."""
+    """The wanted indices of one dimension; a `single` one is no dimension of the result."""
 
     start: int
     stop: int
@@ -76,18 +76,18 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
     if sum(item is Ellipsis for item in items) > 1:
         raise error("Only one ellipsis (...) is allowed in slice index")
     items = _expanded(items, shape)
-    parsed = [_parsed(item, at, shape[at] if at < len(shape) else 0) for at, item in enumerate(items)]
+    parsed = [_parsed(item, dim, shape[dim] if dim < len(shape) else 0) for dim, item in enumerate(items)]
     shown = f"Error during slicing [{', '.join(map(_shown, items, parsed))}] with shape {list(shape)}: "
     if len(items) > len(shape):
         raise error(f"{shown}more slicing indexes than dimensions in tensor")
     # From the last one on: of several that are wrong safetensors names that.
-    for at, cut in reversed(list(enumerate(parsed))):
-        size = shape[at]
+    for dim, cut in reversed(list(enumerate(parsed))):
+        size = shape[dim]
         # All of nothing is nothing, though it begins past the end.
         empty = cut.start == cut.stop == 0
         if not empty and (cut.start >= size or cut.stop > size):
             asked = cut.start if cut.start >= size else cut.stop - 1
-            raise error(f"{shown}index {asked} out of bounds for tensor dimension #{at} of size {size}")
+            raise error(f"{shown}index {asked} out of bounds for tensor dimension #{dim} of size {size}")
     return [cut._replace(stop=max(cut.start, cut.stop)) for cut in parsed] + _whole(shape[len(parsed) :])
 
 
@@ -102,9 +102,9 @@ def _items(index: Any) -> list[Any]:
 def _expanded(items: list[Any], shape: Sequence[int]) -> list[Any]:
     """With as many slices for an ellipsis as there are dimensions left."""
     missing = [slice(None)] * max(len(shape) - sum(item is not Ellipsis for item in items), 0)
-    for at, item in enumerate(items):
+    for position, item in enumerate(items):
         if item is Ellipsis:
-            return items[:at] + missing + items[at + 1 :]
+            return items[:position] + missing + items[position + 1 :]
     return items
 
 

@@ -45,12 +45,12 @@ def load_into(
     mapping: Mapping[str, Any], filename: Source, *, strict: bool = True, cast: bool = False, **how: Any
 ) -> Loaded:
     """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
-    numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape. Of a
-    DTensor the local shard is filled, and no more than its part of the tensor is read.
+    numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape. For a
+    DTensor the local shard is filled, and only its part of the tensor is read.
 
     With `strict` the names have to be the same; else those in both are loaded. With `cast` floating point elements
-    become those of a target of F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless
-    all of it fits. `how` is what `safe_open` takes to say how to read.
+    become those of a target of F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
+    of it fits. `how` is what `safe_open` takes to say how to read.
 
     Several names may stand for the same memory, as those of tied weights do. One of them in the checkpoint is enough;
     of several there the bytes have to be the same.
@@ -75,7 +75,7 @@ def load_into(
     by_device: dict[int | None, dict[int, list[_TensorRequest]]] = {}
     for name, target in targets.items():
         if target.nbytes:
-            # Of names that share memory one is enough.
+            # One of several names that share memory is enough.
             by_device.setdefault(target.gpu, {})[target.address] = requests[name]
     planned = []
     for gpu, found in by_device.items():
@@ -99,7 +99,7 @@ def _differing_names(filename: Source, names: Loaded) -> SafetensorError:
 
 
 def _without_aliases(missing: list[str], mapping: Mapping[str, Any], targets: dict[str, Target]) -> list[str]:
-    """Those of `missing` whose memory no other name fills."""
+    """The names in `missing` whose memory no other name fills."""
     filled: dict[Hashable, list[Target]] = {}
     for target in targets.values():
         filled.setdefault(target.identity, []).append(target)
@@ -108,7 +108,7 @@ def _without_aliases(missing: list[str], mapping: Mapping[str, Any], targets: di
         try:
             target = target_of(mapping[name], name)
         except Exception:
-            # Whatever it is, it is left as it is.
+            # Memory of another kind is left as it is.
             return False
         return any(map(target.is_alias_of, filled.get(target.identity, [])))
 

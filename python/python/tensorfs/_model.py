@@ -25,7 +25,7 @@ class _Span(NamedTuple):
 
 
 def load_into_model(model: Any, tensors: dict[str, Any], strict: bool) -> tuple[set[str], list[str]]:
-    """What `load_model` of safetensors does, with tensors that are loaded already."""
+    """Does the same as `load_model` of safetensors, with tensors that are loaded already."""
     state = model.state_dict()
     spans = {name: span for name, tensor in state.items() if (span := _span(tensor)) is not None}
     _refuse_conflicts(state, spans, tensors)
@@ -34,7 +34,7 @@ def load_into_model(model: Any, tensors: dict[str, Any], strict: bool) -> tuple[
     for name in tensors.keys() & spans.keys():
         filled.setdefault(spans[name].device, []).append(spans[name])
     lacking = set()
-    # Of names that share memory the one is named that would fill the others.
+    # One name stands for all that share its memory: the one that would fill the others.
     for name in sorted(missing, key=lambda name: (name in spans and -spans[name].length, name)):
         span = spans.get(name)
         if span is None:
@@ -68,7 +68,7 @@ def _refuse_conflicts(state: dict[str, Any], spans: dict[str, _Span], tensors: d
 
 def _overlapping(names: list[str], spans: dict[str, _Span]) -> list[list[str]]:
     """Groups of names whose memory overlaps, each in the order of `names`."""
-    place = {name: at for at, name in enumerate(names)}
+    place = {name: position for position, name in enumerate(names)}
     groups: list[list[str]] = []
     device, end = "", 0
     for name in sorted(names, key=lambda name: spans[name]):

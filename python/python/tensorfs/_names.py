@@ -13,7 +13,7 @@ Names = Union[str, "re.Pattern[str]", Iterable[str], None]
 
 
 def select(names: Names, every: list[str]) -> list[str]:
-    """Those of `every` that are meant, in its order; exact names have to be there."""
+    """The names of `every` that are meant, in its order; exact names have to be there."""
     if names is None:
         return every
     if isinstance(names, str):

@@ -16,14 +16,14 @@ from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed
 
 StrPath = Union[str, "os.PathLike[str]"]
 Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
-"""What can be opened: a path, a list of files, or a mapping from tensor names to files."""
+"""The sources of a checkpoint: a path, a list of files, or a mapping from tensor names to files."""
 
 _BATCH_MAX = 512 << 20
 """Bytes that `tensors` and `prefetch` load at a time; a longer tensor is loaded alone."""
 
 
 class TensorMetadata(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """The facts about a tensor that its header states."""
 
     dtype: str
     shape: list[int]
@@ -115,7 +115,7 @@ class safe_open:
     def offset_keys(self) -> list[str]:
         """The names of the tensors, in the order in which they lie in the files."""
         names = self.keys()
-        return [names[at] for at in self._checkpoint().file_order()]
+        return [names[position] for position in self._checkpoint().file_order()]
 
     def metadata(self) -> dict[str, str] | None:
         """The texts in the header; of several files, merged."""
@@ -126,7 +126,7 @@ class safe_open:
         return sum(info.nbytes for info in self._infos(names))
 
     def get_tensor_metadata(self, name: str) -> TensorMetadata:
-        """What is known of a tensor without reading it."""
+        """The facts about a tensor that its header states."""
         checkpoint, info = self._checkpoint(), self._info(name)
         pieces, start = checkpoint.pieces(info.position), checkpoint.data_start()
         offsets = None if start is None else (pieces[0][1] - start, pieces[0][2] - start)
@@ -151,7 +151,7 @@ class safe_open:
         return Slice(self._reader(), self._info(name))
 
     def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor in file order. What comes next is loaded meanwhile, in bounded memory."""
+        """Pairs of name and tensor in file order. The next tensors are loaded meanwhile, in bounded memory."""
         wanted: list[tuple[Info, Part]] = [(info, None) for info in self._infos(names)]
         _refuse_unfit(self._reader(), wanted)
         if not self._reader().copy:
@@ -185,8 +185,8 @@ class safe_open:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What loads of this checkpoint took so far: bytes wanted and read, reads, seconds. Small tensors
-        and parts that were in the page cache are not counted."""
+        """The cost of all loads of this checkpoint so far: bytes wanted and read, reads, seconds. Small tensors and
+        parts that were in the page cache are not counted."""
         reader = self._reader()
         ahead, unused = reader.ahead
         return {**reader.stats, "bytes_ahead": ahead, "bytes_ahead_unused": unused}
@@ -208,10 +208,10 @@ class safe_open:
         return Info(*facts)
 
     def _infos(self, names: Names) -> list[Info]:
-        """Of those that are meant, in file order."""
+        """The facts of the tensors that are meant, in file order."""
         checkpoint = self._checkpoint()
         every = [Info(*facts) for facts in checkpoint.tensors()]
-        ordered = [every[at] for at in checkpoint.file_order()]
+        ordered = [every[position] for position in checkpoint.file_order()]
         if names is None:
             return ordered
         meant = set(select(names, [info.name for info in ordered]))

@@ -16,7 +16,7 @@ from ._open import safe_open
 
 
 class _Block:
-    """A block that was entered. Whatever took over its context, such as a task, may outlive it."""
+    """A block that was entered. A task that took over its context may outlive it."""
 
     def __init__(self, around: _Block | None, copy: bool) -> None:
         self.around, self.copy, self.ended = around, copy, False
@@ -31,9 +31,9 @@ _stand_in: Any = None
 @contextlib.contextmanager
 def patched(*, copy: bool = True) -> Iterator[None]:
     """Within the block, and in this thread and async task alone, `safetensors.safe_open` is ours, whoever has imported
-    it; so are the `load_file` and `load_model` of `safetensors`, which use it. What we do not load, such as tensors for
-    other frameworks, is loaded by safetensors as ever. With `copy=False` tensors share the mapped files, as those of
-    safetensors do: see `safe_open`.
+    it; so are the `load_file` and `load_model` of `safetensors`, which use it. Tensors that we do not load, such as
+    those for other frameworks, are still loaded by safetensors. With `copy=False` tensors share the mapped files, as
+    those of safetensors do: see `safe_open`.
     """
     _install()
     block = _Block(_innermost.get(), copy)

@@ -34,7 +34,7 @@ class PrefetchLoader:
         ahead: int | None = None,
     ) -> None:
         self._batches, self._load, self._ahead = batches, load, ahead
-        self._batch_of = {name: at for at, batch in enumerate(batches) for name in batch}
+        self._batch_of = {name: number for number, batch in enumerate(batches) for name in batch}
         self._ready: dict[str, Any] = {}
         self._loaded = 0
         self._wanted = 0
@@ -87,7 +87,7 @@ class PrefetchLoader:
                 del tensor
 
     def close(self) -> None:
-        """Ends the load and lets go of what was not taken. What was stays as it is."""
+        """Ends the load and lets go of what was not taken. Tensors that were taken stay as they are."""
         if process_token() != self._process:
             return
         self._cancel.cancel()
@@ -127,10 +127,10 @@ class PrefetchLoader:
             _running.discard(self)
 
     def _load_all(self) -> None:
-        for at, batch in enumerate(self._batches):
+        for number, batch in enumerate(self._batches):
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or self._ahead is None or at <= self._wanted + self._ahead
+                    lambda: self._closed or self._ahead is None or number <= self._wanted + self._ahead
                 )
                 if self._closed:
                     return
@@ -144,7 +144,7 @@ class PrefetchLoader:
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._loaded = at + 1
+                self._loaded = number + 1
                 if not self._closed:
                     self._ready.update(tensors)
                 self._changed.notify_all()

@@ -9,7 +9,7 @@ from ._frameworks import PAGE, WIDTHS
 from ._tensorfs import Ahead, Area, Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
-"""What of a tensor is wanted: first index and end in each dimension; None for all."""
+"""The wanted part of a tensor: first index and end in each dimension; None for all."""
 
 _WHOLE_MAX = 4 << 20
 """Up to this length a tensor that the page cache holds is copied at once, by the calling thread."""
@@ -33,7 +33,7 @@ class Info(NamedTuple):
 
 
 class Reader:
-    """What an open checkpoint, its slices and its background loads share."""
+    """The state that an open checkpoint, its slices and its background loads share."""
 
     def __init__(
         self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool = True
@@ -43,15 +43,15 @@ class Reader:
         self.copy = copy or not loader.on_cpu
         # The shards that are mapped, each as what views are made of, with its address; None where it cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
-        # What all loads took, summed up.
+        # The cost of all loads, summed up.
         self.stats: dict[str, Any] = {}
-        # Of a GPU nothing is loaded ahead.
+        # Nothing is loaded ahead for a GPU.
         self._ahead = Ahead() if loader.on_cpu else None
         # Whether the page cache lacked a small tensor that was asked for last.
         self._is_cold = False
 
     def close(self) -> None:
-        """Lets go of what was loaded ahead. What is asked for from now on is loaded then."""
+        """Lets go of what was loaded ahead. Later requests load their own tensors."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -67,7 +67,7 @@ class Reader:
         found = self.loader.run_of(self.checkpoint, info.position)
         if found is None:
             return None
-        (shard, at), nbytes = found, info.nbytes
+        (shard, offset), nbytes = found, info.nbytes
         if part is not None:
             if any(bounds != (0, size) for bounds, size in zip(part[1:], info.shape[1:])):
                 return None
@@ -75,19 +75,19 @@ class Reader:
             first, end = part[0]
             if rest:
                 return None
-            at, nbytes = at + first * row, (end - first) * row
-        if at % WIDTHS.get(info.dtype, 1):
+            offset, nbytes = offset + first * row, (end - first) * row
+        if offset % WIDTHS.get(info.dtype, 1):
             return None
         self.framework.check(info.dtype, shape, info.name)
         if shard not in self._mapped:
-            area = Area.of_shard(self.loader, self.checkpoint, shard)
+            area = Area.of_shard(self.checkpoint, shard, self.loader.timeout)
             self._mapped[shard] = None if area is None else (self.framework.over(area), area.address)
             # It may have been cut short before it was mapped.
             self.loader.run_of(self.checkpoint, info.position)
         mapped = self._mapped[shard]
         if mapped is None:
             return None
-        place = (info.name, 0, at, nbytes, info.dtype, tuple(shape))
+        place = (info.name, 0, offset, nbytes, info.dtype, tuple(shape))
         return self.framework.views([mapped], [place])[info.name]
 
     def all_shared(self, infos: Sequence[Info]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Reader:
         try:
             return self._whole_now(info)
         except BaseException:
-            # What fails or is interrupted here is not loaded behind the caller's back either.
+            # A load that fails or is interrupted is not carried on behind the caller's back.
             if self._ahead is not None:
                 self._ahead.drop()
             raise
@@ -144,9 +144,10 @@ class Reader:
                 except SafetensorError:
                     continue
                 if info.nbytes >= _OWN_MIN:
-                    if not self.loader.has_spare(self.checkpoint, info.nbytes):
+                    plan = self.loader.plan_ahead(self.checkpoint, position)
+                    if plan is None:
                         break
-                    self._begin_one(ahead, info)
+                    self._begin_one(ahead, info, plan)
                     continue
                 together.append((info, offset))
                 length += info.nbytes
@@ -163,9 +164,8 @@ class Reader:
         finally:
             ahead.unchoose([position for position, _ in wanted])
 
-    def _begin_one(self, ahead: Ahead, info: Info) -> None:
+    def _begin_one(self, ahead: Ahead, info: Info, plan: Plan) -> None:
         framework = self.framework
-        plan = self.loader.plan(self.checkpoint, [(info.position, None, None, None)])
         areas = [framework.area(room) for room in plan.rooms]
         memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
         payload = (framework.mode(), [area[:2] for area in areas], plan.placed(self.checkpoint))
@@ -181,17 +181,17 @@ class Reader:
             payload: Any
             area, start, length = (None, 0, 0) if info.nbytes < _PLACE_MIN else framework.area(info.nbytes + 2 * PAGE)
             if start == 0:
-                area, at = framework.empty(info.dtype, info.shape, info.name)
+                area, address = framework.empty(info.dtype, info.shape, info.name)
                 length, payload = info.nbytes, (mode, None, area)
             else:
                 # Where the disk can write to.
                 begin = offset if offset % 64 == 0 else 0
                 skipped = -start % PAGE + begin
-                at, length = start + skipped, length - skipped
+                address, length = start + skipped, length - skipped
                 place = (info.name, 0, begin, info.nbytes, info.dtype, tuple(info.shape))
                 payload = (mode, [(area, start)], [place])
-            requests.append((info.position, None, None, at))
-            memory.append((at, length, area))
+            requests.append((info.position, None, None, address))
+            memory.append((address, length, area))
             tensors.append((info.position, info.nbytes, payload))
         ahead.begin(self.loader, self.checkpoint, self.loader.plan(self.checkpoint, requests), memory, tensors)
 
@@ -203,7 +203,7 @@ class Reader:
         (mode, areas, made), took = found
         if took is not None:
             self._count(took)
-        # Of torch: what is made within some blocks is not what it is outside of them.
+        # Torch makes other tensors within some blocks than outside of them.
         if mode != self.framework.mode():
             return None
         return made if areas is None else self.framework.views(areas, made)[info.name]

@@ -19,9 +19,9 @@ class Target(NamedTuple):
     dtype: str | None
     """None where it is bytes of anything."""
     shape: list[int] | None
-    """Of the whole tensor, as its framework counts; None where it is bytes of anything."""
+    """The shape of the whole tensor, as its framework counts; None where it is bytes of anything."""
     owner: Any
-    """What keeps it."""
+    """The object that keeps the memory alive."""
     gpu: int | None = None
     """Where it is; None for the CPU."""
     boxes: list[Box] | None = None

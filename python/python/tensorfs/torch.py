@@ -45,8 +45,8 @@ def load_model(
     """Loads a checkpoint by `model.load_state_dict`, which copies it; `load_into` does not. Returns the names that the
     checkpoint lacks, and those that the model lacks; with `strict` these are a `RuntimeError`.
 
-    Of names that share memory in the model, such as those of tied weights, one in the checkpoint is enough; of several
-    there the bytes have to be the same.
+    If names share memory in the model, as tied weights do, one of them in the checkpoint is enough; several there must
+    have the same bytes.
     """
     return load_into_model(model, load_file(filename, device, backend=backend, **how), strict)
 

@@ -45,7 +45,7 @@ const INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// From this many bytes on a load is worth the threads that ask for its memory, and the trial of
 /// which pages cost less.
-const POPULATE_MIN_BYTES: u64 = 16 << 20;
+const POPULATE_MIN_BYTES: u64 = 4 << 20;
 
 /// From this many bytes on a load asks the system whether it has them: to ask takes as long as a
 /// small load.

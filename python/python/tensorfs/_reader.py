@@ -18,7 +18,7 @@ _PLACE_MIN = 1 << 20
 """Shorter ones are copied to their place; longer ones get a place that the disk can write to."""
 
 
-_OWN_MIN = 16 << 20
+_OWN_MIN = 4 << 20
 """From this length on a tensor that is loaded ahead is loaded alone; shorter ones together, up to this."""
 
 
@@ -185,7 +185,7 @@ class Reader:
                 length, payload = info.nbytes, (mode, None, area)
             else:
                 # Where the disk can write to.
-                begin = offset if offset % 64 == 0 else 0
+                begin = offset if offset % WIDTHS.get(info.dtype, 1) == 0 else 0
                 skipped = -start % PAGE + begin
                 address, length = start + skipped, length - skipped
                 place = (info.name, 0, begin, info.nbytes, info.dtype, tuple(info.shape))

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 
 use crate::catalog::Catalog;
 
-/// From so many tensors on, names are not sorted by their numbers: it takes a second for a million.
+/// Most tensors whose names are sorted by their numbers: it takes a second for a million.
 const NATURAL_MAX: usize = 200_000;
 
 /// Places in an order that each reader may go on from, and all of them together: the more there are,
@@ -28,7 +28,7 @@ const READERS_IN: usize = 16;
 const BELIEVED: u32 = 2;
 const SCORE_MAX: u32 = 16;
 
-/// What an order goes by.
+/// The key of an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The offsets in the files.
@@ -53,7 +53,7 @@ struct Order {
 pub struct Orders(Vec<Order>);
 
 impl Orders {
-    /// Those of this catalog.
+    /// The orders of this catalog.
     pub fn of(catalog: &Catalog) -> Orders {
         let names: Vec<u32> = (0..catalog.len() as u32).collect();
         let mut files = names.clone();
@@ -137,8 +137,8 @@ struct Track {
 }
 
 impl Track {
-    /// Takes note of request `number`, for the tensor of this rank. Returns whether one of so many
-    /// readers was expected to ask for it: threads that share an order overtake each other.
+    /// Takes note of request `number`, for the tensor of this rank. Returns whether one of
+    /// `readers` was expected to ask for it: threads that share an order overtake each other.
     fn ask(&mut self, rank: u32, readers: usize, number: u64) -> bool {
         let reach = if readers > 1 { 2 * readers as u32 } else { 1 };
         if let Some(cursor) = self.cursors.iter_mut().find(|cursor| cursor.rank == rank) {
@@ -183,16 +183,16 @@ impl Track {
     }
 }
 
-/// What is known of the requests for one checkpoint so far.
+/// The requests for one checkpoint so far, and the orders that foretold them.
 #[derive(Clone, Debug)]
 pub struct Walk {
     orders: Orders,
-    /// By order.
+    /// One track for each order.
     tracks: Vec<Track>,
     /// How often each tensor was asked for.
     asked: Vec<u16>,
     requests: u64,
-    /// Who sent the last requests.
+    /// The readers that sent the last requests.
     recent: VecDeque<u64>,
     /// Order and rank of the last request, where it was expected.
     onward: Option<(usize, u32)>,
@@ -226,7 +226,7 @@ impl Walk {
         for (number, (order, track)) in self.orders.0.iter().zip(&mut self.tracks).enumerate() {
             let rank = order.ranks[tensor];
             let expected = track.ask(rank, readers, self.requests);
-            // Of those that are as good now, the one that was wrong less often.
+            // If two are as good now, the order that was wrong less often wins.
             let merit = (track.score, u32::MAX - track.misses);
             if expected && track.score >= BELIEVED && best.is_none_or(|(_, _, other)| merit > other)
             {

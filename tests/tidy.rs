@@ -181,7 +181,6 @@ const UNPOLISHED: &[&str] = &[
     "src/process.rs",
     "src/reader/",
     "src/v",
-    "src/walk",
 ];
 
 /// Where the shipped code lies.

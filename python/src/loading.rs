@@ -33,7 +33,7 @@ const SPARE: u64 = 512 << 20;
 
 /// How a loader loads: it is shared by all who want the same.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Wanted {
+struct LoaderKey {
     chunk: u64,
     depth: usize,
     staging: u64,
@@ -50,7 +50,7 @@ struct Wanted {
 const LOADERS_MAX: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 
 /// Loaders, by the way in which each loads.
-type Loaders = LruCache<Wanted, Arc<core::Loader>>;
+type Loaders = LruCache<LoaderKey, Arc<core::Loader>>;
 
 /// The loaders of this process: a child of a fork begins without.
 fn loaders() -> MutexGuard<'static, Loaders> {
@@ -64,7 +64,7 @@ type PyRequest = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
 
 /// A way to load; loads that share it share threads.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
-pub(crate) struct Loader(Wanted);
+pub(crate) struct Loader(LoaderKey);
 
 impl Loader {
     pub(crate) fn own(&self) -> Arc<core::Loader> {
@@ -72,7 +72,7 @@ impl Loader {
         if let Some(loader) = loaders.get(&self.0) {
             return loader.clone();
         }
-        let Wanted { chunk, depth, staging, direct, backend, cufile, timeout, gpu } = self.0;
+        let LoaderKey { chunk, depth, staging, direct, backend, cufile, timeout, gpu } = self.0;
         let settings = Settings { backend, direct, timeout };
         let limits = match gpu {
             Some(_) => PlanLimits { chunk, moved: chunk, ..PlanLimits::device() },
@@ -204,7 +204,7 @@ impl Loader {
                     .map_err(|_| PyValueError::new_err("the timeout is no number of seconds"))?,
             ),
         };
-        Ok(Loader(Wanted {
+        Ok(Loader(LoaderKey {
             chunk: chunk.unwrap_or(usual.limits.chunk),
             depth: depth.unwrap_or(usual.depth),
             staging: staging.unwrap_or(usual.staging),

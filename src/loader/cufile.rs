@@ -173,7 +173,7 @@ impl CuFileQueue {
 
 /// Messages of the readers to the thread that loads. The end of the channel says that they are
 /// done.
-enum Told {
+enum CuFileReport {
     /// A chunk is in its place.
     Read { job: usize, reader: usize, times: Times },
     /// A file is not what it was.
@@ -262,7 +262,7 @@ impl Loader {
         &self,
         beginning: &Beginning<'_>,
         queue: &CuFileQueue,
-        told: &Receiver<Told>,
+        told: &Receiver<CuFileReport>,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Early> {
         let Beginning { plan, given, started, .. } = beginning;
@@ -272,7 +272,7 @@ impl Loader {
         let mut failed: Option<Error> = None;
         loop {
             match told.recv_timeout(ASK) {
-                Ok(Told::Read { job, reader, times }) => {
+                Ok(CuFileReport::Read { job, reader, times }) => {
                     let job = &queue.jobs[job];
                     let Chunk { shard, range, .. } = &plan.chunks[job.chunk];
                     let sent = times.began;
@@ -283,11 +283,11 @@ impl Loader {
                     self.counters.source_reads.add(1);
                     self.counters.source_reads_direct.add(1);
                 }
-                Ok(Told::Refused(why)) => {
+                Ok(CuFileReport::Refused(why)) => {
                     tracing::debug!("cuFile: {why}");
                     early.unused.get_or_insert(why);
                 }
-                Ok(Told::Failed(e)) => failed = failed.or(Some(e)),
+                Ok(CuFileReport::Failed(e)) => failed = failed.or(Some(e)),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
@@ -350,12 +350,12 @@ fn start(
     gpu: Gpu,
     queue: Arc<CuFileQueue>,
     regions: Vec<(DeviceRegion, bool)>,
-) -> io::Result<Receiver<Told>> {
+) -> io::Result<Receiver<CuFileReport>> {
     let (tell, told) = channel();
     let first = move || {
         let work = match CuFileWork::prepare(&found, gpu, queue, regions) {
             Ok(work) => Arc::new(work),
-            Err(why) => return drop(tell.send(Told::Refused(why))),
+            Err(why) => return drop(tell.send(CuFileReport::Refused(why))),
         };
         for reader in 1..work.queue.jobs.len().min(READERS_MAX) {
             let (work, tell) = (work.clone(), tell.clone());
@@ -399,7 +399,7 @@ impl CuFileWork {
 
     /// Reads until there is nothing left. It lets go of its part of the work before the channel
     /// ends.
-    fn read(self: Arc<Self>, reader: usize, tell: Sender<Told>) {
+    fn read(self: Arc<Self>, reader: usize, tell: Sender<CuFileReport>) {
         if let Err(e) = self.read_all(reader, &tell) {
             let _ = tell.send(e);
         }
@@ -407,8 +407,12 @@ impl CuFileWork {
         drop(tell);
     }
 
-    fn read_all(&self, reader: usize, tell: &Sender<Told>) -> std::result::Result<(), Told> {
-        let _entered = self.gpu.enter().map_err(|e| Told::Refused(e.to_string()))?;
+    fn read_all(
+        &self,
+        reader: usize,
+        tell: &Sender<CuFileReport>,
+    ) -> std::result::Result<(), CuFileReport> {
+        let _entered = self.gpu.enter().map_err(|e| CuFileReport::Refused(e.to_string()))?;
         let mut current: Option<(ShardId, Arc<Opened>)> = None;
         while let Some((number, began)) = self.queue.next(reader) {
             let job = &self.queue.jobs[number];
@@ -426,7 +430,7 @@ impl CuFileWork {
                         local.check_open(file)
                     });
                     let times = Times { began, came: Instant::now(), moved: None };
-                    checked.map_or_else(Told::Failed, |()| Told::Read {
+                    checked.map_or_else(CuFileReport::Failed, |()| CuFileReport::Read {
                         job: number,
                         reader,
                         times,
@@ -434,7 +438,7 @@ impl CuFileWork {
                 }
                 Err(why) => {
                     self.shards.lock().refused.insert(job.shard);
-                    Told::Refused(format!("{}: {why}", shown_path(job.source.path())))
+                    CuFileReport::Refused(format!("{}: {why}", shown_path(job.source.path())))
                 }
             };
             let _ = tell.send(told);

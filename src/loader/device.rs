@@ -324,7 +324,7 @@ struct PinnedLanding<'scope, 'env> {
     limit: u64,
     /// The memory that all reads of the load would take at once.
     wanted: u64,
-    /// Of no bytes: the memory is there already.
+    /// A reservation of no bytes: the memory is there already.
     none: Budget,
     scope: &'scope Scope<'scope, 'env>,
     back: Sender<LoadMessage>,

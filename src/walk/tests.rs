@@ -25,7 +25,7 @@ fn model() -> (Walk, Vec<String>) {
     walk(&files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// How many of these requests, in turns from so many readers, were among the next few before they
+/// How many of these requests, in turns from several readers, were among the next few before they
 /// came, and how many tensors were so in all.
 fn foretold(walk: &mut Walk, requests: &[usize], readers: u64) -> (usize, usize) {
     let (mut right, mut expected) = (0, BTreeSet::new());

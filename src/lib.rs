@@ -5,6 +5,7 @@ pub mod cache;
 pub mod cast;
 pub mod catalog;
 pub mod checkpoint;
+pub mod coalesce;
 pub mod consolidate;
 pub mod counters;
 pub mod device;

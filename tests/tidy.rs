@@ -27,7 +27,7 @@ mod scan;
 ///
 /// A row may precede its file; a file without a row is a violation.
 const RANKS: &[(u32, &[&str])] = &[
-    (0, &["error", "dtype", "counters", "hash", "process", "sync", "words", "atomic_file"]),
+    (0, &["coalesce", "error", "dtype", "counters", "hash", "process", "sync", "words", "atomic_file"]),
     (1, &["cast", "format", "strided"]),
     (2, &["catalog"]),
     (3, &["view", "open_options", "layout", "index", "plan", "prefetch", "walk"]),
@@ -98,6 +98,7 @@ const OUTSIDE_THE_CORE: &[&str] = &["fuser", "clap", "pyo3"];
 /// Modules that decide and never do: the same input gives the same output on any machine.
 const PURE: &[&str] = &[
     "cast",
+    "coalesce",
     "format",
     "catalog",
     "view",

@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
+use crate::coalesce::coalesce;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::strided::{OuterBox, StridedCopy};
@@ -440,29 +441,13 @@ impl Plan {
     fn read_straight(&mut self, mut straight: Vec<Straight>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
-        let mut rest = straight.as_slice();
-        while let Some(first) = rest.first() {
-            let mut end = first.range.end;
-            let small =
-                |one: &Straight| one.range.end - one.range.start < limits.dedicated_min_bytes;
-            let together = rest
-                .iter()
-                .take_while(|one| {
-                    let fits = one.shard == first.shard
-                        && small(one)
-                        && small(first)
-                        && one.range.start <= end.saturating_add(limits.gap)
-                        && one.range.end - first.range.start <= limits.slab;
-                    if fits {
-                        end = end.max(one.range.end);
-                    }
-                    fits
-                })
-                .count()
-                .max(1);
-            let (run, after) = rest.split_at(together);
-            rest = after;
-            self.read_run(run, first.range.start..end);
+        let small = |one: &Straight| one.range.end - one.range.start < limits.dedicated_min_bytes;
+        let together = |first: &Straight, next: &Straight| {
+            next.shard == first.shard && small(first) && small(next)
+        };
+        let reads = coalesce(&straight, |one| &one.range, together, limits.gap, limits.slab);
+        for (range, run) in reads {
+            self.read_run(run, range);
         }
     }
 
@@ -495,27 +480,12 @@ impl Plan {
         parts.sort_by_key(|part| {
             (part.shard, part.range.start, part.range.end, part.step.region, part.step.offset)
         });
-        let mut rest = parts.as_slice();
-        while let Some(first) = rest.first() {
-            let mut end = first.range.end;
-            let together = rest
-                .iter()
-                .take_while(|part| {
-                    let fits = part.shard == first.shard
-                        && part.range.start <= end.saturating_add(limits.gap)
-                        && part.range.end.max(end) - first.range.start <= limits.moved;
-                    if fits {
-                        end = end.max(part.range.end);
-                    }
-                    fits
-                })
-                .count()
-                .max(1);
-            let (run, after) = rest.split_at(together);
-            rest = after;
+        let same_shard = |first: &Stretch, next: &Stretch| first.shard == next.shard;
+        let reads = coalesce(&parts, |part| &part.range, same_shard, limits.gap, limits.moved);
+        for (range, run) in reads {
             let moves = self.moves.len() as u32;
             for part in run {
-                let from = part.range.start - first.range.start;
+                let from = part.range.start - range.start;
                 let one = Move { from, ..part.step.clone() };
                 match self.moves[moves as usize..].last_mut() {
                     Some(last) if last.goes_on_in(&one) => last.run_len += one.run_len,
@@ -523,8 +493,8 @@ impl Plan {
                 }
             }
             self.chunks.push(Chunk {
-                shard: first.shard,
-                range: first.range.start..end,
+                shard: run[0].shard,
+                range,
                 target: ChunkTarget::Spread(moves..self.moves.len() as u32),
             });
         }

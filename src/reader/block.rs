@@ -5,6 +5,7 @@ use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use super::Reader;
+use crate::coalesce::coalesce;
 use crate::error::Result;
 use crate::io::{
     Buffer, Effort, Engine, Fetch, Priority, ReadBuffer, Reservation, Ticket, guarded,
@@ -159,17 +160,14 @@ impl Reader {
             }
         });
         wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
-        let mut last_shard = None;
-        for (shard, wanted) in wanted {
-            let last = plan.fetches.last_mut().filter(|_| last_shard == Some(shard));
-            match last.filter(|last| last.takes(&wanted)) {
-                Some(last) => last.take(wanted),
-                None => {
-                    let (source, range) = (self.sources[shard].clone(), wanted.range.clone());
-                    plan.fetches.push(Planned { source, range, uses: vec![wanted] });
-                }
-            }
-            last_shard = Some(shard);
+        let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
+        let reads = coalesce(&wanted, |one| &one.1.range, same_shard, GAP_MAX, MERGED_LEN_MAX);
+        let reads: Vec<_> = reads.map(|(range, group)| (group[0].0, range, group.len())).collect();
+        let mut wanted = wanted.into_iter().map(|(_, wanted)| wanted);
+        for (shard, range, count) in reads {
+            let mut uses = Vec::new();
+            wanted.by_ref().take(count).for_each(|wanted| add_use(&mut uses, wanted));
+            plan.fetches.push(Planned { source: self.sources[shard].clone(), range, uses });
         }
         plan
     }
@@ -222,25 +220,17 @@ impl Reader {
     }
 }
 
-impl Planned {
-    fn takes(&self, wanted: &BlockUse) -> bool {
-        wanted.range.start <= self.range.end + GAP_MAX
-            && wanted.range.end.max(self.range.end) - self.range.start <= MERGED_LEN_MAX
+/// Adds bytes to `uses`. If they follow the last ones in the file as in the source, both are one.
+fn add_use(uses: &mut Vec<BlockUse>, wanted: BlockUse) {
+    if let (Some(last), BlockPlace::Run(offset)) = (uses.last_mut(), &wanted.place)
+        && let BlockPlace::Run(before) = last.place
+        && last.range.end == wanted.range.start
+        && before + (last.range.end - last.range.start) == *offset
+    {
+        last.range.end = wanted.range.end;
+        return;
     }
-
-    /// Adds bytes; where they follow the last ones in the file as in the source, both are one.
-    fn take(&mut self, wanted: BlockUse) {
-        self.range.end = self.range.end.max(wanted.range.end);
-        if let (Some(last), BlockPlace::Run(at)) = (self.uses.last_mut(), &wanted.place)
-            && let BlockPlace::Run(before) = last.place
-            && last.range.end == wanted.range.start
-            && before + (last.range.end - last.range.start) == *at
-        {
-            last.range.end = wanted.range.end;
-            return;
-        }
-        self.uses.push(wanted);
-    }
+    uses.push(wanted);
 }
 
 /// A block that is being put together.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::coalesce::coalesce;
 use crate::error::Error;
 use crate::hash::Digest;
 use crate::index::ChecksumChunk;
@@ -215,18 +216,7 @@ fn steps(gate: &ChecksumGate, units: &[u32]) -> Vec<Step> {
     }
     chunks.sort_unstable_by_key(|(shard, chunk)| (*shard, chunk.number));
     chunks.dedup();
-    let mut steps: Vec<Step> = Vec::new();
-    for (shard, ChecksumChunk { range, .. }) in chunks {
-        match steps.last_mut() {
-            Some(last)
-                if last.shard == shard
-                    && last.range.end == range.start
-                    && range.end - last.range.start <= STEP_LEN =>
-            {
-                last.range.end = range.end;
-            }
-            _ => steps.push(Step { shard, range }),
-        }
-    }
-    steps
+    let same_shard = |first: &(u32, ChecksumChunk), next: &(u32, ChecksumChunk)| first.0 == next.0;
+    let steps = coalesce(&chunks, |(_, chunk)| &chunk.range, same_shard, 0, STEP_LEN);
+    steps.map(|(range, group)| Step { shard: group[0].0, range }).collect()
 }

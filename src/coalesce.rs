@@ -1,0 +1,67 @@
+//! Ranges of one file that are worth reading together.
+
+use std::ops::Range;
+
+/// Groups `sorted` items, which come by file and first byte, into reads.
+///
+/// An item joins the group before it if `together` says so of the first item of the group and of
+/// itself, if at most `gap` bytes lie between, and if the read then has at most `max` bytes. Each
+/// group comes with the range that covers it. An item longer than `max` is a group of its own.
+pub fn coalesce<T>(
+    sorted: &[T],
+    range_of: impl Fn(&T) -> &Range<u64>,
+    together: impl Fn(&T, &T) -> bool,
+    gap: u64,
+    max: u64,
+) -> impl Iterator<Item = (Range<u64>, &[T])> {
+    let mut rest = sorted;
+    std::iter::from_fn(move || {
+        let first = rest.first()?;
+        let mut read = range_of(first).clone();
+        let mut len = 1;
+        for item in &rest[1..] {
+            let range = range_of(item);
+            let end = read.end.max(range.end);
+            let fits = together(first, item)
+                && range.start <= read.end.saturating_add(gap)
+                && end - read.start <= max;
+            if !fits {
+                break;
+            }
+            read.end = end;
+            len += 1;
+        }
+        let (group, after) = rest.split_at(len);
+        rest = after;
+        Some((read, group))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Item = (u32, Range<u64>);
+
+    /// The reads of `items` and the number of items in each.
+    fn reads(items: &[Item], gap: u64, max: u64) -> Vec<(Range<u64>, usize)> {
+        let groups = coalesce(items, |item| &item.1, |a, b| a.0 == b.0, gap, max);
+        groups.map(|(range, group)| (range, group.len())).collect()
+    }
+
+    #[test]
+    fn neighbours_of_one_file_are_read_together_up_to_the_gap_and_the_limit() {
+        let items = [(0, 0..10), (0, 10..20), (0, 25..30), (1, 30..40), (1, 46..50)];
+        assert_eq!(reads(&items, 0, 100), [(0..20, 2), (25..30, 1), (30..40, 1), (46..50, 1)]);
+        assert_eq!(reads(&items, 5, 100), [(0..30, 3), (30..40, 1), (46..50, 1)]);
+        assert_eq!(reads(&items, 5, 20), [(0..20, 2), (25..30, 1), (30..40, 1), (46..50, 1)]);
+        assert_eq!(reads(&[], 5, 20), []);
+    }
+
+    #[test]
+    fn an_item_inside_the_read_joins_it_and_one_longer_than_the_limit_stands_alone() {
+        assert_eq!(reads(&[(0, 0..10), (0, 2..5), (0, 4..12)], 0, 12), [(0..12, 3)]);
+        assert_eq!(reads(&[(0, 0..99), (0, 99..100)], 0, 12), [(0..99, 1), (99..100, 1)]);
+        assert_eq!(reads(&[(0, 0..1), (0, u64::MAX - 1..u64::MAX)], u64::MAX, 9).len(), 2);
+    }
+}

@@ -282,7 +282,7 @@ impl CacheInner {
     /// by what was read before it.
     ///
     /// Thousands of shards may have a part in a block, so they are looked at without the lock.
-    /// What is read meanwhile is checked when it comes.
+    /// Bytes that are read meanwhile are checked when they come.
     fn drop_outdated(&self, file: &CachedFile, range: &Range<u64>) {
         let ready = self.state.lock().of(file).ready(range);
         for (start, bytes, sources) in ready {
@@ -295,8 +295,8 @@ impl CacheInner {
         }
     }
 
-    /// What covers `range`, and for each hole in that, by its start, the reads that it takes.
-    /// They are planned without the lock, until nothing has changed meanwhile.
+    /// Returns the blocks and holes that cover `range`, and for each hole, by its start, the reads
+    /// that fill it. The reads are planned without the lock, until nothing has changed meanwhile.
     fn plan(
         &self,
         file: &CachedFile,
@@ -631,7 +631,7 @@ impl State {
 }
 
 impl CachedFile {
-    /// What is read.
+    /// The reader of the file.
     pub fn reader(&self) -> &Reader {
         &self.reader
     }
@@ -648,7 +648,7 @@ impl Drop for CachedFile {
                 }
             }
         }
-        // What was read ahead may have opened them again after whoever pinned them was gone.
+        // Read-ahead may have opened the sources again after their last pin was gone.
         release_unpinned(self.reader.sources());
     }
 }

@@ -32,7 +32,7 @@ const SAVED_ALIGN: u64 = 8;
 pub struct Layout {
     header: Vec<u8>,
     tensors: Vec<PlacedTensor>,
-    /// Of all tensors, one after another; of each by first byte.
+    /// The pieces of all tensors, one tensor after another; those of a tensor by first byte.
     pieces: Vec<PlacedPiece>,
     len: u64,
 }
@@ -278,7 +278,7 @@ fn sorted<K: Ord>(catalog: &Catalog, spec: &FileSpec, key: impl Fn(&Tensor<'_>) 
     order
 }
 
-/// What a header says of the tensors at the positions `order`.
+/// The header entries of the tensors at the positions `order`.
 fn entries<'a>(
     catalog: &'a Catalog,
     order: &'a [u32],

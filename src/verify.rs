@@ -28,12 +28,12 @@ use stored::StoredPiece;
 /// Bytes read at a time.
 const CHUNK_LEN: u64 = 4 << 20;
 
-/// What to do beside reading.
+/// The work beside reading.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Task<'a> {
     /// The checksums that are known.
     pub recorded: Option<&'a Recorded>,
-    /// What an index knows of the headers.
+    /// The headers that an index knows.
     pub heads: Option<&'a IndexedHeads>,
     /// Whether what differs from them is recorded anew.
     pub anew: bool,
@@ -41,7 +41,7 @@ pub struct Task<'a> {
     pub sha256: bool,
 }
 
-/// What was compared while reading.
+/// The results of the comparisons.
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
     /// Bytes read.
@@ -54,23 +54,23 @@ pub struct Verified {
     pub compared: u64,
     /// Headers and stored pieces of which nothing was known.
     pub unknown: u64,
-    /// What is to be recorded.
+    /// Checksums that are to be recorded.
     pub fresh: Vec<ShardSums>,
     /// Name and sha256 of each shard, where that is wanted.
     pub sha256: Vec<(String, String)>,
-    /// What is unusual but not wrong, a line each.
+    /// Unusual findings that are not wrong, a line each.
     pub notes: Vec<String>,
     /// The first of the bytes that are not what was recorded of them.
     pub mismatch: Option<Mismatch>,
 }
 
-/// What was seen of one shard.
+/// The hashes of one shard.
 struct ShardHashes {
     /// Its checksums, unless it has more chunks than can be counted.
     sums: Option<ShardSums>,
     /// The digests of the chunks that it was recorded by.
     as_recorded: Option<Vec<Digest>>,
-    /// Of the bytes before the data.
+    /// The hash of its description.
     head: Digest,
     sha256: Option<String>,
 }
@@ -86,8 +86,8 @@ pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
 /// `progress` with the bytes read since the last call.
 ///
 /// # Errors
-/// Bytes that cannot be read, blobs and replicas that differ. What differs from its checksum is
-/// told in `Verified::mismatch`, once all was read.
+/// Bytes that cannot be read, blobs and replicas that differ. `Verified::mismatch`
+/// tells which bytes differ from their checksum, once all was read.
 pub fn verify(
     checkpoint: &Checkpoint,
     task: &Task<'_>,

@@ -14,7 +14,7 @@ use crate::sync::Mutex;
 
 /// The blocks of one file.
 pub(super) struct FileBlocks {
-    /// By start.
+    /// The blocks by their start.
     pub(super) blocks: BTreeMap<u64, CachedBlock>,
     pub(super) planner: Arc<Mutex<Planner>>,
     /// When a read of it was admitted last.
@@ -63,7 +63,7 @@ pub(super) struct ReadPiece {
     pub(super) within: Range<usize>,
 }
 
-/// What a part of a range is covered by.
+/// A part of a range: a block that holds it, or a hole.
 pub(super) enum Cover {
     /// A block, by its start, and its bytes where they are there: it may be dropped meanwhile.
     CachedBlock(u64, Range<u64>, Option<Arc<Block>>),

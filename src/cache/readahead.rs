@@ -17,7 +17,7 @@ const STALE_TIME: Duration = Duration::from_secs(2);
 
 /// Why a range is not read ahead to its end.
 struct Refused {
-    /// From where on.
+    /// The first offset that is not read.
     from: u64,
     /// Because enough of its source is on its way; otherwise because there is no room.
     is_put_off: bool,

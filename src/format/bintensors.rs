@@ -47,7 +47,7 @@ const ENTRY_LEN_MIN: u64 = 5;
 /// Bytes that a key with its value takes at least.
 const PAIR_LEN_MIN: u64 = 2;
 
-/// What a header may take once it is decoded, in bytes: the limit of the reference
+/// Most memory that a decoded header may take, in bytes: the limit of the reference
 /// implementation, about 1,388,888 tensors.
 const MEMORY_MAX: u64 = 100_000_000;
 
@@ -126,7 +126,7 @@ impl From<Fault> for Stop {
 }
 
 impl Stop {
-    /// The same, about tensor `name`.
+    /// Adds that the fault is about tensor `name`.
     fn tensor(self, name: &str) -> Stop {
         match self {
             Stop::Fault(fault) => Stop::Fault(fault.tensor(name)),
@@ -160,7 +160,7 @@ impl<R: Read> Decoder<R> {
             end = entry.data_offsets.end;
             tensors.push(Entry { name, ..entry });
         }
-        // What follows is padding, which nobody looks at.
+        // The rest is padding, which no reader looks at.
         Ok((metadata, tensors))
     }
 
@@ -257,7 +257,7 @@ impl<R: Read> Decoder<R> {
         Ok(count)
     }
 
-    /// Likewise of items that take memory.
+    /// Reads a list of items that take memory.
     fn list(&mut self, what: &str, item_len: u64, item_memory: u64) -> Result<u64, Stop> {
         let count = self.count(what, item_len)?;
         self.memory.list(count, item_memory)?;
@@ -389,9 +389,9 @@ const ENTRY_MEMORY: u64 = 72;
 const OLDER_ENTRY_MEMORY: u64 = 48;
 const POSITION_MEMORY: u64 = 32;
 
-/// What the reference implementation counts against its limit while it decodes: all items of a
-/// list when it begins, and instead what each is made of when that is decoded. Beyond the limit
-/// it does not read a file, so none is written, and none is read that would take more memory.
+/// The memory that the reference implementation counts against its limit while it decodes: all
+/// items of a list at its beginning, and in place of each its parts once it is decoded. It reads
+/// no file beyond the limit, so none is written or read here.
 struct MemoryCount {
     now: u64,
 }

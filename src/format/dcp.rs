@@ -32,7 +32,7 @@ const LOGICAL_FQN: &str = "logical_fqn";
 /// Key of the note: the shape of the whole tensor.
 const GLOBAL_SHAPE: &str = "global_shape";
 
-/// What the note says of one entry of a shard.
+/// The place of one entry of a shard, by the note.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NotePlacement {
     /// Name of the tensor, where the note says it; else it is the name of the entry.
@@ -69,7 +69,7 @@ pub(crate) fn no_note() -> Fault {
     Fault::new(ErrorKind::DcpInfo, message)
 }
 
-/// What the note of a shard says of each of its tensors, in their order.
+/// The places of the tensors of a shard by its note, in their order.
 ///
 /// # Errors
 /// `dcp_info` where the note is missing, malformed, or says what is not known here;
@@ -153,7 +153,7 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlace
     Some(places)
 }
 
-/// What a plain note says of one entry.
+/// The place of one entry by a plain note.
 fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<NotePlacement> {
     let (mut name, mut offset, mut shape) = (None, None, None);
     cursor.items(b'{', b'}', |cursor| {
@@ -176,7 +176,7 @@ fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<NotePlacement> {
     Some(NotePlacement { logical_name, offset: offset?, whole_shape: shape })
 }
 
-/// What `note` says of `entry`.
+/// The place of `entry` by `note`.
 fn placement(
     entry: &TensorDescription<'_>,
     mut note: BTreeMap<String, Value>,
@@ -285,7 +285,7 @@ mod tests {
         }
     }
 
-    /// What the reader of plain notes says, which is the same as the strict one, or nothing.
+    /// The places that the reader of plain notes finds: those of the strict reader, or none.
     fn plain(note: &str) -> Option<Vec<NotePlacement>> {
         let entry = |name: &str, data_offsets| Entry {
             name: name.into(),

@@ -84,7 +84,7 @@ fn read_metadata(cursor: &mut JsonCursor<'_>) -> Option<BTreeMap<String, String>
     Some(map)
 }
 
-/// What is said of the tensor `name`. Its shape is put into `numbers`.
+/// Reads the entry of the tensor `name`. Its shape is put into `numbers`.
 fn read_tensor<'a>(
     cursor: &mut JsonCursor<'a>,
     name: &'a str,

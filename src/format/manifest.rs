@@ -1,4 +1,4 @@
-//! What a checkpoint should hold, from outside its shards: a manifest of ours, the header of a
+//! The tensors that a checkpoint should hold, from outside its shards: a manifest of ours, the header of a
 //! safetensors file, or a weight map.
 
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ pub fn file_name(output: &str) -> String {
 /// Names of the tensors that a checkpoint should hold, with dtype and shape where known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// What is known of each tensor.
+    /// The dtype and shape of each tensor, as far as they are known.
     pub tensors: BTreeMap<String, Option<(Dtype, Vec<u64>)>>,
     /// Length in bytes of each shard file, where a manifest recorded them.
     pub shards: Option<BTreeMap<String, u64>>,

@@ -1,5 +1,5 @@
-//! JSON as programs write it, read without an allocation for each value. Whoever gets `None` asks
-//! the strict parser, which words the errors.
+//! JSON as programs write it, read without an allocation for each value. A caller that gets
+//! `None` asks the strict parser, which words the errors.
 
 /// A place in a text. Every step is `None` where something else stands there.
 #[derive(Debug)]

@@ -78,7 +78,7 @@ impl ShardOf {
 }
 
 impl FromIterator<(String, String)> for ShardOf {
-    /// Of several files for one name the last one counts.
+    /// The last of several files for one name counts.
     fn from_iter<I: IntoIterator<Item = (String, String)>>(pairs: I) -> ShardOf {
         let by_name: BTreeMap<String, String> = pairs.into_iter().collect();
         let mut filler = Filler::default();
@@ -224,7 +224,7 @@ impl WeightMap {
     /// its own.
     pub fn names_in(text: &[u8]) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
-        // What was read before the error counts.
+        // The names before the error count.
         let _ = NamesSeed { names: &mut names, inside: false }
             .deserialize(&mut serde_json::Deserializer::from_slice(text));
         names

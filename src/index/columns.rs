@@ -49,13 +49,13 @@ pub(super) struct Columns<'a> {
     numbers: List<u64>,
     /// Combinations of dtype and shape (a list).
     kinds: List<(u32, u32)>,
-    /// By tensor: its combination.
+    /// The combination of each tensor.
     kind_of: Numbers<'a>,
     /// Boxes: offset and shape (lists).
     boxes: List<(u32, u32)>,
     /// By tensor: number of pieces. Empty where each has one.
     piece_counts: Numbers<'a>,
-    /// By piece: the shard.
+    /// The shard of each piece.
     shards: Numbers<'a>,
     /// By piece: 0 for a whole tensor, else the number of the box and one. Empty where all are
     /// whole.
@@ -276,7 +276,7 @@ fn decode_replicas(
     Ok(replicas)
 }
 
-/// What pieces are checked against.
+/// Checks that pieces lie in their shard and their tensor.
 struct Check<'a> {
     tensors: &'a TensorColumns,
     shards: &'a [Shard],

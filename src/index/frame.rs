@@ -1,4 +1,4 @@
-//! What stands around the content of our files: magic, version, length and checksum.
+//! The frame around the content of our files: magic, version, length and checksum.
 //!
 //! | bytes | what |
 //! | --- | --- |
@@ -70,14 +70,14 @@ where
     T: BorrowDecode<'a, ()>,
 {
     if bytes.len() < FRAME_LEN || bytes[..8] != *kind.magic {
-        return Err("is no such file of ours");
+        return Err("has another magic number");
     }
     if bytes[8..12] != kind.version.to_le_bytes() {
         return Err("was written by another version");
     }
     let len = (bytes.len() - FRAME_LEN) as u64;
     if bytes[12..16] != [0; 4] || bytes[16..24] != len.to_le_bytes() {
-        return Err("has not the length that it was written with");
+        return Err("has another length than its frame says");
     }
     if bytes[24..FRAME_LEN] != checksum(bytes).0 {
         return Err("does not match its checksum");
@@ -150,7 +150,7 @@ impl<'a, C, T: BorrowDecode<'a, C>> BorrowDecode<'a, C> for List<T> {
 pub(super) struct Numbers<'a>(Cow<'a, [u8]>);
 
 impl<'a> Numbers<'a> {
-    /// What reads them from the first on.
+    /// A reader that begins at the first number.
     pub(super) fn reader(&self) -> NumberReader<'_> {
         NumberReader(&self.0)
     }

@@ -34,7 +34,7 @@ pub const EXTENSION: &str = "index";
 /// or how a file is laid out: an index says both as it was when it was made.
 const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 4 };
 
-/// What tells one state of a file from another, without reading it.
+/// The numbers that tell one state of a file from another, without reading it.
 #[derive(Clone, Copy, Debug, Decode, Encode, PartialEq, Eq)]
 pub struct Fingerprint {
     /// Inode number.
@@ -43,7 +43,7 @@ pub struct Fingerprint {
     pub len: u64,
     /// Time of the last change of the bytes, in seconds and nanoseconds.
     pub mtime: (i64, i64),
-    /// Time of the last change of bytes or attributes, likewise.
+    /// Time of the last change of bytes or attributes, in seconds and nanoseconds.
     pub ctime: (i64, i64),
 }
 
@@ -52,7 +52,7 @@ pub struct Fingerprint {
 pub struct FileRecord {
     /// Its name in the folder.
     pub name: String,
-    /// What it was.
+    /// Its fingerprint.
     pub fingerprint: Fingerprint,
     /// The bytes that the sets follow from: of a shard its description, of a text file all.
     pub described: Vec<Range<u64>>,
@@ -76,7 +76,7 @@ pub struct VirtualFileRecord {
 pub struct SetRecord {
     /// Name of the file that it is shown as.
     pub name: String,
-    /// What makes its files a set, as a word.
+    /// The word for the kind of the set.
     pub kind: String,
     /// Names of its files, weight map included.
     pub files: Vec<String>,
@@ -88,11 +88,11 @@ pub struct SetRecord {
     pub map: Option<(String, String)>,
     /// The virtual files that were laid out.
     pub virtual_files: Vec<VirtualFileRecord>,
-    /// What it holds.
+    /// Its tensors.
     pub catalog: Catalog,
 }
 
-/// What the index of one folder holds.
+/// The index of one folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Index {
     /// The folder, so that it can be told whose index a file is.
@@ -105,7 +105,7 @@ pub struct Index {
     pub unusable: Vec<Vec<u8>>,
     /// Names that are only shown as part of a set.
     pub weights: Vec<String>,
-    /// What is unusual but not wrong, a line each.
+    /// Unusual findings that are not wrong, a line each.
     pub notes: Vec<String>,
     /// Its sets, all of them whole.
     pub sets: Vec<SetRecord>,
@@ -116,8 +116,8 @@ pub(crate) fn now() -> i64 {
     std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64)
 }
 
-/// An index as it is written. What has a length of its own is borrowed, or a `List`: nothing is
-/// reserved for what the bytes cannot hold.
+/// An index as it is written. Strings and lists are borrowed, or a `List`: no memory is reserved
+/// for more than the bytes can hold.
 #[derive(BorrowDecode, Encode)]
 struct IndexContent<'a> {
     folder: &'a [u8],
@@ -278,7 +278,7 @@ impl Index {
         Index::of_content(frame::unwrap(KIND, bytes)?)
     }
 
-    /// Likewise from bytes without their frame, which may be anything.
+    /// Decodes content without its frame, which may be any bytes.
     pub fn decode_unframed(bytes: &[u8]) -> Result<Index, &'static str> {
         Index::of_content(frame::content(bytes)?)
     }

@@ -1,10 +1,9 @@
 //! The folder that indexes and checksums are kept in.
 //!
-//! What it holds is no part of a checkpoint, so nothing here is an error to a caller that only
-//! wants to be fast: what cannot be read is not there, what cannot be written is not kept. Files
-//! appear by rename, whole or not at all, however many processes write them at once. Only files
-//! that nobody else could have written are read, nothing is written where others could put
-//! something in its place, and nothing is removed that does not have a name of ours.
+//! Its files are no part of a checkpoint. A file that cannot be read counts as absent, and one that
+//! cannot be written is not kept. Files appear by rename, whole or not at all, also if several
+//! processes write them at once. Only files that no other user could have written are read, no file
+//! is written where other users could replace it, and only files with a name of ours are removed.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -211,7 +210,7 @@ impl IndexStore {
         let file = |name: &String| {
             let path = self.path(name);
             let meta = std::fs::symlink_metadata(&path).ok()?;
-            // What headers said can be read again; checksums cannot be made of what was.
+            // Headers can be read again; checksums of bytes that have changed cannot be made again.
             let last = name.ends_with(".sums");
             Some((last, meta.modified().ok()?, meta.len(), path))
         };

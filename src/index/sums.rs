@@ -1,10 +1,10 @@
 //! Checksums: what every byte of the shards of a folder was when they were first read whole.
 //!
-//! A file of its own beside the index, since that is thrown away at any doubt and this is not. Of
-//! each shard it holds how the file is cut into parts (the bytes before the data, each stored
-//! piece of a tensor, and what no tensor uses), and a hash of every part: of large ones a hash
-//! of each `CHUNK_LEN` bytes, so that a part that differs is found to within that. Nothing here
-//! touches a file.
+//! A file of its own beside the index, since that is thrown away at any doubt and this is not. It
+//! holds for each shard how the file is cut into parts (its description, each stored piece of a
+//! tensor, and the bytes that no tensor uses), and a hash of every part. Large parts have a hash for
+//! each `CHUNK_LEN` bytes, so that a difference is found to within that. Nothing here touches a
+//! file.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ const KIND: FileKind = FileKind { magic: b"TFS-SUMS", version: 1 };
 /// How a file is cut: into parts without gaps, and those into chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockBoundaries {
-    /// Where each part ends.
+    /// The end of each part.
     ends: Vec<u64>,
     /// How many chunks there are up to the end of each part.
     chunk_ends: Vec<u32>,
@@ -38,7 +38,7 @@ pub struct BlockBoundaries {
 pub struct ShardSums {
     /// Its name in the folder.
     pub name: String,
-    /// What it was.
+    /// Its fingerprint.
     pub fingerprint: Fingerprint,
     /// When they were recorded, in seconds since 1970.
     pub recorded: i64,
@@ -53,7 +53,7 @@ pub struct ShardSums {
 pub struct Sums {
     /// The folder, so that it can be told whose checksums a file holds.
     pub folder: Vec<u8>,
-    /// By name.
+    /// Checksums of the shards, by name.
     pub shards: Vec<Arc<ShardSums>>,
 }
 
@@ -66,7 +66,7 @@ pub struct ChecksumChunk {
     pub number: usize,
 }
 
-/// As it is written.
+/// The checksums of a folder as they are written.
 #[derive(Decode, Encode)]
 struct SumsContent {
     folder: Vec<u8>,
@@ -172,12 +172,12 @@ pub struct ChunkHasher {
     part: usize,
     at: u64,
     chunk_end: u64,
-    /// Of a chunk of which some bytes were there before.
+    /// The hash of a chunk that is not complete.
     begun: Option<Hasher>,
 }
 
 impl ChunkHasher {
-    /// Of a file that is cut so.
+    /// A hasher of a file with these boundaries.
     pub fn new(boundaries: Arc<BlockBoundaries>) -> ChunkHasher {
         let digests = Vec::with_capacity(boundaries.chunks_len());
         let mut hasher =
@@ -221,7 +221,7 @@ impl ChunkHasher {
 }
 
 impl Sums {
-    /// Those of the shard called `name`.
+    /// The checksums of the shard called `name`.
     pub fn shard(&self, name: &str) -> Option<&Arc<ShardSums>> {
         let at = self.shards.binary_search_by(|shard| shard.name.as_str().cmp(name));
         at.ok().map(|at| &self.shards[at])
@@ -256,7 +256,7 @@ impl Sums {
         Sums::of_content(frame::unwrap(KIND, bytes)?)
     }
 
-    /// Likewise from bytes without their frame, which may be anything.
+    /// Decodes content without its frame, which may be any bytes.
     pub fn decode_unframed(bytes: &[u8]) -> Result<Sums, &'static str> {
         Sums::of_content(frame::content(bytes)?)
     }

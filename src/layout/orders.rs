@@ -9,11 +9,11 @@ const TENSORS_MAX: usize = 1 << 16;
 /// Orders of the tensors of a file, without empty ones.
 #[derive(Debug, Default)]
 pub struct LayoutOrders {
-    /// By name.
+    /// The order by name.
     pub by_name: Successors,
-    /// By name, with numbers compared as numbers.
+    /// The order by name, with numbers compared as numbers.
     pub by_number: Successors,
-    /// By shard, and by first byte in it.
+    /// The order by shard, and by first byte in it.
     pub by_shard: Successors,
 }
 

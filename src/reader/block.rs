@@ -33,7 +33,7 @@ const PART_LEN: u64 = 1 << 20;
 /// The bytes of a block.
 #[derive(Debug)]
 pub enum Block {
-    /// As they were read.
+    /// The bytes of one read.
     Read(ReadBuffer),
     /// Put together from several reads.
     Gathered(Buffer),
@@ -239,7 +239,7 @@ struct BlockAssembly {
     buffer: Option<Buffer>,
     /// Reads whose bytes are not in the buffer.
     left: usize,
-    /// What has come and is not copied yet.
+    /// Reads that have come and are not copied yet.
     come: Vec<Come>,
     /// Taken once all is there, or by the first read that fails.
     done: Option<Done>,

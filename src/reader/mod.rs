@@ -30,12 +30,12 @@ thread_local! {
 pub struct Reader {
     /// `None` for a whole file.
     layout: Option<Arc<Layout>>,
-    /// By shard number.
+    /// The sources by shard number.
     sources: Vec<Arc<Source>>,
     len: u64,
     /// The names of its tensors say in which orders they may be read. `None` for a whole file.
     file: Option<VirtualFile>,
-    /// Once they are sorted.
+    /// Set once the tensors are sorted.
     orders: Arc<OnceLock<LayoutOrders>>,
     /// Whether a thread sorts them, or has.
     sorting: Arc<AtomicBool>,
@@ -74,7 +74,7 @@ impl Reader {
     /// A reader of `file`.
     ///
     /// # Errors
-    /// Those of `VirtualFile::layout`.
+    /// The errors of `VirtualFile::layout`.
     pub fn open(file: &VirtualFile) -> Result<Reader> {
         let layout = file.layout()?;
         Ok(Reader {
@@ -128,7 +128,7 @@ impl Reader {
     ///
     /// Returns how many: fewer than `buf.len()` only at the end of the file.
     /// # Errors
-    /// Those of the sources; `buf` then holds bytes that mean nothing.
+    /// The errors of the sources; the content of `buf` is then undefined.
     pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let len = (buf.len() as u64).min(self.len.saturating_sub(offset)) as usize;
         self.read_windows(offset, &mut buf[..len], &|reads| read_all(reads).map(|()| true))?;
@@ -139,7 +139,7 @@ impl Reader {
     /// where that is not all of it. `offset` and `buf` lie inside the file.
     ///
     /// # Errors
-    /// Those of the sources; `buf` then holds bytes that mean nothing.
+    /// The errors of the sources; the content of `buf` is then undefined.
     pub fn read_cached(&self, engine: &Engine, offset: u64, buf: &mut [u8]) -> Result<bool> {
         self.read_windows(offset, buf, &|reads| engine.read_cached(reads))
     }

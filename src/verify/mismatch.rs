@@ -14,7 +14,7 @@ use super::stored::{Named, ShardPlace};
 pub struct Mismatch {
     /// Name of the shard.
     pub shard: String,
-    /// What the bytes belong to.
+    /// The part of the shard that the bytes belong to.
     pub place: ShardPlace,
     /// The bytes in the shard.
     pub range: Range<u64>,
@@ -77,7 +77,7 @@ impl Mismatch {
         Some(Mismatch { others, ..Mismatch::new(known, now, place, chunk.range, digests) })
     }
 
-    /// That of a header, of which an index made at `made` knows `record`.
+    /// Compares a header with `record` of an index that was made at `made`.
     pub(super) fn find_in_head(
         shard: &Shard,
         record: &FileRecord,
@@ -124,7 +124,7 @@ impl Mismatch {
         }
     }
 
-    /// What is wrong, in one line with the names.
+    /// The mismatch in one line with the names.
     pub(super) fn line(&self) -> String {
         let name = self.tensor().map(|name| format!("tensor {}: ", crate::error::quoted(name)));
         format!("{}: {}{}", self.shard, name.unwrap_or_default(), self.what())

@@ -23,12 +23,12 @@ pub struct Recorded {
     store: Option<IndexStore>,
     folder: PathBuf,
     sums: Sums,
-    /// What speaks against the file that is there.
+    /// Why the file that is there is not used.
     doubt: Option<String>,
 }
 
 impl Recorded {
-    /// Those of `folder` in the store at `store`; none where there is no store.
+    /// The checksums of `folder` in the store at `store`; none without a store.
     pub fn load(store: Option<&Path>, folder: &Path) -> Recorded {
         let store = store.map(|folder| IndexStore::new(folder.to_owned()));
         let mut recorded =
@@ -50,7 +50,7 @@ impl Recorded {
         self.store.as_ref().map(IndexStore::folder)
     }
 
-    /// Those of the shard called `name`.
+    /// The checksums of the shard called `name`.
     pub fn of(&self, name: &str) -> Option<&Arc<ShardSums>> {
         self.sums.shard(name)
     }
@@ -104,8 +104,8 @@ impl Recorded {
         }
     }
 
-    /// Of how many shards there are any, and when the last of them were recorded, in seconds since
-    /// 1970.
+    /// The number of shards with checksums, and when the last of them were recorded, in seconds
+    /// since 1970.
     pub fn extent(&self) -> Option<(usize, i64)> {
         let last = self.sums.shards.iter().map(|shard| shard.recorded).max()?;
         Some((self.sums.shards.len(), last))
@@ -127,8 +127,8 @@ impl Recorded {
         own.then_some(sums).ok_or("is about another folder")
     }
 
-    /// Puts `fresh` in the place of what was there of these shards. What others have recorded
-    /// meanwhile stays.
+    /// Replaces the checksums of these shards by `fresh`. The checksums that other processes have
+    /// recorded meanwhile stay.
     ///
     /// # Errors
     /// Why they are not kept.

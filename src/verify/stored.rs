@@ -1,14 +1,14 @@
-//! What stands where in a shard, by offset.
+//! The parts of a shard, by offset.
 
 use std::ops::Range;
 
 use crate::catalog::{Catalog, Shard};
 use crate::index::BlockBoundaries;
 
-/// What bytes of a shard belong to.
+/// The part of a shard that bytes belong to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShardPlace {
-    /// What stands before the data.
+    /// The bytes that describe the others.
     Header,
     /// The tensor of this name.
     Tensor(String),
@@ -63,7 +63,7 @@ pub(crate) struct Named<'a> {
 }
 
 impl Named<'_> {
-    /// What has the first of `bytes`.
+    /// The part that has the first of `bytes`.
     pub(crate) fn place(&self, bytes: &Range<u64>) -> ShardPlace {
         if self.shard.is_description(&(bytes.start..bytes.start + 1)) {
             return ShardPlace::Header;

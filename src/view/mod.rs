@@ -21,7 +21,7 @@ pub enum Files {
     Original,
 }
 
-/// What becomes of the weight map.
+/// How the weight map is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MapPolicy {
     /// Every tensor is sent to the virtual file.
@@ -42,6 +42,6 @@ pub struct View {
     pub files: Files,
     /// OutputFormat of virtual files.
     pub format: OutputFormat,
-    /// What becomes of the weight map.
+    /// How the weight map is shown.
     pub map: MapPolicy,
 }

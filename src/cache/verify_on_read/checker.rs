@@ -102,7 +102,7 @@ impl Checker {
         Ok(Checker(inner))
     }
 
-    /// What is compared now, for people: as `Engine::describe`, with the number of jobs.
+    /// Describes the reads under way like `Engine::describe`, with the number of jobs.
     pub fn describe(&self) -> Value {
         let jobs = self.0.state.lock().jobs.len();
         let mut described = self.0.engine.describe();
@@ -177,7 +177,7 @@ impl CheckerInner {
         self.dispatch();
     }
 
-    /// Gives those who wait for a job its outcome. Who has an answer finds it counted.
+    /// Gives those who wait for a job its outcome. The counters change before the answers are given.
     fn end(&self, job: &Arc<ChecksumJob>, outcome: JobOutcome) {
         self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
         job.end(outcome);

@@ -27,7 +27,7 @@ pub(super) struct ChecksumJob {
 }
 
 struct JobState {
-    /// What is still to be read, the last step first.
+    /// The steps that are still to be read, the last one first.
     left: Vec<Step>,
     in_flight: usize,
     /// When something of it was last done.
@@ -36,7 +36,7 @@ struct JobState {
     ended: bool,
 }
 
-/// What came of a job.
+/// The result of a job.
 #[derive(Default)]
 #[must_use]
 pub(super) struct JobOutcome {

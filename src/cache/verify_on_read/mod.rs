@@ -1,10 +1,10 @@
 //! Files whose bytes are handed out only once the tensors that they belong to were read whole and
 //! compared with their checksums.
 //!
-//! A gate belongs to one version of a file and remembers what was compared. What is asked for is
-//! compared once, for all who ask for it, and nobody's thread waits: the answer is given by the
-//! thread that compares the last of it. Bytes that differ stay refused; bytes that cannot be read
-//! are tried again when somebody asks again.
+//! A gate belongs to one version of a file and remembers the result for each tensor. A tensor is
+//! compared once for all reads of it. No thread waits: the thread that compares the last bytes of
+//! a read answers it. Bytes that differ stay refused. Bytes that cannot be read are tried again by
+//! the next read.
 
 mod checker;
 mod job;
@@ -35,7 +35,7 @@ const UNKNOWN: u8 = 0;
 const GOOD: u8 = 1;
 const BAD: u8 = 2;
 
-/// What a file shows.
+/// The file that a gate guards.
 #[derive(Debug)]
 enum Guarded {
     /// A virtual file. A unit is a tensor of its catalog.
@@ -48,16 +48,16 @@ enum Guarded {
 pub struct ChecksumGate {
     checkpoint: Arc<Checkpoint>,
     guarded: Guarded,
-    /// By shard.
+    /// The checksums of each shard.
     sums: Vec<Arc<ShardSums>>,
-    /// By unit.
+    /// `UNKNOWN`, `GOOD` or `BAD` for each unit.
     states: Vec<AtomicU8>,
     inner: Mutex<GateState>,
 }
 
 #[derive(Default)]
 struct GateState {
-    /// By unit.
+    /// The job that compares each unit.
     checking: HashMap<u32, Arc<ChecksumJob>>,
     /// By unit: how it differs.
     bad: HashMap<u32, Arc<Error>>,
@@ -72,7 +72,7 @@ struct WaitingRead {
 struct Left {
     /// Jobs that are not done.
     jobs: usize,
-    /// Until it is given.
+    /// `None` once it is given.
     answer: Option<CheckAnswer>,
 }
 
@@ -88,7 +88,7 @@ impl ChecksumGate {
         ChecksumGate::new(file.checkpoint(), Guarded::Virtual(file.clone()), recorded)
     }
 
-    /// That of the shard called `name` as it is.
+    /// The gate of the shard called `name` as it is.
     pub fn of_shard(
         checkpoint: &Arc<Checkpoint>,
         name: &str,

@@ -8,7 +8,7 @@ fn fingerprint(len: u64) -> Fingerprint {
     Fingerprint { ino: 7, len, mtime: (1_700_000_000, 5), ctime: (1_700_000_001, 6) }
 }
 
-/// Those of a file of `bytes` that is cut into parts of `lens`.
+/// The checksums of a file of `bytes` that is cut into parts of `lens`.
 fn sums_of(name: &str, bytes: &[u8], lens: &[u64]) -> ShardSums {
     let boundaries = Arc::new(BlockBoundaries::new(lens.iter().copied()).unwrap());
     let mut hasher = ChunkHasher::new(boundaries.clone());

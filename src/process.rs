@@ -1,7 +1,8 @@
-//! What belongs to one process: a child made by fork(2) begins anew.
+//! State of one process: a child made by fork(2) begins anew.
 //!
 //! A child has none of its parent's threads, and locks that those held stay locked in it for
-//! ever. So what threads share is kept by process, and the child never looks at its parent's.
+//! ever. So each process keeps the state that its threads share, and a child never looks at its
+//! parent's.
 //!
 //! A process number does not tell them apart: in a PID namespace of its own a child may have the
 //! number that its parent has outside. `token` does.
@@ -47,7 +48,7 @@ impl Token {
         if page.is_null() {
             let made = make().map_or_else(without_page, NonNull::as_ptr);
             let before = self.0.compare_exchange(page, made, Ordering::AcqRel, Ordering::Acquire);
-            // Of threads that come here at once, all but one leave a page unused.
+            // If several threads come here at once, all but one leave a page unused.
             page = before.map_or_else(|first| first, |_| made);
         }
         if ptr::eq(page, &NO_PAGE) {
@@ -96,9 +97,9 @@ fn without_page() -> *mut AtomicU64 {
 /// A value that each process makes for itself when it needs it first.
 #[derive(Debug)]
 pub struct PerProcess<T> {
-    /// Of the process that came first, with its token.
+    /// The value of the process that came first, with its token.
     own: OnceLock<(u64, T)>,
-    /// Of its descendants.
+    /// The values of its descendants.
     next: OnceLock<Box<PerProcess<T>>>,
 }
 
@@ -108,8 +109,8 @@ impl<T> PerProcess<T> {
         PerProcess { own: OnceLock::new(), next: OnceLock::new() }
     }
 
-    /// The value of this process, which `make` makes if there is none. Of threads that make it at
-    /// once one is the first; what the others made is dropped.
+    /// The value of this process, which `make` makes if there is none. If
+    /// several threads make it at once, the first value stays and the others are dropped.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         let process = token();
         let (mut held, mut make) = (self, Some(make));

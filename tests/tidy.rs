@@ -16,6 +16,8 @@ use scan::{
 
 #[path = "tidy/circles.rs"]
 mod circles;
+#[path = "tidy/names.rs"]
+mod names;
 #[path = "tidy/prose.rs"]
 mod prose;
 #[path = "tidy/samples.rs"]
@@ -250,6 +252,11 @@ fn names_reach_people_only_escaped() {
 #[test]
 fn comments_docs_and_messages_are_plain_english() {
     assert_none(&prose::prose_violations(&repository(), UNPOLISHED));
+}
+
+#[test]
+fn each_type_name_stands_once_in_a_crate() {
+    assert_none(&names::doubled_name_violations(&repository()));
 }
 
 #[test]

@@ -335,3 +335,19 @@ fn sentences_that_are_riddles_are_flagged_and_plain_ones_pass() {
         assert!(found.is_empty(), "{text}: {found:?}");
     }
 }
+
+#[test]
+fn type_names_that_stand_twice_in_a_crate_are_flagged() {
+    let twice = |a: &str, b: &str| {
+        let files = [sample("src/io/mod.rs", a), sample("src/cache.rs", b)];
+        names::doubled_name_violations(&files).len()
+    };
+    assert_eq!(twice("struct Job;", "pub(crate) enum Job { A }"), 1);
+    assert_eq!(twice("mod x { pub struct Job; }", "type Job = u8;"), 1);
+    assert_eq!(twice("pub struct State;", "pub(crate) struct State;"), 1);
+    assert_eq!(twice("struct State;", "struct State { a: u8 }"), 0);
+    assert_eq!(twice("impl A { type Job = u8; }", "impl B { type Job = u8; }"), 0);
+    assert_eq!(twice("struct Job;", "#[cfg(test)] mod tests { struct Job; }"), 0);
+    let crates = [sample("src/io/mod.rs", "struct Job;"), sample("mount/src/fs.rs", "struct Job;")];
+    assert!(names::doubled_name_violations(&crates).is_empty());
+}

@@ -1,0 +1,74 @@
+//! Names of types: one meaning each within a crate.
+
+use std::collections::BTreeMap;
+
+use super::scan::{Token, tokens, without_test_items};
+use super::{SHIPPED, SourceFile};
+
+/// The one private name that every module may have: the state behind its own lock.
+const PER_MODULE: &str = "State";
+
+/// Type names that stand twice in one crate.
+pub(crate) fn doubled_name_violations(files: &[SourceFile]) -> Vec<String> {
+    let mut violations = Vec::new();
+    for root in SHIPPED {
+        let mut first: BTreeMap<String, String> = BTreeMap::new();
+        for file in files.iter().filter(|file| file.is_rust() && file.path.starts_with(root)) {
+            if file.module().last().is_some_and(|last| last == "tests") {
+                continue;
+            }
+            let tokens = without_test_items(&tokens(&file.text));
+            for (name, line, public) in type_names(&tokens) {
+                let key = if name == PER_MODULE && !public {
+                    format!("{name} in {}", file.path)
+                } else {
+                    name.to_owned()
+                };
+                match first.get(&key) {
+                    Some(place) => {
+                        let what = format!("type `{name}` stands in {place} too: name one meaning");
+                        violations.push(file.violation(line, &what));
+                    }
+                    None => {
+                        first.insert(key, format!("{}:{line}", file.path));
+                    }
+                }
+            }
+        }
+    }
+    violations
+}
+
+/// The types that `tokens` define: name, line, and whether other modules may name it.
+fn type_names<'a>(tokens: &[Token<'a>]) -> Vec<(&'a str, usize, bool)> {
+    let mut found = Vec::new();
+    // For each open brace whether it belongs to a module: only these hold types with names of their own.
+    let mut open: Vec<bool> = Vec::new();
+    let mut module = false;
+    for (index, token) in tokens.iter().enumerate() {
+        match token.text {
+            "mod" => module = true,
+            ";" => module = false,
+            "{" => open.push(std::mem::take(&mut module)),
+            "}" => {
+                open.pop();
+            }
+            "struct" | "enum" | "union" | "trait" | "type"
+                if open.iter().all(|is_module| *is_module) =>
+            {
+                let Some(name) = tokens.get(index + 1).filter(|next| next.is_word()) else {
+                    continue;
+                };
+                // `pub` or the `)` of `pub(crate)`, also before `unsafe`.
+                let public = tokens[..index]
+                    .iter()
+                    .rev()
+                    .find(|before| before.text != "unsafe")
+                    .is_some_and(|before| matches!(before.text, "pub" | ")"));
+                found.push((name.text, name.line, public));
+            }
+            _ => {}
+        }
+    }
+    found
+}

@@ -16,6 +16,8 @@ use scan::{
 
 #[path = "tidy/circles.rs"]
 mod circles;
+#[path = "tidy/api.rs"]
+mod api;
 #[path = "tidy/names.rs"]
 mod names;
 #[path = "tidy/prose.rs"]
@@ -252,6 +254,11 @@ fn names_reach_people_only_escaped() {
 #[test]
 fn comments_docs_and_messages_are_plain_english() {
     assert_none(&prose::prose_violations(&repository(), UNPOLISHED));
+}
+
+#[test]
+fn every_public_type_has_an_example() {
+    assert_none(&api::missing_example_violations(&repository()));
 }
 
 #[test]

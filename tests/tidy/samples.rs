@@ -351,3 +351,19 @@ fn type_names_that_stand_twice_in_a_crate_are_flagged() {
     let crates = [sample("src/io/mod.rs", "struct Job;"), sample("mount/src/fs.rs", "struct Job;")];
     assert!(names::doubled_name_violations(&crates).is_empty());
 }
+
+#[test]
+fn public_types_without_an_example_are_flagged() {
+    let missing = |text: &str| {
+        let lib = sample("src/lib.rs", "mod io;\npub use io::{Fetch, Read};\n");
+        let fetch = sample(
+            "src/io/a.rs",
+            "/// One.\n///\n/// ```\n/// x();\n/// ```\n#[derive(Debug)]\npub enum Fetch {}",
+        );
+        api::missing_example_violations(&[lib, fetch, sample("src/io/mod.rs", text)]).len()
+    };
+    assert_eq!(missing("/// ```\n/// y();\n/// ```\npub struct Read<'a>(&'a u8);"), 0);
+    assert_eq!(missing("/// Two.\npub struct Read;"), 1);
+    assert_eq!(missing("/// ```\n/// y();\n/// ```\nfn f() {}\npub struct Read;"), 1);
+    assert_eq!(missing(""), 1);
+}

@@ -1,5 +1,5 @@
-//! Puts `mount.tensorfs`, the name under which mount(8) looks for its helper, beside the
-//! program: a link, because Cargo builds no binary with a dot in its name.
+//! Links `mount.tensorfs`, the helper that mount(8) looks for, beside the program: Cargo builds no
+//! binary with a dot in its name.
 
 use std::path::Path;
 

@@ -10,7 +10,7 @@ use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::libc;
 use nix::unistd::linkat;
 
-/// Where open files have names by which they can be linked.
+/// Folder with the names of open files, by which they can be linked.
 const OPEN_FILES: &str = "/proc/self/fd";
 
 /// A file that is being written. It is removed when it is dropped before it was published.

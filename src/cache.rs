@@ -1,9 +1,9 @@
-//! Blocks of virtual files in memory, under a hard bound: what was read ahead, what is being
-//! read, and the reads that wait for it.
+//! Blocks of virtual files in memory, under a hard bound: blocks that were read ahead or are being
+//! read, and the reads that wait for them.
 //!
-//! Nothing here waits. A read that finds its bytes is answered at once; else its answer is kept
-//! beside the blocks that it needs and given by the thread that brings the last of them. Where
-//! memory is used up a read waits in a queue and holds none.
+//! No function here waits. A read that finds its bytes is answered at once. Otherwise its callback
+//! is kept with the blocks that it needs, and the thread that completes the last of them calls it.
+//! If memory is used up, a read waits in a queue and holds none.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -36,14 +36,14 @@ mod tests;
 mod uncached;
 pub mod verify_on_read;
 
-/// Time between two looks for reads that waited too long and blocks that nobody wants.
+/// Time between two checks for overdue reads and idle blocks.
 const TICK: Duration = Duration::from_millis(250);
 
-/// How long a block that nobody asks for stays.
+/// Time without a request after which a block is dropped.
 const IDLE_TIME: Duration = Duration::from_secs(5);
 
-/// Ticks without anything held, after which the memory goes back to the system: fresh memory
-/// costs more than keeping some for a while.
+/// Ticks without held memory after which free memory is returned to the system: fresh memory costs
+/// more than keeping some for a while.
 const QUIET_TICKS: u32 = 20;
 
 /// Smallest budget: a few of the largest blocks.
@@ -60,7 +60,7 @@ struct CacheInner {
     engine: Engine,
     budget: Budget,
     counters: Arc<Counters>,
-    /// How long a read may wait for memory.
+    /// Longest time that a read may wait for memory.
     timeout: Option<Duration>,
     started: Instant,
     next_file: AtomicU64,
@@ -72,7 +72,7 @@ struct CacheInner {
 
 struct State {
     files: HashMap<u64, FileBlocks>,
-    /// Blocks that are there, by file and start, and when they were asked for last.
+    /// Loaded blocks, by file and start, and when they were last requested.
     idle: LruCache<(u64, u64), Instant>,
     /// Reads that wait for memory.
     queue: WaitQueue,
@@ -90,25 +90,25 @@ struct ReadRequest {
     answer: Answer,
 }
 
-/// Bytes of a read that no block holds, and what it takes to read them.
+/// Bytes of a read that no block holds, and the plan and memory for reading them.
 struct Hole {
     start: u64,
     plan: BlockPlan,
     reservation: Reservation,
 }
 
-/// An open file whose reads go through a cache. Its blocks go with it.
+/// An open file whose reads go through a cache. Its blocks are dropped with it.
 pub struct CachedFile {
     id: u64,
     reader: Reader,
     planner: Arc<Mutex<Planner>>,
     cache: Weak<CacheInner>,
-    /// Bytes that answers held.
+    /// Bytes that were served in answers.
     pub bytes_served: Counter,
     on_storm: Option<OnStorm>,
 }
 
-/// Called with a file and the bytes of its tensor that is asked for page by page; must not wait.
+/// Called with a file and the range of a tensor that is requested page by page; must not wait.
 pub type OnStorm = Box<dyn Fn(&Arc<CachedFile>, Range<u64>) + Send + Sync>;
 
 thread_local! {
@@ -117,11 +117,11 @@ thread_local! {
 }
 
 impl Cache {
-    /// A cache that reads with `engine` and holds what `budget` allows. A read fails that waits
-    /// longer than `timeout` for memory.
+    /// Creates a cache that reads with `engine` into memory of `budget`. A read that waits longer
+    /// than `timeout` for memory fails.
     ///
     /// # Errors
-    /// Where no thread can be started.
+    /// If no thread can be started.
     pub fn start(
         engine: Engine,
         budget: Budget,
@@ -150,7 +150,7 @@ impl Cache {
         Ok(Cache(inner))
     }
 
-    /// A file to be read through the cache.
+    /// Opens a file that is read through the cache.
     pub fn open(&self, reader: Reader, on_storm: Option<OnStorm>) -> Arc<CachedFile> {
         let id = self.0.next_file.fetch_add(1, Ordering::Relaxed);
         let planner = Arc::new(Mutex::new(Planner::new(reader.len())));
@@ -166,9 +166,9 @@ impl Cache {
     }
 
     /// Reads bytes `range` of `file`, cut at its end. Never waits: `answer` is called on this
-    /// thread if the bytes are in memory, else on the one that brings the last of them. It
-    /// must not wait for another read. `reader` tells apart the open handles of the file, each
-    /// of which may take the tensors in an order of its own.
+    /// thread if the bytes are in memory, else on the thread that reads the last of them. It must
+    /// not wait for another read. `reader` identifies the open handle of the file, because each
+    /// handle may read the tensors in its own order.
     pub fn read(&self, file: &Arc<CachedFile>, reader: u64, range: Range<u64>, answer: Answer) {
         let inner = &self.0;
         inner.counters.reads.add(1);
@@ -189,7 +189,7 @@ impl Cache {
         }
     }
 
-    /// The memory bound in bytes, and what is in use of it.
+    /// The memory bound and the memory in use, in bytes.
     pub fn memory(&self) -> (u64, u64) {
         (self.0.budget.limit(), self.0.budget.used())
     }
@@ -202,7 +202,7 @@ impl Drop for CacheInner {
 }
 
 impl CacheInner {
-    /// Answers a read whose bytes the kernel has in memory; else gives it back.
+    /// Answers a read whose bytes are in the kernel's page cache, else returns it.
     fn answer_from_page_cache(&self, request: ReadRequest) -> Option<ReadRequest> {
         BUFFER.with_borrow_mut(|buffer| {
             let len = (request.range.end - request.range.start) as usize;
@@ -226,7 +226,7 @@ impl CacheInner {
         })
     }
 
-    /// Gives a read its answer.
+    /// Counts and calls the answer of a read.
     fn answer(&self, request: ReadRequest, outcome: std::result::Result<&[u8], &Error>) {
         match outcome {
             Ok(bytes) => {
@@ -238,8 +238,8 @@ impl CacheInner {
         (request.answer)(outcome);
     }
 
-    /// Answers a read, or lets it wait for blocks that are being read. Gives it back where
-    /// there is no memory for them.
+    /// Answers a read, or lets it wait for blocks that are being read. Returns the read if it has
+    /// to wait in the queue.
     fn admit(self: &Arc<Self>, request: ReadRequest) -> Option<QueuedRead> {
         let (file, reader, range) = (request.file.clone(), request.reader, request.range.clone());
         self.drop_outdated(&file, &range);
@@ -277,9 +277,9 @@ impl CacheInner {
         None
     }
 
-    /// Drops blocks in `range` that were read before a source of theirs changed, as far as one
-    /// can tell without waiting. They are read anew, which fails: a change must not be hidden
-    /// by what was read before it.
+    /// Drops blocks in `range` that were read before one of their sources changed, as far as that
+    /// is known without waiting. They are read again, which fails, so that old bytes do not hide
+    /// the change.
     ///
     /// Thousands of shards may have a part in a block, so they are looked at without the lock.
     /// Bytes that are read meanwhile are checked when they come.
@@ -317,8 +317,8 @@ impl CacheInner {
         }
     }
 
-    /// Notes down which blocks a read takes its bytes from. Also returns whether one of them
-    /// is being read ahead, but not there yet.
+    /// Notes which blocks a read takes its bytes from. Also returns whether one of them is still
+    /// being read ahead.
     fn wait_for(
         &self,
         state: &mut State,
@@ -347,7 +347,7 @@ impl CacheInner {
             };
             let within = (part.start - start) as usize..(part.end - start) as usize;
             let Some(block) = file.blocks.get_mut(&start) else {
-                // It made way for another part of this very read.
+                // The block was evicted for another part of this read.
                 this.pieces.push(ReadPiece { block: there, within });
                 continue;
             };
@@ -373,7 +373,7 @@ impl CacheInner {
             };
             if ready.is_some() {
                 if block.asked >= block.end - start {
-                    // The kernel keeps what it was given; here it would be kept twice.
+                    // The kernel caches the bytes that it was given, so they are not kept twice.
                     file.blocks.remove(&start);
                     idle.pop(&(id, start));
                 } else {
@@ -390,7 +390,7 @@ impl CacheInner {
         (pending, late)
     }
 
-    /// Answers a read whose pieces are all there.
+    /// Answers a read whose pieces are complete.
     fn finish(&self, pending: &Mutex<Pending>) {
         let mut this = pending.lock();
         let Some(request) = this.request.take() else { return };
@@ -412,7 +412,7 @@ impl CacheInner {
         }
     }
 
-    /// Reads a block, and gives it to those who wait for it.
+    /// Reads a block, and passes it to the reads that wait for it.
     fn fetch(self: &Arc<Self>, file: &Arc<CachedFile>, hole: Hole, priority: Priority) {
         let Hole { start, plan, reservation, .. } = hole;
         let charges: Vec<(Arc<Source>, u64)> =
@@ -434,7 +434,7 @@ impl CacheInner {
         }
     }
 
-    /// A block is there, or could not be read.
+    /// Handles a block that was read or could not be read.
     fn loaded(
         self: &Arc<Self>,
         file: &CachedFile,
@@ -475,12 +475,12 @@ impl CacheInner {
         if let Err(error) = outcome {
             tracing::debug!("{error}");
         }
-        // Its memory is for those who wait.
+        // Its memory is freed for waiting reads.
         drop(loaded);
         self.pump();
     }
 
-    /// Brings a read one of its pieces.
+    /// Passes a piece to a read.
     fn bring(&self, waiter: &Waiter, outcome: std::result::Result<&Arc<Block>, &Error>) {
         let mut this = waiter.pending.lock();
         let since = this.request.as_ref().map(|request| request.since);
@@ -510,7 +510,7 @@ impl CacheInner {
         }
     }
 
-    /// Memory for a read, unless it has to wait.
+    /// Reserves memory for a read, or returns why it has to wait.
     fn reserve_in_turn(
         &self,
         state: &mut State,
@@ -526,7 +526,7 @@ impl CacheInner {
         self.reserve(state, plan.memory()).ok_or(WaitReason::Memory)
     }
 
-    /// Memory of `need` bytes, for which blocks make way that are there and nobody waits for.
+    /// Reserves `need` bytes of memory, and evicts loaded blocks for them if necessary.
     fn reserve(&self, state: &mut State, need: u64) -> Option<Reservation> {
         loop {
             if let Some(reservation) = self.budget.try_reserve(need) {
@@ -536,7 +536,7 @@ impl CacheInner {
         }
     }
 
-    /// Drops the block that was asked for last longest ago.
+    /// Evicts the least recently requested block. Returns whether there was one.
     fn evict(&self, state: &mut State) -> bool {
         let Some(key) = state.idle.peek_lru().map(|(key, _)| *key) else { return false };
         self.evict_block(state, key);
@@ -551,7 +551,7 @@ impl CacheInner {
         }
     }
 
-    /// Counts what of a block was read ahead for nothing.
+    /// Counts the bytes of a block that were read ahead but not requested.
     fn waste(&self, planner: &Mutex<Planner>, start: u64, block: &CachedBlock) {
         let wasted = (block.end - start).saturating_sub(block.asked);
         if block.ahead && wasted > 0 {
@@ -566,14 +566,14 @@ impl CacheInner {
         self.deadlines.added();
     }
 
-    /// Lets reads go on that wait for memory, if there is some now.
+    /// Admits reads that wait for memory, if some is free now.
     fn pump(self: &Arc<Self>) {
         let mut at = 0;
         while self.budget.used() < self.budget.limit() {
             let Some(request) = self.state.lock().queue.take(at) else { return };
             match self.admit(request) {
                 None => self.counters.reads_queued_now.sub(1),
-                // One of another source may fit.
+                // A read of another source may fit.
                 Some(waiting) => {
                     self.state.lock().queue.insert(waiting);
                     at += 1;
@@ -582,8 +582,8 @@ impl CacheInner {
         }
     }
 
-    /// Ends reads that waited too long for memory and drops blocks that nobody asks for.
-    /// Returns whether there is anything left to look after.
+    /// Fails reads that have waited too long for memory, and evicts idle blocks. Returns whether
+    /// further ticks are needed.
     fn tick(self: &Arc<Self>) -> bool {
         let mut late = Vec::new();
         let mut state = self.state.lock();
@@ -616,7 +616,7 @@ impl CacheInner {
     }
 }
 
-/// Why a read is not answered in time.
+/// The error of a read that is not answered in time.
 fn too_late(request: &ReadRequest, reason: &str) -> Error {
     let path = request.file.reader.sources()[0].path().to_owned();
     let source = io::Error::new(io::ErrorKind::TimedOut, reason);

@@ -1,12 +1,12 @@
-//! Casts of elements: from one floating point type to another, as torch does it on the CPU.
+//! Casts elements from one floating point type to another, like torch on the CPU.
 //!
-//! Values are rounded to the nearest, ties to even, and what is too large becomes infinite; wide
-//! types are narrowed by way of `F32`. There torch gives the same bits everywhere. For a NaN it
-//! does not: they depend on the processor and even on the length of the tensor. The casts here
-//! give what torch gives for a long tensor on x86-64 with AVX2 or AVX-512. That a narrowing to
-//! `BF16` gives `0xFFFF` for some sources and `0x7FC0` for others is of that kind.
+//! Values are rounded to the nearest, ties to even. Values that are too large become infinite. Wide
+//! types are narrowed through `F32`. For these values torch gives the same bits everywhere. The
+//! bits of a NaN depend on the processor, and even on the length of the tensor. The casts here give
+//! the bits that torch gives for a long tensor on x86-64 with AVX2 or AVX-512. For example, a NaN
+//! that is narrowed to `BF16` becomes `0xFFFF` from some types and `0x7FC0` from others.
 //!
-//! `src/device/cast.cu` has the same functions by the same names for GPUs, equal to the bit.
+//! `src/device/cast.cu` has functions of the same names for GPUs, with equal bits.
 
 use std::fmt;
 
@@ -15,28 +15,28 @@ use crate::dtype::Dtype;
 /// A cast from one element type to another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Cast {
-    /// Place in [`PAIRS`].
+    /// Position in [`PAIRS`].
     pair: u8,
 }
 
 impl Cast {
-    /// The cast between two types, where there is one; there is none from a type to itself.
+    /// The cast between two types, `None` if there is none. No type has a cast to itself.
     pub fn new(from: Dtype, to: Dtype) -> Option<Cast> {
         let pair = PAIRS.iter().position(|pair| (pair.from, pair.to) == (from, to))?;
         Some(Cast { pair: pair as u8 })
     }
 
-    /// Type of the elements before.
+    /// Type of the elements before the cast.
     pub fn from(self) -> Dtype {
         self.pair().from
     }
 
-    /// Type of the elements after.
+    /// Type of the elements after the cast.
     pub fn to(self) -> Dtype {
         self.pair().to
     }
 
-    /// Bytes that `len` bytes of whole elements become.
+    /// Length in bytes of the cast of `len` bytes of whole elements.
     pub fn len_after(self, len: u64) -> u64 {
         len / (self.from().bits() / 8) * (self.to().bits() / 8)
     }
@@ -50,7 +50,7 @@ impl Cast {
     ///
     /// # Panics
     ///
-    /// If the two slices do not hold one and the same whole number of elements.
+    /// Panics if the two slices do not hold the same whole number of elements.
     pub fn convert(self, from: &[u8], to: &mut [u8]) {
         (self.pair().convert)(from, to);
     }
@@ -66,7 +66,7 @@ impl fmt::Debug for Cast {
     }
 }
 
-/// One cast: its types and who does it.
+/// One cast: its types, its kernel and its function.
 struct Pair {
     from: Dtype,
     to: Dtype,
@@ -116,7 +116,7 @@ static PAIRS: &[Pair] = &[
     pair!(F8E8M0 Bf16 "cast_f8_e8m0_bf16" u8 => u16, |x| E8M0.bf16[usize::from(x)]),
 ];
 
-/// Elements of `A` bytes to elements of `B` bytes. The compiler makes vector code of it.
+/// Converts elements of `A` bytes to elements of `B` bytes. The compiler vectorizes it.
 fn map<const A: usize, const B: usize>(
     from: &[u8],
     to: &mut [u8],
@@ -136,7 +136,7 @@ fn map<const A: usize, const B: usize>(
 }
 
 // ---------------------------------------------------------------------------------------------
-// Elements, as bits. Bits and not floats: Rust leaves open what arithmetic makes of a NaN.
+// Elements are bits here, not floats: Rust does not specify the bits of a NaN after arithmetic.
 
 const SIGN: u32 = 0x8000_0000;
 const ABS: u32 = 0x7FFF_FFFF;
@@ -160,7 +160,8 @@ const fn f32_to_bf16(bits: u32, nan: u16) -> u16 {
 
 const fn f32_to_f16(bits: u32) -> u16 {
     let abs = bits & ABS;
-    // Below 2^-14 the last place of the result is 2^-24, and so is that of 0.5: the sum rounds.
+    // Below 2^-14 the last place of the result is 2^-24. The last place of 0.5 is 2^-24 too, so the
+    // sum rounds.
     let tiny = (f32::from_bits(abs) + 0.5).to_bits().wrapping_sub(0x3F00_0000);
     let normal = abs.wrapping_sub(112 << 23).wrapping_add(0xFFF + ((abs >> 13) & 1)) >> 13;
     let finite = if abs < 0x3880_0000 { tiny } else { normal };
@@ -173,7 +174,8 @@ const fn f32_to_f16(bits: u32) -> u16 {
 const fn f16_to_f32(bits: u16) -> u32 {
     let sign = (bits as u32 & 0x8000) << 16;
     let abs = (bits as u32 & 0x7FFF) << 13;
-    // A subnormal is the fraction of 2^-14 without its leading one: with it, and then without.
+    // A subnormal is a fraction of 2^-14 without the leading one. Its bits add the one, and the
+    // subtraction removes it.
     let tiny = (f32::from_bits(abs | 0x3880_0000) - f32::from_bits(0x3880_0000)).to_bits();
     let special = if abs >= 0x0F80_0000 { 112 << 23 } else { 0 };
     let quiet = if abs > 0x0F80_0000 { QUIET } else { 0 };
@@ -209,7 +211,7 @@ static E4M3FNUZ: Table = table!(e4m3fnuz);
 static E5M2FNUZ: Table = table!(e5m2fnuz);
 static E8M0: Table = table!(e8m0);
 
-/// The one NaN of the types that have no sign for it: a signalling one.
+/// The only NaN of types whose NaN has no sign. It is a signalling NaN.
 const SIGNALLING: u32 = INFINITY | 1;
 
 const fn e4m3(byte: u8) -> u32 {
@@ -247,7 +249,7 @@ const fn sign(byte: u8) -> u32 {
     (byte as u32 & 0x80) << 24
 }
 
-/// An 8-bit float of sign, exponent and `width` bits of fraction, as [`f16_to_f32`] does it.
+/// Converts an 8-bit float with sign, exponent and `width` bits of fraction, like [`f16_to_f32`].
 const fn finite(byte: u8, width: u32, bias: u32) -> u32 {
     let abs = (byte as u32 & 0x7F) << (23 - width);
     let least = (128 - bias) << 23;

@@ -1,7 +1,7 @@
-//! Writing a checkpoint as one real file, which is there whole under its name, or not at all.
+//! Writes a checkpoint as one real file, which appears whole under its name, or not at all.
 //!
-//! Takes a few windows of memory, however large the tensors are. Where the file system can, the
-//! file has no name until it is whole, so that nothing is left even when the process is killed.
+//! It takes a few windows of memory, however large the tensors are. If the file system supports it,
+//! the file has no name until it is whole, so that nothing is left even if the process is killed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -23,14 +23,14 @@ const WINDOW_LEN: u64 = 8 << 20;
 /// Windows that may be read before they are written.
 const WINDOWS_AHEAD: usize = 2;
 
-/// Writes all bytes of `reader` to a new file `target`, or in place of one where `replace` says
-/// so. Calls `each` with the bytes of every window in turn; its error ends the work.
+/// Writes all bytes of `reader` to a new file `target`, or replaces an existing one if `replace` is
+/// set. Calls `each` with the bytes of every window in turn. An error of `each` ends the work.
 ///
-/// Nobody may read the new file who may not read all sources, and the file that it replaces.
+/// Only users who may read all sources and the replaced file may read the new file.
 ///
 /// # Errors
-/// Those of the sources and of `each`, `Error::Usage` where `target` is there, and what the file
-/// system says. Nothing is left of the file then.
+/// Errors of the sources, of `each` and of the file system, and `Error::Usage` if `target` exists.
+/// After an error nothing is left of the file.
 pub fn write(
     reader: &Reader,
     target: &Path,
@@ -38,13 +38,13 @@ pub fn write(
     each: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let failed = |e| Error::io(target, "write", e);
-    // Asked first, because the work is in vain then; linking asks again.
+    // This early check saves the work. The link checks again.
     let there = std::fs::symlink_metadata(target).ok();
     if let Some(there) = &there {
         if !replace {
             return Err(taken(target));
         }
-        // A link that leads nowhere is no harm, one to a device may be what was meant.
+        // A broken link can be replaced. A link to a device may be intended, so it is refused.
         let leads_to_file = || std::fs::metadata(target).ok().is_none_or(|meta| meta.is_file());
         let replaceable = there.is_file() || (there.is_symlink() && leads_to_file());
         if !replaceable {
@@ -75,7 +75,7 @@ pub fn write(
         source.check()?;
     }
     if let Some(there) = there {
-        // It had this mode whatever the umask is now.
+        // The replaced file had this mode, whatever the umask is now.
         mode.set(partial.file(), there.mode()).map_err(failed)?;
     }
     partial.file().sync_all().map_err(failed)?;
@@ -90,7 +90,7 @@ fn taken(target: &Path) -> Error {
     Error::usage(format!("{target}: is there already; remove it, or ask to replace it (--force)"))
 }
 
-/// Reads the file window by window until its end, an error, or until nobody listens.
+/// Reads the file window by window until its end, an error, or until the receiver is gone.
 fn read_windows(reader: &Reader, windows: &SyncSender<Result<Vec<u8>>>) {
     let mut at = 0;
     while at < reader.len() {
@@ -113,12 +113,12 @@ fn write_windows(
     windows.iter().try_for_each(|window| each(&window?))
 }
 
-/// Takes the space for `len` bytes, so that a full disk is known at once.
+/// Reserves space for `len` bytes, so that a full disk is reported at once.
 fn reserve(file: &File, len: u64) -> io::Result<()> {
     let len = i64::try_from(len).map_err(io::Error::other)?;
     match fallocate(file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, len.max(1)) {
         Err(e @ (Errno::ENOSPC | Errno::EDQUOT | Errno::EFBIG)) => Err(e.into()),
-        // Not all file systems can.
+        // Not all file systems support it.
         _ => Ok(()),
     }
 }

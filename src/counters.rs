@@ -1,12 +1,12 @@
-//! What a running mount has done, in numbers: plain atomic counters that anyone may add to and
-//! read while they change.
+//! Counters of a running mount: plain atomic numbers that any thread may add to and read while they
+//! change.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// Number of classes of latency: class `n` counts what took from 2^(n-1) to 2^n microseconds.
+/// Number of classes of latency: class `n` counts durations from 2^(n-1) to 2^n microseconds.
 const LATENCY_CLASSES: usize = 32;
 
 /// A number that only grows, or goes up and down.
@@ -30,7 +30,7 @@ impl Counter {
     }
 }
 
-/// How long something took, as a histogram with classes of powers of two.
+/// Durations, as a histogram with classes of powers of two.
 #[derive(Debug, Default)]
 pub struct Latency {
     classes: [Counter; LATENCY_CLASSES],
@@ -45,7 +45,7 @@ impl Latency {
     }
 
     /// The least power of two of microseconds that at least `percent` of the durations stay
-    /// below; 0 where nothing was counted.
+    /// below; 0 if nothing was counted.
     pub fn percentile_us(&self, percent: u64) -> u64 {
         let counts = self.classes.each_ref().map(Counter::get);
         let total: u64 = counts.iter().sum();
@@ -68,7 +68,7 @@ macro_rules! counters {
         #[derive(Debug, Default)]
         pub struct Counters {
             $($(#[$doc])* pub $name: Counter,)*
-            /// Time from a read's arrival to its answer, where it had to wait for the source.
+            /// Time from a read's arrival to its answer, if it had to wait for the source.
             pub wait: Latency,
         }
 
@@ -93,13 +93,14 @@ counters! {
     reads,
     /// Reads answered with an error.
     read_errors,
-    /// Bytes that answers held.
+    /// Bytes that were served in answers.
     bytes_served,
-    /// Of them, bytes copied from pages of the source that the kernel had cached.
+    /// Part of `bytes_served`: bytes copied from pages of the source that the kernel had cached.
     bytes_from_page_cache,
-    /// Of them, bytes that were read from the source for this answer or were being read.
+    /// Part of `bytes_served`: bytes that were read from the source for the answer, or were being
+    /// read.
     bytes_from_source,
-    /// Of them, bytes that had been read ahead, or were left from an earlier read.
+    /// Part of `bytes_served`: bytes that had been read ahead, or were left from an earlier read.
     bytes_from_cache,
     /// Reads that found all their bytes in memory.
     hits,
@@ -109,25 +110,25 @@ counters! {
     source_bytes,
     /// Reads of sources.
     source_reads,
-    /// Of them, those past the kernel's page cache (O_DIRECT).
+    /// Part of `source_reads`: reads past the kernel's page cache (O_DIRECT).
     source_reads_direct,
     /// Reads of sources that failed.
     source_errors,
-    /// Reads of sources and other questions to them without an answer within the deadline.
+    /// Reads of sources and other requests to them without an answer within the deadline.
     source_timeouts,
     /// Reads of sources under way now.
     source_reads_now,
-    /// Reads of sources past their deadline that the kernel has not given back, now.
+    /// Reads of sources past their deadline that the kernel has not returned, now.
     source_stuck_now,
     /// Bytes read ahead of the readers.
     prefetched_bytes,
-    /// Of them, bytes that readers asked for afterwards.
+    /// Part of `prefetched_bytes`: bytes that readers requested afterwards.
     prefetch_used_bytes,
-    /// Of them, bytes thrown away unread.
+    /// Part of `prefetched_bytes`: bytes that were dropped unread.
     prefetch_wasted_bytes,
-    /// Times that read-ahead was cut because there was no room for it.
+    /// Times that read-ahead was cut because there was no memory for it.
     prefetch_cuts,
-    /// Bytes put into the kernel's page cache before anyone asked.
+    /// Bytes put into the kernel's page cache before they were requested.
     stored_bytes,
     /// Bytes of sources that were compared with their checksums (`verify=read`).
     checked_bytes,

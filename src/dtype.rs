@@ -79,7 +79,7 @@ impl Dtype {
     }
 
     /// Number of bits of a tensor of this shape, multiplied left to right as the reference
-    /// implementation does; `None` where that passes 2^64.
+    /// implementation does; `None` if that exceeds 2^64.
     pub fn bits_of(self, shape: &[u64]) -> Option<u64> {
         let mut bits = 1u64;
         for &dim in shape {

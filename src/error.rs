@@ -1,7 +1,7 @@
 //! One error type, every case with the file, the tensor and the numbers.
 //!
-//! `Fault` is what a parser or a proof found wrong in its input; it knows names inside a
-//! checkpoint only. `Error` is what callers get: a fault with its path, or a failed system call.
+//! A `Fault` is an error that a parser or a proof found in its input; it knows names inside a
+//! checkpoint only. Callers get an `Error`: a fault with its path, or a failed system call.
 
 use std::fmt;
 use std::io;
@@ -148,9 +148,9 @@ impl fmt::Display for ErrorKind {
 pub struct Fault {
     /// The kind of fault.
     pub kind: ErrorKind,
-    /// Name of the file inside the checkpoint, where it is known.
+    /// Name of the file inside the checkpoint, if it is known.
     pub file: Option<String>,
-    /// Name of the tensor, where there is one.
+    /// Name of the tensor, if there is one.
     pub tensor: Option<String>,
     /// Expected and found, with numbers, and what to do: one line, no final stop.
     pub message: String,
@@ -256,7 +256,7 @@ pub struct DriverCall {
     pub function: &'static str,
     /// The code that it returned.
     pub code: u32,
-    /// The driver's name of that.
+    /// The driver's name of the code.
     pub name: String,
 }
 
@@ -290,7 +290,7 @@ impl Error {
         Error::Internal { message: message.into() }
     }
 
-    /// The same error again, for each set that a file belongs to.
+    /// A copy of the error, for each set that a file belongs to.
     pub(crate) fn copied(&self) -> Error {
         match self {
             Error::Refused { path, fault } => {
@@ -349,7 +349,7 @@ impl Error {
         }
     }
 
-    /// The tensor at fault, where there is one.
+    /// The tensor at fault, if there is one.
     pub fn tensor(&self) -> Option<&str> {
         match self {
             Error::Refused { fault, .. } => fault.tensor.as_deref(),
@@ -379,13 +379,13 @@ pub fn real_name(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// `text` fit for one line of a terminal or a log: whatever could end the line, move the cursor or
-/// change the order of what is shown is escaped. Names in a source may hold anything.
+/// `text` fit for one line of a terminal or a log: characters that could end the line, move the
+/// cursor or change the order of the text are escaped. Names in a source may hold anything.
 pub fn shown(text: &str) -> String {
     escaped(text, |_| false)
 }
 
-/// The same of text of several lines.
+/// Like `shown`, for text of several lines.
 pub fn shown_lines(text: &str) -> String {
     escaped(text, |c| c == '\n')
 }
@@ -398,8 +398,8 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> String {
     line
 }
 
-/// Whether `c` is not seen as itself: controls, what sets the direction of text, separators of
-/// lines, and what takes no place.
+/// Whether `c` is not seen as itself: controls, marks of text direction, separators of lines, and
+/// characters without width.
 pub fn is_hidden(c: char) -> bool {
     c.is_control()
         || matches!(c,

@@ -1,9 +1,9 @@
 //! The hash that finds accidental changes: XXH3 with 128 bits.
 //!
-//! It is not cryptographic and need not be: what it guards against is a flipped bit, a lost
-//! write or a file that was saved anew, not a forger, who could rewrite the record as well. It
-//! runs at memory speed on one core, so that checking costs what reading costs; and with 128
-//! bits two different contents do not meet by chance. Where others name a hash, it is sha256.
+//! It is not cryptographic and need not be: it guards against a flipped bit, a lost write or a file
+//! that was saved anew, not against a forger, who could rewrite the record as well. It runs at
+//! memory speed on one core, so that checking costs as much as reading. With 128 bits two different
+//! contents do not collide by chance. Hashes that other tools use as names are sha256.
 
 use twox_hash::XxHash3_128;
 

@@ -1,9 +1,9 @@
-//! The byte layout of one virtual file: which bytes of which shard stand at which offset.
+//! The byte layout of one virtual file: the shard and the bytes at each offset.
 //!
 //! Invariant: the header and the tensors cover `0..len` with no hole and no overlap, and the
-//! pieces of a tensor cover it (the catalog's proof). Extents are found by arithmetic: a
-//! tensor cut by columns into millions of runs takes as much memory as one cut by rows.
-//! Pure: no I/O, no clock, no threads. `reader` turns extents into reads.
+//! pieces of a tensor cover it (the catalog's proof). Extents are computed, not stored, so that a
+//! tensor cut by columns into millions of runs takes as much memory as one cut by rows. The module
+//! is pure: it has no I/O, no clock and no threads. `reader` turns extents into reads.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,8 +20,8 @@ pub use self::orders::{LayoutOrders, Successors};
 
 mod orders;
 
-/// Tensor data of a virtual safetensors file begins at a multiple of this many bytes: a page, so
-/// that a mapping of the file has its tensors where a mapping of the data would.
+/// Tensor data of a virtual safetensors file begins at a multiple of this number of bytes. It is a
+/// page, so that tensors in a mapping of the file are aligned as in a mapping of the data.
 pub const DATA_ALIGN: u64 = 4096;
 
 /// Boundary at which data begins in a file of the reference implementation.
@@ -42,7 +42,7 @@ pub struct Layout {
 struct PlacedTensor {
     /// Position in `Catalog::tensors`.
     tensor: u32,
-    /// Where in `pieces` its own end.
+    /// End of its pieces in `pieces`.
     pieces_end: u32,
     /// Offset in the file.
     start: u64,
@@ -53,14 +53,13 @@ struct PlacedPiece {
     shard: ShardId,
     /// Offset in the shard of the piece's first byte.
     source: u64,
-    /// Largest last byte of this piece and those of its tensor before it, to find pieces by
-    /// range.
+    /// Largest end of this piece and the earlier pieces of its tensor, to find pieces by range.
     reach: u64,
-    /// `None`: all bytes of the tensor in one run.
+    /// `None` if all bytes of the tensor are one run.
     runs: Option<Box<StridedCopy>>,
 }
 
-/// Some bytes of a virtual file and where they come from.
+/// Some bytes of a virtual file and their source.
 #[derive(Debug)]
 pub enum Extent<'a> {
     /// Bytes of the header.
@@ -87,9 +86,9 @@ pub enum Extent<'a> {
         shard: ShardId,
         /// The bytes of the shard.
         range: Range<u64>,
-        /// How they are spread.
+        /// The runs of the piece in the tensor.
         runs: &'a StridedCopy,
-        /// Which of them.
+        /// The part of the runs.
         part: RunRange,
     },
 }
@@ -97,10 +96,10 @@ pub enum Extent<'a> {
 impl Layout {
     /// The layout of one virtual file of `catalog`.
     ///
-    /// In safetensors files as mounts show them, tensors stand by width of their dtype, widest
-    /// first, so that each is aligned; then by shard and offset of their first piece, so that
-    /// within a dtype the order of the file is the order on disk; then by name. Mounts show
-    /// bintensors files as they are saved.
+    /// In safetensors files of mounts, tensors are sorted by width of their dtype, widest first, so
+    /// that each is aligned. Tensors of one width are sorted by shard and offset of their first
+    /// piece, which is the order on disk, then by name. Mounts show bintensors files as they are
+    /// saved.
     ///
     /// # Errors
     /// `header_too_large` if one file cannot hold all tensors, `misaligned` if rows of sub-byte
@@ -160,7 +159,7 @@ impl Layout {
         self.len
     }
 
-    /// Whether the file has no bytes; it never has, but `len` wants it.
+    /// Whether the file has no bytes. It always has a header, so this is false.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -184,8 +183,8 @@ impl Layout {
             .map(|placed| placed.tensor as usize)
     }
 
-    /// The place in the file of the tensor that `offset` lies in, and its bytes; of the header
-    /// `None`, and its bytes.
+    /// The place in the file of the tensor at `offset`, and its bytes. For the header, `None` and
+    /// the bytes of the header.
     pub fn tensor_at(&self, offset: u64) -> (Option<u32>, Range<u64>) {
         let header_len = self.header.len() as u64;
         if offset < header_len {
@@ -197,7 +196,7 @@ impl Layout {
         }
     }
 
-    /// The bytes of the tensor at `place` in the file, where there is one.
+    /// The bytes of the tensor at `place` in the file, `None` if there is none.
     pub fn bytes_at(&self, place: u32) -> Option<Range<u64>> {
         ((place as usize) < self.tensors.len()).then(|| self.bytes_of(place as usize))
     }
@@ -207,7 +206,8 @@ impl Layout {
         if offset >= self.len {
             return None;
         }
-        // The last tensor that begins at or before it; empty ones end before.
+        // It is the last tensor that begins at or before `offset`. Empty tensors at the same start
+        // come before it.
         let after = self.tensors.partition_point(|placed| placed.start <= offset);
         if after == 0 { (!self.tensors.is_empty()).then_some(0) } else { Some(after - 1) }
     }
@@ -270,7 +270,7 @@ impl Layout {
     }
 }
 
-/// The positions of the tensors of a file by `key`, then by name.
+/// The positions of the tensors of a file, sorted by `key`, then by name.
 fn sorted<K: Ord>(catalog: &Catalog, spec: &FileSpec, key: impl Fn(&Tensor<'_>) -> K) -> Vec<u32> {
     let mut order = spec.positions(catalog);
     // Positions are in the order of names.
@@ -295,7 +295,7 @@ fn safetensors_header(
     order: &[u32],
     align: u64,
 ) -> Result<Vec<u8>, Fault> {
-    // Other formats have tensors of this name.
+    // Other formats allow tensors of this name.
     let taken = catalog.tensor(safetensors::METADATA).map(|tensor| tensor.position() as u32);
     if taken.is_some_and(|taken| order.contains(&taken)) {
         let message = "safetensors keeps this name for metadata; rename the tensor, or show the \
@@ -322,7 +322,7 @@ fn located(catalog: &Catalog, fault: Fault) -> Fault {
     file.map_or_else(|| fault.clone(), |file| fault.clone().in_file(file))
 }
 
-/// Adds the pieces of `tensor`, which has bytes, to `placed`.
+/// Adds the pieces of `tensor` to `placed`, none for an empty tensor.
 fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault> {
     let own = placed.len();
     for piece in tensor.pieces().filter(|_| tensor.len > 0) {

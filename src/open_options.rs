@@ -1,4 +1,4 @@
-//! How a source is opened: how its sets are found and proved, and the view on them.
+//! The options for the open of a source: how its sets are found and proved, and the view on them.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::view::View;
 use crate::words;
 
-/// Which one counts where a whole file and a sharded set stand for the same name.
+/// The choice if a whole file and a sharded set have the same name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefer {
     /// The whole file, as transformers does.
@@ -20,32 +20,32 @@ pub enum Prefer {
 
 words!(Prefer { File = "file", Shards = "shards" | "index" });
 
-/// Where symbolic links of the source may lead.
+/// Allowed targets of symbolic links of the source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Links {
-    /// To any file that the caller may read, and to folders inside the source: a library reads
-    /// with its caller's rights, for its caller alone.
+    /// Any file that the caller may read, and folders inside the source. A library reads with the
+    /// rights of its caller, for its caller alone.
     #[default]
     Anywhere,
-    /// Inside the source, into the blobs of the same hub folder and into `OpenOptions::follow`: a
-    /// mount shows files to others, and anybody may have put a link there.
+    /// Targets inside the source, in the blobs of the same hub folder and in `OpenOptions::follow`.
+    /// A mount shows files to other users, and any user may have put a link there.
     Inside,
 }
 
 /// How a checkpoint, or a tree of them, is opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpenOptions {
-    /// Whole file or sharded set.
+    /// Choice between a whole file and a sharded set.
     pub prefer: Prefer,
-    /// Where symbolic links may lead.
+    /// Allowed targets of symbolic links.
     pub links: Links,
     /// Folders outside the source into which symbolic links may lead.
     pub follow: Vec<PathBuf>,
-    /// Number of shard files that a set has to have.
+    /// Number of shard files that a set must have.
     pub expect_shards: Option<u64>,
-    /// File that knows names, dtypes and shapes of all tensors.
+    /// File with the names, dtypes and shapes of all tensors.
     pub reference: Option<PathBuf>,
-    /// Folder that indexes are kept in; without one every start reads all headers.
+    /// Folder for indexes. If `None`, every start reads all headers.
     pub index: Option<PathBuf>,
     /// How the sets are presented.
     pub view: View,

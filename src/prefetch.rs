@@ -1,11 +1,11 @@
-//! What to read before it is asked for: (offset, length) of the reads of one file in, ranges to
-//! fetch out.
+//! The read-ahead planner of one file: takes offset and length of each read, and returns ranges to
+//! fetch.
 //!
-//! Reads are sorted into streams, each moving forward through the file. A stream is read ahead
-//! of by a window, which grows while its reader has to wait. Tensors bound it: a reader that
-//! begins a tensor mostly reads it to its end, and then goes on with the next tensor of an order
-//! that is learned from the tensors it has begun so far.
-//! Pure: no I/O, no clock (the time is an argument), no threads.
+//! Reads are sorted into streams, each moving forward through the file. The planner reads ahead of
+//! each stream by a window, which grows while the reader has to wait. Tensors bound the window: a
+//! reader that begins a tensor mostly reads it to its end, and then goes on with the next tensor of
+//! an order that is learned from the tensors it has begun so far. Pure: no I/O, no clock (the time
+//! is an argument), no threads.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -25,7 +25,7 @@ mod stream;
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 mod tests;
 
-/// Streams of one file at most: more readers than that share them.
+/// Most streams of one file; further readers share them.
 const STREAMS_MAX: usize = 16;
 
 /// Readers of one file whose orders are remembered.
@@ -37,73 +37,73 @@ const WINDOW_MIN: u64 = 2 << 20;
 /// Largest window, in bytes.
 const WINDOW_MAX: u64 = 64 << 20;
 
-/// How far a read may be from the place where a stream is expected to go on: reads that the
-/// kernel sends ahead arrive in any order.
+/// Distance from the expected place within which a read continues a stream: reads of the kernel's
+/// readahead arrive in any order.
 const SLACK: u64 = 4 << 20;
 
 /// A read shorter than this says little about the next one.
 const SMALL: u64 = 64 << 10;
 
-/// Small reads that have to follow each other before they are taken for a stream.
+/// Consecutive small reads that are needed to count as a stream.
 const SMALL_RUN: u32 = 4;
 
-/// How much of the next tensors is read ahead before an order has proved itself.
+/// Most bytes that are read ahead beyond the current tensor before an order has proved itself.
 const TRIAL: u64 = 8 << 20;
 
-/// Read-ahead bytes after which it is judged whether they are of use.
+/// Read-ahead bytes from which on their use is judged.
 const JUDGED_FROM: u64 = 32 << 20;
 
-/// A stream may have been left that was not continued by so many reads for each stream; by so
-/// many in all, where its reader does what was foretold.
+/// Reads without continuation after which a stream may count as left: `LEFT_READS` for each stream
+/// or, if a reader follows a predicted order, `LEFT_READS_FORETOLD` in all.
 const LEFT_READS: u64 = 4;
 const LEFT_READS_FORETOLD: u64 = 256;
 
-/// Reads somewhere else after which a stream is not expected any more where it was.
+/// Reads of a stream outside its planned ranges after which these are no longer expected.
 const ELSEWHERE_READS: u32 = 32;
 
-/// Reads after which bytes that their reader has passed are not expected any more.
+/// Reads after which bytes that their reader has passed over are no longer expected.
 const PASSED_READS: u64 = 64;
 
-/// Ranges that were passed and may still be asked for, at most.
+/// Most ranges that were passed over and may still be requested.
 const PASSED_MAX: usize = 256;
 
-/// Ranges that were asked for or planned and are remembered, at most.
+/// Most requested or planned ranges that are remembered.
 const GIVEN_MAX: usize = 1 << 11;
 
-/// Ranges that one stream is read ahead by, at most.
+/// Most planned ranges of one stream.
 const PATH_MAX: usize = 64;
 
-/// Tensors that are planned at a time, at most: tiny ones are many.
+/// Most tensors that are planned at a time, because there may be many tiny ones.
 const STEPS_MAX: usize = 4096;
 
-/// The kernel asks for whole pages.
+/// Bytes of a page: the kernel requests whole pages.
 const PAGE: u64 = 4096;
 
 /// One read of a file.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// The bytes asked for; not empty.
+    /// The requested bytes; not empty.
     pub range: Range<u64>,
-    /// Who asks: an open handle of the file.
+    /// Open handle of the file that sends the request.
     pub reader: u64,
-    /// Whether they are being read ahead, but not there yet.
+    /// Whether the bytes are still being read ahead.
     pub late: bool,
     /// Milliseconds since any fixed moment.
     pub now: u64,
 }
 
-/// What to do after a read.
+/// Actions after a read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Advice {
     /// Bytes to read ahead, in this order, with the stream that they are for.
     pub ahead: Option<(StreamId, Vec<Range<u64>>)>,
-    /// Bytes that were read ahead and that nobody is expected to ask for any more.
+    /// Bytes that were read ahead and are no longer expected to be requested.
     pub left: Vec<Range<u64>>,
-    /// Bytes to put into the kernel's page cache, because they are asked for page by page.
+    /// Bytes to put into the kernel's page cache, because they are requested page by page.
     pub push: Option<Range<u64>>,
 }
 
-/// Names a stream.
+/// Identifies a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamId(u64);
 
@@ -113,24 +113,24 @@ pub struct Planner {
     /// Length of the file.
     len: u64,
     streams: Vec<ReadStream>,
-    /// By handle, and when it read last.
+    /// Readers, with their handle and the number of their last read.
     readers: Vec<(u64, OrderReader, u64)>,
     /// Tensors that were read.
     seen: SeenTensor,
     /// Reads so far.
     reads: u64,
-    /// Window of the stream that grew last: what this source needs.
+    /// Window of the stream that grew last, used for new streams.
     window: u64,
-    /// Read-ahead bytes that were asked for, and that were thrown away.
+    /// Read-ahead bytes that were requested, and that were dropped unread.
     used: u64,
     wasted: u64,
     storms: Storms,
-    /// Bytes that were asked for or planned: they are not planned again.
+    /// Requested or planned bytes, which are not planned again.
     given: Given,
     /// Planned bytes that a reader passed over, with the number of that read. Another reader may
-    /// still ask for them.
+    /// still request them.
     passed: VecDeque<(Range<u64>, u64)>,
-    /// What was planned for readers who went elsewhere since the last read.
+    /// Ranges planned for readers that went elsewhere since the last read.
     left: Vec<Range<u64>>,
 }
 
@@ -153,12 +153,12 @@ impl Planner {
         }
     }
 
-    /// Takes note of a read, and says what to do. At most `most` bytes are to be held for all
-    /// streams.
+    /// Notes a read, and returns the actions after it. All streams together hold at most `most`
+    /// bytes.
     pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn TensorMap) -> Advice {
         self.reads += 1;
         let push = self.storms.push(request, tensors);
-        // Asked for a second time: the kernel has not kept it.
+        // A second request means that the kernel has not kept the bytes.
         if self.given.gap(&request.range).is_none() && !self.is_planned(&request.range) {
             self.forget();
         }
@@ -183,8 +183,8 @@ impl Planner {
         Advice { ahead, left, push }
     }
 
-    /// The kernel has forgotten what it was given, or it is too much to remember: only what is
-    /// planned counts.
+    /// Forgets given bytes except planned ones: the kernel has dropped them, or there are too many
+    /// ranges.
     fn forget(&mut self) {
         self.given.clear();
         let planned = self.streams.iter().flat_map(|stream| &stream.path);
@@ -200,19 +200,19 @@ impl Planner {
         planned.map(move |part| part.start.max(start)..part.end.min(end)).filter(|p| !p.is_empty())
     }
 
-    /// Whether something in `range` is planned and not read yet.
+    /// Whether some bytes of `range` are planned and not read yet.
     pub fn is_planned(&self, range: &Range<u64>) -> bool {
         self.planned_in(range).next().is_some()
     }
 
-    /// Forgets what is planned in `range`: it is not read ahead, or no longer there.
+    /// Forgets planned bytes of `range`, which are not read ahead or no longer held.
     fn withdraw(&mut self, range: &Range<u64>) {
         let parts: Vec<Range<u64>> = self.planned_in(range).collect();
         parts.iter().for_each(|part| self.given.remove(part));
         self.strike(range);
     }
 
-    /// Takes what is read out of all that is planned.
+    /// Removes bytes that are read from all planned ranges.
     fn strike(&mut self, read: &Range<u64>) {
         self.streams.iter_mut().for_each(|stream| stream.strike(read));
         let meets = |range: &Range<u64>| range.start < read.end && read.start < range.end;
@@ -226,26 +226,27 @@ impl Planner {
         }
     }
 
-    /// The tensor that is asked for page by page, when that is noticed first. `observe` does
-    /// this too; by itself it is for reads that take nothing from the source.
+    /// Returns the tensor that is requested page by page, when that is first noticed. `observe`
+    /// does this too; this function is for reads that need nothing from the source.
     pub fn storm(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<Range<u64>> {
         self.storms.push(request, tensors)
     }
 
-    /// Takes note that the bytes `refused` are not read yet, because enough of their source is.
+    /// Notes that the bytes `refused` are not read yet, because enough bytes of their source are
+    /// under way.
     pub fn put_off(&mut self, refused: &[Range<u64>]) {
         refused.iter().for_each(|range| self.withdraw(range));
     }
 
-    /// Takes note that the cache has no room for the bytes `refused`, each range of which is the
-    /// end of one that was planned for the stream.
+    /// Notes that the cache has no memory for the bytes `refused`. Each range is the end of one
+    /// that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
         self.streams.iter_mut().filter(|other| other.id == stream).for_each(ReadStream::halve);
     }
 
-    /// Ranges that make way for what `stream` needs: the oldest that a reader passed over, or those
-    /// of the stream that was left longest ago. `None` where all others go on.
+    /// Returns ranges to evict for `stream`: the oldest that a reader passed over, or those of the
+    /// stream that was left longest ago. `None` if all other streams go on.
     pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
         let is_old = |(_, since): &(Range<u64>, u64)| since + PASSED_READS < self.reads;
         if self.passed.front().is_some_and(is_old) {
@@ -269,22 +270,22 @@ impl Planner {
         LEFT_READS * (self.streams.len() as u64 + 1)
     }
 
-    /// Takes note that the bytes `range` are no longer held, of which nobody has asked for
-    /// `wasted`.
+    /// Notes that the bytes `range` are no longer held, and that `wasted` of them were never
+    /// requested.
     pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
         if wasted > 0 {
-            // Its reader is slower than was thought: as much would be dropped again.
+            // Its reader is slower than expected, and as many bytes would be dropped again.
             self.streams.iter_mut().filter(|s| s.has_planned(range)).for_each(ReadStream::halve);
         }
         self.withdraw(range);
         self.judge(0, wasted);
     }
 
-    /// Takes note of what became of bytes that were read ahead.
+    /// Counts read-ahead bytes that were used or wasted.
     pub fn judge(&mut self, used: u64, wasted: u64) {
         self.used += used;
         self.wasted += wasted;
-        // What a reader begins with is not always what it reads to the end.
+        // Readers do not always finish a tensor that they begin.
         if self.wasted > self.used / 8 {
             self.window = (self.window / 2).max(WINDOW_MIN);
         }
@@ -295,13 +296,13 @@ impl Planner {
         }
     }
 
-    /// Whether less than half of what was read ahead was of use.
+    /// Whether less than half of the read-ahead bytes were used.
     fn is_wasteful(&self) -> bool {
         self.used + self.wasted >= JUDGED_FROM && self.wasted > self.used
     }
 
-    /// The stream that `request` belongs to, moved on by it. `None` for what the kernel reads
-    /// around a page in front of the tensor that the page belongs to: nobody goes on from there.
+    /// Moves on the stream that `request` belongs to, and returns it. `None` for bytes that the
+    /// kernel reads around a page, before the page's tensor: no reader continues there.
     fn stream_of(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<usize> {
         let Range { start, end } = request.range;
         let continues = |s: &ReadStream| s.next.abs_diff(start) <= SLACK;
@@ -313,7 +314,7 @@ impl Planner {
             stream.run = stream.run.saturating_add(1);
             stream.strike(&request.range);
             let passed = stream.move_on(end);
-            // Once for all reads that came while one window was under way.
+            // The window grows once for all late reads within one window.
             if request.late && !wasteful && stream.grown >= stream.window {
                 stream.grown = 0;
                 stream.window = (stream.window * 2).min(WINDOW_MAX);
@@ -364,7 +365,7 @@ impl Planner {
         Some(oldest)
     }
 
-    /// Takes note of what a reader has passed over now. Rows of which it reads the half are many:
+    /// Notes ranges that a reader has passed over. A reader of half of each row leaves many, so
     /// neighbours are joined.
     fn pass(&mut self, ranges: Vec<Range<u64>>) {
         for range in ranges {
@@ -380,8 +381,8 @@ impl Planner {
         }
     }
 
-    /// What is read ahead already for a reader that begins with `request`, taken from the stream
-    /// that it was planned for, and the window of that.
+    /// Takes the ranges that are already read ahead for a reader that begins with `request` from
+    /// their stream. Also returns the window of that stream.
     fn planned_for(&mut self, request: &Request) -> (VecDeque<Range<u64>>, Option<u64>) {
         let Range { start, end } = request.range;
         let meets = |range: &Range<u64>| range.start < end && start < range.end;
@@ -399,7 +400,7 @@ impl Planner {
         (planned, Some(window))
     }
 
-    /// Gives stream `index` what is planned for another one behind its last read.
+    /// Gives stream `index` the bytes after its last read that are planned for another stream.
     fn take_over(&mut self, index: usize) {
         let next = self.streams[index].next;
         if self.streams[index].goes_on() {
@@ -410,8 +411,8 @@ impl Planner {
         }
     }
 
-    /// The index of the reader called `id`. One that is new begins with what the last one
-    /// has taught.
+    /// The index of the reader called `id`. A new reader begins with the order learned from the
+    /// latest one.
     fn reader_of(&mut self, id: u64) -> usize {
         let found = self.readers.iter().position(|(known, ..)| *known == id);
         let index = found.unwrap_or_else(|| {
@@ -430,14 +431,14 @@ impl Planner {
         index
     }
 
-    /// Takes note of the tensor that stream `index` has come to.
+    /// Notes the tensor that stream `index` has reached.
     fn enter(&mut self, index: usize, reader: usize, tensors: &dyn TensorMap) {
         let stream = &self.streams[index];
         let is_new = stream.last == stream.id.0;
         let mut tensor = stream.tensor.clone();
         if !is_new {
             let here = tensors.at(stream.next - 1);
-            // The kernel reads a little more than its reader asks for.
+            // The kernel reads a little more than its reader requests.
             let is_begun = stream.goes_on() || stream.next >= tensor.range.end + SLACK;
             if here.place == tensor.place || !is_begun {
                 return;
@@ -456,7 +457,7 @@ impl Planner {
         self.streams[index].tensor = tensor;
     }
 
-    /// Whether its reader may still be at it.
+    /// Whether the reader of `stream` may still be active.
     fn is_recent(&self, stream: &ReadStream) -> bool {
         stream.last + LEFT_READS_FORETOLD >= self.reads
     }
@@ -467,7 +468,7 @@ impl Planner {
         others.map(|(_, s)| s).any(|s| s.tensor.place == tensor.place && self.is_recent(s))
     }
 
-    /// What to read ahead for a stream.
+    /// Plans the ranges to read ahead for a stream.
     fn plan(
         &mut self,
         index: usize,
@@ -490,13 +491,14 @@ impl Planner {
         let stream = &self.streams[index];
         let ahead = stream.ahead();
         let needed = if wasteful { 4 * SMALL_RUN } else { SMALL_RUN };
-        // Little by little would be many small reads: half a window at a time.
+        // Half a window is planned at a time, to avoid many small reads.
         if stream.run < needed || ahead > window / 2 {
             return None;
         }
         let mut room = window - ahead;
         let mut planned: Vec<Range<u64>> = Vec::new();
-        // From its last read on: the rest of its tensor goes before what follows that.
+        // Planning starts at the end of the last read: the rest of that tensor goes before later
+        // ones.
         let (mut from, mut tensor) = (stream.next, stream.tensor.clone());
         let beyond = self.beyond(&self.streams[index], &self.readers[reader].1);
         let mut rest = 0;
@@ -504,7 +506,7 @@ impl Planner {
             if room == 0 || stream.path.len() + planned.len() >= PATH_MAX {
                 break;
             }
-            // What another stream began with has been read.
+            // The bytes from the start of another stream on have been read.
             let has_read =
                 |s: &ReadStream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
             let others = self.streams.iter().filter(|s| s.began >= from && has_read(s));
@@ -512,7 +514,8 @@ impl Planner {
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
             let end_here = end.min(limit);
             while room > 0 && stream.path.len() + planned.len() < PATH_MAX {
-                // What lies far ahead, behind what another reader has read, is not for this one.
+                // A gap far ahead, behind bytes that another reader has read, is not for this
+                // stream.
                 let gap = self.given.gap(&(from..end_here));
                 let Some(gap) = gap.filter(|gap| gap.start - from <= window) else { break };
                 let part = gap.start..gap.end.min(gap.start + room);
@@ -533,7 +536,7 @@ impl Planner {
             let Some(next) = self.next_tensor(index, reader, &tensor, tensors) else { break };
             let so_far: u64 = planned.iter().map(|range| range.end - range.start).sum();
             room = room.min(beyond.saturating_sub(ahead + so_far));
-            // What follows in the file may have been read in part.
+            // The tensor that follows in the file may have been read in part.
             if from < next.range.start || from >= next.range.end.next_multiple_of(PAGE) {
                 from = next.range.start / PAGE * PAGE;
             }
@@ -543,7 +546,7 @@ impl Planner {
         let stream = &mut self.streams[index];
         planned[..rest].iter().rev().for_each(|range| stream.path.push_front(range.clone()));
         planned[rest..].iter().for_each(|range| stream.plan(range.clone()));
-        // What comes next stays in front.
+        // The range that comes next stays in front.
         let next = stream.next;
         if let Some(taken) = stream.take(next) {
             stream.path.push_front(taken);
@@ -551,10 +554,10 @@ impl Planner {
         (!planned.is_empty()).then_some((stream.id, planned))
     }
 
-    /// How many bytes may be read ahead where some lie beyond the tensor that is read.
+    /// Most bytes to read ahead if some lie beyond the current tensor.
     fn beyond(&self, stream: &ReadStream, reader: &OrderReader) -> u64 {
         match reader.trust() {
-            // A reader that has read most of a tensor may go on.
+            // A reader that has read most of a tensor may go on to the next.
             0 | 1 if !reader.is_mistaken() => {
                 let Range { start, end } = stream.tensor.range;
                 let read = stream.next.saturating_sub(stream.began.max(start));
@@ -580,7 +583,7 @@ impl Planner {
         if reader.order() != ReadOrder::File || next.range.end - next.range.start >= SMALL {
             return Some(next);
         }
-        // Tiny tensors are many: in the order of the file they go together.
+        // There may be many tiny tensors: in the order of the file they are planned together.
         let beyond = tensors.at((next.range.start + SMALL).min(self.len - 1));
         let is_more = beyond.place > next.place + 1;
         let range = next.range.start..beyond.range.start;
@@ -588,7 +591,7 @@ impl Planner {
     }
 }
 
-/// Takes `read` out of `path`.
+/// Removes `read` from `path`.
 fn strike(path: &mut VecDeque<Range<u64>>, read: &Range<u64>) {
     let meets = |range: &Range<u64>| range.start < read.end && read.start < range.end;
     while let Some(index) = path.iter().position(meets) {
@@ -601,8 +604,8 @@ fn strike(path: &mut VecDeque<Range<u64>>, read: &Range<u64>) {
     }
 }
 
-/// The tensor that a read touches which nothing led to: the one that begins at its start, or in
-/// the middle, where the page lies that the kernel reads around.
+/// The tensor that an unexpected read touches: the one that begins at the start of the read, or in
+/// its middle, where the page lies that the kernel reads around.
 fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan {
     let Range { start, end } = request.range;
     let begins = |at: u64| {

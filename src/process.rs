@@ -4,8 +4,8 @@
 //! ever. So each process keeps the state that its threads share, and a child never looks at its
 //! parent's.
 //!
-//! A process number does not tell them apart: in a PID namespace of its own a child may have the
-//! number that its parent has outside. `token` does.
+//! A process number does not identify a process: in a PID namespace of its own a child may have the
+//! number that its parent has outside. `token` identifies it.
 
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use nix::libc;
 
-/// A number that no process has which this one was forked from. It stays the same as long as the
-/// process lives.
+/// A number that no ancestor of this process by fork has. It stays the same while the process
+/// lives.
 pub fn token() -> u64 {
     static OF_PROCESS: Token = Token::new();
     OF_PROCESS.get(wiped_page)
@@ -23,13 +23,13 @@ pub fn token() -> u64 {
 /// Memory that the kernel fills with zeros in a child (`MADV_WIPEONFORK`), or `NO_PAGE`.
 struct Token(AtomicPtr<AtomicU64>);
 
-/// Stands for memory that the kernel did not give.
+/// Stands for memory that the kernel did not provide.
 static NO_PAGE: AtomicU64 = AtomicU64::new(0);
 
-/// The next token. A child goes on from where its parent was.
+/// The next token. A child continues from its parent's value.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// How often this process and those before it were forked, where there is no such memory.
+/// Number of forks from the first process to this one, counted if there is no such memory.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn count_fork() {
@@ -41,8 +41,8 @@ impl Token {
         Token(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// The token of this process. `make` gives the memory. No lock is taken, since a thread of the
-    /// parent may hold it during a fork.
+    /// The token of this process. `make` provides the memory. No lock is taken, since a thread of
+    /// the parent may hold it during a fork.
     fn get(&self, make: fn() -> Option<NonNull<AtomicU64>>) -> u64 {
         let mut page = self.0.load(Ordering::Acquire);
         if page.is_null() {
@@ -55,7 +55,7 @@ impl Token {
             let forks = u64::from(FORKS.load(Ordering::Relaxed));
             return forks << 32 | u64::from(std::process::id());
         }
-        // SAFETY: it is a page that is mapped for good, which begins with zeros or a token.
+        // SAFETY: the page is never unmapped, and begins with zeros or a token.
         let own = unsafe { &*page };
         match own.load(Ordering::Relaxed) {
             0 => {
@@ -68,13 +68,13 @@ impl Token {
     }
 }
 
-/// A page of zeros, which a child finds full of zeros again. None where the kernel has no such
+/// A page of zeros, which a child finds full of zeros again. `None` if the kernel has no such
 /// memory: some sandboxes emulate a kernel without it.
 fn wiped_page() -> Option<NonNull<AtomicU64>> {
     const LEN: usize = 4096;
     let (protection, kind) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping, of which nobody else knows. It stays, or is given back at once.
+    // SAFETY: the mapping is new, and no other code refers to it. It stays, or is unmapped at once.
     unsafe {
         let page = libc::mmap(ptr::null_mut(), LEN, protection, kind, -1, 0);
         if page == libc::MAP_FAILED {
@@ -90,11 +90,11 @@ fn wiped_page() -> Option<NonNull<AtomicU64>> {
 
 /// Counts forks from now on: those by fork(3), which all libraries use.
 fn without_page() -> *mut AtomicU64 {
-    // SAFETY: the function only adds to a counter. Where it is registered twice, it adds two.
+    // SAFETY: the function only adds to a counter. If it is registered twice, it adds two.
     unsafe { libc::pthread_atfork(None, None, Some(count_fork)) };
     (&raw const NO_PAGE).cast_mut()
 }
-/// A value that each process makes for itself when it needs it first.
+/// A value that each process makes for itself at the first use.
 #[derive(Debug)]
 pub struct PerProcess<T> {
     /// The value of the process that came first, with its token.
@@ -104,7 +104,7 @@ pub struct PerProcess<T> {
 }
 
 impl<T> PerProcess<T> {
-    /// Nothing yet.
+    /// Creates a holder without a value.
     pub const fn new() -> PerProcess<T> {
         PerProcess { own: OnceLock::new(), next: OnceLock::new() }
     }
@@ -119,8 +119,8 @@ impl<T> PerProcess<T> {
                 Some((owner, value)) if *owner == process => return value,
                 Some(_) => held = held.next.get_or_init(|| Box::new(PerProcess::new())),
                 None => {
-                    // Made before the cell is taken, which a child of a fork in between would
-                    // find taken for ever.
+                    // The value is made before the cell is taken: a child of a fork in between
+                    // would find the cell taken for ever.
                     if let Some(make) = make.take() {
                         let _ = held.own.set((process, make()));
                     }
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn the_value_of_another_process_is_never_looked_at() {
         let value = PerProcess::new();
-        // As a child finds it: made by somebody else.
+        // The value is as a child finds it: another process has made it.
         value.own.set((0, 1)).unwrap();
         assert_eq!(*value.get_or_init(|| 2), 2);
         assert_eq!(*value.get_or_init(|| 3), 2);
@@ -159,7 +159,7 @@ mod tests {
     /// Whether a child finds another token than its parent has.
     fn differs_in_a_child(token: &Token, make: fn() -> Option<NonNull<AtomicU64>>) -> bool {
         let own = token.get(make);
-        // SAFETY: the child does nothing but ask for its token, and ends.
+        // SAFETY: the child only reads its token, and ends.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let same = token.get(make) == own;

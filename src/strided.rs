@@ -2,7 +2,7 @@
 //! shard and in its tensor, or a part in a piece and in memory.
 //!
 //! Both sides are row-major, so the runs stand in the same order in both.
-//! Pure: no I/O.
+//! The module is pure: it has no I/O.
 
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
-//! Reading every byte of a checkpoint: what the proof cannot see.
+//! Reads every byte of a checkpoint, to find errors that the proof cannot see.
 //!
-//! Each shard is read once, from its beginning on, and all hashes are made of that: the checksums
-//! that are compared with the recorded ones, those that replicas are compared by, and sha256.
+//! Each shard is read once, from its beginning on. All hashes are computed from that: the checksums
+//! to compare with the recorded ones, the checksums to compare replicas, and sha256.
 
 mod mismatch;
 mod recorded;
@@ -31,11 +31,11 @@ const CHUNK_LEN: u64 = 4 << 20;
 /// The work beside reading.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Task<'a> {
-    /// The checksums that are known.
+    /// Known checksums.
     pub recorded: Option<&'a Recorded>,
     /// The headers that an index knows.
     pub heads: Option<&'a IndexedHeads>,
-    /// Whether what differs from them is recorded anew.
+    /// Whether checksums that differ from the known ones are recorded anew.
     pub anew: bool,
     /// Whether the sha256 of every shard is wanted.
     pub sha256: bool,
@@ -50,40 +50,40 @@ pub struct Verified {
     pub blobs: u64,
     /// Replicas that hold the bytes of the piece that is used.
     pub replicas: u64,
-    /// Headers and stored pieces that are what was recorded of them.
+    /// Number of headers and stored pieces that match their record.
     pub compared: u64,
-    /// Headers and stored pieces of which nothing was known.
+    /// Number of headers and stored pieces without a record.
     pub unknown: u64,
     /// Checksums that are to be recorded.
     pub fresh: Vec<ShardSums>,
-    /// Name and sha256 of each shard, where that is wanted.
+    /// Name and sha256 of each shard, if `Task::sha256` is set.
     pub sha256: Vec<(String, String)>,
     /// Unusual findings that are not wrong, a line each.
     pub notes: Vec<String>,
-    /// The first of the bytes that are not what was recorded of them.
+    /// First bytes that differ from their record.
     pub mismatch: Option<Mismatch>,
 }
 
 /// The hashes of one shard.
 struct ShardHashes {
-    /// Its checksums, unless it has more chunks than can be counted.
+    /// Its checksums. `None` if it has more chunks than can be counted.
     sums: Option<ShardSums>,
-    /// The digests of the chunks that it was recorded by.
+    /// Digests of the recorded chunks, if its own chunks differ from them.
     as_recorded: Option<Vec<Digest>>,
     /// The hash of its description.
     head: Digest,
     sha256: Option<String>,
 }
 
-/// Bytes that `verify` will read of `checkpoint`.
+/// Number of bytes that `verify` reads of `checkpoint`.
 pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
     let lens = checkpoint.catalog().shards.iter().map(|shard| shard.file_len);
     lens.fold(0, u64::saturating_add)
 }
 
 /// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name,
-/// replicas with each other, and everything with the checksums that were recorded of it. Calls
-/// `progress` with the bytes read since the last call.
+/// replicas with each other, and all bytes with their recorded checksums. Calls `progress` with the
+/// bytes read since the last call.
 ///
 /// # Errors
 /// Bytes that cannot be read, blobs and replicas that differ. `Verified::mismatch`
@@ -110,7 +110,7 @@ pub fn verify(
             if found == expected {
                 verified.blobs += 1;
             } else if mismatched == verified.mismatch.is_some() {
-                // The checksums do not say it more closely.
+                // The checksums do not show a closer place.
                 let message = format!(
                     "its bytes have the sha256 {found}, the blob is named {expected}; download it again"
                 );
@@ -186,7 +186,7 @@ fn read_shard(
     })
 }
 
-/// Compares a shard with what is known of it, and notes what is to be recorded.
+/// Compares a shard with its record, and notes the checksums to record.
 fn judge(
     verified: &mut Verified,
     task: &Task<'_>,
@@ -213,7 +213,7 @@ fn judge(
             if mismatch.is_none() {
                 verified.compared += known.boundaries.len() as u64;
                 if known.fingerprint != now {
-                    // It was copied or touched, and is what it was.
+                    // The file was copied or touched, and its bytes are unchanged.
                     verified.fresh.push(ShardSums { fingerprint: now, ..(**known).clone() });
                 }
                 return;
@@ -243,7 +243,7 @@ fn judge(
     }
 }
 
-/// The text of a manifest of `checkpoint`, and the name under which it is found again.
+/// The file name and the text of a manifest of `checkpoint`.
 pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
     let catalog = checkpoint.catalog();
     let shards = catalog.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len));
@@ -251,8 +251,8 @@ pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
     (manifest::file_name(&checkpoint.name), manifest::encode(shards, tensors))
 }
 
-/// Compares a replica with the piece that is used: by checksums where `sums` has both, and byte
-/// by byte to tell where they differ.
+/// Compares a replica with the piece that is used, by checksums if `sums` has both. If these are
+/// absent or differ, compares byte by byte, to find where the pieces differ.
 fn compare_replica(
     checkpoint: &Checkpoint,
     sums: &[Option<ShardSums>],
@@ -261,7 +261,7 @@ fn compare_replica(
 ) -> Result<()> {
     let used = tensor.pieces().find(|p| (p.offset, p.shape) == (replica.offset, replica.shape));
     let Some(used) = used else { return Ok(()) };
-    // Both begin a part of their own, so their chunks are alike.
+    // Both begin a part of their own, so they have equal chunks.
     let digests = |piece: &Piece<'_>| {
         let sums = sums[piece.shard.0 as usize].as_ref()?;
         Some(sums.digests_of(piece.range.clone()).collect::<Vec<_>>())

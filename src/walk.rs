@@ -1,9 +1,8 @@
-//! The order in which the tensors of a checkpoint are asked for, learned: which ones come next.
+//! Learns the order in which the tensors of a checkpoint are requested, and predicts the next ones.
 //!
 //! Few programs take tensors at random. They follow the files, the sorted names, or the names with
 //! their numbers in numeric order. Each of these orders is tried on every request, and the one that
-//! foretold the last requests best says what comes next.
-//! Pure: no I/O, no clock, no threads.
+//! predicted the last requests best predicts the next ones. Pure: no I/O, no clock, no threads.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
@@ -13,18 +12,19 @@ use crate::catalog::Catalog;
 /// Most tensors whose names are sorted by their numbers: it takes a second for a million.
 const NATURAL_MAX: usize = 200_000;
 
-/// Places in an order that each reader may go on from, and all of them together: the more there are,
-/// the more often a request at random is near one.
+/// Most places in an order that each reader, and all readers together, may continue from. With more
+/// places, a random request is near one more often.
 const CURSORS_EACH: usize = 2;
 const CURSORS_MAX: usize = 8;
 
-/// Tensors that a cursor has passed and still expects: threads overtake each other.
+/// Most tensors that a cursor has passed and still expects, because threads overtake each other.
 const PASSED_MAX: usize = 32;
 
-/// Requests in which readers are counted.
+/// Number of last requests whose readers are counted.
 const READERS_IN: usize = 16;
 
-/// Score from which on an order is believed, and the highest one. A hit adds one, a miss halves.
+/// Score from which on an order is trusted, and the highest score. A hit adds one, a miss halves
+/// it.
 const BELIEVED: u32 = 2;
 const SCORE_MAX: u32 = 16;
 
@@ -48,7 +48,7 @@ struct Order {
     ranks: Vec<u32>,
 }
 
-/// The orders of one checkpoint that are not the same.
+/// The distinct orders of one checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct Orders(Vec<Order>);
 
@@ -96,7 +96,7 @@ fn by_numbers(a: &str, b: &str) -> Ordering {
             (_, None) => return Ordering::Greater,
             (Some(x), Some(y)) => (halves(x), halves(y)),
         };
-        // A part that is nothing but a number has no text.
+        // A part that is only a number has no text.
         let order = x.0.cmp(y.0).then_with(|| by_value(x.1, y.1));
         if order != Ordering::Equal {
             return order;
@@ -112,23 +112,23 @@ fn halves(part: &str) -> (&str, &str) {
 
 fn by_value(a: &str, b: &str) -> Ordering {
     let (x, y) = (a.trim_start_matches('0'), b.trim_start_matches('0'));
-    // No digits at all come before a zero.
+    // A part without digits comes before a zero.
     let shown = a.is_empty().cmp(&b.is_empty()).reverse();
     shown.then_with(|| x.len().cmp(&y.len())).then_with(|| x.cmp(y))
 }
 
-/// Where a reader goes on.
+/// A place that a reader may continue from.
 #[derive(Clone, Debug)]
 struct Cursor {
-    /// The highest rank that was asked for.
+    /// The highest requested rank.
     rank: u32,
-    /// Ranks before it that were not.
+    /// Ranks before it that were not requested.
     passed: VecDeque<u32>,
     /// Number of its last request.
     last: u64,
 }
 
-/// How well an order foretold the requests.
+/// How well an order predicted the requests.
 #[derive(Clone, Debug, Default)]
 struct Track {
     score: u32,
@@ -142,7 +142,7 @@ impl Track {
     fn ask(&mut self, rank: u32, readers: usize, number: u64) -> bool {
         let reach = if readers > 1 { 2 * readers as u32 } else { 1 };
         if let Some(cursor) = self.cursors.iter_mut().find(|cursor| cursor.rank == rank) {
-            // Asked for again, which says nothing.
+            // A repeated request says nothing about the order.
             cursor.last = number;
             return true;
         }
@@ -189,17 +189,18 @@ pub struct Walk {
     orders: Orders,
     /// One track for each order.
     tracks: Vec<Track>,
-    /// How often each tensor was asked for.
+    /// Number of requests for each tensor.
     asked: Vec<u16>,
     requests: u64,
     /// The readers that sent the last requests.
     recent: VecDeque<u64>,
-    /// Order and rank of the last request, where it was expected.
+    /// Order and rank of the last request. `None` if it was not expected.
     onward: Option<(usize, u32)>,
 }
 
 impl Walk {
-    /// No request yet. An order that was right elsewhere, `usual`, is believed sooner.
+    /// Creates a walk without requests. The order `usual`, which was right elsewhere, is trusted
+    /// sooner.
     pub fn new(orders: Orders, usual: Option<Kind>) -> Walk {
         let score = |order: &Order| u32::from(Some(order.kind) == usual);
         let track = |order| Track { score: score(order), ..Track::default() };
@@ -209,8 +210,8 @@ impl Walk {
         Walk { orders, tracks, asked, requests: 0, recent, onward: None }
     }
 
-    /// Takes note of a request of `reader` for `tensor`. Returns whether it was expected by an
-    /// order that is believed; then `next` says what follows.
+    /// Notes a request of `reader` for `tensor`. Returns whether a trusted order expected it; then
+    /// `next` returns the tensors that follow.
     ///
     /// # Panics
     /// If the checkpoint has no such tensor.
@@ -237,16 +238,16 @@ impl Walk {
         self.onward.is_some()
     }
 
-    /// How many sent the last requests.
+    /// Number of readers that sent the last requests.
     fn readers(&self) -> usize {
         let first =
             |index: usize| !self.recent.iter().take(index).any(|one| *one == self.recent[index]);
         (0..self.recent.len()).filter(|&index| first(index)).count()
     }
 
-    /// The tensors that follow the one that was asked for last, the next one first. Those that
-    /// were asked for as often are left out: another reader was there. Empty where the last
-    /// request was not expected.
+    /// The tensors that follow the last requested one, the next one first. Tensors that were
+    /// requested as often as that one are left out, because another reader has read them. Empty if
+    /// the last request was not expected.
     pub fn next(&self) -> impl Iterator<Item = usize> + '_ {
         let (tensors, times) = match self.onward {
             None => (&[][..], 0),
@@ -259,7 +260,7 @@ impl Walk {
         tensors.filter(move |&tensor| self.asked[tensor] < times)
     }
 
-    /// The order that is believed now.
+    /// The order that is trusted now.
     pub fn kind(&self) -> Option<Kind> {
         self.onward.map(|(order, _)| self.orders.0[order].kind)
     }

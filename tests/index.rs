@@ -413,7 +413,7 @@ fn of_many_files_in_doubt_the_one_that_differs_is_named() {
     }
     let after = prove_model(home.path());
     assert!(!after.from_index());
-    assert_eq!(doubt(&after), "does not know part-17.safetensors as it is");
+    assert_eq!(doubt(&after), "is out of date for part-17.safetensors");
     assert_same(&after, &prove(&model, &OpenOptions::default()).1[0].1);
 }
 

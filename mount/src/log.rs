@@ -1,8 +1,8 @@
-//! Where log lines go: standard error while somebody watches, then the system log or a file.
+//! The targets of log lines: standard error until the daemon is in the background, then the system
+//! log or a file.
 //!
-//! A command writes its lines itself. A daemon queues them for a thread: a stream that takes
-//! nothing (a full pipe, a stopped terminal, a stalled disk) must not hold up the threads that
-//! answer readers.
+//! A command writes its lines itself. A daemon queues them for a thread: a blocked stream (a full
+//! pipe, a stopped terminal, a stalled disk) must not block the threads that answer readers.
 
 mod line;
 mod output;
@@ -26,7 +26,7 @@ use queue::Queue;
 /// Environment variable with tracing directives.
 const FILTER: &str = "TENSORFS_LOG";
 
-/// How long the end of the process, and a change of the stream, wait for queued lines.
+/// How long the end of the process and a change of the stream wait for queued lines.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 /// The queue of a daemon; a command has none.
@@ -36,7 +36,7 @@ static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
 /// `TENSORFS_LOG` says.
 pub(crate) fn start(verbose: u8) {
     let default = match verbose {
-        // Requests that only other file systems answer are no reason to warn.
+        // fuser warns of requests that tensorfs does not implement.
         0 => "warn,fuser=error",
         1 => "info,fuser=warn",
         2 => "debug",
@@ -53,8 +53,8 @@ pub(crate) fn start(verbose: u8) {
     let _ = subscriber.try_init();
 }
 
-/// From now on no thread of this process waits for the log: lines are queued, and dropped and
-/// counted while the queue is full.
+/// Makes the log non-blocking for all threads: lines are queued, or dropped and counted if the
+/// queue is full.
 ///
 /// # Errors
 /// If the thread that writes them cannot be started.
@@ -62,7 +62,7 @@ pub(crate) fn never_wait() -> io::Result<()> {
     let queue = Arc::new(Queue::default());
     queue.write_to(Destination::Stderr, Output::stderr())?;
     if QUEUE.set(queue).is_ok() {
-        // The default hook writes to standard error, which may take nothing.
+        // The default hook writes to standard error, which may block.
         std::panic::set_hook(Box::new(|panic| send(&panic.to_string(), severity(Level::ERROR))));
     }
     Ok(())
@@ -76,7 +76,7 @@ pub(crate) fn to_file(file: &Path) -> io::Result<()> {
     write_to(Destination::File(file.to_owned()))
 }
 
-/// Where the log of a daemon goes.
+/// The target of a daemon's log.
 #[derive(Debug)]
 pub(crate) enum LogTarget {
     /// To the journal or syslog.
@@ -123,7 +123,7 @@ fn write_to(destination: Destination) -> io::Result<()> {
     switch(destination, output)
 }
 
-/// Opens `destination` on a thread, which is left to itself if it takes longer than `limit`.
+/// Opens `destination` on a thread, which is left running if it takes longer than `limit`.
 fn open_in_time(destination: &Destination, limit: Duration) -> io::Result<Output> {
     let (send, receive) = std::sync::mpsc::channel();
     let destination = destination.clone();
@@ -137,26 +137,27 @@ fn open_in_time(destination: &Destination, limit: Duration) -> io::Result<Output
 
 fn switch(destination: Destination, output: Output) -> io::Result<()> {
     let Some(queue) = QUEUE.get() else { return Ok(()) };
-    // Lines that the old stream takes should not turn up in the new one.
+    // Queued lines go to the old stream if it accepts them in time.
     queue.flush(FLUSH_LIMIT);
     queue.write_to(destination, output)
 }
 
-/// Opens the log file, if it is one, anew, as after its rotation; does not wait for it.
+/// Reopens the log file, for example after its rotation, and does not wait for that. Does nothing
+/// if the log is not a file.
 pub(crate) fn reopen() {
     if let Some(queue) = QUEUE.get() {
         queue.reopen();
     }
 }
 
-/// Waits until all lines are written, for a second at most: the log may take none.
+/// Waits until all lines are written, for `FLUSH_LIMIT` at most, because the log may block.
 pub(crate) fn flush() {
     if let Some(queue) = QUEUE.get() {
         queue.flush(FLUSH_LIMIT);
     }
 }
 
-/// Number of lines that were dropped because the log took none.
+/// Number of lines dropped because the queue was full or writing failed.
 pub(crate) fn dropped() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.dropped())
 }
@@ -174,12 +175,12 @@ pub(crate) fn say_as(name: &str, message: &str) {
         flush();
         output::write_in_time(&line, FLUSH_LIMIT);
     } else {
-        // If it cannot be written there is nobody to tell.
+        // There is no other place to report a failure.
         let _ = io::stderr().write_all(line.as_bytes());
     }
 }
 
-/// Makes writers that hand over one line each.
+/// Makes writers of one line each.
 struct Lines;
 
 impl<'a> MakeWriter<'a> for Lines {
@@ -194,7 +195,7 @@ impl<'a> MakeWriter<'a> for Lines {
     }
 }
 
-/// The severity of a level, as syslog and the journal count.
+/// The severity of a level, in the numbers of syslog and the journal.
 fn severity(level: Level) -> u32 {
     match level {
         Level::ERROR => 3,
@@ -233,7 +234,7 @@ fn send(text: &str, severity: u32) {
     match QUEUE.get() {
         Some(queue) => queue.push(line),
         None => {
-            // Nothing can be done about a log that takes no lines.
+            // There is no other place to report a failure to write.
             let _ = io::stderr().write_all(output::on_stderr(&line).as_bytes());
         }
     }

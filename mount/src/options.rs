@@ -1,4 +1,4 @@
-//! Mount options (`-o`): ours, and those that mount(8), systemd and SELinux add.
+//! Mount options (`-o`): those of tensorfs, and those that mount(8), systemd and SELinux add.
 
 mod table;
 
@@ -19,13 +19,13 @@ pub(crate) use table::{help, query_names};
 
 use table::OptionRow;
 
-/// Whether the kernel may serve whole files by itself.
+/// Whether the kernel may serve whole files by passthrough.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Passthrough {
     /// It may, if it can.
     #[default]
     Auto,
-    /// Never; for tests and comparisons.
+    /// Never, for tests and comparisons.
     Never,
 }
 
@@ -34,10 +34,10 @@ words!(Passthrough { Auto = "auto", Never = "never" });
 /// When weights are compared with their recorded checksums.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// Never by a mount.
+    /// Mounts do not compare.
     #[default]
     None,
-    /// Each tensor whole, before its first bytes are handed out.
+    /// Each tensor is compared as a whole before its first byte is served.
     Read,
 }
 
@@ -46,10 +46,10 @@ words!(Verify { None = "none", Read = "read" });
 /// The place of the indexes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum IndexDir {
-    /// In the cache of the user.
+    /// The user's cache folder.
     #[default]
     OfUser,
-    /// Nowhere: all headers are read at every start.
+    /// No folder: all headers are read at every start.
     Nowhere,
     /// This folder.
     At(PathBuf),
@@ -61,7 +61,7 @@ impl IndexDir {
         if value == "none" { IndexDir::Nowhere } else { IndexDir::At(value.into()) }
     }
 
-    /// The folder, where there is one.
+    /// The folder. `None` if indexes are not kept.
     pub(crate) fn folder(&self) -> Option<PathBuf> {
         match self {
             IndexDir::OfUser => Some(IndexStore::of_user()?.folder().to_owned()),
@@ -71,15 +71,15 @@ impl IndexDir {
     }
 }
 
-/// How long a read of a source may take where `io-timeout=` does not say.
+/// Default of `io-timeout=`: how long a read of a source may take.
 const IO_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Memory that a mount takes for what is read ahead where `cache=` does not say, in bytes: the
-/// kernel's page cache is the cache, this only has to keep the disk busy.
+/// Default of `cache=`, in bytes. The kernel's page cache keeps the data; this memory only has to
+/// keep the disk busy with read-ahead.
 pub(crate) const CACHE_DEFAULT: u64 = 128 << 20;
 
-/// Requests of the largest size that the cache has to have room for: each takes memory beside
-/// it while it is answered.
+/// Number of requests of the largest size that the cache must hold: each takes memory besides while
+/// it is answered.
 const REQUESTS_MIN: u64 = 32;
 
 /// All options of a mount.
@@ -93,19 +93,19 @@ pub struct Options {
     pub gid: Option<u32>,
     /// Permission bits taken away.
     pub umask: u32,
-    /// Whether users other than the mounting one get in.
+    /// Whether other users may access the mount.
     pub allow_other: bool,
     /// Device name in the mount table.
     pub fsname: Option<String>,
     /// File that the daemon logs to.
     pub log: Option<PathBuf>,
-    /// Whether the kernel may serve whole files by itself.
+    /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: Passthrough,
-    /// Flag of mount(2) that was asked for.
+    /// Whether this flag of mount(2) is requested.
     pub noexec: bool,
     /// Flag of mount(2) that was asked for.
     pub noatime: bool,
-    /// Flag of mount(2) that was asked for; kernels before 5.10 do not have it.
+    /// Whether this flag of mount(2) is requested. Kernels before 5.10 do not have it.
     pub nosymfollow: bool,
     /// Whether `rw` was given; the mount is read-only all the same.
     pub rw: bool,
@@ -117,7 +117,7 @@ pub struct Options {
     pub io: Backend,
     /// Whether sources are read past the kernel's page cache.
     pub direct: DirectIo,
-    /// How long a read of a source may take before it fails; none: as long as it takes.
+    /// How long a read of a source may take before it fails. `None`: no limit.
     pub io_timeout: Option<Duration>,
     /// Readahead window of the kernel, in bytes; 0 turns readahead off.
     pub readahead: Option<u64>,
@@ -163,8 +163,8 @@ impl Default for Options {
     }
 }
 
-/// Options that make no difference here: defaults, what only mount(8) acts on, and what a mount
-/// that is never written to need not tell the kernel.
+/// Options without effect here: defaults, options for mount(8) only, and options that do not matter
+/// to a read-only mount.
 const IGNORED: [&str; 36] = [
     "ro",
     "defaults",
@@ -211,11 +211,11 @@ const IGNORED_STARTS: [&str; 4] = ["x-", "X-", "comment=", "user="];
 const CONTEXTS: [&str; 4] = ["context=", "fscontext=", "defcontext=", "rootcontext="];
 
 impl Options {
-    /// Reads option strings as given to `-o`, one after the other. `sloppy`: unknown options
-    /// are ignored, as mount(8) asks for with `-s`.
+    /// Parses option strings as given to `-o`, in order. `sloppy`: unknown options are ignored, as
+    /// with `-s` of mount(8).
     ///
     /// # Errors
-    /// One line that names the option and what it may be.
+    /// One line with the option and its allowed values.
     pub fn parse<S: AsRef<str>>(strings: &[S], sloppy: bool) -> Result<Options, String> {
         let mut options = Options::default();
         let mut seen = Vec::new();
@@ -306,7 +306,7 @@ impl Options {
         for path in paths.chain(self.assemble.as_mut()).chain(index_dir) {
             *path = std::path::absolute(&*path)?;
             let of_descriptor = ["/dev/fd", "/proc/self/fd"].iter().any(|p| path.starts_with(p));
-            // A pipe has no path of its own.
+            // The path of a pipe cannot be resolved.
             if of_descriptor && let Ok(real) = std::fs::canonicalize(&*path) {
                 *path = real;
             }
@@ -331,8 +331,8 @@ pub(crate) fn size(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// Splits at commas; `\,` is a comma inside a value and `\\` a backslash. Commas inside the
-/// double quotes of an SELinux context do not split either.
+/// Splits at commas. `\,` is a comma inside a value and `\\` a backslash. Commas inside the double
+/// quotes of an SELinux context do not split.
 fn split(options: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = options.chars().peekable();
@@ -351,7 +351,7 @@ fn split(options: &str) -> Vec<String> {
     parts
 }
 
-/// `value` so that `split` gives it back as one part.
+/// Escapes `value` so that `split` returns it as one part.
 pub(crate) fn escape(value: &str) -> String {
     value.replace('\\', r"\\").replace(',', r"\,")
 }

@@ -1,9 +1,9 @@
-//! Loading ahead: a handle whose tensors are asked for in an order that is known gets the next ones
-//! into bounded memory before they are asked for.
+//! Loading ahead: if the tensors of a handle are requested in a known order, the next ones are
+//! loaded into bounded memory before their requests.
 //!
-//! Python finds the memory, threads here fill it. They never need the interpreter, so none waits for
-//! it, and they end when there is nothing to load. No object of Python is let go of under the lock:
-//! that may run code of the user.
+//! Python allocates the memory, threads here fill it. They never need the interpreter lock, and end
+//! when there is nothing to load. No Python object is dropped under the lock, since its drop may
+//! run code of the user.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::ErrorKind;
@@ -27,32 +27,32 @@ use crate::loading::{Loader, Memory, Plan, facts};
 use crate::memory::PAGE;
 use crate::waiting::LOOK;
 
-/// Bytes that one handle has loaded ahead, and all handles together, at most.
+/// Most bytes loaded ahead by one handle, and by all handles together.
 const HELD_MAX: u64 = 256 << 20;
 const HELD_MAX_ALL: u64 = 512 << 20;
 
-/// Tensors up to this length are copied when they are asked for, as long as the page cache has
-/// them: to hand them to another thread takes longer.
+/// Tensors up to this length are copied on request while the page cache holds them, since another
+/// thread would take longer.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// Small tensors loaded ahead. More are loaded when half of them are taken.
+/// Most small tensors loaded ahead. More are loaded when half of them are taken.
 const SMALL_HELD_MAX: usize = 256;
 
-/// Tensors that follow among which something to load is looked for, also where it may be small.
+/// Number of next tensors that are considered for loading, without and with small ones.
 const LOOK_AHEAD: usize = 32;
 const LOOK_AHEAD_SMALL: usize = 320;
 
-/// Threads of one handle that load ahead: while one finishes a tensor the other keeps the disk busy.
+/// Threads of one handle that load ahead: while one finishes a tensor, the other keeps the disk
+/// busy.
 const THREADS: usize = 2;
 
-/// Requests after which a tensor that was expected but not asked for is let go of, where its memory
-/// is needed or nothing is expected any more.
+/// Requests after which an expected but not requested tensor is dropped, if its memory is needed.
 const STALE: u64 = 24;
 
-/// Requests in a row that nobody expected, after which everything is let go of.
+/// Unexpected requests in a row after which everything is dropped.
 const LOST: u32 = 4;
 
-/// Checkpoints with more tensors have their orders found out at the second request.
+/// For checkpoints with more tensors, the orders are computed only at the second request.
 const ORDERED_AT_ONCE: usize = 4096;
 
 /// Bytes that all handles of this process have loaded ahead.
@@ -61,24 +61,24 @@ fn held_by_all() -> &'static AtomicU64 {
     HELD.get_or_init(AtomicU64::default)
 }
 
-/// The order that was right last in this process, as 1 + its number; 0: none yet.
+/// The order that was right last in this process, as 1 + its number; 0 if there is none yet.
 static USUAL: AtomicUsize = AtomicUsize::new(0);
 const KINDS: [Kind; 3] = [Kind::Files, Kind::Names, Kind::Natural];
 
 /// Tensors that are loaded together.
 struct Job {
     plan: Arc<plan::Plan>,
-    /// Where they are loaded to, until they are: each tensor keeps its own memory from then on.
+    /// Memory of the load, until it is done. From then on each tensor keeps its own memory.
     regions: Mutex<Vec<Arc<Region>>>,
     checkpoint: Arc<tensorfs::Checkpoint>,
     loader: Arc<core::Loader>,
     cancelled: AtomicBool,
     stats: Mutex<Option<core::Stats>>,
-    /// The error of a load that the source did not answer in time: nobody waits for that twice.
+    /// The timeout error of a load, so that no caller waits for the same source twice.
     overdue: Mutex<Option<tensorfs::Error>>,
 }
 
-/// A payload, and what its load took.
+/// A payload, and the statistics of its load.
 type Taken<'py> = (Py<PyAny>, Option<Bound<'py, PyDict>>);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -94,7 +94,7 @@ struct Entry {
     job: Arc<Job>,
     progress: Progress,
     len: u64,
-    /// Whether its job loads others, too.
+    /// Whether its job loads other tensors too.
     is_with_others: bool,
     /// Number of the request at which it was begun.
     born: u64,
@@ -106,14 +106,14 @@ struct Entry {
 struct State {
     walk: Option<Walk>,
     entries: HashMap<usize, Entry>,
-    /// Tensors whose memory is being found. Those that are asked for meanwhile are taken off.
+    /// Tensors whose memory is being allocated. A request for one removes it.
     chosen: HashMap<usize, u64>,
     queue: VecDeque<Arc<Job>>,
     /// Bytes of all entries.
     held: u64,
     small: usize,
     requests: u64,
-    /// Requests in a row that nobody expected.
+    /// Unexpected requests in a row.
     lost: u32,
     threads: usize,
     /// Nothing is loaded ahead any more.
@@ -128,7 +128,7 @@ struct Shared {
 }
 
 impl State {
-    /// Takes a tensor out, and its job off the queue or off the disk where nobody else wants it.
+    /// Removes a tensor, and cancels its job if no other tensor belongs to it.
     fn remove(&mut self, position: usize) -> Option<Entry> {
         let entry = self.entries.remove(&position)?;
         self.held -= entry.len;
@@ -141,7 +141,7 @@ impl State {
         Some(entry)
     }
 
-    /// Takes out tensors that were begun before request `born`, all but those that are `kept`.
+    /// Removes tensors that were begun before request `born`, except those in `kept`.
     fn remove_older(&mut self, born: u64, kept: &[usize]) -> Vec<Entry> {
         let is_old =
             |(position, entry): &(&usize, &Entry)| entry.born < born && !kept.contains(position);
@@ -165,7 +165,7 @@ impl State {
     ) -> Vec<(usize, u64)> {
         let Some(walk) = self.walk.take() else { return Vec::new() };
         let (mut free, mut wanted) = (self.free(position), Vec::new());
-        // Mostly nothing: small ones are begun many at a time.
+        // Mostly no small ones: they are begun in large batches.
         let small = small && self.small <= SMALL_HELD_MAX / 2;
         let mut left = if small { SMALL_HELD_MAX - self.small } else { 0 };
         let look = if left > 0 { LOOK_AHEAD_SMALL } else { LOOK_AHEAD };
@@ -203,7 +203,7 @@ impl State {
         mine.for_each(|entry| entry.progress = progress);
     }
 
-    /// Bytes that may be loaded ahead now. The tensor at `position` is about to be handed out.
+    /// Bytes that may be loaded ahead now. The tensor at `position` is about to be returned.
     fn free(&self, position: usize) -> u64 {
         let taken = self.entries.get(&position).map_or(0, |entry| entry.len);
         let chosen: u64 = self.chosen.values().sum();
@@ -217,7 +217,7 @@ impl State {
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Ahead {
     shared: Arc<Shared>,
-    /// The token of the process that began: its threads are there, and a child has none of them.
+    /// Token of the process that made it: a child of a fork has none of its threads.
     process: u64,
 }
 
@@ -228,9 +228,9 @@ impl Ahead {
         Ahead { shared: Arc::default(), process: token() }
     }
 
-    /// Takes note of a request for the tensor at `position`. Returns whether it is on its way
-    /// already, so that `take` has it, and what is to be begun now: positions, each with the byte
-    /// of a page that the tensor begins at in its file.
+    /// Notes a request for the tensor at `position`. Returns whether it is being loaded already, so
+    /// that `take` returns it, and the tensors to begin now: position and start offset within a
+    /// page of its file.
     fn ask(
         &self,
         py: Python<'_>,
@@ -251,7 +251,7 @@ impl Ahead {
         }
         state.requests += 1;
         if state.walk.is_none() {
-            // A handle is often opened for one tensor.
+            // Many handles are opened for one tensor only.
             if state.requests == 1 && checkpoint.catalog().len() > ORDERED_AT_ONCE {
                 return (false, Vec::new());
             }
@@ -284,8 +284,8 @@ impl Ahead {
         (is_there, wanted)
     }
 
-    /// Begins to load what `plan` says into `memory`, in the background. For each tensor of it
-    /// its position, length and payload, which `take` gives back.
+    /// Begins to load `plan` into `memory`, in the background. `tensors` are its tensors: position,
+    /// length, and payload, which `take` returns.
     fn begin(
         &self,
         loader: &Loader,
@@ -327,7 +327,7 @@ impl Ahead {
                 .insert(position, Entry { job, progress, len, is_with_others, born, payload });
         }
         if Arc::strong_count(&job) == 1 {
-            // All of it was asked for meanwhile.
+            // All its tensors were requested meanwhile.
             drop(state);
             return Ok(());
         }
@@ -348,7 +348,7 @@ impl Ahead {
         Ok(())
     }
 
-    /// Takes note that what is left of these tensors is not begun.
+    /// Notes that the remaining ones of these tensors are not begun.
     fn unchoose(&self, positions: Vec<usize>) {
         if token() == self.process {
             let mut state = self.shared.state.lock();
@@ -356,8 +356,8 @@ impl Ahead {
         }
     }
 
-    /// The payload of a tensor that was loaded ahead, once it is there, with what its load took
-    /// unless that was said before. None where it has to be loaded by whoever asks.
+    /// Waits for a tensor that is loaded ahead. Returns its payload, and the statistics of its load
+    /// unless they were returned before. `None` if the caller has to load it.
     fn take<'py>(
         &self,
         py: Python<'py>,
@@ -373,7 +373,7 @@ impl Ahead {
             let Some(progress) = state.entries.get(&position).map(|entry| entry.progress) else {
                 return Ok(None);
             };
-            // One that is alone and waits for its turn is loaded by whoever asks, and sooner.
+            // A tensor that is queued alone is loaded by the caller, which is faster.
             let in_turn =
                 |entry: &Entry| entry.progress == Progress::Waiting && entry.is_with_others;
             let waits = state.entries.get(&position).is_some_and(in_turn);
@@ -415,7 +415,7 @@ impl Ahead {
         }
     }
 
-    /// Lets go of everything, and loads nothing ahead any more. Waits for nothing.
+    /// Drops everything and ends loading ahead. Does not wait.
     fn close(&self) {
         if token() != self.process {
             return;
@@ -424,7 +424,7 @@ impl Ahead {
         Ahead::drop(self);
     }
 
-    /// Lets go of everything that is loaded ahead or on its way. Waits for nothing.
+    /// Drops everything that is loaded ahead or being loaded. Does not wait.
     fn drop(&self) {
         if token() == self.process {
             let mut state = self.shared.state.lock();
@@ -435,7 +435,7 @@ impl Ahead {
         }
     }
 
-    /// Bytes that are loaded ahead now, and bytes that were in vain.
+    /// Bytes that are loaded ahead now, and bytes that were loaded in vain.
     #[getter]
     fn bytes(&self) -> (u64, u64) {
         if token() != self.process {
@@ -450,19 +450,19 @@ impl Drop for Ahead {
     fn drop(&mut self) {
         self.close();
         if token() != self.process {
-            // In a child what it shares with threads of the parent stays as it is.
+            // In a child, the state shared with threads of the parent must stay untouched.
             std::mem::forget(self.shared.clone());
         }
     }
 }
 
-/// A number that no other thread which lives now has.
+/// A number that is unique among living threads.
 fn reader() -> u64 {
     thread_local!(static HERE: u8 = const { 0 });
     HERE.with(|here| (&raw const *here) as u64)
 }
 
-/// Loads what is in the queue, and ends with it.
+/// Body of a thread: loads the queued jobs, and ends when the queue is empty.
 fn work(shared: &Shared, process: u64) {
     loop {
         let mut state = shared.state.lock();
@@ -473,7 +473,7 @@ fn work(shared: &Shared, process: u64) {
         state.mark(&job, Progress::Loading);
         drop(state);
         let loaded = catch_unwind(AssertUnwindSafe(|| load(&job))).unwrap_or(false);
-        // Not in a child that this thread itself has forked.
+        // A child forked by this thread does not get here.
         debug_assert_eq!(process, token());
         let mut state = shared.state.lock();
         state.mark(&job, if loaded { Progress::Loaded } else { Progress::Failed });
@@ -484,14 +484,13 @@ fn work(shared: &Shared, process: u64) {
     }
 }
 
-/// Carries a job out. Where that fails, whoever asks for its tensors loads them, and is told why
-/// that fails.
+/// Carries out a job. If it fails, the requests for its tensors load them and report the error.
 fn load(job: &Job) -> bool {
     let mut goes_on = |_| !job.cancelled.load(Ordering::Relaxed);
-    // One tensor that nobody asks for must not keep the memory of those that it is loaded with.
+    // A tensor that is never requested must not keep the memory of the others of its job.
     let regions = std::mem::take(&mut *job.regions.lock());
-    // SAFETY: `begin` was given the memory for this plan alone, and nobody uses it before the job is
-    // done, as `Plan::regions` says; the plan is of this checkpoint.
+    // SAFETY: the caller of `begin` gave the memory to this plan alone, and does not use it before
+    // the job is done; the plan is of this checkpoint.
     let filled = unsafe { job.loader.fill(&job.checkpoint, &job.plan, &regions, &mut goes_on) };
     match filled {
         Ok(report) => {

@@ -1,4 +1,4 @@
-//! An open checkpoint: its tensors and where they are.
+//! An open checkpoint: its tensors and their places in files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use tensorfs::view::{Files, View};
 use crate::errors::raised;
 use crate::waiting::beside;
 
-/// A checkpoint. In a child of a fork it is opened anew when it is used.
+/// A checkpoint. A child of a fork reopens it on first use.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Checkpoint {
     first: Arc<core::Checkpoint>,
@@ -33,8 +33,8 @@ pub(crate) struct Checkpoint {
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
 
 impl Checkpoint {
-    /// Opens on a thread beside: a file system that does not answer must not keep this one, which
-    /// looks for Ctrl-C and keeps the deadline.
+    /// Opens on another thread: a file system that does not answer must not block this one, which
+    /// checks for Ctrl-C and the deadline.
     fn opened(
         py: Python<'_>,
         timeout: Option<f64>,
@@ -45,7 +45,7 @@ impl Checkpoint {
         Ok(Checkpoint { first, process: token(), again: PerProcess::new() })
     }
 
-    /// It, as this process has it.
+    /// The checkpoint of this process.
     pub(crate) fn own(&self) -> Arc<core::Checkpoint> {
         if token() == self.process {
             return self.first.clone();
@@ -61,8 +61,8 @@ impl Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
-    /// Opens what is at `path`: a weight file alone, as it stands; a weight map with its shards;
-    /// the one checkpoint in a folder; or the source behind any of these on a mount.
+    /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
+    /// folder; or the source behind any of these on a mount.
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, timeout: Option<f64>) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, move || open(&path))
@@ -107,7 +107,7 @@ impl Checkpoint {
         Ok(Checkpoint::facts(&catalog.tensor_at(position)))
     }
 
-    /// Positions of all tensors, in the order in which they lie in the files.
+    /// Positions of all tensors, in file order.
     pub(crate) fn file_order(&self) -> Vec<usize> {
         let catalog = self.first.catalog();
         let mut order: Vec<usize> = (0..catalog.len()).collect();
@@ -127,7 +127,7 @@ impl Checkpoint {
         dtypes
     }
 
-    /// Where the tensor at this position lies: file and bytes of the file, for each piece.
+    /// File, first byte and end of each piece of the tensor at this position.
     fn pieces(&self, position: usize) -> Vec<(String, u64, u64)> {
         let (checkpoint, catalog) = (&self.first, self.first.catalog());
         let pieces = catalog.tensor_at(position).pieces();
@@ -138,7 +138,7 @@ impl Checkpoint {
         pieces.map(piece).collect()
     }
 
-    /// Offset at which tensor data begins, where all is in one file.
+    /// Offset of the tensor data. `None` unless the checkpoint is one file.
     fn data_start(&self) -> Option<u64> {
         match self.first.catalog().shards.as_slice() {
             [one] => Some(one.description_end()),
@@ -188,8 +188,7 @@ fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core:
     core::Checkpoint::of_files(&[path.to_owned()])
 }
 
-/// The set at `path`, from the index where that is fresh. Whether a mount could show it as one
-/// file does not matter.
+/// The set at `path`, from the index if that is fresh. It need not fit into one virtual file.
 fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let view = View { files: Files::Original, ..View::default() };
     let index = IndexStore::of_user().map(|store| store.folder().to_owned());
@@ -199,10 +198,10 @@ fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Ch
 /// A tensor of a file in memory: name, dtype, shape, first byte and end.
 type Described = (String, &'static str, Vec<u64>, usize, usize);
 
-/// The tensors of a safetensors file in memory, in the order in which they lie there.
+/// The tensors of a safetensors file in memory, in file order.
 ///
 /// # Errors
-/// `SafetensorError` where it is not a whole, valid file.
+/// `SafetensorError` if it is not a whole, valid file.
 #[pyfunction]
 pub(crate) fn describe(py: Python<'_>, data: &[u8]) -> PyResult<Vec<Described>> {
     let refused = |fault| raised(py, &tensorfs::Error::refused(Path::new("<bytes>"), fault), None);

@@ -1,4 +1,4 @@
-//! DLPack: tensors handed to other frameworks, and memory of theirs to load into.
+//! DLPack: exports tensors to other frameworks, and imports their memory to load into.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
@@ -17,7 +17,7 @@ pub(crate) const CPU: (i32, i32) = (1, 0);
 /// Host memory that devices can reach; it is read as CPU memory.
 const CUDA_HOST: i32 = 3;
 
-/// Set where the memory must not be written to.
+/// Flag of read-only memory.
 const READ_ONLY: u64 = 1;
 
 const NAME: &CStr = c"dltensor";
@@ -71,14 +71,14 @@ struct ManagedVersioned {
     tensor: DlTensor,
 }
 
-/// Keeps a tensor that was handed out alive; `M` is the structure that the others see.
+/// Keeps an exported tensor alive. `M` is the structure that the consumer sees.
 struct Held<M> {
     managed: M,
     shape: Vec<i64>,
     _region: Arc<Region>,
 }
 
-/// The types that all versions have, with code and dtype.
+/// Types of all DLPack versions, with code and dtype.
 const COMMON: &[(u8, Dtype)] = &[
     (0, Dtype::I8),
     (0, Dtype::I16),
@@ -96,7 +96,7 @@ const COMMON: &[(u8, Dtype)] = &[
     (6, Dtype::Bool),
 ];
 
-/// Those that only later ones have.
+/// Types of later versions only.
 const LATER: &[(u8, Dtype)] = &[
     (10, Dtype::F8E4M3),
     (11, Dtype::F8E4M3Fnuz),
@@ -121,7 +121,7 @@ fn imported(found: DlDataType) -> Option<Dtype> {
     known.find(fits).map(|(_, dtype)| *dtype)
 }
 
-/// The shape that is handed out: of elements, or of bytes where an element is less than one.
+/// The exported shape: in elements, or in bytes if an element is shorter than a byte.
 pub(crate) fn shape_of(dtype: Dtype, shape: &[u64], len: usize) -> PyResult<Vec<i64>> {
     let mut shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
     if !dtype.bits().is_multiple_of(8) {
@@ -160,7 +160,7 @@ pub(crate) fn capsule<'py>(
         let managed =
             ManagedVersioned { version, context, deleter: Some(deleter), flags: 0, tensor };
         let held = Box::into_raw(Box::new(Held { managed, shape, _region: region }));
-        // SAFETY: `held` is ours until the capsule is made of it.
+        // SAFETY: no other code has `held` until the capsule is made.
         unsafe {
             (*held).managed.tensor.shape = (*held).shape.as_mut_ptr();
             (*held).managed.context = held.cast();
@@ -170,7 +170,7 @@ pub(crate) fn capsule<'py>(
         let deleter: unsafe extern "C" fn(*mut Managed) = delete::<Managed>;
         let managed = Managed { tensor, context, deleter: Some(deleter) };
         let held = Box::into_raw(Box::new(Held { managed, shape, _region: region }));
-        // SAFETY: `held` is ours until the capsule is made of it.
+        // SAFETY: no other code has `held` until the capsule is made.
         unsafe {
             (*held).managed.tensor.shape = (*held).shape.as_mut_ptr();
             (*held).managed.context = held.cast();
@@ -180,7 +180,7 @@ pub(crate) fn capsule<'py>(
 }
 
 /// # Safety
-/// `managed` is the structure that `name` says, and nobody else frees it.
+/// `managed` is the structure that `name` says, and no other code frees it.
 unsafe fn made<'py>(
     py: Python<'py>,
     managed: *mut c_void,
@@ -196,7 +196,7 @@ unsafe fn made<'py>(
 
 /// A consumer calls this once it needs the tensor no more, on any thread.
 unsafe extern "C" fn delete<M: HasContext>(managed: *mut M) {
-    // SAFETY: the context is the box that `capsule` made, and this is called once.
+    // SAFETY: the context is the box that `capsule` made, and the deleter is called once.
     drop(unsafe { Box::from_raw((*managed).context().cast::<Held<M>>()) });
 }
 
@@ -216,9 +216,10 @@ impl HasContext for ManagedVersioned {
     }
 }
 
-/// The end of a capsule: the tensor's too, unless a consumer took it and renamed the capsule.
+/// Destructor of a capsule. Frees the tensor too, unless a consumer took it and renamed the
+/// capsule.
 unsafe extern "C" fn ended(capsule: *mut ffi::PyObject) {
-    // SAFETY: called by Python with the capsule; under this name it holds our structure.
+    // SAFETY: Python calls this with the capsule; under this name it holds a `Managed`.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             delete(ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast::<Managed>());
@@ -239,7 +240,7 @@ unsafe extern "C" fn ended_versioned(capsule: *mut ffi::PyObject) {
 /// Memory to load into: address, length in bytes, dtype, shape, and the object that keeps it.
 type ImportedMemory<'py> = (usize, usize, &'static str, Vec<u64>, Bound<'py, PyAny>);
 
-/// The memory of an object that speaks DLPack, to be written to.
+/// The writable memory of an object that supports DLPack.
 #[pyfunction]
 pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<ImportedMemory<'py>> {
     let py = object.py();
@@ -253,8 +254,8 @@ pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<ImportedMem
         Err(e) if e.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
         other => other?,
     };
-    // SAFETY: the capsule was made by a producer of DLPack, whose structures these are. It is kept
-    // as it is, and frees the tensor when it ends.
+    // SAFETY: a DLPack producer made the capsule, so it holds these structures. It is not changed,
+    // and frees the tensor when it ends.
     let (tensor, flags) = unsafe {
         let raw = capsule.as_ptr();
         if ffi::PyCapsule_IsValid(raw, NAME_VERSIONED.as_ptr()) == 1 {
@@ -292,7 +293,7 @@ pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<ImportedMem
     Ok((address, len, dtype.name(), shape, capsule))
 }
 
-/// Whether elements lie row by row, without gaps.
+/// Whether the elements lie in row-major order without gaps.
 fn is_contiguous(shape: &[u64], strides: &[i64]) -> bool {
     if strides.is_empty() || shape.contains(&0) {
         return true;

@@ -1,5 +1,4 @@
-//! Errors of the core as Python exceptions. Which class each becomes is decided in Python, where
-//! the classes are.
+//! Errors of the core as Python exceptions. Python code chooses the class of each.
 
 use std::io;
 
@@ -8,7 +7,7 @@ use pyo3::prelude::*;
 use tensorfs::Error;
 use tensorfs::error::{real_name, shown};
 
-/// `error`, met while loading what `loaded` names.
+/// The exception for `error`. `loaded` names the tensors of the load.
 pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyErr {
     let path = error.path().map(real_name);
     let (errno, message) = match error {

@@ -31,7 +31,8 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 
-/// A number that no process has which this one was forked from, whatever their process numbers are.
+/// A number that differs from that of every process that this one was forked from, even if pids
+/// repeat.
 #[pyfunction]
 fn process_token() -> u64 {
     tensorfs::process::token()

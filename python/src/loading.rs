@@ -1,4 +1,4 @@
-//! Loading: what is asked for, and the loaders of this process.
+//! Loading: the plans of requests, and the loaders of this process.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -25,13 +25,13 @@ use crate::errors::raised;
 use crate::memory::{Area, PAGE, bytes_at, region_at, start_of};
 use crate::waiting::{LOOK, beside};
 
-/// From this length on memory is asked for on huge pages.
+/// Least length of memory for which huge pages are requested.
 const HUGE_MIN: usize = 4 << 20;
 
-/// Memory that has to be left beside one that nobody has asked for yet.
+/// Memory that must stay free beside a tensor that is loaded ahead.
 const SPARE: u64 = 512 << 20;
 
-/// How a loader loads: it is shared by all who want the same.
+/// Settings of a loader. Equal settings share one loader.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct LoaderKey {
     chunk: u64,
@@ -39,20 +39,20 @@ struct LoaderKey {
     staging: u64,
     direct: DirectIo,
     backend: Backend,
-    /// Whether reads to a GPU go by cuFile where they can.
+    /// Whether reads to a GPU use cuFile if possible.
     cufile: bool,
     timeout: Option<Duration>,
-    /// Where to: a GPU by number, or the memory of the CPU.
+    /// Number of the GPU to load to. `None` for host memory.
     gpu: Option<u32>,
 }
 
-/// Loaders that are kept for the next load: each has threads.
+/// Most loaders kept for later loads: each has threads.
 const LOADERS_MAX: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 
 /// Loaders, by the way in which each loads.
 type Loaders = LruCache<LoaderKey, Arc<core::Loader>>;
 
-/// The loaders of this process: a child of a fork begins without.
+/// The loaders of this process. A child of a fork starts with none.
 fn loaders() -> MutexGuard<'static, Loaders> {
     static LOADERS: PerProcess<Mutex<Loaders>> = PerProcess::new();
     LOADERS.get_or_init(|| Mutex::new(LruCache::new(LOADERS_MAX))).lock()
@@ -127,11 +127,11 @@ impl Loader {
         Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() }
     }
 
-    /// Confirms that the files of a tensor are still what they were. File systems that may not
-    /// answer are asked on a thread beside, within the deadline.
+    /// Checks that the files of a tensor are unchanged. File systems that may not answer are
+    /// accessed on another thread, within the deadline.
     ///
     /// # Errors
-    /// As a read of them; `TimeoutError` past the deadline.
+    /// The errors of a read, and `TimeoutError` past the deadline.
     pub(crate) fn check(
         &self,
         py: Python<'_>,
@@ -163,7 +163,8 @@ impl Loader {
         (address, len): (usize, usize),
     ) -> PyResult<bool> {
         let loader = self.own();
-        // SAFETY: the caller in Python owns these bytes, and nobody else uses them until this returns.
+        // SAFETY: the Python caller owns these bytes, and no other code uses them until this
+        // returns.
         let into = unsafe { bytes_at(address, len)? };
         let copied = py.detach(|| loader.copy_part(checkpoint, part, into));
         copied.map_err(|e| {
@@ -172,7 +173,7 @@ impl Loader {
         })
     }
 
-    /// Lets go of the loader, so that its threads end.
+    /// Drops the loader, so that its threads end.
     pub(crate) fn forget(&self) {
         // Its threads end after the lock is free.
         let forgotten = loaders().pop(&self.0);
@@ -182,7 +183,7 @@ impl Loader {
 
 #[pymethods]
 impl Loader {
-    /// Sizes are in bytes, `timeout` in seconds; what is not given is as it is by default.
+    /// Sizes are in bytes, `timeout` in seconds. Missing arguments have defaults.
     #[new]
     #[pyo3(signature = (*, chunk=None, depth=None, staging=None, source="auto", engine="auto", timeout=None, gpu=None))]
     fn new(
@@ -226,23 +227,22 @@ impl Loader {
         }))
     }
 
-    /// How long a read may take, in seconds; none: as long as it takes.
+    /// How long a read may take, in seconds. `None`: no limit.
     #[getter]
     pub(crate) fn timeout(&self) -> Option<f64> {
         self.0.timeout.map(|timeout| timeout.as_secs_f64())
     }
 
-    /// Whether it loads to the memory of the CPU.
+    /// Whether it loads to host memory.
     #[getter]
     fn on_cpu(&self) -> bool {
         self.0.gpu.is_none()
     }
 
-    /// Shard and first byte of the tensor at `position`, if it lies there in one piece, as it was when
-    /// the checkpoint was opened.
+    /// Shard and first byte of the tensor at `position`. `None` if it is not in one piece.
     ///
     /// # Errors
-    /// Where the shard is no longer what it was.
+    /// Fails if the shard has changed.
     fn run_of(
         &self,
         py: Python<'_>,
@@ -274,7 +274,7 @@ impl Loader {
         Ok(Some(self.named(&checkpoint, requests, plan)))
     }
 
-    /// Plans these requests.
+    /// Plans the load of these tensors.
     fn plan(
         &self,
         py: Python<'_>,
@@ -292,16 +292,16 @@ impl Loader {
         self.planned(py, &loader, &checkpoint, native)
     }
 
-    /// Plans all tensors as they are, in the order in which they lie in the files.
+    /// Plans the load of all whole tensors, without casts, in file order.
     fn plan_all(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<Plan> {
         let requests = checkpoint.file_order().into_iter().map(TensorRequest::whole).collect();
         self.planned(py, &self.own(), &checkpoint.own(), requests)
     }
 
-    /// Carries a plan out, into memory as long as `Plan::rooms` says: for each region an area, or
-    /// address, length and owner. The memory of one that was given begins where its request does.
-    /// Memory of a GPU is written to once `stream` has done what it was given. Ctrl-C ends it, and
-    /// so does `cancel`; then the memory must not be looked at. Returns what it took.
+    /// Carries out a plan, into memory of the lengths in `Plan::rooms`: for each region an area, or
+    /// address, length and owner. The memory of a region with a given address begins at that
+    /// address. GPU memory is written after the work that is in `stream` now. Ctrl-C and `cancel`
+    /// end the load; its memory must not be read then. Returns the statistics.
     #[pyo3(signature = (checkpoint, plan, memory, cancel=None, stream=None))]
     fn fill<'py>(
         &self,
@@ -322,36 +322,36 @@ impl Loader {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         let (mut interrupted, mut cancelled): (Option<PyErr>, bool) = (None, false);
         let mut looked = Instant::now();
-        // Elsewhere signals are not looked at, and the interpreter may be ending.
+        // Only the main thread handles signals; in other threads the interpreter may be ending.
         let main = gettid() == getpid();
         let filled = py.detach(|| {
             let mut goes_on = |_| {
                 cancelled = cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed));
                 if main && looked.elapsed() >= LOOK {
                     looked = Instant::now();
-                    // None where the interpreter is ending.
+                    // `None` if the interpreter is ending.
                     let signals = Python::try_attach(|py| py.check_signals());
                     interrupted = signals.and_then(Result::err);
                 }
                 interrupted.is_none() && !cancelled
             };
             match &to {
-                // SAFETY: whoever calls, in Python, has the memory for nothing else, as
-                // `Plan::regions` says, and the plan is of this checkpoint.
+                // SAFETY: the Python caller uses the memory for nothing else until the load is
+                // over, and the plan is of this checkpoint.
                 To::Host(regions) => unsafe {
                     loader.fill(&checkpoint, &plan.plan, regions, &mut goes_on)
                 },
                 To::Gpu(regions, gpu) => {
-                    // SAFETY: whoever calls, in Python, has this stream of the GPU, and waits here.
+                    // SAFETY: the Python caller keeps this stream of the GPU alive, and waits here.
                     let after = stream.map(|handle| unsafe { ForeignStream::from_raw(handle) });
                     loader.fill_device(gpu, &checkpoint, &plan.plan, regions, after, &mut goes_on)
                 }
             }
         });
-        // The owners are let go of here, with the interpreter; reads under way keep theirs.
+        // The owners are dropped here, holding the interpreter; pending reads keep theirs.
         drop(to);
         if interrupted.is_some() || cancelled {
-            // Nobody knows when it is used next: its threads go.
+            // The loader may not be used again soon, so its threads end.
             self.forget();
         }
         py.detach(|| drop(loader));
@@ -364,7 +364,7 @@ impl Loader {
 
     /// Copies a part of a tensor, (start, end) by dimension, or all of it, to memory of its size,
     /// if the tensor is one piece and the kernel's page cache holds that. Returns whether it did;
-    /// if not, the memory holds bytes that mean nothing.
+    /// if not, the content of the memory is undefined.
     fn copy_from_page_cache(
         &self,
         py: Python<'_>,
@@ -383,7 +383,7 @@ impl Loader {
     }
 }
 
-/// Where a plan's regions are.
+/// The regions of a plan, by device.
 enum To {
     Host(Vec<Arc<Region>>),
     Gpu(Vec<DeviceRegion>, Gpu),
@@ -429,7 +429,7 @@ pub(crate) fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     Ok(facts)
 }
 
-/// Unpins and frees the memory that loads to GPUs keep for the next one.
+/// Unpins and frees the memory that is kept for further loads to GPUs.
 #[pyfunction]
 pub(crate) fn release_pinned(py: Python<'_>) {
     py.detach(|| {
@@ -459,7 +459,7 @@ impl Cancel {
         Cancel(AtomicBool::new(false))
     }
 
-    /// Ends those that were given this, now and from now on.
+    /// Ends all current and later loads with this.
     fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -500,8 +500,8 @@ impl Plan {
             }
             start_of(address, len)?;
             let (address, owner) = ((address - skipped) as u64, Box::new(owner));
-            // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing but what
-            // is in the stream that the load waits for; no byte before a given address is used.
+            // SAFETY: only work in the stream that the load waits for uses this memory of `owner`,
+            // as the Python caller promises; no byte before a given address is used.
             let memory = unsafe { gpu.foreign(address, needed as u64, owner) };
             regions.push(DeviceRegion::whole(memory));
         }
@@ -520,8 +520,8 @@ impl Plan {
                     if skipped + len < needed {
                         return Err(too_short(number, len, needed - skipped));
                     }
-                    // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing
-                    // else until the load is over; a plan uses no byte before its request's first.
+                    // SAFETY: the Python caller uses this memory of `owner` for nothing else until
+                    // the load is over; a plan uses no byte before the given address.
                     unsafe { region_at(address - skipped, needed, owner)? }
                 }
                 Memory::Of((address, len, owner)) => {
@@ -530,8 +530,8 @@ impl Plan {
                     if start - address + needed > len {
                         return Err(too_short(number, len, needed + PAGE));
                     }
-                    // SAFETY: whoever calls, in Python, has this memory of `owner` for nothing
-                    // else until the load is over.
+                    // SAFETY: the Python caller uses this memory of `owner` for nothing else until
+                    // the load is over.
                     let region = unsafe { region_at(start, needed, owner)? };
                     if needed >= HUGE_MIN {
                         region.on_huge_pages();
@@ -550,12 +550,12 @@ impl Plan {
 
 #[pymethods]
 impl Plan {
-    /// For each region how long its memory has to be, on the host for it to lie on pages in
-    /// there; none for one that was given.
+    /// Required memory length of each region, on the host with room for page alignment. `None` for
+    /// a region with a given address.
     #[getter]
     fn rooms(&self) -> Vec<Option<usize>> {
         let room = |len: &u64| match self.on_gpu {
-            // Whole elements of any dtype.
+            // A multiple of every element size.
             true => (*len as usize).next_multiple_of(256).max(256),
             false => (*len as usize).next_multiple_of(PAGE) + PAGE,
         };
@@ -563,7 +563,7 @@ impl Plan {
         regions.map(|(len, given)| (!given).then(|| room(len))).collect()
     }
 
-    /// For each request its region, first byte there, length, dtype and shape.
+    /// Region, first byte there, length, dtype and shape of each requested tensor.
     #[getter]
     fn placements(&self) -> Vec<(u32, u64, u64, &'static str, Vec<u64>)> {
         let placements = self.plan.placements.iter();

@@ -1,4 +1,4 @@
-//! Memory: of ours, handed out by DLPack, and of others, by address.
+//! Memory: areas of this package, which DLPack exports, and foreign memory by address.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -23,16 +23,16 @@ use crate::dlpack::{self, CPU};
 use crate::errors::raised;
 use crate::waiting::beside;
 
-/// Unit in which memory and files agree.
+/// Alignment of memory with files.
 pub(crate) const PAGE: usize = 4096;
 
-/// `len` bytes of Python's from `address` on.
+/// `len` bytes of Python memory at `address`.
 ///
 /// # Safety
-/// They are there, were allocated outside of Rust, and are used by nobody else meanwhile.
+/// The bytes exist, were allocated outside of Rust, and no other code uses them meanwhile.
 ///
 /// # Errors
-/// `ValueError` where there are bytes at address 0: an object without memory says that it lies there.
+/// `ValueError` if there are bytes at address 0, which objects without memory report.
 pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> PyResult<&'a mut [u8]> {
     match start_of(address, len)? {
         // SAFETY: the caller's promise.
@@ -41,27 +41,28 @@ pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> PyResult<&'a mu
     }
 }
 
-/// `len` bytes from the page at `address` on, which live as long as `owner`.
+/// `len` bytes from the page at `address` on, which `owner` keeps alive.
 ///
 /// # Safety
-/// Those that a load uses are there, and are used by nobody else until it is over.
+/// The bytes that a load uses exist, and no other code uses them until it is over.
 ///
 /// # Errors
-/// `ValueError` where there are bytes at address 0.
+/// `ValueError` if there are bytes at address 0.
 pub(crate) unsafe fn region_at(
     address: usize,
     len: usize,
     owner: Py<PyAny>,
 ) -> PyResult<Arc<Region>> {
     let start = start_of(address, len)?.unwrap_or_else(|| NonNull::<Page>::dangling().cast());
-    // SAFETY: the caller's promise. At the dangling address there are no bytes.
+    // SAFETY: the caller promises valid bytes that no other code uses. At the dangling address
+    // `len` is 0.
     Ok(unsafe { Region::foreign(start, len, Box::new(owner)) })
 }
 
-/// The first of `len` bytes at `address`; none where there are no bytes at address 0.
+/// The start of `len` bytes at `address`. `None` for address 0, if `len` is 0.
 ///
 /// # Errors
-/// `ValueError` where there are bytes at address 0.
+/// `ValueError` if there are bytes at address 0.
 pub(crate) fn start_of(address: usize, len: usize) -> PyResult<Option<NonNull<u8>>> {
     match NonNull::new(address as *mut u8) {
         None if len > 0 => {
@@ -71,11 +72,11 @@ pub(crate) fn start_of(address: usize, len: usize) -> PyResult<Option<NonNull<u8
     }
 }
 
-/// The position of the first region, of address and length, that this process may not write to;
-/// none if it may write to all. The bytes stay as they are. Looks at the first and the last byte.
+/// The position of the first region (address, length) that this process may not write to. `None` if
+/// it may write to all. Tests the first and the last byte of each, and does not change them.
 ///
 /// # Errors
-/// `OSError` where a pipe cannot be made.
+/// `OSError` if a pipe cannot be made.
 #[pyfunction]
 pub(crate) fn unwritable(regions: Vec<(usize, usize)>) -> PyResult<Option<usize>> {
     let failed = |e: io::Error| PyOSError::new_err((e.raw_os_error(), format!("a pipe: {e}")));
@@ -91,18 +92,18 @@ pub(crate) fn unwritable(regions: Vec<(usize, usize)>) -> PyResult<Option<usize>
     Ok(None)
 }
 
-/// Whether the byte at `address` may be written to: it goes into an empty pipe and back.
+/// Whether the byte at `address` is writable: writes it to an empty pipe and reads it back.
 fn is_writable((output, input): &(OwnedFd, OwnedFd), address: usize) -> io::Result<bool> {
     let byte = address as *mut c_void;
-    // SAFETY: the kernel checks the address and answers EFAULT where it may not read a byte there.
+    // SAFETY: the kernel checks the address and answers EFAULT if the byte is not readable.
     let sent = retried(|| unsafe { libc::write(input.as_raw_fd(), byte, 1) })?;
-    // SAFETY: the kernel checks the address and answers EFAULT where it may not write a byte
-    // there. The byte is the one that is there already, and the caller, in Python, has this memory
-    // for nothing else until the load is over.
+    // SAFETY: the kernel checks the address and answers EFAULT if the byte is not writable. The
+    // byte keeps its value, and the Python caller uses this memory for nothing else until the load
+    // is over.
     Ok(sent && retried(|| unsafe { libc::read(output.as_raw_fd(), byte, 1) })?)
 }
 
-/// Whether a call that moves one byte moves it; `false` for EFAULT.
+/// Repeats a call that moves one byte until it succeeds; `false` for EFAULT.
 fn retried(call: impl Fn() -> isize) -> io::Result<bool> {
     loop {
         match Errno::result(call()) {
@@ -118,7 +119,7 @@ fn retried(call: impl Fn() -> isize) -> io::Result<bool> {
 #[repr(align(4096))]
 struct Page;
 
-/// Memory of ours, on huge pages where it is large. Filled by a load, then used by tensors.
+/// Memory of this package, on huge pages if it is large. A load fills it, then tensors use it.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Area {
     pub(crate) region: Arc<Region>,
@@ -126,8 +127,8 @@ pub(crate) struct Area {
 
 #[pymethods]
 impl Area {
-    /// A shard of a checkpoint, mapped so that whoever writes there gets pages of his own. None where
-    /// the system does not map it.
+    /// A shard of a checkpoint, mapped privately, so that writes copy its pages. `None` if the
+    /// system does not map it.
     #[staticmethod]
     fn of_shard(
         py: Python<'_>,
@@ -147,7 +148,7 @@ impl Area {
         let mapping = mapping.map_err(|e| raised(py, &e, None))?;
         Ok(mapping.map(|mapping| {
             let (start, len) = (mapping.start, mapping.len);
-            // SAFETY: the pages live as long as the mapping; no load is given this region.
+            // SAFETY: the pages live as long as the mapping, and no load gets this region.
             Area { region: unsafe { Region::foreign(start, len, Box::new(mapping)) } }
         }))
     }
@@ -171,24 +172,24 @@ impl Area {
     }
 }
 
-/// A file in memory: whole pages, the last one filled up with zeros.
+/// A mapped file: whole pages, the last one padded with zeros.
 struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the pages belong to the mapping alone, and it does not look at them.
+// SAFETY: only the mapping owns the pages, and it does not access them.
 unsafe impl Send for Mapping {}
-// SAFETY: it is only ever dropped.
+// SAFETY: no method uses the pages through a shared reference.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn of(file: &File, len: u64) -> Option<Mapping> {
         let len = usize::try_from(len).ok()?.checked_next_multiple_of(PAGE)?.max(PAGE);
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // Only what is written to takes memory.
+        // Only written pages take memory.
         let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping; no memory in use is touched.
+        // SAFETY: the kernel chooses the address, so the mapping replaces no memory in use.
         let address =
             unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), 0) };
         if address == libc::MAP_FAILED {
@@ -200,12 +201,12 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping made by `of`, which nobody refers to any more.
+        // SAFETY: `of` made the mapping, and nothing refers to it after the drop.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
-/// A tensor in memory of ours, for everybody who takes DLPack.
+/// A tensor in memory of this package, for frameworks that accept DLPack.
 #[pyclass(frozen, module = "tensorfs", name = "Tensor")]
 pub(crate) struct Tensor {
     region: Arc<Region>,
@@ -217,14 +218,14 @@ pub(crate) struct Tensor {
 
 impl Tensor {
     fn start(&self) -> NonNull<u8> {
-        // SAFETY: `at` lies in the region, which is there as long as this.
+        // SAFETY: `at` lies in the region, which lives as long as the tensor.
         unsafe { self.region.start().add(self.offset) }
     }
 }
 
 #[pymethods]
 impl Tensor {
-    /// The tensor at byte `at` of an area that was filled. No two may share a byte.
+    /// The tensor at byte `at` of a filled area. Two tensors must not share a byte.
     #[new]
     fn new(
         area: &Area,
@@ -243,7 +244,7 @@ impl Tensor {
         Ok(Tensor { region, offset, len, dtype, shape })
     }
 
-    /// A tensor of zeros, in memory of its own.
+    /// A tensor of zeros, in its own memory.
     #[staticmethod]
     fn empty(dtype: &str, shape: Vec<u64>) -> PyResult<Tensor> {
         let found = Dtype::from_name(dtype).and_then(|found| found.bits_of(&shape));
@@ -277,8 +278,8 @@ impl Tensor {
 
     /// A copy of its bytes.
     fn tobytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        // SAFETY: `len` bytes of the region, filled before; whoever writes to the tensor now, in
-        // another thread, gets a mixture as with any memory shared in Python.
+        // SAFETY: the `len` bytes lie in the region and are initialised. A thread that writes to
+        // the tensor meanwhile makes the copy a mixture, as with any memory shared in Python.
         PyBytes::new(py, unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) })
     }
 
@@ -290,8 +291,8 @@ impl Tensor {
         CPU
     }
 
-    /// The tensor for another framework, which shares its memory. Types that not everybody knows
-    /// are handed out as bytes, sub-byte ones with the last dimension counted in bytes.
+    /// The tensor for another framework, which shares its memory. Types that older versions lack
+    /// are exported as bytes, sub-byte ones with the last dimension in bytes.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -301,7 +302,7 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // A CPU has no streams.
+        // The CPU has no streams.
         drop(stream);
         if dl_device.is_some_and(|device| device != CPU) || copy == Some(true) {
             return Err(PyBufferError::new_err(

@@ -1,4 +1,4 @@
-//! Parts of tensors that the page cache holds, by the index that asks for them, in one call.
+//! Parts of tensors in the page cache, by an index, in one call.
 
 use std::ops::Range;
 
@@ -14,12 +14,12 @@ use crate::loading::Loader;
 /// result.
 type Part = (Vec<Range<u64>>, Vec<u64>);
 
-/// The part of the tensor at `position` that `index` asks for, in a tensor that `make` makes of a
-/// shape, with its address. None where the index is not one of plain numbers and slices, asks for
-/// all, or the page cache does not hold the part.
+/// The part of the tensor at `position` that `index` selects. `make` makes a tensor of a shape and
+/// returns it with its address. `None` if the index has other items than plain numbers and slices,
+/// if it selects the whole tensor, or if the page cache does not hold the part.
 ///
 /// # Errors
-/// Where the shard is no longer what it was, and those of `make`.
+/// If the shard has changed, and the errors of `make`.
 #[pyfunction]
 pub(crate) fn load_indexed<'py>(
     py: Python<'py>,
@@ -40,12 +40,12 @@ pub(crate) fn load_indexed<'py>(
     if extents.clone().eq(tensor.shape.iter().copied()) {
         return Ok(None);
     }
-    // A part in the tensor: this cannot pass what its length in bytes is.
+    // The part lies in the tensor, so its length in bits cannot overflow.
     let bits = extents.product::<u64>() * tensor.dtype.bits();
     if !bits.is_multiple_of(8) {
         return Ok(None);
     }
-    // Nothing is made for what is loaded in another way.
+    // Checked before `make`, so that no tensor is made in vain.
     let Some(part) = CachedPart::of(&checkpoint, position, Some(&part)) else { return Ok(None) };
     let made = make.call1((PyTuple::new(py, shape)?,))?;
     // The tensor has this part's dtype and shape, and nobody else has it yet.
@@ -55,7 +55,7 @@ pub(crate) fn load_indexed<'py>(
     Ok(copied.then_some(made))
 }
 
-/// None for what may be right as well, but is not as plain.
+/// Parses a plain index. `None` for other indices, which may be valid too.
 fn part_of(index: &Bound<'_, PyAny>, sizes: &[u64]) -> PyResult<Option<Part>> {
     let several = index.cast_exact::<PyTuple>().ok();
     let given = several.map_or(1, |items| items.len());
@@ -87,7 +87,8 @@ fn part_of(index: &Bound<'_, PyAny>, sizes: &[u64]) -> PyResult<Option<Part>> {
     Ok(Some((part, shape)))
 }
 
-/// First index and end in one dimension, and whether it goes: a number, or a slice without a step.
+/// First index and end in one dimension, and whether the dimension is removed: for a number, or a
+/// slice without a step.
 fn bounds(item: &Bound<'_, PyAny>, size: u64) -> PyResult<Option<(u64, u64, bool)>> {
     let py = item.py();
     if let Ok(slice) = item.cast_exact::<PySlice>() {

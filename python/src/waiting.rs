@@ -10,10 +10,10 @@ use pyo3::prelude::*;
 /// Time between two looks for Ctrl-C.
 pub(crate) const LOOK: Duration = Duration::from_millis(50);
 
-/// Has a thread beside do `work`, waits for it until the deadline, and looks for Ctrl-C meanwhile.
+/// Runs `work` on another thread, waits for it until the deadline, and checks for Ctrl-C meanwhile.
 ///
 /// # Errors
-/// `TimeoutError` past the deadline, and that of a signal.
+/// `TimeoutError` past the deadline, and the exception of a signal.
 pub(crate) fn beside<T: Send + 'static>(
     py: Python<'_>,
     name: &str,

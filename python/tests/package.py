@@ -19,7 +19,7 @@ needs_ml_dtypes = unittest.skipUnless(importlib.util.find_spec("ml_dtypes"), "ne
 
 
 def python(code, *arguments, seconds=60, **environment):
-    """Runs `code` in an interpreter of its own; returns what it printed."""
+    """Runs `code` in another interpreter and returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
@@ -46,10 +46,10 @@ def environment(**variables):
 
 
 def threads():
-    """Names of the threads of this process, as the kernel has them."""
+    """Names of the threads of this process in the kernel."""
     names = []
     for task in Path("/proc/self/task").iterdir():
-        # A thread that ends between open and read is no such process, not no such file.
+        # If a thread ends between open and read, the error is ESRCH and not ENOENT.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             names.append((task / "comm").read_text().strip())
     return names

@@ -3,8 +3,8 @@
     python python/tests/safetensors_suite.py [SDIST] [PYTEST OPTION]...
 
 Needs an environment with this package, safetensors, torch, numpy, pytest and fsspec. SDIST is
-`safetensors-0.8.0.tar.gz`; without it pip downloads it. Tests of other frameworks are not collected: they load
-what is not built in here. `test_handle.py` opens file objects by a private class that is not replaced.
+`safetensors-0.8.0.tar.gz`; without it pip downloads it. Tests of other frameworks are not collected, because these are
+not built in here. `test_handle.py` opens file objects by a private class that is not replaced.
 """
 
 import os
@@ -19,7 +19,7 @@ VERSION = "0.8.0"
 # Frameworks that are not built in.
 LEFT_OUT = ["test_flax_comparison.py", "test_mlx_comparison.py", "test_paddle_comparison.py", "test_tf_comparison.py"]
 
-# As a plugin it is imported before any test binds a name.
+# A plugin is imported before any test binds a name.
 PLUGIN = """
 import safetensors
 import safetensors.numpy

@@ -1,4 +1,4 @@
-"""Loading ahead: what a loop over a handle asks for next is on its way already."""
+"""Loading ahead: the next tensors of a loop over a handle are being loaded already."""
 
 import contextlib
 import gc
@@ -20,7 +20,7 @@ from test_workers import in_child
 
 ROWS = 320
 LENGTH = ROWS * 1024 * 4
-"""Bytes of a tensor: enough to be loaded ahead also where the page cache has it."""
+"""Bytes of a tensor: long enough to be loaded ahead even if the page cache has it."""
 
 
 def natural(name):
@@ -34,7 +34,7 @@ def is_loading():
 class Ahead(TestCase):
     def setUp(self):
         super().setUp()
-        # In the file q stands before k, and layer 2 before layer 10.
+        # In the file q comes before k, and layer 2 before layer 10.
         self.names = ["embed"] + [f"layers.{n}.{part}" for n in range(12) for part in "qkv"]
         self.seeds = {name: seed for seed, name in enumerate(self.names)}
         self.file = self.tmp / "model.safetensors"
@@ -50,9 +50,9 @@ class Ahead(TestCase):
         self.assertEqual(found.tobytes(), self.right(name).tobytes(), name)
 
     def large(self):
-        """A file that is longer than what is loaded ahead, and the length of its tensors."""
+        """A file that is longer than the limit of loading ahead, and the length of its tensors."""
         large = self.tmp / "large.safetensors"
-        # With a hole for data.
+        # The data is a hole of the file.
         length, count = 60 << 20, 12
         header = {
             f"t{n:02}": {"dtype": "U8", "shape": [length], "data_offsets": [n * length, (n + 1) * length]}
@@ -82,7 +82,7 @@ class Ahead(TestCase):
         with tensorfs.safe_open(self.file, "np") as opened:
             for name in self.names:
                 opened.get_tensor(name)
-            # Those that the asking thread copied out of the page cache are not counted.
+            # Tensors that the calling thread copied from the page cache are not counted.
             self.assertLessEqual(opened.stats["bytes"], len(self.names) * LENGTH)
             self.assertEqual(opened.stats["bytes_ahead_unused"], 0)
 

@@ -93,7 +93,7 @@ assert torch.equal(cast.to_local(), whole[2 * rank : 2 * rank + 2].bfloat16())
 
 PART = """
 class Counted:
-    # Stands in for a loader, and notes how much is read.
+    # Wraps a loader, and sums up the bytes read.
     def __init__(self, loader):
         self.loader, self.read = loader, 0
 
@@ -189,7 +189,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-# One column: the second rank of the tensor parallelism has none, and FSDP2 splits that again.
+# One column: the second rank of tensor parallelism has none, and FSDP2 splits that empty shard again.
 torch.manual_seed(1)
 right = torch.nn.Sequential(torch.nn.Linear(1, 6))
 save_file(right.state_dict(), file)
@@ -203,7 +203,7 @@ found = locals_of(other)
 for name, local in locals_of(right).items():
     assert torch.equal(found[name], local), (name, local.shape)
 assert (found["0.weight"].numel() == 0) == (mesh.get_coordinate()[1] == 1)
-# A shard without elements where the placements say that there are some.
+# An empty shard where the placements give it elements.
 line, whole = init_device_mesh("cpu", (4,)), torch.randn(8, 6)
 for local in (torch.zeros(0, 6), torch.zeros(2, 0), torch.zeros(0, 0)):
     wrong = DTensor.from_local(local, line, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
@@ -225,7 +225,7 @@ for mesh, placements in ((line, [Replicate()]), (one, [Replicate(), Shard(0)]), 
         assert missing(into, other) == [], placements
         assert list(other.shape) != [8, 6] or missing(other, into) == []
         assert torch.equal(local, whole)
-# A shard stands for its part of a tensor, and its memory alone for none.
+# A shard is its part of a tensor; its memory alone is no part of one.
 into = empty_like(distribute_tensor(whole, line, [Shard(0)], src_data_rank=None))
 assert missing(into, into) == [] and missing(into, into.to_local()) == ["other"]
 """

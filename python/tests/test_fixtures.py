@@ -58,7 +58,7 @@ class Bad(TestCase):
             with tensorfs.safe_open(path, "dlpack") as f:
                 found = {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in f.get_tensors().items()}
         except tensorfs.SafetensorError as error:
-            # A folder may hold two checkpoints then.
+            # Such a folder may hold two checkpoints.
             self.assertIn(error.kind, entry.classes | {"usage"}, error)
             return
         if entry.tensors is not None:
@@ -85,7 +85,7 @@ class Judged(TestCase):
                 try:
                     right = genuine_load_file(path)
                 except TypeError:
-                    # bfloat16, which numpy lacks by itself.
+                    # numpy itself lacks bfloat16.
                     continue
                 found = tensorfs.numpy.load_file(path)
                 self.assertEqual(list(found), list(right))

@@ -12,7 +12,7 @@ from package import TestCase, needs_torch, python
 
 DRIVER = Path(os.environ["TENSORFS_BIN"]).parent / "deps/libfakecuda.so"
 
-# The driver as the process's own, memory of it, and what is in there.
+# Calls of the fake driver in this process, and helpers for its memory.
 PRELUDE = """
 import ctypes, sys
 from tensorfs._tensorfs import Checkpoint, Loader, release_pinned

@@ -16,7 +16,7 @@ MODULES = ["safetensors", "safetensors.numpy", *(["safetensors.torch"] if has_to
 
 
 def public(module):
-    """Name -> object, without what a module has only imported from elsewhere."""
+    """Name -> object, without objects that a module has only imported."""
     for name, found in vars(module).items():
         origin = getattr(found, "__module__", None) or ""
         imported = inspect.ismodule(found) or origin.partition(".")[0] in ("typing", "collections")
@@ -47,7 +47,7 @@ class Names(TestCase):
         self.assertGreater(compared, 12)
         with self.assertRaises(AttributeError):
             tensorfs.absent
-        # Methods of what is opened.
+        # Methods of open files and slices.
         file = FIXTURES / "safetensors/all_dtypes.safetensors"
         ours, genuine = (package.safe_open(file, "np") for package in (tensorfs, safetensors))
         for right, found in ((genuine, ours), (genuine.get_slice("t.i64"), ours.get_slice("t.i64"))):

@@ -58,7 +58,7 @@ class LoadInto(TestCase):
             self.assertEqual(tensor.tobytes(), self.tensors[name].tobytes())
 
         class Older:
-            """Knows no versions."""
+            """Supports only DLPack without versions."""
 
             def __init__(self, of):
                 self.of = of
@@ -250,7 +250,7 @@ def filled(into, memory=None):
 
 
 class OfTorch(TestCase):
-    """Each in an interpreter of its own: what goes wrong here ends it."""
+    """Each test has its own interpreter, because an error here ends it."""
 
     def setUp(self):
         super().setUp()
@@ -319,13 +319,13 @@ try:
 except tensorfs.MismatchError as e:
     assert e.tensor == "w", e
 assert (first == 0).all()
-# A private mapping takes writes, and its file does not change.
+# A private mapping accepts writes, and its file does not change.
 copied = torch.from_numpy(np.memmap(sys.argv[1] + ".bin", np.float32, "c", shape=(33, 17)))
 filled(copied)
 assert not np.fromfile(sys.argv[1] + ".bin", np.float32).any()
 shared = np.memmap(sys.argv[1] + ".bin", np.float32, "r+", shape=(33, 17))
 filled(shared, torch.from_numpy(shared))
-# Nothing of a target is changed by looking, even if the load is refused for another one.
+# The checks change no target, even if the load is refused because of another one.
 kept = torch.full((3,), 7.0)
 try:
     tensorfs.load_into({"a": kept, "w": mapped}, sys.argv[1] + ".2")

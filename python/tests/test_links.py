@@ -32,7 +32,7 @@ class LinkedShards(TestCase):
                 np.testing.assert_array_equal(opened.get_tensor(name), whole, name)
         self.assertEqual(set(tensorfs.numpy.load_file(path)), set(self.expected))
 
-    # `ln -s /data/* .` was refused, with advice about an option of the mount that Python does not have.
+    # `ln -s /data/* .` used to be refused, with advice about a mount option that Python does not have.
     def test_a_folder_of_links_to_shards_elsewhere_opens(self):
         self.link(*self.data.iterdir())
         self.assert_loads(self.links)

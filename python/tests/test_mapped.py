@@ -14,7 +14,7 @@ from test_workers import in_child
 
 
 def mapped(address):
-    """The file that is mapped at this address, and its offset there; None where none is."""
+    """The file that is mapped at this address, and the offset; None if there is none."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             bounds, _, offset, _, inode, *path = line.split(maxsplit=5)
@@ -128,7 +128,7 @@ class Mapped(TestCase):
         right = tensorfs.load_file(folder, "np")
         with Mount(folder) as mount:
             found = tensorfs.load_file(mount.path, "np", copy=False)
-        # The mount is gone.
+        # The arrays stay valid after the unmount.
         for name, array in found.items():
             np.testing.assert_array_equal(array, right[name])
 

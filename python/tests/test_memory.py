@@ -39,7 +39,7 @@ class Arrays(TestCase):
             f.get_tensors()
             taken = f.stats["huge_bytes"] + f.stats["small_bytes"]
             seconds = f.stats["huge_thread_seconds"] + f.stats["small_thread_seconds"]
-        # Before Linux 5.14 it cannot be asked for.
+        # Linux before 5.14 cannot populate memory on request.
         self.assertTrue(taken == 0 or length <= taken <= length + (2 << 20), taken)
         self.assertEqual(taken > 0, seconds > 0)
 
@@ -120,7 +120,7 @@ class Native(TestCase):
                 loader.fill(checkpoint, plan, [(0, 4 << 20, self)])
         with self.assertRaisesRegex(ValueError, "address 0"):
             loader.copy_from_page_cache(checkpoint, long, None, 0, 3 << 20)
-        # Where there are no bytes, there need not be memory.
+        # Zero bytes need no memory.
         loader.fill(checkpoint, loader.plan(checkpoint, [(empty, None, None, 0)]), [(0, 0, self)])
 
 

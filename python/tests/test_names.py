@@ -1,4 +1,5 @@
-"""Exceptions name files and tensors, whose names may hold anything: on one line, and without commands to a terminal."""
+"""Exceptions show names of files and tensors, which may hold any character, on one line and without terminal
+commands."""
 
 import unicodedata
 

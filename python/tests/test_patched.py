@@ -1,4 +1,4 @@
-"""`patched()`: safetensors itself, for code that cannot be changed."""
+"""`patched()`: code that uses safetensors and cannot be changed."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ class Patched(TestCase):
         with tensorfs.patched():
             with self.assertRaisesRegex(safetensors.SafetensorError, "framework nonsense is invalid"):
                 safetensors.safe_open(self.file, "nonsense")
-            # Its own error, not ours.
+            # The error of safetensors, not of tensorfs.
             with self.assertRaisesRegex(safetensors.SafetensorError, "Device cuda:0 is not supported for framework"):
                 safetensors.safe_open(self.file, "np", device="cuda:0")
 
@@ -108,7 +108,7 @@ class Patched(TestCase):
             with tensorfs.patched():
                 return self.is_ours()
 
-        # As a thread holds it that the child does not have.
+        # In the child the lock is held by a thread that does not exist there.
         with tensorfs._patch._lock:
             self.assertEqual(in_child(inside), "True")
 

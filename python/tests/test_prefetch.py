@@ -1,4 +1,4 @@
-"""Tensors in the background: `prefetch` and `tensors`."""
+"""Loading in the background: `prefetch` and `tensors`."""
 
 import contextlib
 import gc
@@ -172,7 +172,7 @@ import atexit, sys, threading
 
 @atexit.register
 def last():
-    # Registered before, so called after.
+    # Registered first, so called last.
     print([thread.name for thread in threading.enumerate()])
 
 import tensorfs, tensorfs._open
@@ -201,4 +201,4 @@ sys.modules["last"] = Last(sys.argv[1])
 
 
 class Held:
-    """What a weak reference can be made to."""
+    """An object that supports weak references."""

@@ -46,7 +46,7 @@ class Settings(TestCase):
                 with self.subTest(name=name, value=value):
                     with self.assertRaisesRegex(ValueError, f"{name.lower()}={value}: expected"):
                         self.load(**{name.lower(): value})
-                    # Set to nothing is not set.
+                    # An empty variable counts as unset.
                     if value:
                         with environment(**{f"TENSORFS_{name}": value}):
                             with self.assertRaisesRegex(ValueError, f"TENSORFS_{name}={value}: expected"):
@@ -69,7 +69,7 @@ for turn in range(8):
 most = held()
 for turn in range(40):
     tensorfs.load_file(sys.argv[1], "dlpack", io_timeout=70 + turn, source="direct")
-# Those let go of end by themselves.
+# The threads of dropped loaders end by themselves.
 while any(now > 2 * before for now, before in zip(held(), most)):
     time.sleep(0.01)
 print("few")

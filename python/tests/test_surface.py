@@ -1,4 +1,4 @@
-"""`safe_open` beside that of safetensors: the same answers, the same classes of errors."""
+"""`safe_open` compared with that of safetensors: equal results, equal classes of errors."""
 
 import os
 import random
@@ -100,7 +100,7 @@ class SingleFile(TestCase):
                 return Ellipsis
             if kind == 2:
                 return slice(None, None, choose.choice([1, 2, 3, 0, -1]))
-            # Where the end lies before the beginning safetensors panics.
+            # safetensors panics if the end is before the start.
             start, stop = sorted(choose.randrange(0, size + 2) for _ in "ab")
             bounds = choose.choice([None, start]), choose.choice([None, stop])
             if bounds[0] is not None and bounds[1] is None and start > size:
@@ -194,7 +194,7 @@ class SingleFile(TestCase):
 
     @needs_torch
     def test_a_part_of_a_file_that_changed_is_refused_though_the_page_cache_has_it(self):
-        # Times of files may be as coarse as ten milliseconds.
+        # File times may have a resolution of ten milliseconds.
         os.utime(self.file, (1, 1))
         with tensorfs.safe_open(self.file, "pt") as f:
             part = f.get_slice("b.matrix")

@@ -40,8 +40,8 @@ def in_child(work, seconds=SECONDS):
             os._exit(code)
     os.close(write)
     with open(read, "rb") as answer:
-        # Not by a thread, which some processes must not have, nor by an alarm, which the first process of a
-        # namespace does not heed.
+        # A thread is no way to wait, since some processes must not have one; an alarm is none either, since
+        # the first process of a namespace ignores it.
         if not select.select([answer], [], [], seconds)[0]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -180,7 +180,7 @@ class Forks(TestCase):
         self.right = dlpack_bytes(self.opened)
 
     def same(self):
-        """Whether everything that a child can do gives the right bytes."""
+        """Whether all ways to load in a child give the right bytes."""
         opened = tensorfs.safe_open(self.folder, "dlpack")
         singly = {name: self.opened.get_tensor(name).tobytes() for name in self.opened.keys()}
         return (
@@ -198,7 +198,7 @@ class Forks(TestCase):
         self.assertEqual(in_child(lambda: self.same() and in_child(self.same)), repr("True"))
 
     def test_a_child_with_the_process_number_of_its_parent_loads_too(self):
-        """As where a container's first process makes another container's."""
+        """This happens if the first process of a container makes the first process of another one."""
         unshare = ctypes.CDLL(None, use_errno=True).unshare
         new_user, new_pid = 0x10000000, 0x20000000
 
@@ -218,7 +218,7 @@ class Forks(TestCase):
                 prefetch.close()
                 return os.getpid() == number and self.same()
 
-            # A process with several threads is not allowed to: one in between does it.
+            # A process with several threads may not do this, so a child in between does.
             return right, in_child(lambda: in_namespace(second))
 
         answer = in_child(lambda: in_namespace(first))
@@ -309,7 +309,7 @@ def read_shared(name):
     return shared.get_tensor(name).tobytes()
 
 
-# Loads from a source that stalls; says what came of it, and when its threads are gone.
+# Loads from a stalled source, prints the outcome, and then that its threads have ended.
 INTERRUPTED = """
 import os, signal, sys, time
 import numpy as np
@@ -380,7 +380,7 @@ class Interrupts(TestCase):
             killer.start()
             try:
                 self.assertEqual(child.stdout.readline(), "ready\n")
-                # The header was read; everything else stalls.
+                # The header is read already; all other reads stall.
                 source.tell("stall", "*.safetensors")
                 child.stdin.write("go\n")
                 child.stdin.flush()
@@ -526,7 +526,7 @@ class Failures(TestCase):
     def test_a_source_that_does_not_answer_is_a_timeout(self):
         folder = hf_set(self.tmp / "hf")
         with FaultFs(folder) as source, source.lifted():
-            # The time is for opening as well, which has to succeed.
+            # The timeout applies to opening too, which must succeed.
             opened = tensorfs.safe_open(source.path, "np", io_timeout=2)
             source.tell("stall", "*.safetensors")
             with self.assertRaises(TimeoutError):
@@ -540,7 +540,7 @@ class Failures(TestCase):
             opened = _tensorfs.Checkpoint.open(source.path / "model.safetensors", None)
             ((_, start, _),) = opened.pieces(0)
             around = np.zeros(length + 4096, np.uint8)
-            # Where the pages are those of the file: bytes could be read to their place.
+            # The memory has the page offset of the file, so that bytes can be read directly into it.
             skip = (start - around.ctypes.data) % 4096
             into = around[skip : skip + length]
             plan = loader.plan(opened, [(0, None, None, into.ctypes.data)])

@@ -1,4 +1,4 @@
-//! The blocks of one file, by offset, and what covers a range of it.
+//! The blocks of one file, by offset, and the blocks and holes of a range.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,18 +17,18 @@ pub(super) struct FileBlocks {
     /// The blocks by their start.
     pub(super) blocks: BTreeMap<u64, CachedBlock>,
     pub(super) planner: Arc<Mutex<Planner>>,
-    /// When a read of it was admitted last.
+    /// Time of the last admitted read of the file.
     pub(super) last_read: Instant,
 }
 
 /// Some bytes of a file.
 pub(super) struct CachedBlock {
     pub(super) end: u64,
-    /// How many bytes of it were asked for.
+    /// Number of its bytes that were requested.
     pub(super) asked: u64,
-    /// Whether it is read ahead, and not for a reader who waits.
+    /// Whether it is read ahead, not for a waiting reader.
     pub(super) ahead: bool,
-    /// Whether its reader went elsewhere before it was there.
+    /// Whether its reader went elsewhere before the block was loaded.
     pub(super) left: bool,
     pub(super) data: Data,
 }
@@ -36,14 +36,14 @@ pub(super) struct CachedBlock {
 pub(super) enum Data {
     /// Being read.
     Loading { waiters: Vec<Waiter>, tickets: Vec<Ticket> },
-    /// There, read from these sources.
+    /// Loaded from these sources.
     Ready(Arc<Block>, Arc<[Arc<Source>]>),
 }
 
 /// The start of a block, its bytes, and the sources that they were read from.
 pub(super) type Ready = (u64, Arc<Block>, Arc<[Arc<Source>]>);
 
-/// Piece number `piece` of a read waits for a block.
+/// A read whose piece number `piece` waits for a block.
 pub(super) struct Waiter {
     pub(super) pending: Arc<Mutex<Pending>>,
     pub(super) piece: usize,
@@ -53,7 +53,7 @@ pub(super) struct Waiter {
 pub(super) struct Pending {
     pub(super) request: Option<ReadRequest>,
     pub(super) pieces: Vec<ReadPiece>,
-    /// Pieces that are not there.
+    /// Number of pieces that are not loaded.
     pub(super) left: usize,
 }
 
@@ -65,7 +65,8 @@ pub(super) struct ReadPiece {
 
 /// A part of a range: a block that holds it, or a hole.
 pub(super) enum Cover {
-    /// A block, by its start, and its bytes where they are there: it may be dropped meanwhile.
+    /// A block: its start, the part, and the block's bytes if they are loaded, because it may be
+    /// dropped meanwhile.
     CachedBlock(u64, Range<u64>, Option<Arc<Block>>),
     /// No block.
     Hole(Range<u64>),
@@ -94,7 +95,7 @@ impl FileBlocks {
         found.map(|(_, block)| block.end)
     }
 
-    /// Like `end_of_overlap`; that block is expected to be asked for again.
+    /// Like `end_of_overlap`, and keeps that block because it is expected to be requested.
     pub(super) fn want(&mut self, range: &Range<u64>) -> Option<u64> {
         let over = self.end_of_overlap(range)?;
         if let Some((_, block)) = self.blocks.range_mut(..over).next_back() {
@@ -103,7 +104,7 @@ impl FileBlocks {
         Some(over)
     }
 
-    /// The blocks that are there and hold bytes of `range`, by start.
+    /// The loaded blocks that hold bytes of `range`, by start.
     pub(super) fn ready(&self, range: &Range<u64>) -> Vec<Ready> {
         let before = self.blocks.range(..=range.start).next_back();
         let first = before.map_or(range.start, |(start, _)| *start);

@@ -1,4 +1,4 @@
-//! Bytes under way by source: none may take all the memory.
+//! Bytes under way by source: no source may take all the memory.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Reads that wait for memory, and which of them goes first.
+//! Reads that wait for memory, and their order.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,27 +7,27 @@ use super::ReadRequest;
 use crate::io::SourceKey;
 use crate::reader::BlockPlan;
 
-/// How long a read lets others overtake it that need less.
+/// Waiting time up to which newer reads that need less may overtake a read.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The reads, oldest first.
 #[derive(Default)]
 pub(super) struct WaitQueue(VecDeque<QueuedRead>);
 
-/// A read that waits, and for what.
+/// A waiting read and the reason why it waits.
 pub(super) struct QueuedRead {
     pub(super) request: ReadRequest,
     pub(super) reason: WaitReason,
 }
 
-/// Why a read could not go on.
+/// Why a read has to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WaitReason {
-    /// There is too little memory for it.
+    /// Too little memory is free for the read.
     Memory,
-    /// This source has too much of it under way.
+    /// This source has too many bytes under way.
     SourceQuota(SourceKey),
-    /// Others go first.
+    /// Other reads go first.
     Fairness,
 }
 
@@ -36,33 +36,33 @@ impl WaitQueue {
         self.0.is_empty()
     }
 
-    /// Puts a read in its place.
+    /// Inserts a read at its place by age.
     pub(super) fn insert(&mut self, waiting: QueuedRead) {
         let place = self.0.partition_point(|other| other.request.since <= waiting.request.since);
         self.0.insert(place, waiting);
     }
 
-    /// Takes out the read at `place`.
+    /// Removes the read at `place`.
     pub(super) fn take(&mut self, place: usize) -> Option<ReadRequest> {
         self.0.remove(place).map(|waiting| waiting.request)
     }
 
-    /// Takes out a read that began to wait `timeout` ago or before.
+    /// Removes a read that has waited for `timeout` or longer.
     pub(super) fn take_overdue(&mut self, timeout: Duration) -> Option<ReadRequest> {
         let is_overdue = |waiting: &QueuedRead| waiting.request.since.elapsed() >= timeout;
         self.0.front().is_some_and(is_overdue).then(|| self.take(0)).flatten()
     }
 
-    /// Whether a read that asked at `since`, and takes memory for `plan`, has to wait because
-    /// an older one would never get what it needs if all others took theirs at once.
+    /// Whether a read that arrived at `since`, and takes memory for `plan`, has to wait so that it
+    /// does not starve an older one.
     pub(super) fn holds_back(&self, since: Instant, plan: &BlockPlan) -> bool {
         let mut older = self.0.iter().take_while(|waiting| waiting.request.since < since);
         older.any(|QueuedRead { request, reason }| {
             let waits = request.since.elapsed();
             waits >= PATIENCE
                 && match reason {
-                    // Every other second: what a source that stalls has may not come back for
-                    // long, and meanwhile the others are to get on with the rest.
+                    // The order alternates every second, so that other reads progress even if a
+                    // stalled source keeps its memory for long.
                     WaitReason::Memory => waits.as_secs() % 2 == 1,
                     WaitReason::SourceQuota(of) => {
                         plan.sources().any(|(source, _)| SourceKey::of(source) == *of)
@@ -72,7 +72,7 @@ impl WaitQueue {
         })
     }
 
-    /// Makes the oldest read one that has waited for so long.
+    /// Makes the oldest read one that has waited for `waits`.
     #[cfg(test)]
     pub(super) fn age_oldest(&mut self, waits: Duration) {
         if let Some(waiting) = self.0.front_mut() {

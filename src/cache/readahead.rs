@@ -1,4 +1,4 @@
-//! Reading ahead: what the planner of a file asks for, as far as there is room.
+//! Readahead: reads the ranges that a file's planner returns, as far as memory allows.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,22 +9,22 @@ use super::{CacheInner, CachedFile, Hole, State};
 use crate::io::{Priority, Reservation};
 use crate::prefetch::{Advice, Request, StreamId};
 
-/// Blocks that are looked at to find one that makes way.
+/// Most blocks that are examined to find one to evict.
 const LOOKED_AT_MAX: usize = 128;
 
-/// How long a file has to be left alone until what was read ahead of it makes way.
+/// Time without reads of a file after which its blocks that were read ahead may be evicted.
 const STALE_TIME: Duration = Duration::from_secs(2);
 
-/// Why a range is not read ahead to its end.
+/// Where and why reading a range ahead stops.
 struct Refused {
     /// The first offset that is not read.
     from: u64,
-    /// Because enough of its source is on its way; otherwise because there is no room.
+    /// Whether the reason is that enough of its source is under way; otherwise memory is short.
     is_put_off: bool,
 }
 
 impl CacheInner {
-    /// Notices where a tensor in the source's page cache is asked for page by page.
+    /// Notices if a tensor in the source's page cache is requested page by page.
     pub(super) fn watch_storm(&self, file: &Arc<CachedFile>, range: Range<u64>) {
         let Some(on_storm) = &file.on_storm else { return };
         let request = Request { range, reader: 0, late: false, now: self.now() };
@@ -39,12 +39,12 @@ impl CacheInner {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Memory for what is read ahead, at most: the rest is for readers who wait.
+    /// Most memory for readahead; the rest is for waiting readers.
     fn ahead_max(&self) -> u64 {
         self.budget.limit() / 4 * 3
     }
 
-    /// Reads ahead what is likely to be asked for next.
+    /// Reads ahead the ranges that are likely to be requested next.
     pub(super) fn look_ahead(
         self: &Arc<Self>,
         file: &Arc<CachedFile>,
@@ -52,7 +52,8 @@ impl CacheInner {
         range: &Range<u64>,
         late: bool,
     ) {
-        // Before the planner is locked, for which others wait.
+        // The orders are sorted before the planner is locked, because other reads wait for its
+        // lock.
         file.reader.sort_orders();
         let request = Request { range: range.clone(), reader, late, now: self.now() };
         let most = self.ahead_max();
@@ -70,7 +71,7 @@ impl CacheInner {
         }
     }
 
-    /// Reads `ranges` ahead, as far as there is room.
+    /// Reads `ranges` ahead, as far as memory allows.
     fn read_all_ahead(
         self: &Arc<Self>,
         file: &Arc<CachedFile>,
@@ -91,7 +92,7 @@ impl CacheInner {
         }
     }
 
-    /// Reads `range` ahead, as far as that goes.
+    /// Reads `range` ahead, as far as possible.
     fn read_ahead(
         self: &Arc<Self>,
         file: &Arc<CachedFile>,
@@ -102,7 +103,7 @@ impl CacheInner {
         while at < range.end {
             let end = (at + file.reader.block_len(at)).min(range.end);
             let plan = file.reader.plan_block(at..end);
-            // From there the read itself takes it, with one copy less.
+            // The read itself copies these bytes from the page cache, with one copy less.
             if plan.is_cached(&self.engine) {
                 at = end;
                 continue;
@@ -113,7 +114,7 @@ impl CacheInner {
                 at = over;
                 continue;
             }
-            // Enough of the source is on its way: memory is not what lacks.
+            // If enough of the source is under way, memory is not the limit.
             let is_put_off = state.loading.refusing(&plan, self.ahead_max()).is_some();
             let may = state.queue.is_empty() && !is_put_off;
             let reservation =
@@ -131,8 +132,8 @@ impl CacheInner {
         Ok(())
     }
 
-    /// Memory of `need` bytes for what nobody asked for yet. Blocks make way for it that were
-    /// read ahead of a reader who went elsewhere, and those that nobody has asked for lately.
+    /// Reserves `need` bytes for readahead. If necessary, evicts blocks that were read ahead of
+    /// readers that went elsewhere, and blocks without recent requests.
     fn reserve_ahead(
         &self,
         state: &mut State,
@@ -151,8 +152,8 @@ impl CacheInner {
         self.budget.try_reserve(need)
     }
 
-    /// Drops the blocks in `range` of which nothing is planned any more; those that are being
-    /// read, once they are there.
+    /// Drops the blocks in `range` without planned bytes. Blocks that are being read are dropped
+    /// once they are loaded.
     pub(super) fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
         let State { files, idle, .. } = state;
         let Some(blocks) = files.get_mut(&file.id).map(|file| &mut file.blocks) else { return };
@@ -162,7 +163,7 @@ impl CacheInner {
         let planner = file.planner.lock();
         for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
             match &block.data {
-                // Another reader may still come to its other part.
+                // Another reader may still need the other part of the block.
                 _ if planner.is_planned(&(start..block.end)) => {}
                 Data::Ready(..) => dropped.push(start),
                 Data::Loading { waiters, .. } => block.left = waiters.is_empty(),
@@ -177,8 +178,8 @@ impl CacheInner {
         }
     }
 
-    /// Drops a block that nobody has asked for since `age`, if there is one among the oldest.
-    /// Blocks that were read ahead stay longer while their file is read.
+    /// Evicts a block without requests for `age`, if there is one among the oldest. Blocks that
+    /// were read ahead stay longer while their file is read.
     pub(super) fn evict_stale(&self, state: &mut State, age: Duration) -> bool {
         let State { files, idle, .. } = state;
         let is_stale = |(&(id, start), since): (&(u64, u64), &Instant)| {

@@ -32,7 +32,7 @@ fn fixture() -> Fixture {
 }
 
 impl Fixture {
-    /// A new file of so many MiB, each of which consists of one byte.
+    /// Creates a file of `mib` MiB, each filled with its own number.
     fn file(&self, name: &str, mib: u8) -> Arc<CachedFile> {
         let path = self.folder.path().canonicalize().unwrap().join(name);
         let bytes: Vec<u8> = (0..mib).flat_map(|n| vec![n; MIB as usize]).collect();
@@ -40,7 +40,7 @@ impl Fixture {
         self.cache.open(Reader::whole(Source::open(&path).unwrap()), None)
     }
 
-    /// Begins a read; what it is answered arrives at the receiver.
+    /// Begins a read, whose answer arrives at the receiver.
     fn read(&self, file: &Arc<CachedFile>, range: Range<u64>) -> Receiver<Vec<u8>> {
         let (send, receive) = channel();
         let answer = move |outcome: std::result::Result<&[u8], &Error>| {
@@ -67,7 +67,7 @@ impl Fixture {
     }
 }
 
-// Blocks that nobody asks for any more kept what is read ahead out until they were dropped.
+// Blocks without further requests once left no memory for readahead until they were dropped.
 #[test]
 fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
     let now = Instant::now();
@@ -91,7 +91,7 @@ fn left(fixture: &Fixture, file: &Arc<CachedFile>, range: Range<u64>) -> Vec<u64
     state.of(file).blocks.keys().copied().take_while(|&at| at < 4 * MIB).collect()
 }
 
-// Blocks of which a page was asked for stayed when their reader went elsewhere.
+// Blocks with a requested page once stayed when their reader went elsewhere.
 #[test]
 fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
     let fixture = fixture();
@@ -109,7 +109,7 @@ fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
     assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));
 }
 
-// A block went where its last part was left and its first part had been asked for in part.
+// A block was once dropped if its last part was left and its first part had been requested in part.
 #[test]
 fn a_block_stays_that_another_reader_still_needs_a_part_of() {
     let fixture = fixture();
@@ -123,7 +123,8 @@ fn a_block_stays_that_another_reader_still_needs_a_part_of() {
     assert_eq!(left(&fixture, &file, MIB + MIB / 2..end), [3 * MIB]);
 }
 
-// The planner took them for held until their stream had gone, and did not plan them again.
+// The planner once took evicted blocks for held until their stream was gone, and did not plan them
+// again.
 #[test]
 fn the_planner_learns_of_blocks_that_make_way_before_anybody_has_asked_for_them() {
     let fixture = fixture();
@@ -135,7 +136,8 @@ fn the_planner_learns_of_blocks_that_make_way_before_anybody_has_asked_for_them(
 }
 
 /// Reads pages of `file`, one after the other, until one has to wait in the queue behind the
-/// read that stands there, which is kept from growing older than a second. Its answer.
+/// read that stands there, which is kept from growing older than a second. Returns the receiver of
+/// the waiting read.
 fn read_until_one_waits(fixture: &Fixture, file: &Arc<CachedFile>) -> Receiver<Vec<u8>> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -156,7 +158,7 @@ fn a_read_that_waits_long_for_much_memory_is_no_longer_overtaken_by_small_ones()
     let (large, small) = (fixture.file("large", 16), fixture.file("small", 16));
     let held = fixture.budget.try_reserve(12 * MIB).unwrap();
     let first = fixture.read(&large, 0..8 * MIB);
-    // Not yet.
+    // A small read may still overtake it.
     fixture.read(&small, 0..4096).recv_timeout(PATIENCE).unwrap();
     let second = read_until_one_waits(&fixture, &small);
     drop(held);
@@ -180,7 +182,7 @@ fn a_read_that_waits_long_for_its_source_holds_back_others_of_that_one_only() {
     assert_eq!(second.recv_timeout(PATIENCE).unwrap(), [8; 4096]);
 }
 
-/// Notes for each line in the log whether the cache was locked as long as it was written.
+/// Records for each line of the log whether the cache was locked while it was written.
 struct Log {
     cache: Cache,
     locked: Arc<Mutex<Vec<bool>>>,
@@ -211,7 +213,8 @@ impl tracing::Subscriber for Log {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-// All sources of a block, thousands perhaps, were looked at while everybody else waited.
+// All sources of a block, perhaps thousands, were once checked while other reads waited for the
+// lock.
 #[test]
 fn whether_a_source_has_changed_is_looked_at_without_the_lock() {
     let fixture = fixture();

@@ -1,6 +1,6 @@
-//! Reads without blocks, each on a thread of its own: what takes more memory than there is
-//! because it is large, or because thousands of shards have a part in it. Few at a time, and
-//! with a deadline like all others.
+//! Reads without blocks, each on a thread of its own: reads that need too much memory because they
+//! are large, or because thousands of shards have a part in them. Only a few run at a time, with a
+//! deadline like all others.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -8,14 +8,14 @@ use std::sync::Arc;
 use super::{CacheInner, ReadRequest, State, too_late};
 use crate::sync::Mutex;
 
-/// Most of them, those included whose thread the source does not give back.
+/// Most such reads, including those whose thread still waits for the source after the answer.
 const UNCACHED_MAX: usize = 4;
 
-/// A read whose thread has not come back; empty once it is answered.
+/// A read whose thread has not ended; `None` once it is answered.
 pub(super) type UncachedRead = Arc<Mutex<Option<ReadRequest>>>;
 
 impl State {
-    /// Takes a read in, or gives it back where there are too many.
+    /// Takes a read in, or returns it if there are too many.
     pub(super) fn take_uncached(
         &mut self,
         request: ReadRequest,
@@ -35,7 +35,7 @@ impl CacheInner {
         self.deadlines.added();
         let (this, known) = (self.clone(), uncached.clone());
         let read = move || this.answer_uncached(&known);
-        // Where no thread can be had the read is dropped, which answers it with an error.
+        // If no thread can be started, the read is dropped, which answers it with an error.
         if let Err(e) = std::thread::Builder::new().name("read".to_owned()).spawn(read) {
             tracing::error!("cannot start a thread: {e}");
             self.strike_out(&uncached);
@@ -50,7 +50,7 @@ impl CacheInner {
             let read = || file.reader.read_at(range.start, &mut bytes);
             let outcome = catch_unwind(AssertUnwindSafe(read));
             let request = uncached.lock().take();
-            // After a panic it is dropped, which answers it with an error.
+            // After a panic the read is dropped, which answers it with an error.
             if let (Some(request), Ok(outcome)) = (request, outcome) {
                 self.answer(request, outcome.as_ref().map(|_| bytes.as_slice()));
             }
@@ -63,7 +63,7 @@ impl CacheInner {
         self.state.lock().uncached.retain(|other| !Arc::ptr_eq(other, uncached));
     }
 
-    /// Answers those that are overdue.
+    /// Fails the reads that are overdue.
     pub(super) fn expire_uncached(&self) {
         let Some(timeout) = self.timeout else { return };
         let all = self.state.lock().uncached.clone();

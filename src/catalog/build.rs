@@ -1,4 +1,4 @@
-//! From the headers of the shards of one set to its catalog.
+//! Builds the catalog of a set from the headers of its shards.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -96,7 +96,7 @@ fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str
     refs
 }
 
-/// The only piece of a tensor, where it plainly is all of it; and whether the note says the shape.
+/// The only piece of a tensor, if it is all of it, and whether the note records the whole shape.
 fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bool)> {
     let [one] = same else { return None };
     let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
@@ -109,7 +109,7 @@ fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bo
 fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
     let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
     let (Stored { dtype, shape, start, .. }, place) = (pieces.get(at), pieces.place(at));
-    // Checked with the header: it ends in its file.
+    // The header was checked: the piece ends within its file.
     let len = dtype.bits_of(shape).unwrap_or(0) / 8;
     let box_id = BoxSlice {
         shard: ShardId(one.shard),
@@ -123,12 +123,12 @@ fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
 /// The beginning of a name that ends in a number and its separator.
 fn before_number(name: &str) -> Option<&str> {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
-    // A point separates the names of modules, of which many are numbers.
+    // A dot separates the names of modules, and many of these are numbers.
     (stem.len() < name.len() && !stem.ends_with('.')).then_some(stem)
 }
 
-/// Refuses an entry whose note has lost the name of its tensor: one that is numbered like the
-/// pieces of a tensor, but stands for a tensor of its own.
+/// Refuses an entry whose note has lost the name of its tensor: it is numbered like the pieces of a
+/// tensor, but the note makes it a tensor of its own.
 fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<(), Fault> {
     let entries = || {
         let shards = shards.iter().zip(pieces);
@@ -163,7 +163,7 @@ fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<()
 struct Listed<'a> {
     map: &'a ShardOf,
     shards: &'a [&'a ShardHeader],
-    /// By file of the map: the shard.
+    /// The shard of each file of the map.
     shard_of_file: Vec<Option<u32>>,
 }
 
@@ -177,8 +177,9 @@ impl<'a> Listed<'a> {
         Listed { map, shards, shard_of_file }
     }
 
-    /// Takes the tensors out of `refs`, which are by name, that the map sends elsewhere, and notes
-    /// those and the ones that it does not name. Returns what is wrong with the map first.
+    /// Removes the tensors from `refs` that the map assigns to another shard. Adds a note for each
+    /// of them and for each tensor that the map does not name. `refs` are sorted by name. Returns
+    /// the first error of the map.
     fn settle<'n>(
         &self,
         refs: &mut Vec<Ref>,
@@ -187,7 +188,7 @@ impl<'a> Listed<'a> {
     ) -> Option<Fault> {
         let wrong = self.first_wrong(refs, name);
         let mut line = 0;
-        // Each with the line of the map that names it.
+        // Shard, position, and the line of the map that names the tensor.
         let mut odd: Vec<(u32, u32, Option<usize>)> = Vec::new();
         refs.retain(|one| {
             let own = name(one);
@@ -215,8 +216,8 @@ impl<'a> Listed<'a> {
         wrong
     }
 
-    /// The first line of the map, by tensor name, that names a shard or a tensor that is not there.
-    /// `refs` are all tensors by name.
+    /// The error of the first line of the map, by tensor name, whose shard or tensor does not
+    /// exist. `refs` are all tensors, sorted by name.
     fn first_wrong<'n>(&self, refs: &[Ref], name: &impl Fn(&Ref) -> &'n str) -> Option<Fault> {
         let mut rest = refs;
         for (line, (tensor, file)) in self.map.iter().enumerate() {
@@ -257,7 +258,7 @@ fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
     shards
 }
 
-/// A catalog with the shards and merged metadata, still without tensors.
+/// A catalog with the shards and merged metadata, but no tensors yet.
 fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let tensors = || shards.iter().map(|shard| shard.header.tensors());
     let numbers =

@@ -1,6 +1,6 @@
 //! The proof that the pieces of a tensor cover each of its elements exactly once.
 //!
-//! It compares corners of boxes (see `tiling`) and needs no buffer of the size of the tensor, so a
+//! It compares corners of boxes (see `tiling`) and needs no buffer of the size of the tensor. So a
 //! small file that claims terabytes is refused at once.
 
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, Fault};
 pub(super) struct FoundPiece {
     pub(super) dtype: Dtype,
     pub(super) box_id: BoxSlice,
-    /// The shape of the whole tensor, where the shard records it.
+    /// The shape of the whole tensor, if the shard records it.
     pub(super) whole_shape: Option<Vec<u64>>,
 }
 
@@ -23,14 +23,14 @@ pub(super) struct FoundPiece {
 pub(super) struct Covered {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
-    /// Whether a shard records the shape, so that it need not be inferred from the pieces.
+    /// Whether a shard records the shape. If none does, it is inferred from the pieces.
     pub(super) shape_recorded: bool,
-    /// By shard and offset.
+    /// Pieces, sorted by shard and offset.
     pub(super) pieces: Vec<BoxSlice>,
     pub(super) replicas: Vec<BoxSlice>,
 }
 
-/// Proves that `found` (in shard order, at least one) is a tensor, and makes it.
+/// Proves that `found` (in shard order, at least one) covers a tensor, and returns it.
 pub(super) fn prove<'a>(
     found: Vec<FoundPiece>,
     shard_name: impl Fn(ShardId) -> &'a str,
@@ -78,7 +78,7 @@ pub(super) fn prove<'a>(
     Ok(Covered { dtype, shape, shape_recorded, pieces, replicas })
 }
 
-/// Refuses `tensor` where it is not the `dtype` and `shape` that a reference knows.
+/// Refuses `tensor` unless it has the `dtype` and `shape` of the reference.
 pub(super) fn check_known<'a>(
     tensor: &Tensor<'_>,
     dtype: Dtype,
@@ -119,8 +119,8 @@ fn agree<'a>(found: &[FoundPiece], shard_name: &impl Fn(ShardId) -> &'a str) -> 
     Ok(())
 }
 
-/// The shape that the shards record for the whole tensor, if any does. All that do agree, and
-/// hold all pieces.
+/// The shape that the shards record for the whole tensor, `None` if none does. Refuses recorded
+/// shapes that differ, and pieces outside the recorded shape.
 fn recorded_shape<'a>(
     found: &[FoundPiece],
     shard_name: &impl Fn(ShardId) -> &'a str,
@@ -144,11 +144,12 @@ fn recorded_shape<'a>(
 
 /// The end of a piece in each dimension.
 fn ends(piece: &BoxSlice) -> impl Iterator<Item = u64> {
-    // No overflow: `dcp::placements` has checked each sum.
+    // The sum does not overflow: `dcp::placements` has checked it.
     piece.offset.iter().zip(&piece.shape).map(|(first, size)| first + size)
 }
 
-/// The smallest shape that holds all pieces: that of the tensor, unless its end is lost.
+/// The smallest shape that holds all pieces. It is the shape of the tensor, unless its last pieces
+/// are lost.
 fn reach(pieces: &[BoxSlice]) -> Vec<u64> {
     let mut shape: Vec<u64> = ends(&pieces[0]).collect();
     for piece in &pieces[1..] {
@@ -157,8 +158,9 @@ fn reach(pieces: &[BoxSlice]) -> Vec<u64> {
     shape
 }
 
-/// Takes pieces whose box stands earlier in the list, which is by shard, out of it. Savers write a
-/// box once in a file: twice is refused, as nothing tells which one is meant.
+/// Moves pieces whose box is earlier in the list, which is sorted by shard, to the returned list.
+/// Savers write a box once per file. A box that is twice in a file is refused, because nothing
+/// tells which one is valid.
 fn split_replicas<'a>(
     pieces: &mut Vec<BoxSlice>,
     shard_name: &impl Fn(ShardId) -> &'a str,
@@ -195,7 +197,7 @@ fn shown(bounds: &BoxBounds) -> String {
     format!("[{}]", dims.join(", "))
 }
 
-/// Two of `pieces` hold the element `place`.
+/// The error for an element `place` that two of `pieces` hold.
 fn overlap<'a>(
     shape: &[u64],
     pieces: &[BoxSlice],
@@ -219,8 +221,8 @@ fn overlap<'a>(
     Fault::new(ErrorKind::DcpOverlap, message)
 }
 
-/// No piece holds the element `place`. `reached` is the shape that the pieces make together, and
-/// `shards` are where any piece lies, in order.
+/// The error for an element `place` that no piece holds. `reached` is the smallest shape that holds
+/// all pieces, and `shards` are the shards with pieces, in order.
 fn hole<'a>(
     shape: &[u64],
     reached: &[u64],
@@ -238,7 +240,7 @@ fn hole<'a>(
     };
     let elements = |shape: &[u64]| shape.iter().product::<u64>();
     let held = pieces.iter().map(|piece| elements(&piece.shape));
-    // Pieces may overlap besides, and pass the whole together.
+    // Pieces may also overlap, so that their sum exceeds the whole.
     let held = held.fold(0, u64::saturating_add);
     let count = match elements(shape).checked_sub(held).filter(|missing| *missing > 0) {
         Some(missing) => format!("{missing} elements of shape {shape:?} missing"),

@@ -1,5 +1,5 @@
-//! The headers of the shards of a folder, in columns: a few large vectors for all of them, so that
-//! a million tensors take little more than their names, and give it back at once.
+//! The headers of the shards of a folder, in columns: a few large vectors for all of them. A
+//! million tensors take little more memory than their names, and it is freed at once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -12,16 +12,16 @@ use crate::format::safetensors::Header;
 use crate::format::{ShardDescription, TensorDescription};
 use crate::sync::Mutex;
 
-/// Marks what a note does not say.
+/// Marks a field that a note does not have.
 const NONE: u32 = u32::MAX;
 
-/// Headers that are read by several threads, until the first one is looked at.
+/// Headers that several threads add to, until the first one is looked up.
 #[derive(Debug)]
 pub struct Heads {
-    /// None once they are looked at.
+    /// `None` after the first look-up.
     filling: Mutex<Option<HeadColumns>>,
     filled: OnceLock<HeadColumns>,
-    /// Whether the text of a sharding note stays, as the metadata of a file that is shown alone.
+    /// Whether the text of a sharding note is kept: it is metadata of a file that is shown alone.
     keeps_notes: bool,
 }
 
@@ -49,12 +49,12 @@ struct HeadColumns {
     /// First bytes in the shard.
     starts: Vec<u64>,
     lists: NumberPool,
-    /// Of files with a sharding note.
+    /// Tensors of files with a sharding note.
     places: Vec<NotePlace>,
     logical_names: TextPool,
 }
 
-/// What a sharding note says of one tensor: numbers in `lists` and `logical_names`, or `NONE`.
+/// The note of one tensor: numbers in `lists` and `logical_names`, or `NONE`.
 #[derive(Clone, Copy, Debug)]
 struct NotePlace {
     offset: u32,
@@ -65,26 +65,26 @@ struct NotePlace {
 /// The header of one shard.
 #[derive(Clone, Debug)]
 pub struct Head {
-    /// Where its tensors are; none where they are no longer needed.
+    /// The columns with its tensors, empty if they are no longer needed.
     heads: Arc<Heads>,
     tensors: Range<usize>,
-    /// The free-form strings, where the file has any.
+    /// The free-form strings, if the file has any.
     pub metadata: Option<BTreeMap<String, String>>,
     /// The bytes of the shard that describe the others, ascending.
     pub described: Vec<Range<u64>>,
     note: Option<Result<Note, Fault>>,
 }
 
-/// What a good sharding note says.
+/// A valid sharding note.
 #[derive(Clone, Copy, Debug)]
 struct Note {
-    /// Where in `places` its tensors begin.
+    /// Position in `places` of its first tensor.
     first_place: usize,
     is_whole: bool,
     records_shapes: bool,
 }
 
-/// The tensors of a header, to be looked at.
+/// The tensors of a header, for look-ups.
 #[derive(Clone, Copy)]
 pub(super) struct HeadTensors<'a> {
     columns: &'a HeadColumns,
@@ -103,7 +103,7 @@ pub(super) struct Stored<'a> {
     pub(super) start: u64,
 }
 
-/// What a sharding note says of a piece.
+/// The entry of a piece in a sharding note.
 #[derive(Clone, Copy)]
 pub(super) struct NotedPlace<'a> {
     pub(super) logical_name: Option<&'a str>,
@@ -147,7 +147,7 @@ fn range_of(ends: &[u64], at: usize) -> Range<usize> {
 }
 
 impl Heads {
-    /// For the shards of a folder: a plain note is not kept once it is read.
+    /// Headers of the shards of a folder: the text of a plain note is not kept.
     pub fn without_notes() -> Heads {
         Heads { keeps_notes: false, ..Heads::default() }
     }
@@ -172,7 +172,7 @@ impl Heads {
         let mut filling = self.filling.lock();
         let Some(columns) = filling.as_mut() else {
             drop(filling);
-            // These are being looked at already.
+            // Look-ups have begun, so that nothing can be added here.
             return Arc::new(Heads::default()).push(shard, placed);
         };
         let tensors = columns.push(&shard);
@@ -238,7 +238,7 @@ impl HeadColumns {
     }
 }
 
-/// Leaves of a sharding note that it was there.
+/// Empties the sharding note, but keeps its key.
 fn forget_note(metadata: &mut Option<BTreeMap<String, String>>) {
     if let Some(note) = metadata.as_mut().and_then(|map| map.get_mut(dcp::SHARDING_INFO)) {
         *note = String::new();
@@ -272,18 +272,17 @@ impl Head {
         dcp::is_shard(self.metadata.as_ref())
     }
 
-    /// Whether a file with a sharding note holds whole tensors, as far as the note tells.
+    /// Whether a file with a sharding note holds only whole tensors, according to the note.
     pub fn is_whole(&self) -> bool {
         matches!(&self.note, Some(Ok(note)) if note.is_whole)
     }
 
-    /// Whether the note of the file says the whole shape of every tensor.
+    /// Whether the note of the file records the whole shape of every tensor.
     pub fn records_shapes(&self) -> bool {
         matches!(&self.note, Some(Ok(note)) if note.records_shapes)
     }
 
-    /// The same without its tensors and what the note says, which a proved checkpoint no longer
-    /// needs.
+    /// A copy without tensors and note, which a proved checkpoint no longer needs.
     pub fn without_tensors(&self) -> Head {
         let mut metadata = self.metadata.clone();
         forget_note(&mut metadata);
@@ -302,7 +301,7 @@ impl Head {
         HeadTensors { columns, first, len, first_place }
     }
 
-    /// Its tensors, each with what the note says of it.
+    /// Its tensors with the entries of the note. Fails without a valid note.
     pub(super) fn pieces(&self) -> Result<HeadTensors<'_>, Fault> {
         match &self.note {
             None => Err(dcp::no_note()),
@@ -332,7 +331,7 @@ impl<'a> HeadTensors<'a> {
         }
     }
 
-    /// How many numbers the shape at `at` has.
+    /// Number of dimensions of the tensor at `at`.
     pub(super) fn rank(&self, at: usize) -> usize {
         self.columns.lists.get(self.columns.shapes[self.first + at]).len()
     }

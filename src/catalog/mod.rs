@@ -1,8 +1,8 @@
-//! What a checkpoint holds: every tensor, and where in which shard each piece of it lies.
+//! The catalog of a checkpoint: every tensor, and the shard and byte range of each of its pieces.
 //!
-//! Invariant: a `Catalog` is proved. The pieces of each tensor agree on dtype, do not overlap
-//! and cover every element once; nothing else can be built.
-//! Pure: made from parsed headers, opens no file.
+//! Invariant: a `Catalog` is proved. The pieces of each tensor agree on dtype, do not overlap and
+//! cover every element once. No other catalog can be built. The module is pure: it takes parsed
+//! headers and opens no file.
 
 mod build;
 mod coverage;
@@ -59,16 +59,16 @@ impl Shard {
 /// A proved checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
-    /// Its files, numerically by name.
+    /// Its files, in natural order of their names.
     pub shards: Vec<Shard>,
     /// Shared by the catalogs of files that are links to one inode.
     pub(crate) columns: Arc<TensorColumns>,
-    /// The metadata of all shards, merged; without the keys that describe sharding. None where no
-    /// shard has other ones, or an empty map.
+    /// The metadata of all shards, merged, without the keys that describe sharding. `None` if no
+    /// shard has other keys or an empty map.
     pub metadata: Option<Arc<BTreeMap<String, String>>>,
     /// Whether the shards record the whole shape of every tensor, so that a lost end is noticed.
     pub shapes_recorded: bool,
-    /// What is unusual but not wrong, a line each.
+    /// Findings that are unusual but no errors, one line each.
     pub notes: Vec<String>,
 }
 
@@ -86,7 +86,7 @@ pub struct ShardHeader {
 impl Catalog {
     /// Catalog of the shards of a Hugging Face checkpoint: every tensor whole in one shard.
     ///
-    /// A weight map decides where a tensor is; without one, no name may stand in two shards.
+    /// A weight map decides which shard holds a tensor. Without one, no name may be in two shards.
     pub fn of_whole_tensors(
         shards: &[&ShardHeader],
         map: Option<&WeightMap>,
@@ -94,9 +94,9 @@ impl Catalog {
         build::of_whole_tensors(shards, map)
     }
 
-    /// Catalog of torch DCP shards, each tensor put together from boxes.
+    /// Catalog of torch DCP shards, each tensor merged from boxes.
     ///
-    /// A weight map that names the shards has to agree with them.
+    /// A weight map that names the shards must agree with them.
     pub fn of_dcp_shards(
         shards: &[&ShardHeader],
         map: Option<&WeightMap>,
@@ -104,7 +104,7 @@ impl Catalog {
         build::of_dcp_shards(shards, map)
     }
 
-    /// The catalog of a file that is another link to the only one of this catalog.
+    /// The catalog of a file that is another link to the only shard of this catalog.
     pub(crate) fn of_link(&self, shard: &ShardHeader) -> Catalog {
         let shards = vec![Shard::of(shard)];
         Catalog { shards, notes: Vec::new(), ..self.clone() }
@@ -142,7 +142,7 @@ impl Catalog {
 
     /// Bytes of tensor data.
     pub fn data_len(&self) -> u64 {
-        // Sparse files can claim more than there are numbers for.
+        // The headers of sparse files can claim more than 2^64 bytes in all.
         self.tensors().fold(0, |sum, tensor| sum.saturating_add(tensor.len))
     }
 
@@ -155,7 +155,7 @@ impl Catalog {
                 .all(|(a, b)| (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape))
     }
 
-    /// Refuses a catalog that does not hold exactly what `reference` knows.
+    /// Refuses a catalog that does not hold exactly the tensors and files of `reference`.
     pub fn check_reference(&self, reference: &Reference) -> Result<(), Fault> {
         if let Some(shards) = &reference.shards {
             self.check_shard_files(shards)?;
@@ -228,7 +228,7 @@ impl Catalog {
 /// Names printed in one message.
 const NAMED_MAX: usize = 4;
 
-/// Some of `names`, and how many more there are.
+/// The first `NAMED_MAX` of `names`, and the number of further ones.
 pub(crate) fn named_some<'a>(names: impl Iterator<Item = &'a str>) -> String {
     let names: Vec<&str> = names.collect();
     let mut text = names[..names.len().min(NAMED_MAX)].join(", ");

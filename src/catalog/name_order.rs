@@ -1,16 +1,16 @@
-//! Sorting very many names that have long beginnings in common.
+//! Sorts many names that share long prefixes.
 
-/// Names fewer than this are compared as a whole.
+/// Fewer names than this are compared as a whole.
 const FEW: usize = 24;
 
 /// Bytes of a name that are compared at a time.
 const KEY_LEN: usize = 8;
 
-/// Bytes from which on names are compared as a whole: what a file says must not set how deep the
-/// stack gets.
+/// Depth in bytes from which names are compared as a whole, so that a file does not set the depth
+/// of the stack.
 const DEPTH_MAX: usize = 2048;
 
-/// A tensor or piece among all of its set.
+/// A tensor or piece of the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ref {
     key: u64,
@@ -38,7 +38,7 @@ pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth
     let first = name(&refs[0]);
     let common = refs.iter().fold(first.len(), |common, other| {
         let other = name(other);
-        // Mostly all of it is.
+        // Usually the whole common part is equal again.
         let most = common.min(other.len());
         if other[depth..most] == first[depth..most] {
             return most;
@@ -57,7 +57,7 @@ pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth
         if same.len() == 1 {
             continue;
         }
-        // A name that ends here was filled with zeros, which another one may have as bytes.
+        // A name that ends here was padded with zeros, and another name may have zero bytes there.
         if same.iter().any(|one| name(one).len() < common + KEY_LEN) {
             compare_whole(same, name, common);
         } else {

@@ -1,5 +1,5 @@
-//! The tensors of a catalog, in columns: a few large vectors instead of some allocations for each
-//! tensor, since a checkpoint may have a million of them.
+//! The tensors of a catalog, in columns: a few large vectors instead of several allocations per
+//! tensor, because a checkpoint may have a million tensors.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,16 +14,16 @@ pub(crate) type ListId = u32;
 /// Marks a piece that is its whole tensor.
 pub(crate) const WHOLE: u32 = u32::MAX;
 
-/// Most tensors and pieces of one catalog with all numbers of their boxes: positions are kept
-/// in 32 bits.
+/// Maximum number of tensors and pieces of one catalog, plus all numbers of their boxes: positions
+/// have 32 bits.
 pub(super) const ROWS_MAX: usize = (u32::MAX / 2) as usize;
 
-/// Lists of numbers, each kept once: shapes, and offsets of boxes.
+/// Lists of numbers, each stored once: shapes, and offsets of boxes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Lists {
     /// All lists, one after another.
     pub(crate) numbers: Vec<u64>,
-    /// Where in `numbers` each list ends.
+    /// End of each list in `numbers`.
     pub(crate) ends: Vec<u32>,
 }
 
@@ -41,7 +41,7 @@ impl Lists {
     }
 }
 
-/// A piece: where it lies, and which box of the tensor it is.
+/// A piece: its place in a shard and its box of the tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PieceRow {
     pub(crate) shard: ShardId,
@@ -51,24 +51,24 @@ pub(crate) struct PieceRow {
     pub(crate) start: u64,
 }
 
-/// The columns. Those of tensors are by name.
+/// The columns. Tensors are sorted by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TensorColumns {
     /// All names, one after another.
     pub(crate) names: String,
-    /// Where in `names` each name ends.
+    /// End of each name in `names`.
     pub(crate) name_ends: Vec<u64>,
     pub(crate) dtypes: Vec<Dtype>,
     pub(crate) shapes: Vec<ListId>,
-    /// Where in `pieces` the pieces of each tensor end.
+    /// End of the pieces of each tensor in `pieces`.
     pub(crate) piece_ends: Vec<u32>,
     pub(crate) pieces: Vec<PieceRow>,
-    /// Further copies of pieces, with the position of their tensor, in its order.
+    /// Further copies of pieces, with the position of their tensor, sorted by it.
     pub(crate) replicas: Vec<(u32, PieceRow)>,
     /// Boxes: offset and shape.
     pub(crate) boxes: Vec<(ListId, ListId)>,
     pub(crate) lists: Lists,
-    /// As many zeros as the longest shape has dimensions: the offset of whole pieces.
+    /// One zero for each dimension of the longest shape: the offset of whole pieces.
     pub(crate) zeros: Vec<u64>,
 }
 
@@ -155,8 +155,8 @@ impl<'a> Tensor<'a> {
         self.at as usize
     }
 
-    /// Pieces that cover it once, by shard and offset. Pieces without elements are left out
-    /// unless the tensor has none either.
+    /// Pieces that cover it once, by shard and offset. Empty pieces are left out, unless the tensor
+    /// is empty.
     pub fn pieces(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
         let tensor = *self;
         self.rows().iter().map(move |row| tensor.piece(row))
@@ -193,7 +193,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Bytes of a box that was checked before: no product overflows.
+/// Bytes of a box. It was checked before, so no product overflows.
 fn len(dtype: Dtype, shape: &[u64]) -> u64 {
     shape.iter().product::<u64>() * dtype.bits() / 8
 }
@@ -205,7 +205,7 @@ impl fmt::Debug for Tensor<'_> {
     }
 }
 
-/// A piece as it comes from a header.
+/// A piece from a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BoxSlice {
     pub(super) shard: ShardId,
@@ -224,7 +224,7 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    /// One with room for tensors whose names have these lengths.
+    /// A builder with room for tensors whose names have these lengths.
     pub(super) fn with_room(lens: impl Iterator<Item = usize>) -> Builder {
         let (count, bytes) = lens.fold((0, 0), |(count, bytes), len| (count + 1, bytes + len));
         let mut builder = Builder::default();
@@ -237,8 +237,8 @@ impl Builder {
         builder
     }
 
-    /// Adds a tensor with its pieces, which cover it. Tensors come by name, and no more than
-    /// `ROWS_MAX` tensors and pieces in all.
+    /// Adds a tensor with its pieces, which cover it. The caller adds tensors in order of their
+    /// names, and at most `ROWS_MAX` tensors and pieces in all.
     pub(super) fn push(
         &mut self,
         name: &str,
@@ -259,7 +259,7 @@ impl Builder {
         self.push_head(name, dtype, shape);
     }
 
-    /// Likewise one that is a single piece from `start` on.
+    /// Adds a tensor that is a single piece from `start` on.
     pub(super) fn push_whole(
         &mut self,
         name: &str,

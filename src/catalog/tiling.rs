@@ -1,24 +1,27 @@
-//! Whether boxes fill a shape: whether each element lies in exactly one of them.
+//! The proof that boxes fill a shape: each element lies in exactly one of them.
 //!
 //! The proof counts corners. A box has one unit of weight at each of its corners, positive where
 //! an even number of the corner's coordinates are ends of the box, else negative. The number of
-//! boxes over an element is the sum of the weights at all corners that are nowhere after it. So
-//! the boxes fill the shape exactly if their weights are those of the shape itself.
+//! boxes over an element is the sum of the weights of all corners whose coordinates do not exceed
+//! the element's in any dimension. So the boxes fill the shape exactly if their weights are those
+//! of the shape itself.
 //!
-//! Corners are made dimension by dimension and sorted after each: where boxes meet, most of them
-//! cancel out. That is O(n log n) for n boxes of a fixed number of dimensions, however they nest.
+//! Corners are made dimension by dimension and sorted after each: where boxes meet, most corners
+//! cancel out. That takes O(n log n) for n boxes of a fixed number of dimensions, however they
+//! nest.
 
 use std::cmp::Ordering;
 
 use super::tensors::BoxSlice;
 
-/// Most corners held at a time, 12 bytes each; and most for each box beside some: those of boxes
-/// that fill a shape mostly cancel out.
+/// Maximum number of corners held at a time, 12 bytes each: `CORNERS_MIN` plus
+/// `CORNERS_PER_BOX_MAX` per box, at most `CORNERS_MAX`. Corners of boxes that fill a shape mostly
+/// cancel out.
 const CORNERS_MAX: usize = 1 << 23;
 const CORNERS_PER_BOX_MAX: usize = 16;
 const CORNERS_MIN: usize = 1 << 16;
 
-/// Most boxes of which each is compared with each, where they have too many corners.
+/// Maximum number of boxes that are compared pair by pair if they have too many corners.
 const PAIRS_BOXES_MAX: usize = 4096;
 
 /// Why boxes do not fill a shape.
@@ -26,13 +29,13 @@ const PAIRS_BOXES_MAX: usize = 4096;
 pub(super) enum Flaw {
     /// This element lies in two boxes or more.
     Overlap(Vec<u64>),
-    /// An element lies in none. The first such one in row-major order, unless unknown.
+    /// An element lies in no box: the first one in row-major order, `None` if unknown.
     Hole(Option<Vec<u64>>),
-    /// Too many boxes of too many dimensions: not decided.
+    /// There are too many boxes of too many dimensions to decide.
     TooMany,
 }
 
-/// A corner of a box: in the dimensions done so far.
+/// A corner of a box in the dimensions done so far.
 #[derive(Clone, Copy)]
 struct Corner {
     /// Number of the box; the shape itself comes after all boxes.
@@ -50,8 +53,8 @@ struct Boxes<'a> {
     dims: Vec<usize>,
 }
 
-/// The first flaw of `boxes`, which have elements and lie in `shape`; `None` where they fill it.
-/// Adds to `steps` how many pairs of corners or boxes were compared.
+/// The first flaw of `boxes`, `None` if they fill `shape`. No box is empty, and all lie in `shape`.
+/// Adds the number of compared pairs of corners or boxes to `steps`.
 pub(super) fn flaw(boxes: &[BoxSlice], shape: &[u64], steps: &mut u64) -> Option<Flaw> {
     let is_cut = |dim: &usize| boxes.iter().any(|piece| piece.shape[*dim] != shape[*dim]);
     let dims: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
@@ -76,7 +79,7 @@ impl Boxes<'_> {
         if corner.ends >> nth & 1 == 0 { start } else { end }
     }
 
-    /// By coordinates in the first `done` dimensions, then by extent in the others.
+    /// Compares by coordinates in the first `done` dimensions, then by extent in the others.
     fn compare(&self, a: &Corner, b: &Corner, done: usize) -> Ordering {
         let by_place = (0..done).map(|nth| self.coordinate(a, nth).cmp(&self.coordinate(b, nth)));
         let rest = &self.dims[done..];
@@ -84,8 +87,8 @@ impl Boxes<'_> {
         by_place.chain(by_extent).find(|order| order.is_ne()).unwrap_or(Ordering::Equal)
     }
 
-    /// The corners whose weights differ between boxes and shape, by place, with the difference.
-    /// `None` where there are too many on the way.
+    /// The corners whose weights differ between boxes and shape, sorted by place, with the
+    /// difference. `None` if there are too many corners on the way.
     fn corners(&self, steps: &mut u64) -> Option<Vec<Corner>> {
         if self.dims.len() > u32::BITS as usize {
             return None;
@@ -109,7 +112,7 @@ impl Boxes<'_> {
         Some(corners)
     }
 
-    /// Sorts corners and makes one of those at the same place, none where their weights cancel.
+    /// Sorts corners, merges those at the same place, and drops corners whose weights cancel.
     fn cancel(&self, corners: &mut Vec<Corner>, done: usize, steps: &mut u64) {
         corners.sort_unstable_by(|a, b| {
             *steps += 1;
@@ -126,8 +129,8 @@ impl Boxes<'_> {
         corners.retain(|corner| corner.weight != 0);
     }
 
-    /// What is wrong at the first corner that remains: no other one is before it in all
-    /// dimensions, so its weight is the number of boxes there less the one that should be.
+    /// The flaw at the first corner that remains. No other corner is before it in all dimensions,
+    /// so its weight is the number of boxes there minus one.
     fn flaw_at(&self, corner: &Corner) -> Option<Flaw> {
         let mut place = vec![0; self.shape.len()];
         for (nth, &dim) in self.dims.iter().enumerate() {
@@ -136,9 +139,9 @@ impl Boxes<'_> {
         Some(if corner.weight > 0 { Flaw::Overlap(place) } else { Flaw::Hole(Some(place)) })
     }
 
-    /// Compares each box with each, and the sum of their sizes with that of the shape.
+    /// Compares each pair of boxes, and the sum of their sizes with the size of the shape.
     fn flaw_by_pairs(&self, steps: &mut u64) -> Option<Flaw> {
-        // The sizes alone show a hole, or an overlap whose place is not known.
+        // A sum below the size of the shape shows a hole, whose place is unknown.
         let mut sizes = self.boxes.iter().map(|piece| piece.shape.iter().product::<u64>());
         let filled = sizes.try_fold(0_u64, u64::checked_add);
         let elements: u64 = self.shape.iter().product();
@@ -168,7 +171,8 @@ pub(super) fn contains(piece: &BoxSlice, place: &[u64]) -> bool {
     dims.all(|((first, size), place)| first <= place && place - first < *size)
 }
 
-/// End of a box of elements that lie in none of `boxes`, from the first such element on.
+/// End of a box of elements that lie in none of `boxes`. The box begins at `place`, the first such
+/// element.
 pub(super) fn hole_end(boxes: &[BoxSlice], shape: &[u64], place: &[u64]) -> Vec<u64> {
     let mut end: Vec<u64> = place.iter().map(|first| first + 1).collect();
     for dim in (0..shape.len()).rev() {
@@ -210,7 +214,7 @@ mod tests {
         places.into_iter().map(|place| (place.clone(), count(&place))).collect()
     }
 
-    /// Boxes of a shape: some cut it by halving again and again, some are changed afterwards.
+    /// Boxes that cut a shape by repeated division, some of them changed afterwards.
     fn boxes() -> impl Strategy<Value = (Vec<u64>, Vec<BoxSlice>)> {
         let shape = prop::collection::vec(1u64..5, 0..5);
         let cuts = prop::collection::vec((any::<u8>(), any::<u8>(), any::<u8>()), 0..12);
@@ -269,22 +273,23 @@ mod tests {
                 let inside = counts(&boxes, &shape).into_iter().filter(|(at, _)| contains(&hole, at));
                 prop_assert!(inside.into_iter().all(|(_, count)| count == 0));
             }
-            // The other way, for boxes of very many dimensions, agrees on whether there is one.
+            // The comparison by pairs, for boxes of many dimensions, agrees on whether there is a
+            // flaw.
             let dims = (0..shape.len()).collect();
             let by_pairs = Boxes { boxes: &boxes, shape: &shape, dims }.flaw_by_pairs(&mut 0);
             prop_assert_eq!(by_pairs.is_some(), first.is_some());
         }
     }
 
-    /// `side` times an upright strip and the rest of the row beside it: all strips are open below
-    /// each other, and so are all rows seen from the side.
+    /// `side` pairs of an upright strip and the rest of the row beside it. All strips overlap in
+    /// one dimension, and all rows in the other.
     fn staircase(side: u64) -> Vec<BoxSlice> {
         let strip = |n| piece(&[n, n], &[side - n, 1]);
         let row = |n| piece(&[n, n + 1], &[1, side - n - 1]);
         (0..side).map(strip).chain((0..side - 1).map(row)).collect()
     }
 
-    // Corners that do not cancel are 2^dimensions for each box.
+    // A box whose corners do not cancel has 2^dimensions of them.
     #[test]
     fn boxes_that_do_not_meet_are_refused_in_few_steps() {
         for (dims, size) in [(12_u64, 30), (30, 4)] {
@@ -345,7 +350,7 @@ mod tests {
 
     #[test]
     fn boxes_of_many_dimensions_are_proved_pair_by_pair_or_not_at_all() {
-        // Each box is cut off along another dimension: 2^40 corners.
+        // Each box is cut off along another dimension, which makes 2^40 corners.
         let dims = 40;
         let shape = vec![2; dims];
         let mut boxes: Vec<BoxSlice> = Vec::new();

@@ -1,4 +1,4 @@
-//! Which files of one folder form a set, and which set wins a name.
+//! Finds the sets of files in one folder, and the set that wins each name.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -18,10 +18,10 @@ use super::load::{OpenShard, Unread, named_in, open_links, read_text};
 use super::openers::map_files;
 use super::tree::{File, Folder};
 
-/// What makes the files of a set belong together, first match first.
+/// The reason why the files of a set belong together, in the order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SetKind {
-    /// Shards that say which part of each tensor they hold.
+    /// Shards whose notes tell which part of each tensor they hold.
     Dcp,
     /// Shards named by a weight map.
     WeightMap,
@@ -34,7 +34,7 @@ pub enum SetKind {
 }
 
 impl SetKind {
-    /// The kind that a word of `as_str` means.
+    /// The kind whose `as_str` is `word`.
     pub(super) fn from_word(word: &str) -> Option<SetKind> {
         let kinds = [
             SetKind::Dcp,
@@ -57,22 +57,21 @@ impl SetKind {
         }
     }
 
-    /// Whether it is one file, in whatever format.
+    /// Whether it is one file, in any format.
     pub(super) fn is_one_file(self) -> bool {
         matches!(self, SetKind::Single | SetKind::Bintensors)
     }
 
-    /// Whether a set of this kind that is shown as `format` is a file that is served as it
-    /// stands.
+    /// Whether a set of this kind, shown as `format`, is a file that is served unchanged.
     pub(super) fn stands_as(self, format: OutputFormat) -> bool {
         self == SetKind::Single && format == OutputFormat::Safetensors
     }
 }
 
-/// The weight files of a folder, opened; those that could not be, with the reason.
+/// The weight files of a folder: each open, or the reason why it cannot be opened.
 pub(super) type Weights = BTreeMap<String, Result<OpenShard>>;
 
-/// Whether the file says of its tensors where in whole ones they lie.
+/// Whether the file has a sharding note.
 pub(super) fn is_noted(loaded: &OpenShard) -> bool {
     loaded.shard.header.is_noted()
 }
@@ -84,27 +83,27 @@ pub(super) struct Candidate {
     pub(super) kind: SetKind,
     /// Names of its weight files.
     pub(super) members: BTreeSet<String>,
-    /// Names that nothing else may show: of its weight maps, and what a bad one names.
+    /// Names that no other set may show: its weight maps, and files that they name.
     pub(super) claims: BTreeSet<String>,
     /// Its weight map: file name and content.
     pub(super) map: Option<(String, WeightMap)>,
-    /// Why it is refused without a look at its shards.
+    /// The reason why it is refused before its shards are examined.
     pub(super) refused: Option<Error>,
 }
 
 /// The sets of a folder.
 pub(super) struct Discovered {
-    /// Those that are shown if they are whole.
+    /// Sets that are shown if their proof succeeds.
     pub(super) winners: Vec<Candidate>,
-    /// Those that lost their name: the name, and their files.
+    /// Sets that lost their name to another set.
     pub(super) losers: Vec<Candidate>,
-    /// Who lost to whom, a line each.
+    /// A line for each lost name, with the winner and the loser.
     pub(super) notes: Vec<String>,
 }
 
-/// Opens the weight files of `folder`; `only` is one of them whatever its name. Names of weight
-/// files that lead to no file are among them, each with the reason. The headers are in memory as
-/// long as the second result.
+/// Opens the weight files of `folder`. The file `only` counts as one of them under any name, unless
+/// it is a weight map. The result includes names of weight files that lead to no file, each with
+/// the reason. The second result is the reservation for the headers in memory.
 pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Reserved) {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let files: Vec<(&str, &File)> = named
@@ -123,9 +122,10 @@ pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Res
     (weights, reserved)
 }
 
-/// Opens weight files and reads their headers, those of one inode once and at most `max` bytes.
+/// Opens weight files and reads their headers: one header per inode, and at most `max` bytes in
+/// all.
 fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, Reserved) {
-    // By inode: names and paths.
+    // Names and paths of each inode.
     let mut links: Vec<Vec<(&str, &Path)>> = Vec::new();
     let mut by_inode: HashMap<(u64, u64), usize> = HashMap::new();
     for (name, file) in files {
@@ -142,7 +142,7 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
         (at, Unread::open(name, path).map_err(|error| named_in(folder, name, error)))
     };
     let mut opened = map_files(&numbers, open);
-    // By name, so that the same ones are refused each time.
+    // The files are sorted by name, so that every run refuses the same ones.
     opened.sort_by_key(|(at, _)| *at);
     let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::description_len);
     let lens: Vec<u64> = opened.iter().map(|(_, unread)| len(unread)).collect();
@@ -161,7 +161,7 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
         ((*name).to_owned(), Err(error))
     });
     let mut weights: Weights = refused.collect();
-    // Each is taken by the thread that reads its header.
+    // The thread that reads a header takes the file out of its lock.
     let opened: Vec<_> =
         opened.into_iter().map(|(at, unread)| (at, Mutex::new(Some(unread)))).collect();
     let heads = Arc::new(Heads::without_notes());
@@ -203,7 +203,7 @@ pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Di
     let misfits: BTreeSet<&str> = weight_misfits(folder).map(|(name, _)| name).collect();
     let of_sets = found.len();
     let mut single: Vec<&String> = free().filter(|n| names::numbered(n).is_none()).collect();
-    // A name beside checkpoints that leads nowhere takes nothing from them.
+    // A name that leads to no file is not a set of its own if the folder has other sets.
     if of_sets > 0 || single.iter().any(|name| !misfits.contains(name.as_str())) {
         single.retain(|name| !misfits.contains(name.as_str()));
     }
@@ -223,15 +223,16 @@ impl Candidate {
         Candidate { output, kind, members, claims, map: None, refused: None }
     }
 
-    /// Its files: weights, weight maps, and what only it may show.
+    /// Its files: weight files, weight maps, and the other names that it claims.
     pub(super) fn files(&self) -> impl Iterator<Item = &String> {
         self.members.iter().chain(&self.claims)
     }
 }
 
-/// The weight files that are pieces: named like DCP shards, or with a sharding note. Savers also
-/// leave notes with whole tensors (all offsets 0) in files that are numbered or named by a
-/// weight map; those are read as what they are named.
+/// The weight files that hold pieces: files with the name of a DCP shard, and files with a sharding
+/// note. Savers also leave notes about whole tensors (all offsets 0) in files that are numbered or
+/// named by a weight map. If no note of the folder is about a piece, such files keep the kind of
+/// their names.
 fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
     let noted: Vec<(&String, bool)> = weights
         .iter()
@@ -254,7 +255,7 @@ fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
 struct MapFile {
     name: String,
     output: String,
-    /// The shards that it names, also where it is refused for another reason.
+    /// The shards that it names, also if it is refused.
     names: BTreeSet<String>,
     parsed: Result<WeightMap>,
 }
@@ -274,7 +275,7 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
         });
         Some(MapFile { name: name.to_owned(), output, names, parsed })
     });
-    // One that is there but cannot be read is a bad weight map, not none.
+    // A weight map that cannot be read counts as an invalid one, not as none.
     let unusable = folder.misfits.iter().filter_map(|misfit| {
         let name = misfit.name.to_str()?;
         let output = names::weight_map_output(name)?;
@@ -286,8 +287,8 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
     maps.chain(unusable).collect()
 }
 
-/// The DCP set of a folder. A weight map that names any of its shards belongs to it, and has
-/// to agree with them.
+/// The DCP set of a folder. A weight map that names any of its shards belongs to it, and must agree
+/// with them.
 fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) -> Candidate {
     let (own, others): (Vec<MapFile>, Vec<MapFile>) =
         maps.drain(..).partition(|map| !map.names.is_disjoint(&members));
@@ -338,7 +339,7 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
 }
 
-/// Sets of numbered shards without a weight map: all of them, or refused.
+/// Sets of numbered shards without a weight map. An incomplete set is refused.
 fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) -> Vec<Candidate> {
     let mut groups: BTreeMap<(String, u64), Vec<(u64, &str)>> = BTreeMap::new();
     for name in free {
@@ -388,8 +389,9 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
     Some(Fault::new(ErrorKind::ShardMissing, message).in_file(shards[0].1))
 }
 
-/// Gives each name to one set: a whole file or a sharded set as `prefer` says, among sharded
-/// ones the first kind. A bintensors file loses its name, also to the set of which a file has it.
+/// Gives each name to one set. `prefer` decides between a whole file and a sharded set. Among
+/// sharded sets the first kind wins. A bintensors file loses to every other set, also to a sharded
+/// set with a member of its name.
 fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     let mut set_of: BTreeMap<String, String> = BTreeMap::new();
     for set in found.iter().filter(|set| !set.kind.is_one_file()) {

@@ -1,4 +1,5 @@
-//! What a folder shows: its files, its sets as whole files, and why a set is missing.
+//! The files that a folder shows: its own files, its sets as whole files, and the reasons for
+//! missing sets.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -20,14 +21,14 @@ use super::{Checkpoint, SetKind, VirtualFile};
 /// Name of the file that says why a set is not shown.
 pub const ERROR_FILE: &str = "TENSORFS-ERROR.txt";
 
-/// What a shown file is made of.
+/// The content of a shown file.
 #[derive(Clone, Debug)]
 pub enum Content {
     /// A file of the source, byte for byte.
     Whole {
         /// The file.
         file: File,
-        /// For weights: the open file that was proved.
+        /// The open file that was proved, for weight files only.
         proved: Option<Arc<Source>>,
     },
     /// Tensors of a checkpoint behind one header.
@@ -41,7 +42,7 @@ pub enum Content {
 pub struct MountEntry {
     /// Its name.
     pub name: OsString,
-    /// What it is made of.
+    /// Its content.
     pub content: Content,
 }
 
@@ -83,8 +84,9 @@ impl Tree {
         shown
     }
 
-    /// If `folder` is the `blobs` of a hub cache: the files in it that its snapshots know as shards.
-    /// A snapshot shows one merged file for them, so a copy of the mount takes their bytes once.
+    /// If `folder` is the `blobs` of a hub cache, the files that its snapshots link to as shards. A
+    /// snapshot shows one merged file for them. `blobs` does not show them, so that a copy of the
+    /// mount has their bytes once.
     fn merged_blobs(&self, folder: &Folder) -> HashSet<PathBuf> {
         let mut merged = HashSet::new();
         let is_named = |path: &Path, test: fn(&str) -> bool| {
@@ -118,8 +120,8 @@ impl Tree {
     }
 
     /// The folders of a family that are not shown, because the parent folder shows their checkpoint
-    /// and nothing else is in them. `family` says of each, parents before children, what was
-    /// proved and how many files it shows.
+    /// and they hold nothing else. `family` has, for each folder, its proved sets and the number of
+    /// files that it shows, parents before children.
     pub fn emptied<'a>(
         &self,
         family: impl DoubleEndedIterator<Item = (FolderId, &'a Proved, usize)>,
@@ -146,7 +148,7 @@ impl Tree {
             let name = file.spec().name.clone().into();
             MountEntry { name, content: Content::Virtual(file) }
         }));
-        // Readers of weight maps read safetensors.
+        // Readers of weight maps expect safetensors.
         if checkpoint.format != OutputFormat::Safetensors
             || self.options.view.map != MapPolicy::Rewrite
         {
@@ -154,7 +156,7 @@ impl Tree {
         }
         let (name, metadata) = match checkpoint.weight_map() {
             Some((name, metadata)) => (name.to_owned(), metadata.clone()),
-            // Consolidation writes one beside the file that it makes of rank shards, and some
+            // The consolidation of rank shards writes a weight map beside its file, and some
             // readers of such files need it.
             None if checkpoint.kind == SetKind::Dcp => {
                 (names::weight_map(&checkpoint.name), Map::new())
@@ -168,7 +170,8 @@ impl Tree {
     }
 }
 
-/// Why sets of the folder are refused and what else it `lacks`, a line each.
+/// The reasons why sets of the folder are refused, and the lines of `lacks`. `None` if there are
+/// neither.
 fn error_text(proved: &Proved, lacks: &[String]) -> Option<String> {
     let mut text: String = lacks.iter().map(|line| format!("{}\n", shown(line))).collect();
     for set in &proved.sets {

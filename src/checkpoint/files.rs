@@ -1,4 +1,4 @@
-//! Checkpoints of files that were named one by one, whatever lies beside them.
+//! Checkpoints of files that are named one by one. Files beside them do not matter.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use super::virtual_file::{ArrangedFile, present};
 use super::{Checkpoint, Tail};
 
 impl Checkpoint {
-    /// Opens `files` as one checkpoint. A single file is taken as it stands, also one that holds
-    /// pieces of tensors; several that do are put together.
+    /// Opens `files` as one checkpoint. A single file is opened as it is, even if it holds pieces
+    /// of tensors. Pieces in several files are merged.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -28,7 +28,7 @@ impl Checkpoint {
         open_files(files, None)
     }
 
-    /// Opens the files that `map` names, which says for each tensor where it is.
+    /// Opens the files of `map`, which assigns a file to each tensor.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -37,9 +37,9 @@ impl Checkpoint {
         open_files(&files.into_iter().cloned().collect::<Vec<_>>(), Some(map))
     }
 
-    /// The same checkpoint with its files closed, for a child made by fork(2): the locks of the
-    /// parent's sources may be held by threads that the child does not have. A file that is
-    /// another one by then cannot be read.
+    /// The same checkpoint with closed files, for a child process made by fork(2). Threads that the
+    /// child does not have may hold the locks of the parent's sources. A file that was replaced
+    /// meanwhile cannot be read.
     pub fn renewed(&self) -> Arc<Checkpoint> {
         let sources = self.sources.iter().map(|source| source.renewed());
         Arc::new(Checkpoint {
@@ -91,7 +91,8 @@ fn open_files(
         kind,
         format: view.format,
         directory: folder,
-        // Nothing says whether there are more files; but these are all that were asked for.
+        // The caller requested exactly these files. Only DCP shards without recorded shapes may
+        // lack last pieces.
         tail: if kind == SetKind::Dcp && !catalog.shapes_recorded {
             Tail::Unproven
         } else {
@@ -132,8 +133,8 @@ fn folder_of(file: &Path) -> Result<PathBuf> {
     Store::Local.real_path(folder).map_err(|e| Error::io(file, "open", e))
 }
 
-/// The name of `file` in a checkpoint in `folder`, and where it really is. One in another folder
-/// is called by its whole path.
+/// The name of `file` in a checkpoint in `folder`, and its real path. The name of a file in another
+/// folder is its whole path.
 fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
     let real = Store::Local.real_path(file).map_err(|e| Error::io(file, "open", e))?;
     let own = folder_of(file)?;

@@ -1,5 +1,6 @@
-//! How many bytes of headers are in memory at a time: a header takes several times its length, and
-//! whoever may put files into a source could otherwise take all memory of who serves it.
+//! Limits the bytes of headers in memory. A header takes several times its length in memory.
+//! Without a limit, a user who may add files to a source could use up the memory of the process
+//! that serves it.
 
 use std::io;
 use std::path::Path;
@@ -9,34 +10,34 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::sync::{Condvar, Mutex};
 
-/// Bytes of headers of one folder that are read on any machine.
+/// Bytes of headers of one folder that are read on every machine.
 const FOLDER_MIN: u64 = 512 << 20;
 
-/// Part of the machine's memory that the headers of one folder may have in bytes: on machines for
-/// the largest checkpoints the headers are more than on others.
+/// The headers of one folder may have this fraction (1/64) of the machine's memory in bytes,
+/// because machines for the largest checkpoints also read larger headers.
 const FOLDER_SHARE: u64 = 64;
 
-/// Headers of a folder of which there are no more wait for nobody: what others do is no reason to
-/// refuse an ordinary checkpoint.
+/// Headers of a folder up to this many bytes need no reservation, so that an ordinary checkpoint is
+/// not refused because of other folders.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// How long one folder waits for the headers of others.
+/// Maximum wait of one folder for the headers of others.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// Bytes of headers in memory, of all folders that are being proved.
 static IN_USE: Mutex<u64> = Mutex::new(0);
 static FREED: Condvar = Condvar::new();
 
-/// The headers of a folder, while they are in memory.
+/// The reservation for the headers of a folder while they are in memory.
 #[derive(Debug, Default)]
 pub(super) struct Reserved(u64);
 
 impl Reserved {
-    /// Takes note of `len` bytes of headers in `folder`. Waits while those of other folders leave no
-    /// room.
+    /// Reserves `len` bytes for the headers of `folder`. Waits while the headers of other folders
+    /// use up the limit.
     ///
     /// # Errors
-    /// `Error::Io` where they leave none for long: it says nothing of the folder.
+    /// `Error::Io` if the wait takes too long. It says nothing about the folder itself.
     pub(super) fn wait(folder: &Path, len: u64) -> Result<Reserved> {
         Reserved::wait_for(folder, len, WAIT_MAX)
     }
@@ -47,7 +48,7 @@ impl Reserved {
         }
         let deadline = Instant::now() + limit;
         let mut in_use = IN_USE.lock();
-        // Two folders of the largest kind; one alone always goes on.
+        // The limit is two folders of the largest size. One folder alone is always admitted.
         while *in_use > 0 && *in_use + len > 2 * folder_max() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -72,7 +73,7 @@ impl Drop for Reserved {
     }
 }
 
-/// Most bytes of headers of one folder.
+/// Maximum bytes of headers of one folder.
 pub(super) fn folder_max() -> u64 {
     static MAX: OnceLock<u64> = OnceLock::new();
     *MAX.get_or_init(|| {
@@ -83,8 +84,8 @@ pub(super) fn folder_max() -> u64 {
     })
 }
 
-/// How many of the headers, by their lengths in the order in which they count, fit into `max`
-/// bytes, and the bytes of those: all up to the first that does not.
+/// The number of headers that fit into `max` bytes, and the sum of their lengths. `lens` are the
+/// lengths of the headers in order. The count ends at the first one that does not fit.
 pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
     let mut sum = 0_u64;
     for (count, &len) in lens.iter().enumerate() {
@@ -96,7 +97,7 @@ pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
     (lens.len(), sum)
 }
 
-/// Why a weight file of a folder is not read.
+/// The fault of a weight file beyond the limit of its folder.
 pub(super) fn too_many(total: u64, max: u64) -> Fault {
     let message = format!(
         "the headers of the weight files in this folder have {total} bytes, {max} are read of one \

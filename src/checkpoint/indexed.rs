@@ -1,4 +1,4 @@
-//! Folders whose sets come from the index, and keeping what was proved there.
+//! Loads the sets of a folder from its index, and writes proved sets to the index.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -23,45 +23,47 @@ use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completene
 use super::tree::{File, Folder, FolderId, Tree};
 use super::virtual_file::{FileSummary, VirtualFile, present};
 
-/// Seconds for which a file must have been left alone before the index was made, so that a later
-/// write cannot have the same times: some file systems count in twos.
+/// Seconds that a file must have been unchanged when the index is made, so that a later write
+/// cannot have the same times. Some file systems store times in steps of two seconds.
 const SETTLED: i64 = 2;
 
-/// Most bytes of headers of which an index is kept: it is put together in memory.
+/// Maximum bytes of headers for which an index is kept, because it is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;
 
-/// The index of one folder: where it is kept, and what stands in the folder now.
+/// The index of one folder: its store, and the current files of the folder.
 pub(super) struct FolderIndex<'a> {
     store: IndexStore,
     tree: &'a Tree,
     folder: &'a Folder,
-    /// When it was begun, in seconds since 1970: what changes from then on is not known.
+    /// Start of the work in seconds since 1970. Changes after it are unknown to the index.
     started: i64,
 }
 
-/// What an index knows of the first bytes of files.
+/// The first bytes of files, as an index records them.
 #[derive(Clone, Debug)]
 pub struct IndexedHeads {
-    /// When the files were looked at, in seconds since 1970.
+    /// Time at which the files were examined, in seconds since 1970.
     pub made: i64,
-    /// By name.
+    /// Records of files, sorted by name.
     files: Vec<FileRecord>,
 }
 
 impl IndexedHeads {
-    /// What it knows of the file `name`, which is `now`, unless it may have changed since.
+    /// The record of the file `name`, `None` if the file may have changed since. `now` is its
+    /// current fingerprint.
     pub(crate) fn head(&self, name: &str, now: &Fingerprint) -> Option<&FileRecord> {
         let record = self.files.iter().find(|record| record.name == name)?;
         (record.fingerprint == *now && is_settled(now, self.made)).then_some(record)
     }
 }
 
-/// The length and hash of each text file of a folder, or why it could not be read. Taken before
-/// the text is parsed: what is changed in between then does not match.
+/// The fingerprint, length and hash of each text file of a folder, or why it could not be read.
+/// They are taken before the text is parsed, so that a change in between does not match.
 pub(super) type TextHashes = BTreeMap<String, Result<(Fingerprint, Digest), String>>;
 
 impl Tree {
-    /// What the index of `folder`, if it is there, knows of the headers, be it fresh or not.
+    /// The records of the headers in the index of `folder`, which may be out of date. `None` if
+    /// there is no index.
     pub fn indexed_heads(&self, folder: FolderId) -> Option<IndexedHeads> {
         let folder = self.folder(folder);
         let index = FolderIndex::of(self, &folder)?;
@@ -71,7 +73,7 @@ impl Tree {
         own.then_some(IndexedHeads { made, files })
     }
 
-    /// Takes the index of `folder` away. Returns whether there was one.
+    /// Removes the index of `folder`. Returns whether there was one.
     pub fn forget_index(&self, folder: FolderId) -> bool {
         let folder = self.folder(folder);
         let index = FolderIndex::of(self, &folder);
@@ -80,14 +82,13 @@ impl Tree {
 }
 
 impl<'a> FolderIndex<'a> {
-    /// That of `folder`; None where none is to be kept.
+    /// The index of `folder`, `None` if the view keeps no indexes.
     pub(super) fn of(tree: &'a Tree, folder: &'a Folder) -> Option<FolderIndex<'a>> {
         let store = IndexStore::new(tree.options.index.clone()?);
         Some(FolderIndex { store, tree, folder, started: now() })
     }
 
-    /// Name of the file in the store. The same folder may be looked at in ways that make other
-    /// sets.
+    /// Name of the file in the store. It depends on the options that change the sets of the folder.
     pub(super) fn file_name(&self) -> String {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
@@ -97,8 +98,8 @@ impl<'a> FolderIndex<'a> {
         file_name(&[folder, only, &looked_at], EXTENSION)
     }
 
-    /// The sets of the folder as the index has them, if nothing speaks against it; else what
-    /// does, where there is one.
+    /// The sets of the folder from the index. The error is the reason why the index is not used,
+    /// `None` if there is no index.
     pub(super) fn load(&self) -> Result<Proved, Option<String>> {
         let path = self.store.path(&self.file_name());
         let bytes = match self.store.read(&self.file_name()) {
@@ -110,7 +111,7 @@ impl<'a> FolderIndex<'a> {
         let mut len = bytes.len();
         drop(bytes);
         if self.compare(&index).map_err(|why| self.doubt(why))? {
-            // The headers are as they were; the next start need not look at them.
+            // The headers are unchanged. The new index saves the next start the comparison.
             let files = index.files.iter().filter_map(|record| self.record_anew(record)).collect();
             index = Index { files, made: self.started, ..index };
             len = self.write(&index).unwrap_or(len);
@@ -130,9 +131,9 @@ impl<'a> FolderIndex<'a> {
         Some(why)
     }
 
-    /// Whether the files of the folder are those of `index`, as far as fingerprints and, where
-    /// these leave a doubt, their first bytes tell. True where writing it anew would spare the
-    /// next one that doubt.
+    /// Compares the files of the folder with `index` by their fingerprints. If a fingerprint leaves
+    /// a doubt, it compares the first bytes of the file. Returns true if a new index would remove
+    /// that doubt for the next start.
     fn compare(&self, index: &Index) -> Result<bool, String> {
         if index.folder != self.folder.path.as_os_str().as_bytes() {
             return Err("is about another folder".to_owned());
@@ -152,8 +153,7 @@ impl<'a> FolderIndex<'a> {
             if now == record.fingerprint && is_settled(&now, index.made) {
                 continue;
             }
-            // What a catalog says follows from the length of a shard and the bytes before its
-            // data.
+            // A catalog depends only on the length of each shard and the bytes before its data.
             let end = record.described.last().map_or(0, |range| range.end);
             if now.len != record.fingerprint.len || end > now.len {
                 return Err(not_as_it_is(record));
@@ -167,7 +167,7 @@ impl<'a> FolderIndex<'a> {
         first.map_or(Ok(renew), |record| Err(not_as_it_is(record)))
     }
 
-    /// Whether the folder has any name that can make a set, or refuse one.
+    /// Whether the folder has any name that can be part of a set, or cause its refusal.
     pub(super) fn has_files(&self) -> bool {
         !self.files().is_empty() || self.unusable().next().is_some()
     }
@@ -190,7 +190,7 @@ impl<'a> FolderIndex<'a> {
         self.folder.misfits.iter().map(|misfit| misfit.name.as_bytes())
     }
 
-    /// What the index says of the folder, as if it had been proved now.
+    /// The sets in the index, in the form of a new proof.
     fn proved(&self, index: Index) -> Result<Proved, String> {
         let mut proved = Proved {
             weights: index.weights.into_iter().collect(),
@@ -200,7 +200,7 @@ impl<'a> FolderIndex<'a> {
         let one_file = |word: &str| SetKind::from_word(word).is_some_and(SetKind::is_one_file);
         let alone = index.sets.iter().all(|set| one_file(&set.kind));
         for mut record in index.sets {
-            let kind = SetKind::from_word(&record.kind).ok_or("knows another kind of set")?;
+            let kind = SetKind::from_word(&record.kind).ok_or("has a set of an unknown kind")?;
             let (name, files) = (record.name.clone(), std::mem::take(&mut record.files));
             let judged = alone || !kind.is_one_file();
             let outcome = self.checkpoint(record, kind, judged, &index.files)?;
@@ -216,7 +216,7 @@ impl<'a> FolderIndex<'a> {
     }
 
     /// The checkpoint of a record. The outer error is a doubt about the index, the inner one a
-    /// refusal that the options ask for.
+    /// refusal that an option causes.
     fn checkpoint(
         &self,
         record: SetRecord,
@@ -227,9 +227,9 @@ impl<'a> FolderIndex<'a> {
         let (catalog, options) = (record.catalog, &self.tree.options);
         let mut sources = Vec::with_capacity(catalog.shards.len());
         for shard in &catalog.shards {
-            let file = self.folder.file(&shard.name).ok_or("knows a shard that is not there")?;
+            let file = self.folder.file(&shard.name).ok_or("lists a shard that does not exist")?;
             if file.identity.len != shard.file_len {
-                return Err("knows a shard of another length".to_owned());
+                return Err("lists a shard whose length differs".to_owned());
             }
             let source = Source::closed(&file.path, file.identity);
             let at = files.binary_search_by(|record| record.name.as_str().cmp(&shard.name));
@@ -275,7 +275,7 @@ impl<'a> FolderIndex<'a> {
         Ok(checkpoint.summarize(&record.virtual_files).map(|()| checkpoint))
     }
 
-    /// Looks at the text files of the folder, before they are parsed.
+    /// Hashes the text files of the folder, before they are parsed.
     pub(super) fn texts(&self) -> TextHashes {
         let files = self.files().into_iter().filter(|(name, _)| {
             names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
@@ -290,8 +290,8 @@ impl<'a> FolderIndex<'a> {
         files.map(|(name, file)| (name.to_owned(), look(file))).collect()
     }
 
-    /// Keeps what was proved, where all of it is whole. `before` is what spoke against the index
-    /// that was there, `texts` what `texts` returned before anything was parsed.
+    /// Writes the index if all sets are proved. `before` is the reason why the previous index was
+    /// not used, `texts` the result of `texts` from before the parse.
     pub(super) fn keep(
         &self,
         before: Option<String>,
@@ -301,12 +301,12 @@ impl<'a> FolderIndex<'a> {
     ) -> IndexState {
         let index = match headers_len(weights) {
             len if len > HEADERS_MAX => Err(format!(
-                "its weight files have headers of {len} bytes, an index is kept of {HEADERS_MAX}"
+                "its weight files have headers of {len} bytes, an index is kept for at most {HEADERS_MAX}"
             )),
             _ => self.index_of(texts, weights, proved),
         };
         if index.is_err() && before.is_some() {
-            // What it says is no longer so.
+            // The previous index is out of date.
             self.store.remove(&self.file_name());
         }
         let written = index.and_then(|index| self.write(&index));
@@ -334,8 +334,8 @@ impl<'a> FolderIndex<'a> {
         written.map(|()| bytes.len())
     }
 
-    /// The index of what was proved; an error where a set is refused, or a file is not what it
-    /// was when the folder was looked at.
+    /// The index of the proved sets. Fails if a set is refused, or if a file has changed since the
+    /// folder was scanned.
     fn index_of(
         &self,
         texts: &TextHashes,
@@ -411,7 +411,7 @@ impl<'a> FolderIndex<'a> {
     }
 }
 
-/// Bytes of the headers of all names, also where several are links to one file: the index holds
+/// Bytes of the headers of all names. Several links to one file count each, because the index holds
 /// each.
 fn headers_len(weights: &Weights) -> u64 {
     let loaded = weights.values().filter_map(|loaded| loaded.as_ref().ok());
@@ -419,10 +419,10 @@ fn headers_len(weights: &Weights) -> u64 {
 }
 
 fn not_as_it_is(record: &FileRecord) -> String {
-    format!("does not know {} as it is", record.name)
+    format!("is out of date for {}", record.name)
 }
 
-/// Whether the file, as it was when the folder was looked at, has the first bytes of its record.
+/// Whether the file is unchanged since the scan and has the first bytes of its record.
 fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
         let source = Source::open(&file.path).ok()?;
@@ -434,12 +434,12 @@ fn has_head(file: &File, record: &FileRecord) -> bool {
     head() == Some(record.hash)
 }
 
-/// Whether the file had been left alone for long enough at `made`.
+/// Whether the file had been unchanged for more than `SETTLED` seconds at `made`.
 fn is_settled(file: &Fingerprint, made: i64) -> bool {
     file.mtime.0.max(file.ctime.0) < made.saturating_sub(SETTLED)
 }
 
-/// What is kept of an identity.
+/// The part of an identity that an index records.
 pub(crate) fn fingerprint(identity: &Identity) -> Fingerprint {
     Fingerprint {
         ino: identity.ino,

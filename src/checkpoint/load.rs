@@ -1,4 +1,4 @@
-//! Reading what describes a checkpoint: headers, weight maps, references.
+//! Reads the description of a checkpoint: headers, weight maps, references.
 
 use std::io;
 use std::path::Path;
@@ -14,10 +14,10 @@ use crate::hash::Digest;
 use crate::source::Source;
 use crate::store::Store;
 
-/// How often a file that is changed while its header is read is read again.
+/// Maximum number of retries for a file that changes while its header is read.
 const READ_TRIES: usize = 10;
 
-/// Bytes of a text file that are looked at before the rest is read.
+/// Bytes of a text file that are checked before the rest is read.
 const TEXT_SNIFF_LEN: u64 = 4096;
 
 /// An open shard and its header.
@@ -32,7 +32,7 @@ pub(super) struct OpenShard {
 /// A header and the hash of its bytes, or what is wrong with it.
 type Parsed = std::result::Result<(Arc<Head>, Digest), Fault>;
 
-/// A weight file that is open, and whose header was not read yet.
+/// An open weight file whose header is not read yet.
 pub(super) struct Unread {
     source: Arc<Source>,
     /// Its format and the length of its header, or why the file has none.
@@ -48,7 +48,7 @@ impl Unread {
         Ok(Unread { source, detected })
     }
 
-    /// Bytes of its header that will be read.
+    /// Length of its header in bytes, 0 if it has no valid one.
     pub(super) fn description_len(&self) -> u64 {
         self.detected.as_ref().map_or(0, |detected| detected.description_len)
     }
@@ -77,7 +77,7 @@ pub(super) fn open_shard(
     loop {
         let read = Unread::open(name, path).and_then(|unread| Ok((unread.parse(heads)?, unread)));
         match read {
-            // Also new attributes count as a change here, and they come and go.
+            // New attributes also count as a change here, so the read is tried again.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
             Err(error) => return Err(named(error)),
             Ok((parsed, unread)) => return loaded(folder, name, unread.source, parsed),
@@ -85,8 +85,8 @@ pub(super) fn open_shard(
     }
 }
 
-/// Opens weight files that are links to one inode, by name and path, and reads their header once:
-/// `unread` is the first of them.
+/// Opens weight files that are links to one inode, and reads their header once. `links` are their
+/// names and paths, `unread` is the first of them.
 pub(super) fn open_links(
     heads: &Arc<Heads>,
     folder: &Path,
@@ -106,7 +106,7 @@ pub(super) fn open_links(
     let identity = unread.source.identity();
     let link = |name: &str, path: &Path| {
         let source = Source::open(path).map_err(|error| named_in(folder, name, error))?;
-        // Another file by now, or one that is read in another way.
+        // The link leads to another file by now, or its name means another format.
         if source.identity() != identity
             || InputFormat::of_name(name) != InputFormat::of_name(first)
         {
@@ -128,7 +128,7 @@ fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Res
     Ok(OpenShard { source, shard, hash })
 }
 
-/// The error with the name in the folder: the user knows a file by that, not by where a link leads.
+/// The error with the name in the folder, which the user knows, not with the target of a link.
 pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
     match error {
         Error::Io { action, source, .. } => Error::io(&folder.join(name), action, source),
@@ -139,7 +139,7 @@ pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
 /// Parses the header of `source`, and hashes the bytes that it consists of.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one what is wrong with the header.
+/// The outer error is a failed read, the inner one a fault of the header.
 fn parse(
     source: &Arc<Source>,
     detected: &Detected,
@@ -206,7 +206,7 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     }
     let mut text = vec![0; TEXT_SNIFF_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
-    // What begins with anything else is no JSON object, however long it goes on.
+    // A text with another first character is no JSON object, so the rest is not read.
     if !text.trim_ascii_start().is_empty() && !text.trim_ascii_start().starts_with(b"{") {
         let fault = Fault::new(ErrorKind::IndexJson, "expected a JSON object");
         return Err(Error::refused(path, fault));
@@ -218,7 +218,7 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Reads the file that says what a checkpoint should hold: a safetensors or bintensors file, a
+/// Reads the file with the expected tensors of a checkpoint: a safetensors or bintensors file, a
 /// weight map or a manifest.
 pub(super) fn read_reference(path: &Path) -> Result<Reference> {
     let real = Store::Local.real_path(path).map_err(|e| Error::io(path, "open", e))?;

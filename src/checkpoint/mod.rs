@@ -1,5 +1,5 @@
-//! Opening checkpoints: which files of a folder belong together, the proof that they are
-//! whole, and the open files.
+//! Opens checkpoints: finds the files of a folder that belong together, proves that they are whole,
+//! and holds them open.
 
 mod discover;
 mod entries;
@@ -35,12 +35,12 @@ pub use tree::{File, Folder, FolderId, Misfit, Tree};
 use virtual_file::ArrangedFile;
 pub use virtual_file::{FileSummary, VirtualFile};
 
-/// Whether something outside the shards proved that the last pieces are there.
+/// Whether it is proved that the last pieces are not missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tail {
-    /// Names and shapes, or the number of shards, are known from elsewhere.
+    /// Shapes, sizes or the number of shards prove that no last piece is missing.
     Proven,
-    /// A lost last piece would only make the tensor look smaller.
+    /// A lost last piece would not be noticed: the tensor would only look smaller.
     Unproven,
 }
 
@@ -57,9 +57,9 @@ impl Tail {
 /// One checkpoint, proved and open.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Name of the set: that of the file with all its tensors.
+    /// Name of the set, which is the name of the file with all its tensors.
     pub name: String,
-    /// What makes its files a set.
+    /// The reason why its files are a set.
     pub kind: SetKind,
     /// OutputFormat of its virtual files.
     pub format: OutputFormat,
@@ -69,11 +69,11 @@ pub struct Checkpoint {
     pub tail: Tail,
     catalog: Catalog,
     sources: Vec<Arc<Source>>,
-    /// The virtual files that its view arranges it in.
+    /// The virtual files that its view arranges.
     files: Vec<Arc<ArrangedFile>>,
     /// Its weight map: file name, and the metadata in it.
     map: Option<(String, Map<String, Value>)>,
-    /// Where the manifest beside it was compared: whether that knows all shapes.
+    /// Whether the manifest beside it has all shapes, `None` if no manifest was compared.
     manifest: Option<bool>,
 }
 
@@ -82,17 +82,17 @@ impl Checkpoint {
     /// followed wherever they lead, with the rights of the caller.
     ///
     /// # Errors
-    /// The reason of a refusal, with file and tensor; `Error::Usage` where `path` holds more
-    /// than one checkpoint.
+    /// The reason of a refusal, with file and tensor; `Error::Usage` if `path` holds more than one
+    /// checkpoint.
     pub fn open(path: &Path) -> Result<Arc<Checkpoint>> {
         Checkpoint::open_with(path, &OpenOptions::default())
     }
 
-    /// Opens the one checkpoint at `path` as `options` say. With `OpenOptions::index` it comes from
+    /// Opens the one checkpoint at `path` with `options`. With `OpenOptions::index` it comes from
     /// the index in that folder, which is written if it is missing or stale.
     ///
     /// # Errors
-    /// Those of `open`.
+    /// The errors of `open`.
     pub fn open_with(path: &Path, options: &OpenOptions) -> Result<Arc<Checkpoint>> {
         let tree = Tree::scan(path, options)?;
         let mut sets = Vec::new();
@@ -113,7 +113,7 @@ impl Checkpoint {
         }
     }
 
-    /// What it holds.
+    /// Its catalog.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
@@ -129,13 +129,12 @@ impl Checkpoint {
         Some(&self.sources[at])
     }
 
-    /// Closes its files until they are read again, so that what is deleted gives its space
-    /// back.
+    /// Closes its files until the next read, so that the disk space of deleted files is freed.
     pub fn release_files(&self) {
         self.sources.iter().for_each(|source| source.release());
     }
 
-    /// Whether it is one file that is served as it stands.
+    /// Whether it is one file that is served unchanged.
     pub fn is_whole_file(&self) -> bool {
         self.kind.stands_as(self.format)
     }

@@ -1,11 +1,11 @@
-//! Work on many files, several at a time: each takes the disk, then a core.
+//! Works on several files in parallel: each one uses the disk, then a core.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Threads that work on the files of a folder.
 const OPENERS: usize = 8;
 
-/// What `work` makes of each of `files`, in no order.
+/// The results of `work` for `files`, in any order.
 pub(super) fn map_files<T, R>(files: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R>
 where
     T: Sync,

@@ -1,4 +1,4 @@
-//! From the sets of a folder to checkpoints, each proved or refused.
+//! Makes checkpoints from the sets of a folder: each set is proved or refused.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::tree::{Folder, FolderId, Tree};
 use super::virtual_file::present;
 
 impl Tree {
-    /// Proves the sets of the family of folders of which `head` is the top.
+    /// Proves the sets of the family of folders whose top is `head`.
     pub fn prove(&self, head: FolderId) -> Vec<(FolderId, Proved)> {
         let members = self.family(head);
         let mut family: Vec<(FolderId, Proved)> =
@@ -36,7 +36,7 @@ impl Tree {
 
     fn prove_folder(&self, id: FolderId) -> Proved {
         let folder = &*self.folder(id);
-        // Of a folder that is only passed through there is nothing to know.
+        // Folders without weight files need no index.
         let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
         let doubt = match index.as_ref().map(FolderIndex::load) {
             Some(Ok(proved)) => return proved,
@@ -53,7 +53,7 @@ impl Tree {
         proved.weights = names.chain(weights.keys()).cloned().collect();
         if let Some(only) = only {
             winners.retain(|set| set.files().any(|file| file == only));
-            // Of a set that loses its name, one file was named: that settles the name.
+            // The user named one file of a set that lost its name, so this set is taken.
             if winners.is_empty() {
                 winners = losers.into_iter().filter(|set| set.files().any(|f| f == only)).collect();
             }
@@ -82,7 +82,8 @@ impl Tree {
             }
             judged.push(Judged { name, kind, files, outcome, link });
         }
-        // The catalogs hold all that is needed of the headers, and a layout is as large as they.
+        // The catalogs now hold all that is needed. The headers are freed first, because a layout
+        // is as large as they are.
         for loaded in weights.values_mut().flatten() {
             loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
         }
@@ -110,7 +111,7 @@ impl Tree {
     }
 }
 
-/// By the header that links to one inode share: which checkpoint was the first of that file alone.
+/// Position of the first checkpoint of a file, by the header that all links to the file share.
 type FirstLinks = HashMap<*const Head, usize>;
 
 /// A set that is proved but not yet laid out, or refused.
@@ -119,11 +120,11 @@ struct Judged {
     kind: SetKind,
     files: BTreeSet<String>,
     outcome: Result<Checkpoint>,
-    /// The one before it that is another link to the same file.
+    /// Position of an earlier set that is another link to the same file.
     link: Option<usize>,
 }
 
-/// The header of a candidate of one file.
+/// The header of a candidate that is one file.
 fn header_of<'a>(weights: &'a Weights, candidate: &Candidate) -> Option<&'a Arc<Head>> {
     let mut members = candidate.members.iter().filter(|_| candidate.kind.is_one_file());
     let loaded = weights.get(members.next()?)?.as_ref().ok()?;
@@ -145,8 +146,8 @@ fn hide_twins(parent: &Proved, child: &mut Proved) {
     }
 }
 
-/// Proves one set, or takes over what was proved of another link to the same file. `judged`:
-/// whether `expect-shards` and `reference` are about it.
+/// Proves one set, or reuses the catalog of another link to the same file. `judged` is true if
+/// `expect-shards` and `reference` apply to the set.
 fn prove_set(
     folder: &Folder,
     weights: &Weights,
@@ -181,7 +182,7 @@ fn prove_set(
     let mut catalog = catalog.map_err(refused)?;
     let bintensors = candidate.kind == SetKind::Bintensors;
     if bintensors && linked.is_none() {
-        // Nobody saves pieces in this format: such keys are a user's own.
+        // No saver writes pieces in this format, so such keys are the user's own.
         catalog.metadata = loaded[0].shard.header.metadata.clone().map(Arc::new);
     }
     refuse_doubles(&candidate, &catalog).map_err(refused)?;
@@ -217,8 +218,8 @@ fn prove_set(
     })
 }
 
-/// Refuses files that merely carry a sharding note, hold whole tensors, and hold the same ones:
-/// they are two checkpoints, not one saved with replicas.
+/// Refuses files that have a sharding note, but not the name of a DCP shard, and hold the same
+/// whole tensors. They are two checkpoints, not one with replicas.
 fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Result<(), Fault> {
     let named = candidate.members.iter().any(|name| names::is_dcp_shard(name));
     let whole = |tensor: Tensor<'_>| tensor.pieces().all(|piece| piece.shape == tensor.shape);

@@ -1,8 +1,8 @@
-//! Scanning a source: which folders and files there are, and where links lead.
+//! Scans a source: lists its folders and files, and resolves links.
 //!
-//! Folders that lie in the source come first, then those behind one link, behind two, and so on.
-//! So a tree that fits is seen whole before links multiply it. Where there is too much, the part
-//! that is too large is left out and says so; its neighbours stay.
+//! Folders of the source itself are scanned first, then folders behind one link, behind two, and so
+//! on. So a tree within the limits is scanned whole before links multiply it. If a limit is
+//! exceeded, the largest part is left out, and its folder shows the reason. Its neighbours stay.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -17,16 +17,16 @@ use crate::store::resolve::{LinkBounds, Unusable};
 
 use super::tree::{File, Folder, FolderId, Misfit};
 
-/// How much of one source is looked at.
+/// Limits for the scan of one source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ScanLimits {
-    /// Deepest folder entered: links could make a tree without end.
+    /// Maximum depth of a folder that is entered, because links could make an endless tree.
     pub(super) depth: usize,
-    /// Most files and folders that lie in one source.
+    /// Maximum number of files and folders in one source.
     pub(super) entries: usize,
-    /// Most folders reached through links: few links to each other's folders make many paths.
+    /// Maximum number of folders behind links. A few links to each other's folders make many paths.
     pub(super) linked: usize,
-    /// Most files and folders in those.
+    /// Maximum number of files and folders in folders behind links.
     pub(super) linked_entries: usize,
 }
 
@@ -34,23 +34,24 @@ pub(super) struct ScanLimits {
 pub(super) const LIMITS: ScanLimits =
     ScanLimits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
 
-/// Most lines kept of what was left out for one reason.
+/// Maximum number of lines about names that are left out for one reason.
 const LINES_MAX: usize = 10;
 
-/// Most names in the note of a folder about what it lacks.
+/// Maximum number of left-out folders that the note of a folder names.
 const NAMED_MAX: usize = 20;
 
-/// What a scan left out.
+/// The names that a scan left out.
 #[derive(Clone, Debug, Default)]
 pub struct LeftOut {
     /// A line for each of the first names of each reason.
     pub lines: Vec<String>,
-    /// How many names were left out for the same reason.
+    /// Number of names left out for each reason.
     counts: BTreeMap<Unusable, usize>,
 }
 
 impl LeftOut {
-    /// How many names were left out and why, with advice, on one line; none where all are shown.
+    /// One line with the number of names left out, the reasons and advice. `None` if all names are
+    /// shown.
     pub fn summary(&self) -> Option<String> {
         let count: usize = self.counts.values().sum();
         if count == 0 {
@@ -62,7 +63,7 @@ impl LeftOut {
         Some(format!("{count} {names} skipped: {}", reasons.collect::<Vec<_>>().join(", ")))
     }
 
-    /// Whether parts of the source are left out because there is too much.
+    /// Whether parts of the source are left out because they exceed a limit.
     pub fn is_partial(&self) -> bool {
         let too_much = [Unusable::TooManyLinks, Unusable::TooManyFiles];
         too_much.iter().any(|why| self.counts.contains_key(why))
@@ -77,7 +78,7 @@ impl LeftOut {
     }
 }
 
-/// What stands in a folder, whatever path leads to it.
+/// The entries of a folder, which all paths to it share.
 struct Listing {
     identity: Identity,
     files: Arc<[File]>,
@@ -95,19 +96,19 @@ struct Subfolder {
     is_link: bool,
 }
 
-/// A folder on its way into the tree.
+/// A folder that becomes part of the tree.
 struct ScanPlace {
     folder: Arc<Subfolder>,
     parent: Option<usize>,
     depth: usize,
     /// Whether a link leads to it, or to a folder that it lies in.
     linked: bool,
-    /// `None` until it was read, and where it cannot be.
+    /// `None` if it is not read yet, unreadable or closed.
     listing: Option<Arc<Listing>>,
     children: Vec<usize>,
-    /// Why it is left out, where it is.
+    /// Why it is left out, `None` if it is not.
     closed: Option<Unusable>,
-    /// Whether links in it, or below, are not followed because they lead to too much.
+    /// Whether links in it or below it are not followed because they exceed a limit.
     trimmed: bool,
 }
 
@@ -119,13 +120,14 @@ pub(super) struct Scan<'a> {
     deep: bool,
     /// Parents before children.
     places: Vec<ScanPlace>,
-    /// Folders to be read, as places.
+    /// Positions in `places` of folders to read.
     next: VecDeque<usize>,
-    /// Those behind one link more.
+    /// Positions of folders behind one more link.
     behind_links: VecDeque<usize>,
-    /// By the real path of a folder: each is read once, however many links lead to it.
+    /// Listings by the real path of the folder. Each folder is read once, however many links lead
+    /// to it.
     listings: HashMap<PathBuf, Arc<Listing>>,
-    /// What links were already said to be left out.
+    /// Paths of subfolders that are already reported as left out.
     told: HashSet<PathBuf>,
     entries: usize,
     linked: usize,
@@ -134,7 +136,7 @@ pub(super) struct Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    /// A scan within `bounds` and `limits`; `deep`: of the folders in the source too.
+    /// A scan within `bounds` and `limits`. If `deep`, it also enters the folders in the source.
     pub(super) fn new(bounds: &'a LinkBounds, limits: ScanLimits, deep: bool) -> Scan<'a> {
         Scan {
             bounds,
@@ -152,11 +154,11 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// The folders of the source at `root`, parents before children and siblings by name, and
-    /// what was left out.
+    /// The folders of the source at `root`, parents before children and siblings by name, and the
+    /// names left out.
     ///
     /// # Errors
-    /// Where the source itself cannot be read, or holds too many files of its own.
+    /// Fails if the source itself cannot be read, or holds too many files of its own.
     pub(super) fn run(mut self, root: PathBuf) -> Result<(Vec<Folder>, LeftOut)> {
         let version = Store::Local.version_behind_links(&root);
         let Version::Inode(identity) = version.map_err(|e| Error::io(&root, "read", e))?;
@@ -250,7 +252,7 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// The inodes of the folder at `at` and of those that it lies in.
+    /// The inodes of the folder at `at` and of all folders above it.
     fn above(&self, at: usize) -> Vec<(u64, u64)> {
         let parents = std::iter::successors(Some(at), |&at| self.places[at].parent);
         parents.map(|at| self.places[at].folder.inode).collect()
@@ -270,11 +272,11 @@ impl<'a> Scan<'a> {
         });
     }
 
-    /// Leaves out the largest parts until the rest is well below the limits. What links lead to is
-    /// counted apart: links cost nothing, so they must not take the place of real files.
+    /// Leaves out the largest parts until the rest is well below the limits. Folders behind links
+    /// are counted separately: links cost nothing, so they must not displace real files.
     ///
     /// # Errors
-    /// Where the source itself holds too many files.
+    /// Fails if the source itself holds too many files.
     fn shed(&mut self) -> Result<()> {
         if self.linked > self.limits.linked {
             let weigh = |place: &ScanPlace| usize::from(place.linked && place.closed.is_none());
@@ -292,10 +294,10 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// Closes folders until what is left weighs no more than three quarters of `max`; returns that
-    /// weight. Goes down into the folder that outweighs all others, so that a small one beside it
-    /// stays, and closes the heaviest folders there, or only the links in them. Part of what a link
-    /// leads to is of no use, so it does not go down behind links.
+    /// Closes folders until the rest weighs at most three quarters of `max`, and returns that
+    /// weight. It descends into the folder that outweighs all others, so that a small folder beside
+    /// it stays. There it closes the heaviest folders, or only the links in them. It does not
+    /// descend behind links, because a part of a link's target is of no use.
     fn shed_to(
         &mut self,
         max: usize,
@@ -325,7 +327,7 @@ impl<'a> Scan<'a> {
                 }
                 children = vec![at];
             }
-            // Of equal ones the last by name goes first.
+            // Among equal weights the last folder by name is closed first.
             children.sort_by_key(|&child| std::cmp::Reverse((weights[child], child)));
             let mut left = weights[0];
             for child in children {
@@ -358,7 +360,7 @@ impl<'a> Scan<'a> {
         weights
     }
 
-    /// Leaves out what links in the folder at `at` lead to; the files that lie there stay.
+    /// Leaves out the targets of links in the folder at `at`. The files in the folder stay.
     fn close_links(&mut self, at: usize) {
         let mut next = vec![at];
         while let Some(at) = next.pop() {
@@ -370,7 +372,7 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// Leaves out what is in the folder at `at`.
+    /// Leaves out the content of the folder at `at`.
     fn close(&mut self, at: usize, why: Unusable) {
         let relative = self.relative(at);
         self.skip(&relative, why);
@@ -379,7 +381,8 @@ impl<'a> Scan<'a> {
         place.listing = None;
     }
 
-    /// Forgets all that lies in closed folders. The folders themselves stay, and weigh nothing.
+    /// Drops everything below closed folders. The closed folders themselves stay, and weigh
+    /// nothing.
     fn forget_closed(&mut self) {
         let mut now_at: Vec<Option<usize>> = Vec::with_capacity(self.places.len());
         let mut kept: Vec<ScanPlace> = Vec::new();
@@ -416,7 +419,7 @@ impl<'a> Scan<'a> {
                 folders[parent].children.push((place.folder.name.clone(), id));
             }
             folders.push(folder);
-            // The last one is taken first.
+            // The stack returns the last one first.
             let children = place.children.iter().rev();
             next.extend(
                 children.map(|&child| {
@@ -427,7 +430,7 @@ impl<'a> Scan<'a> {
         (folders, self.left_out)
     }
 
-    /// The folder at `at` as part of the tree; none where it cannot be read.
+    /// The folder at `at` as part of the tree, `None` if it cannot be read.
     fn folder(&self, at: usize, parent: Option<FolderId>, relative: &Path) -> Option<Folder> {
         let place = &self.places[at];
         let (identity, files, misfits) = match (&place.listing, place.closed) {
@@ -471,7 +474,7 @@ impl<'a> Scan<'a> {
 }
 
 impl ScanPlace {
-    /// Number of entries, where it was read.
+    /// Number of entries, 0 if it is not read.
     fn len(&self) -> usize {
         self.listing.as_ref().map_or(0, |listing| listing.len)
     }

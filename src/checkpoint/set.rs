@@ -19,13 +19,14 @@ use super::{Checkpoint, Tail};
 pub struct Set {
     /// Name of the file that it is shown as.
     pub name: String,
-    /// What makes its files a set.
+    /// The fact that makes its files a set.
     pub kind: SetKind,
     /// Its files, weight map included.
     pub files: BTreeSet<String>,
     /// The checkpoint, or why it is refused.
     pub outcome: Result<Arc<Checkpoint>>,
-    /// Where its parent folder holds the same tensors: the parent's file, which is shown.
+    /// The file of the parent folder with the same tensors, which is shown instead. `None` if there
+    /// is none.
     pub shown_at_parent: Option<String>,
 }
 
@@ -36,60 +37,61 @@ pub struct Proved {
     pub sets: Vec<Set>,
     /// Weight files and weight maps of the folder, which are only shown as part of a set.
     pub weights: BTreeSet<String>,
-    /// What is unusual but not wrong, a line each.
+    /// Notes on unusual but valid input, a line each.
     pub notes: Vec<String>,
-    /// What became of the index, where indexes are kept.
+    /// State of the index, `None` if no indexes are kept.
     pub index: Option<IndexState>,
 }
 
 impl Proved {
-    /// Whether the index said so, and no header was read.
+    /// Whether the sets come from the index, and no header was read.
     pub fn from_index(&self) -> bool {
         self.index.as_ref().is_some_and(|index| index.origin == Origin::Index)
     }
 }
 
-/// What became of the index of a folder.
+/// The state of the index of a folder.
 #[derive(Clone, Debug)]
 pub struct IndexState {
     /// Its file.
     pub path: PathBuf,
-    /// Length of the file in bytes, where it is there.
+    /// Length of the file in bytes, `None` if there is none.
     pub len: Option<u64>,
-    /// When the files of the folder were looked at for it, in seconds since 1970.
+    /// Time at which the files of the folder were examined for it, in seconds since 1970.
     pub made: i64,
-    /// Where the sets come from.
+    /// Origin of the sets.
     pub origin: Origin,
 }
 
-/// Where the sets of a folder come from.
+/// The origin of the sets of a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// From the index.
+    /// The index.
     Index,
-    /// From the headers, and the index was written: what spoke against the one that was there.
+    /// The headers, and the index was written. The string is the reason why the previous index was
+    /// not used.
     Headers(Option<String>),
-    /// From the headers, and no index is kept, for this reason.
+    /// The headers, and no index is kept, for this reason.
     NotKept(String),
 }
 
-/// A set, as far as the proof of its last pieces needs it.
+/// The facts about a set that the proof of its last pieces needs.
 pub(super) struct TailEvidence<'a> {
     /// Name of the file that it is shown as.
     pub(super) name: &'a str,
     pub(super) kind: SetKind,
-    /// What its weight map says of the bytes of all tensors.
+    /// Bytes of all tensors by its weight map, `None` if unknown.
     pub(super) total_size: Option<u64>,
     /// Whether a shard has a sharding note.
     pub(super) noted: bool,
-    /// Whether `expect-shards` and `reference` are about it.
+    /// Whether `expect-shards` and `reference` apply to it.
     pub(super) judged: bool,
-    /// Where the manifest beside it is known to agree: whether it knows all shapes.
+    /// Whether the manifest beside it has all shapes, `None` if it is not compared yet.
     pub(super) manifest: Option<bool>,
 }
 
-/// Compares the catalog with what is known from outside the shards. Also returns whether the
-/// manifest beside it, where that was compared, knows all shapes.
+/// Compares the catalog with the references outside the shards. Also returns whether the manifest
+/// beside it has all shapes, `None` if no manifest was compared.
 pub(super) fn check_completeness(
     folder: &Folder,
     catalog: &Catalog,
@@ -97,8 +99,8 @@ pub(super) fn check_completeness(
     set: &TailEvidence<'_>,
 ) -> Result<(Tail, Option<bool>)> {
     let refused = |fault: Fault| Error::refused(&folder.path, fault);
-    // Files with a sharding note may be pieces that lack what comes after them, also where all
-    // of them begin at 0.
+    // Files with a sharding note may be pieces whose following pieces are missing, even if all of
+    // them begin at 0.
     let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
     let mut proven =
         !set.noted || catalog.shapes_recorded || (set.kind == SetKind::WeightMap && total_fits());

@@ -1,4 +1,4 @@
-//! A source as a tree of folders and files, as it stands when it is scanned.
+//! The tree of folders and files of a source at the time of its scan.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -15,7 +15,7 @@ use crate::sync::RwLock;
 
 use super::scan::{LIMITS, LeftOut, Scan};
 
-/// Children that hold another form of what their parent holds.
+/// Names of subfolders that hold the checkpoint of their parent in another form.
 const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
 
 /// Position of a folder in its tree.
@@ -26,9 +26,9 @@ pub type FolderId = usize;
 pub struct File {
     /// Name in its folder.
     pub name: OsString,
-    /// Where its bytes really are, symbolic links resolved.
+    /// Its real path, with symbolic links resolved.
     pub path: PathBuf,
-    /// What it was when the tree was scanned.
+    /// Its identity when it was last examined.
     pub identity: Identity,
 }
 
@@ -37,7 +37,7 @@ pub struct File {
 pub struct Misfit {
     /// Name in its folder.
     pub name: OsString,
-    /// What is wrong with it.
+    /// The fault in it.
     pub why: Unusable,
 }
 
@@ -46,11 +46,11 @@ pub struct Misfit {
 pub struct Folder {
     /// Path below the source, empty for the source itself.
     pub relative: PathBuf,
-    /// Where it really is.
+    /// Its real path.
     pub path: PathBuf,
-    /// What it was when it was looked at last.
+    /// Its identity when it was last examined.
     pub identity: Identity,
-    /// The folder that it lies in.
+    /// Its parent folder.
     pub parent: Option<FolderId>,
     /// Folders in it, by name.
     pub children: Vec<(OsString, FolderId)>,
@@ -58,25 +58,26 @@ pub struct Folder {
     pub files: Arc<[File]>,
     /// Names that lead to no file that may be read: broken links, devices.
     pub misfits: Arc<[Misfit]>,
-    /// What is left out of it because there is too much, a line each.
+    /// The parts of it that are left out because they exceed a limit, one line each.
     pub lacks: Vec<String>,
-    /// Names of files that were there when the tree was scanned and are not now.
+    /// Names of files that existed at the scan and are missing now.
     pub(super) gone: Vec<OsString>,
 }
 
-/// A scanned source. Names are fixed from here on; contents are proved folder by folder.
+/// A scanned source. The scan fixes the names. Contents are proved folder by folder.
 #[derive(Debug)]
 pub struct Tree {
-    /// The source, absolute and without symbolic links; the file itself where it is one.
+    /// The absolute path of the source, without symbolic links. If the source is one file, it keeps
+    /// the name that the user gave.
     pub source: PathBuf,
-    /// How it is opened.
+    /// The options with which it is opened.
     pub options: OpenOptions,
-    /// Where the source is one file: its name. Only the set that it belongs to counts.
+    /// The name of the file if the source is one file. Only the set of that file counts.
     pub only: Option<String>,
-    /// What was left out.
+    /// The names that were left out.
     pub left_out: LeftOut,
-    /// Parents before children. Each is replaced as a whole when it is looked at again, so that
-    /// a change costs what its own folder costs.
+    /// Folders, parents before children. Each is replaced as a whole when it is examined again, so
+    /// that a change costs only the work for its own folder.
     folders: Vec<RwLock<Arc<Folder>>>,
     bounds: LinkBounds,
 }
@@ -141,12 +142,12 @@ impl Tree {
     }
 
     fn scan_folders(&mut self, root: PathBuf) -> Result<()> {
-        // Where one file was named, folders beside it do not matter.
+        // If the source is one file, folders beside it do not matter.
         let scan = Scan::new(&self.bounds, LIMITS, self.only.is_none());
         let (folders, left_out) = scan.run(root)?;
         let slot = |folder| RwLock::new(Arc::new(folder));
         self.folders = folders.into_iter().map(slot).collect();
-        // Of names beside one file nobody has asked.
+        // If the source is one file, names beside it are not reported.
         self.left_out = if self.only.is_none() { left_out } else { LeftOut::default() };
         Ok(())
     }
@@ -156,17 +157,17 @@ impl Tree {
         self.folders.len()
     }
 
-    /// Whether there are no folders. Never so of a scanned tree, which has its root.
+    /// Whether there are no folders. It is always false, because a scanned tree has its root.
     pub fn is_empty(&self) -> bool {
         self.folders.is_empty()
     }
 
-    /// The folder `id` as it was looked at last.
+    /// The folder `id` as it was last examined.
     pub fn folder(&self, id: FolderId) -> Arc<Folder> {
         self.folders[id].read().clone()
     }
 
-    /// Says that the source holds no checkpoint, and which names were skipped.
+    /// The message that the source holds no checkpoint, with a summary of the skipped names.
     pub fn nothing_found(&self) -> String {
         let skipped = self.left_out.summary().map(|summary| format!("; {summary}"));
         format!(
@@ -180,9 +181,9 @@ impl Tree {
         (0..self.len()).map(|id| self.folder(id))
     }
 
-    /// Looks again at what the files of the family of `head` are. Names stay as they were
-    /// scanned: a file that is gone is remembered, and may return. Others go on meanwhile; whoever
-    /// has a folder of the family keeps it as it was.
+    /// Examines the files of the family of `head` again. Names stay as they were scanned: a missing
+    /// file is remembered, and may return. Other threads continue meanwhile. A caller that holds a
+    /// folder of the family keeps its previous state.
     pub fn rescan(&self, head: FolderId) {
         for id in self.family(head) {
             let before = self.folder(id);
@@ -209,14 +210,14 @@ impl Tree {
         }
     }
 
-    /// The file `name` of `folder` as it is now, where it is one that may be read.
+    /// The file `name` of `folder` as it is now, `None` if it is not a file that may be read.
     pub fn file_now(&self, folder: FolderId, name: &OsStr) -> Option<File> {
         let (path, identity) = look_at(&self.bounds, &self.folder(folder).path.join(name))?;
         Some(File { name: name.to_owned(), path, identity })
     }
 
-    /// Whether a file of the family of `folder` is no longer what it was: gone, back, or
-    /// another one.
+    /// Whether a file of the family of `folder` has changed: it is missing, has returned, or is
+    /// another file.
     pub fn is_stale(&self, folder: FolderId) -> bool {
         let family = self.family(self.family_of(folder));
         let mut folders = family.into_iter().map(|id| self.folder(id));
@@ -238,8 +239,8 @@ impl Tree {
         })
     }
 
-    /// Folders that have to be looked at together, by the one at the top: a folder and its
-    /// `sharded/` or `consolidated/` child. Only those with weight files.
+    /// The top folders of all families with weight files. A family is a folder with its `sharded/`
+    /// or `consolidated/` child. Its folders are proved together.
     pub fn families(&self) -> Vec<FolderId> {
         let with_weights = (0..self.len()).filter(|&id| self.folder(id).has_weights(self));
         let heads: BTreeSet<FolderId> = with_weights.map(|id| self.family_of(id)).collect();
@@ -257,7 +258,7 @@ impl Tree {
         }
     }
 
-    /// The members of the family of which `head` is the top, parents before children.
+    /// The members of the family whose top is `head`, parents before children.
     pub fn family(&self, head: FolderId) -> Vec<FolderId> {
         let mut members = vec![head];
         let mut next = 0;

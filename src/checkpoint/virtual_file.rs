@@ -17,7 +17,7 @@ use super::{Checkpoint, SetKind};
 pub struct FileSummary {
     /// Length in bytes.
     pub len: u64,
-    /// Hash of its header. With the identities of the shards it tells the bytes of the file.
+    /// Hash of its header. Together with the identities of the shards it identifies the content.
     pub header: Digest,
 }
 
@@ -25,9 +25,9 @@ pub struct FileSummary {
 #[derive(Debug)]
 pub(super) struct ArrangedFile {
     pub(super) spec: FileSpec,
-    /// Set when it is first needed.
+    /// The layout, set at its first use.
     layout: OnceLock<Arc<Layout>>,
-    /// Set when it is first needed, or from the index.
+    /// Length and header hash, set by the index or at their first use.
     summary: OnceLock<FileSummary>,
 }
 
@@ -86,7 +86,7 @@ impl VirtualFile {
         &self.checkpoint
     }
 
-    /// The catalog that its tensors are counted in.
+    /// The catalog in which its tensors have positions.
     pub fn catalog(&self) -> &Catalog {
         self.checkpoint.catalog()
     }
@@ -99,15 +99,15 @@ impl VirtualFile {
     /// The byte layout of the file.
     ///
     /// # Errors
-    /// Those of `Layout::of`.
+    /// The errors of `Layout::of`.
     pub fn layout(&self) -> Result<Arc<Layout>> {
         self.file.layout(&self.checkpoint).cloned()
     }
 
-    /// Length and header hash of the file, without laying it out if the index knows them.
+    /// Length and header hash of the file. If the index has them, the file is not laid out.
     ///
     /// # Errors
-    /// Those of `layout`.
+    /// The errors of `layout`.
     pub fn summary(&self) -> Result<FileSummary> {
         if let Some(summary) = self.file.summary.get() {
             return Ok(*summary);
@@ -119,14 +119,14 @@ impl VirtualFile {
 }
 
 impl Checkpoint {
-    /// The virtual files that its view arranges it in; none if its shards are shown as they are.
+    /// The virtual files that its view arranges, none if its shards are shown unchanged.
     pub fn virtual_files(self: &Arc<Self>) -> impl Iterator<Item = VirtualFile> {
         let file =
             |file: &Arc<ArrangedFile>| VirtualFile { checkpoint: self.clone(), file: file.clone() };
         self.files.iter().map(file)
     }
 
-    /// All of its tensors as one file, also if the view arranges them in another way.
+    /// All its tensors as one file, also if the view arranges them in another way.
     pub fn single_file(self: &Arc<Self>) -> VirtualFile {
         let single = FileSpec::single(&self.name, self.format);
         let own = self.virtual_files().find(|file| *file.spec() == single);
@@ -138,8 +138,8 @@ impl Checkpoint {
         self.files.first()?.layout.get().cloned()
     }
 
-    /// Lays out its virtual files, or takes over the layout of another link to the same file. A
-    /// checkpoint without a layout is refused here and not when it is first read.
+    /// Lays out its virtual files, or reuses the layout of another link to the same file. A
+    /// checkpoint that cannot be laid out is refused here, not at its first read.
     pub(super) fn lay_out(&self, linked: Option<Arc<Layout>>) -> Result<()> {
         for file in &self.files {
             match &linked {
@@ -152,7 +152,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Takes over what an index records of its virtual files, and lays out the others.
+    /// Takes lengths and header hashes of its virtual files from an index, and lays out the other
+    /// files.
     pub(super) fn summarize(&self, records: &[VirtualFileRecord]) -> Result<()> {
         for file in &self.files {
             let spec = file.spec.digest();

@@ -1,9 +1,9 @@
-//! CUDA's driver interface, behind which nothing is unsafe.
+//! Safe wrappers of CUDA's driver interface.
 //!
-//! The functions are looked up by name, all of them when the first GPU is opened: a driver that
-//! lacks one gives an error, no panic, and codes that are newer than this source are numbers.
-//! A call has its context bound on the thread, whichever that is, and leaves what was bound there
-//! before. Memory that copies use is kept until they are over, also where something fails.
+//! All functions are looked up by name when the first GPU is opened. A driver that lacks one gives
+//! an error, not a panic, and unknown error codes stay numbers. Each call binds its context on the
+//! calling thread and restores the previous one. Memory that copies use is kept until they are
+//! over, also if a call fails.
 
 mod pinned;
 mod stream;
@@ -30,7 +30,7 @@ macro_rules! driver {
         struct Driver { $($name: unsafe extern "C" fn($($arg),*) -> c_uint,)* }
 
         impl Driver {
-            /// Loads the driver; else why it cannot be used.
+            /// Loads the driver, or returns why it cannot be used.
             fn load() -> std::result::Result<Driver, String> {
                 // SAFETY: the driver's initialisers run, as in every program that uses it.
                 if !unsafe { sys::is_culib_present() } {
@@ -96,7 +96,7 @@ driver! {
 }
 
 impl Driver {
-    /// The driver, loaded and initialised. `ordinal` is whom an error is about.
+    /// The driver, loaded and initialised. An error names GPU `ordinal`.
     fn get(ordinal: Option<u32>) -> Result<&'static Driver> {
         static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
         let driver = DRIVER.get_or_init(Driver::load);
@@ -113,7 +113,7 @@ impl Driver {
         }
         let text = |get: unsafe extern "C" fn(c_uint, *mut *const c_char) -> c_uint| {
             let mut text: *const c_char = null();
-            // SAFETY: the pointer is written to, and then is null or a text that stays.
+            // SAFETY: the pointer is written to, and then is null or points to a static text.
             let known = unsafe { get(code, &mut text) } == 0 && !text.is_null();
             // SAFETY: the driver's text ends with a zero byte and is never freed.
             known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
@@ -133,11 +133,11 @@ macro_rules! call {
 }
 use call;
 
-/// An open GPU. Clones are the same.
+/// An open GPU. Clones refer to the same GPU.
 #[derive(Clone)]
 pub struct Gpu(Arc<Context>);
 
-/// The primary context of a device: the one that everybody in the process shares.
+/// The primary context of a device, which all code of the process shares.
 struct Context {
     driver: &'static Driver,
     ordinal: u32,
@@ -169,8 +169,8 @@ impl Context {
         Ok(Entered { context: self, before: Some(before) })
     }
 
-    /// Carries `give_back` out, which frees something. That it fails changes nothing: mostly it
-    /// tells of work that failed before.
+    /// Calls `give_back`, which frees something. A failure is only logged: mostly it reports work
+    /// that failed before.
     fn give_back(&self, give_back: impl FnOnce(&Context) -> Result<()>) {
         let entered = self.enter().or_else(|_| self.enter());
         if let Err(e) = entered.and_then(|_entered| give_back(self)) {
@@ -212,7 +212,7 @@ impl Gpu {
     /// Number of GPUs here.
     ///
     /// # Errors
-    /// Where there is no driver, or it cannot be used.
+    /// If there is no driver, or it cannot be used.
     pub fn count() -> Result<u32> {
         let driver = Driver::get(None)?;
         let mut count = 0;
@@ -222,10 +222,10 @@ impl Gpu {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// Opens GPU `ordinal`, in the context that it has in this process already, if it has one.
+    /// Opens GPU `ordinal` in its primary context, which the process may already use.
     ///
     /// # Errors
-    /// Where there is no driver, or no such GPU, or it cannot be used.
+    /// If there is no driver or no such GPU, or it cannot be used.
     pub fn open(ordinal: u32) -> Result<Gpu> {
         let driver = Driver::get(Some(ordinal))?;
         let count = Gpu::count()?;
@@ -243,7 +243,7 @@ impl Gpu {
         check("cuDeviceGetName", unsafe { (driver.cuDeviceGetName)(start, len, device) })?;
         let name = CStr::from_bytes_until_nul(&name).map_or("".into(), CStr::to_string_lossy);
         let mut raw = null_mut();
-        // SAFETY: the pointer is written to; `Context` gives it back.
+        // SAFETY: the pointer is written to; `Context` releases the device's context.
         let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
         check("cuDevicePrimaryCtxRetain", code)?;
         let name = name.into_owned();
@@ -265,7 +265,7 @@ impl Gpu {
         self.0.enter()
     }
 
-    /// Bytes of its memory that are free, and all of them.
+    /// Free bytes of its memory, and total bytes.
     ///
     /// # Errors
     /// The refusals of the driver.
@@ -277,7 +277,7 @@ impl Gpu {
         Ok((free as u64, total as u64))
     }
 
-    /// Nothing where `needed` bytes are free.
+    /// Fails unless `needed` bytes are free.
     pub(super) fn has_room(&self, needed: u64) -> Result<()> {
         let (free, total) = self.memory()?;
         if needed <= free {
@@ -289,25 +289,25 @@ impl Gpu {
         Err(failed(Some(self.0.ordinal), message, None))
     }
 
-    /// Memory of its own, `len` bytes that are not zero.
+    /// Allocates `len` bytes, which are not cleared.
     ///
     /// # Errors
-    /// Where it has not that much; the message says how much it has.
+    /// If the GPU has too little free memory; the message says how much it has.
     pub fn allocate(&self, len: u64) -> Result<Arc<DeviceMemory>> {
         let _entered = self.0.enter()?;
         let mut address = 0;
         // SAFETY: the pointer is written to.
         let allocated = unsafe { call!(self.0, cuMemAlloc_v2(&mut address, len as usize)) };
         if let Err(e) = allocated {
-            // Says more than the driver does, where that is the reason.
+            // If memory is short, this error says more than the driver's.
             self.has_room(len)?;
             return Err(e);
         }
         Ok(Arc::new(DeviceMemory { gpu: self.clone(), address, len, home: Home::Own }))
     }
 
-    /// `len` bytes of somebody else's memory on this GPU. `keep` is dropped once nothing of this
-    /// crate uses them, on any thread.
+    /// Wraps `len` bytes of the caller's memory on this GPU. `keep` is dropped on any thread, once
+    /// this crate no longer uses them.
     ///
     /// # Safety
     /// The memory lives as long as `keep`. Nobody uses the loaded bytes of it until
@@ -339,7 +339,7 @@ pub struct DeviceMemory {
 enum Home {
     /// Allocated here.
     Own,
-    /// Somebody else's; this keeps it alive.
+    /// Memory of the caller; this value keeps it alive.
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
@@ -364,7 +364,7 @@ impl DeviceMemory {
         self.len == 0
     }
 
-    /// Copies bytes from `at` on to the host, and waits for that; not for work under way.
+    /// Copies bytes from `at` on to the host and waits for the copy, but not for other work.
     ///
     /// # Errors
     /// The refusals of the driver.
@@ -372,7 +372,7 @@ impl DeviceMemory {
         let from = self.part(offset, to.len() as u64);
         let context = &self.gpu.0;
         let _entered = context.enter()?;
-        // SAFETY: both ends have as many bytes, and it is over when the call returns.
+        // SAFETY: both ends have `to.len()` bytes, and the copy is over when the call returns.
         unsafe { call!(context, cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len())) }
     }
 
@@ -386,7 +386,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         if let Home::Own = self.home {
-            // SAFETY: allocated here; what copies to it keeps it alive.
+            // SAFETY: allocated by `Gpu::allocate`; copies keep it alive, so none is under way.
             self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuMemFree_v2(self.address)) });
         }
     }

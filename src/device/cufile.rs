@@ -1,8 +1,8 @@
-//! NVIDIA cuFile: reads from a file straight into memory of a GPU, behind which nothing is unsafe.
+//! Safe wrappers of NVIDIA cuFile, which reads from a file directly into memory of a GPU.
 //!
-//! Only that of the kernel module is used: without the module the library reads into memory of its
-//! own and copies from there, which we do as well. It is loaded when it is asked for first. Codes
-//! stay numbers, so those that are newer than this source mean no harm.
+//! cuFile is used only with its kernel module: without the module the library reads into memory of
+//! its own and copies from there, as tensorfs does itself. The library is loaded at the first use.
+//! Error codes stay numbers, so unknown ones do no harm.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -16,7 +16,7 @@ use nix::libc;
 
 use super::{DeviceMemory, DeviceRegion};
 
-/// Names of the library: that of every installation, and that of those for building programs.
+/// Names of the library: the name in every installation, and the name in those for development.
 const NAMES: [&CStr; 2] = [c"libcufile.so.0", c"libcufile.so"];
 
 /// `CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE`: reads without the kernel module.
@@ -25,10 +25,10 @@ const ALLOW_COMPAT_MODE: c_int = 1;
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`: a file by its descriptor.
 const OPAQUE_FD: c_int = 1;
 
-/// Somebody else in the process has opened the driver.
+/// Other code of the process has opened the driver.
 const DRIVER_ALREADY_OPEN: c_int = 5026;
 
-/// `CUfileError_t`: what came of a call, and of the call of CUDA behind it.
+/// `CUfileError_t`: result of a call, and of the CUDA call behind it.
 #[repr(C)]
 struct Status {
     code: c_int,
@@ -43,7 +43,7 @@ struct Description {
     operations: *const c_void,
 }
 
-/// As wide as a pointer, which other kinds of files have there.
+/// Descriptor of a file, as wide as the pointer that other kinds of files have.
 #[repr(C)]
 union Descriptor {
     fd: c_int,
@@ -57,12 +57,12 @@ macro_rules! library {
         #[derive(Debug)]
         pub(crate) struct CuFile {
             $($name: unsafe extern "C" fn($($arg),*) -> $result,)*
-            /// Absent from old versions.
+            /// `None` in old versions of the library.
             cuFileSetParameterBool: Option<unsafe extern "C" fn(c_int, bool) -> Status>,
         }
 
         impl CuFile {
-            /// Loads the library; else why it cannot be used.
+            /// Loads the library, or returns why it cannot be used.
             fn load() -> Result<CuFile, String> {
                 let mut libraries = NAMES.iter().map(|name| {
                     // SAFETY: its initialisers run, as in every program that uses it.
@@ -125,22 +125,22 @@ fn check(function: &str, status: &Status) -> Result<(), String> {
 }
 
 impl CuFile {
-    /// Whether the kernel module is there, whose device is `module`. The driver is not opened
-    /// without: that takes seconds, and some versions close the standard input then.
+    /// Whether the kernel module, whose device file is `module`, is loaded. Without it the driver
+    /// is not opened: that takes seconds, and some versions then close the standard input.
     pub(crate) fn has_module(module: &Path) -> bool {
         std::fs::metadata(module).is_ok_and(|meta| meta.file_type().is_char_device())
     }
 
-    /// The library, its driver opened; else why it cannot be used. May take seconds.
+    /// Returns the library with its driver opened, or why it cannot be used. May take seconds.
     pub(crate) fn open() -> Result<&'static CuFile, String> {
         static LIBRARY: OnceLock<Result<CuFile, String>> = OnceLock::new();
         let library = LIBRARY.get_or_init(CuFile::load).as_ref().map_err(Clone::clone)?;
         if let Some(set) = library.cuFileSetParameterBool {
-            // It is refused where the driver is open already, and nothing depends on it.
-            // SAFETY: takes numbers only.
+            // SAFETY: the call takes numbers only. It fails if the driver is already open, and
+            // nothing depends on it.
             let _ = unsafe { set(ALLOW_COMPAT_MODE, false) };
         }
-        // SAFETY: takes nothing; who opens it again only counts as one more.
+        // SAFETY: the call takes no arguments; repeated opens are only counted.
         let status = unsafe { (library.cuFileDriverOpen)() };
         if status.code != DRIVER_ALREADY_OPEN {
             check("cuFileDriverOpen", &status)?;
@@ -164,7 +164,7 @@ unsafe impl Send for FileHandle {}
 unsafe impl Sync for FileHandle {}
 
 impl FileHandle {
-    /// Registers `file`, a descriptor of its own that is open past the page cache.
+    /// Registers `file`, a separate descriptor that is open for O_DIRECT.
     pub(crate) fn register(library: &'static CuFile, file: File) -> Result<FileHandle, String> {
         let mut descriptor = Descriptor { pointer: null_mut() };
         descriptor.fd = file.as_raw_fd();
@@ -178,8 +178,8 @@ impl FileHandle {
     }
 
     /// Reads at most `len` bytes from byte `offset` of the file on to byte `at` of `to`, and waits
-    /// for them; says how many there were, none at the end of the file. The context of the GPU is
-    /// bound.
+    /// for them. Returns the number of bytes read, zero at the end of the file. The context of the
+    /// GPU is bound.
     pub(crate) fn read(
         &self,
         offset: u64,
@@ -213,12 +213,13 @@ impl FileHandle {
 
 impl Drop for FileHandle {
     fn drop(&mut self) {
-        // SAFETY: registered once by `register`, and read by nobody any more.
+        // SAFETY: registered once by `register`, and no read uses the handle any more.
         unsafe { (self.library.cuFileHandleDeregister)(self.raw) };
     }
 }
 
-/// Memory that the disk may write to: else cuFile has bytes go by memory of its own on the GPU.
+/// Memory that is registered for writes by the disk; otherwise cuFile copies through memory of its
+/// own on the GPU.
 #[derive(Debug)]
 pub(crate) struct Registered {
     library: &'static CuFile,
@@ -241,9 +242,9 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        // It is freed next, also where this fails.
+        // The memory is freed next, also if this fails.
         let _entered = self.memory.gpu().enter();
-        // SAFETY: registered once by `new`, and nobody reads to it by that any more.
+        // SAFETY: registered once by `new`, and no read uses the registration any more.
         let status =
             unsafe { (self.library.cuFileBufDeregister)(self.memory.address() as *const c_void) };
         if let Err(e) = check("cuFileBufDeregister", &status) {
@@ -252,11 +253,11 @@ impl Drop for Registered {
     }
 }
 
-/// A region that is read to.
+/// A region that cuFile reads into.
 #[derive(Debug)]
 pub(crate) struct Destination {
     /// The region.
     pub(crate) region: DeviceRegion,
-    /// Its memory, where that is registered.
+    /// Registration of its memory. `None` if it is not registered.
     pub(crate) registered: Option<Arc<Registered>>,
 }

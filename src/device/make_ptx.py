@@ -18,7 +18,7 @@ PTX = Path(__file__).with_name("cast.ptx")
 
 
 def installed():
-    """The compiler's library, or None where the package is not installed or of another version."""
+    """The compiler's library, or None if the package is not installed or has another version."""
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:

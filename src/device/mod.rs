@@ -1,7 +1,7 @@
-//! Memory on GPUs, and how bytes get there.
+//! Memory on GPUs, and transfers of bytes to it.
 //!
-//! The driver is looked for when a GPU is opened; a machine without one gets an error that says
-//! so. Only `cuda` knows the driver's interface, and `cufile` that of reads past the host.
+//! The driver is loaded when a GPU is opened; a machine without one gets an error that says so.
+//! Only `cuda` knows the driver's interface, and only `cufile` knows that of cuFile.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -21,7 +21,7 @@ pub(crate) use pinned_pool::PinnedPool;
 
 use crate::error::{DriverCall, Error};
 
-/// The error of GPU `ordinal`, or of all without.
+/// The error of GPU `ordinal`, or of CUDA as a whole if it is `None`.
 fn failed(ordinal: Option<u32>, message: String, call: Option<DriverCall>) -> Error {
     let device = ordinal.map_or("cuda".to_owned(), |ordinal| format!("cuda:{ordinal}"));
     Error::Device { device, message, call }
@@ -37,7 +37,7 @@ impl Gpu {
     /// Opens GPU `ordinal`.
     ///
     /// # Errors
-    /// Always: this build knows no GPUs.
+    /// Always: this build supports no GPUs.
     pub fn open(ordinal: u32) -> crate::error::Result<Gpu> {
         let message = "this build of tensorfs has no GPUs; build it with the feature `cuda`";
         Err(failed(Some(ordinal), message.to_owned(), None))
@@ -51,18 +51,18 @@ mod regions {
     use super::{DeviceMemory, Gpu};
     use crate::error::Result;
 
-    /// From this length on memory is allocated by itself.
+    /// Most bytes of regions that share an allocation; a longer region has its own.
     const TOGETHER: u64 = 256 << 20;
 
-    /// Unit in which regions begin.
+    /// Alignment of regions in an allocation.
     const ALIGN: u64 = 256;
 
     /// Part of a device's memory that tensors are loaded into.
     #[derive(Clone, Debug)]
     pub struct DeviceRegion {
-        /// The memory, which lives as long.
+        /// Allocation that the region lies in, kept alive by it.
         pub memory: Arc<DeviceMemory>,
-        /// First byte in it.
+        /// Offset of the region in the allocation.
         pub at: u64,
         /// Length in bytes.
         pub len: u64,
@@ -81,17 +81,17 @@ mod regions {
         }
     }
 
-    /// Bytes that a region of `len` bytes takes.
+    /// Bytes of an allocation that a region of `len` bytes takes.
     fn taken(len: &u64) -> u64 {
         len.max(&1).checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX)
     }
 
     impl Gpu {
-        /// Memory for regions of these lengths: few large allocations, each of which lives as
+        /// Allocates regions of these lengths, in few large allocations. Each allocation lives as
         /// long as any region in it.
         ///
         /// # Errors
-        /// Where the device has not that much; the message says how much it has.
+        /// If the device has too little free memory; the message says how much it has.
         pub fn regions(&self, lens: &[u64]) -> Result<Vec<DeviceRegion>> {
             self.check_room(lens)?;
             let mut regions = Vec::with_capacity(lens.len());

@@ -16,7 +16,7 @@ const STEP: u64 = 64 << 20;
 /// Unit of steps: whole huge pages.
 const UNIT: u64 = 2 << 20;
 
-/// Pinned memory in use by one loader. Clones are the same.
+/// Pinned memory of one loader. Clones share it.
 #[derive(Clone)]
 pub(crate) struct PinnedPool(Arc<PoolInner>);
 
@@ -31,14 +31,14 @@ struct State {
     steps: Vec<(Arc<Pinned>, FreeList)>,
     /// Bytes of all steps, in use or not.
     pinned: u64,
-    /// Bytes of them that are in use, and the most there have been.
+    /// Bytes in use, and their peak.
     used: u64,
     used_peak: u64,
-    /// Somebody pins the next step.
+    /// Whether a thread is pinning the next step.
     growing: bool,
-    /// It could not grow, and stays as it is.
+    /// Whether growing has failed, so that the ring stays as it is.
     full: bool,
-    /// The worst of them.
+    /// Worst kind of pinning of the steps.
     how: Pinning,
     /// Time spent pinning.
     pinning: Duration,
@@ -49,9 +49,9 @@ struct State {
 pub(crate) struct PinnedUsage {
     /// Bytes pinned.
     pub(crate) pinned: u64,
-    /// Most bytes in use since it was asked last.
+    /// Most bytes in use since the last call of `Ring::taken`.
     pub(crate) peak: u64,
-    /// Time spent pinning since.
+    /// Time spent pinning since the last call of `Ring::taken`.
     pub(crate) pinning: Duration,
     /// How they are pinned.
     pub(crate) how: Pinning,
@@ -69,7 +69,7 @@ impl PoolInner {
 }
 
 impl State {
-    /// Takes the steps out of which nothing is in use.
+    /// Removes and returns the steps that are entirely free.
     fn take_unused(&mut self) -> Vec<Arc<Pinned>> {
         let unused = self.steps.extract_if(.., |(pinned, free)| free.is_whole(pinned.len()));
         let unused: Vec<_> = unused.map(|(pinned, _)| pinned).collect();
@@ -109,14 +109,14 @@ impl PinnedPool {
         Some(slice.lend(reservation, Box::new(give_back)))
     }
 
-    /// Whether `grow` is to be called so that there is more; it has to be called then. There are
-    /// at most `limit` bytes in all, unless the load is `alone` with nothing: it would have to
-    /// wait for others, which may hold what they have for ever.
+    /// Whether the ring is to grow; the caller must then call `grow`. The ring has at most `limit`
+    /// bytes, unless `alone`: a load with no read in flight would wait for other loads, which may
+    /// keep their memory for ever.
     pub(crate) fn begins_to_grow(&self, limit: u64, alone: bool) -> bool {
         let mut state = self.0.state.lock();
         let fits = state.pinned < limit;
         if !state.growing && alone && state.used == 0 && (state.full || !fits) {
-            // Too short, all of it.
+            // All free steps are too short.
             let free = state.take_unused();
             drop(state);
             drop(free);
@@ -127,10 +127,10 @@ impl PinnedPool {
         grows
     }
 
-    /// Pins one step more, for a load that needs `wanted` bytes at a time at most.
+    /// Pins one more step, for a load that needs at most `wanted` bytes at a time.
     ///
     /// # Errors
-    /// Where no memory can be had, and there was none before.
+    /// If no memory can be pinned, and the ring has none.
     pub(crate) fn grow(&self, len: u64, limit: u64, wanted: u64) -> Result<()> {
         let before = self.0.state.lock().pinned;
         let left = limit.saturating_sub(before);
@@ -157,10 +157,10 @@ impl PinnedPool {
         }
     }
 
-    /// Unpins and frees what is not in use.
+    /// Unpins and frees steps that are not in use.
     pub(crate) fn release(&self) {
         let free = self.0.state.lock().take_unused();
-        // Takes its time, which nobody else has to wait for.
+        // Unpinning takes time, so the lock is not held.
         drop(free);
     }
 

@@ -1,12 +1,12 @@
-//! The bintensors header: 8 bytes of length, bincode, then the data of all tensors without
-//! hole or overlap.
+//! The bintensors header: 8 bytes of length, bincode, then the data of all tensors without gap or
+//! overlap.
 //!
-//! Accepts what the reference implementation (crate 0.1, PyPI 0.2) accepts, except metadata
-//! keys that stand twice, and the older layout of its 0.0 releases as well. Nothing in a file
-//! says which of the two it has: the older one is tried where the newer one does not fit.
+//! Accepts the same headers as the reference implementation (crate 0.1, PyPI 0.2), except those
+//! with a duplicate metadata key. Also accepts the older layout of its 0.0 releases. A file does
+//! not say which layout it has, so the older one is tried if the newer one does not fit.
 //!
-//! Decoded here and not by bincode, whose errors say neither where nor in which tensor, and
-//! which takes memory for what is announced before it is known to be there.
+//! The decoder is our own, because the errors of bincode name neither offset nor tensor, and
+//! because it allocates memory for announced items before it knows that they exist.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map;
@@ -40,24 +40,24 @@ const DTYPES: [Dtype; 15] = [
     Dtype::U64,
 ];
 
-/// Bytes that a header entry takes at least: the length of an empty name, a dtype, no
-/// dimensions, two offsets.
+/// Minimum length of a header entry in bytes: the length of an empty name, a dtype, no dimensions,
+/// two offsets.
 const ENTRY_LEN_MIN: u64 = 5;
 
-/// Bytes that a key with its value takes at least.
+/// Minimum length of a key with its value in bytes.
 const PAIR_LEN_MIN: u64 = 2;
 
 /// Most memory that a decoded header may take, in bytes: the limit of the reference
 /// implementation, about 1,388,888 tensors.
 const MEMORY_MAX: u64 = 100_000_000;
 
-/// First bytes of integers longer than one byte, which follows in 2, 4 or 8.
+/// First bytes of integers longer than one byte. The value follows in 2, 4 or 8 bytes.
 const MARKER_U16: u8 = 251;
 const MARKER_U32: u8 = 252;
 const MARKER_U64: u8 = 253;
 
-/// Number of an element type in a header; `None` where the format does not have it. Tensors
-/// stand in a file by this number, highest first, then by name.
+/// Number of an element type in a header, `None` if the format does not have it. Tensors in a file
+/// are sorted by this number, highest first, then by name.
 pub fn number_of(dtype: Dtype) -> Option<u8> {
     DTYPES.iter().position(|known| *known == dtype).map(|at| at as u8)
 }
@@ -73,15 +73,15 @@ pub fn parse_file(bytes: &[u8]) -> Result<Header, Fault> {
 /// Parses the header of a file of `file_len` bytes.
 pub fn parse(header: &[u8], file_len: u64) -> Result<Header, Fault> {
     let parsed = parse_stream(|| header, header.len() as u64, file_len);
-    // Memory is always read.
+    // A read from memory does not fail.
     parsed.unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
 }
 
-/// Parses the header of a file of `file_len` bytes as it is read; `open` begins at its start
-/// and ends after `header_len` bytes.
+/// Parses the header of a file of `file_len` bytes while it is read. The reader that `open` returns
+/// begins at the start of the header and ends after `header_len` bytes.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one what is wrong with the header.
+/// The outer error is a failed read, the inner one a fault of the header.
 pub fn parse_stream<R: Read>(
     mut open: impl FnMut() -> R,
     header_len: u64,
@@ -142,13 +142,13 @@ type Decoded = (Metadata, Vec<Entry>);
 struct Decoder<R> {
     reader: R,
     header_len: u64,
-    /// Bytes of the header that were not read yet.
+    /// Bytes of the header that are not read yet.
     left: u64,
     memory: MemoryCount,
 }
 
 impl<R: Read> Decoder<R> {
-    /// The layout of today: each tensor with its name.
+    /// The current layout: each tensor with its name.
     fn current(&mut self) -> Result<Decoded, Stop> {
         let metadata = self.metadata()?;
         let mut tensors = Vec::new();
@@ -222,8 +222,8 @@ impl<R: Read> Decoder<R> {
         Ok(Some(map))
     }
 
-    /// A tensor without its name, which has to begin at `previous_end`. Looked at at once: a header of
-    /// nothing but wrong ones is not kept until its end.
+    /// A tensor without its name, which has to begin at `previous_end`. It is checked at once, so
+    /// that a header of invalid tensors is refused at the first one.
     fn description(&mut self, previous_end: u64) -> Result<Entry, Stop> {
         let (marker, number) = self.marked_uint("a dtype")?;
         if marker == MARKER_U64 {
@@ -245,7 +245,8 @@ impl<R: Read> Decoder<R> {
         Ok(entry)
     }
 
-    /// A number of items of at least `item_len` bytes each that still fit.
+    /// Reads a number of items. Refuses it if items of at least `item_len` bytes do not fit into
+    /// the rest of the header.
     fn count(&mut self, what: &str, item_len: u64) -> Result<u64, Stop> {
         let count = self.uint("a count")?;
         if count > self.left / item_len {
@@ -283,7 +284,7 @@ impl<R: Read> Decoder<R> {
         self.marked_uint(what).map(|(_, value)| value)
     }
 
-    /// An integer and its first byte. Longer forms than needed are good.
+    /// An integer and its first byte. Forms longer than needed are accepted.
     fn marked_uint(&mut self, what: &str) -> Result<(u8, u64), Stop> {
         let [marker] = self.bytes(what)?;
         let value = match marker {
@@ -309,7 +310,7 @@ impl<R: Read> Decoder<R> {
         Ok(bytes)
     }
 
-    /// Bytes read so far.
+    /// Number of bytes read so far.
     fn at(&self) -> u64 {
         self.header_len - self.left
     }
@@ -324,8 +325,8 @@ impl<R: Read> Decoder<R> {
 /// in the order given, with offsets that follow each other from 0.
 ///
 /// # Errors
-/// `unknown_dtype` for a dtype that the format does not have, `header_too_large` where no
-/// reader would take the header.
+/// `unknown_dtype` for a dtype that the format does not have, `header_too_large` if no reader would
+/// accept the header.
 pub fn encode<'a, 'm>(
     metadata: impl Into<Option<&'m BTreeMap<String, String>>>,
     tensors: impl ExactSizeIterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
@@ -380,8 +381,9 @@ pub fn encode<'a, 'm>(
     Ok(out)
 }
 
-/// Memory of an integer, of the dtype and the two offsets of a tensor, of two strings, of a
-/// tensor, and of one and a position in the older layout, as the reference implementation counts.
+/// Memory in bytes, as the reference implementation counts: of an integer, of the dtype and the two
+/// offsets of a tensor, of two strings, of a tensor, of a tensor in the older layout, and of a name
+/// with its position there.
 const NUMBER_MEMORY: u64 = 8;
 const PLACE_MEMORY: u64 = 20;
 const PAIR_MEMORY: u64 = 48;
@@ -397,12 +399,12 @@ struct MemoryCount {
 }
 
 impl MemoryCount {
-    /// A list begins.
+    /// Counts a list that begins.
     fn list(&mut self, len: u64, item: u64) -> Result<(), Fault> {
         self.add(len.saturating_mul(item).saturating_add(NUMBER_MEMORY))
     }
 
-    /// An item of a list begins: from here on its parts count.
+    /// Removes the count of an item that is decoded next: its parts count instead.
     fn begin(&mut self, item: u64) {
         self.now = self.now.saturating_sub(item);
     }
@@ -414,7 +416,7 @@ impl MemoryCount {
         }
         let message = format!(
             "a bintensors header that takes {} bytes or more once it is decoded, the bintensors \
-             package allows {MEMORY_MAX}; keep so many tensors as safetensors",
+             package allows {MEMORY_MAX}; keep these tensors as safetensors",
             self.now
         );
         Err(Fault::new(ErrorKind::HeaderTooLarge, message))

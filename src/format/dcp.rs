@@ -1,8 +1,8 @@
-//! The sharding note of torch DCP (`DCP_SHARDING_INFO`): of which tensor each entry of a shard is a
-//! piece, and where in it the piece begins.
+//! The sharding note of torch DCP (`DCP_SHARDING_INFO`): the tensor that each entry of a shard is a
+//! piece of, and the place in it where the piece begins.
 //!
-//! Three keys of an entry are known. `saved_offsets` is where the piece begins. `logical_fqn` is
-//! the name of the tensor, where the entry itself has another one because the shard holds several
+//! Three keys of an entry are known. `saved_offsets` is the first index of the piece. `logical_fqn`
+//! is the name of the tensor, if the entry itself has another one because the shard holds several
 //! pieces of that tensor. `global_shape` is the shape of the whole tensor. Releases of torch up to
 //! 2.15 write only the first.
 
@@ -23,7 +23,7 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 /// Metadata key of the note's version.
 pub const VERSION: &str = "DCP_VERSION";
 
-/// Key of the note: where the piece begins in its tensor.
+/// Key of the note: the first index of the piece in its tensor.
 const SAVED_OFFSETS: &str = "saved_offsets";
 
 /// Key of the note: the name of the tensor.
@@ -35,11 +35,11 @@ const GLOBAL_SHAPE: &str = "global_shape";
 /// The place of one entry of a shard, by the note.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NotePlacement {
-    /// Name of the tensor, where the note says it; else it is the name of the entry.
+    /// Name of the tensor, if the note has it. Otherwise the entry has the name of the tensor.
     pub logical_name: Option<String>,
     /// First index of the piece in each dimension of the tensor, in elements.
     pub offset: Vec<u64>,
-    /// Extent of the whole tensor in each dimension, in elements, where the note says it.
+    /// Extent of the whole tensor in each dimension, in elements, if the note has it.
     pub whole_shape: Option<Vec<u64>>,
 }
 
@@ -48,8 +48,8 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
     metadata.is_some_and(|map| map.contains_key(SHARDING_INFO))
 }
 
-/// Whether a file with a sharding note holds whole tensors under their own names, as far as the
-/// note tells: it says `places` of its tensors, which have these names and shapes.
+/// Whether a file with a sharding note holds only whole tensors under their own names, according to
+/// the note. `places` are the entries of the note, `tensors` the names and shapes of the tensors.
 pub(crate) fn are_whole<'a>(
     places: &[NotePlacement],
     mut tensors: impl Iterator<Item = (&'a str, &'a [u64])>,
@@ -63,7 +63,7 @@ pub(crate) fn are_whole<'a>(
     })
 }
 
-/// The fault of a file that is named like a shard and has no note.
+/// The fault of a file with the name of a shard and without a note.
 pub(crate) fn no_note() -> Fault {
     let message = format!("named like a DCP shard but its metadata has no {SHARDING_INFO}");
     Fault::new(ErrorKind::DcpInfo, message)
@@ -72,8 +72,8 @@ pub(crate) fn no_note() -> Fault {
 /// The places of the tensors of a shard by its note, in their order.
 ///
 /// # Errors
-/// `dcp_info` where the note is missing, malformed, or says what is not known here;
-/// `dcp_offsets` where an offset or a shape does not fit the entry.
+/// `dcp_info` if the note is missing or malformed, or has an unknown key or version; `dcp_offsets`
+/// if an offset or a shape does not fit the entry.
 pub fn placements(shard: &ShardDescription) -> Result<Vec<NotePlacement>, Fault> {
     let metadata = shard.metadata.as_ref();
     let Some(text) = metadata.and_then(|map| map.get(SHARDING_INFO)) else {
@@ -110,7 +110,8 @@ pub fn placements(shard: &ShardDescription) -> Result<Vec<NotePlacement>, Fault>
     }
 }
 
-/// The same of a header whose note is plainly right; `None` where `placements` has to look at it.
+/// The notes of the tensors of a header, read by the fast parser. `None` if it cannot read them and
+/// `placements` must decide.
 pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlacement>> {
     let metadata = shard.metadata.as_ref()?;
     let mut version =
@@ -125,7 +126,7 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlace
         Some(())
     })?;
     cursor.end()?;
-    // Mostly they come in the order of the tensors.
+    // The notes are usually in the order of the tensors, which needs no map.
     let mut by_name = HashMap::new();
     if !shard.tensors().map(|tensor| tensor.name).eq(notes.iter().map(|(name, _)| *name)) {
         for (at, (name, _)) in notes.iter().enumerate() {
@@ -218,7 +219,7 @@ fn placement(
 fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
     let name = match value {
         None => return Ok(None),
-        // The header keeps this name for itself.
+        // The header reserves this name.
         Some(Value::String(name)) if name != METADATA => name,
         Some(other) => {
             let other = quoted(&other.to_string());
@@ -239,7 +240,7 @@ fn numbers(entry: &TensorDescription<'_>, key: &str, value: &Value) -> Result<Ve
     let numbers = list.iter().map(|number| number.as_u64());
     let numbers: Option<Vec<u64>> = numbers.collect();
     let mut numbers = numbers.ok_or_else(|| bad("integers from 0 to 2^64 - 1 expected"))?;
-    // torch counts pairs of F4 elements in the last dimension, the header single ones.
+    // torch counts pairs of F4 elements in the last dimension, the header counts single elements.
     if let (Dtype::F4, Some(last)) = (entry.dtype, numbers.last_mut()) {
         *last = last.checked_mul(2).ok_or_else(|| bad("passes 2^64"))?;
     }

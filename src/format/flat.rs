@@ -1,8 +1,9 @@
-//! A safetensors header as savers write it, read straight into a few large vectors.
+//! A safetensors header as savers write it, read directly into a few large vectors.
 //!
-//! Takes only what is plainly right: names without escapes, no unknown keys, every tensor where it should be.
-//! Anything else is left to `Header::parse`, which decides, and words every error. So both agree
-//! on all that is read here, and a header of a million tensors needs no allocation for each.
+//! Accepts only plain valid headers: names without escapes, no unknown keys, every tensor at its
+//! place. All others are left to `Header::parse`, which decides and words every error. Both agree
+//! on all headers that are accepted here. A header of a million tensors needs no allocation per
+//! tensor.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,7 +25,7 @@ struct HeaderRow<'a> {
 /// The header `text` of a file of `file_len` bytes; `None` if `Header::parse` has to look at it.
 pub fn parse(text: &[u8], file_len: u64) -> Option<ShardDescription> {
     let header_len = text.len() as u64;
-    // Positions are kept in 32 bits.
+    // Positions have 32 bits.
     u32::try_from(header_len).ok()?;
     let mut cursor = JsonCursor::new(std::str::from_utf8(text).ok()?);
     let mut metadata = None;
@@ -57,8 +58,8 @@ pub fn parse(text: &[u8], file_len: u64) -> Option<ShardDescription> {
     Some(description)
 }
 
-/// Whether the tensors follow each other from the end of the header to that of the file, and no
-/// two names can be the same.
+/// Checks that the tensors follow each other from the end of the header to the end of the file, and
+/// that no two names are equal.
 fn check(rows: &[HeaderRow<'_>], numbers: &[u64], data_start: u64, file_len: u64) -> Option<()> {
     let mut end = 0;
     for HeaderRow { dtype, shape, data, .. } in rows {
@@ -67,7 +68,7 @@ fn check(rows: &[HeaderRow<'_>], numbers: &[u64], data_start: u64, file_len: u64
         end = data.start.checked_add(bits / 8).filter(|&end| fits && end == data.end)?;
     }
     (end.checked_add(data_start)? == file_len).then_some(())?;
-    // Names with the same hash are compared by the other parser.
+    // If two names have the same hash, the strict parser compares them.
     let mut hashes: Vec<[u8; 16]> =
         rows.iter().map(|row| Digest::of(row.name.as_bytes()).0).collect();
     hashes.sort_unstable();
@@ -116,7 +117,8 @@ fn read_tensor<'a>(
     Some(HeaderRow { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
 }
 
-/// The place of a shape that was put at the end of `numbers`: the one before it, if that is equal.
+/// The place of the shape at the end of `numbers`. If the shape before it is equal, the last one is
+/// removed and the place of the one before is returned.
 fn same_before(numbers: &mut Vec<u64>, (begin, end): (u32, u32)) -> (u32, u32) {
     let len = end - begin;
     if begin < len || numbers[(begin - len) as usize..begin as usize] != numbers[begin as usize..] {
@@ -140,7 +142,7 @@ mod tests {
         description.tensors().map(|t| (t.name, t.dtype, t.shape, t.start)).collect()
     }
 
-    /// Whether both parsers read the same out of `text`, if the fast one reads it.
+    /// Checks that both parsers read the same from `text`, if the fast one accepts it.
     fn agrees(text: &str, data_len: u64) -> Option<ShardDescription> {
         let file_len = PREFIX_LEN + text.len() as u64 + data_len;
         let flat = parse(text.as_bytes(), file_len)?;

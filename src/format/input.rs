@@ -9,7 +9,7 @@ use super::description::ShardDescription;
 use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len};
 use super::{bintensors, flat, names};
 
-/// Bytes read at a time from a header that is parsed as it is read.
+/// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
 
 /// A file that is read by ranges.

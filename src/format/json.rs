@@ -1,4 +1,4 @@
-//! JSON read strictly: a key that stands twice in one object is an error.
+//! Strict JSON: a duplicate key in an object is an error.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -9,8 +9,8 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
 use crate::error::{ErrorKind, Fault, quoted};
 
-/// Start of the messages by which a repeated key is recognised among JSON errors: ours, and
-/// the one that serde derives for the fields of a struct.
+/// Beginnings of JSON error messages about a duplicate key: ours, and the one that serde derives
+/// for the fields of a struct.
 const DUPLICATE: [&str; 2] = ["duplicate key ", "duplicate field "];
 
 /// The error of a map that holds `key` twice.
@@ -18,7 +18,7 @@ pub(crate) fn duplicate<E: de::Error>(key: &str) -> E {
     E::custom(format_args!("{}{}", DUPLICATE[0], quoted(key)))
 }
 
-/// The kind of a JSON error: `duplicate_key` where that is the reason, else `otherwise`.
+/// The kind of a JSON error: `duplicate_key` if that is the reason, else `otherwise`.
 pub(crate) fn kind_of(error: &serde_json::Error, otherwise: ErrorKind) -> ErrorKind {
     let message = error.to_string();
     if DUPLICATE.iter().any(|start| message.starts_with(start)) {
@@ -28,7 +28,7 @@ pub(crate) fn kind_of(error: &serde_json::Error, otherwise: ErrorKind) -> ErrorK
     }
 }
 
-/// The entries of an object, no key twice.
+/// The entries of an object with unique keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UniqueMap<V>(pub BTreeMap<String, V>);
 
@@ -59,7 +59,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
     }
 }
 
-/// Parses one JSON object, refused as `kind` where it is anything else or malformed.
+/// Parses one JSON object. Refuses malformed JSON and other values as `kind`.
 pub(crate) fn object<'a, T: Deserialize<'a>>(bytes: &'a [u8], kind: ErrorKind) -> Result<T, Fault> {
     let text = std::str::from_utf8(bytes)
         .map_err(|e| Fault::new(kind, format!("not UTF-8 at byte {}", e.valid_up_to())))?;

@@ -20,20 +20,20 @@ pub const SUFFIX: &str = ".tensorfs-manifest.json";
 /// Largest manifest read, in bytes.
 pub const MANIFEST_LEN_MAX: u64 = 128 << 20;
 
-/// Name of the manifest of the set shown as `output`, in whatever format.
+/// Name of the manifest of the set that is shown as `output`, in any format.
 pub fn file_name(output: &str) -> String {
     let suffix = super::OutputFormat::of_name(output).map_or("", super::OutputFormat::suffix);
     format!("{}{SUFFIX}", output.strip_suffix(suffix).unwrap_or(output))
 }
 
-/// Names of the tensors that a checkpoint should hold, with dtype and shape where known.
+/// Names of the tensors that a checkpoint should hold, with dtype and shape if known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
     /// The dtype and shape of each tensor, as far as they are known.
     pub tensors: BTreeMap<String, Option<(Dtype, Vec<u64>)>>,
-    /// Length in bytes of each shard file, where a manifest recorded them.
+    /// Length in bytes of each shard file, if a manifest recorded them.
     pub shards: Option<BTreeMap<String, u64>>,
-    /// Bytes of all tensors together, where only that is known of their shapes.
+    /// Bytes of all tensors together, if a weight map records them.
     pub total_size: Option<u64>,
 }
 
@@ -60,7 +60,7 @@ impl Reference {
         Reference { tensors: tensors.collect(), shards: None, total_size: None }
     }
 
-    /// Parses a manifest or a weight map, whichever `text` is.
+    /// Parses `text`, a manifest or a weight map.
     pub fn parse_json(text: &[u8]) -> Result<Reference, Fault> {
         #[derive(Deserialize)]
         struct Probe {

@@ -1,6 +1,6 @@
 //! File formats: bytes to descriptions and back, one file per format.
 //!
-//! Pure: nothing here opens a file. Errors are faults without a path; callers add it.
+//! The module is pure: it opens no file. Errors are faults without a path, which callers add.
 
 pub mod bintensors;
 pub mod dcp;

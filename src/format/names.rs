@@ -1,4 +1,4 @@
-//! File names of sharded checkpoints: what a name says about the set that a file belongs to.
+//! File names of sharded checkpoints: the set that a file belongs to, by its name.
 
 use std::cmp::Ordering;
 
@@ -7,10 +7,11 @@ use super::OutputFormat;
 /// Suffix of weight files.
 pub const SUFFIX: &str = ".safetensors";
 
-/// Suffixes of bintensors files: the one that is written, and another that its package writes of.
+/// Suffixes of bintensors files: the one that is written, and another that the bintensors package
+/// mentions.
 pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 
-/// Fewest digits of a shard number; savers write five, more when needed.
+/// Minimum number of digits of a shard number. Savers write five, and more when needed.
 const DIGITS_MIN: usize = 5;
 
 /// Whether the file is hidden. Hidden files are no part of a checkpoint: macOS leaves a
@@ -41,8 +42,8 @@ pub struct Numbered {
     pub total: u64,
 }
 
-/// Reads `<stem>-00001-of-00003.safetensors` and the spellings seen beside it: the suffix
-/// before the number, after it, or both, and a variant between number and suffix.
+/// Reads `<stem>-00001-of-00003.safetensors` and the other spellings in use: the suffix before the
+/// number, after it, or both, and a variant between number and suffix.
 pub fn numbered(name: &str) -> Option<Numbered> {
     let (body, suffixed) = match name.strip_suffix(SUFFIX) {
         Some(body) => (body, true),
@@ -59,7 +60,7 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     Some(Numbered { output: whole(&format!("{plain}{variant}")), number, total })
 }
 
-/// Whether `name` says that the file is one of several shards of a set.
+/// Whether `name` is the name of one of several shards of a set.
 pub fn is_shard(name: &str) -> bool {
     is_dcp_shard(name) || numbered(name).is_some()
 }
@@ -69,7 +70,7 @@ pub fn is_hub_model(name: &str) -> bool {
     name.starts_with("models--")
 }
 
-/// Name of the whole file that a weight map of this name stands for, where it is one:
+/// Name of the whole file of a weight map, `None` if `name` is not that of a weight map:
 /// `<stem>.safetensors.index.json`, `.index.<variant>.json` or `.<variant>.index.json`.
 pub fn weight_map_output(name: &str) -> Option<String> {
     let body = name.strip_suffix(".json")?;
@@ -86,13 +87,14 @@ pub fn weight_map_output(name: &str) -> Option<String> {
     Some(whole(&format!("{stem}{dot}{variant}")))
 }
 
-/// Name of the weight map of the whole file `output`, where no variant has its own place in it.
+/// Name of the weight map of the whole file `output`, in the spelling that does not set the variant
+/// apart.
 pub fn weight_map(output: &str) -> String {
     format!("{output}.index.json")
 }
 
-/// Name of a whole file with this stem. Programs take a name that begins with `consolidated`
-/// for a format of its own, so a set of that stem is called `model`.
+/// Name of a whole file with this stem. Programs treat a name that begins with `consolidated` as
+/// another format, so a set of that stem is called `model`.
 pub fn whole(stem: &str) -> String {
     match stem.strip_prefix("consolidated") {
         Some(rest) => format!("model{rest}{SUFFIX}"),
@@ -119,14 +121,14 @@ pub fn in_format(output: &str, format: OutputFormat) -> String {
     }
 }
 
-/// Whether the name is one of a weight file. Hidden files are none.
+/// Whether the name is that of a weight file. Hidden files are no weight files.
 pub fn is_weights(name: &str) -> bool {
     let is_named =
         name.ends_with(SUFFIX) || numbered(name).is_some() || bintensors_output(name).is_some();
     is_named && !is_hidden(name)
 }
 
-/// Order of names with the numbers in them compared as numbers: shard 2 before shard 10.
+/// Compares names with the numbers in them as numbers: shard 2 is before shard 10.
 pub fn natural_cmp(a: &str, b: &str) -> Ordering {
     let (mut x, mut y) = (a.as_bytes(), b.as_bytes());
     while let (Some(&p), Some(&q)) = (x.first(), y.first()) {
@@ -142,7 +144,7 @@ pub fn natural_cmp(a: &str, b: &str) -> Ordering {
             return order;
         }
     }
-    // Equal but for leading zeros, or one a prefix of the other.
+    // The names differ only in leading zeros, or one is a prefix of the other.
     x.len().cmp(&y.len()).then_with(|| a.cmp(b))
 }
 

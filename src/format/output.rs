@@ -24,7 +24,7 @@ impl OutputFormat {
         }
     }
 
-    /// The format that a file of this name is in, as far as the name tells.
+    /// The format of a file, by its name.
     pub fn of_name(name: &str) -> Option<OutputFormat> {
         if name.ends_with(names::SUFFIX) {
             return Some(OutputFormat::Safetensors);

@@ -1,7 +1,7 @@
 //! JSON as programs write it, read without an allocation for each value. A caller that gets
 //! `None` asks the strict parser, which words the errors.
 
-/// A place in a text. Every step is `None` where something else stands there.
+/// A position in a text. Every step returns `None` if the text has something else there.
 #[derive(Debug)]
 pub(super) struct JsonCursor<'a> {
     text: &'a str,
@@ -13,7 +13,7 @@ impl<'a> JsonCursor<'a> {
         JsonCursor { text, at: 0 }
     }
 
-    /// Whether nothing but space is left.
+    /// `Some` if only space is left.
     pub(super) fn end(&mut self) -> Option<()> {
         self.space();
         (self.at == self.text.len()).then_some(())
@@ -79,7 +79,7 @@ impl<'a> JsonCursor<'a> {
         (digits > 0 && !leads).then_some(number)
     }
 
-    /// A list of numbers, put at the end of `numbers`.
+    /// Appends a list of numbers to `numbers`.
     pub(super) fn numbers(&mut self, numbers: &mut Vec<u64>) -> Option<()> {
         self.items(b'[', b']', |cursor| {
             numbers.push(cursor.number()?);
@@ -87,7 +87,7 @@ impl<'a> JsonCursor<'a> {
         })
     }
 
-    /// A string with whatever escapes.
+    /// A string with or without escapes.
     pub(super) fn any_string(&mut self) -> Option<String> {
         let before = self.at;
         if let Some(string) = self.string() {

@@ -1,8 +1,8 @@
-//! The safetensors header: 8 bytes of length, one JSON object, then the data of all tensors
-//! without hole or overlap.
+//! The safetensors header: 8 bytes of length, one JSON object, then the data of all tensors without
+//! gap or overlap.
 //!
-//! Accepts what the reference implementation (0.8) accepts, except duplicate names, which its
-//! own specification forbids and which leave two readings of one file.
+//! Accepts the same headers as the reference implementation (0.8), except those with duplicate
+//! names. Its specification forbids them, and a file with them can be read in two ways.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -20,14 +20,14 @@ use crate::format::json::{UniqueMap, duplicate, kind_of};
 /// Largest header accepted and written, in bytes: the limit of the reference implementation.
 pub const HEADER_LEN_MAX: u64 = 100_000_000;
 
-/// Bytes before the header: its length.
+/// Bytes before the header, which hold its length.
 pub const PREFIX_LEN: u64 = 8;
 
-/// Bytes of a file that `header_len` wants to see: enough to know a git-lfs pointer.
+/// Number of first bytes of a file that `header_len` needs: enough to recognise a git-lfs pointer.
 pub const SNIFF_LEN: usize = 48;
 
-/// Headers up to this length are parsed from memory; longer ones as they are read, so that
-/// refusing a huge one does not need its size in memory.
+/// Headers up to this length are parsed from memory. Longer ones are parsed while they are read, so
+/// that a huge header that is refused does not take its size in memory.
 pub const SLICE_LEN_MAX: u64 = 8 << 20;
 
 /// Name of the metadata object.
@@ -42,14 +42,14 @@ pub struct Entry {
     pub dtype: Dtype,
     /// Extent of each dimension, outermost first; empty for a scalar.
     pub shape: Vec<u64>,
-    /// Where its bytes are, from the end of the header.
+    /// Range of its bytes, from the end of the header.
     pub data_offsets: Range<u64>,
 }
 
 /// A valid header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The free-form strings, where the file has any.
+    /// The free-form strings, if the file has any.
     pub metadata: Option<BTreeMap<String, String>>,
     /// Tensors in data order: each begins where the one before ends.
     pub tensors: Vec<Entry>,
@@ -90,7 +90,8 @@ impl Header {
         validate(raw, header_len, file_len)
     }
 
-    /// Parses a file in memory that may end with the header, as one that only describes.
+    /// Parses a file in memory that may end with the header, such as a file that only describes
+    /// tensors.
     pub fn of_description(bytes: &[u8]) -> Result<Header, Fault> {
         match Header::of_file(bytes) {
             Err(fault) if fault.kind == ErrorKind::DataTruncated => {}
@@ -128,8 +129,8 @@ impl Header {
     }
 }
 
-/// Length of the header, from the first bytes of a file (`SNIFF_LEN` of them, fewer only where
-/// the file is shorter).
+/// Length of the header, from the first bytes of a file: `SNIFF_LEN` of them, or the whole file if
+/// it is shorter.
 pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     if sniff.starts_with(b"version https://git-lfs.github.com/spec/") {
         return Err(Fault::new(
@@ -249,7 +250,7 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
     }
 }
 
-/// The rules of the format, in the order of the reference implementation.
+/// Checks the rules of the format, in the order of the reference implementation.
 fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
     let Raw { metadata, mut tensors } = raw;
     tensors.sort_by(|a, b| {
@@ -260,8 +261,8 @@ fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
     Ok(Header { metadata, tensors, header_len })
 }
 
-/// Refuses tensors that do not follow each other from the end of the header to the end of the
-/// file, and names that stand twice.
+/// Refuses tensors that do not follow each other from the end of the header to the end of the file,
+/// and duplicate names.
 pub(super) fn check_tensors(
     tensors: &[Entry],
     header_len: u64,
@@ -313,7 +314,7 @@ fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
     }
 }
 
-/// Checks one entry against the end of the one before.
+/// Checks one entry, which must begin at the end of the previous one.
 pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault> {
     let Range { start, end } = entry.data_offsets;
     if start < previous_end && end > start {
@@ -362,8 +363,8 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
 /// Writes the 8 bytes of length and the header text, padded with spaces so that data begins
 /// at a multiple of `align`.
 ///
-/// Tensors are written in the order given, `data_offsets` following each other from 0. Fails
-/// with the length where the header would pass `HEADER_LEN_MAX`.
+/// Tensors are written in the given order, with `data_offsets` that follow each other from 0. Fails
+/// with the length if the header would exceed `HEADER_LEN_MAX`.
 pub fn encode<'a, 'm>(
     metadata: impl Into<Option<&'m BTreeMap<String, String>>>,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
@@ -410,11 +411,11 @@ fn push_json<T: serde::Serialize + ?Sized>(text: &mut Vec<u8>, value: &T) {
     debug_assert!(written.is_ok());
 }
 
-/// Passes bytes on and notes where they are not UTF-8, which the JSON parser would report as a
-/// syntax error, and a failed read, which it would hide in its own error.
+/// A reader that records bytes that are not UTF-8, which the JSON parser would report as a syntax
+/// error. It also records a failed read, which the parser would hide in its own error.
 struct Utf8Reader<'a, R> {
     inner: R,
-    /// Bytes of a character that the last chunk cut.
+    /// First bytes of a character that the last chunk has cut.
     tail: Vec<u8>,
     bad: &'a Cell<bool>,
     failed: &'a Cell<Option<std::io::Error>>,

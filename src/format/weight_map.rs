@@ -10,27 +10,27 @@ use serde_json::{Map, Value};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
 
-/// Largest weight map read, in bytes: two million tensors with names as long as models have
-/// them.
+/// Largest weight map read, in bytes: two million tensors with names of usual length.
 pub const WEIGHT_MAP_LEN_MAX: u64 = 256 << 20;
 
 /// A weight map whose shard names are plain file names.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightMap {
-    /// The `metadata` object as it stands, empty where the file has none.
+    /// The `metadata` object unchanged, empty if the file has none.
     pub metadata: Map<String, Value>,
     /// Shard file by tensor name.
     pub shard_of: ShardOf,
 }
 
-/// Which shard file each tensor is in, by name: columns, since a map may name millions.
+/// The shard file of each tensor, by name. It is stored in columns, because a map may name millions
+/// of tensors.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ShardOf {
     /// All tensor names, one after another.
     names: String,
-    /// By tensor: where its name begins and ends, and the position of its file.
+    /// Begin and end of the name of each tensor, and the position of its file.
     rows: Vec<(u32, u32, u32)>,
-    /// Each file once.
+    /// The files, each once.
     files: Vec<String>,
 }
 
@@ -66,7 +66,7 @@ impl ShardOf {
         self.rows[at].2 as usize
     }
 
-    /// Brings the tensors into the order of their names. False where a name stands twice.
+    /// Sorts the tensors by name. Returns false if two names are equal.
     fn sort(&mut self) -> bool {
         let names = &self.names;
         let name = |row: &(u32, u32, u32)| &names[row.0 as usize..row.1 as usize];
@@ -124,7 +124,7 @@ impl Filler {
     }
 }
 
-/// Puts the next string into a `Filler`: a name, or the file that it lies in.
+/// Puts the next string into a `Filler`: a tensor name, or its file.
 struct StringSeed<'a> {
     filler: &'a mut Filler,
     is_name: bool,
@@ -191,7 +191,8 @@ struct WeightMapJson<T> {
 impl WeightMap {
     /// Parses the text of a weight map.
     pub fn parse(text: &[u8]) -> Result<WeightMap, Fault> {
-        // Straight into columns; where that fails the strict map decides, and words the error.
+        // The text is read directly into columns. If that fails, the strict map decides and words
+        // the error.
         let json: WeightMapJson<ShardOf> = match object(text, ErrorKind::IndexJson) {
             Ok(json) => json,
             Err(_) => {
@@ -219,9 +220,8 @@ impl WeightMap {
         Ok(WeightMap { metadata, shard_of })
     }
 
-    /// The files that a weight map names, as far as they can be read out of `text`: also where
-    /// `parse` refuses it, so that nothing that a bad weight map names is taken for a set of
-    /// its own.
+    /// The files that a weight map names, as far as `text` can be read. It also reads a map that
+    /// `parse` refuses, so that files of an invalid weight map do not become a set of their own.
     pub fn names_in(text: &[u8]) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
         // The names before the error count.
@@ -230,10 +230,11 @@ impl WeightMap {
         names
     }
 
-    /// The text of a weight map that sends every one of `tensors`, which come by name, to `file`.
+    /// The text of a weight map that assigns each of `tensors`, which are sorted by name, to
+    /// `file`.
     ///
-    /// Keeps the other keys of `metadata`, which is that of the weight map before; `total_size`
-    /// becomes `total_size` bytes, which is the sum over the tensors and what readers expect there.
+    /// `metadata` is that of the previous weight map. Its key `total_size` is replaced by the
+    /// argument, the bytes of all tensors, as readers expect. Its other keys are kept.
     pub fn rewritten<'a>(
         metadata: &Map<String, Value>,
         file: &'a str,
@@ -257,7 +258,7 @@ struct Rewritten<'a, I> {
     weight_map: AllToOne<'a, I>,
 }
 
-/// A map that sends each of `tensors` to `file`.
+/// A map that assigns each of `tensors` to `file`.
 struct AllToOne<'a, I> {
     tensors: I,
     file: &'a str,
@@ -269,7 +270,7 @@ impl<'a, I: Iterator<Item = &'a str> + Clone> Serialize for AllToOne<'a, I> {
     }
 }
 
-/// Accepts a plain file name only: anything else could leave the checkpoint.
+/// Accepts only a plain file name, because other paths could leave the checkpoint.
 fn check_shard_name(name: &str) -> Result<(), Fault> {
     let plain = !name.contains(['/', '\\', '\0']) && name.ends_with(".safetensors");
     if plain {
@@ -281,7 +282,7 @@ fn check_shard_name(name: &str) -> Result<(), Fault> {
     ))
 }
 
-/// Collects the values of the `weight_map` object, whatever else is wrong.
+/// Collects the values of the `weight_map` object, also from an invalid weight map.
 struct NamesSeed<'a> {
     names: &'a mut BTreeSet<String>,
     /// Whether this is the `weight_map` object itself.

@@ -1,8 +1,8 @@
-//! The tensors of a catalog as they stand in an index.
+//! The tensors of a catalog in the form that an index stores.
 //!
-//! Small, and decoded in a few passes over numbers that are read where they stand: a name shares
-//! its beginning with the one before it, tensors of one dtype and shape share a number, and a
-//! piece is expected where the one before it in the same shard ends.
+//! The form is small, and is decoded in a few passes over numbers that are read in place. A name
+//! shares its prefix with the previous name, tensors of one dtype and shape share a number, and a
+//! piece is expected at the end of the previous piece in the same shard.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -16,11 +16,11 @@ use crate::dtype::Dtype;
 
 use super::frame::{List, Numbers};
 
-/// Most bytes that a name has from the one before: what an index says must not need many times
-/// the memory that it takes itself.
+/// Maximum number of bytes that a name shares with the previous one, so that the decoded names do
+/// not take many times the memory of the index.
 const SHARED_MAX: usize = 250;
 
-/// Why columns make no catalog.
+/// The reason why columns are no valid catalog.
 type Doubt = &'static str;
 
 /// A dtype, a shape (a list), and the length in bytes of such a tensor.
@@ -35,15 +35,15 @@ pub(super) struct Columns<'a> {
     pieces_len: u64,
     /// Length of all names together.
     names_len: u64,
-    /// By tensor: bytes that the name has in common with the name before.
+    /// Number of bytes that each name shares with the previous name.
     shared: Numbers<'a>,
-    /// By tensor: bytes of the name that follow.
+    /// Number of the further bytes of each name.
     own: Numbers<'a>,
-    /// These bytes, one name after another.
+    /// The further bytes, one name after another.
     text: Cow<'a, [u8]>,
     /// Names of the dtypes.
     dtypes: List<&'a str>,
-    /// By list: how many numbers it has.
+    /// Length of each list.
     list_lens: List<u32>,
     /// Numbers of all lists.
     numbers: List<u64>,
@@ -53,12 +53,12 @@ pub(super) struct Columns<'a> {
     kind_of: Numbers<'a>,
     /// Boxes: offset and shape (lists).
     boxes: List<(u32, u32)>,
-    /// By tensor: number of pieces. Empty where each has one.
+    /// Number of pieces of each tensor. Empty if each has one.
     piece_counts: Numbers<'a>,
     /// The shard of each piece.
     shards: Numbers<'a>,
-    /// By piece: 0 for a whole tensor, else the number of the box and one. Empty where all are
-    /// whole.
+    /// Box of each piece: 0 for a whole tensor, else the number of the box plus one. Empty if all
+    /// are whole.
     piece_boxes: Numbers<'a>,
     /// By piece: bytes from the end of the piece before it in this shard (from the end of its
     /// description), zigzag-coded.
@@ -119,7 +119,7 @@ fn name_lens(tensors: &TensorColumns) -> impl Iterator<Item = u64> {
     (0..tensors.len()).map(|at| tensors.name(at).len() as u64)
 }
 
-/// By tensor what its name has in common with the name before, and the rest of all names.
+/// The number of bytes that each name shares with the previous one, and the rest of all names.
 fn encode_names(tensors: &TensorColumns) -> (Vec<u64>, Vec<u8>) {
     let (mut shared, mut text) = (Vec::new(), Vec::new());
     let mut before: &[u8] = &[];
@@ -154,10 +154,10 @@ fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
     ends.iter().zip(before).map(|(end, before)| u64::from(end - before))
 }
 
-/// The tensors of `columns`, whose shards are `shards`: everything that reading them relies on is
-/// checked, but that pieces cover their tensor without overlap only by their sizes.
+/// The tensors of `columns`, whose shards are `shards`. Everything that readers rely on is checked.
+/// That pieces cover their tensor without overlap is checked only by their sizes.
 pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
-    // Nothing is reserved for more than the bytes can hold.
+    // No memory is reserved for more items than the bytes can hold.
     if !columns.shared.may_be(columns.len) || !columns.shards.may_be(columns.pieces_len) {
         return Err("has fewer tensors than it says");
     }
@@ -196,7 +196,7 @@ pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorCol
     Ok(tensors)
 }
 
-/// The combinations of dtype and shape, with the length that each makes.
+/// The combinations of dtype and shape, each with the length of such a tensor.
 fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Doubt> {
     let dtypes: Option<Vec<Dtype>> = columns.dtypes.iter().map(|d| Dtype::from_name(d)).collect();
     let dtypes = dtypes.ok_or("has a dtype that is not known")?;
@@ -209,7 +209,7 @@ fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Dou
     kinds.ok_or("has a tensor without a length")
 }
 
-/// The places of all pieces, which fill their tensors.
+/// The places of all pieces. Refuses pieces that do not fill their tensors.
 fn decode_rows(
     columns: &Columns<'_>,
     tensors: &TensorColumns,
@@ -323,7 +323,7 @@ fn len_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
-/// All names and where each ends; in order, and no name twice.
+/// All names, and the end of each. Refuses names that are out of order or not unique.
 fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>), Doubt> {
     let total = columns.names_len as usize;
     if total > columns.text.len() + len * SHARED_MAX {
@@ -344,8 +344,8 @@ fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>),
             return Err("has a name that does not end");
         }
         let (own, after) = text.split_at(own);
-        // The name before is smaller if its rest is, which mostly the first bytes tell; the first
-        // name has none before it.
+        // The previous name is smaller if its rest is smaller, which the first bytes usually
+        // decide. The first name has no previous one.
         let rest_before = &names[before.start + shared..before.end];
         let first_tells = matches!((rest_before.first(), own.first()), (Some(a), Some(b)) if a < b);
         if !first_tells && !ends.is_empty() && rest_before >= own {
@@ -382,7 +382,7 @@ fn decode_lists(columns: &Columns<'_>) -> Result<Lists, Doubt> {
     Ok(Lists { numbers: columns.numbers.to_vec(), ends })
 }
 
-/// Where the pieces of each of `len` tensors end.
+/// The end of the pieces of each of `len` tensors.
 fn decode_ends(columns: &Columns<'_>, len: usize) -> Result<Vec<u32>, Doubt> {
     let total = u32::try_from(columns.pieces_len).map_err(|_| "has too many pieces")?;
     if columns.piece_counts.is_empty() && len == total as usize {

@@ -29,13 +29,13 @@ const CONTENT_LEN_MAX: usize = 1 << 30;
 /// Largest file, in bytes.
 pub(super) const FILE_LEN_MAX: u64 = (FRAME_LEN + CONTENT_LEN_MAX) as u64;
 
-/// Most memory that decoded content may take, as bincode counts it.
+/// Maximum memory of decoded content in bytes, as bincode counts it.
 const MEMORY_MAX: usize = 2 << 30;
 
 /// Largest number that bincode writes as one byte.
 const SINGLE_BYTE_MAX: u8 = 250;
 
-/// Largest items for which a list reserves memory before they are decoded.
+/// Maximum size in bytes of an item for which a list reserves memory before it is decoded.
 const RESERVED_ITEM_MAX: usize = 32;
 
 const CONFIG: Configuration<LittleEndian, Varint, Limit<MEMORY_MAX>> =
@@ -48,7 +48,7 @@ pub(crate) struct FileKind {
     pub(crate) version: u32,
 }
 
-/// The bytes of a file of `kind` with this content; `None` where it cannot be had.
+/// The bytes of a file of `kind` with this content, `None` if it cannot be encoded or is too long.
 pub(crate) fn wrap(kind: FileKind, content: impl Encode) -> Option<Vec<u8>> {
     let mut bytes = vec![0; FRAME_LEN];
     bincode::encode_into_std_write(content, &mut bytes, CONFIG).ok()?;
@@ -64,7 +64,7 @@ pub(crate) fn wrap(kind: FileKind, content: impl Encode) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// The content of a file of `kind`; what is wrong with it otherwise.
+/// The content of a file of `kind`, or the reason why it is invalid.
 pub(crate) fn unwrap<'a, T>(kind: FileKind, bytes: &'a [u8]) -> Result<T, &'static str>
 where
     T: BorrowDecode<'a, ()>,
@@ -85,7 +85,7 @@ where
     content(&bytes[FRAME_LEN..])
 }
 
-/// Decodes content, which may be anything.
+/// Decodes content, which may be any bytes.
 pub(crate) fn content<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, &'static str> {
     match bincode::borrow_decode_from_slice(bytes, CONFIG) {
         Ok((content, read)) if read == bytes.len() => Ok(content),
@@ -100,8 +100,8 @@ fn checksum(bytes: &[u8]) -> Digest {
     hasher.finish()
 }
 
-/// A list that is written as bincode writes a `Vec`. When it is read, no memory is reserved for
-/// more items than the bytes that are left can be.
+/// A list that is written like a `Vec` of bincode. A read reserves no memory for more items than
+/// the remaining bytes can hold.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct List<T>(pub(crate) Vec<T>);
 
@@ -131,7 +131,7 @@ impl<'a, C, T: BorrowDecode<'a, C>> BorrowDecode<'a, C> for List<T> {
         D: BorrowDecoder<'a, Context = C>,
     {
         let len = usize::borrow_decode(decoder)?;
-        // Every item takes a byte at least.
+        // Every item takes at least one byte.
         if decoder.reader().peek_read(len).is_none() {
             return Err(DecodeError::UnexpectedEnd { additional: len });
         }
@@ -144,8 +144,8 @@ impl<'a, C, T: BorrowDecode<'a, C>> BorrowDecode<'a, C> for List<T> {
     }
 }
 
-/// Numbers one after another as bincode writes each, in a string of bytes: they are read where
-/// they stand, and take no memory of their own.
+/// Numbers in a byte string, each in the form of bincode. They are read in place, and take no
+/// memory of their own.
 #[derive(BorrowDecode, Encode)]
 pub(super) struct Numbers<'a>(Cow<'a, [u8]>);
 
@@ -155,12 +155,12 @@ impl<'a> Numbers<'a> {
         NumberReader(&self.0)
     }
 
-    /// Whether there is none.
+    /// Whether there are no numbers.
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether there can be `count` of them: each takes a byte at least.
+    /// Whether there can be `count` numbers: each takes at least one byte.
     pub(super) fn may_be(&self, count: u64) -> bool {
         count <= self.0.len() as u64
     }
@@ -170,7 +170,7 @@ impl FromIterator<u64> for Numbers<'_> {
     fn from_iter<I: IntoIterator<Item = u64>>(numbers: I) -> Self {
         let mut bytes = Vec::new();
         for number in numbers {
-            // A number always has a form, and a Vec takes every write.
+            // Every number can be encoded, and a Vec takes every write.
             let _ = bincode::encode_into_std_write(number, &mut bytes, CONFIG);
         }
         Numbers(bytes.into())
@@ -181,7 +181,7 @@ impl FromIterator<u64> for Numbers<'_> {
 pub(super) struct NumberReader<'a>(&'a [u8]);
 
 impl NumberReader<'_> {
-    /// The next number; none where there is none, or only a part of one.
+    /// The next number, `None` at the end or if only a part of a number is left.
     #[inline]
     pub(super) fn next(&mut self) -> Option<u64> {
         match self.0.split_first() {
@@ -205,7 +205,7 @@ impl NumberReader<'_> {
         self.next()?.try_into().ok()
     }
 
-    /// Whether all were read.
+    /// Whether all numbers were read.
     pub(super) fn is_done(&self) -> bool {
         self.0.is_empty()
     }

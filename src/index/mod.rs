@@ -1,10 +1,10 @@
-//! The index: what the headers of a folder said, as one small file, so that the next start reads
-//! that instead of every shard.
+//! The index: the content of the headers of a folder in one small file, which the next start reads
+//! instead of every shard.
 //!
 //! An index belongs to one folder and holds its sets as they were proved, with a fingerprint of
-//! every file that they were made from. It is a copy and nothing else: whoever finds a reason to
-//! doubt it (another version, a wrong checksum, a file with another fingerprint and other header
-//! bytes) reads the headers again and writes it anew. It is never a reason for an error.
+//! every file that they were made from. It is only a copy. If there is a doubt about it (another
+//! version, a wrong checksum, a file with another fingerprint and other header bytes), the headers
+//! are read again and it is written anew. It never causes an error.
 
 mod columns;
 mod frame;
@@ -30,8 +30,8 @@ pub use sums::{
 /// Extension of index files.
 pub const EXTENSION: &str = "index";
 
-/// The version goes up with every change of the content, and with every change of what is proved
-/// or how a file is laid out: an index says both as it was when it was made.
+/// The version increases with every change of the content, of the proof, and of the layout of a
+/// file, because an index holds the results of the version that made it.
 const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 4 };
 
 /// The numbers that tell one state of a file from another, without reading it.
@@ -80,9 +80,9 @@ pub struct SetRecord {
     pub kind: String,
     /// Names of its files, weight map included.
     pub files: Vec<String>,
-    /// Whether a shard carries a note that makes it a piece.
+    /// Whether a shard has a sharding note.
     pub noted: bool,
-    /// Where a manifest lay beside it, and agreed: whether that knows all shapes.
+    /// Whether the manifest beside it has all shapes, `None` if no manifest was compared.
     pub manifest: Option<bool>,
     /// Its weight map: file name, and the metadata in it as JSON.
     pub map: Option<(String, String)>,
@@ -95,9 +95,9 @@ pub struct SetRecord {
 /// The index of one folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Index {
-    /// The folder, so that it can be told whose index a file is.
+    /// The folder that the index belongs to.
     pub folder: Vec<u8>,
-    /// When the files were looked at, in seconds since 1970.
+    /// Time at which the files were examined, in seconds since 1970.
     pub made: i64,
     /// Every file that could be part of a set, by name.
     pub files: Vec<FileRecord>,
@@ -107,11 +107,11 @@ pub struct Index {
     pub weights: Vec<String>,
     /// Unusual findings that are not wrong, a line each.
     pub notes: Vec<String>,
-    /// Its sets, all of them whole.
+    /// Its sets, all of them proved.
     pub sets: Vec<SetRecord>,
 }
 
-/// Seconds since 1970, as indexes and checksums note them.
+/// Seconds since 1970, as indexes and checksums record them.
 pub(crate) fn now() -> i64 {
     std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64)
 }
@@ -259,7 +259,7 @@ impl<'a> SetContent<'a> {
 }
 
 impl Index {
-    /// The bytes of the index file; `None` where it would be too long.
+    /// The bytes of the index file, `None` if it would be too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let content = IndexContent {
             folder: &self.folder,
@@ -273,7 +273,7 @@ impl Index {
         frame::wrap(KIND, content)
     }
 
-    /// The index in `bytes`, or what speaks against it.
+    /// The index in `bytes`, or the reason why it is invalid.
     pub fn decode(bytes: &[u8]) -> Result<Index, &'static str> {
         Index::of_content(frame::unwrap(KIND, bytes)?)
     }

@@ -20,23 +20,23 @@ use crate::hash::Digest;
 
 use super::frame::FILE_LEN_MAX;
 
-/// Most files and bytes kept; the oldest make way.
+/// Maximum number of files and bytes kept. The oldest files are evicted, indexes before checksums.
 const FILES_MAX: usize = 4096;
 const BYTES_MAX: u64 = 4 << 30;
 
-/// Files from which on a look at their sizes is worth it.
+/// Up to this number of files the store does not sum up their sizes.
 const FILES_UNCOUNTED: usize = 64;
 
 /// Extensions of files that are kept.
 const EXTENSIONS: [&str; 2] = ["index", "sums"];
 
-/// End of the names of files that are not yet whole.
+/// Suffix of the names of files that are not yet whole.
 const TEMPORARY: &str = ".tmp";
 
-/// Age at which a temporary file is taken for one that its writer left behind.
+/// Age from which a temporary file counts as left behind by its writer.
 const TEMPORARY_AGE: Duration = Duration::from_secs(3600);
 
-/// How long an update waits for another one, and how often it asks.
+/// Maximum wait of an update for another one, and the interval between its attempts.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -50,22 +50,22 @@ pub struct IndexStore {
 }
 
 impl IndexStore {
-    /// The store in `folder`, which is made when something is written.
+    /// The store in `folder`, which the first write creates.
     pub fn new(folder: PathBuf) -> IndexStore {
         IndexStore { folder }
     }
 
     /// The store of this user: `$TENSORFS_INDEX_DIR`, `$XDG_CACHE_HOME/tensorfs`,
-    /// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. None where there is no such place,
-    /// or the variable says `none`.
+    /// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. `None` if there is no such place, or if
+    /// the variable is `none`.
     pub fn of_user() -> Option<IndexStore> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if let Some(folder) = variable(STORE_VARIABLE) {
             let folder = (folder != "none").then_some(folder)?;
-            // A daemon leaves the working directory.
+            // A daemon changes the working directory, so the path must be absolute.
             return std::path::absolute(folder).ok().map(IndexStore::new);
         }
-        // The XDG specification: what is not absolute is to be ignored.
+        // The XDG specification says that relative paths are ignored.
         let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
         if let Some(cache) = absolute("XDG_CACHE_HOME") {
             return Some(IndexStore::new(cache.join("tensorfs")));
@@ -81,7 +81,7 @@ impl IndexStore {
         &self.folder
     }
 
-    /// Where the file `name` is or would be.
+    /// Path of the file `name`, which need not exist.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
@@ -89,7 +89,7 @@ impl IndexStore {
     /// The bytes of the file `name`.
     ///
     /// # Errors
-    /// Why it is not used: `NotFound` where it is not there.
+    /// The reason why it is not used, `NotFound` if it does not exist.
     pub fn read(&self, name: &str) -> io::Result<Vec<u8>> {
         self.check_folder()?;
         let mut file = OpenOptions::new()
@@ -117,9 +117,9 @@ impl IndexStore {
         self.put(name, bytes, false)
     }
 
-    /// Replaces the file `name`, of which nothing else is a copy, by what `change` makes of it:
-    /// one process at a time, and so that a crash leaves the old file or the new one. None
-    /// leaves it as it is.
+    /// Replaces the file `name`, which has no other copy, by the result of `change`. One process
+    /// updates at a time, and a crash leaves the old file or the new one. If `change` returns
+    /// `None`, the file stays as it is.
     ///
     /// # Errors
     /// Why it is not kept; nothing stays half-written.
@@ -133,8 +133,8 @@ impl IndexStore {
         change(self.read(name)).map_or(Ok(()), |bytes| self.put(name, &bytes, true))
     }
 
-    /// Locks the folder against others that update; where that cannot be had in time, the
-    /// update goes on without: at worst one of two is lost.
+    /// Locks the folder against other updates. `None` if the lock is not free in time: the update
+    /// then continues without it, and at worst one of two updates is lost.
     fn lock(&self) -> Option<Flock<File>> {
         let started = Instant::now();
         let mut folder = File::open(&self.folder).ok()?;
@@ -155,7 +155,7 @@ impl IndexStore {
         self.check_folder()
     }
 
-    /// Writes a file; `synced`: it is on the disk before it takes its name.
+    /// Writes a file. If `synced`, it is on the disk before it gets its name.
     fn put(&self, name: &str, bytes: &[u8], synced: bool) -> io::Result<()> {
         self.make_folder()?;
         let mut options = OpenOptions::new();
@@ -172,12 +172,12 @@ impl IndexStore {
         written
     }
 
-    /// Takes the file `name` away. Returns whether it was there.
+    /// Removes the file `name`. Returns whether it existed.
     pub fn remove(&self, name: &str) -> bool {
         std::fs::remove_file(self.path(name)).is_ok()
     }
 
-    /// Refuses a folder in which others could put something in the place of what we wrote.
+    /// Refuses a folder in which other users could replace our files.
     fn check_folder(&self) -> io::Result<()> {
         let meta = std::fs::metadata(&self.folder)?;
         let sticky = meta.mode() & libc::S_ISVTX != 0;
@@ -187,7 +187,8 @@ impl IndexStore {
         Ok(())
     }
 
-    /// Removes the oldest files where there are too many, and what killed writers left.
+    /// Removes the oldest files if there are too many, and temporary files that killed writers
+    /// left.
     fn make_room(&self) {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -230,12 +231,12 @@ impl IndexStore {
     }
 }
 
-/// The name of a file about what `parts` name; one with a zero byte would be taken for two.
+/// The name of the file for `parts`, which must not hold a zero byte, because it separates them.
 pub(crate) fn file_name(parts: &[&[u8]], extension: &str) -> String {
     format!("{}.{extension}", Digest::of(&parts.join(&0)))
 }
 
-/// Whether what this user owns is to be believed: we, and root.
+/// Whether files of this user are trusted: it is our user or root.
 fn is_trusted(uid: u32) -> bool {
     uid == nix::unistd::geteuid().as_raw() || uid == 0
 }
@@ -244,8 +245,8 @@ fn others_write(mode: u32) -> bool {
     mode & 0o022 != 0
 }
 
-/// Whether a file of this name is one that we wrote: the digest of what it is about and an
-/// extension, also with what `temporary_name` puts around these. The folder may hold others.
+/// Whether a file of this name is one that we wrote: the name is a digest with an extension, or
+/// such a name in the form of `temporary_name`. The folder may hold other files.
 fn is_ours(name: &str) -> bool {
     let kept = match name.strip_suffix(TEMPORARY) {
         None => Some(name),
@@ -381,7 +382,7 @@ mod tests {
         let left = names(&store);
         let ours = left.iter().filter(|name| is_ours(name) && !name.ends_with(TEMPORARY)).count();
         assert_eq!(ours, FILES_MAX);
-        // The temporary file of one who may still be writing stays.
+        // A new temporary file stays, because its writer may still be at work.
         assert_eq!(left.len(), FILES_MAX + others.len() + 1);
         assert!(others.iter().all(|name| store.path(name).exists()));
         assert_eq!(store.read(NAME).unwrap(), b"new");

@@ -1,4 +1,4 @@
-//! Checksums: what every byte of the shards of a folder was when they were first read whole.
+//! Checksums of all bytes of the shards of a folder, from the time when they were first read whole.
 //!
 //! A file of its own beside the index, since that is thrown away at any doubt and this is not. It
 //! holds for each shard how the file is cut into parts (its description, each stored piece of a
@@ -19,17 +19,17 @@ use super::frame::{self, FileKind};
 /// Extension of files of checksums.
 pub const SUMS_EXTENSION: &str = "sums";
 
-/// Most bytes that one hash is of.
+/// Maximum number of bytes per hash.
 pub const CHUNK_LEN: u64 = 1 << 20;
 
 const KIND: FileKind = FileKind { magic: b"TFS-SUMS", version: 1 };
 
-/// How a file is cut: into parts without gaps, and those into chunks.
+/// The cut of a file into parts without gaps, and of the parts into chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockBoundaries {
     /// The end of each part.
     ends: Vec<u64>,
-    /// How many chunks there are up to the end of each part.
+    /// Number of chunks up to the end of each part.
     chunk_ends: Vec<u32>,
 }
 
@@ -40,9 +40,9 @@ pub struct ShardSums {
     pub name: String,
     /// Its fingerprint.
     pub fingerprint: Fingerprint,
-    /// When they were recorded, in seconds since 1970.
+    /// Time at which they were recorded, in seconds since 1970.
     pub recorded: i64,
-    /// Its parts; the first one is what stands before the data.
+    /// Its parts. The first one is the bytes before the data.
     pub boundaries: Arc<BlockBoundaries>,
     /// The hash of each chunk.
     pub digests: Vec<Digest>,
@@ -51,7 +51,7 @@ pub struct ShardSums {
 /// The checksums of the shards of one folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sums {
-    /// The folder, so that it can be told whose checksums a file holds.
+    /// The folder that the checksums belong to.
     pub folder: Vec<u8>,
     /// Checksums of the shards, by name.
     pub shards: Vec<Arc<ShardSums>>,
@@ -62,7 +62,7 @@ pub struct Sums {
 pub struct ChecksumChunk {
     /// Its bytes.
     pub range: Range<u64>,
-    /// Which digest is its.
+    /// Number of its digest.
     pub number: usize,
 }
 
@@ -85,8 +85,8 @@ struct ShardContent {
 }
 
 impl BlockBoundaries {
-    /// Parts of these lengths, one after another; empty ones are left out. None where there are
-    /// more bytes or chunks than can be counted.
+    /// Parts of these lengths, one after another, without the empty ones. `None` if there are too
+    /// many bytes or chunks to count.
     pub fn new(lens: impl IntoIterator<Item = u64>) -> Option<BlockBoundaries> {
         let (mut boundaries, mut end, mut chunks) = (BlockBoundaries::default(), 0u64, 0u32);
         for len in lens.into_iter().filter(|&len| len > 0) {
@@ -124,7 +124,7 @@ impl BlockBoundaries {
         start..self.ends[at]
     }
 
-    /// The parts that `range`, cut at the end of the file, has bytes of.
+    /// The parts that overlap `range`, which is cut at the end of the file.
     pub fn parts_of(&self, range: &Range<u64>) -> Range<usize> {
         let end = range.end.min(self.file_len());
         if range.start >= end {
@@ -139,7 +139,7 @@ impl BlockBoundaries {
         self.chunk_ends.partition_point(|&end| end as usize <= number)
     }
 
-    /// The chunks that `range` has bytes of.
+    /// The chunks that overlap `range`.
     pub fn chunks_of(&self, range: Range<u64>) -> impl Iterator<Item = ChecksumChunk> + '_ {
         let wanted = range.clone();
         self.parts_of(&range).flat_map(move |at| {
@@ -157,18 +157,18 @@ impl BlockBoundaries {
 }
 
 impl ShardSums {
-    /// The digests of the chunks that `range` has bytes of.
+    /// The digests of the chunks that overlap `range`.
     pub fn digests_of(&self, range: Range<u64>) -> impl Iterator<Item = Digest> + '_ {
         self.boundaries.chunks_of(range).map(|chunk| self.digests[chunk.number])
     }
 }
 
-/// Hashes a file that comes from its beginning on, chunk by chunk.
+/// Hashes the bytes of a file from its beginning, chunk by chunk.
 #[derive(Debug)]
 pub struct ChunkHasher {
     boundaries: Arc<BlockBoundaries>,
     digests: Vec<Digest>,
-    /// The part that is being hashed, and how far the chunk and all of it have come.
+    /// The current part, the number of bytes hashed so far, and the end of the current chunk.
     part: usize,
     at: u64,
     chunk_end: u64,
@@ -191,7 +191,7 @@ impl ChunkHasher {
         end.min(self.at.saturating_add(CHUNK_LEN))
     }
 
-    /// Adds bytes; those after the end of the file are of no part.
+    /// Adds bytes. Bytes after the end of the file are ignored.
     pub fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() && self.part < self.boundaries.len() {
             let left = self.chunk_end - self.at;
@@ -214,7 +214,7 @@ impl ChunkHasher {
         }
     }
 
-    /// The digests of all chunks; none where the file has not come to its end.
+    /// The digests of all chunks, `None` if the end of the file is not reached.
     pub fn finish(self) -> Option<Vec<Digest>> {
         (self.part == self.boundaries.len()).then_some(self.digests)
     }
@@ -227,7 +227,7 @@ impl Sums {
         at.ok().map(|at| &self.shards[at])
     }
 
-    /// Puts those of one shard in the place of what is there of it.
+    /// Adds the checksums of one shard, or replaces them.
     pub fn put(&mut self, shard: ShardSums) {
         let at = self.shards.binary_search_by(|other| other.name.cmp(&shard.name));
         match at {
@@ -236,7 +236,7 @@ impl Sums {
         }
     }
 
-    /// The bytes of the file; `None` where it would be too long.
+    /// The bytes of the file, `None` if it would be too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let shards = self.shards.iter().map(|shard| ShardContent {
             name: shard.name.clone(),
@@ -251,7 +251,7 @@ impl Sums {
         frame::wrap(KIND, SumsContent { folder: self.folder.clone(), shards: shards.collect() })
     }
 
-    /// The checksums in `bytes`, or what speaks against them.
+    /// The checksums in `bytes`, or the reason why they are invalid.
     pub fn decode(bytes: &[u8]) -> Result<Sums, &'static str> {
         Sums::of_content(frame::unwrap(KIND, bytes)?)
     }
@@ -284,7 +284,7 @@ impl ShardSums {
         }
         let (digests, rest) = digests.as_chunks::<16>();
         if !rest.is_empty() || digests.len() != boundaries.chunks_len() {
-            return Err("has not a hash for each chunk");
+            return Err("does not have a hash for each chunk");
         }
         let digests = digests.iter().map(|&digest| Digest(digest)).collect();
         Ok(Arc::new(ShardSums {

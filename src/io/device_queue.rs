@@ -21,15 +21,15 @@ use crate::error::{Error, Result, shown_path};
 use crate::source::{FileSystem, QueueKey, Source};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// How long a thread without work stays.
+/// Idle time after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Reads shorter than this are answered by the ring's thread: to call another one for them takes
-/// longer than the answer.
+/// Reads shorter than this are answered by the ring's thread: waking another thread takes longer
+/// than the answer.
 const ANSWERED_HERE_MAX: usize = 64 << 10;
 
-/// Fewest and most threads that give the answers of a ring, one for each processor in between.
-/// Two, so that one that is held up is not all.
+/// Bounds of the number of threads that answer reads of a ring; in between it is the number of
+/// processors. The lower bound is two, so that one blocked callback does not block all answers.
 const ANSWERING: (usize, usize) = (2, 8);
 
 /// Sets up a ring on the calling thread and carries out the reads of a queue there, until it is
@@ -70,10 +70,10 @@ pub(super) struct DeviceQueue {
     driver: RingDriver,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
-    /// Most threads that give answers.
+    /// Most threads that answer reads of `State::over` at a time.
     answering_max: usize,
     pub(super) state: Mutex<State>,
-    /// For threads of the pool: there is work, or the end.
+    /// Wakes threads of the pool when there is work or the lane is closed.
     work: Condvar,
 }
 
@@ -85,22 +85,23 @@ pub(super) struct State {
     ring: RingState,
     /// Reads that the ring's thread leaves to the pool.
     handed: VecDeque<(u64, Transfer)>,
-    /// Reads that are over: the pool gives the answers. Their deadlines go on until then.
+    /// Completed reads that the pool answers. Their deadlines run until then.
     pub(super) over: VecDeque<CompletedRead>,
-    /// Threads that give answers of those.
+    /// Number of threads that answer reads of `over`.
     answering: usize,
-    /// Threads, that of the ring included.
+    /// Number of threads, including the ring's thread.
     threads: usize,
-    /// Threads with a job, until they ask for the next.
+    /// Number of threads with a job, until they request the next.
     busy: usize,
-    /// Threads that wait for work, and how many of them were called and have not come yet.
+    /// Number of threads that wait for work, and how many of them were notified but have not woken
+    /// up yet.
     idle: usize,
     called: usize,
-    /// Why no thread could be started when one was needed last.
+    /// Reason why the last start of a thread failed.
     no_thread: Option<String>,
 }
 
-/// A read that is over, and how it ended.
+/// A completed read and its result.
 pub(super) struct CompletedRead {
     id: u64,
     transfer: Transfer,
@@ -122,15 +123,15 @@ pub(super) enum NextWork {
 /// The state of the ring, if io_uring is used.
 #[derive(Default)]
 enum RingState {
-    /// It will be, from the first fetch on.
+    /// The first fetch sets it up.
     Wanted,
-    /// Its thread sets it up.
+    /// The ring's thread is setting it up.
     Starting,
-    /// It is; `asleep` while its thread waits and was not called.
+    /// The ring is in use; `asleep` while its thread waits and has not been woken.
     On { waker: Arc<Waker>, asleep: bool },
-    /// It is not, for this reason.
+    /// The ring is unavailable, for this reason.
     Off(String),
-    /// It never would be.
+    /// The lane never uses a ring.
     #[default]
     Never,
 }
@@ -163,7 +164,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Takes a fetch in; its number.
+    /// Queues a fetch and returns its number.
     pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
         let mut state = self.state.lock();
         let id = state.queue.push(fetch, Instant::now());
@@ -175,7 +176,7 @@ impl DeviceQueue {
         self.state.lock().queue.promote(id, Instant::now());
     }
 
-    /// Sees to it that someone takes the work that can be done now, if there is any.
+    /// Wakes or starts a thread if there is work that can be done now.
     pub(super) fn wake(self: &Arc<Self>) {
         self.wake_from(self.state.lock());
     }
@@ -212,7 +213,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Calls a thread of the pool, or starts one. Returns whether one comes.
+    /// Wakes a thread of the pool, or starts one. Returns whether a thread will take the work.
     fn call_pool(self: &Arc<Self>) -> bool {
         {
             let mut state = self.state.lock();
@@ -221,7 +222,7 @@ impl DeviceQueue {
                 self.work.notify_one();
                 return true;
             }
-            // A thread on its way to the queue takes it, and calls further ones.
+            // A thread that is about to ask for work takes it, and wakes further threads.
             if state.busy < state.threads {
                 return true;
             }
@@ -231,7 +232,7 @@ impl DeviceQueue {
         self.start_thread(move || queue.work_in_pool())
     }
 
-    /// Starts a thread, which is counted already.
+    /// Starts a thread that `State::threads` already counts.
     fn start_thread(&self, work: impl FnOnce() + Send + 'static) -> bool {
         let thread = std::thread::Builder::new().name("tensorfs-read".to_owned());
         let started = thread.spawn(work);
@@ -241,8 +242,8 @@ impl DeviceQueue {
         started.is_ok()
     }
 
-    /// Leaves a read to the pool, on behalf of the ring's thread: one through the page cache
-    /// waits and copies, and this thread is there for all.
+    /// Hands a read of the ring's thread to the pool. A read through the page cache waits and
+    /// copies, and the ring's thread serves all reads of the lane.
     pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
         self.state.lock().handed.push_back((id, transfer));
         if !self.call_pool() {
@@ -253,9 +254,8 @@ impl DeviceQueue {
         }
     }
 
-    /// Answers a read of the ring's thread that is over. To copy many bytes to where they belong,
-    /// and to the readers, takes longer than to read them: that is done by the pool, because
-    /// there is one thread of the ring for all.
+    /// Answers a completed read of the ring. The pool gives long answers: copying many bytes takes
+    /// longer than reading them, and one thread serves all reads of the ring.
     pub(super) fn over(self: &Arc<Self>, id: u64, transfer: Transfer, result: Result<()>) {
         let over = CompletedRead { id, transfer, result };
         let call = {
@@ -267,7 +267,7 @@ impl DeviceQueue {
             state.over.push_back(over);
             state.may_answer(self.answering_max)
         };
-        // Without a call one of those that give answers takes it next.
+        // If no thread is woken, a thread that is answering takes it next.
         if call && !self.call_pool() {
             let over = self.state.lock().over.pop_front();
             if let Some(over) = over {
@@ -293,7 +293,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Reads and answers.
+    /// Runs `read` and answers the fetch with its result.
     fn carry(self: &Arc<Self>, id: u64, read: impl FnOnce() -> Result<ReadBuffer>) {
         self.finish(id, guarded(read));
     }
@@ -327,8 +327,8 @@ impl DeviceQueue {
         self.state.lock().busy -= 1;
     }
 
-    /// The next job for the thread of the ring. With none, the thread waits in the kernel from
-    /// now on; `drained` says whether nothing is there to come back.
+    /// The next job for the ring's thread. If there is none, the thread counts as asleep from now
+    /// on. `drained` is true if the kernel has no reads of the ring.
     pub(super) fn next_for_ring(&self, drained: bool) -> NextWork {
         let mut state = self.state.lock();
         if state.closed && drained {
@@ -344,14 +344,14 @@ impl DeviceQueue {
         NextWork::None
     }
 
-    /// The thread of the ring has come back from the kernel: it needs no call.
+    /// Notes that the ring's thread is awake and needs no wake-up.
     pub(super) fn ring_is_awake(&self) {
         if let RingState::On { asleep, .. } = &mut self.state.lock().ring {
             *asleep = false;
         }
     }
 
-    /// Counts one system call that read, or failed to.
+    /// Counts one system call that reads, whether it succeeded or failed.
     pub(super) fn count_read(&self, transfer: &Transfer, result: &io::Result<usize>) {
         self.counters.source_reads.add(1);
         self.counters.source_reads_direct.add(u64::from(transfer.is_direct()));
@@ -361,7 +361,8 @@ impl DeviceQueue {
         self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
     }
 
-    /// A thread could not be started. While there is another one, that does the work.
+    /// Handles a thread that could not be started. If the lane has another thread, that does the
+    /// work.
     fn thread_failed(&self, e: &io::Error) {
         let mut state = self.state.lock();
         state.threads -= 1;
@@ -385,7 +386,7 @@ impl DeviceQueue {
             busy = true;
             match work {
                 NextWork::ReadJob(job) => {
-                    // Others may be able to go as well.
+                    // Further threads may find work as well.
                     self.wake();
                     self.carry(job.id, || self.read(Transfer::begin(job, self.settings.direct)?));
                 }
@@ -403,7 +404,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Waits for something to do; `busy` says whether this thread had something.
+    /// Waits for work; `busy` says whether this thread has just done some.
     fn next_for_pool(&self, busy: bool) -> NextWork {
         let mut state = self.state.lock();
         state.busy -= usize::from(busy);
@@ -442,7 +443,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Answers a fetch that has come back, unless it was answered already.
+    /// Answers a completed fetch, unless it has already been answered.
     pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<ReadBuffer>) {
         let (done, ring_waits) = {
             let mut state = self.state.lock();
@@ -468,7 +469,7 @@ impl DeviceQueue {
         answer(done, result);
     }
 
-    /// Answers fetches that are overdue with an error. When the next one will be.
+    /// Answers overdue fetches with an error. Returns when the next fetch will be overdue.
     pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
         let no_thread = {
             let mut state = self.state.lock();
@@ -502,7 +503,7 @@ impl DeviceQueue {
             let e = io::Error::new(io::ErrorKind::TimedOut, message);
             answer(done, Err(Error::io(source.path(), "read", e)));
         }
-        // Readers first: who logs may have to wait for the log.
+        // Readers are answered first, because logging may have to wait.
         for (source, offset) in stalled {
             let path = shown_path(source.path());
             tracing::error!(
@@ -542,7 +543,7 @@ impl DeviceQueue {
             RingState::Wanted | RingState::Starting => ("not started", None),
             RingState::Off(reason) => ("pread", Some(reason.clone())),
             RingState::Never if self.settings.backend == Backend::Pread => {
-                ("pread", Some("asked for".to_owned()))
+                ("pread", Some("requested".to_owned()))
             }
             RingState::Never => ("pread", Some("the file system may wait for others".to_owned())),
         };
@@ -564,13 +565,13 @@ impl DeviceQueue {
 }
 
 impl State {
-    /// Whether a thread of the pool may take a read that is over.
+    /// Whether a thread of the pool may take a completed read.
     fn may_answer(&self, most: usize) -> bool {
         self.answering < most && !self.over.is_empty()
     }
 }
 
-/// Does `work`; a panic in it fails one read, and no more.
+/// Runs `work`; a panic in it fails only this read.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
         Err(Error::internal("reading failed by an error in tensorfs: see the log for the panic"))

@@ -40,7 +40,7 @@ use crate::sync::Mutex;
 use crate::words;
 use device_queue::DeviceQueue;
 
-/// How long a read may take by default.
+/// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One read: `target.len()` bytes at `offset` of `source`.
@@ -53,11 +53,11 @@ pub struct Read<'a> {
     pub target: &'a mut [u8],
 }
 
-/// Carries out all `reads` one after the other on the calling thread, and confirms afterwards
-/// that no source changed meanwhile.
+/// Carries out all `reads` one after the other on the calling thread, then confirms that no source
+/// has changed.
 ///
 /// # Errors
-/// The first failure; the targets then hold bytes that mean nothing.
+/// Returns the first failure; the contents of the targets are then unspecified.
 pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
     for read in reads.iter_mut() {
         read.source.read_exact_at(read.target, read.offset)?;
@@ -86,14 +86,14 @@ pub enum Priority {
     Prefetch,
 }
 
-/// How long a callback takes, which decides the thread that it is called on.
+/// Cost of a callback, which decides the thread that calls it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
-    /// It takes notes.
+    /// Updates bookkeeping only.
     Short,
-    /// It takes notes, and gives the bytes to the readers who wait for them.
+    /// Updates bookkeeping, and delivers the bytes to the readers that wait for them.
     AsAwaited,
-    /// It copies the bytes, or computes with them.
+    /// Copies the bytes, or computes with them.
     Long,
 }
 
@@ -104,7 +104,7 @@ impl Effort {
     }
 }
 
-/// How reads are handed to the kernel.
+/// How reads are passed to the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Backend {
     /// io_uring for local file systems where the kernel allows it, else threads.
@@ -122,9 +122,9 @@ pub enum DirectIo {
     /// Reads of a local file system that the cache does not hold.
     #[default]
     Auto,
-    /// All, unless the file system refuses it.
+    /// All reads, unless the file system refuses O_DIRECT.
     Always,
-    /// None.
+    /// No reads.
     Never,
 }
 
@@ -135,12 +135,12 @@ words!(DirectIo { Auto = "auto", Always = "always", Never = "never" });
 /// How an engine reads.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// How reads are handed to the kernel.
+    /// How reads are passed to the kernel.
     pub backend: Backend,
     /// Whether they go past the page cache.
     pub direct: DirectIo,
-    /// How long a fetch may take from when a reader asked for it, or, where none had, from when
-    /// it was sent to the source; none: for ever.
+    /// Time limit of a fetch, from the reader's request or, for a prefetch, from when it is sent to
+    /// the source. `None`: no limit.
     pub timeout: Option<Duration>,
 }
 
@@ -162,16 +162,16 @@ pub struct Fetch {
     pub range: Range<u64>,
     /// The urgency.
     pub priority: Priority,
-    /// How long `done` takes.
+    /// Cost of `done`.
     pub effort: Effort,
-    /// The memory for it: at least `Buffer::len_for` the range. It is taken when the read is
+    /// Reservation of at least `Buffer::len_for(range)` bytes. The memory is taken when the read is
     /// sent.
     pub target: ReadTarget,
     /// Called once, on a thread of the engine.
     pub done: FetchCallback,
 }
 
-/// Names a fetch under way.
+/// Handle of a submitted fetch.
 #[derive(Clone)]
 pub struct Ticket {
     queue: Weak<DeviceQueue>,
@@ -236,18 +236,19 @@ impl fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// An engine. Its threads start when they are needed first, so the process may still fork.
+    /// Creates an engine. Its threads start with the first fetch, so the process may fork before
+    /// that.
     pub fn start(settings: Settings, counters: Arc<Counters>) -> Engine {
         let (queues, deadlines) = (Arc::default(), Deadlines::default());
         Engine(Arc::new(EngineInner { settings, counters, queues, deadlines }))
     }
 
-    /// Reads what the kernel's page cache holds, on the calling thread: never from the disk,
-    /// never waiting. Returns whether that was everything; else the targets hold bytes that
-    /// mean nothing.
+    /// Reads from the kernel's page cache on the calling thread, without disk reads and without
+    /// waiting. Returns whether the page cache held everything; if not, the contents of the targets
+    /// are unspecified.
     ///
     /// # Errors
-    /// `Error::Changed` where a source is no longer what it was.
+    /// `Error::Changed` if a source has changed.
     pub fn read_cached(&self, reads: &mut [Read<'_>]) -> Result<bool> {
         if self.0.settings.direct == DirectIo::Always {
             return Ok(false);
@@ -256,7 +257,8 @@ impl Engine {
         for read in reads.iter() {
             read.source.check_known()?;
             let range = read.offset..read.offset + read.target.len() as u64;
-            // Asked of all before the first is copied: RWF_NOWAIT by itself starts readahead.
+            // All ranges are checked before the first is copied, because RWF_NOWAIT itself starts
+            // readahead.
             match open_if_cached(read.source, &range) {
                 Some(file) => files.push(file),
                 None => return Ok(false),
@@ -278,12 +280,13 @@ impl Engine {
         Ok(true)
     }
 
-    /// Has `copy` copy bytes of `range` out of the kernel's page cache, if that holds them all, by
-    /// what it is given: that takes offset and target, and says whether the cache still held them.
-    /// Returns whether it did and `copy` said so; else what was copied means nothing.
+    /// Calls `copy` with a function that copies bytes of `range` from the kernel's page cache, if
+    /// the cache holds all of them. That function takes an offset and a target, and returns whether
+    /// the cache still held the bytes. Returns whether `copy` was called and returned true; if not,
+    /// the copied bytes are unspecified.
     ///
     /// # Errors
-    /// `Error::Changed` where the source is no longer what it was.
+    /// `Error::Changed` if the source has changed.
     pub(crate) fn copy_cached(
         &self,
         source: &Arc<Source>,
@@ -302,14 +305,13 @@ impl Engine {
         local.check_open(&file).map(|()| true)
     }
 
-    /// Whether the kernel's page cache holds all of `range`, as far as it says. Never waits.
+    /// Whether the kernel reports that its page cache holds all of `range`. Never waits.
     pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
         self.0.settings.direct != DirectIo::Always && open_if_cached(source, range).is_some()
     }
 
-    /// Takes a fetch in. Never waits for a source. `done` is called exactly once, on another
-    /// thread, also when the engine ends before; on this one only if the process cannot start
-    /// a single thread.
+    /// Queues a fetch. Never waits for a source. `done` is called exactly once, also if the engine
+    /// ends first. It is called on another thread, unless the process cannot start a single thread.
     pub fn submit(&self, fetch: Fetch) -> Ticket {
         let queues = self.0.queues.clone();
         if let Err(e) = self.0.deadlines.start("tensorfs-watch", move || queues.expire()) {
@@ -325,8 +327,8 @@ impl Engine {
         Ticket { queue: Arc::downgrade(&queue), id }
     }
 
-    /// A reader waits for it from now on: a fetch that was not sent yet goes before those that
-    /// no one waits for, and its deadline counts from now.
+    /// Notes that a reader waits for a fetch from now on. If the fetch is still queued as a
+    /// prefetch, it goes before other prefetches, and its deadline counts from now.
     pub fn promote(&self, ticket: &Ticket) {
         if let Some(queue) = ticket.queue.upgrade() {
             queue.promote(ticket.id);
@@ -353,15 +355,15 @@ impl Engine {
     }
 }
 
-/// Whether io_uring may be used here, found out by setting a ring up.
+/// Checks whether io_uring can be used, by setting up a ring.
 ///
 /// # Errors
-/// Why not, as the kernel says it.
+/// The kernel's error if io_uring cannot be used.
 pub fn probe_uring() -> std::io::Result<()> {
     uring::probe()
 }
 
-/// The open file of a local source whose `range` the page cache holds.
+/// The open file of `source`, if the source is local and the page cache holds all of `range`.
 fn open_if_cached(source: &Arc<Source>, range: &Range<u64>) -> Option<Arc<std::fs::File>> {
     let Source::Local(local) = &**source;
     let file = if source.may_block() { None } else { local.open_file() }?;

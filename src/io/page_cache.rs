@@ -44,16 +44,16 @@ fn page_len() -> u64 {
     })
 }
 
-/// Whether the kernel has no cachestat(2), as far as is known.
+/// Set once the kernel has refused cachestat(2) as unknown.
 static NO_CACHESTAT: AtomicBool = AtomicBool::new(false);
 
-/// How many pages of `range` the cache holds, and of how many; None where the kernel does not
-/// say: of files that are neither the caller's nor writable by it.
+/// Number of pages of `range` in the page cache, and number of pages of `range`. `None` if the
+/// kernel does not tell, as for files that the caller neither owns nor may write.
 pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
     let page = page_len();
     let around = pages_around(range);
     if around.is_empty() {
-        // A length of zero would mean up to the end.
+        // For cachestat(2) a length of zero means up to the end of the file.
         return Some((0, 0));
     }
     let pages = around.start / page..around.end.div_ceil(page);
@@ -74,7 +74,7 @@ fn cachestat_pages(file: &File, around: &Range<u64>) -> Option<u64> {
     cached.ok()
 }
 
-/// Whether cachestat(2) may be used here, found out by asking it of a new file in memory.
+/// Checks whether cachestat(2) can be used, by calling it for a new file in memory.
 ///
 /// # Errors
 /// Why not, as the kernel says it.
@@ -107,8 +107,8 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     let len = found.len() * usize::try_from(page_len()).ok()?;
     let file_offset = libc::off_t::try_from(pages.start * page_len()).ok()?;
     let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED);
-    // SAFETY: a new mapping of a file that no reference is made to; `found` has a byte for each
-    // of its pages; the mapping is removed as it was made.
+    // SAFETY: the mapping is new and no reference into it is made; `found` has a byte for each of
+    // its pages; the mapping is removed with the start and length that it was made with.
     let rc = unsafe {
         let start =
             libc::mmap(std::ptr::null_mut(), len, protection, flags, file.as_raw_fd(), file_offset);
@@ -122,7 +122,8 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     (rc == 0).then(|| found.iter().map(|page| u64::from(page & 1)).sum())
 }
 
-/// Copies the bytes at `offset` as far as they can be had at once. Returns whether that is all.
+/// Copies the cached bytes at `offset` to `target` without waiting. Returns whether `target` is
+/// filled.
 pub(super) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
     let mut done = 0;
     while done < target.len() {

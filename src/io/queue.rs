@@ -18,7 +18,8 @@ pub(super) const SENT_MAX: usize = 64;
 /// no more threads and buffers.
 pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 
-/// Most of one source, so that one that answers no more leaves room for the others.
+/// Most reads of one source that the kernel has at a time, so that a stalled source leaves room for
+/// others.
 pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
 /// A source with this many overdue reads gets no more.
@@ -32,7 +33,7 @@ pub(super) struct ReadJob {
     pub(super) target: ReadTarget,
 }
 
-/// A fetch that was not answered in time, or never will be.
+/// A fetch that is answered with an error.
 pub(super) struct Failed {
     pub(super) source: Arc<Source>,
     pub(super) offset: u64,
@@ -46,10 +47,10 @@ struct Flight {
     /// The start of its deadline: when a reader asked for it. Until one does, when it was
     /// submitted, and then when it was sent.
     since: Instant,
-    /// How much the answer takes, as far as is known: more once a reader waits.
+    /// Cost of the answer, as far as is known: it may grow once a reader waits.
     effort: Effort,
     stage: FlightStage,
-    /// None once it was answered because it is overdue.
+    /// `None` if the fetch was answered before its read came back.
     done: Option<FetchCallback>,
 }
 
@@ -63,7 +64,7 @@ enum FlightStage {
 struct OfSource {
     /// The fetches by priority.
     queued: [BTreeSet<u64>; 2],
-    /// Which of them stands among the ready ones, by priority.
+    /// The one of them that is in `Queue::ready`, by priority.
     ready: [Option<u64>; 2],
 }
 
@@ -73,7 +74,7 @@ pub(super) struct FetchQueue {
     flights: BTreeMap<u64, Flight>,
     /// Those that were not sent; their flights keep the sources alive.
     sources: HashMap<SourceKey, OfSource>,
-    /// By priority: the first fetch of each source that may send one.
+    /// The first fetch of each source that may send one, by priority.
     ready: [BTreeSet<u64>; 2],
     /// Fetches that the kernel has.
     sent: PerSourceLimiter<SourceKey>,
@@ -95,7 +96,7 @@ impl Default for FetchQueue {
 }
 
 impl FetchQueue {
-    /// Takes a fetch in and gives it a number.
+    /// Queues a fetch and returns its number.
     pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
         let Fetch { source, range, priority, effort, target, done } = fetch;
         let effort = if priority == Priority::Demand { effort.awaited() } else { effort };
@@ -110,7 +111,7 @@ impl FetchQueue {
         id
     }
 
-    /// Moves a queued fetch among those that a reader waits for, from now on.
+    /// Moves a queued prefetch to `Priority::Demand`; its time limit counts from `now`.
     pub(super) fn promote(&mut self, id: u64, now: Instant) {
         let Some(flight) = self.flights.get_mut(&id) else {
             return;
@@ -131,12 +132,12 @@ impl FetchQueue {
         self.sent.has_room() && self.stuck.has_room()
     }
 
-    /// Whether `pick` would find one.
+    /// Whether `pick` would return a fetch.
     pub(super) fn has_work(&self) -> bool {
         self.may_send() && self.ready.iter().any(|ready| !ready.is_empty())
     }
 
-    /// The fetch to send next, which from now on counts as sent.
+    /// Returns the fetch to send next, and counts it as sent.
     pub(super) fn pick(&mut self, now: Instant) -> Option<ReadJob> {
         if !self.may_send() {
             return None;
@@ -165,7 +166,7 @@ impl FetchQueue {
         Some(ReadJob { id, source, range, target })
     }
 
-    /// Whether the answer to a fetch takes long.
+    /// Whether the answer to a fetch has `Effort::Long`.
     pub(super) fn is_long(&self, id: u64) -> bool {
         self.flights.get(&id).is_some_and(|flight| flight.effort == Effort::Long)
     }
@@ -182,8 +183,8 @@ impl FetchQueue {
         flight.done
     }
 
-    /// The fetches whose time began `timeout` ago or before. Those that were sent stay, as
-    /// stuck ones, and their memory no longer counts.
+    /// Gives up the fetches whose time limit of `timeout` has passed. Sent ones stay as stuck
+    /// fetches, and their memory no longer counts.
     pub(super) fn expire(&mut self, now: Instant, timeout: Duration) -> Vec<Failed> {
         let overdue = |flight: &Flight| now.duration_since(flight.since) >= timeout;
         let unanswered = self.flights.iter().filter(|(_, flight)| flight.done.is_some());
@@ -198,7 +199,7 @@ impl FetchQueue {
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
-    /// The fetches that were not sent yet.
+    /// Gives up the fetches that were not sent yet.
     pub(super) fn fail_queued(&mut self) -> Vec<Failed> {
         let queued = |flight: &Flight| matches!(flight.stage, FlightStage::Queued(..));
         let ids: Vec<u64> =
@@ -226,28 +227,28 @@ impl FetchQueue {
         Some(Failed { source, offset, done })
     }
 
-    /// When the time of the oldest fetch that was not answered began.
+    /// Earliest start of the time limit of an unanswered fetch.
     pub(super) fn oldest(&self) -> Option<Instant> {
         let unanswered = self.flights.values().filter(|flight| flight.done.is_some());
         unanswered.map(|flight| flight.since).min()
     }
 
-    /// How many are queued.
+    /// Number of queued fetches.
     pub(super) fn queued(&self) -> usize {
         self.flights.len() - self.sent.total() as usize
     }
 
-    /// How many the kernel has, without the stuck ones.
+    /// Number of fetches that the kernel has, without the stuck ones.
     pub(super) fn in_flight(&self) -> usize {
         (self.sent.total() - self.stuck.total()) as usize
     }
 
-    /// How many the kernel has and does not give back.
+    /// Number of stuck fetches: given up, but not returned by the kernel.
     pub(super) fn stuck(&self) -> usize {
         self.stuck.total() as usize
     }
 
-    /// Sets right what of the source stands among the ready ones, after any change of it.
+    /// Updates the fetches of a source in `ready`, after any change of the source.
     fn refresh(&mut self, key: SourceKey) {
         let Some(of_source) = self.sources.get_mut(&key) else {
             return;

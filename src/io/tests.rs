@@ -441,7 +441,7 @@ fn what_a_reader_waits_for_goes_first_in_the_order_of_submission() {
     let order: Vec<u64> =
         std::iter::from_fn(|| queue.pick(Instant::now()).map(|job| job.id)).collect();
     assert_eq!(order, [6, demand, 0, 1, 2, 3, 4, 5, 7]);
-    // Too late, and without effect.
+    // The promotion comes too late and has no effect.
     queue.promote(0, Instant::now());
 }
 
@@ -493,7 +493,7 @@ fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent(
     let (after, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
     let job = queue.pick(after(40)).unwrap();
     queue.promote(2, after(55));
-    // The first was sent and the last asked for; nobody did anything for the one between.
+    // The first was sent, the last was promoted, and the one between was left alone.
     let mut expired = |now| -> Vec<u64> {
         let failed = queue.expire(now, timeout);
         failed.into_iter().map(|failed| failed.offset).collect()
@@ -537,7 +537,7 @@ fn a_budget_is_never_passed_and_kept_memory_counts() {
     drop(buffer);
     drop(whole);
     assert_eq!((budget.used(), counters.cache_bytes_now.get()), (0, 0));
-    // The same memory again.
+    // The new buffer reuses the memory.
     let again = Buffer::new(190_000, budget.try_reserve(192_512).unwrap());
     assert_eq!((again.as_ptr(), again.reserved()), (start, 192_512));
     budget.trim();

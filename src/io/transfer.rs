@@ -19,27 +19,27 @@ use crate::source::Source;
 /// through the cache.
 const CACHED_PARTS: u64 = 8;
 
-/// How often the kernel may say that it could not read now, and with what pause after the first.
+/// Most EAGAIN results that are retried, and the pause after each but the first.
 const AGAIN_MAX: u32 = 100;
 const AGAIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// A fetch that is being read.
 pub(super) struct Transfer {
     source: Arc<Source>,
-    /// Held open by this, whoever closes the source.
+    /// Stays open even if the source is closed.
     file: Arc<File>,
-    /// The descriptor for O_DIRECT, where it is read so.
+    /// Descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
     direct: Option<Arc<File>>,
     buffer: Buffer,
     /// Offset in the file of the buffer's first byte.
     start: u64,
     /// The buffer is filled up to here.
     have: usize,
-    /// Where in the buffer the wanted bytes lie.
+    /// Range of the wanted bytes in the buffer.
     wanted: Range<usize>,
-    /// Whether it would be read past the page cache if that were possible.
+    /// Whether reading past the page cache was intended but impossible.
     refused: bool,
-    /// How often the kernel said that it could not read now.
+    /// Number of EAGAIN results so far.
     again: u32,
     began: Instant,
 }
@@ -48,7 +48,7 @@ pub(super) struct Transfer {
 pub(super) enum Next {
     /// Another read.
     Read,
-    /// Nothing: all bytes are there, or it failed.
+    /// The end: all bytes have been read, or the read failed.
     End(Result<()>),
 }
 
@@ -79,7 +79,7 @@ impl Transfer {
         Ok(Transfer { source, file, direct, buffer, start, have, wanted, refused, again, began })
     }
 
-    /// How many bytes are wanted.
+    /// Number of wanted bytes.
     pub(super) fn len(&self) -> usize {
         self.wanted.len()
     }
@@ -94,7 +94,7 @@ impl Transfer {
         self.refused
     }
 
-    /// The next read: of which file, from which offset, into which memory.
+    /// File, offset and memory of the next read.
     pub(super) fn next(&mut self) -> (&File, u64, &mut [u8]) {
         let end = if self.direct.is_some() { self.buffer.len() } else { self.wanted.end };
         let file = self.direct.as_ref().unwrap_or(&self.file);
@@ -112,7 +112,7 @@ impl Transfer {
                 if self.have >= self.wanted.end {
                     return Next::End(Ok(()));
                 }
-                // The next direct read could not begin here.
+                // A direct read cannot begin at this offset.
                 if !(self.have as u64).is_multiple_of(ALIGN) {
                     self.direct = None;
                 }
@@ -140,12 +140,12 @@ impl Transfer {
         }
     }
 
-    /// Writes its memory off, which the kernel may go on using.
+    /// Writes off its memory, which the kernel may still use.
     pub(super) fn write_off(&self) {
         self.buffer.write_off();
     }
 
-    /// The bytes, if the file is still what it was.
+    /// Returns the bytes if the file has not changed.
     pub(super) fn finish(self) -> Result<ReadBuffer> {
         let Source::Local(local) = &*self.source;
         local.check_open(&self.file)?;

@@ -26,7 +26,7 @@ const SUBMIT_TRIES: u32 = 200;
 /// The pause between two tries.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(10);
 
-/// A ring, and what the kernel holds memory of.
+/// A ring, and the transfers whose memory the kernel writes to.
 struct UringDriver {
     uring: IoUring,
     waker: Arc<Waker>,
@@ -39,13 +39,13 @@ struct UringDriver {
 struct UringSlot {
     id: u64,
     transfer: Transfer,
-    /// Whether the kernel is to read it on a thread of its own at once.
+    /// Whether the kernel reads it on a worker thread at once.
     on_worker: bool,
 }
 
 impl Drop for UringDriver {
     fn drop(&mut self) {
-        // The kernel may still write there: such memory is never freed.
+        // The kernel may still write to their memory, so it is never freed.
         self.slots.drain(..).flatten().for_each(std::mem::forget);
     }
 }
@@ -54,7 +54,7 @@ impl UringDriver {
     /// Sets up a ring for the calling thread.
     ///
     /// # Errors
-    /// Where the kernel has no io_uring that is good enough, or does not let this process use it.
+    /// If the kernel's io_uring is too old, or the kernel does not let this process use it.
     fn new() -> io::Result<UringDriver> {
         let uring = build()?;
         let mut probe = Probe::new();
@@ -65,8 +65,8 @@ impl UringDriver {
         {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's is too old"));
         }
-        // By default a few per processor, and a read that has to wait occupies one. Kernels
-        // before 5.15 do not know it, and have no such low bound.
+        // The default is a few workers per processor, and a read that has to wait occupies one.
+        // Kernels before 5.15 do not know this call, and have no such low bound.
         let _ = uring.submitter().register_iowq_max_workers(&mut [SENT_MAX as u32, 0]);
         let waker = Arc::new(Waker::new()?);
         let slots = (0..SENT_MAX).map(|_| None).collect();
@@ -82,7 +82,7 @@ impl UringDriver {
         unsafe { self.uring.submission().push(entry) }.map_err(io::Error::other)
     }
 
-    /// Watches for `Waker::wake`, once.
+    /// Polls for one `Waker::wake`.
     fn poll(&mut self) -> io::Result<()> {
         let fd = types::Fd(self.waker.fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WAKE);
@@ -107,7 +107,7 @@ impl UringDriver {
         Ok(())
     }
 
-    /// Hands what was pushed to the kernel and waits for a completion.
+    /// Submits the pushed entries to the kernel and waits for a completion.
     fn submit_and_wait(&mut self) -> io::Result<()> {
         for _ in 0..SUBMIT_TRIES {
             let Err(e) = self.uring.submit_and_wait(1) else {
@@ -132,16 +132,16 @@ impl UringDriver {
 /// Most bytes of one read, a multiple of the alignment: Linux reads no more at a time.
 const READ_MAX: u32 = 0x7fff_f000;
 
-/// The best ring that the kernel makes: each of these spares interrupts and locks.
+/// Builds the best ring that the kernel supports: each option saves interrupts and locks.
 fn build() -> io::Result<IoUring> {
     let best = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(ENTRIES);
     match best {
-        // Linux 6.1 knows both.
+        // The kernel is older than Linux 6.1, which knows both options.
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
         other => return other,
     }
     match IoUring::builder().setup_coop_taskrun().build(ENTRIES) {
-        // Linux 5.19.
+        // The kernel is older than Linux 5.19.
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => IoUring::new(ENTRIES),
         other => other,
     }
@@ -184,7 +184,7 @@ pub(super) fn drive(queue: &Arc<DeviceQueue>) -> io::Result<()> {
 fn serve(queue: &Arc<DeviceQueue>, ring: &mut UringDriver) -> io::Result<()> {
     let mut back = Vec::with_capacity(ENTRIES as usize);
     loop {
-        // Never more than SENT_MAX at a time, so there is a slot for each.
+        // At most SENT_MAX reads are sent at a time, so there is a slot for each.
         loop {
             match queue.next_for_ring(ring.sent == 0) {
                 NextWork::ReadJob(job) => take(queue, ring, job)?,
@@ -243,7 +243,7 @@ fn came_back(
         Ok(n) => Ok(n),
         Err(_) => Err(io::Error::from_raw_os_error(-result)),
     };
-    // The kernel would have had to wait, and this ring cannot: a thread of the kernel can.
+    // The kernel would have to wait, which it does on a worker thread only.
     slot.on_worker |= result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
     queue.count_read(&slot.transfer, &result);
     let next = slot.transfer.advance(result);

@@ -1,12 +1,13 @@
-//! The tensors of a file in other orders than that of the file.
+//! Orders of the tensors of a file that differ from the order of the file.
 
 use super::Layout;
 use crate::catalog::Catalog;
 
-/// Tensors of a file up to which other orders are worth their memory and the time to sort.
+/// Maximum number of tensors of a file for which other orders are worth their memory and the time
+/// to sort.
 const TENSORS_MAX: usize = 1 << 16;
 
-/// Orders of the tensors of a file, without empty ones.
+/// Orders of the tensors of a file, without empty tensors.
 #[derive(Debug, Default)]
 pub struct LayoutOrders {
     /// The order by name.
@@ -17,11 +18,11 @@ pub struct LayoutOrders {
     pub by_shard: Successors,
 }
 
-/// For each tensor, by its place in the file, the place of the one that follows in an order.
+/// The place of the next tensor in an order, for each tensor by its place in the file.
 #[derive(Debug, Default)]
 pub struct Successors(Vec<u32>);
 
-/// Follows the last tensor.
+/// The successor of the last tensor.
 const NONE: u32 = u32::MAX;
 
 impl Successors {
@@ -32,7 +33,8 @@ impl Successors {
 }
 
 impl Layout {
-    /// The orders of the tensors, all of which `catalog` holds; empty where they are too many.
+    /// The orders of the tensors, all of which `catalog` holds. Empty if there are too many
+    /// tensors.
     pub fn orders(&self, catalog: &Catalog) -> LayoutOrders {
         if self.tensors.len() > TENSORS_MAX {
             return LayoutOrders::default();
@@ -61,8 +63,8 @@ impl Layout {
     }
 }
 
-/// A key by which names sort with the numbers in them as numbers: each number gets its count of
-/// digits in front.
+/// A sort key that compares the numbers in names as numbers: the count of digits precedes each
+/// number.
 fn number_key(name: &str) -> Vec<u8> {
     let mut key = Vec::with_capacity(name.len() + 4);
     let mut rest = name.as_bytes();
@@ -75,7 +77,7 @@ fn number_key(name: &str) -> Vec<u8> {
         }
         let (number, after) = rest.split_at(digits);
         let zeros = number.iter().take_while(|&&digit| digit == b'0').count();
-        // Digits sort before letters and after most signs, as they do alone.
+        // The leading digit keeps the order of digits before letters and after most signs.
         key.push(b'0');
         key.push((digits - zeros).min(255) as u8);
         key.extend_from_slice(&number[zeros..]);

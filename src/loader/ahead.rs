@@ -1,5 +1,5 @@
-//! The memory of a load, asked for ahead of its reads by threads of its own: a read that has to
-//! wait for pages makes those behind it wait.
+//! Populates the memory of a load ahead of its reads, on threads of its own: a read that waits for
+//! pages delays the reads behind it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use crate::sync::Mutex;
 /// Most threads that ask for memory: more are faster than any disk.
 const THREADS_MAX: usize = 8;
 
-/// How much they ask for at a time: a huge page. Meanwhile no other thread can map memory.
+/// Bytes that a thread populates at a time: a huge page. No other thread can map memory meanwhile.
 const PART_LEN: usize = 2 << 20;
 
-/// The memory that a load has found, and how much of it is there.
+/// The memory that a load has allocated, and its populated parts.
 pub(super) struct Populator<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
     parts: Vec<PopulatePart>,
-    /// When the choice was made that this load began with.
+    /// Time of the choice that this load began with.
     began: Option<Instant>,
     state: Mutex<State>,
 }
@@ -37,18 +37,18 @@ type PopulatePart = (usize, Range<usize>);
 
 struct State {
     choice: Choice,
-    /// The first part that nobody has asked for yet.
+    /// The first part that no thread has taken yet.
     next: usize,
-    /// Whether each is there, and how many from the first on are.
+    /// Whether each part is populated, and the number of populated parts from the first on.
     there: Vec<bool>,
     ready: usize,
-    /// How many of them the load waits for.
+    /// Number of parts from the first on that the load waits for.
     awaited: Option<usize>,
-    /// Nobody asks any more: pages come when they are written to.
+    /// Whether population has ended: the remaining pages come at their first write.
     ended: bool,
-    /// How the rest of which region was asked to come.
+    /// The last region that was advised, and the page size for the rest of it.
     advised: Option<(usize, PageSize)>,
-    /// Regions that have small pages by our advice.
+    /// Regions that were advised to use small pages.
     small: Vec<usize>,
     stats: MemoryStats,
 }
@@ -79,12 +79,12 @@ impl<'a> Populator<'a> {
         Populator { loader, regions, parts, began: last.made_at, state: Mutex::new(state) }
     }
 
-    /// Whether there is memory to be asked for.
+    /// Whether there is memory to populate.
     pub(super) fn has_parts(&self) -> bool {
         !self.parts.is_empty()
     }
 
-    /// Starts the threads. They tell `back` when there is what the load waits for.
+    /// Starts the threads. They notify `back` when the memory that the load waits for is populated.
     pub(super) fn ask_beside<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
@@ -100,8 +100,8 @@ impl<'a> Populator<'a> {
         self.state.lock().ended |= !started;
     }
 
-    /// Whether the first `len` bytes of a region, and those of the regions before it, are there,
-    /// or are not asked for. If not, `back` is told once they are.
+    /// Whether the first `len` bytes of a region, and the regions before it, are populated, or
+    /// population has ended. If not, `back` is notified once they are.
     pub(super) fn are_there(&self, region: u32, len: usize) -> bool {
         let wanted = (region as usize, len);
         let needed = self.parts.partition_point(|(region, range)| (*region, range.start) < wanted);
@@ -111,12 +111,12 @@ impl<'a> Populator<'a> {
         there
     }
 
-    /// Nothing is asked for any more.
+    /// Ends population.
     pub(super) fn end(&self) {
         self.state.lock().ended = true;
     }
 
-    /// How the memory was taken.
+    /// Statistics of population.
     pub(super) fn stats(&self) -> MemoryStats {
         self.state.lock().stats.clone()
     }
@@ -131,11 +131,11 @@ impl<'a> Populator<'a> {
             }
             self.done(number, size, thread_time().saturating_sub(started), back);
         }
-        // The others may still be at it.
+        // Other threads may still be at work, so population does not end here.
         std::mem::forget(leaves);
     }
 
-    /// The next part, and the size of its pages.
+    /// The next part, and its page size.
     fn take(&self) -> Option<(usize, PageSize)> {
         let mut state = self.state.lock();
         let number = state.next;
@@ -156,7 +156,7 @@ impl<'a> Populator<'a> {
         Some((number, size))
     }
 
-    /// A part is there.
+    /// Records a populated part.
     fn done(&self, number: usize, size: PageSize, time: Duration, back: &Sender<LoadMessage>) {
         let mut state = self.state.lock();
         let len = self.parts[number].1.len();
@@ -184,13 +184,13 @@ impl<'a> Populator<'a> {
 impl Drop for Populator<'_> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
-        // Small pages that stay may become huge ones later on, as the rest of the memory may.
+        // Small pages that stay may become huge later, like the rest of the memory.
         for &region in &state.small {
             self.regions[region].advise(0..self.regions[region].len(), true);
         }
         if state.next > 0 {
             let mut last = self.loader.choice();
-            // One that has ended meanwhile knows as much.
+            // If another load has ended meanwhile, its choice is as good and stays.
             if last.made_at == self.began {
                 *last = LastChoice { choice: state.choice.clone(), made_at: Some(Instant::now()) };
             }
@@ -198,7 +198,7 @@ impl Drop for Populator<'_> {
     }
 }
 
-/// A thread that asks no more, though there is more to ask for.
+/// Ends population and notifies the load if a thread ends early.
 struct Leaves<'a>(&'a Populator<'a>, &'a Sender<LoadMessage>);
 
 impl Drop for Leaves<'_> {
@@ -227,8 +227,8 @@ fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<PopulatePart> {
     parts
 }
 
-/// How long this thread has been on a processor: pages cost that, and not the time in which others
-/// were.
+/// Processor time of this thread. It is the cost of pages, without the time in which other threads
+/// ran.
 fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }

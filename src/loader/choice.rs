@@ -1,21 +1,21 @@
-//! Huge pages or small ones: which of them memory costs less in. On most machines huge pages win
-//! several times over. A host that takes free memory back from virtual machines takes whole huge
-//! pages and leaves scattered small ones, and to get memory back from it takes longest of all. So
-//! both are tried and the cheaper ones are kept, as long as that lasts: neither kind is there
-//! without end.
+//! Chooses huge or small pages by their cost. On most machines huge pages are several times
+//! cheaper. A host that takes free memory back from virtual machines takes whole huge pages and
+//! leaves scattered small ones, and memory that the host must provide again is the most expensive.
+//! So both sizes are tried, and the cheaper one is kept until it gets more expensive. The supply of
+//! either size may run out.
 
 use std::time::{Duration, Instant};
 
 use super::PageSize;
 
-/// How much memory a judgement is made from. Judging is not to cost what it is to save.
+/// Bytes of memory per measurement. A measurement must cost less than it saves.
 const STRETCH: u64 = 4 << 20;
 
-/// How much is taken until the other size is tried again: at first, and at most.
+/// Bytes until the other size is tried again: initial value and maximum.
 const WAIT_MIN: u64 = 16 << 20;
 const WAIT_MAX: u64 = 1 << 30;
 
-/// A load that begins so soon after another one finds memory as that one did.
+/// A load that begins within this time after another one finds memory in the same state.
 const SOON: Duration = Duration::from_millis(500);
 
 /// The other size.
@@ -26,18 +26,18 @@ fn other(pages: PageSize) -> PageSize {
     }
 }
 
-/// Chooses between the sizes: is told what each took, and says which is next.
+/// Chooses the next page size from the measured cost of each size.
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
     now: PageSize,
-    /// Whether `now` is only tried.
+    /// Whether `now` is only a trial.
     trial: bool,
-    /// Nanoseconds per byte of huge pages and of small ones, when they were taken last.
+    /// Nanoseconds per byte of huge pages and of small ones, at the last measurement.
     cost: [Option<f64>; 2],
     /// Bytes taken since the last judgement, and the time that they took.
     bytes: u64,
     time: Duration,
-    /// How much is taken before the next trial, and how much of that is left.
+    /// Bytes before the next trial, and the rest of them.
     wait: u64,
     left: u64,
 }
@@ -46,7 +46,7 @@ pub(super) struct Choice {
 #[derive(Clone, Debug, Default)]
 pub(super) struct LastChoice {
     pub(super) choice: Choice,
-    /// When that load ended, if there was one.
+    /// Time at which that load ended, `None` if there was none.
     pub(super) made_at: Option<Instant>,
 }
 
@@ -73,14 +73,14 @@ impl Default for Choice {
 }
 
 impl Choice {
-    /// Which pages to take next.
+    /// The page size to use next.
     pub(super) fn now(&self) -> PageSize {
         self.now
     }
 
-    /// Bytes of pages of `size` took a thread so much time.
+    /// Records that `bytes` in pages of `size` took a thread the time `time`.
     pub(super) fn took(&mut self, size: PageSize, bytes: u64, time: Duration) {
-        // Another thread may have been at it when the choice changed.
+        // The choice may have changed while this thread was at work.
         if size != self.now {
             return;
         }
@@ -104,14 +104,14 @@ impl Choice {
             }
             self.left = self.wait;
         } else if self.left == 0 || before.is_some_and(|before| cost > 2.0 * before) {
-            // Their time has come, or what these were chosen for is over.
+            // The next trial is due, or the current pages have become more expensive.
             self.now = other(size);
             self.trial = true;
         }
     }
 
-    /// For the next load, before which much may have changed. Small pages have to prove
-    /// themselves at once.
+    /// The choice for a load after a pause, in which much may have changed. Small pages are
+    /// compared with huge ones at once.
     pub(super) fn next(self) -> Choice {
         let now = if self.trial { other(self.now) } else { self.now };
         let left = if now == PageSize::Small { 0 } else { self.left };
@@ -160,7 +160,8 @@ mod tests {
     #[test]
     fn the_choice_changes_within_few_megabytes_when_the_cheaper_pages_are_used_up() {
         let mut choice = Choice::default();
-        // 1 GiB of huge pages is there, then 2 GiB of small ones, and after that none.
+        // 1 GiB of huge pages and 2 GiB of small pages are cheap, and all further ones are
+        // expensive.
         let mut left = [1 << 30, 2 << 30];
         let mut cost = |pages| {
             let here: &mut u64 = &mut left[pages as usize];
@@ -173,7 +174,7 @@ mod tests {
             }
         };
         take(&mut choice, (3 << 30) + (128 << 20), &mut cost);
-        // All that was cheap was taken.
+        // All cheap pages are taken.
         assert_eq!(left, [0, 0]);
     }
 

@@ -1,4 +1,4 @@
-//! Reads by cuFile, straight from the disk to the GPU, before the others of a load.
+//! Reads by cuFile, directly from the disk to the GPU, before the other reads of a load.
 //!
 //! Bytes that it does not read, for any reason, are left to them, so the result is the same. A call
 //! of cuFile cannot be taken back: its threads own all that they use, and a load that has waited
@@ -23,33 +23,34 @@ use crate::plan::{Chunk, ChunkTarget, Move, Plan};
 use crate::source::Source;
 use crate::sync::Mutex;
 
-/// Threads that read, at most: cuFile cuts large reads up and shares them out by itself.
+/// Maximum number of reader threads. cuFile itself splits large reads and distributes the parts.
 const READERS_MAX: usize = 8;
 
-/// Most reads in place of one: many small ones take longer than one that is moved.
+/// Maximum number of reads that replace one chunk: many small reads take longer than one chunk that
+/// is moved.
 const PARTS_MAX: usize = 64;
 
-/// From this length on memory is registered: that takes time, too.
+/// Minimum length of memory that is registered, because registration takes time too.
 const REGISTER_MIN: u64 = 1 << 20;
 
-/// The library as a loader has found it: it is looked for once, which may take seconds.
+/// The library as a loader has found it. The search runs once, because it may take seconds.
 pub(super) type CuFileCell = Arc<OnceLock<std::result::Result<&'static CuFile, String>>>;
 
 /// The chunks that cuFile has read, and those that it leaves to the other reads.
 #[derive(Default)]
 pub(super) struct Early {
-    /// The regions, if they are there.
+    /// The regions, if the reads by cuFile have allocated them.
     pub(super) regions: Option<Vec<DeviceRegion>>,
-    /// The plan without what has been read, if anything was.
+    /// The plan without the chunks that were read, `None` if none was.
     pub(super) rest: Option<Plan>,
     pub(super) events: Vec<ReadEvent>,
-    /// Bytes of the plan that need not be read any more.
+    /// Bytes of the plan that are already read.
     pub(super) read: u64,
     /// The bytes that cuFile was asked for.
     pub(super) bytes: u64,
-    /// Why there are none.
+    /// Why cuFile has read none.
     pub(super) unused: Option<String>,
-    /// Time for regions of its own.
+    /// Time to allocate the regions.
     pub(super) allocate: Duration,
 }
 
@@ -59,28 +60,28 @@ impl Early {
     }
 }
 
-/// The load that this is the beginning of.
+/// The load that begins with the reads by cuFile.
 pub(super) struct Beginning<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) plan: &'a Plan,
-    /// The regions, where there are some.
+    /// The regions, if the caller provides them.
     pub(super) given: Option<&'a [DeviceRegion]>,
-    /// Waits for what others do in them.
+    /// Stream that waits for earlier work in the regions.
     pub(super) stream: &'a CudaStream,
     pub(super) started: Instant,
 }
 
 /// A chunk that cuFile can read.
 struct CuFileJob {
-    /// Its number.
+    /// Number of the chunk.
     chunk: usize,
     shard: ShardId,
     source: Arc<Source>,
     parts: Vec<CuFilePart>,
 }
 
-/// Bytes that lie together both in the shard and in a region.
+/// Bytes that are consecutive both in the shard and in a region.
 struct CuFilePart {
     offset: u64,
     len: u64,
@@ -131,17 +132,17 @@ struct CuFileQueue {
 
 #[derive(Default)]
 struct State {
-    /// Everything that reads need is there.
+    /// Whether everything that reads need is prepared.
     ready: bool,
-    /// Nothing is to be read any more.
+    /// Whether no further job may begin.
     over: bool,
     next: usize,
-    /// By reader: the job that it has, and since when.
+    /// The current job of each reader, and the time of its begin.
     under_way: [Option<(usize, Instant)>; READERS_MAX],
 }
 
 impl CuFileQueue {
-    /// The next job for a reader, which is done with the last one.
+    /// The next job for a reader, which has finished its previous one.
     fn next(&self, reader: usize) -> Option<(usize, Instant)> {
         let mut state = self.state.lock();
         state.ready = true;
@@ -156,7 +157,7 @@ impl CuFileQueue {
         self.state.lock().over = true;
     }
 
-    /// Whether anything has been read. If not, nothing will be.
+    /// Whether a reader has asked for a job. If not, no job will begin.
     fn starts(&self) -> bool {
         let mut state = self.state.lock();
         state.over |= !state.ready;
@@ -176,29 +177,29 @@ impl CuFileQueue {
 enum CuFileReport {
     /// A chunk is in its place.
     Read { job: usize, reader: usize, times: Times },
-    /// A file is not what it was.
+    /// A file has changed.
     Failed(Error),
-    /// cuFile cannot be used, or not for this.
+    /// cuFile cannot be used, or not for this shard.
     Refused(String),
 }
 
-/// A shard that is read.
+/// A shard that is open for cuFile.
 struct Opened {
     handle: FileHandle,
-    /// By which it is found out whether it has changed.
+    /// File to check whether the shard has changed.
     file: Arc<fs::File>,
 }
 
 #[derive(Default)]
 struct Shards {
-    /// Those that readers have open. A shard is closed before it may be opened again: a file
+    /// Shards that readers have open. A shard is closed before it is opened again, because a file
     /// cannot be registered twice.
     open: HashMap<ShardId, Weak<Opened>>,
-    /// Those that cuFile cannot read.
+    /// Shards that cuFile cannot read.
     refused: HashSet<ShardId>,
 }
 
-/// All that readers need. The last of them lets go of it.
+/// Everything that readers need. The last reader drops it.
 struct CuFileWork {
     library: &'static CuFile,
     gpu: Gpu,
@@ -208,11 +209,11 @@ struct CuFileWork {
 }
 
 impl Loader {
-    /// Reads by cuFile what it can, if that was asked for.
+    /// Reads all chunks that cuFile can read, if cuFile is enabled.
     ///
     /// # Errors
-    /// Where the GPU has no memory, a shard has changed, a read does not end, or `progress` says
-    /// `false`. Memory that was given is then left alone by all reads that are not overdue.
+    /// Fails if the GPU has no memory, a shard has changed, a read does not end, or `progress`
+    /// returns `false`. Then only overdue reads still use caller-provided memory.
     pub(super) fn read_early(
         &self,
         found: &CuFileCell,
@@ -228,13 +229,13 @@ impl Loader {
         let jobs: Vec<_> =
             chunks.filter_map(|(n, chunk)| CuFileJob::of(beginning, n, chunk)).collect();
         if jobs.is_empty() {
-            return Ok(Early::none("nothing is both on a local disk and loaded as it lies there"));
+            return Ok(Early::none("no tensor is both on a local disk and loaded unchanged"));
         }
         let begun = Instant::now();
         let own = if given.is_none() { Some(gpu.regions(&plan.regions)?) } else { None };
         let allocate = if own.is_some() { begun.elapsed() } else { Duration::ZERO };
         let regions = own.as_deref().or(*given).unwrap_or_default();
-        // No stream can make cuFile wait.
+        // cuFile cannot wait for a stream, so this thread waits.
         stream.drain()?;
         let queue = Arc::new(CuFileQueue { jobs, state: Mutex::default() });
         let told =
@@ -248,7 +249,7 @@ impl Loader {
         Ok(early)
     }
 
-    /// Why cuFile is not even tried.
+    /// The reason why cuFile is not tried, if there is one.
     fn refuses(&self, module: &Path) -> Option<String> {
         if !CuFile::has_module(module) {
             return Some(format!("no {}", shown_path(module)));
@@ -257,7 +258,7 @@ impl Loader {
         never.then(|| "shards are to be read through the page cache".to_owned())
     }
 
-    /// Takes what the readers tell until they have ended.
+    /// Receives the messages of the readers until they have ended.
     fn wait(
         &self,
         beginning: &Beginning<'_>,
@@ -297,7 +298,7 @@ impl Loader {
             }
             if failed.is_some() {
                 queue.end();
-                // Nobody else has memory that was not given.
+                // No caller uses memory that this load has allocated.
                 if given.is_none() {
                     break;
                 }
@@ -329,7 +330,7 @@ impl Loader {
     }
 }
 
-/// The error of a read that does not end, as other reads have it.
+/// The error of a read that does not end, in the words of other reads.
 fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     let offset = job.parts.first().map_or(0, |part| part.offset);
     let seconds = timeout.as_secs_f64();
@@ -337,14 +338,14 @@ fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     Error::io(job.source.path(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
 }
 
-/// The regions, and whether their memory may be registered: of memory that waits for a request the
-/// pages around it are somebody else's.
+/// The regions, and whether their memory may be registered. Caller-provided memory may not, because
+/// its pages may hold other data.
 fn destinations(plan: &Plan, regions: &[DeviceRegion]) -> Vec<(DeviceRegion, bool)> {
     let all = regions.iter().zip(&plan.given);
     all.map(|(region, given)| (region.clone(), !given)).collect()
 }
 
-/// Starts the first reader, which starts the others once all that they need is there.
+/// Starts the first reader, which starts the others once all that they need is prepared.
 fn start(
     found: CuFileCell,
     gpu: Gpu,
@@ -359,7 +360,7 @@ fn start(
         };
         for reader in 1..work.queue.jobs.len().min(READERS_MAX) {
             let (work, tell) = (work.clone(), tell.clone());
-            // There are fewer then.
+            // If it fails, there are fewer readers.
             let _ = spawn(move || work.read(reader, tell));
         }
         work.read(0, tell);
@@ -386,7 +387,7 @@ impl CuFileWork {
             let memory = &region.memory;
             let registered = known.entry(memory.address()).or_insert_with(|| {
                 let wanted = may && memory.len() >= REGISTER_MIN;
-                // Without, it takes a little longer.
+                // Without registration reads take a little longer.
                 if wanted { Registered::new(library, memory).ok() } else { None }
             });
             let registered = registered.clone();
@@ -447,14 +448,14 @@ impl CuFileWork {
         Ok(())
     }
 
-    /// Closes the shard that a reader has open. Under the lock, as to open one is.
+    /// Closes the shard that a reader has open. It holds the lock, like `open`.
     fn close(&self, current: &mut Option<(ShardId, Arc<Opened>)>) {
         let shards = self.shards.lock();
         *current = None;
         drop(shards);
     }
 
-    /// The shard of a job, opened unless it is or cuFile cannot read it.
+    /// The shard of a job, which it opens if necessary. `None` if cuFile cannot read it.
     fn open<'a>(
         &self,
         job: &CuFileJob,
@@ -481,7 +482,7 @@ impl CuFileWork {
         let Source::Local(local) = &**source;
         let file = local.file().map_err(|e| e.to_string())?;
         let direct = local.direct_file(&file).ok_or("it cannot be read past the page cache")?;
-        // A descriptor of its own: two loads cannot register the same.
+        // Each load needs a descriptor of its own: two loads cannot register the same one.
         let direct = direct.try_clone().map_err(|e| e.to_string())?;
         let handle = FileHandle::register(self.library, direct)?;
         Ok(Opened { handle, file })
@@ -494,7 +495,7 @@ impl CuFileWork {
             while have < part.len {
                 let (offset, left) = (part.offset + have, part.len - have);
                 match handle.read(offset, to, part.place + have, left)? {
-                    // Whether the shard is shorter is found out by who reads it next.
+                    // The next read of the shard finds out whether it is shorter.
                     0 => return Err(format!("no byte at {offset}")),
                     read => have += read,
                 }

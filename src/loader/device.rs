@@ -1,4 +1,4 @@
-//! Loading to a GPU: reads land in pinned memory, from where the GPU takes the bytes.
+//! Loads to a GPU: reads land in pinned memory, and the GPU copies the bytes from there.
 //!
 //! One thread gives the copies of each read to a stream as soon as its bytes are there, another
 //! waits until they are over; then the memory is free for the next read. The allocation of pinned
@@ -31,7 +31,7 @@ use crate::plan::{
 use crate::strided::StridedCopy;
 use crate::sync::Mutex;
 
-/// Unit in which memory for casts is cut.
+/// Alignment of the parts of memory for casts.
 const ALIGN: u64 = 256;
 
 /// The state that a loader keeps of each GPU, and of cuFile.
@@ -69,7 +69,7 @@ impl Kept {
 pub struct LoadedDevice {
     regions: Vec<DeviceRegion>,
     placements: Vec<TensorPlacement>,
-    /// How it went.
+    /// Report of the load.
     pub report: Report,
 }
 
@@ -107,14 +107,14 @@ impl LoadedDevice {
 }
 
 impl Loader {
-    /// Loads `requests` of `checkpoint` into memory of `gpu`; calls `progress` several times a
-    /// second, and stops where that says `false`.
+    /// Loads `requests` of `checkpoint` into memory of `gpu`. Calls `progress` several times a
+    /// second, and stops if it returns `false`.
     ///
     /// # Errors
-    /// The first failure; nothing stays on the GPU then.
+    /// The first failure. Nothing then stays on the GPU.
     ///
     /// # Panics
-    /// If memory waits for a request: that is for `fill_device`.
+    /// Panics if a request has a destination. `fill_device` takes such requests.
     pub fn load_device(
         &self,
         gpu: &Gpu,
@@ -140,7 +140,7 @@ impl Loader {
         let plan = Plan::new(checkpoint.catalog(), requests, &limits)
             .map_err(|fault| checkpoint.refused(fault))?;
         let planned = started.elapsed();
-        assert!(!plan.given.contains(&true), "memory that waits is for `fill_device`");
+        assert!(!plan.given.contains(&true), "requests with a destination are for `fill_device`");
         gpu.check_room(&plan.regions)?;
         let (regions, mut report) =
             self.fill_regions(gpu, checkpoint, &plan, None, None, progress)?;
@@ -148,15 +148,15 @@ impl Loader {
         Ok(LoadedDevice { regions, placements: plan.placements, report })
     }
 
-    /// Carries `plan` out: fills `regions` of `gpu`, which are as many and at least as long as
-    /// its own, once all that `after` has been given is done.
+    /// Executes `plan` into `regions` of `gpu`, once all earlier work of the stream `after` is
+    /// done. The regions are as many as those of the plan, and each is at least as long.
     ///
-    /// When it returns, nothing of it uses the regions any more, and work of any stream sees
-    /// their bytes.
+    /// When it returns, the load no longer uses the regions, and work of any stream sees their
+    /// bytes.
     ///
     /// # Errors
-    /// The first failure; the regions then hold bytes that mean nothing. A read of cuFile that is
-    /// overdue keeps its region, and writes there whenever it ends.
+    /// The first failure. The regions then hold undefined bytes. An overdue read of cuFile keeps
+    /// its region, and writes there whenever it ends.
     pub fn fill_device(
         &self,
         gpu: &Gpu,
@@ -177,7 +177,7 @@ impl Loader {
         filled.map(|(_, report)| report)
     }
 
-    /// Fills the regions that are `given`, else new ones.
+    /// Fills the regions `given`, or new ones if it is `None`.
     fn fill_regions(
         &self,
         gpu: &Gpu,
@@ -247,7 +247,7 @@ impl Loader {
             let (jobs, todo) = channel::<MoveJob>();
             let (back, returned) = channel::<LoadMessage>();
             let (sent, waiting) = channel();
-            // Reads that are not waited for hold senders of jobs, too.
+            // Reads that are not waited for also hold senders of jobs.
             let end = StopMovers(jobs.clone(), 1);
             let mut regions = Regions { there: Vec::new(), coming: None };
             match given {
@@ -289,7 +289,7 @@ impl Loader {
             let events = done?;
             let lost = |_| Error::internal("a thread of the load ended");
             let mut regions = regions.map_err(lost)?;
-            // Those that no read goes to may be to come.
+            // Regions without a read may still be pending.
             if let Some(last) = copies.plan.regions.len().checked_sub(1) {
                 regions.get(last as u32)?;
             }
@@ -298,18 +298,18 @@ impl Loader {
     }
 }
 
-/// The regions of a plan, in their order; some may be to come.
+/// The regions of a plan, in their order. Some may be pending.
 struct Regions {
     there: Vec<DeviceRegion>,
     coming: Option<Receiver<DeviceRegion>>,
 }
 
 impl Regions {
-    /// Region `number`, which may have to be waited for.
+    /// Region `number`. Waits if it is pending.
     fn get(&mut self, number: u32) -> Result<&DeviceRegion> {
         while self.there.len() <= number as usize {
             let next = self.coming.as_ref().and_then(|coming| coming.recv().ok());
-            // Why it does not come was said before.
+            // The allocating thread has already reported the reason.
             let ended = || Error::internal("the memory of the GPU was not allocated");
             self.there.push(next.ok_or_else(ended)?);
         }
@@ -317,10 +317,10 @@ impl Regions {
     }
 }
 
-/// Pinned memory as the place where reads land.
+/// Pinned memory in which reads land.
 struct PinnedLanding<'scope, 'env> {
     pool: &'env PinnedPool,
-    /// Most bytes of it.
+    /// Maximum bytes of pinned memory.
     limit: u64,
     /// The memory that all reads of the load would take at once.
     wanted: u64,
@@ -377,10 +377,11 @@ impl Landing for PinnedLanding<'_, '_> {
     }
 }
 
-/// A stream, and memory on the GPU for elements that are cast in it.
+/// A stream, and its memory on the GPU for casts.
 struct Line {
     stream: Arc<CudaStream>,
-    /// Elements before; behind them those of several runs after.
+    /// Elements before the cast. If there are several runs, the elements after the cast follow
+    /// them.
     scratch: Option<(Arc<DeviceMemory>, Arc<Kernels>)>,
 }
 
@@ -410,17 +411,17 @@ struct Copies<'a> {
     gpu: &'a Gpu,
     plan: &'a Plan,
     lines: &'a [Line],
-    /// The load has ended, well or not.
+    /// Whether the load has ended, with success or not.
     over: AtomicBool,
     /// Nanoseconds during which copies were under way.
     copying: AtomicU64,
     /// Copies from the host so far.
     number: AtomicU64,
-    /// Nanoseconds spent on memory of the GPU.
+    /// Nanoseconds spent on allocation of GPU memory.
     allocating: AtomicU64,
 }
 
-/// Copies under way: number of their chunk, when its read began and came, when they began.
+/// Copies under way: number of their chunk, begin and end of its read, begin of the copies.
 struct UnderWay {
     chunk: usize,
     began: Instant,
@@ -441,7 +442,7 @@ impl<'a> Copies<'a> {
         let allocated = self.gpu.each_region(&self.plan.regions, &mut |one| {
             self.allocating.fetch_add(nanos(started.elapsed()), Ordering::Relaxed);
             started = Instant::now();
-            // Nobody waits for it any more where the load has ended.
+            // If the load has ended, there is no receiver and allocation stops.
             region.send(one).is_ok()
         });
         if let Err(e) = allocated {
@@ -449,12 +450,12 @@ impl<'a> Copies<'a> {
         }
     }
 
-    /// Binds the GPU's context to a thread that is the load's own. Without, each call does.
+    /// Binds the GPU's context to a thread of the load. Without it each call binds the context.
     fn bound(&self) -> Option<Entered<'_>> {
         self.lines.first()?.stream.enter().ok()
     }
 
-    /// Gives copies to the streams until nothing can come any more.
+    /// Queues copies on the streams until no more reads can arrive.
     fn work(
         &self,
         mut regions: Regions,
@@ -481,7 +482,7 @@ impl<'a> Copies<'a> {
         regions
     }
 
-    /// Waits for copies, the oldest first, until there are none any more.
+    /// Waits for copies, the oldest first, until there are no more.
     fn finish(&self, waiting: &Receiver<UnderWay>, back: &Sender<LoadMessage>) {
         let _bound = self.bound();
         let mut last: Option<Instant> = None;
@@ -535,7 +536,8 @@ impl<'a> Copies<'a> {
         sending.copy(from, len, &region.memory, region.at + offset)
     }
 
-    /// Runs that are cast, or spread, or both: those of the innermost dimension at a time.
+    /// Copies runs that are cast, or spread, or both: all runs of the innermost dimension at a
+    /// time.
     fn spread(
         &self,
         sending: &mut Sending,
@@ -577,7 +579,7 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Casts rows of elements by way of `scratch`.
+/// Casts rows of elements through `scratch`.
 fn cast_rows(
     sending: &mut Sending,
     scratch: &Arc<DeviceMemory>,

@@ -1,9 +1,9 @@
-//! How much memory a load may take: the kernel promises any amount, and ends the process when the
-//! promise is called in.
+//! The memory that a load may take. The kernel grants any amount, and kills the process when it is
+//! used.
 
 use std::path::{Path, PathBuf};
 
-/// Bytes that this process can get at most, as far as the system says.
+/// Maximum bytes that this process can get, `None` if the system does not tell.
 pub(super) fn available() -> Option<u64> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
     let machine = Machine::of_meminfo(&meminfo)?;
@@ -66,7 +66,7 @@ impl Group {
         Some(memory.saturating_add(own_swap).saturating_add(cached))
     }
 
-    /// Here one limit is of memory, and another one of memory and swap together.
+    /// Version 1 has one limit for memory, and another one for memory and swap together.
     fn left_v1(&self, swap: u64) -> Option<u64> {
         let memory = self.left("memory.limit_in_bytes", "memory.usage_in_bytes")?;
         let memory = memory.saturating_add(swap);
@@ -91,7 +91,7 @@ impl Group {
         Some(self.number(limit)?.saturating_sub(self.number(used).unwrap_or(0)))
     }
 
-    /// The number in a file. Version 2 writes `max` where there is no limit.
+    /// The number in a file. Version 2 writes `max` if there is no limit, which gives `None`.
     fn number(&self, file: &str) -> Option<u64> {
         std::fs::read_to_string(self.folder.join(file)).ok()?.trim().parse().ok()
     }
@@ -103,7 +103,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Writes files below a folder of its own.
+    /// Writes files to a new folder.
     fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
@@ -152,7 +152,7 @@ mod tests {
             ("pod/memory.max", "10737418240\n"),
             ("pod/memory.current", "8589934592\n"),
             ("pod/memory.stat", &stat),
-            // One that has more left than the group above it.
+            // This group has more left than the group above it.
             ("pod/own/memory.max", "9663676416\n"),
             ("pod/own/memory.current", "1073741824\n"),
             ("pod/own/memory.stat", "inactive_file 0\n"),
@@ -166,7 +166,7 @@ mod tests {
                 "memory/pod/memory.stat",
                 "inactive_file 1\ntotal_inactive_file 4096\ntotal_active_file 8192\n",
             ),
-            // As it is written where there is no limit.
+            // The kernel writes this value if there is no limit.
             ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
             ("memory/memory.usage_in_bytes", "8589934592\n"),
         ]);

@@ -1,5 +1,5 @@
-//! Loading: tensors of a checkpoint into memory of their own, past the mount and without a copy in
-//! between where the layout of the shards allows it.
+//! Loads tensors of a checkpoint into memory, without the mount, and without a copy in between if
+//! the layout of the shards allows it.
 
 mod ahead;
 mod choice;
@@ -36,43 +36,41 @@ const STAGING_LEN: u64 = 128 << 20;
 /// The same memory for a load to a GPU, which takes bytes faster than most disks give them.
 const STAGING_LEN_DEVICE: u64 = 256 << 20;
 
-/// Reads under way at a time, which keep a disk busy.
+/// Number of concurrent reads, which keeps a disk busy.
 const DEPTH: usize = 32;
 
-/// Most that the calling thread copies out of the page cache by itself: to start others takes as
-/// long.
+/// Maximum bytes that the calling thread copies out of the page cache by itself, because a start of
+/// other threads takes as long.
 const INLINE_MAX_BYTES: u64 = 1 << 20;
 
-/// From this many bytes on a load is worth the threads that ask for its memory, and the trial of
-/// which pages cost less.
+/// Minimum bytes of a load for which threads populate memory and try which pages cost less.
 const POPULATE_MIN_BYTES: u64 = 4 << 20;
 
-/// From this many bytes on a load asks the system whether it has them: to ask takes as long as a
-/// small load.
+/// Loads below this size skip the free-memory check, which takes as long as a small load.
 const MEMORY_CHECK_MIN_BYTES: u64 = 16 << 20;
 
-/// The device of the kernel module that cuFile reads by.
+/// The device of the kernel module that cuFile uses.
 pub const CUFILE_MODULE: &str = "/dev/nvidia-fs0";
 
-/// How tensors are loaded.
+/// Settings of a loader.
 #[derive(Clone, Debug)]
 pub struct LoaderConfig {
-    /// How shards are read.
+    /// Settings of the reads of shards.
     pub settings: Settings,
-    /// Most reads under way, at least one.
+    /// Maximum number of concurrent reads, at least one.
     pub depth: usize,
-    /// Most memory for bytes that have to be moved after they were read.
+    /// Maximum staging memory in bytes, for bytes that are moved after the read.
     pub staging: u64,
     /// Largest load that the calling thread copies out of the page cache by itself.
     pub inline_max_bytes: u64,
-    /// Smallest load whose memory is asked for ahead of the reads.
+    /// Smallest load whose memory is populated ahead of the reads.
     pub populate_min_bytes: u64,
     /// Page size of such memory; `None`: the size that costs less, found out by trying.
     pub pages: Option<PageSize>,
-    /// How bytes are put together.
+    /// Limits of the plans.
     pub limits: PlanLimits,
-    /// Reads to a GPU go by cuFile where it can, if the kernel module is there whose device this
-    /// is, mostly `CUFILE_MODULE`; none: never.
+    /// Device of the kernel module for cuFile, usually `CUFILE_MODULE`. If the device exists, reads
+    /// to a GPU use cuFile where possible. `None` disables cuFile.
     pub cufile: Option<PathBuf>,
 }
 
@@ -92,7 +90,7 @@ impl Default for LoaderConfig {
 }
 
 impl LoaderConfig {
-    /// For loads to a GPU.
+    /// Settings for loads to a GPU.
     pub fn device() -> LoaderConfig {
         LoaderConfig {
             staging: STAGING_LEN_DEVICE,
@@ -105,9 +103,9 @@ impl LoaderConfig {
 /// Sizes of pages of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSize {
-    /// Huge ones, where the system has them.
+    /// Huge pages, if the system has them.
     Huge,
-    /// The smallest.
+    /// Pages of the smallest size.
     Small,
 }
 
@@ -117,33 +115,33 @@ pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
     config: LoaderConfig,
-    /// Which pages cost less, as far as loads have found out.
+    /// The cheaper page size, as found by earlier loads.
     choice: Mutex<LastChoice>,
     #[cfg(feature = "cuda")]
     gpus: device::Gpus,
 }
 
-/// How far a load has come.
+/// The progress of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes read so far.
     pub read: u64,
-    /// Bytes that will have been read in the end.
+    /// Bytes that the whole load reads.
     pub total: u64,
 }
 
 /// The cost of a load.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
-    /// Wanted bytes.
+    /// Requested bytes.
     pub wanted: u64,
     /// Bytes read for them.
     pub read: u64,
-    /// Reads of shards that took.
+    /// Number of reads of shards.
     pub reads: u64,
     /// Reads past the kernel's page cache, which `reads` counts too.
     pub reads_direct: u64,
-    /// Bytes that were read to their place; the others were moved once.
+    /// Bytes that were read directly into their place. The others were moved once.
     pub placed: u64,
     /// Time for the plan.
     pub plan: Duration,
@@ -151,23 +149,22 @@ pub struct Stats {
     pub load: Duration,
     /// Time that threads spent moving bytes, summed.
     pub moving: Duration,
-    /// Most memory for bytes on their way.
+    /// Peak of staging memory in bytes.
     pub staging_peak: u64,
-    /// How the system was asked for memory, where that was done ahead of the reads.
+    /// Population of memory ahead of the reads.
     pub memory: MemoryStats,
     /// The cost on a GPU, for a load to one.
     pub device: Option<DeviceStats>,
 }
 
-/// How the system was asked for memory. Times are those of all threads, summed, while they were on
-/// a processor.
+/// Statistics of the population of memory. Times are processor times, summed over all threads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
-    /// Bytes asked for in huge pages.
+    /// Bytes populated in huge pages.
     pub huge: u64,
     /// Time for these.
     pub huge_time: Duration,
-    /// Bytes asked for in small pages.
+    /// Bytes populated in small pages.
     pub small: u64,
     /// Time for these.
     pub small_time: Duration,
@@ -176,58 +173,58 @@ pub struct MemoryStats {
 /// The cost of a load to a GPU.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceStats {
-    /// Time for memory of its own on the GPU, while reads were under way already.
+    /// Time to allocate memory on the GPU, which may overlap with reads.
     pub allocate: Duration,
     /// LoadedBytes that is pinned now, for this load and the next.
     pub pinned: u64,
-    /// How: `registered`, `allocated` by the driver, or `pageable` where it could not be.
+    /// Kind of pinning: `registered`, `allocated` by the driver, or `pageable` if it failed.
     pub pinning: &'static str,
-    /// Time for pinning it, while reads were under way already.
+    /// Time to pin memory, which may overlap with reads.
     pub pin: Duration,
     /// Time during which bytes were copied to the GPU.
     pub copy: Duration,
-    /// Copies from the host that the GPU was given.
+    /// Number of copies from the host to the GPU.
     pub copies: u64,
-    /// Bytes that cuFile read, past the host.
+    /// Bytes that cuFile read, without the memory of the host.
     pub cufile: u64,
-    /// Why it read none, where it was asked for.
+    /// Why cuFile read none, if it was enabled.
     pub cufile_unused: Option<String>,
 }
 
-/// One read of a load, and when its stages were over, from the beginning of the load.
+/// One read of a load, with the times of its stages since the begin of the load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadEvent {
     /// The shard.
     pub shard: ShardId,
     /// Its bytes.
     pub range: Range<u64>,
-    /// No two reads under way have the same.
+    /// Number that no other concurrent read has.
     pub slot: usize,
-    /// When it was handed to the engine.
+    /// Time at which it was sent to the engine.
     pub sent: Duration,
-    /// When it was handed to the kernel.
+    /// Time at which it was sent to the kernel.
     pub began: Duration,
-    /// When its bytes were there.
+    /// Time at which its bytes had arrived.
     pub came: Duration,
-    /// From when to when they were moved, where they had to be.
+    /// Begin and end of their move, `None` if they were not moved.
     pub moved: Option<Range<Duration>>,
 }
 
-/// How a load went.
+/// The report of a load.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// The cost.
     pub stats: Stats,
-    /// Its reads, in the order in which they were over.
+    /// Its reads, in the order in which they ended.
     pub events: Vec<ReadEvent>,
 }
 
-/// LoadedTensors tensors.
+/// Loaded tensors.
 #[derive(Debug)]
 pub struct LoadedTensors {
     memories: Vec<LoadedBytes>,
     placements: Vec<TensorPlacement>,
-    /// How it went.
+    /// Report of the load.
     pub report: Report,
 }
 
@@ -238,7 +235,8 @@ impl LoadedTensors {
         &memory[range]
     }
 
-    /// The memory that holds request `number`, and where in it; clones of the memory keep it alive.
+    /// The memory that holds request `number`, and the range in it. Clones of the memory keep it
+    /// alive.
     pub fn place(&self, number: usize) -> (&LoadedBytes, Range<usize>) {
         let placement = &self.placements[number];
         let offset = placement.offset as usize;
@@ -257,7 +255,7 @@ impl LoadedTensors {
 }
 
 impl Loader {
-    /// A loader. Its threads start when they are needed first.
+    /// A loader. Its threads start at their first use.
     pub fn new(config: LoaderConfig) -> Loader {
         let counters = Arc::new(Counters::default());
         let engine = Engine::start(config.settings, counters.clone());
@@ -280,18 +278,19 @@ impl Loader {
     /// Plans the reads for `requests`, and the places of their bytes.
     ///
     /// # Errors
-    /// Where a part lies outside its tensor or does not end on bytes, or a type cannot be cast.
+    /// Fails if a part lies outside its tensor or does not end on bytes, or if a type cannot be
+    /// cast.
     pub fn plan(&self, checkpoint: &Checkpoint, requests: &[TensorRequest]) -> Result<Plan> {
         Plan::new(checkpoint.catalog(), requests, &self.config.limits)
             .map_err(|fault| checkpoint.refused(fault))
     }
 
-    /// Refuses to load what needs more bytes of memory than are available: the kernel promises any
-    /// amount, and ends the process when it is used. A plan takes memory for each read, so requests
-    /// are looked at before they are planned.
+    /// Refuses a load that needs more bytes of memory than are available. The kernel grants any
+    /// amount, and kills the process when it is used. A plan takes memory for each read, so
+    /// requests are checked before they are planned.
     ///
     /// # Errors
-    /// One that says how much is needed and how much there is.
+    /// An error with the needed and the available bytes.
     pub fn check_memory(&self, checkpoint: &Checkpoint, needed: u64) -> Result<()> {
         let available =
             if needed < MEMORY_CHECK_MIN_BYTES { None } else { memory_limit::available() };
@@ -306,14 +305,14 @@ impl Loader {
         }
     }
 
-    /// Loads `requests` of `checkpoint` into memory of its own; calls `progress` several times a
-    /// second, and stops where that says `false`.
+    /// Loads `requests` of `checkpoint` into new memory. Calls `progress` several times a second,
+    /// and stops if it returns `false`.
     ///
     /// # Errors
-    /// The first failure; what was read until then is dropped.
+    /// The first failure. Bytes that were read before it are dropped.
     ///
     /// # Panics
-    /// If memory waits for a request: that is for `fill`.
+    /// Panics if a request has a destination. `fill` takes such requests.
     pub fn load(
         &self,
         checkpoint: &Checkpoint,
@@ -324,7 +323,7 @@ impl Loader {
         let started = Instant::now();
         let plan = self.plan(checkpoint, requests)?;
         let planned = started.elapsed();
-        assert!(!plan.given.contains(&true), "memory that waits is for `fill`");
+        assert!(!plan.given.contains(&true), "requests with a destination are for `fill`");
         self.check_memory(checkpoint, plan.needed())?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));

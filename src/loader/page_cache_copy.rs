@@ -1,5 +1,5 @@
-//! Parts of tensors that the kernel's page cache holds, copied by the calling thread: to plan them
-//! and to call other threads takes longer.
+//! Copies parts of tensors from the kernel's page cache on the calling thread, because a plan and
+//! other threads take longer.
 
 use std::ops::Range;
 
@@ -9,21 +9,21 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::strided::{OuterBox, StridedCopy};
 
-/// Longest run that is copied so: several threads copy a longer one sooner.
+/// Longest run that is copied this way. Several threads copy a longer one faster.
 const RUN_MAX: u64 = 4 << 20;
 
-/// Most bytes of a part, most runs that these are, and most bytes from its first to its last.
-/// Together they keep the thread for less than a tenth of a second, in which it asks nobody
-/// whether to go on.
+/// Maximum bytes of a part, maximum number of its runs, and maximum distance from its first byte to
+/// its last. With these limits a copy, which cannot be stopped, takes less than a tenth of a
+/// second.
 const PART_MAX: u64 = 64 << 20;
 const RUNS_MAX: u64 = 4 << 20;
 const SPAN_MAX: u64 = 512 << 20;
 
-/// Unwanted bytes between two runs that are copied rather than skipped: a system call costs as
-/// much.
+/// Minimum length of a gap between two runs that is skipped. A shorter gap is copied, because a
+/// system call costs as much.
 const SKIP_MIN: u64 = 8 << 10;
 
-/// Runs that are copied together come through memory that stays in a core's cache.
+/// Length of the buffer for runs that are copied together. It stays in a core's cache.
 const SCRATCH_LEN: u64 = 128 << 10;
 
 /// A part of a tensor that is copied on the calling thread if the page cache holds it.
@@ -117,7 +117,7 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
 /// whole bytes. This test is faster than `StridedCopy::new`.
 fn only_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)> {
     let len = |range: &Range<u64>| range.end - range.start;
-    // Before this dimension there is one index each, and after it all.
+    // Each dimension before this one has one index. Each dimension after it must have all.
     let cut = part.iter().position(|range| len(range) > 1).unwrap_or(part.len());
     let after = part.iter().zip(shape).skip(cut + 1);
     if after.into_iter().any(|(range, &size)| len(range) != size) {
@@ -129,8 +129,8 @@ fn only_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)>
     (from.is_multiple_of(8) && run.is_multiple_of(8)).then_some((from / 8, run / 8))
 }
 
-/// Copies runs one after the other to `into` by `read`, which takes offset and target and says
-/// whether it could. Returns whether all could be had.
+/// Copies runs one after the other to `into`. `read` takes an offset and a target, and returns
+/// whether it succeeded. Returns whether all reads succeeded.
 fn copy(runs: &StridedCopy, into: &mut [u8], read: &dyn Fn(u64, &mut [u8]) -> bool) -> bool {
     let (run_len, total) = (runs.run_len(), runs.count());
     let mut scratch = Vec::new();

@@ -1,6 +1,6 @@
-//! One load: reads go out in the order of the plan, as many at a time as keep the disk busy; what
-//! comes back is in its place, or is moved there by threads beside. Where reads land, and who moves
-//! what from where, differs between the host and a GPU.
+//! Executes one load. Reads are sent in the order of the plan, with enough of them in flight to
+//! keep the disk busy. Their bytes arrive in their place, or other threads move them there. The
+//! memory in which reads land, and the threads that move bytes, differ between the host and a GPU.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,21 +21,21 @@ use crate::io::{
 use crate::plan::{Chunk, ChunkTarget, Move, PAGE, Plan};
 use crate::sync::Mutex;
 
-/// Threads that move bytes, at most.
+/// Maximum number of threads that move bytes.
 const MOVERS_MAX: usize = 8;
 
-/// How long a load waits before it asks again whether it may go on.
+/// Interval at which a load asks whether it may continue.
 pub(super) const ASK: Duration = Duration::from_millis(50);
 
 /// Messages to the thread that loads.
 pub(super) enum LoadMessage {
-    /// A read, with its bytes in their place.
+    /// A read has ended: its bytes are in their place, or it has failed.
     Read { chunk: usize, outcome: Result<Times> },
-    /// There is more memory for reads to land in, or there cannot be.
+    /// There is more memory for reads to land in, or its allocation has failed.
     More(Result<()>),
 }
 
-/// When a read began, when its bytes were there, and from when to when they were moved.
+/// Begin of a read, arrival of its bytes, and begin and end of their move.
 pub(super) struct Times {
     pub(super) began: Instant,
     pub(super) came: Instant,
@@ -64,37 +64,39 @@ impl Times {
     }
 }
 
-/// Bytes that are to be moved: number of their chunk, when they came, and they. None: no more.
+/// Bytes to move: number of their chunk, time of their arrival, and the bytes. `None` ends the
+/// work.
 pub(super) type MoveJob = Option<(usize, Instant, ReadBuffer)>;
 
-/// Where the reads of a load land.
+/// The memory in which the reads of a load land.
 pub(super) trait Landing {
     /// Memory for a read, or `None` while other reads hold all staging memory. `alone`: no read of
     /// this load is in flight.
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget>;
 
-    /// Whether its bytes are to be moved from there.
+    /// Whether the bytes are moved from there afterwards.
     fn is_moved(&self, chunk: &Chunk) -> bool;
 
-    /// Whether it is memory that waited for them.
+    /// Whether the caller provides this memory.
     fn is_given(&self, chunk: &Chunk) -> bool;
 }
 
 impl Loader {
-    /// Carries `plan` out: fills `regions`, which are as many and at least as long as its own.
+    /// Executes `plan` into `regions`. They are as many as those of the plan, and each is at least
+    /// as long.
     ///
-    /// Once it succeeded nobody writes to them any more. After a failure reads may still be under
-    /// way, each of which holds a clone of its region; where they write to memory that waited for
-    /// its request, it returns only when they have come back or are overdue. Overdue ones write there
-    /// whenever the disk answers.
+    /// After a success no read writes to the regions any more. After a failure reads may still be
+    /// under way, and each holds a clone of its region. If they write to caller-provided memory,
+    /// `fill` returns only when they have ended or are overdue. Overdue reads write there whenever
+    /// the disk answers.
     ///
     /// # Errors
-    /// The first failure; the regions then hold bytes that mean nothing.
+    /// The first failure. The regions then hold undefined bytes.
     ///
     /// # Safety
-    /// The plan is as `plan` made it of this checkpoint. No two regions share a byte that it uses,
-    /// and nobody else reads or writes one until this is over, and after a failure until no read
-    /// holds a clone of the region.
+    /// The plan is an unchanged result of `Loader::plan` for this checkpoint. No two regions share
+    /// a byte that the plan uses. No other code reads or writes a region until this call returns,
+    /// and after a failure until no read holds a clone of the region.
     pub unsafe fn fill(
         &self,
         checkpoint: &Checkpoint,
@@ -116,7 +118,7 @@ struct HostLoad<'a> {
     plan: &'a Plan,
     checkpoint: &'a Checkpoint,
     regions: &'a [Arc<Region>],
-    /// For reads that do not go to their place.
+    /// Budget for reads that do not go directly to their place.
     budget: Budget,
     peak: AtomicU64,
     /// Nanoseconds spent moving.
@@ -124,7 +126,7 @@ struct HostLoad<'a> {
     ahead: Populator<'a>,
 }
 
-/// Carries `plan` out; see `Loader::fill` for what the regions have to be.
+/// Executes `plan`. `Loader::fill` states the conditions for the regions.
 pub(super) fn run(
     loader: &Loader,
     checkpoint: &Checkpoint,
@@ -134,7 +136,7 @@ pub(super) fn run(
 ) -> Result<Report> {
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
-    // The longest read has to fit, or it would wait for ever.
+    // The longest read must fit, or it would wait forever.
     let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
     let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
     let longest = moved.iter().map(|chunk| Buffer::len_for(&chunk.range)).max();
@@ -159,11 +161,11 @@ pub(super) fn run(
         let (jobs, todo) = channel::<MoveJob>();
         let (back, returned) = channel::<LoadMessage>();
         let todo = Arc::new(Mutex::new(todo));
-        // To ask for their number takes as long as a short read.
+        // The number of cores is queried only if needed: the query takes as long as a short read.
         let shares = !moved.is_empty() || shared.ahead.has_parts();
         let cores = if shares { available_parallelism().map_or(1, |n| n.get()) } else { 1 };
         let movers = cores.min(MOVERS_MAX).min(moved.len());
-        // Reads that are not waited for hold senders of jobs, too.
+        // Reads that are not waited for also hold senders of jobs.
         let end = StopMovers(jobs.clone(), movers);
         for _ in 0..movers {
             let (todo, back, shared) = (todo.clone(), back.clone(), &shared);
@@ -196,9 +198,9 @@ pub(super) fn run(
     Ok(Report { stats, events })
 }
 
-/// Region and byte that the bytes of `chunk` are read to at once, if they are. Not to memory that
-/// was given where the file system may answer when the load has long given up: by then whoever
-/// gave it uses it for something else.
+/// Region and byte into which `chunk` is read directly, `None` if its bytes are moved. A remote
+/// file system may answer after the load has given up, when the caller already uses its memory for
+/// something else. So its reads do not go directly to caller-provided memory.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let ChunkTarget::Place { region, offset } = chunk.target else { return None };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
@@ -234,9 +236,8 @@ pub(super) struct Load<'a> {
 }
 
 impl Load<'_> {
-    /// Sends all reads and waits for all of them. The first failure ends it; reads that are
-    /// under way then are waited for where they write to memory that was given. Returns what
-    /// became of each.
+    /// Sends all reads and waits for all of them. The first failure ends it, but it still waits for
+    /// reads under way that write to caller-provided memory. Returns the event of each read.
     pub(super) fn go(
         self,
         returned: &Receiver<LoadMessage>,
@@ -249,7 +250,7 @@ impl Load<'_> {
         let (mut next, mut read) = (0, 0);
         let mut failed: Option<Error> = None;
         let mut events = Vec::with_capacity(chunks.len());
-        // Reads under way: their slot and when they were sent.
+        // Reads under way, each with its slot and the time when it was sent.
         let mut sent: HashMap<usize, (usize, Instant)> = HashMap::new();
         let mut slots: Vec<usize> = (0..depth).rev().collect();
         loop {
@@ -281,7 +282,7 @@ impl Load<'_> {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                // Each read has a sender of its own, and `self` one more.
+                // Each read has its own sender, and `self` has another one.
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::internal("a thread of the load ended"));
                 }
@@ -298,7 +299,7 @@ impl Load<'_> {
         let back = self.back.clone();
         let done: crate::io::FetchCallback = match self.landing.is_moved(chunk) {
             false => Box::new(move |outcome: Result<ReadBuffer>| {
-                // Its memory is let go of before the load may count it as loaded.
+                // Its memory is dropped before the load counts the read as done.
                 let outcome = outcome.map(|filled| filled.began);
                 let times = |began| Times { began, came: Instant::now(), moved: None };
                 let _ = back.send(LoadMessage::Read { chunk: number, outcome: outcome.map(times) });
@@ -361,7 +362,7 @@ impl Landing for HostLoad<'_> {
 }
 
 impl HostLoad<'_> {
-    /// Carries the plan out on this thread where the page cache holds all that it reads.
+    /// Executes the plan on this thread if the page cache holds all bytes that it reads.
     fn copy_cached(
         &self,
         loader: &Loader,
@@ -420,7 +421,7 @@ impl HostLoad<'_> {
         Ok(Some(Report { stats, events: events.collect() }))
     }
 
-    /// Moves what comes until nothing can come any more.
+    /// Moves the bytes of reads until no more reads can arrive.
     fn work(&self, todo: &Mutex<Receiver<MoveJob>>, back: &Sender<LoadMessage>) {
         loop {
             let job = todo.lock().recv();
@@ -470,7 +471,8 @@ impl HostLoad<'_> {
         let Some(inner) = copy.innermost() else { return };
         let mut k = one.first;
         while k < one.first + one.runs {
-            // One row of the innermost dimension at a time: what is outside of it is reckoned once.
+            // Each pass handles one row of the innermost dimension, so that outer offsets are
+            // computed once per row.
             let (from, to) = copy.run(k);
             let row = (inner.count - k % inner.count).min(one.first + one.runs - k);
             for step in 0..row {

@@ -1,11 +1,10 @@
 //! A plan: the reads for a number of tensor requests, and the place of each byte.
 //!
-//! Wanted bytes that lie together are read together, each into its final place where that is
-//! possible: a tensor that is one stretch of a shard gets memory whose addresses agree with the
-//! offsets in the file page by page, so that the disk can write there. Tensors cut into boxes, parts
-//! of tensors, and whatever changes its element type or goes to a device are read in stretches of
-//! source order and spread from there.
-//! Pure: the same requests give the same plan.
+//! Requested bytes that are near each other are read together, directly into their final place if
+//! possible. A tensor that is one stretch of a shard gets memory with the same offset within a page
+//! as the file, so that the disk can write there. Other bytes are read in source order into staging
+//! memory and spread from there: tensors cut into boxes, parts of tensors, casts, and tensors for a
+//! device. The module is pure: equal requests give equal plans.
 
 use std::ops::Range;
 
@@ -16,28 +15,29 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::strided::{OuterBox, StridedCopy};
 
-/// How bytes are put together, all in bytes.
+/// Limits for reads and memory, all lengths in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanLimits {
-    /// Most of one read, rounded to whole pages.
+    /// Maximum length of one read, rounded to whole pages.
     pub chunk: u64,
     /// Longest read that is moved afterwards, with the same exception. It is small, so that memory
     /// which several shards fill in turns is still in a core's cache when the next of them comes.
     pub moved: u64,
-    /// Unwanted bytes that are read rather than skipped: a read of its own costs more.
+    /// Maximum length of unwanted bytes that are read and not skipped, because a second read costs
+    /// more.
     pub gap: u64,
-    /// From this length on a tensor has memory of its own. Below, its ends cost more than it saves:
-    /// they lie on small pages.
+    /// Minimum length of a tensor with memory of its own. Below it the ends, which lie on small
+    /// pages, cost more than it saves.
     pub dedicated_min_bytes: u64,
-    /// From this length on a tensor is read to memory that waits for it, where that agrees with the
-    /// file page by page.
+    /// Minimum length of a tensor that is read directly into the caller's buffer if both have the
+    /// same offset within a page.
     pub place: u64,
-    /// Most that smaller tensors have together.
+    /// Maximum length of a region that smaller tensors share.
     pub slab: u64,
-    /// Whether the disk may write to the final memory; else every read is moved from where it
-    /// lands.
+    /// Whether the disk may write to the final memory. If not, every read is moved from staging
+    /// memory.
     pub in_place: bool,
-    /// Unit in which tensors begin that share memory and are moved to it.
+    /// Alignment of tensors that share memory and are moved to it.
     pub align: u64,
 }
 
@@ -57,7 +57,7 @@ impl Default for PlanLimits {
 }
 
 impl PlanLimits {
-    /// For memory that no disk can write to.
+    /// Limits for memory that no disk can write to.
     pub fn device() -> PlanLimits {
         let limits = PlanLimits::default();
         let (dedicated_min_bytes, slab, moved) = (1 << 20, 32 << 20, limits.chunk);
@@ -65,7 +65,7 @@ impl PlanLimits {
     }
 }
 
-/// Unit in which memory and file agree.
+/// Length of a page, in which offsets of memory and file must agree.
 pub(crate) const PAGE: u64 = 4096;
 
 /// A request for a tensor, or for a part of one.
@@ -82,13 +82,13 @@ pub struct TensorRequest {
 }
 
 impl TensorRequest {
-    /// The whole tensor at this position in the catalog, as it is.
+    /// A request for the whole tensor at this position in the catalog, unchanged.
     pub fn whole(tensor: usize) -> TensorRequest {
         TensorRequest { tensor, ..TensorRequest::default() }
     }
 }
 
-/// Where the bytes of a request are once all is read.
+/// The place of the bytes of a request after the load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorPlacement {
     /// Number of the region.
@@ -108,28 +108,27 @@ pub struct TensorPlacement {
 pub struct Chunk {
     /// Number of the shard.
     pub shard: ShardId,
-    /// Which bytes of it.
+    /// Bytes of the shard.
     pub range: Range<u64>,
     /// The destination of the bytes.
     pub target: ChunkTarget,
 }
 
-/// Where the bytes of a read go.
+/// The target of the bytes of a read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChunkTarget {
-    /// To their final place: into this region, from this byte on. The pages around them belong
-    /// to nobody else.
+    /// The final place of the bytes in a region. No other data lies on their pages.
     Place {
         /// Number of the region.
         region: u32,
         /// First byte in it.
         offset: u64,
     },
-    /// Elsewhere first; from there these of `Plan::moves` take them.
+    /// Staging memory, from which these moves of `Plan::moves` copy the bytes.
     Spread(Range<u32>),
 }
 
-/// Bytes of a read on their way to their place: runs of equal length, in both at strides.
+/// Bytes that are copied from a read to their place: runs of equal length, at strides in both.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
     /// Byte of the read at which run `first` begins.
@@ -138,7 +137,7 @@ pub struct Move {
     pub region: u32,
     /// Byte in it at which run `first` begins.
     pub offset: u64,
-    /// Number of the first run, and how many there are.
+    /// Number of the first run.
     pub first: u64,
     /// Number of runs.
     pub runs: u64,
@@ -156,21 +155,21 @@ impl Move {
         self.cast.map_or(self.run_len, |cast| cast.len_after(self.run_len))
     }
 
-    /// Whether its bytes stay as they are and together. Where one ends, no other of the same read
-    /// goes on: they would be one.
+    /// Whether its bytes are one run and stay unchanged. Plain moves of a read that follow each
+    /// other are merged into one.
     pub(crate) fn is_plain(&self) -> bool {
         self.copy.is_none() && self.cast.is_none()
     }
 }
 
-/// Everything that is to be done.
+/// All reads and moves of a load.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The reads, in the order of what they fill.
+    /// The reads, in the order of the memory that they fill.
     pub chunks: Vec<Chunk>,
-    /// Moves of reads that do not go to their place.
+    /// Moves of reads that go to staging memory.
     pub moves: Vec<Move>,
-    /// How the runs of moves are spread.
+    /// Strides of the runs of moves.
     pub copies: Vec<StridedCopy>,
     /// Lengths of the regions; each begins on a page. The region of a request with a destination
     /// begins on the page of that address, and only the request's own bytes of it are used.
@@ -179,33 +178,34 @@ pub struct Plan {
     pub given: Vec<bool>,
     /// The placement of each request.
     pub placements: Vec<TensorPlacement>,
-    /// Wanted bytes.
+    /// Requested bytes.
     pub wanted: u64,
     /// Bytes that are read for them.
     pub read: u64,
     limits: PlanLimits,
 }
 
-/// Bytes of a shard, and where they go.
+/// Bytes of a shard and their target.
 struct Stretch {
     shard: ShardId,
     range: Range<u64>,
-    /// Its region and place are reckoned from the request until that has a place.
+    /// Its region and place are relative to the request until the request has a place.
     step: Move,
     request: u32,
 }
 
-/// A request whose bytes are moved to memory that is to be found. Its fields are its order.
+/// A request whose bytes are moved to memory that is not allocated yet. The order of its fields is
+/// its sort order.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Placeless {
-    /// Where its first bytes are.
+    /// Place of its first byte.
     first: Option<(ShardId, u64)>,
     request: usize,
     /// Width of its elements.
     width: u64,
 }
 
-/// A request that is one stretch of a shard and can be read to its place.
+/// A request that is one stretch of a shard and can be read directly into its place.
 struct Straight {
     shard: ShardId,
     range: Range<u64>,
@@ -216,13 +216,14 @@ impl Plan {
     /// The plan for `requests` of `catalog`.
     ///
     /// # Errors
-    /// Where a part lies outside its tensor, or does not begin and end on bytes.
+    /// Fails if a part lies outside its tensor or does not begin and end on bytes, or if there is
+    /// no such cast.
     pub fn new(
         catalog: &Catalog,
         requests: &[TensorRequest],
         limits: &PlanLimits,
     ) -> Result<Plan, Fault> {
-        // A read that takes no whole page would never come to an end.
+        // A limit below one page would make reads of length 0.
         let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
         let (chunk, moved) = (pages(limits.chunk), pages(limits.moved));
         let mut plan = Plan { limits: PlanLimits { chunk, moved, ..*limits }, ..Plan::default() };
@@ -270,7 +271,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Bytes of memory that is to be found for it.
+    /// Bytes of memory that must be allocated for it.
     pub fn needed(&self) -> u64 {
         let mine = self.regions.iter().zip(&self.given).filter(|(_, given)| !**given);
         mine.fold(0, |sum, (len, _)| sum.saturating_add(*len))
@@ -298,8 +299,8 @@ impl Plan {
         self.regions.len() as u32 - 1
     }
 
-    /// Memory that waits for request `number` at `address`: what of its one extent agrees with the
-    /// file page by page is read there, the rest is moved.
+    /// Assigns the memory at `address` to request `number`. If its one extent has the same offset
+    /// within a page as the file, its whole pages are read there. The rest is moved.
     fn give_place(
         &mut self,
         number: usize,
@@ -332,8 +333,8 @@ impl Plan {
         }
     }
 
-    /// Memory for requests whose bytes are moved there, in the order of the shards: small ones
-    /// share a region.
+    /// Assigns memory to requests whose bytes are moved there, in the order of the shards. Small
+    /// ones share a region.
     fn find_places(&mut self, mut requests: Vec<Placeless>) {
         requests.sort_unstable();
         let limits = self.limits;
@@ -357,7 +358,7 @@ impl Plan {
         }
     }
 
-    /// The bytes of shards that make up a request, and what it is in the end.
+    /// Adds the extents of a request. Returns its placement and its cast.
     fn extents_of(
         &mut self,
         number: u32,
@@ -437,7 +438,7 @@ impl Plan {
         }
     }
 
-    /// Reads of requests that go to their place: neighbours that are small share a region.
+    /// Adds reads of requests that go directly to their place. Small neighbours share a region.
     fn read_straight(&mut self, mut straight: Vec<Straight>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
@@ -461,7 +462,7 @@ impl Plan {
         self.read_to(run[0].shard, range.clone(), region, range.start - page);
     }
 
-    /// Reads of `range` to byte `at` of a region, which agrees with it page by page.
+    /// Adds reads of `range` to byte `at` of a region, where it has the same offset within a page.
     fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
         let mut start = range.start;
         while start < range.end {
@@ -472,7 +473,7 @@ impl Plan {
         }
     }
 
-    /// Reads of everything else: neighbours are read together.
+    /// Adds reads of all other bytes. Neighbours are read together.
     fn read_spread(&mut self, extents: Vec<Stretch>) {
         let limits = self.limits;
         let mut parts: Vec<Stretch> =
@@ -502,14 +503,14 @@ impl Plan {
 }
 
 impl Stretch {
-    /// Whether its bytes go on as they are, in one run.
+    /// Whether its bytes are one run and stay unchanged.
     fn is_plain(&self) -> bool {
         self.step.is_plain()
     }
 }
 
 impl Move {
-    /// Whether `next` is more of the same run.
+    /// Whether `next` continues the same run.
     fn goes_on_in(&self, next: &Move) -> bool {
         self.is_plain()
             && next.is_plain()
@@ -523,7 +524,7 @@ impl Move {
 /// any element.
 fn split(extent: Stretch, chunk: u64) -> Vec<Stretch> {
     let Stretch { shard, range, step, request } = extent;
-    // Several runs are never longer: they would not be together.
+    // Several runs are never longer, because `cut` has limited their stretch.
     if range.end - range.start <= chunk || step.runs > 1 {
         return vec![Stretch { shard, range, step, request }];
     }
@@ -556,7 +557,7 @@ pub fn needed(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
     .fold(0, u64::saturating_add)
 }
 
-/// The wanted indices of each dimension.
+/// The requested indices of each dimension.
 type Indices = Vec<Range<u64>>;
 
 /// The wanted indices of a tensor, the cast of its elements, and the result, at no place yet.
@@ -568,14 +569,14 @@ fn outcome_of(
     let cast = cast_of(tensor, request)?;
     let dtype = cast.map_or(tensor.dtype, Cast::to);
     let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
-    // Within the bounds of the tensor, which were proved; a wider type may pass them.
+    // The bounds of the tensor are proved, but a wider type may exceed them.
     let bits = dtype.bits_of(&shape).ok_or_else(|| {
         Fault::new(ErrorKind::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
     })?;
     Ok((part, cast, TensorPlacement { region: 0, offset: 0, len: bits / 8, dtype, shape }))
 }
 
-/// The part of a tensor that is wanted.
+/// The requested part of a tensor.
 fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Indices, Fault> {
     let Some(part) = &request.part else {
         return Ok(tensor.shape.iter().map(|&size| 0..size).collect());

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Bytes that were asked for, or that are read ahead: ranges that do not touch, by start.
+/// Bytes that were requested or are read ahead: ranges that do not touch, by start.
 #[derive(Debug, Default)]
 pub(super) struct Given(BTreeMap<u64, u64>);
 
@@ -49,7 +49,7 @@ impl Given {
         }
     }
 
-    /// How many ranges it consists of.
+    /// Number of its ranges.
     pub(super) fn count(&self) -> usize {
         self.0.len()
     }

@@ -1,4 +1,4 @@
-//! The order in which a reader takes tensors, learned from those that it has begun.
+//! The order in which a reader takes tensors, learned from the tensors that it has begun.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,18 +8,18 @@ use super::SMALL;
 /// Orders in which programs take tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadOrder {
-    /// As they stand in the file.
+    /// The order of the file.
     File,
-    /// By name.
+    /// The order of the names.
     Name,
-    /// By name, with numbers as numbers: layer 2 before layer 10.
+    /// The order of the names, with numbers compared as numbers: layer 2 before layer 10.
     Natural,
-    /// By shard, and as they stand in that.
+    /// The order of the shards, and of the offsets in each.
     Shard,
 }
 
 impl ReadOrder {
-    /// All of them; of two that have proved themselves as well, the first is taken.
+    /// All orders; of two with equal scores the first is taken.
     pub const ALL: [ReadOrder; 4] =
         [ReadOrder::File, ReadOrder::Name, ReadOrder::Natural, ReadOrder::Shard];
 }
@@ -38,7 +38,7 @@ pub trait TensorMap {
     /// The tensor, or the header, that `offset` lies in.
     fn at(&self, offset: u64) -> TensorSpan;
 
-    /// The tensor after the one at `place` in `order`, but for empty ones.
+    /// The next tensor that is not empty after the one at `place` in `order`.
     fn after(&self, place: u32, order: ReadOrder) -> Option<TensorSpan>;
 }
 
@@ -49,24 +49,24 @@ const SCORE_MIN: i8 = -8;
 /// Most trust in the order that has proved itself best.
 const TRUST_MAX: u8 = 8;
 
-/// Most misses that are held against a reader.
+/// Most misses that are counted for a reader.
 const MISSES_MAX: u8 = 8;
 
-/// Tensors begun last that the next one is taken to follow: several threads take turns.
+/// Number of tensors begun last that the next one may follow, because several threads take turns.
 const RECENT: usize = 8;
 
-/// Tensors that were read already are passed over, up to so many.
+/// Most tensors in a row that are passed over because they were already read.
 const STEPS_MAX: usize = 16;
 
-/// What one reader's tensors have taught.
+/// The order learned from one reader's tensors.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OrderReader {
-    /// By order; only tensors of which the orders differ count.
+    /// Scores, by order; only tensors on which the orders differ count.
     scores: [i8; ReadOrder::ALL.len()],
     trust: u8,
-    /// Tensors that no order has foretold; those that one has halve it.
+    /// Number of tensors that no order predicted; each predicted tensor halves it.
     misses: u8,
-    /// Begun last, newest first.
+    /// Tensors begun last, newest first.
     recent: VecDeque<TensorSpan>,
 }
 
@@ -76,12 +76,12 @@ impl OrderReader {
         OrderReader { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
     }
 
-    /// How often the order has foretold the next tensor of late.
+    /// Trust in the best order, which grows with each tensor that it predicts.
     pub(super) fn trust(&self) -> u8 {
         self.trust
     }
 
-    /// Whether no order has foretold the tensors begun last.
+    /// Whether no order predicted the tensors begun last.
     pub(super) fn is_mistaken(&self) -> bool {
         self.misses > 1
     }
@@ -91,13 +91,13 @@ impl OrderReader {
         index.unwrap_or(0)
     }
 
-    /// The order that it is taken to follow.
+    /// The order that the reader probably follows.
     pub(super) fn order(&self) -> ReadOrder {
         ReadOrder::ALL[self.best()]
     }
 
-    /// Takes note that the reader begins `tensor`. `passed` says which tensors it would pass
-    /// over, because they were read or are being read.
+    /// Notes that the reader begins `tensor`. `passed` says which tensors it would pass over,
+    /// because they were read or are being read.
     pub(super) fn begins(
         &mut self,
         tensor: &TensorSpan,
@@ -115,7 +115,7 @@ impl OrderReader {
         self.remember(tensor);
     }
 
-    /// Takes note that the reader has come from `before` into `tensor` without a gap.
+    /// Notes that the reader has moved from `before` into `tensor` without a gap.
     pub(super) fn goes_on(
         &mut self,
         before: &TensorSpan,
@@ -123,7 +123,7 @@ impl OrderReader {
         tensors: &dyn TensorMap,
     ) {
         let next = tensors.after(before.place, self.order());
-        // One read may hold all of several small ones.
+        // One read may hold several small tensors.
         let follows = |next: TensorSpan| match self.order() {
             ReadOrder::File => next.place <= tensor.place,
             _ => next.place == tensor.place,
@@ -155,7 +155,7 @@ impl OrderReader {
                 if next.place == tensor.place {
                     return true;
                 }
-                // Small ones come along with what is read around others.
+                // Small tensors are read along with others.
                 if next.range.end - next.range.start >= SMALL && !passed(&next) {
                     return false;
                 }
@@ -177,7 +177,7 @@ impl OrderReader {
             self.trust = (self.trust + 1).min(TRUST_MAX);
             self.misses /= 2;
         } else if hits > 0 {
-            // Another order takes over, if it goes on so.
+            // Another order takes over if it keeps predicting.
             self.trust = (self.trust / 2).max(1);
             self.misses /= 2;
         } else {
@@ -186,7 +186,8 @@ impl OrderReader {
         }
     }
 
-    /// The tensor that it is likely to begin after `tensor` and those that are `passed`.
+    /// The tensor that the reader is likely to begin after `tensor`, without those that are
+    /// `passed`.
     pub(super) fn next(
         &self,
         tensor: &TensorSpan,
@@ -209,7 +210,7 @@ impl OrderReader {
 #[derive(Debug, Default)]
 pub(super) struct SeenTensor(Vec<u64>);
 
-/// Tensors of one read that are marked, at most.
+/// Most tensors of one read that are marked.
 const MARKED_MAX: usize = 1024;
 
 impl SeenTensor {
@@ -218,8 +219,9 @@ impl SeenTensor {
         word.is_some_and(|word| word >> (place % 64) & 1 == 1)
     }
 
-    /// Marks the tensors whose middle a read of `range` holds. Returns whether the kernel has
-    /// forgotten what it had: then only those of this read are marked.
+    /// Marks the tensors whose middle a read of `range` holds. Returns whether one was already
+    /// marked, so that the kernel has dropped its pages: then only tensors of this read stay
+    /// marked.
     pub(super) fn add(&mut self, range: &Range<u64>, tensors: &dyn TensorMap) -> bool {
         let mut has_forgotten = false;
         let mut tensor = Some(tensors.at(range.start));

@@ -1,17 +1,18 @@
-//! Tensors that are asked for page by page: what maps the file takes its pages one by one.
+//! Finds tensors that are requested page by page: a program that maps the file takes its pages one
+//! by one.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::{Request, TensorMap};
 
-/// A storm of page faults: so many reads of a few pages in one tensor within so short a time.
+/// A storm of page faults: `STORM_READS` reads of a few pages in one tensor within `STORM_TIME`.
 const STORM_READS: u32 = 32;
-/// Milliseconds.
+/// Time limit of a storm, in milliseconds.
 const STORM_TIME: u64 = 250;
-/// How long a tensor that was pushed is not pushed again, in milliseconds.
+/// Time for which a pushed tensor is not pushed again, in milliseconds.
 const PUSHED_TIME: u64 = 10_000;
-/// Pushed tensors remembered.
+/// Most pushed tensors that are remembered.
 const PUSHED_MAX: usize = 16;
 /// Largest read that counts for a storm.
 const STORM_READ_LEN: u64 = 16 << 10;
@@ -32,7 +33,7 @@ pub(super) struct Storms {
 }
 
 impl Storms {
-    /// The tensor that is asked for page by page, when that is noticed first.
+    /// Returns the tensor that is requested page by page, when that is first noticed.
     pub(super) fn push(
         &mut self,
         request: &Request,
@@ -61,7 +62,7 @@ impl Storms {
         None
     }
 
-    /// `tensor`, unless it was pushed a short while ago and is on its way.
+    /// Returns `tensor`, unless it was pushed recently and is on its way.
     fn push_once(&mut self, tensor: Range<u64>, now: u64) -> Option<Range<u64>> {
         self.pushed.retain(|(_, at)| now.saturating_sub(*at) < PUSHED_TIME);
         if self.pushed.iter().any(|(pushed, _)| *pushed == tensor) {

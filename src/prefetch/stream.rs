@@ -1,4 +1,4 @@
-//! One stream: reads that move forward, and what is read ahead of them.
+//! One stream: reads that move forward, and the ranges that are read ahead of them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -11,12 +11,12 @@ pub(super) struct ReadStream {
     pub(super) id: StreamId,
     /// End of the furthest read.
     pub(super) next: u64,
-    /// Ranges that are read ahead and not asked for yet, in the order in which they are expected.
+    /// Ranges that are read ahead and not requested yet, in the expected order.
     pub(super) path: VecDeque<Range<u64>>,
     pub(super) window: u64,
     /// Reads that continued it.
     pub(super) run: u32,
-    /// Reads since it was where it was expected.
+    /// Number of reads since the stream was last at its expected place.
     pub(super) elsewhere: u32,
     /// Start of its first read.
     pub(super) began: u64,
@@ -24,7 +24,7 @@ pub(super) struct ReadStream {
     pub(super) grown: u64,
     /// The tensor that its last read lies in.
     pub(super) tensor: TensorSpan,
-    /// Number of the last read of it.
+    /// Number of its last read.
     pub(super) last: u64,
 }
 
@@ -35,7 +35,7 @@ impl ReadStream {
         self.path.iter().map(left).sum()
     }
 
-    /// Whether something is read ahead right behind its last read.
+    /// Whether the bytes right after its last read are read ahead.
     pub(super) fn goes_on(&self) -> bool {
         self.path.front().is_some_and(|range| range.contains(&self.next))
     }
@@ -45,20 +45,20 @@ impl ReadStream {
         self.path.iter().any(|planned| planned.start < range.end && range.start < planned.end)
     }
 
-    /// Reads ahead by less from now on.
+    /// Halves the window.
     pub(super) fn halve(&mut self) {
         self.window = (self.window / 2).max(WINDOW_MIN);
     }
 
-    /// Moves on to `end`, and takes out of the path what lies before that: it was passed over,
-    /// for what is read is taken out before.
+    /// Moves on to `end`, and removes and returns the path's bytes before it. They were passed
+    /// over, because bytes that were read are already removed.
     pub(super) fn move_on(&mut self, end: u64) -> Vec<Range<u64>> {
         self.grown += end.saturating_sub(self.next);
         let before = self.next;
         self.next = before.max(end);
         let mut passed = Vec::new();
         while let Some(range) = self.path.front_mut() {
-            // Elsewhere in the file.
+            // The range lies elsewhere in the file.
             if range.start >= self.next || range.end + SLACK < before {
                 break;
             }
@@ -72,12 +72,12 @@ impl ReadStream {
         passed
     }
 
-    /// Takes `read` out of the path.
+    /// Removes `read` from the path.
     pub(super) fn strike(&mut self, read: &Range<u64>) {
         strike(&mut self.path, read);
     }
 
-    /// Takes out what is planned from `start` on to the end of that range.
+    /// Removes and returns the planned bytes from `start` to the end of their range.
     pub(super) fn take(&mut self, start: u64) -> Option<Range<u64>> {
         let holds = |range: &Range<u64>| range.contains(&start);
         let index = self.path.iter().position(holds)?;
@@ -90,7 +90,7 @@ impl ReadStream {
         Some(taken)
     }
 
-    /// Adds to the path, and joins what follows each other.
+    /// Appends `range` to the path, joined to the last range if it follows that.
     pub(super) fn plan(&mut self, range: Range<u64>) {
         match self.path.back_mut() {
             Some(last) if last.end == range.start => last.end = range.end,

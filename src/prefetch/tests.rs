@@ -192,7 +192,7 @@ fn what_waits_for_its_source_is_planned_again_and_costs_no_window() {
     assert_eq!(next[0].start, ahead[0].start + MIB);
 }
 
-// A reader who is slower than the blocks are kept had 64 MiB fetched for each read.
+// For a reader too slow for the time that blocks are kept, each read once fetched 64 MiB.
 #[test]
 fn what_is_dropped_again_and_again_is_read_ahead_less_and_less() {
     let mut planner = planner();
@@ -236,7 +236,7 @@ fn what_the_kernel_has_forgotten_is_read_ahead_again() {
     assert!(planned[1] >= 500 * MIB && planned[1] >= planned[0] / 10 * 9, "{planned:?}");
 }
 
-/// A file of tensors of a few bytes each; counts how often the next one was asked for.
+/// A file of tensors of a few bytes each; counts the calls for the next tensor.
 struct Tiny {
     each: u64,
     steps: std::cell::Cell<u64>,
@@ -255,7 +255,7 @@ impl TensorMap for Tiny {
     }
 }
 
-// A window was no longer than 2 MiB, or than the tensors that can be gone through one by one.
+// A window was once limited to 2 MiB, or to the tensors that can be visited one by one.
 #[test]
 fn tiny_tensors_are_read_ahead_of_by_whole_windows_in_a_few_steps() {
     for each in [64, 1024] {
@@ -271,7 +271,7 @@ fn tiny_tensors_are_read_ahead_of_by_whole_windows_in_a_few_steps() {
     }
 }
 
-/// A file of 20 GiB whose tensors nobody knows.
+/// A file of 20 GiB with unknown tensors.
 struct Whole;
 
 const WHOLE: u64 = 20 << 30;
@@ -286,7 +286,8 @@ impl TensorMap for Whole {
     }
 }
 
-/// Reads a MiB that no page cache holds. How much is planned near it, and how much far from it.
+/// Reads a MiB that no page cache holds. Returns how much is planned near it, and how much far from
+/// it.
 fn read_whole(planner: &mut Planner, start: u64, reader: u64) -> [u64; 2] {
     let request = Request { reader, ..request(start, MIB, true) };
     let advice = planner.observe(&request, u64::MAX, &Whole);
@@ -299,7 +300,8 @@ fn read_whole(planner: &mut Planner, start: u64, reader: u64) -> [u64; 2] {
     planned
 }
 
-// What was read once was not read ahead again, but what lay beyond it, again and again.
+// Bytes that were read once were not read ahead again, but the bytes beyond them were, again and
+// again.
 #[test]
 fn a_part_of_a_tensor_that_is_read_again_is_read_ahead_again_and_nothing_beyond_it() {
     let mut planner = Planner::new(WHOLE);
@@ -327,7 +329,7 @@ fn a_reader_that_follows_another_one_without_a_page_cache_is_read_ahead_of_too()
     assert!(planned.iter().all(|bytes| *bytes >= 1700 * MIB), "{planned:?}");
 }
 
-// Rows were dropped that another reader was about to ask for.
+// Rows were once dropped that another reader was about to request.
 #[test]
 fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() {
     for (half, found) in [(2 * PAGE, 90 * MIB), (32 * PAGE, 20 * MIB)] {
@@ -343,7 +345,7 @@ fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() 
     }
 }
 
-// A second reader of such bytes was not read ahead of.
+// A second reader of such bytes once got no read-ahead.
 #[test]
 fn what_was_dropped_before_anybody_asked_for_it_is_planned_again() {
     let mut planner = planner();
@@ -354,7 +356,7 @@ fn what_was_dropped_before_anybody_asked_for_it_is_planned_again() {
     assert_eq!(read(&mut planner, MIB / 2, MIB / 2, false)[0].start, MIB);
 }
 
-// They stayed where another stream had taken them over, or had gone.
+// Such bytes once stayed planned if another stream had taken them over or had ended.
 #[test]
 fn bytes_without_room_are_withdrawn_from_whichever_stream_has_them_and_no_others() {
     let mut planner = planner();
@@ -368,7 +370,7 @@ fn bytes_without_room_are_withdrawn_from_whichever_stream_has_them_and_no_others
     assert_eq!(planner.given.gap(&(0..9 * MIB)), Some(refused));
 }
 
-// A stream that had planned the last tensor of its order planned nothing any more.
+// A stream that had planned the last tensor of its order once planned nothing more.
 #[test]
 fn the_rest_of_a_tensor_that_is_read_is_planned_whatever_else_is() {
     let mut planner = planner();
@@ -380,7 +382,7 @@ fn the_rest_of_a_tensor_that_is_read_is_planned_whatever_else_is() {
     assert_eq!(read(&mut planner, MIB, MIB, false).first().unwrap().start, 2 * MIB);
 }
 
-// A stream that made way for a new one left what was read ahead for it without an owner.
+// A stream that was replaced by a new one once left its read-ahead bytes without an owner.
 #[test]
 fn bytes_that_are_read_ahead_have_a_stream_until_they_are_read_or_left() {
     let mut planner = planner();
@@ -486,11 +488,11 @@ impl TensorMap for Model {
     }
 }
 
-/// What became of the reads of a recording, in pages.
+/// Outcome of the reads of a recording, in pages.
 #[derive(Debug, Default)]
 struct Replayed {
     read: u64,
-    /// Asked for by reads before the last few.
+    /// Pages that reads before the last few had read ahead.
     early: u64,
     hits: u64,
     ahead: u64,
@@ -511,7 +513,7 @@ impl Replayed {
 #[derive(Clone, Copy, PartialEq)]
 enum Page {
     Unread,
-    /// By which read it was asked for.
+    /// Read ahead after the read with this number.
     Ahead(usize),
     Read,
 }
@@ -540,8 +542,8 @@ impl Replay {
         }
     }
 
-    /// Reads `ranges` ahead, as far as there is room; what the kernel has already too, for nobody
-    /// knows that it has it.
+    /// Reads `ranges` ahead, as far as there is room; pages that the kernel already has are read as
+    /// well, because that is unknown.
     fn fetch(
         &mut self,
         planner: &mut Planner,

@@ -1,5 +1,5 @@
-//! Reading one block of a virtual file without waiting: which reads of sources it takes, and
-//! putting their bytes where they belong as they come in.
+//! Reads one block of a virtual file without waiting: plans its reads of sources, and puts their
+//! bytes into place as they arrive.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::source::Source;
 use crate::strided::{RunRange, StridedCopy};
 use crate::sync::Mutex;
 
-/// Bytes of a source between two wanted ranges that are read along rather than skipped.
+/// Most bytes of a source between two wanted ranges that are read rather than skipped.
 const GAP_MAX: u64 = 64 << 10;
 
 /// Longest read that wanted ranges are merged into.
@@ -24,10 +24,10 @@ const MERGED_LEN_MAX: u64 = 8 << 20;
 /// Usual length of a block.
 const BLOCK_LEN: u64 = 1 << 20;
 
-/// Longest block, where many shards have a part in it.
+/// Longest block, if many shards have a part in it.
 const BLOCK_LEN_MAX: u64 = 8 << 20;
 
-/// Shortest read of a shard that is worth its own way to the disk.
+/// Shortest read of a shard that is worth its own disk access.
 const PART_LEN: u64 = 1 << 20;
 
 /// The bytes of a block.
@@ -35,7 +35,7 @@ const PART_LEN: u64 = 1 << 20;
 pub enum Block {
     /// The bytes of one read.
     Read(ReadBuffer),
-    /// Put together from several reads.
+    /// Bytes gathered from several reads.
     Gathered(Buffer),
 }
 
@@ -58,12 +58,12 @@ pub type Done = Box<dyn FnOnce(Result<Block>) + Send>;
 pub struct BlockPlan {
     /// Length of the block.
     len: u64,
-    /// Bytes of the header: offset in the block, and where they are in the header.
+    /// Bytes of the header: offset in the block, and range in the header.
     header: Option<(u64, Range<u64>)>,
     fetches: Vec<Planned>,
 }
 
-/// One read of a source and what of it is used where.
+/// One read of a source and the uses of its bytes.
 #[derive(Debug)]
 struct Planned {
     source: Arc<Source>,
@@ -80,9 +80,9 @@ struct BlockUse {
 
 #[derive(Debug)]
 enum BlockPlace {
-    /// One after the other from this offset in the block on.
+    /// Contiguous bytes from this offset in the block on.
     Run(u64),
-    /// Spread over it. The block begins `before` bytes before the tensor, or `after` bytes
+    /// Bytes spread over the block, which begins `before` bytes before the tensor, or `after` bytes
     /// after its start.
     Scatter { before: u64, after: u64, runs: StridedCopy, part: RunRange },
 }
@@ -106,7 +106,7 @@ impl BlockPlan {
         self.fetches.iter().map(|fetch| (&fetch.source, fetch.range.end - fetch.range.start))
     }
 
-    /// Whether the kernel has all its bytes in memory.
+    /// Whether the kernel's page cache holds all its bytes.
     pub fn is_cached(&self, engine: &Engine) -> bool {
         self.fetches.iter().all(|fetch| engine.is_cached(&fetch.source, &fetch.range))
     }
@@ -116,7 +116,7 @@ impl Reader {
     /// A good length for a block that begins at `offset`.
     pub fn block_len(&self, offset: u64) -> u64 {
         let Some(layout) = &self.layout else { return BLOCK_LEN };
-        // How many parts shards have in a block of usual length, and how many bytes.
+        // Number and bytes of the shards' parts that are spread over a block of usual length.
         let (mut parts, mut bytes) = (0, 0);
         layout.extents(offset..offset + BLOCK_LEN, &mut |extent| {
             if let Extent::Scatter { range, .. } = extent {
@@ -172,8 +172,8 @@ impl Reader {
         plan
     }
 
-    /// Reads a block; `done` is called once all its bytes are there, or with the first error.
-    /// `reservation` holds the memory that the plan takes.
+    /// Reads a block; `done` is called with all its bytes, or with the first error. `reservation`
+    /// holds the memory that the plan takes.
     pub fn fetch_block(
         &self,
         engine: &Engine,
@@ -235,13 +235,13 @@ fn add_use(uses: &mut Vec<BlockUse>, wanted: BlockUse) {
 
 /// A block that is being put together.
 struct BlockAssembly {
-    /// Away while a thread copies into it.
+    /// `None` while a thread copies into it.
     buffer: Option<Buffer>,
     /// Reads whose bytes are not in the buffer.
     left: usize,
     /// Reads that have come and are not copied yet.
     come: Vec<Come>,
-    /// Taken once all is there, or by the first read that fails.
+    /// Callback, taken once all bytes are copied, or by the first read that fails.
     done: Option<Done>,
 }
 
@@ -253,8 +253,8 @@ struct Come {
 }
 
 impl BlockAssembly {
-    /// Puts the bytes of one read in their places. One thread at a time does so; others leave
-    /// theirs to that one, and go on.
+    /// Copies the bytes of one read to their places. One thread copies at a time; other threads
+    /// leave their bytes to it, and go on.
     fn add(
         block: &Mutex<BlockAssembly>,
         outcome: Result<ReadBuffer>,

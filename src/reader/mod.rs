@@ -33,19 +33,19 @@ pub struct Reader {
     /// The sources by shard number.
     sources: Vec<Arc<Source>>,
     len: u64,
-    /// The names of its tensors say in which orders they may be read. `None` for a whole file.
+    /// The virtual file, whose tensor names decide in which orders they may be read. `None` for a
+    /// whole file.
     file: Option<VirtualFile>,
     /// Set once the tensors are sorted.
     orders: Arc<OnceLock<LayoutOrders>>,
-    /// Whether a thread sorts them, or has.
+    /// Whether a thread is sorting the orders or has sorted them.
     sorting: Arc<AtomicBool>,
 }
 
-/// How reads of sources are carried out: `false` where they were not, because it would have
-/// taken the disk.
+/// Carries out reads of sources. Returns `false` if it did not, because that needs the disk.
 type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
 
-/// A read that goes straight to its place: offset in the window, and what to read.
+/// A read directly into its place: offset in the window, and the range to read.
 struct Direct<'a> {
     at: u64,
     source: &'a Arc<Source>,
@@ -53,7 +53,8 @@ struct Direct<'a> {
 }
 
 impl Direct<'_> {
-    /// Whether bytes `range` of `source` at `at` follow it on both sides.
+    /// Whether bytes `range` of `source`, at `at` of the window, follow this read in the source and
+    /// in the window.
     fn goes_on(&self, at: u64, source: &Arc<Source>, range: &Range<u64>) -> bool {
         Arc::ptr_eq(self.source, source)
             && self.range.end == range.start
@@ -115,8 +116,8 @@ impl Reader {
         &self.sources
     }
 
-    /// Sorts the tensors in other orders than that of the file, the first time. While it does,
-    /// there is that of the file only, so that no other thread waits.
+    /// At the first call, sorts the tensors in other orders than the file's. Meanwhile only the
+    /// file's order is available, so that no other thread waits.
     pub fn sort_orders(&self) {
         let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };
         if !self.sorting.swap(true, Ordering::Relaxed) {
@@ -135,8 +136,8 @@ impl Reader {
         Ok(len)
     }
 
-    /// Reads like `read_at`, but only what the kernel has in memory: never waits. `false`
-    /// where that is not all of it. `offset` and `buf` lie inside the file.
+    /// Like `read_at`, but reads only from the kernel's page cache and never waits. Returns `false`
+    /// if the cache does not hold all bytes. `offset` and `buf` lie inside the file.
     ///
     /// # Errors
     /// The errors of the sources; the content of `buf` is then undefined.
@@ -182,7 +183,7 @@ impl Reader {
         });
         let scratch_len: u64 = spread.iter().map(|s| s.range.end - s.range.start).sum();
         let mut scratch = SCRATCH.take();
-        // Never shrunk: fresh memory costs more than what is copied through it.
+        // The buffer never shrinks, because fresh memory costs more than the copies through it.
         if scratch.len() < scratch_len as usize {
             scratch.resize(scratch_len as usize, 0);
         }
@@ -218,7 +219,7 @@ impl Reader {
 
 impl TensorMap for Reader {
     fn at(&self, offset: u64) -> TensorSpan {
-        // A whole file is taken for one tensor.
+        // A whole file counts as one tensor.
         let (place, range) = match &self.layout {
             Some(layout) => layout.tensor_at(offset),
             None => (Some(0), 0..self.len),

@@ -1,7 +1,7 @@
 //! The mode of a copy of sources: nobody may read it who may not read every one of them.
 //!
-//! Looks at permission bits and ACLs of the files, as cp(1) and tar(1) do, and not at the folders
-//! that they lie in.
+//! It depends on permission bits and ACLs of the files, as for cp(1) and tar(1), and not on the
+//! folders that they lie in.
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
@@ -21,11 +21,11 @@ const ACL: &str = "system.posix_acl_access";
 /// The rights of the owner of a copy, who has read the sources to make it.
 const OWNER: u32 = 0o600;
 
-/// The files that a copy is made of, as far as it depends on them who may read it.
+/// The permissions of the files that a copy is made of.
 #[derive(Clone, Debug, Default)]
 pub struct CopyMode(Vec<Of>);
 
-/// One file: mode, group, and whether its group bits say nothing, as beside an ACL.
+/// Permissions of one file: mode, group, and whether an ACL makes its group bits meaningless.
 #[derive(Clone, Copy, Debug)]
 struct Of {
     mode: u32,
@@ -49,23 +49,23 @@ impl CopyMode {
         Ok(all)
     }
 
-    /// The copy also replaces the file at `path`, which is `meta`: nobody may read it now who could
-    /// not read that one.
+    /// Adds a file that the copy is made of or replaces, at `path` and with metadata `meta`: users
+    /// who cannot read that file must not read the copy.
     pub fn add(&mut self, meta: &Metadata, path: &Path) {
-        // A file system without ACLs refuses to tell of one.
+        // A file system without ACLs returns an error.
         let has_acl = xattr::get(path, ACL).is_ok_and(|acl| acl.is_some());
         self.0.push(Of { mode: meta.mode(), gid: meta.gid(), has_acl });
     }
 
-    /// The mode to make the copy with in `folder`, of which the umask takes its part.
+    /// The mode for creating the copy in `folder`, before the umask applies.
     pub fn in_folder(&self, folder: &Path) -> u32 {
         let inherits = |meta: &Metadata| meta.mode() & libc::S_ISGID != 0;
         let folder = std::fs::metadata(folder).ok().filter(inherits);
         self.bits(folder.map_or(getegid().as_raw(), |folder| folder.gid()))
     }
 
-    /// Takes from the mode of `file`, which was made with that of `in_folder`, what its group must
-    /// not have: on some file systems it is another one than the folder tells.
+    /// Removes permissions that the group of `file` must not have. The file was created with the
+    /// mode of `in_folder`, but on some file systems its group is not the folder's.
     ///
     /// # Errors
     /// The errors of fstat(2) and fchmod(2).
@@ -74,7 +74,7 @@ impl CopyMode {
         self.set(file, meta.mode())
     }
 
-    /// Gives `file` of `mode` what the copy may have.
+    /// Sets the mode of `file` to the permissions of `mode` that the copy may have.
     ///
     /// # Errors
     /// The errors of `narrow`.

@@ -23,8 +23,8 @@ use crate::error::{Error, Result, shown_path};
 use crate::process::PerProcess;
 use crate::sync::{Mutex, MutexGuard, RwLock};
 
-/// Descriptors left to everything else: also to reads under way, whose file stays open for them
-/// when its shard makes way for another.
+/// Descriptors left for other uses, among them reads under way, which keep the file of an evicted
+/// shard open.
 const RESERVED: u64 = 192;
 
 /// This part of the limit is closed at a time when it is passed.
@@ -50,7 +50,7 @@ pub fn raise_limit() -> u64 {
 #[derive(Debug, Default)]
 struct Descriptors {
     file: Option<Arc<File>>,
-    /// The same inode past the page cache; never open without `file`.
+    /// Descriptor of the same inode for O_DIRECT; never open without `file`.
     direct: Option<Arc<File>>,
 }
 
@@ -129,7 +129,7 @@ impl ReopenableFile {
         }
         let (file, identity) = open_regular(&self.path)?;
         if !identity.same_inode(&self.first) {
-            // Not marked as changed: the old file may still be whole, only out of reach.
+            // The source is not marked as changed: the old file may be intact but unreachable.
             tracing::error!(
                 "{}: replaced while it was closed, because there were too few file descriptors; raise the limit",
                 shown_path(&self.path)
@@ -174,7 +174,7 @@ impl ReopenableFile {
             }
         };
         let mut open = self.descriptors.write();
-        // Closed meanwhile: then this descriptor lasts for one read only.
+        // If the source was closed meanwhile, this descriptor lasts for one read only.
         if open.file.as_ref().is_some_and(|open| Arc::ptr_eq(open, file)) && open.direct.is_none() {
             open.direct = Some(direct.clone());
             drop(open);
@@ -183,7 +183,7 @@ impl ReopenableFile {
         Some(direct)
     }
 
-    /// Opens the path again past the page cache, if `file` is still there.
+    /// Opens the path again with O_DIRECT, if it still leads to `file`.
     fn direct_without_proc(&self, file: &File) -> io::Result<File> {
         let (direct, meta) = open_without_proc(&self.path, OFlag::O_DIRECT)?;
         let same = Identity::of(&meta).same_inode(&Identity::of(&file.metadata()?));
@@ -199,7 +199,7 @@ impl ReopenableFile {
     /// Closes the file unless it is pinned; a later read opens it again. An open file would
     /// keep its space on disk after it is deleted.
     pub(super) fn release(&self) {
-        // Under the lock, so that a pin that comes now finds the file closed and opens it.
+        // The pins are read under the lock, so that a later pin finds the file closed and opens it.
         let mut open = self.descriptors.write();
         if !self.is_pinned() {
             let closed = std::mem::take(&mut *open);
@@ -216,7 +216,7 @@ impl ReopenableFile {
         self.descriptors.read().direct.is_some()
     }
 
-    /// Whether closing it loses nothing: nobody relies on it, or it can be opened again.
+    /// Whether closing it loses nothing: it has no pins, or it can be opened again.
     fn may_close(&self) -> bool {
         !self.is_pinned() || self.is_at_path()
     }
@@ -269,7 +269,7 @@ impl Drop for Pin {
 struct OpenFiles {
     /// Those with an open descriptor.
     files: VecDeque<Weak<ReopenableFile>>,
-    /// Those with a second one, for O_DIRECT.
+    /// Sources with a second descriptor, for O_DIRECT.
     direct: VecDeque<Weak<ReopenableFile>>,
 }
 
@@ -278,7 +278,7 @@ impl OpenFiles {
         (self.files.len() + self.direct.len()) as u64
     }
 
-    /// Strikes out those that were closed in other ways.
+    /// Removes sources that were closed elsewhere.
     fn tidy(&mut self) {
         self.files.retain(|file| {
             let file = file.upgrade();
@@ -333,7 +333,8 @@ fn opened_direct(file: &Arc<ReopenableFile>) {
     make_room(file);
 }
 
-/// Closes descriptors of others than `newest` until the limit is kept, or nothing may go.
+/// Closes descriptors of sources other than `newest` until the limit is kept, or no more may be
+/// closed.
 fn make_room(newest: &Arc<ReopenableFile>) {
     let others: Vec<Arc<ReopenableFile>> = {
         let mut open = open_files();
@@ -354,8 +355,8 @@ fn make_room(newest: &Arc<ReopenableFile>) {
         }
         open.files.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
     };
-    // Not under the lock: this may ask the file system, and that may never answer. Many at a time:
-    // each look at what is open takes as long as there are open files.
+    // The lock is not held, because `may_close` may ask a file system that never answers. Many are
+    // closed at a time, because each search takes time in proportion to the open files.
     let many = (open_max() / EVICTED_SHARE).max(1) as usize;
     let chosen: HashMap<*const ReopenableFile, &Arc<ReopenableFile>> = others
         .iter()

@@ -1,5 +1,5 @@
-//! Which kind of file system a file lies on: a local one answers by itself, any other may wait
-//! for something far away, or for ever.
+//! The kind of file system that a file lies on: a local one answers by itself, any other may wait
+//! for a server, possibly for ever.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,7 +10,7 @@ use super::mountinfo;
 use crate::process::PerProcess;
 use crate::sync::Mutex;
 
-/// A file system by the number that statfs(2) reports; 0 where it could not be asked.
+/// A file system by the number that statfs(2) reports; 0 if statfs(2) failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
     magic: u64,
@@ -22,14 +22,14 @@ pub struct FileSystem {
 const TMPFS: u64 = 0x0102_1994;
 const RAMFS: u64 = 0x8584_58f6;
 
-/// Most folders of overlays that are remembered.
+/// Most folders of overlays in the cache.
 const KNOWN_MAX: usize = 1024;
 
 /// The number of overlay file systems.
 const OVERLAY: u64 = 0x794c_7630;
 
-/// File systems that need no one else to answer, with their magic numbers; an overlay where its
-/// layers are such.
+/// Local file systems, which need no other machine or process to answer, with their magic numbers.
+/// An overlay is local if its layers are.
 const LOCAL: &[(u64, &str)] = &[
     (0xef53, "ext4"),
     (0x5846_5342, "xfs"),
@@ -91,7 +91,7 @@ impl FileSystem {
         FileSystem { magic, local_layers: magic != OVERLAY || has_local_layers(path) }
     }
 
-    /// Whether nothing but this machine is needed for an answer.
+    /// Whether the file system answers without another machine or process.
     pub fn is_local(self) -> bool {
         is_local(self.magic) && self.local_layers
     }
@@ -102,7 +102,7 @@ impl FileSystem {
         REMOTE.iter().any(|(magic, _)| *magic == self.magic)
     }
 
-    /// Whether the kernel notes a time for stores to its files through mappings.
+    /// Whether stores to its files through mappings update their times.
     pub fn notes_stores(self) -> bool {
         ![TMPFS, RAMFS].contains(&self.magic)
     }
@@ -123,11 +123,11 @@ fn is_local(magic: u64) -> bool {
     LOCAL.iter().any(|(local, _)| *local == magic)
 }
 
-/// Whether the layers of the overlay that `folder` lies on are local, as far as they can be looked
-/// at: those of a container lie outside of it, and pass for local.
+/// Whether the visible layers of the overlay that `folder` lies on are local. Inside a container
+/// the layers are invisible, and count as local.
 fn has_local_layers(folder: &Path) -> bool {
-    /// By folder and device number of the overlay, which only its folders have. Device numbers are
-    /// used again.
+    /// Results, by folder and device number of the overlay, which only its folders have. Device
+    /// numbers are reused.
     static KNOWN: PerProcess<Mutex<HashMap<(PathBuf, u64), bool>>> = PerProcess::new();
     let Ok(meta) = std::fs::metadata(folder) else { return true };
     let known = KNOWN.get_or_init(Mutex::default);
@@ -136,7 +136,7 @@ fn has_local_layers(folder: &Path) -> bool {
     if let Some(local) = lock().get(&key) {
         return *local;
     }
-    // Not under the lock: a layer may take long to look at.
+    // The lock is not held, because a layer may take long to answer.
     let layers = mountinfo::overlay_layers(meta.dev());
     let layers = layers.iter().filter(|layer| layer.exists());
     let local = layers.map(|layer| FileSystem::of_folder(layer)).all(FileSystem::is_local);

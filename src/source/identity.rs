@@ -23,8 +23,8 @@ pub struct Identity {
     pub ino: u64,
     /// Length in bytes.
     pub len: u64,
-    /// When the inode was made, where the file system says: a deleted file's number may go to
-    /// the next one.
+    /// Creation time of the inode, if the file system has it: a new file may reuse the number of a
+    /// deleted one.
     born: Option<SystemTime>,
     /// Time of the last change of the bytes, in seconds and nanoseconds.
     pub mtime: (i64, i64),
@@ -55,7 +55,7 @@ impl Identity {
         self.ctime
     }
 
-    /// When the inode was made, where the file system says, in nanoseconds since 1970.
+    /// Creation time of the inode in nanoseconds since 1970, if the file system has it.
     pub fn born(&self) -> Option<u128> {
         let born = self.born?.duration_since(SystemTime::UNIX_EPOCH);
         born.ok().map(|since| since.as_nanos())
@@ -66,13 +66,13 @@ impl Identity {
         (self.dev, self.ino, self.born) == (other.dev, other.ino, other.born)
     }
 
-    /// Whether the bytes are the same, as far as size and modification time tell.
+    /// Whether the bytes are the same, judged by size and modification time.
     pub fn same_bytes(&self, other: &Identity) -> bool {
         self.same_inode(other) && self.len == other.len && self.mtime == other.mtime
     }
 
-    /// The identity of what is at `path` now, links not followed. The server of a remote file
-    /// system is asked, whatever a client remembers.
+    /// The current identity of the file at `path`, without following links. For a remote file
+    /// system the server is asked, not the client's cache.
     ///
     /// # Errors
     /// The errors of statx(2).
@@ -126,7 +126,7 @@ impl Identity {
     }
 }
 
-/// The identity of an open file, whatever a client of a remote file system remembers.
+/// The identity of an open file, not from the cache of a remote file system's client.
 pub(super) fn stat_now(file: &File) -> io::Result<Identity> {
     match statx_now(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH) {
         Err(e) if lacks_statx(&e) => file.metadata().map(|meta| Identity::of(&meta)),
@@ -150,12 +150,12 @@ pub(super) fn stat_path(path: &Path, file_system: FileSystem) -> io::Result<Iden
     Identity::now(path)
 }
 
-/// Whether a sandbox hides statx(2): some answer EPERM for what they do not know.
+/// Whether a sandbox hides statx(2): some answer EPERM for system calls that they do not know.
 fn lacks_statx(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
 }
 
-/// Asks a remote file system's server: what NFS remembers of a file may be a minute old.
+/// Asks a remote file system's server, because attributes that NFS caches may be a minute old.
 fn statx_now(folder: i32, name: &CStr, flags: i32) -> io::Result<Identity> {
     let mut found = MaybeUninit::<libc::statx>::zeroed();
     let flags = flags | libc::AT_STATX_FORCE_SYNC;

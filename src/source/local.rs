@@ -1,4 +1,4 @@
-//! A local file that must stay what it was when it was opened.
+//! A local file that must not change after it was opened.
 
 use std::fs::File;
 use std::io;
@@ -18,13 +18,12 @@ use crate::sync::Mutex;
 /// Bytes hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
 
-/// How often a source that is changed while it is looked at is looked at again.
+/// Most attempts to settle a file that keeps changing.
 const SETTLE_TRIES: usize = 10;
 
-/// Knows whether the bytes of a file were written to, where its times do not tell.
+/// Tells whether the bytes of a file were written to, if its times do not.
 pub trait WriteWitness: Send + Sync + std::fmt::Debug {
-    /// Whether `file` was written to since its source has this witness; `None` where that cannot
-    /// be known.
+    /// Whether `file` was written to since its source got this witness; `None` if that is unknown.
     fn written(&self, file: &File) -> Option<bool>;
 }
 
@@ -32,18 +31,18 @@ pub trait WriteWitness: Send + Sync + std::fmt::Debug {
 #[derive(Debug)]
 pub struct LocalFile {
     file: Arc<ReopenableFile>,
-    /// Whether its reads do not come back in time.
+    /// Whether its reads exceed their time limit.
     stalled: AtomicBool,
     identity: Mutex<Identity>,
     /// A rename may change ctime once without invalidating the file.
     moved: OnceLock<(i64, i64)>,
     /// Tells a write from a change of attributes, while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
-    /// Whether a change time was explained by attributes that differ, without a witness.
+    /// Whether a new change time was explained by new attributes or a new name, without a witness.
     guessed: AtomicBool,
     /// Number and hash of the bytes before the data, once they were read.
     described: OnceLock<(Vec<Range<u64>>, Digest)>,
-    /// Whether it is expected to change, so that nobody is told.
+    /// Whether changes are expected, so that they are logged at debug level only.
     followed: AtomicBool,
     /// Set once the file is known to have changed: this version of it is never read again.
     changed: OnceLock<String>,
@@ -93,7 +92,8 @@ impl LocalFile {
         &self.file.path
     }
 
-    /// The identity when it was opened; metadata changes that leave the bytes alone follow.
+    /// The identity when it was opened, updated after changes of attributes that leave the bytes
+    /// alone.
     pub fn identity(&self) -> Identity {
         *self.identity.lock()
     }
@@ -108,7 +108,7 @@ impl LocalFile {
         self.file.open_file()
     }
 
-    /// The open file, opened again where it was closed in between.
+    /// The open file, reopened if it was closed.
     ///
     /// # Errors
     /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
@@ -127,9 +127,9 @@ impl LocalFile {
         self.file.refuse_direct();
     }
 
-    /// Notes whether reads of it come back in time; returns what was noted before.
+    /// Sets whether its reads exceed their time limit; returns the previous value.
     pub(super) fn set_stalled(&self, stalled: bool) -> bool {
-        // Mostly nothing changes, and a load does not take the cache line from others.
+        // The value rarely changes, and a load does not take the cache line from other threads.
         let before = self.stalled.load(Ordering::Relaxed);
         if before == stalled { before } else { self.stalled.swap(stalled, Ordering::Relaxed) }
     }
@@ -150,7 +150,7 @@ impl LocalFile {
     ///
     /// The bytes count only once `check` has confirmed the file after the read.
     /// # Errors
-    /// `Error::Changed` where the file ends before, `Error::Io` where the read fails.
+    /// `Error::Changed` if the file ends before, `Error::Io` if the read fails.
     pub(super) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_known()?;
         self.file()?.read_exact_at(buf, offset).map_err(|e| match e.kind() {
@@ -176,7 +176,7 @@ impl LocalFile {
     /// before may be in use. The file as it is now is another source.
     ///
     /// # Errors
-    /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
+    /// `Error::Changed` if its bytes may have changed, `Error::Io` if stat(2) fails.
     pub(super) fn check(&self) -> Result<()> {
         self.check_known()?;
         self.check_open(&*self.file()?)
@@ -191,10 +191,10 @@ impl LocalFile {
         self.check_by(&look, Some(file))
     }
 
-    /// Whether the path still leads to this file, and its bytes are surely what they were. Opens
-    /// nothing, and takes one look at the path where nothing has changed.
+    /// Whether the path still leads to this file, and its bytes are certainly unchanged. Opens
+    /// nothing, and calls stat(2) once if nothing has changed.
     ///
-    /// A new change time needs a witness: whoever opens the file next may find pages of old bytes.
+    /// A new change time needs a witness, because the next open may find pages of old bytes.
     pub(super) fn is_current(&self) -> bool {
         let look = || stat_path(self.path(), self.file.file_system);
         let Ok(now) = look() else { return false };
@@ -217,8 +217,8 @@ impl LocalFile {
         let _ = self.described.set((described, hash));
     }
 
-    /// Like `check`, for a source of which nobody has any bytes yet: after a change of nothing but
-    /// its change time it is enough that the bytes before its data are those that were proved.
+    /// Like `check`, for a source whose bytes are not in use yet. If length and modification time
+    /// are unchanged, it suffices that the bytes before its data are those that were proved.
     ///
     /// # Errors
     /// The errors of `check` and of `file`.
@@ -263,7 +263,7 @@ impl LocalFile {
         Ok(hasher.finish())
     }
 
-    /// From now on a change of it is nothing that anybody has to be told.
+    /// Notes that changes of the file are expected, so that they are logged at debug level only.
     pub(super) fn set_followed(&self) {
         self.followed.store(true, Ordering::Relaxed);
     }
@@ -281,11 +281,12 @@ impl LocalFile {
         stat_file(&file, self.file.file_system).map_err(|e| Error::io(self.path(), "stat", e))
     }
 
-    /// Compares what `look` finds with what is known, until both agree. `file` is open, if given.
+    /// Compares the identity that `look` finds with the known one, until both agree. `file` is an
+    /// open descriptor of the file, if there is one.
     fn check_by(&self, look: &dyn Fn() -> io::Result<Identity>, file: Option<&File>) -> Result<()> {
         loop {
             self.check_known()?;
-            // Known first: what is found afterwards is never older.
+            // The known identity is read first, so that the found one is never older.
             let known = self.identity();
             let now = look().map_err(|e| Error::io(self.path(), "stat", e))?;
             if known == now {
@@ -336,8 +337,8 @@ impl LocalFile {
             || (!self.is_at_path() && *self.moved.get_or_init(|| now.ctime()) == now.ctime())
     }
 
-    /// Has `witness` say from now on whether a new change time comes from a write. It must have
-    /// been at work when the source was confirmed last, by `check` or `settle`.
+    /// Lets `witness` decide from now on whether a new change time comes from a write. It must have
+    /// been active when `check` or `settle` last confirmed the source.
     pub fn set_witness(&self, witness: Arc<dyn WriteWitness>) {
         *self.witness.lock() = Some(witness);
     }
@@ -347,8 +348,7 @@ impl LocalFile {
         self.file.is_at_path()
     }
 
-    /// Marks this version of the file as changed. The line in the log stands there before this
-    /// returns, and nobody waits for it.
+    /// Marks this version of the file as changed, and logs that before it returns.
     fn set_changed(&self, detail: String) -> Error {
         let error = self.changed_error(&detail);
         if self.changed.set(detail).is_err() {
@@ -368,8 +368,8 @@ impl LocalFile {
         Error::Changed { path: self.path().to_owned(), detail: detail.to_owned() }
     }
 
-    /// Whether the file is known to have changed, or is seen to have on a file system that
-    /// answers at once. Never waits.
+    /// Whether the file is known to have changed, or a check on a local file system finds a change.
+    /// Never waits.
     pub(super) fn is_changed_now(&self) -> bool {
         let changed = |file: Arc<File>| self.check_open(&file).is_err();
         self.is_changed()

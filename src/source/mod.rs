@@ -67,7 +67,7 @@ impl Source {
         Arc::new(Source::Local(LocalFile::closed(path, identity)))
     }
 
-    /// The same file as it is now, as a source of its own that shares the descriptor.
+    /// A new source for the file as it is now, which shares the descriptor.
     ///
     /// # Errors
     /// `Error::Io` where it cannot be looked at.
@@ -260,7 +260,7 @@ pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'stati
     }
 }
 
-/// Closes those of `sources` that are open but not pinned; does not wait for it.
+/// Closes the open but unpinned ones of `sources`, without waiting.
 pub fn release_unpinned(sources: &[Arc<Source>]) {
     let left = sources.iter().filter(|source| source.is_open_unpinned());
     let left: Vec<Arc<Source>> = left.cloned().collect();

@@ -1,4 +1,5 @@
-//! A path on a mount of ours leads to its source: who can read that need not go through the mount.
+//! Finds the source of a path on a tensorfs mount: a process that can read the source does not need
+//! the mount.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
@@ -19,20 +20,20 @@ pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 pub struct MountOrigin {
     /// The source: a folder, or a file of the set that is shown.
     pub path: PathBuf,
-    /// How the mount opened it.
+    /// Options that the mount opened it with.
     pub options: OpenOptions,
 }
 
-/// The source behind `path`, where it lies on a mount of root or of the caller whose source the
-/// caller may read.
+/// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may
+/// read the source.
 pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
-    // Held, so that what is asked for the attribute is what was looked at.
+    // The descriptor is held, so that the attribute is read from the file that was checked.
     let held = std::fs::OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_PATH | libc::O_CLOEXEC)
         .open(path)
         .ok()?;
-    // Anywhere else anybody may have written the attribute.
+    // On other file systems any user may have written the attribute.
     if !mountinfo::is_on_ours(&held) {
         return None;
     }
@@ -54,7 +55,7 @@ fn can_read(source: &Path) -> bool {
     };
     let is_weights = |path: &Path| {
         let name = path.file_name().and_then(std::ffi::OsStr::to_str);
-        // A FIFO of such a name would keep whoever opens it.
+        // Opening a FIFO of such a name would block.
         name.is_some_and(names::is_weights) && path.is_file()
     };
     let mut paths = entries.filter_map(Result::ok).map(|entry| entry.path());

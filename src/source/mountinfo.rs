@@ -14,7 +14,7 @@ pub const FSTYPE: &str = "fuse.tensorfs";
 pub struct Mount {
     /// Number of the mount.
     pub id: u32,
-    /// Number of the mount that it stands on.
+    /// Number of the parent mount.
     pub parent: u32,
     /// Minor number of its device, which also names the FUSE connection.
     pub minor: u32,
@@ -22,20 +22,20 @@ pub struct Mount {
     pub target: PathBuf,
     /// Type, for example `fuse.tensorfs`.
     pub fstype: String,
-    /// Device name: of our mounts the source, or what `fsname=` says.
+    /// Device name: for tensorfs mounts the source, or the value of `fsname=`.
     pub source: String,
-    /// User that a FUSE mount belongs to, as its own user namespace counts.
+    /// Owner of a FUSE mount, as numbered in the mount's own user namespace.
     pub owner: Option<u32>,
 }
 
 impl Mount {
-    /// Whether it is a mount of ours with this device number.
+    /// Whether it is a tensorfs mount with this device number.
     pub fn is_ours_of(&self, minor: u32) -> bool {
         self.minor == minor && self.fstype == FSTYPE
     }
 
-    /// Whether what the mount says of itself may be believed: it belongs to root, or to the user
-    /// as whom this process acts.
+    /// Whether the attributes of the mount can be trusted: it belongs to root, or to the effective
+    /// user of this process.
     fn is_trusted(&self, user: Option<u32>) -> bool {
         self.owner.is_some_and(|owner| owner == 0 || Some(owner) == user)
     }
@@ -44,16 +44,16 @@ impl Mount {
 /// All mounts that the calling thread sees.
 ///
 /// # Errors
-/// Where the table cannot be read.
+/// If the mount table cannot be read.
 pub fn all() -> std::io::Result<Vec<Mount>> {
     let table = std::fs::read("/proc/thread-self/mountinfo")?;
     Ok(table.split(|&byte| byte == b'\n').filter_map(parse_line).collect())
 }
 
-/// All mounts of ours.
+/// All tensorfs mounts.
 ///
 /// # Errors
-/// Where the table cannot be read.
+/// If the mount table cannot be read.
 pub fn ours() -> std::io::Result<Vec<Mount>> {
     Ok(all()?.into_iter().filter(|mount| mount.fstype == FSTYPE).collect())
 }
@@ -61,25 +61,25 @@ pub fn ours() -> std::io::Result<Vec<Mount>> {
 /// The mounts on `target`, the one on top last.
 ///
 /// # Errors
-/// Where the table cannot be read.
+/// If the mount table cannot be read.
 pub fn at(target: &Path) -> std::io::Result<Vec<Mount>> {
     let table = std::fs::read("/proc/self/mountinfo")?;
     let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
     Ok(mounts.filter(|mount| mount.target == target).collect())
 }
 
-/// The mount of ours that is on top at `target`.
+/// The topmost mount at `target`, if it is a tensorfs mount.
 ///
 /// # Errors
-/// Where the table cannot be read.
+/// If the mount table cannot be read.
 pub fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
     Ok(at(target)?.pop().filter(|mount| mount.fstype == FSTYPE))
 }
 
-/// Whether `file` lies on a mount of ours whose word counts: anybody may mount a file system of
-/// this type, with any answers, so it has to be one of root or of the caller.
+/// Whether `file` lies on a trusted tensorfs mount. Any user may mount a file system of this type
+/// with any answers, so the mount must belong to root or to the caller.
 ///
-/// While `file` is open its file system is in use, so that no other one gets its number.
+/// While `file` is open its file system is in use, so that no other file system gets its number.
 pub fn is_on_ours(file: &File) -> bool {
     let Ok(meta) = file.metadata() else { return false };
     let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
@@ -91,25 +91,25 @@ pub fn is_on_ours(file: &File) -> bool {
     is_ours_in(&table, minor, trusted_user())
 }
 
-/// Whether the file system `minor` is one of ours that may be believed. It stands in the table
-/// once for each place that it is mounted on; all of them have to agree.
+/// Whether the file system `minor` is a trusted tensorfs mount. The table has one line for each of
+/// its mount points, and all of them must agree.
 fn is_ours_in(table: &[u8], minor: u64, user: Option<u32>) -> bool {
     let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
     let mut mounts = mounts.filter(|mount| u64::from(mount.minor) == minor).peekable();
     mounts.peek().is_some() && mounts.all(|mount| mount.fstype == FSTYPE && mount.is_trusted(user))
 }
 
-/// The user as whom this process acts, where the mount table means the same by that number. It
-/// shows the number that the user has in the user namespace of the mount. Below the first
-/// namespace that may be a stranger in an outer one.
+/// The effective user of this process, if its user namespace is the initial one. The mount table
+/// shows numbers of the mount's user namespace, and in a nested namespace the same number may be
+/// another user.
 fn trusted_user() -> Option<u32> {
     let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
     let first = map.split_whitespace().eq(["0", "0", "4294967295"]);
     first.then(|| nix::unistd::geteuid().as_raw())
 }
 
-/// The folders that the overlay file system with device number `dev` is made of, as the mount table
-/// has them. None where it is not there.
+/// The layers of the overlay file system with device number `dev`, from the mount table. Empty if
+/// it is not listed.
 pub(super) fn overlay_layers(dev: u64) -> Vec<PathBuf> {
     let (major, minor) = (nix::sys::stat::major(dev), nix::sys::stat::minor(dev));
     let device = format!("{major}:{minor}");
@@ -134,7 +134,7 @@ fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
     layers.into_iter().map(|layer| PathBuf::from(OsString::from_vec(layer))).collect()
 }
 
-/// Splits at colons, but for those after a backslash. Two colons stand before layers of data.
+/// Splits at colons, except after a backslash. Data layers follow two colons.
 fn split_layers(value: &[u8]) -> Vec<Vec<u8>> {
     let mut layers = vec![Vec::new()];
     let mut bytes = value.iter();
@@ -186,8 +186,8 @@ fn unescape(field: &[u8]) -> OsString {
     OsString::from_vec(bytes)
 }
 
-/// `path` as the mount table spells it: absolute, links resolved, except that the last part is
-/// not looked at, since looking at a dead mount fails.
+/// `path` as in the mount table: absolute, with links resolved. The last part is left as it is if
+/// it is a dead mount, because resolving that fails.
 ///
 /// # Errors
 /// Fails where `path` leads nowhere.

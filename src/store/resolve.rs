@@ -29,7 +29,7 @@ pub enum Unusable {
     Loop,
     /// A link that leads out of the source.
     Outside,
-    /// A link to a folder out of the source, where links to files may lead anywhere.
+    /// A link to a folder outside of the source, while links to files may lead anywhere.
     FolderOutside,
     /// A name that the operating system does not let the caller look at.
     Denied,
@@ -68,7 +68,7 @@ impl Unusable {
         }
     }
 
-    /// The same of `count` names.
+    /// Text for `count` names.
     pub fn counted(self, count: usize) -> String {
         let (one, more) = match self {
             Unusable::Nowhere => ("link leads nowhere", "links lead nowhere"),
@@ -129,7 +129,7 @@ impl LinkBounds {
         LinkBounds { root, follow, links }
     }
 
-    /// The source.
+    /// Root folder of the source.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -139,10 +139,10 @@ impl LinkBounds {
         self.root = root;
     }
 
-    /// Where `path`, which lies in the source, really is, and what is there.
+    /// Resolves `path`, which lies in the source, to its real path and metadata.
     ///
     /// # Errors
-    /// Why that may not be read.
+    /// The reason why the target may not be read.
     pub fn resolve(&self, path: &Path) -> Result<(PathBuf, Identity), Unusable> {
         let real = Store::Local.real_path(path).map_err(|e| reason(&e))?;
         let version = Store::Local.version(&real);

@@ -1,4 +1,4 @@
-//! Bytes that are not what was recorded of them.
+//! Bytes that differ from their record.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::index::{FileRecord, Fingerprint, ShardSums};
 
 use super::stored::{Named, ShardPlace};
 
-/// Bytes that are not what was recorded of them.
+/// Bytes that differ from their record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     /// Name of the shard.
@@ -18,7 +18,7 @@ pub struct Mismatch {
     pub place: ShardPlace,
     /// The bytes in the shard.
     pub range: Range<u64>,
-    /// Their recorded checksum and the one found; none where the file has another length.
+    /// Recorded and found checksum. `None` if the file has another length.
     pub digests: Option<(Digest, Digest)>,
     /// Recorded length of the file, and the one found.
     pub lens: (u64, u64),
@@ -26,12 +26,12 @@ pub struct Mismatch {
     pub recorded: i64,
     /// Whether the modification time is the recorded one.
     pub same_mtime: bool,
-    /// How many more headers and stored pieces differ.
+    /// Number of further headers and stored pieces that differ.
     pub others: u64,
 }
 
 impl Mismatch {
-    /// One of bytes `range` of a shard that is `now` and of which `known` is recorded.
+    /// The mismatch of bytes `range` of a shard, which has the record `known` and is `now`.
     pub(crate) fn new(
         known: &ShardSums,
         now: &Fingerprint,
@@ -51,7 +51,7 @@ impl Mismatch {
         }
     }
 
-    /// The first one of a shard whose chunks, as they were recorded, have `digests`.
+    /// The first mismatch of a shard whose recorded chunks now have `digests`.
     pub(super) fn find(
         named: &Named<'_>,
         known: &ShardSums,
@@ -97,7 +97,7 @@ impl Mismatch {
         })
     }
 
-    /// The name of the tensor, where it is one.
+    /// The name of the tensor, if the bytes belong to one.
     pub fn tensor(&self) -> Option<&str> {
         match &self.place {
             ShardPlace::Tensor(name) => Some(name),
@@ -105,7 +105,7 @@ impl Mismatch {
         }
     }
 
-    /// As a refusal of its checkpoint.
+    /// The fault that refuses the checkpoint.
     pub fn fault(&self) -> Fault {
         let more = match self.others {
             0 => String::new(),
@@ -143,9 +143,9 @@ impl Mismatch {
             }
             None => format!("it has {} bytes, {} were recorded", self.lens.1, self.lens.0),
         };
-        let time = if self.same_mtime { "is still" } else { "is not" };
+        let time = if self.same_mtime { "is unchanged" } else { "has changed" };
         let recorded = shown_time(self.recorded);
-        format!("{differs} on {recorded}, and its modification time {time} the one of then")
+        format!("{differs} on {recorded}, and its modification time {time} since then")
     }
 }
 

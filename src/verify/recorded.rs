@@ -1,4 +1,4 @@
-//! The checksums of a folder as they stand in the store.
+//! The checksums of a folder in the store.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -14,7 +14,7 @@ use crate::io::{Read, read_all};
 use super::mismatch::Mismatch;
 use super::stored::ShardPlace;
 
-/// Most parts of one folder of which checksums are kept: all of them are in memory at a time.
+/// Most parts of one folder with checksums: all of them are in memory at a time.
 const PARTS_MAX: usize = 16 << 20;
 
 /// The checksums of a folder that were recorded before.
@@ -55,8 +55,8 @@ impl Recorded {
         self.sums.shard(name)
     }
 
-    /// Refuses a checkpoint of which a shard has no checksums here, or is not the file that has
-    /// them, as far as length, times and header tell. Reads the headers.
+    /// Refuses a checkpoint if a shard has no checksums here, or is not the recorded file by
+    /// length, times and header. Reads the headers.
     ///
     /// # Errors
     /// The refusal, with what to do, or why a header cannot be read.
@@ -111,7 +111,7 @@ impl Recorded {
         Some((self.sums.shards.len(), last))
     }
 
-    /// Where a file of checksums is there and not used: which, and why.
+    /// Path of an existing file of checksums that is not used, and why.
     pub fn doubt(&self) -> Option<String> {
         let path = self.store.as_ref()?.path(&self.file_name());
         self.doubt.as_ref().map(|doubt| format!("{}: not used: {doubt}", shown_path(&path)))
@@ -172,8 +172,8 @@ impl Recorded {
     }
 }
 
-/// Whether a file that was `before` was saved anew: in another inode or of another length, and
-/// with another time. One that keeps its time, or is only written to, has to keep its bytes.
+/// Whether a file that was `before` was saved anew: it has a new modification time, and a new inode
+/// or length. A file that keeps its time, or is only written to, must keep its bytes.
 pub(super) fn is_another_file(before: &Fingerprint, now: &Fingerprint) -> bool {
     before.mtime != now.mtime && (before.ino != now.ino || before.len != now.len)
 }
@@ -199,14 +199,14 @@ mod tests {
         let load = || Recorded::load(Some(&store), &folder);
         let (first, second) = (load(), load());
         first.keep(vec![sums(&folder, "a", 1), sums(&folder, "b", 2)]).unwrap();
-        // The same is no conflict, another one is; what has no other is recorded.
+        // An equal record is no conflict, a different one is; a shard without a record is recorded.
         second.keep(vec![sums(&folder, "b", 2), sums(&folder, "c", 3)]).unwrap();
         assert!(second.keep(vec![sums(&folder, "a", 9)]).unwrap_err().contains("another process"));
         let digest = |name: &str| load().of(name).unwrap().digests[0].0[0];
         assert_eq!(["a", "b", "c"].map(digest), [1, 2, 3]);
         load().keep(vec![sums(&folder, "a", 9)]).unwrap();
         assert_eq!(["a", "b", "c"].map(digest), [9, 2, 3]);
-        // Files that are gone are forgotten with the next ones.
+        // Records of deleted files are dropped at the next change.
         std::fs::remove_file(folder.join("c")).unwrap();
         load().keep(vec![sums(&folder, "d", 4)]).unwrap();
         assert!(load().of("c").is_none() && load().of("d").is_some());

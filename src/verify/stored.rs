@@ -12,7 +12,7 @@ pub enum ShardPlace {
     Header,
     /// The tensor of this name.
     Tensor(String),
-    /// None: a weight map sends their tensor elsewhere.
+    /// No tensor: a weight map takes their tensor from another shard.
     Unused,
 }
 

@@ -1,4 +1,4 @@
-//! From a catalog to the virtual files that it is cut into.
+//! Cuts a catalog into virtual files.
 
 use std::sync::Arc;
 
@@ -7,13 +7,13 @@ use crate::catalog::Catalog;
 use crate::format::OutputFormat;
 use crate::hash::{Digest, Hasher};
 
-/// In which order the tensors of a file stand, and where its data begins.
+/// The order of the tensors of a file, and the alignment of its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorOrder {
-    /// As mounts show it: data begins on a page, and tensors stand in the order of the disk where
-    /// their alignment allows it.
+    /// The order that mounts show: data begins on a page, and tensors are in the order of the disk
+    /// if their alignment allows it.
     Mounted,
-    /// As the reference implementation of the format saves it.
+    /// The order in which the reference implementation of the format saves tensors.
     Saved,
 }
 

@@ -24,7 +24,7 @@ pub enum Files {
 /// How the weight map is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MapPolicy {
-    /// Every tensor is sent to the virtual file.
+    /// It assigns every tensor to the virtual file.
     #[default]
     Rewrite,
     /// It is not shown.

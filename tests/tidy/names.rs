@@ -56,6 +56,9 @@ fn type_names<'a>(tokens: &[Token<'a>]) -> Vec<(&'a str, usize, bool)> {
             "struct" | "enum" | "union" | "trait" | "type"
                 if open.iter().all(|is_module| *is_module) =>
             {
+                if stands_in_for_a_feature(&tokens[..index]) {
+                    continue;
+                }
                 let Some(name) = tokens.get(index + 1).filter(|next| next.is_word()) else {
                     continue;
                 };
@@ -71,4 +74,11 @@ fn type_names<'a>(tokens: &[Token<'a>]) -> Vec<(&'a str, usize, bool)> {
         }
     }
     found
+}
+
+/// Whether the item after `before` is compiled only without a feature, in place of its namesake.
+fn stands_in_for_a_feature(before: &[Token<'_>]) -> bool {
+    let item = before.iter().rposition(|token| matches!(token.text, ";" | "}" | "{"));
+    let words: Vec<_> = before[item.map_or(0, |end| end + 1)..].iter().map(|t| t.text).collect();
+    words.windows(3).any(|three| three == ["not", "(", "feature"])
 }

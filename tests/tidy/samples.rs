@@ -348,6 +348,8 @@ fn type_names_that_stand_twice_in_a_crate_are_flagged() {
     assert_eq!(twice("struct State;", "struct State { a: u8 }"), 0);
     assert_eq!(twice("impl A { type Job = u8; }", "impl B { type Job = u8; }"), 0);
     assert_eq!(twice("struct Job;", "#[cfg(test)] mod tests { struct Job; }"), 0);
+    assert_eq!(twice("struct Job;", "#[cfg(not(feature = \"x\"))]\npub enum Job {}"), 0);
+    assert_eq!(twice("struct Job;", "#[derive(Debug)]\npub enum Job {}"), 1);
     let crates = [sample("src/io/mod.rs", "struct Job;"), sample("mount/src/fs.rs", "struct Job;")];
     assert!(names::doubled_name_violations(&crates).is_empty());
 }

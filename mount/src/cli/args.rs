@@ -155,7 +155,7 @@ pub(crate) struct StatusArgs {
 /// Arguments of `top`.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// Time between two looks
+    /// Time between two updates
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     pub interval: Duration,
     /// Print one table, of one interval, and end
@@ -206,7 +206,7 @@ pub(crate) struct LoadArgs {
     /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     pub device: Device,
-    /// Read to a GPU by NVIDIA cuFile (GPUDirect Storage) where that is possible
+    /// Read to a GPU by NVIDIA cuFile (GPUDirect Storage) if possible
     #[arg(long)]
     pub cufile: bool,
     /// Write when each read was queued, read and moved, as Chrome and Perfetto show it
@@ -220,7 +220,7 @@ pub(crate) struct LoadArgs {
 /// The memory that tensors are loaded into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// The memory of this machine.
+    /// Host memory.
     Cpu,
     /// The memory of the GPU with this number.
     Cuda(u32),
@@ -250,13 +250,13 @@ pub(crate) struct VerifyArgs {
     /// Write a manifest beside the shards, which later proofs use
     #[arg(long)]
     pub write_manifest: bool,
-    /// Record the checksums of what differs from the recorded ones anew
+    /// Record the checksums again where they differ from the recorded ones
     #[arg(long)]
     pub record: bool,
     /// Print the sha256 of every shard as sha256sum does, and the report on standard error
     #[arg(long)]
     pub sha256: bool,
-    /// Fail where nothing proves that the last pieces are there
+    /// Fail if nothing proves that the last pieces are there
     #[arg(long)]
     pub strict: bool,
     /// Whether to draw a progress bar
@@ -286,9 +286,9 @@ pub(crate) struct ConvertArgs {
 /// Formats that checkpoints are written in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum To {
-    /// As the bintensors package writes it.
+    /// The file that the bintensors package would write.
     Bintensors,
-    /// As the safetensors package writes it.
+    /// The file that the safetensors package would write.
     Safetensors,
 }
 

@@ -59,7 +59,7 @@ struct Subject {
     source: PathBuf,
     /// The virtual file, from the root of the mount.
     shown: PathBuf,
-    /// The files that its bytes lie in.
+    /// The shard files.
     shards: Vec<PathBuf>,
     /// The folder of the checkpoint.
     folder: PathBuf,
@@ -81,7 +81,7 @@ pub(super) fn run(args: &BenchArgs) -> Outcome {
     let outcome = bench(args);
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
-            // Said on standard error whether or not this can be printed.
+            // The failure goes to standard error even if this cannot be printed.
             let _ = print_json(&json!({
                 "ok": false,
                 "class": failure.kind().as_str(),
@@ -102,7 +102,7 @@ fn bench(args: &BenchArgs) -> Outcome {
     if options.open.view.files == Files::Original {
         return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));
     }
-    // Before anything is made or mounted for it.
+    // This check comes before any file is made or mounted.
     args.against.as_deref().map_or(Ok(()), check_file)?;
     if options.open.view.format != OutputFormat::default() {
         return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
@@ -118,7 +118,7 @@ fn bench(args: &BenchArgs) -> Outcome {
     let source = std::path::absolute(&source)
         .map_err(|e| Failure::Failed(format!("the working directory is gone: {e}")))?;
     let mut subject = look(&source, &options, args, method)?;
-    // Removed, as the checkpoint is, when this function returns.
+    // Both the checkpoint and this file are removed when this function returns.
     let written = consolidate(&mut subject, args)?;
     let outcome = measure(&subject, args);
     if args.keep {
@@ -136,7 +136,7 @@ fn check_file(path: &Path) -> Outcome {
         let path = shown_path(path);
         Err(Failure::Failed(format!("--against {path}: {why}; without it, a file is written")))
     };
-    // A pipe would be waited for.
+    // Opening a pipe would block.
     match std::fs::metadata(path).map(|meta| meta.is_file().then(|| File::open(path))) {
         Ok(Some(Ok(_))) => Ok(()),
         Ok(None) => failed(&"not a regular file"),
@@ -211,7 +211,7 @@ fn look(
     }
 }
 
-/// Writes the consolidated file where none is given, and compares it with what the mount shows.
+/// Writes the consolidated file if none is given, and compares it with the mounted file.
 fn consolidate(subject: &mut Subject, args: &BenchArgs) -> Result<Option<Scratch>, Failure> {
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
     let shown = mounted.path().join(&subject.shown);
@@ -238,7 +238,7 @@ fn consolidate(subject: &mut Subject, args: &BenchArgs) -> Result<Option<Scratch
     }
 }
 
-/// Measures the cases and prints what came of them.
+/// Measures the cases and prints the results.
 fn measure(subject: &Subject, args: &BenchArgs) -> Outcome {
     let mut facts = facts(subject)?;
     if !args.json {
@@ -373,7 +373,7 @@ fn notes(measured: &[Measured]) -> Vec<String> {
     notes
 }
 
-/// Says on a terminal what goes on, on a line that the next one replaces.
+/// Shows progress on a terminal, on a line that the next message replaces.
 fn progress(what: &str) {
     let mut error = std::io::stderr();
     if error.is_terminal() {
@@ -382,7 +382,7 @@ fn progress(what: &str) {
     }
 }
 
-/// The space that is free for us where `path` lies.
+/// Bytes that this user can write to the file system of `path`.
 fn space_free(path: &Path) -> std::io::Result<u64> {
     let stat = nix::sys::statvfs::statvfs(path)?;
     Ok(stat.blocks_available() * stat.fragment_size())

@@ -83,8 +83,8 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     print_text(&text)
 }
 
-/// Refuses to write over a file of `checkpoint`, which others need; a checkpoint of one file may
-/// be written over itself.
+/// Refuses to overwrite a file of `checkpoint`. Only a checkpoint of one file may be overwritten by
+/// itself.
 fn keep_source(checkpoint: &Checkpoint, target: &Path) -> Result<(), Failure> {
     let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     let Some(there) = inode(target) else { return Ok(()) };
@@ -122,7 +122,7 @@ fn target(out: &Path, name: &str, format: OutputFormat) -> Result<PathBuf, Failu
     }
 }
 
-/// The digest that is told of a file in a format.
+/// The digest that `convert` prints for a format.
 enum Hash {
     /// The checksum that `save_with_checksum` of the bintensors package returns by default.
     Sha1(Sha1),
@@ -154,8 +154,9 @@ impl Hash {
     }
 }
 
-/// Has a signal to end noted, so that nothing half-written is left. One that comes much later ends
-/// the process at once; one that comes with the first, as `timeout` sends it, does not.
+/// Makes a signal that ends the process set `STOPPED`, so that no half-written file is left. A
+/// signal that comes `PATIENCE` later ends the process at once; an earlier one, which `timeout`
+/// sends with the first, does not.
 fn stop_on_signals() {
     block_signals();
     std::thread::spawn(|| {

@@ -1,5 +1,5 @@
-//! `tensorfs demo`: makes small checkpoints as savers leave them, mounts them, and compares
-//! every byte that the mount shows with what it has to be.
+//! `tensorfs demo`: makes small checkpoints as savers leave them, mounts them, and compares every
+//! byte of the mounted files with its expected value.
 //!
 //! Each byte of a tensor is computed from the tensor's number and the byte's place, so the
 //! comparison shares no code with the layout and the gathering that it tests.
@@ -21,7 +21,7 @@ use crate::daemon::attach::{Detach, detach};
 use crate::daemon::background;
 use crate::log;
 
-/// Prints a line; a reader that has seen enough is no failure.
+/// Prints a line. A closed pipe is no failure.
 macro_rules! tell {
     ($($line:tt)*) => {{
         let _ = writeln!(io::stdout(), $($line)*);
@@ -146,7 +146,7 @@ fn compare(file: &Path) -> Result<(usize, u64), Failure> {
 }
 
 fn unmount(mount: &Path) -> io::Result<()> {
-    // Somebody who indexes new mounts may have it open for a moment.
+    // A file indexer may have the mount open for a moment.
     for _ in 0..50 {
         match detach(mount, Detach::Clean) {
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {

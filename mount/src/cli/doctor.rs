@@ -1,7 +1,7 @@
 //! `tensorfs doctor`: what this machine has for mounting and reading, and what it lacks.
 //!
-//! Every line comes from something that was tried or read just now; what could not be found out
-//! is called unknown.
+//! Every line comes from a test that ran just now. A result that could not be determined is called
+//! unknown.
 
 mod machine;
 mod mounting;
@@ -16,20 +16,20 @@ use tensorfs::error::shown;
 use super::args;
 use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
 
-/// How a thing is.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Health {
     /// Works at full speed.
     Ok,
-    /// There, but worse than it could be.
+    /// It works, but worse than it could.
     Degraded,
     /// Absent.
     Missing,
-    /// Nothing here tells.
+    /// It cannot be determined.
     Unknown,
 }
 
-/// One thing that was looked at.
+/// One line of the report.
 #[derive(Debug, PartialEq, Eq)]
 struct Check {
     name: &'static str,
@@ -112,14 +112,14 @@ pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
     outcome
 }
 
-/// Whether standard output is a terminal of somebody who did not ask for plain text.
+/// Whether standard output is a terminal, and neither `NO_COLOR` nor `TERM` rules colours out.
 fn in_colour() -> bool {
     let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_none_or(|value| value == "dumb");
     std::io::stdout().is_terminal() && !plain && !dumb
 }
 
-/// One line for each check, and one below it for what to do.
+/// One line for each check, and one below it for its advice.
 fn table(checks: &[Check], colour: bool) -> String {
     let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     let mut text = String::new();

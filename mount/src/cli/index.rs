@@ -14,7 +14,7 @@ use crate::log;
 /// The index of a folder, and what the folder holds.
 struct IndexReport {
     directory: String,
-    /// A word for what became of the index.
+    /// A word for the fate of the index.
     state: &'static str,
     /// Why the former index was unusable, or why none can be kept.
     reason: Option<String>,

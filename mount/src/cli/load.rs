@@ -1,4 +1,4 @@
-//! `tensorfs load`: a checkpoint into memory, and where the time went.
+//! `tensorfs load`: loads a checkpoint into memory, and reports the time of each step.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -88,8 +88,8 @@ struct FinishedLoad<'a> {
 }
 
 impl FinishedLoad<'_> {
-    /// From the checkpoint's opening to the last byte in its place. A GPU was open already, as
-    /// it is in a program that uses it.
+    /// Time from opening the checkpoint to the last byte in its place. Opening the GPU is not
+    /// included, since a program that uses one has it open already.
     fn total(&self) -> Duration {
         let stats = &self.report.stats;
         self.opened + stats.plan + stats.load
@@ -159,7 +159,7 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
     text
 }
 
-/// How the system was asked for memory ahead of the reads.
+/// Describes how memory was populated ahead of the reads.
 fn memory_of(memory: &MemoryStats) -> String {
     let of = |bytes, time, pages| match bytes {
         0 => format!("none in {pages} pages"),
@@ -262,10 +262,10 @@ fn write_trace(path: &Path, checkpoint: &Checkpoint, report: &Report) -> std::io
     written
 }
 
-/// How a trace begins: keys are written in order.
+/// The start of each trace: keys are written in order.
 const TRACE_START: &[u8] = br#"{"displayTimeUnit":"#;
 
-/// Refuses to write a trace over a file that is none.
+/// Refuses to overwrite a file that is not a trace.
 fn check_trace(path: &Path) -> Outcome {
     let Ok(meta) = std::fs::metadata(path) else { return Ok(()) };
     if !meta.is_file() || meta.len() == 0 {

@@ -30,8 +30,8 @@ use crate::log;
 use args::{Cli, Command};
 use output::{Failure, Outcome, print_bytes, print_json};
 
-/// Prints help, the version, or what is wrong with the arguments. These may be names of files, so
-/// they are shown escaped.
+/// Prints help, the version, or the error in the arguments. Arguments are shown escaped, since they
+/// may be names of files.
 fn usage(error: clap::Error) -> ExitCode {
     let args = std::env::args_os().map(|arg| shown(&arg.to_string_lossy()));
     let shown = Cli::try_parse_from(args).err().unwrap_or(error);
@@ -77,7 +77,7 @@ fn finish(outcome: Outcome, complain: impl FnOnce(&str)) -> ExitCode {
     }
 }
 
-/// Where JSON was asked for and nothing printed yet, prints the failure as JSON too.
+/// If JSON was requested and nothing is printed yet, prints the failure as JSON too.
 fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
@@ -89,7 +89,7 @@ fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
                 "sets": [],
                 "notes": [],
             });
-            // The outcome itself is said on standard error whether or not this can be printed.
+            // The failure goes to standard error even if this cannot be printed.
             let _ = print_json(&json);
         }
         _ => {}

@@ -1,7 +1,7 @@
 //! `mount.tensorfs SRC MNT [-sfnv] [-o OPTIONS]`: the helper that mount(8) calls, so that
 //! `mount -t tensorfs` and lines in fstab work.
 //!
-//! Exit status as mount(8) wants it: 1 usage, 2 system error, 32 mount failure.
+//! Exit status as mount(8) defines it: 1 usage, 2 system error, 32 mount failure.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -76,7 +76,7 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
             match flag {
                 's' => call.sloppy = true,
                 'f' => call.fake = true,
-                // There is no mtab to leave alone.
+                // `-n` means not to write mtab, which is never written.
                 'n' => {}
                 'v' => call.verbose += 1,
                 'o' | 't' | 'N' => {

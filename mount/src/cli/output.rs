@@ -6,7 +6,7 @@ use serde_json::Value;
 use tensorfs::ErrorKind;
 use tensorfs::error::{is_hidden, shown_lines};
 
-/// Why a command did not do what it was asked for.
+/// The reason why a command failed.
 pub(super) enum Failure {
     /// The request makes no sense.
     Usage(String),
@@ -51,7 +51,7 @@ pub(super) fn print_json(value: &Value) -> Outcome {
     let mut output = io::stdout().lock();
     let text = if output.is_terminal() { format!("{value:#}") } else { value.to_string() };
     let printed = writeln!(output, "{}", plain_json(&text));
-    // A reader that has seen enough is no failure.
+    // A closed pipe is no failure.
     match printed {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(Failure::Failed(format!("cannot write: {e}")))
@@ -60,8 +60,8 @@ pub(super) fn print_json(value: &Value) -> Outcome {
     }
 }
 
-/// The same JSON with everything escaped that a terminal would not show as itself: serialising
-/// escapes only the first 32 characters.
+/// Escapes all characters that a terminal would not show as themselves: serde_json escapes only the
+/// first 32.
 fn plain_json(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for c in text.chars() {
@@ -76,13 +76,13 @@ fn plain_json(text: &str) -> String {
     plain
 }
 
-/// Prints lines for people; a reader that has seen enough is no failure. Names within a line have
-/// to be `shown` before: what ends a line is not escaped here.
+/// Prints lines for people. A closed pipe is no failure. The caller escapes names with `shown`:
+/// line ends are not escaped here.
 pub(super) fn print_text(text: &str) -> Outcome {
     print_bytes(shown_lines(text).as_bytes())
 }
 
-/// Prints bytes as they are, for programs; a reader that has seen enough is no failure.
+/// Prints bytes unchanged, for programs. A closed pipe is no failure.
 pub(super) fn print_bytes(bytes: &[u8]) -> Outcome {
     match io::stdout().lock().write_all(bytes) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {

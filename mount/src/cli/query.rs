@@ -29,7 +29,7 @@ struct Shown {
     /// Length of the file.
     size: u64,
     data_start: u64,
-    /// In file order: position in the catalog and offset in the file.
+    /// Position in the catalog and offset in the file, in file order.
     order: Vec<(usize, u64)>,
 }
 
@@ -100,10 +100,10 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
 
 /// The checkpoints of a source, and notes about them.
 struct Looked {
-    /// The sets that are whole.
+    /// The proved sets.
     shown: Vec<Shown>,
     notes: Vec<String>,
-    /// The others: folder, name and reason.
+    /// The refused sets: folder, name and reason.
     refused: Vec<(String, String, Error)>,
 }
 
@@ -153,7 +153,7 @@ fn print_answer(
     }))
 }
 
-/// Says the refusals on standard error.
+/// Prints the refusals on standard error.
 fn told(refused: &[(String, String, Error)]) -> Outcome {
     refused.iter().for_each(|(_, _, error)| log::say(&error.to_string()));
     if refused.is_empty() { Ok(()) } else { Err(Failure::Told) }
@@ -287,7 +287,7 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     }
     match StridedCopy::of_piece(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits()) {
         Ok(runs) => (runs.count(), runs.run_len()),
-        // Only where the checkpoint is shown as it is: the piece is not cut into runs then.
+        // Only pieces of a checkpoint with `layout=original` cannot be cut into runs.
         Err(_) => (1, piece.range.end - piece.range.start),
     }
 }

@@ -25,7 +25,7 @@ pub(super) struct Tensor {
 }
 
 impl Tensor {
-    /// Bytes that it takes.
+    /// Length in bytes.
     pub(super) fn len(&self) -> u64 {
         len_of(self.dtype, &self.shape)
     }
@@ -103,7 +103,8 @@ fn write_hugging_face(folder: &Path, tensors: &[Tensor], shards: u64) -> io::Res
         let name = format!("model-{:05}-of-{shards:05}.safetensors", shard + 1);
         let (mut start, mut parts) = (0, Vec::new());
         for (number, tensor) in tensors.iter().enumerate() {
-            // By its middle: a long tensor in front leaves no shard empty.
+            // The middle of a tensor decides its shard, so that a long tensor in front leaves no
+            // shard empty.
             if (start + tensor.len() / 2) * shards / total.max(1) == shard {
                 let (offset, shape) = (vec![0; tensor.shape.len()], tensor.shape.clone());
                 parts.push(Part { number, offset, shape });

@@ -1,4 +1,4 @@
-//! The checkpoints that a command is asked about: options, scan and proof.
+//! The checkpoints that a command reads: options, scan and proof.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -21,8 +21,8 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
     folder.map(|folder| format!("index-dir={}", escape(&folder.to_string_lossy())))
 }
 
-/// Scans the source of a query; on a mount, the source behind it, looked at the same way unless
-/// `-o` says how.
+/// Scans the source of a query. For a path on a mount, scans the source behind it with the view of
+/// the mount, unless `-o` is given.
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
     let (mut path, mut open) = (args.source.clone(), options.open);
@@ -92,8 +92,7 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<S
     (found, notes)
 }
 
-/// The one checkpoint of the source, and the notes about it. Whether a mount could show it as one
-/// file does not matter.
+/// The one checkpoint of the source, and the notes about it. It need not fit into one virtual file.
 pub(super) fn one_checkpoint(
     args: &args::SourceArgs,
     mut options: Options,
@@ -106,7 +105,8 @@ pub(super) fn one_checkpoint(
         Ok([FoundSet { set, .. }]) => Ok((set.outcome?, notes)),
         Err(found) => {
             let name = |found: &FoundSet| {
-                // A file of the set names it, also where the set is shown under another name.
+                // The name of a file identifies the set, even if the set is shown under another
+                // name.
                 let file = found.set.files.first().unwrap_or(&found.set.name);
                 shown_path(&found.directory.join(file))
             };

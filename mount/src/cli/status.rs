@@ -1,5 +1,5 @@
-//! `tensorfs status`: the mounts of tensorfs and what their daemons say of themselves. Never
-//! looks at a mount point from this process: a daemon that hangs would keep it.
+//! `tensorfs status`: the mounts of tensorfs and the reports of their daemons. This process never
+//! accesses a mount point: a hanging daemon would block it.
 
 use std::fmt::Write;
 use std::io;
@@ -29,15 +29,15 @@ const PROBE: [&str; 3] = ["internal", "probe-dead", "--"];
 /// Exit status of such a process if the mount is dead.
 const DEAD: u8 = 3;
 
-/// How a mount fares.
+/// The state of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MountState {
     /// Its daemon answers.
     Running,
-    /// Its daemon answers, but the mount is in no table of ours: taken off while files are
-    /// open, or in another mount namespace.
+    /// Its daemon answers, but the mount is not in the mount table: unmounted while files are open,
+    /// or in another mount namespace.
     Detached,
-    /// Nothing to ask at, but not dead.
+    /// It has no control socket, but is not dead.
     NoSocket,
     /// Its daemon is there and does not answer.
     NoAnswer,
@@ -73,21 +73,21 @@ impl MountState {
     }
 }
 
-/// A mount and what its daemon says.
+/// A mount and the report of its daemon.
 pub(super) struct Seen {
-    /// Number of its device, which it alone has.
+    /// Minor number of its device, which is unique.
     pub minor: u32,
     /// The mount point.
     pub target: PathBuf,
     pub state: MountState,
     /// Everything known, as `--json` prints it.
     pub facts: Value,
-    /// When the daemon said it.
+    /// Time of the daemon's answer.
     pub asked: Instant,
 }
 
 impl Seen {
-    /// The number at `pointer` of what the daemon says.
+    /// The number at `pointer` of the daemon's answer.
     pub(super) fn number(&self, pointer: &str) -> Option<u64> {
         self.facts.pointer(pointer).and_then(Value::as_u64)
     }
@@ -124,11 +124,11 @@ pub(super) fn run(args: &args::StatusArgs) -> Outcome {
     if missing.is_empty() && !seen.iter().any(is_bad) { Ok(()) } else { Err(Failure::Told) }
 }
 
-/// The mount of ours on `path`, which may be a link to it. Looks at no mount point.
+/// The tensorfs mount on `path`, which may be a link to it. Does not access the mount point.
 fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
-    // Without trailing slashes and dots.
+    // `components` drops trailing slashes and dots.
     let mut path = PathBuf::from_iter(std::path::absolute(path).ok()?.components());
-    // As many links as the kernel follows.
+    // The kernel follows 40 links too.
     for _ in 0..40 {
         let on = |path: &Path| mounts.iter().rev().find(|mount| mount.target == path).cloned();
         if let Some(mount) = on(&path) {
@@ -145,7 +145,7 @@ fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
 }
 
 /// Asks the daemons of `mounts`, and those of the caller that serve no mount in the table, for
-/// `limit` at most. `probe`: what leaves no trace is tried.
+/// `limit` at most. `probe`: also tests whether a mount without a socket is dead.
 pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let owner = geteuid().as_raw();
     let is_known = |minor: u32| mounts.iter().any(|mount| mount.minor == minor);
@@ -163,7 +163,8 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
     seen
 }
 
-/// Asks the daemons of `mounts`, all at the same time. Leaves out what was unmounted meanwhile.
+/// Asks the daemons of `mounts`, all at the same time. Leaves out mounts that were unmounted
+/// meanwhile.
 pub(super) fn ask(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let mut seen = ask_each(mounts, limit, probe);
     if seen.iter().any(|one| one.state != MountState::Running) {
@@ -211,7 +212,7 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
         Reply::Status(pid, said) => return describe(mount, MountState::Running, pid, said),
         Reply::Silence(pid) => return describe(mount, MountState::NoAnswer, pid, Value::Null),
         Reply::Leftover => MountState::Dead,
-        // The kernel tells whether it is dead only those that it lets in.
+        // Only a user who may access the mount can find out whether it is dead.
         Reply::Nothing if probe && is_ours => probe_from_outside(&mount.target, deadline),
         Reply::Nothing => MountState::NoSocket,
     };
@@ -220,15 +221,15 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
 
 /// The work of the probe: its exit status says whether the mount on `target` is dead.
 pub(super) fn answer_probe(target: &Path) -> ExitCode {
-    // Asks for its size, which no cache of the kernel answers.
+    // statvfs always asks the daemon: the kernel caches no answer.
     match nix::sys::statvfs::statvfs(target) {
         Err(Errno::ENOTCONN | Errno::ECONNABORTED) => ExitCode::from(DEAD),
         _ => ExitCode::SUCCESS,
     }
 }
 
-/// Asks the kernel for a mount without a socket, from another process: one that waits for a
-/// daemon that hangs could not end.
+/// Checks a mount without a socket from another process: a process that waits for a hanging daemon
+/// cannot end.
 fn probe_from_outside(target: &Path, deadline: Instant) -> MountState {
     let mut command = Command::new("/proc/self/exe");
     let command = command.arg0("tensorfs").args(PROBE).arg(target).stdin(Stdio::null());
@@ -248,7 +249,7 @@ fn probe_from_outside(target: &Path, deadline: Instant) -> MountState {
     }
 }
 
-/// Puts together what is known of a mount.
+/// Combines the facts about a mount.
 fn describe(mount: Mount, state: MountState, pid: i32, said: Value) -> Seen {
     let asked = Instant::now();
     let mut facts = match said {
@@ -322,7 +323,7 @@ fn state_text(seen: &Seen) -> String {
     text
 }
 
-/// The sets whose last pieces nothing proves; nothing where there are none.
+/// Sets with an unproven tail; empty if there are none.
 fn tail_text(seen: &Seen) -> String {
     let count = seen.number("/tail/unproven").unwrap_or_default();
     if count == 0 {
@@ -347,7 +348,7 @@ fn options_text(options: Option<&Value>) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// The counters, in words; what a daemon does not count is left out.
+/// The counters, in words. Counters that the daemon does not have are left out.
 fn counter_lines(seen: &Seen) -> Vec<(&'static str, String)> {
     let Some(_) = seen.facts.get("counters") else { return Vec::new() };
     let count = |key: &str| seen.number(&format!("/counters/{key}")).unwrap_or_default();
@@ -426,7 +427,7 @@ fn memory_text(seen: &Seen) -> String {
     parts.join("; ")
 }
 
-/// ` (12.3 %)`, or nothing where there is no whole.
+/// ` (12.3 %)`, or empty if `whole` is 0.
 fn share(part: u64, whole: u64) -> String {
     if whole == 0 {
         return String::new();

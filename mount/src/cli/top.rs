@@ -1,4 +1,4 @@
-//! `tensorfs top`: the running mounts, looked at again and again.
+//! `tensorfs top`: the running mounts, in a table that is updated.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
@@ -42,13 +42,13 @@ pub(super) fn run(args: &args::TopArgs) -> Outcome {
     print_text(&text)
 }
 
-/// How long a daemon may take to answer where there are other looks at it: one that does not
-/// answer must keep neither the keys nor the others waiting.
+/// Time limit for an answer in the live table: a daemon that does not answer must delay neither the
+/// keys nor the other mounts.
 fn short_limit(interval: Duration) -> Duration {
     interval.clamp(Duration::from_millis(250), Duration::from_secs(1))
 }
 
-/// All mounts, each once however many places show it.
+/// All mounts, each once even if it is mounted in several places.
 fn look(limit: Duration) -> io::Result<Vec<Seen>> {
     let mut mounts = mountinfo::ours()?;
     mounts.sort_by_key(|mount| mount.minor);
@@ -62,7 +62,7 @@ fn look(limit: Duration) -> io::Result<Vec<Seen>> {
 fn live(interval: Duration) -> io::Result<()> {
     let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
     let mut signals = SigSet::from_iter(ending);
-    // Another size of the terminal: show what is known again.
+    // The terminal has another size: the last table is drawn again.
     signals.add(Signal::SIGWINCH);
     signals.thread_block()?;
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
@@ -93,8 +93,8 @@ fn live(interval: Duration) -> io::Result<()> {
     }
 }
 
-/// Waits for a key or a signal until `end`. False: the key, or the end of the terminal, says to
-/// end.
+/// Waits for a key or a signal until `end`. Returns false if a key, or the end of the terminal,
+/// ends the program.
 fn wait(signals: &SignalFd, end: Instant) -> io::Result<bool> {
     let stdin = io::stdin();
     let fds = [stdin.as_fd(), signals.as_fd()];
@@ -109,8 +109,8 @@ fn wait(signals: &SignalFd, end: Instant) -> io::Result<bool> {
     Ok(len > 0 && !keys[..len].iter().any(|key| ENDING_KEYS.contains(key)))
 }
 
-/// The terminal while we have it: another screen, no cursor, keys as they are pressed. Put back
-/// when this is dropped.
+/// The terminal in its live mode: alternate screen, no cursor, unbuffered keys. The drop restores
+/// it.
 struct Screen {
     before: Termios,
 }
@@ -151,8 +151,8 @@ fn write_all(text: &str) -> io::Result<()> {
     output.flush()
 }
 
-/// The table of what happened between two looks: one line for each mount of the second, then
-/// the busiest files.
+/// The table of the activity between two readings: one line for each mount of the second, then the
+/// busiest files.
 fn table(before: &[Seen], now: &[Seen]) -> Vec<String> {
     if now.is_empty() {
         return vec!["no tensorfs mounts".to_owned()];
@@ -255,7 +255,7 @@ fn gigabytes(rate: Option<f64>) -> String {
     rate.map_or_else(|| "-".to_owned(), |rate| format!("{:.3}", rate / 1e9))
 }
 
-/// The share of `part` in both together.
+/// The share of `part` in the sum of both.
 fn percent(part: Option<u64>, other: Option<u64>) -> String {
     match (part, other) {
         (Some(part), Some(other)) if part + other > 0 => {

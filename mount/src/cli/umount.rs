@@ -1,4 +1,4 @@
-//! `tensorfs umount`: takes a mount off, also one whose daemon is dead.
+//! `tensorfs umount`: unmounts, even if the daemon is dead.
 
 use std::io;
 

@@ -33,7 +33,8 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
     let mut notes = skipped_notes(&tree);
     let bar = bar(args.progress, 0);
     let mut report = VerifyReport::default();
-    // One family after the other: the headers of all of a tree may be more than memory holds.
+    // Families are verified one after the other: the headers of a whole tree may not fit into
+    // memory.
     for head in tree.families() {
         // The index is part of what is verified, so the proof does not use it.
         let store = tree.options.index.take();
@@ -56,7 +57,7 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
 #[derive(Default)]
 struct VerifyReport {
     sets: Vec<Value>,
-    /// Its kind and its line.
+    /// The kind and the message of the first refusal.
     first_refusal: Option<(Value, String)>,
     unproven: bool,
 }
@@ -153,8 +154,8 @@ impl VerifyReport {
     }
 }
 
-/// Prints the report of a set and lines as sha256sum prints them. Those have standard output for
-/// themselves, so that `sha256sum -c` can read it.
+/// Prints the report of a set and lines as sha256sum prints them. Only these lines go to standard
+/// output, so that `sha256sum -c` can read it.
 fn report_text(args: &args::VerifyArgs, text: &str, sums: &[u8]) -> Outcome {
     if !args.sha256 {
         return print_text(text);
@@ -163,8 +164,8 @@ fn report_text(args: &args::VerifyArgs, text: &str, sums: &[u8]) -> Outcome {
     print_bytes(sums)
 }
 
-/// The folder of the source as the user has named it, so that it is found from where he is;
-/// not where that is a mount, which does not show the shards.
+/// The folder of the source as the user named it, so that relative paths stay valid; the real
+/// folder if the user named a mount, which does not show the shards.
 fn named_source(args: &args::VerifyArgs, tree: &Tree) -> PathBuf {
     let folder = |path: &Path| match tree.only {
         Some(_) => path.parent().map(Path::to_owned).unwrap_or_default(),
@@ -192,7 +193,7 @@ struct Judged {
     doubt: Option<String>,
 }
 
-/// Reads a set and keeps its checksums, where nothing differs.
+/// Reads a set and records its checksums if nothing differs.
 fn judge(
     args: &args::VerifyArgs,
     tree: &Tree,
@@ -251,7 +252,7 @@ impl Judged {
         }
     }
 
-    /// The facts of bytes that differ.
+    /// Describes the bytes that differ.
     fn describe_mismatch(&self, line: &mut Value) {
         let Some(mismatch) = &self.verified.mismatch else { return };
         let digests = mismatch.digests;
@@ -323,7 +324,7 @@ impl Judged {
         text
     }
 
-    /// The sha256 of the shards, which lie in `folder`, as sha256sum prints them.
+    /// The sha256 of the shards in `folder`, in the format of sha256sum.
     fn sha256_lines(&self, folder: &Path) -> Vec<u8> {
         let mut lines = Vec::new();
         for (name, sum) in &self.verified.sha256 {
@@ -398,11 +399,11 @@ fn write_manifest_if_asked(
     Ok(Some(real_name(&path)))
 }
 
-/// Writes a file so that it is there whole or not at all, for those whom `mode` lets in.
+/// Writes a file atomically, with the permissions of `mode`.
 fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()> {
     let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
     let temporary = path.with_extension(format!("{}-{nanos}.tmp", std::process::id()));
-    // Fails where something is there already, a link that somebody left for us too.
+    // Fails if the path exists, even as a link that another user left there.
     let bits = mode.in_folder(path.parent().unwrap_or(Path::new(".")));
     let created = File::options().write(true).create_new(true).mode(bits).open(&temporary);
     let written = created.and_then(|mut file| {
@@ -418,7 +419,7 @@ fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()>
     written
 }
 
-/// Progress where there is no terminal: a line at a time on standard error.
+/// Progress without a terminal: a line at a time on standard error.
 mod plain {
     use std::io::{self, Write};
 

@@ -1,8 +1,8 @@
-//! How the C library's allocator keeps memory: a daemon with many short-lived threads must stay
-//! small.
+//! Limits the memory that the C library's allocator keeps, for a daemon with many short-lived
+//! threads.
 
-/// Keeps the allocator from giving each thread a heap of its own, of which none gives memory
-/// back that another could use. To be called before threads are started.
+/// Keeps the allocator from giving each thread its own heap, whose free memory other threads cannot
+/// use. Call it before any thread is started.
 pub(crate) fn keep_small() {
     #[cfg(target_env = "gnu")]
     {

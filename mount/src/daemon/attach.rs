@@ -1,8 +1,8 @@
-//! Attaching a FUSE connection to a folder and taking it off again: by mount(2) where we may,
-//! through the setuid program `fusermount3` where not.
+//! Mounts and unmounts a FUSE connection: by mount(2) if this process may, else through the setuid
+//! program `fusermount3`.
 //!
-//! Not left to fuser, which drops the subtype on direct mounts, does not try fusermount3 when
-//! `/dev/fuse` is closed to us, and may unmount a place twice.
+//! fuser is not used for this: it drops the subtype on direct mounts, does not try fusermount3 if
+//! `/dev/fuse` cannot be opened, and may unmount a folder twice.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -24,7 +24,7 @@ use crate::options::{Options, escape};
 /// The device of FUSE.
 const DEVICE: &str = "/dev/fuse";
 
-/// The setuid program that mounts for users who may not.
+/// The setuid program that mounts for ordinary users.
 const FUSERMOUNT: &str = "fusermount3";
 
 /// MS_NOSYMFOLLOW of mount(2), which kernels before 5.10 ignore. `fusermount3` does not know it.
@@ -42,7 +42,7 @@ pub(crate) struct Attached {
 /// Mounts a connection without a server on `target`, named `fsname` in the mount table.
 ///
 /// # Errors
-/// One line that says what to do.
+/// One line with a remedy.
 pub(crate) fn attach(target: &Path, fsname: &str, options: &Options) -> Result<Attached, String> {
     if geteuid().is_root() {
         match attach_directly(target, fsname, options) {
@@ -80,7 +80,7 @@ fn attach_directly(target: &Path, fsname: &str, options: &Options) -> nix::Resul
     if options.allow_other {
         data.push_str(",allow_other");
     }
-    // Without SELinux the kernel takes a context for an unknown option.
+    // Without SELinux the kernel refuses a context as an unknown option.
     if Path::new("/sys/fs/selinux").exists() {
         for context in &options.contexts {
             let (key, value) = context.split_once('=').unwrap_or((context, ""));
@@ -146,29 +146,29 @@ fn receive_fd(socket: &UnixStream) -> io::Result<OwnedFd> {
         if let ControlMessageOwned::ScmRights(fds) = control
             && let Some(&fd) = fds.first()
         {
-            // SAFETY: the kernel has just made this descriptor for us with the message, and
-            // nothing else knows its number.
+            // SAFETY: the kernel made this descriptor for the message just received, and nothing
+            // else owns it.
             return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
         }
     }
     Err(io::Error::other(format!("{FUSERMOUNT} sent no descriptor")))
 }
 
-/// How a mount is taken off.
+/// The way to unmount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detach {
     /// Only if nothing uses it.
     Clean,
-    /// At once from the tree; open files go on.
+    /// At once; open files stay usable.
     Lazy,
     /// At once; open files fail.
     Force,
 }
 
-/// Takes the mount on top off `target`.
+/// Unmounts the topmost mount on `target`.
 ///
 /// # Errors
-/// `EBUSY` where it is in use, or what the system says.
+/// `EBUSY` if it is in use, or the error of the system.
 pub(crate) fn detach(target: &Path, how: Detach) -> io::Result<()> {
     let flags = match how {
         Detach::Clean => MntFlags::empty(),

@@ -1,5 +1,5 @@
-//! Mounting in the background: a child serves the mount, and the parent returns once the
-//! mount answers, with the child's verdict.
+//! Mounts in the background: a child serves the mount, and the parent returns the child's outcome
+//! once the mount answers.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -25,7 +25,7 @@ const CHILD: [&str; 2] = ["internal", "daemon"];
 /// The line by which the child reports that the mount answers.
 const READY: &str = "ready";
 
-/// Longest time that a file for the log, where there is no system log, may take to answer.
+/// Longest time that opening a log file may take if there is no system log.
 const LOG_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long the parent waits for the end of a child that has reported a failure.
@@ -34,7 +34,7 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 /// Starts the child and waits until its mount answers.
 ///
 /// # Errors
-/// The child's reason; nothing stays mounted.
+/// The error of the child. Nothing stays mounted.
 pub(crate) fn run_in_background(
     source: &Path,
     target: &Path,
@@ -66,7 +66,7 @@ pub(crate) fn run_in_background(
             Err(format!("the daemon ended before the mount answered ({status})"))
         }
         reason => {
-            // One that waits for a source can end only once that answers.
+            // A child that waits for a source can end only once the source answers.
             let started = Instant::now();
             while child.try_wait().map_err(fail)?.is_none() && started.elapsed() < END_LIMIT {
                 std::thread::sleep(Duration::from_millis(1));
@@ -76,8 +76,8 @@ pub(crate) fn run_in_background(
     }
 }
 
-/// As the child, lets go of the caller and then tells the parent `line`, so that nothing of the
-/// caller is held any more once the parent knows.
+/// As the child, first closes the caller's descriptors and then sends `line` to the parent, so that
+/// none is open when the parent returns.
 pub(crate) fn report(line: &str) -> std::io::Result<()> {
     let mut parent = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
     inherited::let_go()?;
@@ -88,7 +88,7 @@ pub(crate) fn report(line: &str) -> std::io::Result<()> {
 /// mount answers.
 ///
 /// # Errors
-/// One line that says what is wrong; nothing stays mounted.
+/// One line with the reason. Nothing stays mounted.
 pub(crate) fn run(
     source: &Path,
     target: &Path,
@@ -117,7 +117,7 @@ pub(crate) fn run(
         warnings.iter().for_each(|warning| log::say(warning));
     }
     let (source, target) = (plan.source.clone(), plan.target.clone());
-    // From here on a signal means unmount; until now it ends the process, as it should.
+    // From here on a signal unmounts. Until here it ends the process.
     ending::block_signals();
     let running = session::start(plan)?;
     if !is_child {
@@ -131,16 +131,16 @@ pub(crate) fn run(
     running.serve()
 }
 
-/// Leaves terminal, session and working directory, lets go of the caller, and tells the parent
-/// that all is well. With `log_limit` the log goes to the system log from now on, or to a file that
-/// answers in that time; `warnings` were given on standard error, and go there too.
+/// Leaves terminal, session and working directory, closes the caller's descriptors, and reports
+/// success to the parent. With `log_limit` the log goes to the system log from now on, or to a file
+/// that answers in that time. `warnings` were printed on standard error, and go to the log too.
 fn detach_from_parent(log_limit: Option<Duration>, warnings: &[String]) -> std::io::Result<()> {
     setsid()?;
     std::env::set_current_dir("/")?;
     if let Some(limit) = log_limit {
         match log::to_system_log(limit)? {
             LogTarget::System => {}
-            // In a container every mount logs to such a file: no reason to warn.
+            // In a container every mount logs to such a file, so this is no warning.
             LogTarget::Fallback(note) if tracing::enabled!(tracing::Level::INFO) => log::say(&note),
             LogTarget::Fallback(_) => {}
             LogTarget::Nowhere(warning) => log::say(&warning),

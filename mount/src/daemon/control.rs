@@ -1,8 +1,8 @@
 //! The control socket of a mount, both ends: its daemon answers one line of JSON to one line of
 //! JSON, for the mount's owner and for root.
 //!
-//! A socket is named by the mount's device and the daemon's pid (`51-1234.sock`), so that the
-//! mount table leads to it in whatever namespace it is looked at.
+//! A socket is named by the mount's device and the daemon's pid (`51-1234.sock`), so that the mount
+//! table of any namespace leads to it.
 
 use std::fs::{DirBuilder, Permissions};
 use std::io::{self, Read, Write};
@@ -29,16 +29,16 @@ use serde_json::{Value, json};
 /// How long a client may take over one request.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Connections at once; one more ends the oldest, so that silent ones keep nobody out.
+/// Most connections at once. One more ends the oldest, so that silent clients do not block others.
 const CLIENTS_MAX: usize = 16;
 
 /// Longest request, in bytes.
 const REQUEST_MAX: usize = 4096;
 
-/// Longest reply that a client takes, in bytes: who answers may be another user's program.
+/// Longest reply that a client accepts, in bytes: the peer may be another user's program.
 const REPLY_MAX: usize = 16 << 20;
 
-/// Age from which a socket that refuses is surely not one that is just being made.
+/// Age from which a socket that refuses connections is stale: a younger one may not listen yet.
 const MAKING_TIME: Duration = Duration::from_secs(1);
 
 /// Facts about a mount: they name its socket and begin every reply.
@@ -51,7 +51,7 @@ pub(crate) struct MountFacts {
     pub minor: u32,
 }
 
-/// The sockets of this process, for an end that drops nothing.
+/// The sockets of this process, for `exit`, which drops nothing.
 static OPEN: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// The socket of a running mount; removed when this is dropped.
@@ -65,12 +65,12 @@ impl Drop for Control {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
         OPEN.lock().retain(|path| *path != self.path);
-        // Wakes the thread, which finds that there is nothing more to accept.
+        // Wakes the thread, whose accept then fails.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
     }
 }
 
-/// Ends the process with success, wherever it is, and removes its sockets.
+/// Removes the sockets and ends the process with success.
 pub(crate) fn exit() -> ! {
     for path in OPEN.lock().drain(..) {
         let _ = std::fs::remove_file(path);
@@ -79,10 +79,10 @@ pub(crate) fn exit() -> ! {
     std::process::exit(0)
 }
 
-/// Answers what clients ask about `mount` with what `status`, which must not block, returns.
+/// Answers requests about `mount` with the result of `status`, which must not block.
 ///
 /// # Errors
-/// Why there is no socket.
+/// The reason why there is no socket.
 pub(crate) fn serve(
     mount: MountFacts,
     status: impl Fn() -> Value + Send + Sync + 'static,
@@ -97,7 +97,7 @@ pub(crate) fn serve(
     Err(failure)
 }
 
-/// Where the sockets of user `uid` may lie, the best place first.
+/// Folders for the sockets of user `uid`, the best one first.
 fn folders(uid: u32) -> Vec<PathBuf> {
     if uid == 0 {
         return vec!["/run/tensorfs".into()];
@@ -107,8 +107,7 @@ fn folders(uid: u32) -> Vec<PathBuf> {
         bases.extend(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
     }
     bases.push(format!("/run/user/{uid}").into());
-    // A folder that others may write to, or that is left over from another user's session, is
-    // no place.
+    // Folders that others may write to, or that another user owns, are not used.
     bases.retain(|base| base.is_absolute() && is_private(base, uid).is_ok());
     bases.dedup();
     let mut folders: Vec<_> = bases.into_iter().map(|base| base.join("tensorfs")).collect();
@@ -138,7 +137,7 @@ fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
 fn listen(folder: &Path, minor: u32) -> io::Result<(PathBuf, UnixListener)> {
     sweep(folder);
     let path = folder.join(format!("{minor}-{}.sock", std::process::id()));
-    // No other mount can have both numbers now.
+    // No other running mount has this device and this pid.
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path)?;
     let ready = std::fs::set_permissions(&path, Permissions::from_mode(0o600))
@@ -150,14 +149,14 @@ fn listen(folder: &Path, minor: u32) -> io::Result<(PathBuf, UnixListener)> {
     Ok((path, listener))
 }
 
-/// Removes the sockets in a folder of ours that killed daemons have left.
+/// Removes sockets of killed daemons from a folder of this user.
 fn sweep(folder: &Path) {
     for (_, path) in sockets(folder) {
         remove_if_stale(&path);
     }
 }
 
-/// Removes a socket of ours whose daemon is gone.
+/// Removes a socket of this user if its daemon is gone.
 fn remove_if_stale(path: &Path) {
     let age = |meta: std::fs::Metadata| {
         SystemTime::now()
@@ -166,7 +165,7 @@ fn remove_if_stale(path: &Path) {
             .filter(|_| meta.uid() == euid())
     };
     let old = std::fs::symlink_metadata(path).ok().and_then(age).is_some_and(|a| a > MAKING_TIME);
-    // A refusal comes at once.
+    // A refusal comes at once, so the time limit is short.
     if old && matches!(reach(path, Duration::from_millis(1)), Err(Errno::ECONNREFUSED)) {
         let _ = std::fs::remove_file(path);
     }
@@ -211,7 +210,7 @@ fn start(
     Ok(control)
 }
 
-/// `status` with what it leaves out and we know.
+/// Adds the facts that `status` leaves out.
 fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut status: Value) -> Value {
     let Some(object) = status.as_object_mut() else { return status };
     let started = since.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -230,7 +229,7 @@ fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut status: Valu
 /// Makes the reply to a request.
 type StatusSource = Box<dyn Fn(&[u8]) -> Value + Send>;
 
-/// One thread for all clients: nothing that one of them does or leaves undone makes it wait.
+/// One thread for all clients. No client can make it wait.
 struct Server {
     listener: Arc<UnixListener>,
     /// The oldest first.
@@ -254,14 +253,14 @@ impl Server {
                 Ok(true) => match self.accept() {
                     Ok(()) => {}
                     Err(e) if e.raw_os_error() == Some(nix::libc::EINVAL) => return,
-                    // For one, no descriptor is free: the others' ends bring one.
+                    // Possibly no descriptor is free; closing other connections frees one.
                     Err(e) => {
                         tracing::debug!("control socket: {e}");
                         std::thread::sleep(Duration::from_millis(100));
                     }
                 },
                 Err(e) => {
-                    tracing::warn!("the control socket answers no longer: {e}");
+                    tracing::warn!("the control socket has stopped: {e}");
                     return;
                 }
             }
@@ -273,8 +272,8 @@ impl Server {
         }
     }
 
-    /// Waits for a client that can be served, or one whose time is over. Says whether one wants
-    /// to be let in.
+    /// Waits until a client can be served or is past its deadline. Returns whether a new client is
+    /// waiting.
     fn wait(&self) -> io::Result<bool> {
         let listener = PollFd::new(self.listener.as_fd(), PollFlags::POLLIN);
         let clients = self.clients.iter().map(|client| {
@@ -285,7 +284,7 @@ impl Server {
         let mut all: Vec<_> = std::iter::once(listener).chain(clients).collect();
         let next = self.clients.iter().map(|client| client.deadline).min();
         let timeout = next.map_or(PollTimeout::NONE, |deadline| {
-            // Rounded up: a rest of microseconds would be polled for again and again.
+            // Rounded up: with 0 ms the loop would spin during the last millisecond.
             let rest = deadline.saturating_duration_since(Instant::now()).as_millis() + 1;
             PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX)
         });
@@ -309,7 +308,7 @@ impl Server {
             }
             stream.set_nonblocking(true)?;
             if self.clients.len() == CLIENTS_MAX {
-                // It may have asked already: then it gets its reply first.
+                // It may have sent its request already: then it gets its reply first.
                 let _ = self.clients.remove(0).advance(&self.answer);
             }
             let deadline = Instant::now() + CLIENT_TIMEOUT;
@@ -318,14 +317,14 @@ impl Server {
     }
 }
 
-/// Whether `e` only says that there is nothing to do now.
+/// Whether `e` only means that nothing can be done now.
 fn waits(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 impl Client {
-    /// Does what can be done now. An error that `waits` knows means that there is more to do;
-    /// otherwise the connection is to be closed.
+    /// Reads and writes as much as possible now. If `waits` accepts the error, there is more to do;
+    /// otherwise the connection is closed.
     fn advance(&mut self, answer: &StatusSource) -> io::Result<()> {
         let mut piece = [0; 512];
         while self.reply.is_none() {
@@ -352,7 +351,7 @@ impl Client {
 /// The result of asking at the socket of a mount.
 #[derive(Debug)]
 pub(crate) enum Reply {
-    /// The daemon of that pid says this; the pid is 0 where it lies in no namespace of ours.
+    /// The pid and the answer of the daemon. The pid is 0 if it is not in this namespace.
     Status(i32, Value),
     /// The daemon of that pid does not answer in time.
     Silence(i32),
@@ -368,8 +367,8 @@ pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
     folders.filter(|folder| is_private(folder, owner).is_ok()).flat_map(|f| sockets(&f)).collect()
 }
 
-/// Asks for the status of a mount of user `owner` at the sockets that are named for it, until
-/// `deadline`; removes those of ours that killed daemons have left.
+/// Requests the status of a mount of user `owner` from the sockets at `paths`, until `deadline`.
+/// Removes sockets of this user that killed daemons have left.
 pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Reply {
     let mut found = Reply::Nothing;
     for path in paths {
@@ -396,13 +395,13 @@ fn ask_at(path: &Path, owner: u32, deadline: Instant) -> Reply {
             Err(Errno::EAGAIN) => return Reply::Silence(0),
             Err(_) => return Reply::Nothing,
         };
-        // The owner of the folder can put there what they like, but cannot be somebody else.
+        // The owner of the folder can put any socket there, but cannot pose as another user.
         if peer.uid() != owner {
             return Reply::Nothing;
         }
         match converse(stream, deadline) {
             Ok(status) => return Reply::Status(peer.pid(), status),
-            // Too many others, or the daemon ends: the next time tells.
+            // Too many clients, or the daemon is ending: another attempt decides.
             Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -416,7 +415,7 @@ fn is_hung_up(e: &io::Error) -> bool {
     matches!(e.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// The time until `deadline`; at least a little, since none would mean without a limit.
+/// The time until `deadline`, at least 1 ms: a timeout of 0 would mean no limit.
 fn rest_until(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
@@ -437,12 +436,12 @@ fn converse(mut stream: UnixStream, deadline: Instant) -> io::Result<Value> {
             Err(e) => return Err(e),
         }
     }
-    // Bytes that are not JSON are no answer either.
+    // A reply that is not JSON counts as no answer.
     serde_json::from_slice(&reply).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
-/// Connects, for `limit` at most: a daemon that is stopped accepts nobody, and connecting waits
-/// once enough others do.
+/// Connects within `limit`: a stopped daemon accepts no connection, and connecting blocks once its
+/// backlog is full.
 fn reach(path: &Path, limit: Duration) -> nix::Result<(UnixStream, UnixCredentials)> {
     let flags = SockFlag::SOCK_CLOEXEC;
     let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -495,14 +494,14 @@ mod tests {
         let started = Instant::now();
         assert!(matches!(ask_in(folder.path()), Reply::Status(..)));
         assert!(started.elapsed() < CLIENT_TIMEOUT / 2);
-        // Each is let go in the end.
+        // Each connection is closed in the end.
         for mut stream in silent {
             assert_eq!(said(&mut stream), "");
         }
         assert!(started.elapsed() < CLIENT_TIMEOUT * 2);
     }
 
-    // Those who came while others were let in were hung up on, and had to ask again and again.
+    // Clients that came while others were accepted used to be disconnected, and had to retry.
     #[test]
     fn clients_that_ask_at_once_are_all_answered() {
         let folder = tempfile::tempdir().unwrap();
@@ -543,7 +542,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         drop(serve_in(folder.path(), 51));
         assert!(sockets(folder.path()).is_empty());
-        // std leaves the file of a listener that is dropped.
+        // std does not remove the file of a dropped listener.
         drop(UnixListener::bind(folder.path().join("9-1.sock")).unwrap());
         assert!(matches!(ask_in(folder.path()), Reply::Leftover));
         std::thread::sleep(MAKING_TIME + Duration::from_millis(100));

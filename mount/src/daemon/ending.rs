@@ -1,4 +1,4 @@
-//! The signals that end a mount, and those that do not.
+//! Handling of the signals that end a mount, and of SIGHUP.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,13 +19,13 @@ use super::{control, place};
 use crate::log;
 use crate::serve::service::Service;
 
-/// How long open files are served after the mount was asked to end.
+/// How long open files are served after a signal.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the service manager may take to be told something.
+/// Longest time for a message to the service manager.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Blocks the signals that end a mount or a command in this thread and all that it starts.
+/// Blocks the signals that end a mount or a command, in this thread and in threads that it starts.
 pub(crate) fn block_signals() {
     let signals = SigSet::from_iter(ending_signals().iter().chain([Signal::SIGHUP]));
     if let Err(e) = signals.thread_block() {
@@ -33,8 +33,8 @@ pub(crate) fn block_signals() {
     }
 }
 
-/// The signals that end a command. One that was ignored when the program started, as nohup does
-/// with SIGHUP, stays so: the kernel would hand it to `wait` all the same.
+/// The signals that end a command. A signal that was ignored when the program started, as SIGHUP is
+/// by nohup, is left out: the kernel would deliver it to `wait` all the same.
 pub(crate) fn ending_signals() -> SigSet {
     let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
     SigSet::from_iter(ending.into_iter().filter(|&signal| !is_ignored(signal)))
@@ -47,7 +47,7 @@ fn is_ignored(signal: Signal) -> bool {
     ignored >> (signal as u32 - 1) & 1 == 1
 }
 
-/// Tells the service manager, if there is one, without waiting for one that does not read.
+/// Notifies the service manager, if there is one, and does not wait for one that hangs.
 pub(crate) fn notify(state: NotifyState<'static>, status: String) {
     let (send, receive) = channel();
     let tell = move || {
@@ -59,23 +59,23 @@ pub(crate) fn notify(state: NotifyState<'static>, status: String) {
     }
 }
 
-/// A mount until a signal ends it.
+/// A mount that a signal can end.
 pub(crate) struct Ending {
     /// The mount point.
     pub target: PathBuf,
-    /// Minor number of its device: once the connection has ended another mount may have it.
+    /// Minor number of its device. Another mount may get it once the connection has ended.
     pub minor: Option<u32>,
     /// The connection to the kernel.
     pub connection: OwnedFd,
     pub service: Arc<Service>,
-    /// Held while the mount is being taken off: the process must not end meanwhile.
+    /// Held during the unmount: the process must not end meanwhile.
     pub taking_off: Arc<Mutex<()>>,
 }
 
 impl Ending {
-    /// At the first signal takes the mount off the tree. Files that are still open are served
-    /// until the last one is closed, for `DRAIN_TIMEOUT` at most or until a second signal; then
-    /// their readers get errors. The process ends with the last file.
+    /// Unmounts at the first signal. Files that are still open are served until the last one is
+    /// closed, for `DRAIN_TIMEOUT` at most or until a second signal; then their readers get errors.
+    /// The process ends with the last file.
     pub(crate) fn unmount_on_signal(&self) {
         let terminal = has_terminal() && ending_signals().contains(Signal::SIGHUP);
         let Some(signal) = wait_for_end(terminal) else { return };
@@ -95,7 +95,7 @@ impl Ending {
         let done = if is_off { "unmounted" } else { "cannot unmount" };
         notify(NotifyState::Stopping, format!("{done} {target}"));
         let drain = move || {
-            // Long enough for a connection without open files to have ended the process.
+            // Without open files the process has ended by then.
             std::thread::sleep(Duration::from_secs(1));
             let seconds = DRAIN_TIMEOUT.as_secs();
             let used = if is_off { "files are still open; they fail" } else { "all reads fail" };
@@ -106,7 +106,7 @@ impl Ending {
             control::exit();
         };
         let draining = std::thread::Builder::new().name("drain".to_owned()).spawn(drain);
-        // This may wait for a disk.
+        // `stop` may wait for a disk.
         self.service.stop();
         match draining {
             Ok(_) => drop(wait_for_end(terminal)),
@@ -115,7 +115,7 @@ impl Ending {
         control::exit();
     }
 
-    /// Whether the kernel still has the connection. It ends with the last use of the mount.
+    /// Whether the connection to the kernel is open. It closes with the last use of the mount.
     fn is_connected(&self) -> bool {
         let mut polled = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
         let ended = poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
@@ -123,8 +123,8 @@ impl Ending {
     }
 }
 
-/// Waits for a signal that ends the mount. SIGHUP opens the log file anew; it ends the mount only
-/// if the terminal that there was, as `terminal` says, is gone.
+/// Waits for a signal that ends the mount. SIGHUP reopens the log file. It ends the mount only if
+/// the process had a terminal (`terminal`) that is gone now.
 fn wait_for_end(terminal: bool) -> Option<Signal> {
     let awaited = SigSet::from_iter(ending_signals().iter().chain([Signal::SIGHUP]));
     loop {
@@ -137,7 +137,7 @@ fn wait_for_end(terminal: bool) -> Option<Signal> {
     }
 }
 
-/// Whether the process has a terminal that controls it.
+/// Whether the process has a controlling terminal.
 fn has_terminal() -> bool {
     let mut options = File::options();
     options.read(true).custom_flags(libc::O_NOCTTY | libc::O_NONBLOCK).open("/dev/tty").is_ok()

@@ -24,8 +24,8 @@ const IGNORABLE: [Signal; 8] = [
 /// Descriptors of the caller that are still open.
 static DESCRIPTORS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
-/// Unblocks all signals, and restores the action of SIGCHLD: where that is ignored, nobody can
-/// wait for a child. To be called before the first thread starts.
+/// Unblocks all signals, and restores the action of SIGCHLD: while that is ignored, waiting for a
+/// child fails. Call it before the first thread starts.
 pub(crate) fn restore_signals() {
     restore(Signal::SIGCHLD);
     // With these arguments the call cannot fail.
@@ -43,8 +43,8 @@ fn restore(signal: Signal) {
     let _ = unsafe { sigaction(signal, &default) };
 }
 
-/// Takes note of the descriptors above standard error that came from the caller, which the
-/// programs that this one starts do not get. To be called before it opens any of its own.
+/// Notes the inherited descriptors above standard error and makes them close-on-exec. Call it
+/// before the process opens its own.
 pub(crate) fn note_descriptors() {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
@@ -52,7 +52,7 @@ pub(crate) fn note_descriptors() {
     // Here the folder itself is closed again. A descriptor that stays open and is not close-on-exec
     // came through exec.
     descriptors.retain(|&number| {
-        // SAFETY: the number is used for these calls only, which fail if it is not open.
+        // SAFETY: the number is used for these fcntl calls only, which fail if it is not open.
         let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
         let flags = fcntl(descriptor, FcntlArg::F_GETFD);
         let inherited = flags.is_ok_and(|flags| flags & FdFlag::FD_CLOEXEC.bits() == 0);
@@ -61,8 +61,7 @@ pub(crate) fn note_descriptors() {
     *DESCRIPTORS.lock() = descriptors;
 }
 
-/// Closes the descriptors of the caller, and puts `/dev/null` in the place of the standard
-/// streams.
+/// Closes the inherited descriptors, and replaces the standard streams by `/dev/null`.
 ///
 /// # Errors
 /// If `/dev/null` cannot be opened.

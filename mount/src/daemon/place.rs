@@ -1,8 +1,8 @@
-//! Taking a mount off wherever it stands by now: a folder on the way may have been renamed, and
-//! something may have been mounted on top of it or of a folder on the way.
+//! Unmounts a mount wherever it is by now: a folder of its path may have been renamed, and another
+//! mount may cover it or a folder of its path.
 //!
-//! All of it is looked up in the mount table. A descriptor of the mount, or of the folder that it
-//! stands in, would be simpler, but keeps others from unmounting what it leads to.
+//! The mount table tells where it is. A descriptor of the mount, or of its parent folder, would be
+//! simpler, but would keep others from unmounting that file system.
 
 use std::fs::File;
 use std::io;
@@ -35,7 +35,7 @@ pub(crate) fn take_off(minor: u32) -> io::Result<()> {
         let Some(mount) = table.iter().rev().find(is_next) else { break };
         tried.push(mount.id);
         let taken_off = take_one_off(mount, &table);
-        // Somebody else may have taken it off meanwhile.
+        // Another process may have unmounted it meanwhile.
         if let Err(e) = taken_off
             && is_there(mount.id)
         {
@@ -58,13 +58,12 @@ fn is_there(id: u32) -> bool {
     mountinfo::all().is_ok_and(|table| table.iter().any(|mount| mount.id == id))
 }
 
-/// The first folder on the way to mount `ours`, or its mount point, where something else is
-/// mounted that hides it.
+/// The first folder on the path of mount `ours`, mount point included, that another mount covers.
 fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
     let parent_of = |mount: &&Mount| table.iter().find(|other| other.id == mount.parent);
     let mut way = Vec::new();
     for mount in std::iter::successors(Some(ours), parent_of) {
-        // The first mount of a namespace stands on itself.
+        // The first mount of a namespace is its own parent.
         if way.contains(&mount.id) {
             break;
         }
@@ -80,8 +79,8 @@ fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
     is_ours.then_some(None).ok_or_else(|| io::Error::other("no path leads to it"))
 }
 
-/// Takes off mount `ours`, which others hide: they are moved aside and back again, which leaves
-/// their open files alone. The kernel moves no mount that stands on a shared one.
+/// Unmounts `ours`, which other mounts cover: moves them aside and back, which does not disturb
+/// their open files. The kernel cannot move a mount whose parent is shared.
 fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     let move_mount = |from: &Path, to: &Path| {
         mount(Some(from), to, None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(io::Error::from)
@@ -97,7 +96,7 @@ fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
             Ok(Some(cover)) => cover,
             Err(e) => break Err(e),
         };
-        // A mount cannot be moved to a place in itself.
+        // A mount cannot be moved into itself.
         let folder = match aside.take().map_or_else(|| make_folder(&cover), Ok) {
             Ok(folder) => aside.insert(folder),
             Err(e) => break Err(e),
@@ -121,7 +120,7 @@ fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     taken_off
 }
 
-/// Makes a folder to move mounts to for a moment, which does not lie below `cover`.
+/// Makes a temporary folder for moved mounts, which is not below `cover`.
 fn make_folder(cover: &Path) -> io::Result<PathBuf> {
     let name = format!("tensorfs-aside-{}", std::process::id());
     let mut made = Err(io::ErrorKind::NotFound.into());
@@ -138,12 +137,12 @@ fn make_folder(cover: &Path) -> io::Result<PathBuf> {
     made
 }
 
-/// Takes off a mount that is shared with other mount namespaces, and leaves those on top where
-/// they are.
+/// Unmounts a mount that is shared with other mount namespaces, and leaves the mounts on top in
+/// place.
 ///
-/// In a namespace of this thread's own the mounts on top are taken off first, which no other
-/// namespace sees. Then the folder below joins the group that the real one shares its mounts with,
-/// so that the kernel takes ours off everywhere once it is taken off here. Needs Linux 5.15.
+/// In a private namespace of this thread the mounts on top are unmounted first, which no other
+/// namespace sees. Then the parent mount joins the peer group of the real one, so that the kernel
+/// propagates the unmount of `ours` to all namespaces. Needs Linux 5.15.
 fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     let hidden = || io::Error::other("something is mounted on top, and no path leads below it");
     let below = table.iter().find(|mount| mount.id == ours.parent).ok_or_else(hidden)?;
@@ -152,7 +151,7 @@ fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result
         return Err(hidden());
     }
     let (target, root, minor) = (ours.target.clone(), below.target.clone(), ours.minor);
-    // The same mount in the new namespace has another number there.
+    // In the new namespace the mount has another id.
     let is_copy = move |mount: &&Mount| mount.is_ours_of(minor) && mount.target == target;
     let in_own_namespace = move || -> io::Result<()> {
         unshare(CloneFlags::CLONE_NEWNS)?;
@@ -185,8 +184,8 @@ fn join_group(copy: &File, group: &File) -> io::Result<()> {
     // linux/mount.h.
     let flags: libc::c_uint = 0x4 | 0x40 | 0x100;
     let (from, to, here) = (group.as_raw_fd(), copy.as_raw_fd(), c"".as_ptr());
-    // SAFETY: both descriptors are open and the paths are empty strings that live for ever. The
-    // call changes mounts, and no memory.
+    // SAFETY: both descriptors are open, and the paths are static empty strings. The call writes to
+    // no memory.
     let outcome = unsafe { libc::syscall(libc::SYS_move_mount, from, here, to, here, flags) };
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -1,4 +1,4 @@
-//! One mount from the first check to the last request: what `mount --foreground` does.
+//! One mount from the first check to the last request, as `mount --foreground` serves it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -45,15 +45,15 @@ pub(crate) fn answers(target: &Path) -> bool {
     std::fs::metadata(target).is_ok()
 }
 
-/// Fewest and most threads that take requests. None of them waits, so more than cores are of
-/// no use.
+/// Fewest and most threads that take requests. They never block, so more threads than cores do not
+/// help.
 const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and the folder that it is to be mounted on, checked.
 pub(crate) struct MountPlan {
     /// Absolute path of the source.
     pub source: PathBuf,
-    /// Folder that is mounted on, absolute.
+    /// The mount point, absolute.
     pub target: PathBuf,
     nodes: Arc<Nodes>,
     assembler: Option<Assembler>,
@@ -64,7 +64,8 @@ impl MountPlan {
     /// Opens the folder of `assemble=`, if there is one.
     ///
     /// # Errors
-    /// One line that says why it cannot be used; also where it does not answer.
+    /// One line with the reason why it cannot be used. A folder that does not answer is an error
+    /// too.
     pub(crate) fn open_assembler(&mut self) -> Result<(), String> {
         let options = self.options.clone();
         let places = [self.nodes.tree().source.clone(), self.target.clone()];
@@ -92,10 +93,10 @@ pub(crate) struct Running {
     server: JoinHandle<io::Result<()>>,
 }
 
-/// Checks source and target, and proves what has to be proved before the mount may stand.
+/// Checks source and target, and proves as many checkpoints as the mount requires.
 ///
 /// # Errors
-/// One line that says what is wrong; also where source or target do not answer.
+/// One line with the reason. A source or target that does not answer is an error too.
 pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<MountPlan, String> {
     let limit = options.io_timeout;
     let (place, wanted) = (target.to_owned(), source.to_owned());
@@ -109,8 +110,8 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Mou
     planned.map_err(|why| stalls(source, why))?
 }
 
-/// Looks at the folders and files that `options` name. An index folder that does not answer is not
-/// used; any other is an error.
+/// Probes the folders and files that `options` name. An index folder that does not answer is not
+/// used; any other one that does not is an error.
 fn probe_options(options: &mut Options) -> Result<(), String> {
     let limit = options.io_timeout;
     let follow = options.open.follow.iter().map(|folder| ("follow", folder));
@@ -134,7 +135,7 @@ fn probe_options(options: &mut Options) -> Result<(), String> {
 }
 
 fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<MountPlan, String> {
-    // A source on a mount of ours is read where that mount reads it.
+    // For a source on a tensorfs mount, the source behind that mount is read.
     let behind = resolve_mount(source).map(|behind| behind.path);
     let source = behind.as_deref().unwrap_or(source);
     let open = OpenOptions { index: index_folder(&options, &target), ..options.open.clone() };
@@ -157,7 +158,7 @@ fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Mount
     Ok(MountPlan { source: source.to_owned(), target, nodes, assembler: None, options })
 }
 
-/// Where indexes are kept; not in the mount itself, whose daemon cannot wait for itself.
+/// The folder of indexes. It must not lie in the mount itself, whose daemon would wait for itself.
 fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
     let folder = options.index_dir.folder()?;
     let there = folder.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
@@ -168,8 +169,7 @@ fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
     Some(folder)
 }
 
-/// Proves the checkpoints until one is found whole: a single one has to be, of several at
-/// least one.
+/// Proves checkpoints until one succeeds. Fails if all are refused.
 fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     let mut refusals = Vec::new();
     for head in nodes.tree().families() {
@@ -194,7 +194,7 @@ fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     }
 }
 
-/// The folder to mount on, cleared of a mount of ours whose daemon is dead.
+/// The folder to mount on. Unmounts a tensorfs mount there whose daemon is dead.
 fn check_target(target: &Path) -> Result<PathBuf, String> {
     let fail = |e: io::Error| format!("{}: {e}", shown_path(target));
     let path = mountinfo::absolute_target(target).map_err(fail)?;
@@ -214,8 +214,8 @@ fn check_target(target: &Path) -> Result<PathBuf, String> {
 
 /// Whether the daemon of the mount on `path` is gone.
 ///
-/// Asks for its size, which no cache of the kernel answers as it may answer stat(2) for a
-/// second longer. A daemon that lives but does not answer is not dead.
+/// Calls statvfs, which always reaches the daemon; the kernel may answer stat(2) from its cache for
+/// a second. A daemon that lives but does not answer is not dead.
 fn is_dead(path: &Path) -> bool {
     let path = path.to_owned();
     let asked = in_time(move || nix::sys::statvfs::statvfs(&path).map(|_| ()).map_err(Into::into));
@@ -223,7 +223,7 @@ fn is_dead(path: &Path) -> bool {
     asked.is_err_and(|e| e.raw_os_error().is_some_and(|errno| dead.contains(&errno)))
 }
 
-/// The outcome of `ask`, which may hang for ever, or a timeout.
+/// The outcome of `ask`, or a timeout if it hangs.
 fn in_time(ask: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
     let (send, receive) = std::sync::mpsc::channel();
     std::thread::spawn(move || send.send(ask()));
@@ -231,7 +231,7 @@ fn in_time(ask: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<
     receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
 }
 
-/// Refuses a mount inside its own source, which would show itself, and one over its source,
+/// Refuses a mount inside its own source, which would contain itself, and a mount above its source,
 /// which would hide it. Compares inodes, so that other paths to the same folders count too.
 fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
     let source = tree.source.as_path();
@@ -245,7 +245,7 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
         let (target, source) = (shown_path(target), shown_path(source));
         return Err(format!("{source}: lies on {target}, which the mount would hide"));
     }
-    // Through links the source may reach what the mount is to stand on.
+    // Links of the source may lead to the mount point.
     if target_inode.is_some_and(|inode| tree.reaches(target, inode)) {
         let (target, source) = (shown_path(target), shown_path(source));
         return Err(format!("{source}: has links into {target}, where it is to be mounted"));
@@ -253,10 +253,10 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Mounts and serves; returns once the mount answers.
+/// Mounts, starts to serve, and returns once the mount answers.
 ///
 /// # Errors
-/// One line that says what is wrong; nothing stays mounted.
+/// One line with the reason. Nothing stays mounted.
 pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let MountPlan { target, nodes, assembler, options, .. } = plan;
     let source = nodes.tree().source.clone();
@@ -320,7 +320,7 @@ fn serve(
     let mut config = Config::default();
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     config.n_threads = Some(cores.clamp(*THREADS.start(), *THREADS.end()));
-    // The kernel enforces who gets in; `All` only means that fuser adds no check of its own.
+    // The kernel enforces access; `All` only means that fuser adds no check of its own.
     let session = Session::from_fd(fs, fd, SessionACL::All, config)?;
     let notifier = session.notifier();
     let forget: Forget = Arc::new(move |ino| {
@@ -336,7 +336,7 @@ fn serve(
     std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
 }
 
-/// The control socket; the mount goes on without one.
+/// The control socket. The mount works without it.
 fn control(
     target: &Path,
     source: PathBuf,
@@ -352,8 +352,8 @@ fn control(
 }
 
 impl Running {
-    /// Looks at the root of the mount, from another process: a process that waits for its own
-    /// mount could not be killed, because its end would wait for the answer.
+    /// Waits for a probe process that stats the root of the mount. A process that waits for its own
+    /// mount could not be killed, because its exit would wait for the answer.
     fn wait_for_answer(&self) -> io::Result<()> {
         let mut probe = Command::new("/proc/self/exe")
             .arg0("tensorfs")
@@ -378,7 +378,7 @@ impl Running {
         }
     }
 
-    /// Takes the mount off; files that are open fail.
+    /// Unmounts at once; open files fail.
     pub(crate) fn take_off(&self) {
         if attach::detach(&self.target, Detach::Force).is_err()
             && let Some(minor) = self.minor
@@ -387,9 +387,9 @@ impl Running {
         }
     }
 
-    /// Serves until the mount is taken off, by somebody else or by us on SIGTERM or SIGINT.
+    /// Serves until the unmount, by another process or by this one on SIGTERM or SIGINT.
     ///
-    /// The signals have to be blocked in all threads: see `ending::block_signals`.
+    /// The signals must be blocked in all threads: see `ending::block_signals`.
     ///
     /// # Errors
     /// The reason why the connection ended, unless it was an unmount.

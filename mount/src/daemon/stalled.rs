@@ -1,4 +1,4 @@
-//! Work at the start of a mount that asks a file system which may never answer.
+//! Time limits for work at the start of a mount, whose file systems may never answer.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -20,27 +20,27 @@ const PROBE: [&str; 3] = ["internal", "probe-path", "--"];
 /// Most files that a probe reads from.
 const PROBED_MAX: usize = 64;
 
-/// Stack of the thread that works, as large as that of the first thread of a process.
+/// Stack size of the worker thread, as for the first thread of a process.
 const STACK: usize = 8 << 20;
 
-/// CPU time that counts as progress, in microseconds: the clocks of the two readings differ by
-/// less.
+/// Least CPU time that counts as progress, in microseconds: the error of the two readings is
+/// smaller.
 const CPU_MIN: i64 = 1000;
 
-/// Runs `work` on a thread of its own and returns what it returns; `None` limits nothing.
+/// Runs `work` on its own thread and returns its result. Without `limit` it waits for ever.
 ///
-/// A file system that takes long as a whole but goes on answering is no reason to fail.
+/// A file system that is slow but keeps answering is no error.
 ///
 /// # Errors
-/// A part of a sentence that says why there is no result: no other thread of this process ran
-/// for as long as `limit`, so each waits for an answer. The thread is left to itself then.
+/// Part of a sentence with the reason: for as long as `limit` no other thread of this process ran,
+/// so each waits for an answer. The thread is then left running.
 pub(crate) fn unless_stalled<T: Send + 'static>(
     limit: Option<Duration>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
     let (send, receive) = channel();
     let thread = std::thread::Builder::new().name("start".to_owned()).stack_size(STACK);
-    // It may be left behind, and must not take the signals that end the mount in an orderly way.
+    // The thread may be left behind, and must not receive the signals that end the mount.
     let blocked = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
     let thread = thread.spawn(move || drop(send.send(work())));
     let _ = blocked.map(|before| before.thread_set_mask());
@@ -74,17 +74,16 @@ fn no_answer(limit: Duration) -> String {
     format!("no answer within {} seconds (io-timeout=)", limit.as_secs_f64())
 }
 
-/// Looks at `path`, a file or folder that need not exist, from another process. Fails only if it
-/// does not answer: a process of which a thread waits for a file system cannot end before that
-/// answers.
+/// Probes `path`, a file or folder that need not exist, from another process, because a process
+/// cannot end while one of its threads waits for a file system. Fails only if there is no answer.
 ///
 /// # Errors
-/// A part of a sentence that says that an answer took longer than `limit`.
+/// Part of a sentence: an answer took longer than `limit`.
 pub(crate) fn probe_path(path: &Path, limit: Option<Duration>) -> Result<(), String> {
     let mut command = Command::new("/proc/self/exe");
     let command = command.arg0("tensorfs").args(PROBE).arg(path);
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let failed = |e: io::Error| format!("cannot be looked at: {e}");
+    let failed = |e: io::Error| format!("cannot be accessed: {e}");
     let mut probe = command.spawn().map_err(failed)?;
     let Some(mut answers) = probe.stdout.take() else { return Ok(()) };
     let timeout = limit.map_or(Ok(PollTimeout::NONE), PollTimeout::try_from);

@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// Whether user `uid` of group `gid` may list the folder `path` and pass all folders above it.
 ///
-/// Looks at owner, primary group and others only: a user let in by another group is not.
+/// Checks owner, primary group and others only: membership in further groups does not count.
 pub(crate) fn may_read_folder(path: &Path, uid: u32, gid: u32) -> bool {
     allowed(path, 0o5, uid, gid) && may_pass(path, uid, gid)
 }

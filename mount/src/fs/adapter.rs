@@ -1,6 +1,6 @@
 //! The FUSE adapter: translate, call, reply.
 //!
-//! No handler waits: what has to ask the source is answered from another thread, with EIO where
+//! No handler waits: requests that access the source are answered from another thread, with EIO if
 //! the source takes too long. A panic in a handler is answered with EIO and does not end the
 //! thread.
 
@@ -36,7 +36,7 @@ use crate::serve::kernel::{Feature, Init};
 use crate::serve::page_cache_store::StoreQueue;
 use crate::serve::service::Service;
 
-/// Most files of the source that are looked at at once because somebody asks what they are.
+/// Most files of the source that getattr checks at once.
 const LOOKS_MAX: usize = 8;
 
 /// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.
@@ -45,7 +45,7 @@ const MAX_BACKGROUND: u16 = 128;
 /// Number of requests in flight at which the kernel stops reading ahead.
 const CONGESTION: u16 = 96;
 
-/// One of the looks at files of the source that may go on at once.
+/// A slot for one of the `LOOKS_MAX` concurrent checks.
 struct Looking(Arc<FsState>);
 
 impl Looking {
@@ -65,15 +65,15 @@ impl Drop for Looking {
 struct Handle {
     node: Arc<Node>,
     opened: Arc<OpenFile>,
-    /// Kept while the kernel serves the file by itself.
+    /// The registered file, while the kernel serves reads by passthrough.
     backing: Option<Arc<BackingId>>,
 }
 
-/// A file that can be handed out.
+/// A file that is opened and can be returned to the kernel.
 struct Ready {
     opened: Arc<OpenFile>,
     current: Arc<Current>,
-    /// Whether what the kernel may have cached of it is still right.
+    /// Whether the kernel's cached pages of the file are still valid.
     unchanged: bool,
     /// The file that the kernel may serve by itself.
     whole: Option<Arc<File>>,
@@ -93,9 +93,9 @@ struct FsState {
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     next_handle: AtomicU64,
     serving: Mutex<OpenModes<BackingId>>,
-    /// Whether a thread looks at all open sources because a read met a changed one.
+    /// Whether a thread checks all open sources because a read found a changed one.
     sweeping: AtomicBool,
-    /// How many files are being looked at because somebody asks what they are.
+    /// Number of files that getattr checks now.
     looks: AtomicUsize,
 }
 
@@ -138,7 +138,7 @@ impl FsState {
         FileHandle(fh)
     }
 
-    /// Asks the kernel to serve whole files by itself.
+    /// Requests passthrough for whole files from the kernel.
     fn passthrough(&self, config: &mut KernelConfig) -> Feature {
         if !self.common.passthrough {
             return Feature::Off;
@@ -146,13 +146,14 @@ impl FsState {
         if !self.common.is_root {
             return Feature::Refused("mounted without root".to_owned());
         }
-        // Depth 1: the files lie on a disk file system, and an overlay may lie on us.
+        // Depth 1: the backing files lie on a disk file system, and an overlay may be stacked on
+        // the mount.
         let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
             && config.set_max_stack_depth(1).is_ok();
         if can { Feature::On } else { Feature::Refused("the kernel is too old".to_owned()) }
     }
 
-    /// Opens a file. Only this part asks the source.
+    /// Opens a file. Only this part accesses the source.
     fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
         // ESTALE makes the kernel look the name up again, which finds the new file.
         if node.is_outdated() {
@@ -166,9 +167,10 @@ impl FsState {
         })?;
         let current = opened.current();
         let whole = match &current.file {
-            // The kernel compares nothing.
+            // In passthrough the kernel compares no checksums.
             _ if node.gate().is_some() => None,
-            // A proved file that has changed is answered with EIO, which the kernel would not.
+            // Reads of a proved file that has changed must fail with EIO, which passthrough would
+            // not do.
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
                 (!source.is_changed()).then(|| source.local()?.file().ok()).flatten()
@@ -183,7 +185,7 @@ impl FsState {
 
     fn reply_open(&self, node: Arc<Node>, pending: PendingReply<ReplyOpen>) {
         let ready = self.open_file(&node);
-        // Where it is too late nothing becomes of what was opened.
+        // After the deadline the opened file is dropped.
         let Some(reply) = pending.take() else { return };
         let Ready { opened, current, unchanged, whole } = match ready {
             Ok(ready) => ready,
@@ -197,7 +199,8 @@ impl FsState {
             // open.
             return reply.error(Errno::EIO);
         }
-        // The kernel takes one way at a time: while it serves the file to others, to this one too.
+        // The kernel allows one mode per inode: while it serves the file to others, it serves this
+        // handle too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
             (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file, &reply),
@@ -215,14 +218,14 @@ impl FsState {
                     self.service.read_by_us(node.listed_version(), file, None);
                 }
                 let fh = self.handle(node, opened, None);
-                // Without the flag the kernel drops what it has cached.
+                // Without the flag the kernel drops its cached pages.
                 let keep = FopenFlags::FOPEN_KEEP_CACHE;
                 reply.opened(fh, if unchanged { keep } else { FopenFlags::empty() });
             }
         }
     }
 
-    /// Registers a whole file with the kernel, where it takes files.
+    /// Registers a real file for passthrough. `None` if the kernel refuses it.
     fn backing(&self, node: &Node, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
         if !self.passthrough.load(Ordering::Relaxed) {
             return None;
@@ -233,7 +236,8 @@ impl FsState {
                 if node.is_virtual() {
                     self.service.copy_refused(&e);
                 }
-                // This file may lie on a file system that cannot; rights lack for all files.
+                // Other errors may come from the file system of this one file; missing rights
+                // affect all files.
                 if e.kind() == io::ErrorKind::PermissionDenied
                     && self.passthrough.swap(false, Ordering::Relaxed)
                 {
@@ -289,7 +293,7 @@ impl FsState {
         self.service.read(gate.as_ref(), &file, fh, range, Box::new(answer));
     }
 
-    /// Reads a file that follows its source past the cache: it has changed, or may have.
+    /// Reads a file that follows its source without the cache, because it has changed or may have.
     fn read_as_it_is(self: &Arc<Self>, handle: Arc<Handle>, range: Range<u64>, reply: ReplyData) {
         let pending = self.service.blocking.pending(&handle.node.path, reply);
         let shared = self.clone();
@@ -304,7 +308,7 @@ impl FsState {
             match outcome {
                 Ok((bytes, changed)) => {
                     reply.data(&bytes);
-                    // Not before the answer, for which this would wait.
+                    // This waits for the answer, so it comes after it.
                     if changed {
                         shared.watcher.forget(handle.node.ino);
                     }
@@ -314,8 +318,8 @@ impl FsState {
         });
     }
 
-    /// Makes the kernel forget what it has cached of changed sources; not on this thread,
-    /// because it waits for reads that this thread may have to answer.
+    /// Makes the kernel drop its cached pages of changed sources. Runs on another thread, because
+    /// it waits for reads that this thread may have to answer.
     fn sweep(self: &Arc<Self>) {
         if !self.sweeping.swap(true, Ordering::Relaxed) {
             let shared = self.clone();
@@ -352,7 +356,7 @@ impl FsState {
         }
     }
 
-    /// Hands `then` the extended attributes that the caller may see.
+    /// Calls `then` with the extended attributes that the caller may see.
     fn ask_xattrs(
         self: &Arc<Self>,
         req: &Request,
@@ -439,7 +443,8 @@ impl Filesystem for TensorFs {
                 return reply.attr(&TTL, &attr_of(&shared.common, &node));
             }
             let known = attr_of(&shared.common, &node);
-            // Stalled files must not take all threads: what is known has to do meanwhile.
+            // Stalled files must not take all threads, so beyond the limit the known attributes are
+            // the answer.
             let Some(looking) = Looking::begin(&shared) else {
                 return reply.attr(&TTL, &known);
             };
@@ -581,7 +586,7 @@ impl Filesystem for TensorFs {
                     if reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
                         break;
                     }
-                    // The kernel takes all but the first two for looked up.
+                    // The kernel counts a lookup for every entry but `.` and `..`.
                     if next > 2 {
                         nodes.looked_up(&node);
                     }

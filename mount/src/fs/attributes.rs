@@ -38,9 +38,9 @@ pub(crate) struct Common {
     pub gid: u32,
     /// Permission bits taken away.
     pub umask: u32,
-    /// Whether the kernel may serve whole files by itself.
+    /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: bool,
-    /// Whether it was mounted with root's rights, which that takes.
+    /// Whether it was mounted as root, which passthrough requires.
     pub is_root: bool,
     /// Largest request in bytes.
     pub max_request: u32,
@@ -94,7 +94,7 @@ fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<Strin
         }
         NodeKind::File { content: Content::Text(_), .. } => {}
     }
-    // A path that is not UTF-8 cannot stand in JSON.
+    // JSON cannot hold a path that is not UTF-8.
     let folder = folder.to_str()?;
     Some(serde_json::json!({ "source": folder, "file": member, "view": view }).to_string())
 }

@@ -1,8 +1,8 @@
 //! The inodes of a mount: folders, files, their attributes and their open files.
 //!
-//! Knows nothing of FUSE; `fs` translates. An inode number stands for a path and a version of its
-//! content: a file that is replaced in the source gets a new one, and programs that have the old
-//! one open keep it.
+//! This module is independent of FUSE; `adapter` translates. An inode number identifies a path and
+//! a version of its content: a file that is replaced in the source gets a new one, and programs
+//! that have the old one open keep it.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -27,18 +27,18 @@ pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 #[derive(Clone, Debug)]
 struct Listed {
     entries: Arc<Listing>,
-    /// Whether a set of it is refused.
+    /// Why sets of it are refused. `None` if none is.
     refused: Option<Refusal>,
-    /// When the source was last asked whether a refused set has become whole.
+    /// Time of the last check whether a refused set has become whole.
     asked: Instant,
 }
 
 /// Why sets of a folder are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Refusal {
-    /// For what their files are.
+    /// The files do not form a valid checkpoint.
     Proved,
-    /// A file changed, or could not be read, while it was looked at.
+    /// A file changed, or could not be read, during the proof.
     Unsettled,
 }
 
@@ -81,29 +81,29 @@ impl Drop for Proving {
 /// The meaning of a name in a folder.
 #[derive(Debug)]
 pub(crate) enum NameEntry {
-    /// This node.
+    /// The node with this name.
     Found(Arc<Node>),
-    /// Nothing.
+    /// No node.
     Absent,
-    /// Something that was replaced in the source since it was proved.
+    /// A node that was replaced in the source since it was proved.
     Stale,
 }
 
 /// All nodes of a mount.
 pub(crate) struct Nodes {
     tree: Arc<Tree>,
-    /// By the folder at the top of a family: held while its replaced files are looked at again.
+    /// Locks by the top folder of a family, each held while its replaced files are proved again.
     refresh: Vec<Mutex<()>>,
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
-    /// Folder nodes by folder.
+    /// Folder nodes, by folder.
     folders: Vec<Arc<Node>>,
-    /// By folder; `None` until it was proved.
+    /// Listings, by folder; `None` until the folder is proved.
     listings: RwLock<Vec<Option<Listed>>>,
-    /// Number of shards of the sets whose last piece nothing proves, by folder and name.
+    /// Number of shards of each set with an unproven tail or recorded shapes, by folder and name.
     shards_proved: Mutex<HashMap<(FolderId, String), usize>>,
     /// Whether the last pieces of the sets that are shown are proved.
     tails: Tails,
-    /// By the folder at the top of a family.
+    /// Progress of each proof, by the top folder of a family.
     progress: Mutex<HashMap<FolderId, Progress>>,
     /// Sets that came from an index, and sets whose headers were read.
     indexed: [AtomicU64; 2],
@@ -111,11 +111,11 @@ pub(crate) struct Nodes {
     checked: bool,
 }
 
-/// Time between two questions whether a refused set has become whole.
+/// Least time between two checks whether a refused set has become whole.
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
-    /// The nodes of `tree`; nothing is proved yet. `checked`: weights are compared with checksums
+    /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums
     /// as they are read.
     pub(crate) fn new(tree: Tree, checked: bool) -> Nodes {
         let folders: Vec<Arc<Node>> =
@@ -136,7 +136,7 @@ impl Nodes {
         }
     }
 
-    /// The source. Its folders are replaced as they are looked at again.
+    /// The source. Its folders are replaced when they are scanned again.
     pub(crate) fn tree(&self) -> Arc<Tree> {
         self.tree.clone()
     }
@@ -156,8 +156,8 @@ impl Nodes {
         self.listings.read()[folder].as_ref().map(|listed| listed.entries.clone())
     }
 
-    /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so
-    /// that a folder that takes long to prove keeps no other request waiting.
+    /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so that a
+    /// slow proof does not block other requests.
     pub(crate) fn when_listed(
         self: &Arc<Self>,
         pool: &BlockingPool,
@@ -186,8 +186,8 @@ impl Nodes {
         }
     }
 
-    /// Proves a family and lists its folders, then lets all who wait for it go on. Returns the
-    /// name of each set with its refusal, where it is refused.
+    /// Proves a family and lists its folders, then calls all waiters. Returns the name and the
+    /// outcome of each set.
     pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
         let tree = self.tree();
         let _span = tracing::debug_span!("prove", folder = ?tree.folder(head).relative).entered();
@@ -222,7 +222,7 @@ impl Nodes {
         outcomes
     }
 
-    /// Makes the indexes of all families in the background, so that the first look into a folder
+    /// Makes the indexes of all families in the background, so that the first access to a folder
     /// finds one.
     pub(crate) fn index_rest(self: &Arc<Self>) {
         let tree = self.tree();
@@ -267,11 +267,11 @@ impl Nodes {
         &self.tails
     }
 
-    /// Refuses a set that has fewer shards than this mount has proved before, where the shards
-    /// themselves cannot tell that one is gone.
+    /// Refuses a set that has fewer shards than this mount has proved before, if the shards
+    /// themselves cannot show that one is missing.
     fn refuse_fewer_shards(&self, tree: &Tree, folder: FolderId, set: &mut Set) {
         let Ok(checkpoint) = &set.outcome else { return };
-        // Recorded shapes tell of lost pieces, not of a tensor that was lost whole.
+        // Recorded shapes reveal lost pieces, but not a tensor that was lost whole.
         if checkpoint.tail != Tail::Unproven && !checkpoint.catalog().shapes_recorded {
             return;
         }
@@ -290,8 +290,8 @@ impl Nodes {
         set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
     }
 
-    /// Makes the nodes of what `folder` shows, without the folders that are `emptied`. Nodes of
-    /// what has not changed stay.
+    /// Makes the nodes of the entries of `folder`, without the folders that are `emptied`. Nodes of
+    /// unchanged files stay.
     fn list(
         &self,
         tree: &Tree,
@@ -336,13 +336,13 @@ impl Nodes {
         }
     }
 
-    /// Notes that the kernel has learnt of `node`.
+    /// Counts a lookup of `node` by the kernel.
     pub(crate) fn looked_up(&self, node: &Node) {
         node.lookups.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Notes that the kernel has forgotten an inode number `times` times. Returns whether the
-    /// node is gone with it.
+    /// Takes back `times` lookups of an inode number by the kernel. Returns whether the node was
+    /// dropped.
     pub(crate) fn forget(&self, ino: u64, times: u64) -> bool {
         let Some(node) = self.node(ino) else { return false };
         let left = |lookups: u64| Some(lookups.saturating_sub(times));
@@ -352,7 +352,7 @@ impl Nodes {
 
     /// Drops a node that no folder shows and the kernel does not know.
     fn drop_if_unused(&self, node: &Node) -> bool {
-        // Under the lock, so that no listing takes the node up again meanwhile.
+        // The lock keeps a listing from taking up the node again meanwhile.
         let mut by_ino = self.by_ino.write();
         let unused = node.lookups.load(Ordering::Relaxed) == 0
             && !node.listed.load(Ordering::Relaxed)
@@ -361,13 +361,13 @@ impl Nodes {
         unused && by_ino.remove(&node.ino).is_some()
     }
 
-    /// The entry `name` of `folder`, which is listed. Asks the source, which may take long.
+    /// The entry `name` of `folder`, which is listed. Accesses the source, which may be slow.
     pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> NameEntry {
         let Some(listed) = self.listings.read()[folder].clone() else { return NameEntry::Absent };
         let found = find(&listed.entries, name);
         match found {
             Some(node) if node.is_outdated() => {
-                // A file that is no part of a checkpoint may go and come back by itself.
+                // A file that belongs to no checkpoint may disappear and come back by itself.
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
                 if gone { NameEntry::Absent } else { NameEntry::Stale }
             }
@@ -392,7 +392,7 @@ impl Nodes {
         }
     }
 
-    /// Whether it is time to ask again whether a refused set of `folder` has become whole.
+    /// Whether the next check whether a refused set of `folder` has become whole is due.
     fn may_ask(&self, folder: FolderId) -> bool {
         let mut listings = self.listings.write();
         let Some(listed) = &mut listings[folder] else { return false };
@@ -403,8 +403,8 @@ impl Nodes {
         due
     }
 
-    /// Proves the family of `folder` again, from what stands in the source now, if `name` is
-    /// stale; then the entry.
+    /// Proves the family of `folder` again from the current source if `name` is stale. Returns the
+    /// entry.
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let listing = self.listing(folder)?;
         if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
@@ -433,7 +433,7 @@ impl Nodes {
 }
 
 impl Nodes {
-    /// A new node for a file that is no part of a checkpoint, and was replaced.
+    /// Makes a new node for a replaced file that belongs to no checkpoint.
     fn renew(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let tree = self.tree();
         let file = tree.file_now(folder, name)?;
@@ -457,9 +457,9 @@ impl Nodes {
         Some(node)
     }
 
-    /// Makes `node` known by its inode number; where that file in that version is known
-    /// already, it is that node, and where another file has the number, the next one. A version
-    /// that was found changed is never that of another proof.
+    /// Registers `node` by its inode number. Returns the known node if it is the same file in the
+    /// same version. Takes the next free number if another file has this one, and a new version if
+    /// the known one was found outdated.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
         let mut by_ino = self.by_ino.write();
         while let Some(other) = by_ino.get(&node.ino) {

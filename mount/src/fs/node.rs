@@ -1,4 +1,4 @@
-//! A file or folder of the mount: what it is made of, its version, and whether its source has changed.
+//! A file or folder of the mount: its content, its version, and whether its source has changed.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,15 +33,15 @@ pub(crate) struct Node {
     pub(crate) path: PathBuf,
     /// Folder or file.
     pub(crate) kind: NodeKind,
-    /// Length in bytes and time of the last change; those of a file that follows its source change.
+    /// Length in bytes and time of the last change. They change for a file that follows its source.
     attributes: Mutex<(u64, SystemTime)>,
     /// Lookups of the inode number by the kernel, minus those that it has forgotten.
     pub(crate) lookups: AtomicU64,
     /// Whether it was opened, so that the kernel may have pages of it.
     was_opened: AtomicBool,
-    /// Whether its source was found to hold something else.
+    /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
-    /// Whether a folder shows it; else it lives only for those who have it open.
+    /// Whether a folder lists it. Otherwise it lives only while it is open or the kernel knows it.
     pub(crate) listed: AtomicBool,
 }
 
@@ -53,11 +53,11 @@ pub(crate) enum NodeKind {
     Folder,
     /// A file.
     File {
-        /// Where its bytes come from.
+        /// The origin of its bytes.
         content: Content,
-        /// Content version in hexadecimal; of a plain file, of what it was when it was listed.
+        /// Content version in hexadecimal; for a plain file, the version at its listing.
         version: String,
-        /// The open file, while somebody has it open.
+        /// The open file, while a process has it open.
         open: Mutex<Weak<OpenFile>>,
         /// Identity of its source at the last open.
         last: Mutex<Option<Identity>>,
@@ -133,12 +133,12 @@ impl Node {
         self.attributes.lock().1 = system_time(mtime);
     }
 
-    /// Takes over what a file that follows its source is now.
+    /// Takes length and time of a file that follows its source from `now`.
     pub(crate) fn set_attributes(&self, now: &Identity) {
         *self.attributes.lock() = (now.len, system_time(now.mtime));
     }
 
-    /// Whether it is a file of the source that was not proved: it shows what the file is now.
+    /// Whether it is an unproved file of the source, which always shows its current content.
     pub(crate) fn follows(&self) -> bool {
         matches!(&self.kind, NodeKind::File { content, .. } if follows(content))
     }
@@ -148,7 +148,8 @@ impl Node {
         matches!(&self.kind, NodeKind::File { content, .. } if is_plain(content))
     }
 
-    /// The file as it is at its path now, if it follows its source and still is that file.
+    /// Current identity of the file at its path. `None` if it does not follow its source or was
+    /// replaced.
     pub(crate) fn look(&self) -> Option<Identity> {
         let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
         else {
@@ -158,7 +159,7 @@ impl Node {
         now.same_inode(&file.identity).then_some(now)
     }
 
-    /// Whether nobody has opened it yet, so that nobody has any bytes of it.
+    /// Whether it was never opened, so that no reader has any of its bytes.
     pub(crate) fn is_unread(&self) -> bool {
         !self.was_opened.load(Ordering::SeqCst)
     }
@@ -168,8 +169,8 @@ impl Node {
         self.was_opened.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the source now holds something else in its place: another file, or other bytes of
-    /// what was proved. Asks the source.
+    /// Whether the source has changed: another file is in its place, or its proved bytes differ.
+    /// Accesses the source.
     pub(crate) fn is_outdated(&self) -> bool {
         let NodeKind::File { content, .. } = &self.kind else { return false };
         let is_current = |source: &Arc<Source>| {
@@ -202,16 +203,16 @@ impl Node {
         self.outdated.load(Ordering::SeqCst)
     }
 
-    /// Whether it is text made here.
+    /// Whether it is generated text.
     pub(crate) fn is_text(&self) -> bool {
         matches!(&self.kind, NodeKind::File { content: Content::Text(_), .. })
     }
 
-    /// Opens the file for reading, once for all who have it open; `watcher` watches its
-    /// sources as long. Also returns whether what the kernel may have cached of it is still right.
+    /// Opens the file for reading. All open handles share the result, and `watcher` watches its
+    /// sources while any is open. Also returns whether the kernel's cached pages are still valid.
     ///
     /// # Errors
-    /// `Error::Changed` where another file stands in its place.
+    /// `Error::Changed` if another file is in its place.
     pub(crate) fn open(
         &self,
         watcher: &Arc<Watcher>,
@@ -221,7 +222,7 @@ impl Node {
         let NodeKind::File { content, open, last, .. } = &self.kind else {
             return Err(Error::internal("a folder cannot be read"));
         };
-        // Held while the file is opened, so that it is opened and watched once.
+        // The lock is held during the open, so that the file is opened and watched only once.
         let mut shared = open.lock();
         let opened = match shared.upgrade() {
             Some(opened) => {
@@ -251,8 +252,8 @@ impl Node {
         Ok((opened, unchanged))
     }
 
-    /// Has `opened`, which is open, read its source as it is now, if it is a file that follows its
-    /// source and that has changed. Returns whether it had. Asks the source.
+    /// Makes `opened` read the current state of its source, if the file follows its source and that
+    /// has changed. Returns whether it had. Accesses the source.
     ///
     /// # Errors
     /// Errors of the source.
@@ -346,7 +347,8 @@ pub(crate) fn file_node(
         for number in state {
             hash.update(number.to_le_bytes());
         }
-        // The inode number and the time of a deleted file may be those of the next one.
+        // A new file may get the inode number and the time of a deleted one; its birth time
+        // differs.
         hash.update(identity.born().unwrap_or_default().to_le_bytes());
     };
     let len = match &shown.content {
@@ -380,7 +382,7 @@ pub(crate) fn file_node(
     Arc::new(Node::new(ino_of(&digest), folder, path, len, newest, kind))
 }
 
-/// Whether both are one file in one version: the version covers path and content.
+/// Whether both are the same file in the same version. The version covers path and content.
 pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
     match (&a.kind, &b.kind) {
         (NodeKind::File { version: a, .. }, NodeKind::File { version: b, .. }) => a == b,
@@ -388,7 +390,7 @@ pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
     }
 }
 
-/// The same file with the next inode number, where another one has its own.
+/// Copies the node with the next inode number, because another file has its number.
 pub(crate) fn renumbered(node: &Node) -> Node {
     let version = match &node.kind {
         NodeKind::Folder => String::new(),
@@ -397,8 +399,8 @@ pub(crate) fn renumbered(node: &Node) -> Node {
     numbered(node, node.ino.wrapping_add(1).max(ROOT + 1), version)
 }
 
-/// The same file as another version, where one with the same lengths and times was found changed:
-/// neither the kernel's pages nor a copy of that may be taken for this one's.
+/// Copies the node with a new version, because a version with the same lengths and times was found
+/// changed. The kernel's pages and assembled copies of that version must not be used for this one.
 pub(crate) fn reversioned(node: &Node) -> Node {
     let mut hash = Sha256::new();
     hash.update(node.ino.to_le_bytes());
@@ -436,7 +438,7 @@ fn numbered(node: &Node, ino: u64, version: String) -> Node {
     }
 }
 
-/// The part of a digest that stands for a version, in hexadecimal.
+/// The part of a digest that is the version, in hexadecimal.
 fn version_of(digest: &[u8]) -> String {
     digest[8..24].iter().map(|byte| format!("{byte:02x}")).collect()
 }

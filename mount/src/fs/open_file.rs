@@ -1,4 +1,4 @@
-//! Open files: what all who have a file open share, and what becomes of its sources.
+//! Open files: the state that all handles of a file share, and its open sources.
 
 use std::io;
 use std::ops::Range;
@@ -16,13 +16,13 @@ use tensorfs::{Error, Result};
 use crate::serve::blocking::BlockingPool;
 use crate::serve::change_watcher::Watched;
 
-/// A file as all who have it open share it.
+/// An open file, shared by all its handles.
 pub(crate) struct OpenFile(RwLock<Arc<Current>>);
 
 /// The version of an open file that readers get. A file that follows its source gets a new one
 /// when the source has changed. Its sources stay open as long.
 pub(crate) struct Current {
-    /// Dropped before what keeps its sources open.
+    /// This field is first, so that it is dropped before the sources are closed.
     pub(crate) file: OpenContent,
     _held: SourceGuard,
 }
@@ -31,7 +31,7 @@ pub(crate) struct Current {
 struct SourceGuard {
     watched: Option<Watched>,
     pins: Vec<Pin>,
-    /// Whether all of them lie on file systems that close files at once.
+    /// Whether all sources lie on local file systems, which close files at once.
     local: bool,
     /// Path in the mount.
     path: PathBuf,
@@ -40,7 +40,7 @@ struct SourceGuard {
 
 impl Drop for SourceGuard {
     fn drop(&mut self) {
-        // The watch ends first: it must not open again what the pins close.
+        // The watch ends first: it must not reopen files that the pins close.
         self.watched = None;
         let pins = std::mem::take(&mut self.pins);
         if !self.local {
@@ -54,7 +54,7 @@ impl OpenFile {
         OpenFile(RwLock::new(current))
     }
 
-    /// Gives readers `current` from now on.
+    /// Makes readers use `current` from now on.
     pub(super) fn set_current(&self, current: Arc<Current>) {
         *self.0.write() = current;
     }
@@ -83,7 +83,7 @@ impl Current {
 
     /// Whether its sources are what they were when they were opened. Asks the sources.
     pub(super) fn is_unchanged(&self) -> bool {
-        // All are looked at, so that each that has changed is known to have.
+        // Every source is checked, so that each changed one is marked.
         self.file.sources().iter().filter(|source| source.check().is_err()).count() == 0
     }
 
@@ -96,7 +96,7 @@ impl Current {
         source.is_changed_now() || (beyond && source.may_block())
     }
 
-    /// Bytes `range` of a file of the source as they are now; fewer where it ends before.
+    /// Current bytes `range` of a file of the source; fewer at the end of the file.
     ///
     /// # Errors
     /// Errors of the source.
@@ -130,14 +130,14 @@ impl std::fmt::Debug for OpenFile {
 pub(crate) enum OpenContent {
     /// The tensors of a checkpoint as one file.
     Virtual(Arc<CachedFile>),
-    /// A file of the source as it is.
+    /// A file of the source, unchanged.
     Whole(Arc<CachedFile>),
-    /// Text made here.
+    /// Generated text.
     Text(Arc<[u8]>),
 }
 
 impl OpenContent {
-    /// The file in the cache, but for text.
+    /// The file in the cache. `None` for text.
     pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
         match self {
             OpenContent::Virtual(file) | OpenContent::Whole(file) => Some(file),
@@ -157,7 +157,7 @@ impl OpenContent {
 /// Opens `content`; `on_fault_storm` is asked what to call when a virtual file is read page by page.
 ///
 /// # Errors
-/// `Error::Changed` where another file stands in its place.
+/// `Error::Changed` if another file is in its place.
 pub(super) fn open_file(
     content: &Content,
     cache: &Cache,

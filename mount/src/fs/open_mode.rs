@@ -1,10 +1,11 @@
-//! Which way each open file is served. The kernel allows one at a time, so that the first open
-//! decides.
+//! The mode of each open file: passthrough or daemon. The kernel allows one mode per inode, so the
+//! first open decides.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-/// By inode number, of open files only. `B` is what stands for a file that the kernel serves.
+/// The modes by inode number, of open files only. `B` is the registration of a file that the kernel
+/// serves.
 pub(crate) struct OpenModes<B>(HashMap<u64, OpenMode<B>>);
 
 enum OpenMode<B> {
@@ -21,7 +22,7 @@ impl<B> Default for OpenModes<B> {
 }
 
 impl<B> OpenModes<B> {
-    /// By what the kernel serves a file, if it does.
+    /// The registration by which the kernel serves a file. `None` if the daemon serves it.
     pub(crate) fn by_kernel(&self, ino: u64) -> Option<Arc<B>> {
         match self.0.get(&ino)? {
             OpenMode::Kernel(backing) => backing.upgrade(),
@@ -29,17 +30,17 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Whether we serve it.
+    /// Whether the daemon serves it.
     pub(crate) fn is_by_us(&self, ino: u64) -> bool {
         matches!(self.0.get(&ino), Some(OpenMode::Daemon(_)))
     }
 
-    /// The file is opened, and the kernel serves it by `backing`.
+    /// Notes that the file is opened and that the kernel serves it by `backing`.
     pub(crate) fn opened_by_kernel(&mut self, ino: u64, backing: &Arc<B>) {
         self.0.insert(ino, OpenMode::Kernel(Arc::downgrade(backing)));
     }
 
-    /// The file is opened, and we serve it.
+    /// Notes that the file is opened and that the daemon serves it.
     pub(crate) fn opened_by_us(&mut self, ino: u64) {
         match self.0.get_mut(&ino) {
             Some(OpenMode::Daemon(handles)) => *handles += 1,
@@ -47,7 +48,7 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// A handle is closed that the kernel served, and what stood for it dropped.
+    /// Notes that a handle that the kernel served is closed and its registration dropped.
     pub(crate) fn closed_by_kernel(&mut self, ino: u64) {
         if matches!(self.0.get(&ino), Some(OpenMode::Kernel(backing)) if backing.strong_count() == 0)
         {
@@ -55,7 +56,8 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// A handle is closed that we served; after the last one the kernel may take the file over.
+    /// Notes that a handle that the daemon served is closed. After the last one the kernel may take
+    /// over the file.
     pub(crate) fn closed_by_us(&mut self, ino: u64) {
         let Some(OpenMode::Daemon(handles)) = self.0.get_mut(&ino) else { return };
         *handles -= 1;
@@ -85,7 +87,7 @@ mod tests {
         serving.closed_by_us(2);
         drop(backing);
         assert!(serving.by_kernel(11).is_none());
-        // Somebody else has opened this one in between, and we serve it now.
+        // Another open came in between, and the daemon serves the file now.
         serving.opened_by_us(12);
         serving.closed_by_kernel(11);
         serving.closed_by_kernel(12);

@@ -35,7 +35,7 @@ fail!(
     ReplyDirectoryPlus
 );
 
-/// A reply to what a file is, and what is said where its source does not answer.
+/// A getattr reply, with the known attributes as the answer if the source does not answer.
 pub(super) struct KnownAttr {
     pub(super) reply: ReplyAttr,
     pub(super) known: FileAttr,
@@ -84,8 +84,8 @@ pub(super) fn logged(error: &Error) -> Errno {
     }
 }
 
-/// A read fails with EIO whatever the reason; a change, or bytes that are not what was recorded
-/// of them, were logged when that was first seen.
+/// Every failed read returns EIO. A changed source and a checksum mismatch were logged when they
+/// were first seen.
 pub(super) fn logged_as_eio(error: &Error) -> Errno {
     match error {
         Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),

@@ -1,4 +1,5 @@
-//! The sets of a mount whose last pieces nothing proves: a warning, and what is said of them later.
+//! The sets of a mount with an unproven tail: the warnings about them, and their report in
+//! `status`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,17 +26,16 @@ pub(crate) struct Tails(Mutex<BTreeMap<FolderId, FolderTails>>);
 struct FolderTails {
     /// Its path in the mount.
     path: PathBuf,
-    /// Sets with an unproven tail, by the name that they are shown as.
+    /// Names of the virtual files of sets with an unproven tail.
     unproven: Vec<String>,
     /// Number of the other sets.
     proven: usize,
-    /// The weight files that are shown, with the tail of their set.
+    /// The tail of the set of each weight file in the mount.
     files: BTreeMap<String, Tail>,
 }
 
 impl Tails {
-    /// Takes note of the sets of a folder, in place of what was known of it. Warns of each whose
-    /// tail is unproven, once.
+    /// Replaces the notes on the sets of a folder. Warns once of each set with an unproven tail.
     pub(crate) fn note(&self, tree: &Tree, id: FolderId, proved: &Proved) {
         let source = tree.folder(id);
         let mut folder = FolderTails { path: source.relative.clone(), ..FolderTails::default() };
@@ -73,7 +73,7 @@ impl Tails {
         paths.collect()
     }
 
-    /// The tail of the set that the weight file `name` of `folder` shows, or is a shard of.
+    /// The tail of the set to which the weight file `name` of `folder` belongs.
     pub(crate) fn of(&self, folder: FolderId, name: &str) -> Option<Tail> {
         self.0.lock().get(&folder)?.files.get(name).copied()
     }

@@ -1,5 +1,5 @@
-//! `verify=read`: which files are handed out only once their tensors were compared with the
-//! checksums that `tensorfs verify` has recorded.
+//! `verify=read`: the files whose tensors are compared with the checksums of `tensorfs verify`
+//! before they are served.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -13,8 +13,8 @@ use tensorfs::verify::Recorded;
 /// The gates of the files that a folder shows, by name.
 pub(crate) type ChecksumGates = HashMap<OsString, Arc<ChecksumGate>>;
 
-/// Refuses the sets of `folder` that have no checksums, or other headers; the gates of the
-/// others. Reads the headers.
+/// Reads the headers, and refuses the sets of `folder` without checksums or with other headers.
+/// Returns the gates of the other sets.
 pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> ChecksumGates {
     let recorded = Recorded::load(tree.options.index.as_deref(), &tree.folder(folder).path);
     if let Some(doubt) = recorded.doubt() {
@@ -41,7 +41,7 @@ pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Check
     gates
 }
 
-/// Whether a file may be shown: weights only behind a gate.
+/// Whether a file may be shown: weights only if they have a gate.
 pub(crate) fn may_show(shown: &MountEntry, gates: &ChecksumGates) -> bool {
     let weights = match &shown.content {
         Content::Virtual(_) => true,

@@ -9,12 +9,12 @@ pub(super) const LINE_MAX: usize = 16 << 10;
 pub(super) struct Line {
     /// The line, without its end.
     pub text: String,
-    /// As syslog counts: 3 is an error.
+    /// Severity in syslog's numbers: 3 is an error.
     pub severity: u32,
 }
 
 impl Line {
-    /// `text`, cut off where it is too long.
+    /// `text`, cut off at `LINE_MAX` bytes.
     pub(super) fn new(text: &str, severity: u32) -> Line {
         let text = shown(text.trim());
         let most = LINE_MAX.min(text.len());

@@ -28,20 +28,21 @@ const FACILITY: u32 = 3 << 3;
 /// Name of the log file in a folder that the daemon makes.
 const FILE_NAME: &str = "tensorfs.log";
 
-/// Where the log of a daemon goes.
+/// The target of a daemon's log.
 #[derive(Clone, Debug, Default)]
 pub(super) enum Destination {
     #[default]
     Stderr,
     SystemLog,
     File(PathBuf),
-    /// A file in a folder that only this user can write to, made where it is not there.
+    /// A file in a folder that only this user can write to. The folder is made if it does not
+    /// exist.
     Private {
         folder: PathBuf,
-        /// Folder of the user that it lies in, if any.
+        /// The user's folder that contains it, if any.
         home: Option<PathBuf>,
     },
-    /// Nowhere, until there is a system log.
+    /// No target until there is a system log.
     Nowhere,
 }
 
@@ -49,14 +50,14 @@ impl Destination {
     /// Opens it.
     ///
     /// # Errors
-    /// If it takes no lines.
+    /// If it cannot be opened.
     pub(super) fn open(&self) -> io::Result<Output> {
         match self {
             Destination::Stderr => Ok(Output::stderr()),
             Destination::SystemLog => connect().map(|socket| Output::SystemLog(Some(socket))),
             Destination::Nowhere => Ok(Output::SystemLog(None)),
             Destination::File(path) => {
-                // A terminal must not become the one that controls the daemon.
+                // O_NOCTTY: a terminal must not become the daemon's controlling terminal.
                 let mut options = File::options();
                 options.append(true).create(true).custom_flags(libc::O_NOCTTY);
                 options.open(path).map(Output::File)
@@ -77,7 +78,7 @@ impl Destination {
     }
 }
 
-/// Files for the log where there is no system log, the best one first.
+/// Files for the log if there is no system log, the best one first.
 pub(super) fn fallback_files() -> Vec<Destination> {
     let mut files = Vec::new();
     if geteuid().is_root() {
@@ -96,10 +97,11 @@ pub(super) fn fallback_files() -> Vec<Destination> {
     files
 }
 
-/// Opens the log file in `folder`, which is made if need be. No link of another user is followed.
+/// Opens the log file in `folder`, which is made if it does not exist. Does not follow links of
+/// other users.
 fn open_private(folder: &Path, home: Option<&Path>) -> io::Result<File> {
     if let Some(home) = home {
-        // In a folder that others can write to, the way from there could be theirs.
+        // If others can write to this folder, they could place links below it.
         is_of_user(&metadata_of_nearest(home)?, 0o002)?;
         if let Some(parent) = folder.parent() {
             std::fs::create_dir_all(parent)?;
@@ -147,7 +149,7 @@ fn is_of_user(meta: &Metadata, denied: u32) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
 }
 
-/// A stream that takes lines.
+/// An open stream for lines.
 pub(super) enum Output {
     Stderr,
     /// The socket of the system log, if there was one.
@@ -168,14 +170,14 @@ impl Output {
         }
     }
 
-    /// Writes a line; may wait for ever.
+    /// Writes a line. May block for ever.
     ///
     /// # Errors
-    /// If the stream does not take it.
+    /// If the stream refuses it.
     pub(super) fn write(&mut self, line: &Line) -> io::Result<()> {
         let pid = std::process::id();
         match self {
-            // Not by `std::io::Stderr`, whose lock would keep others waiting.
+            // `std::io::Stderr` is avoided: its lock would block other threads.
             Output::Stderr => write_all(io::stderr().as_fd(), on_stderr(line).as_bytes()),
             Output::File(file) => {
                 let text = format!("{} tensorfs[{pid}]: {}\n", now(), line.text);
@@ -188,7 +190,7 @@ impl Output {
                 {
                     return Ok(());
                 }
-                // A system log that was started anew listens on a new socket.
+                // A restarted system log listens on a new socket.
                 *socket = None;
                 socket.insert(connect()?).send(text.as_bytes()).map(|_| ())
             }
@@ -196,7 +198,7 @@ impl Output {
     }
 }
 
-/// A line as it stands on standard error.
+/// The text of a line for standard error.
 pub(super) fn on_stderr(line: &Line) -> String {
     // The journal reads the severity off the line.
     if std::env::var_os("JOURNAL_STREAM").is_some() {
@@ -206,13 +208,13 @@ pub(super) fn on_stderr(line: &Line) -> String {
     }
 }
 
-/// Writes a line to standard error if that takes it within `limit`.
+/// Writes a line to standard error if it accepts one within `limit`.
 pub(super) fn write_in_time(line: &str, limit: Duration) {
     let stderr = io::stderr();
     let timeout = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
     let mut polled = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
     if poll(&mut polled, timeout).is_ok_and(|ready| ready > 0) {
-        // A pipe that is ready takes as much as this at once.
+        // A ready pipe accepts PIPE_BUF bytes without blocking.
         let line = &line.as_bytes()[..line.len().min(libc::PIPE_BUF)];
         let _ = nix::unistd::write(stderr.as_fd(), line);
     }
@@ -281,7 +283,7 @@ mod tests {
     #[test]
     fn a_folder_of_the_users_own_home_that_others_could_write_to_is_closed_to_them() {
         let temp = tempfile::tempdir().unwrap();
-        // Made as the specification of XDG_STATE_HOME asks for, two levels that are not there yet.
+        // The specification of XDG_STATE_HOME requires missing folders to be made.
         let state = temp.path().join("not/there");
         let folder = state.join("tensorfs");
         open_private(&folder, Some(&state)).unwrap();

@@ -19,7 +19,7 @@ const LINES_MAX: usize = 1024;
 /// Most bytes that wait.
 const BYTES_MAX: usize = 1 << 20;
 
-/// Lines between the threads that log and the one that writes.
+/// The queue between the threads that log and the one that writes.
 #[derive(Default)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -30,12 +30,12 @@ pub(super) struct Queue {
 struct State {
     lines: VecDeque<Line>,
     bytes: usize,
-    /// Lines dropped in all, and those of them that the log tells of.
+    /// Number of dropped lines, and the part of it that the log reports.
     dropped: u64,
     told: u64,
-    /// Lines that were queued before the first one that was dropped.
+    /// Lines queued before the first dropped one.
     before_loss: usize,
-    /// Number of the thread that writes. Threads of lower numbers end once they come back.
+    /// Number of the thread that writes. Threads with lower numbers end once their write returns.
     writer: u64,
     /// Whether it writes a line.
     writing: bool,
@@ -44,7 +44,7 @@ struct State {
     destination: Destination,
     /// Device and inode number of the log file.
     file: Option<(u64, u64)>,
-    /// Whether a thread opens the log file anew.
+    /// Whether a thread is reopening the log file.
     reopening: bool,
 }
 
@@ -80,8 +80,8 @@ impl Queue {
         }
     }
 
-    /// Writes all further lines to `output`, which `destination` opens. The thread that writes to
-    /// the old one may hang there for ever; it is left to itself.
+    /// Writes all further lines to `output`, which `destination` has opened. The thread that writes
+    /// to the old one is left running, since it may hang there.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -103,8 +103,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Opens the log file, if it is one, anew on a thread, which then writes to it and says so. One
-    /// that is still the same is left to the thread that writes to it, which may hang there.
+    /// Reopens the log file on a new thread, which logs that and becomes the writer. If the file is
+    /// still the same, the old thread stays the writer, although it may hang there.
     pub(super) fn reopen(self: &Arc<Self>) {
         let mut state = self.state.lock();
         let destination = state.destination.clone();
@@ -145,7 +145,7 @@ impl Queue {
         }
     }
 
-    /// A thread: writes lines as long as no other thread has taken over.
+    /// Body of a writer thread: writes lines until another thread takes over.
     fn write(&self, number: u64, mut output: Output) {
         let mut state = self.state.lock();
         while state.writer == number {
@@ -179,7 +179,7 @@ impl State {
         self.failing = false;
     }
 
-    /// Makes a new thread the one that writes; its number.
+    /// Makes a new thread the writer. Returns its number.
     fn take_over(&mut self) -> u64 {
         let number = self.writer + 1;
         self.adopt(number);
@@ -198,18 +198,18 @@ impl State {
         !self.lines.is_empty() || self.has_losses()
     }
 
-    /// Whether lines were dropped of which the log, which takes lines again, does not tell yet.
+    /// Whether dropped lines are not yet reported and the log works again.
     fn has_losses(&self) -> bool {
         !self.failing && self.dropped > self.told
     }
 
-    /// The next line to be written. Losses are told of where the dropped lines would stand; with
-    /// such a line comes the number of those dropped so far, which counts as told once it is
+    /// The next line to be written. A note about losses takes the place of the dropped lines. It
+    /// comes with the number of lines dropped so far, which becomes `told` once the note is
     /// written.
     fn next(&mut self) -> Option<(Line, Option<u64>)> {
         if self.has_losses() && self.before_loss == 0 {
             let lost = self.dropped - self.told;
-            let text = format!("{lost} lines of the log were dropped: it took no more");
+            let text = format!("{lost} lines of the log were dropped: it was blocked or full");
             return Some((Line { text, severity: 4 }, Some(self.dropped)));
         }
         let line = self.lines.pop_front()?;
@@ -219,7 +219,7 @@ impl State {
     }
 }
 
-/// Starts a thread that takes no signals, so that those that end the process reach the thread
+/// Starts a thread with all signals blocked, so that those that end the process reach the thread
 /// that waits for them.
 pub(super) fn start_thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
@@ -239,10 +239,10 @@ mod tests {
     use super::super::line::LINE_MAX;
     use super::*;
 
-    /// Long, so that a busy machine is not taken for a log that hangs.
+    /// Long enough that a busy machine does not look like a hanging log.
     const LONG: Duration = Duration::from_secs(30);
 
-    /// A queue that writes to a pipe nobody reads from, which is full.
+    /// A queue that writes to a full pipe without a reader.
     fn blocked() -> (Arc<Queue>, OwnedFd) {
         let (reader, writer) = pipe().unwrap();
         fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
@@ -264,7 +264,7 @@ mod tests {
         for number in 0..LINES_MAX + 500 {
             queue.push(Line::new(&format!("line {number}"), 4));
         }
-        // One line may be on its way to the pipe.
+        // The writer may hold one line.
         assert!((499..=500).contains(&queue.dropped()), "{}", queue.dropped());
         queue.flush(Duration::from_millis(10));
     }

@@ -11,10 +11,10 @@ use tensorfs::words::UnknownWord;
 
 use super::{CACHE_DEFAULT, IndexDir, Options, size};
 
-/// Largest cache: more is a slip of the pen.
+/// Largest cache: a larger value is a typing error.
 const CACHE_MAX: u64 = 1 << 40;
 
-/// Largest readahead window: one fault may read half of it before the byte that was wanted.
+/// Largest readahead window: one fault may read half of it before the requested byte.
 const READAHEAD_MAX: u64 = 1 << 30;
 
 /// Sizes of a request: the kernel takes no smaller one, and fuser no larger one.

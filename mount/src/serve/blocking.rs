@@ -1,10 +1,10 @@
 //! Blocking calls to a source, which may never answer: each runs on a thread of its own, and the
 //! reply that waits for it has a deadline.
 //!
-//! A thread that the source holds cannot be called back. It is left to finish, and what it
-//! finds out too late is thrown away. How many there are is bounded, for each file and in all:
-//! what finds no thread waits in a queue, until its deadline like everything else, and where
-//! all of them are held past their deadlines it fails at once.
+//! A thread that waits for the source cannot be interrupted. It runs to its end, and a late result
+//! is dropped. The number of threads is bounded, for each file and in total. A call without a free
+//! thread waits in a queue until its deadline, and fails at once if all threads are past their
+//! deadlines.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,22 +18,22 @@ use tensorfs::io::{Deadlines, NextLook, PerSourceLimiter};
 use tensorfs::sync::Mutex;
 use tracing::Span;
 
-/// Most threads that ask about one file: one that stalls takes no more.
+/// Most threads for one file, so that a stalled file takes no more.
 const PLACE_MAX: u64 = 4;
 
-/// Most threads in all.
+/// Most threads in total.
 const THREADS_MAX: u64 = 64;
 
-/// Stalls remembered, so that each is logged once.
+/// Most stalls remembered, so that each is logged once.
 const TOLD_MAX: usize = 1024;
 
-/// A reply that can say that there is no answer.
+/// A reply that can fail.
 pub(crate) trait Fail: Send + 'static {
     /// Replies with an error.
     fn fail(self);
 }
 
-/// The questions of one mount.
+/// The blocking calls of one mount.
 #[derive(Clone)]
 pub(crate) struct BlockingPool(Arc<PoolShared>);
 
@@ -52,13 +52,13 @@ impl Drop for PoolShared {
 
 struct State {
     next: u64,
-    /// Replies with a deadline, by number: the first one is due first.
+    /// Replies with a deadline, by number. The first one is due first.
     due: BTreeMap<u64, Due>,
     /// Threads at work, by the path that they ask about.
     threads: PerSourceLimiter<PathBuf>,
     /// Threads that are past their deadline.
     held: PerSourceLimiter<PathBuf>,
-    /// Numbers of replies that have failed, and whose threads are still held.
+    /// Numbers of failed replies whose threads are still blocked.
     late: BTreeSet<u64>,
     queue: VecDeque<BlockingJob>,
     /// Paths whose last call passed its deadline. No call about them has ended since.
@@ -81,7 +81,7 @@ impl Default for State {
 
 struct Due {
     deadline: Instant,
-    /// Whether a thread asks for it.
+    /// Whether a thread works on it.
     asked: bool,
     place: PathBuf,
     reply: Arc<dyn Late>,
@@ -89,14 +89,14 @@ struct Due {
 
 struct BlockingJob {
     place: PathBuf,
-    /// Number of the reply, where somebody waits.
+    /// Number of the reply. `None` if there is no reply.
     number: Option<u64>,
     work: Box<dyn FnOnce() + Send>,
 }
 
-/// A reply that may have been given already.
+/// A reply that may have been sent already.
 trait Late: Send + Sync {
-    /// Fails it; returns whether it was still to be given.
+    /// Fails it. Returns whether it was not sent yet.
     fn fail(&self) -> bool;
 }
 
@@ -107,7 +107,7 @@ impl<R: Fail> Late for Mutex<Option<R>> {
     }
 }
 
-/// A reply until it is given or its deadline has passed.
+/// A pending reply: until it is sent or its deadline has passed.
 pub(crate) struct PendingReply<R: Fail> {
     pool: BlockingPool,
     number: u64,
@@ -116,7 +116,7 @@ pub(crate) struct PendingReply<R: Fail> {
 }
 
 impl<R: Fail> PendingReply<R> {
-    /// The reply, unless it is too late.
+    /// The reply. `None` after the deadline.
     pub(crate) fn take(self) -> Option<R> {
         self.reply.lock().take()
     }
@@ -133,7 +133,7 @@ impl<R: Fail> Drop for PendingReply<R> {
     }
 }
 
-/// Runs a handler; a panic drops its reply, which answers EIO.
+/// Runs a handler. A panic drops its reply, which answers EIO.
 pub(crate) fn guarded(handler: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(handler)).is_err() {
         tracing::error!("a request failed by a bug in tensorfs and was answered with EIO");
@@ -160,7 +160,7 @@ impl BlockingPool {
     /// Starts the thread that keeps the deadlines.
     ///
     /// # Errors
-    /// Where no thread can be started.
+    /// If no thread can be started.
     pub(crate) fn start(
         timeout: Option<Duration>,
         counters: Arc<Counters>,
@@ -176,7 +176,7 @@ impl BlockingPool {
         Ok(BlockingPool(shared))
     }
 
-    /// A reply to a question about `place`, a path in the mount. Its deadline begins now.
+    /// A pending reply about `place`, a path in the mount. Its deadline starts now.
     pub(crate) fn pending<R: Fail>(&self, place: &Path, reply: R) -> PendingReply<R> {
         let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some(reply))));
         let mut state = self.0.state.lock();
@@ -252,7 +252,7 @@ impl BlockingPool {
         }
     }
 
-    /// A thread: does `job` and then what has waited for one.
+    /// Body of a thread: runs `job` and then queued jobs.
     fn work(&self, job: BlockingJob) {
         let mut next = Some(job);
         while let Some(BlockingJob { place, number, work }) = next {
@@ -292,7 +292,7 @@ impl State {
         self.threads.has_room_for(place)
     }
 
-    /// Whether the source holds all the threads that could ask about `place`.
+    /// Whether all threads that `place` may use are past their deadlines.
     fn is_stuck(&self, place: &Path) -> bool {
         !self.held.has_room_for(place)
     }
@@ -304,7 +304,7 @@ impl State {
         }
     }
 
-    /// Notes that the thread of a job is done with it, and gives it the next that has room.
+    /// Notes the end of a job, and returns the next job for its thread.
     fn ended(&mut self, number: Option<u64>, place: &Path) -> Option<BlockingJob> {
         self.threads.give_back(place, 1);
         if number.is_some_and(|number| self.late.remove(&number)) {
@@ -316,8 +316,8 @@ impl State {
         Some(job)
     }
 
-    /// Takes out what is due, and the jobs that nobody waits for any more. Neither may be
-    /// dropped under the lock, which they take.
+    /// Removes the replies that are due, and the jobs whose replies are gone. Their drop takes the
+    /// lock, so the caller drops them without it.
     fn expired(&mut self, now: Instant) -> (Vec<Due>, Vec<BlockingJob>) {
         let mut late = Vec::new();
         while let Some(first) = self.due.first_entry().filter(|first| first.get().deadline <= now) {
@@ -351,7 +351,7 @@ mod tests {
         }
     }
 
-    /// Long, so that a busy machine is not taken for a source that stalls.
+    /// Long enough that a busy machine does not look like a stalled source.
     const TIMEOUT: Duration = Duration::from_millis(1500);
 
     fn pool() -> (BlockingPool, Arc<Counters>) {
@@ -394,7 +394,7 @@ mod tests {
         // It is counted just after the reply.
         wait_for(|| counters.source_timeouts.get() == 1);
         drop(held);
-        // The sender is gone, and has sent nothing more.
+        // The sender is dropped, and has sent no second answer.
         assert!(late.recv().is_err());
         wait_for(|| pool.0.state.lock().threads.total() == 0);
         assert!(ask(&pool, "b", &stalled).recv().unwrap());
@@ -414,7 +414,7 @@ mod tests {
         wait_for(|| counters.source_timeouts.get() == 50);
         wait_for(|| pool.0.state.lock().queue.is_empty());
         assert_eq!(pool.0.state.lock().threads.total(), PLACE_MAX);
-        // From now on nobody waits for it.
+        // From now on its calls fail without waiting.
         let start = Instant::now();
         assert!(!ask(&pool, "b", &stalled).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);

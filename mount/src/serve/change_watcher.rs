@@ -1,10 +1,10 @@
-//! Seeing that a source changes while it is read: what the kernel has cached of it must not be
-//! served beside new bytes, and a reader of the cache does not ask us.
+//! Detects changes of a source while it is read: the kernel must not serve old cached pages beside
+//! new bytes, and cached reads do not reach the daemon.
 //!
-//! Events of the kernel tell at once; what they do not tell (a write through a mapping,
-//! another machine on a network file system) a look at every open source finds each second.
-//! File systems that may not answer are looked at by threads of their own: a source that
-//! stalls hides no change of another.
+//! Events of the kernel come at once. A check of every open source each second finds changes
+//! without an event (a write through a mapping, another machine on a network file system). Separate
+//! threads check file systems that may not answer, so that a stalled source hides no change of
+//! another.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, OnceLock, Weak};
@@ -18,19 +18,19 @@ use tensorfs::sync::Mutex;
 use super::blocking::offload;
 use super::file_events::{self, FileEvents, FileWatch};
 
-/// Time between two looks at all open sources.
+/// Time between two checks of all open sources.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Most threads that look at the sources of one file system: one, and one more for each source
-/// that stalls.
+/// Most threads that check the sources of one file system: one, and one more for each stalled
+/// source.
 const LOOKS_MAX: usize = 8;
 
-/// Tells the kernel to forget what it has cached of an inode.
+/// Makes the kernel drop its cached pages of an inode.
 pub(crate) type Forget = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// Watches the sources of open files.
 pub(crate) struct Watcher {
-    /// `None` where the kernel has none for us: then each second has to do.
+    /// `None` if inotify is unavailable: then only the check each second finds changes.
     events: Option<Arc<FileEvents>>,
     state: Mutex<State>,
     forget: OnceLock<Forget>,
@@ -38,14 +38,14 @@ pub(crate) struct Watcher {
 
 #[derive(Default)]
 struct State {
-    /// By number of the watch: the inode, and the sources whose bytes it shows.
+    /// The inode of each watch and its sources, by number of the watch.
     open: HashMap<u64, (u64, Vec<Watching>)>,
     next: u64,
-    /// By device: file systems that may not answer.
+    /// Checks of file systems that may not answer, by device.
     queues: HashMap<QueueKey, LookQueue>,
 }
 
-/// A source that is watched.
+/// A watched source.
 #[derive(Clone)]
 struct Watching {
     source: Weak<Source>,
@@ -59,11 +59,11 @@ struct LookQueue {
     todo: VecDeque<Look>,
     /// Watch and source of each entry of `todo`, so that none waits twice.
     queued: HashSet<(u64, usize)>,
-    /// Since when which source is being looked at.
+    /// The sources being checked, with the time at which the check began.
     looking: HashMap<usize, Instant>,
 }
 
-/// A source to be looked at.
+/// A pending check of a source.
 struct Look {
     number: u64,
     ino: u64,
@@ -71,7 +71,7 @@ struct Look {
 }
 
 impl Look {
-    /// The address of the source, which is its own as long as somebody refers to it.
+    /// The address of the source, which is unique while a reference to it exists.
     fn address(&self) -> usize {
         self.source.as_ptr() as usize
     }
@@ -84,7 +84,7 @@ impl LookQueue {
         }
     }
 
-    /// Takes what is looked at next, and notes that it is.
+    /// Takes the next check, and marks its source as being checked.
     fn begin(&mut self) -> Option<Look> {
         let free = |look: &Look| !self.looking.contains_key(&look.address());
         let index = self.todo.iter().position(free)?;
@@ -94,7 +94,7 @@ impl LookQueue {
         Some(look)
     }
 
-    /// Whether another thread is wanted: those that there are do not come back.
+    /// Whether another thread is needed: there is none, or all are blocked.
     fn wants_thread(&self) -> bool {
         self.looking.len() < LOOKS_MAX
             && self.looking.values().all(|since| since.elapsed() >= SWEEP_INTERVAL)
@@ -133,8 +133,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Watches `sources`, which are open and whose bytes inode `ino` shows, until the result is
-    /// dropped. `unread`: nobody has any bytes of them yet.
+    /// Watches the open `sources` of inode `ino` until the result is dropped. `unread`: no reader
+    /// has any of their bytes yet.
     pub(crate) fn watch(
         self: &Arc<Self>,
         ino: u64,
@@ -154,7 +154,7 @@ impl Watcher {
         Watched { watcher: self.clone(), number }
     }
 
-    /// Has the kernel tell of `source`, and the source ask what the kernel has told.
+    /// Watches `source` with inotify, and makes the watch its witness of writes.
     fn events_of(&self, source: &Arc<Source>, unread: bool) -> Option<Arc<FileWatch>> {
         let Source::Local(file_source) = &**source;
         let file = file_source.open_file()?;
@@ -201,8 +201,8 @@ impl Watcher {
         }
     }
 
-    /// Confirms the sources chosen, by inode that shows them, and forgets what shows changed
-    /// ones. Does not wait for file systems that may not answer.
+    /// Checks the chosen sources, and forgets the inodes of changed ones. Does not wait for file
+    /// systems that may not answer.
     fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Watching) -> bool) {
         let open: Vec<_> =
             self.state.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
@@ -223,7 +223,7 @@ impl Watcher {
         self.look();
     }
 
-    /// Starts the threads that are wanted to look at what waits for it.
+    /// Starts the threads that pending checks need.
     fn look(self: &Arc<Self>) {
         let mut state = self.state.lock();
         state.queues.retain(|_, queue| !queue.todo.is_empty() || !queue.looking.is_empty());
@@ -239,12 +239,12 @@ impl Watcher {
         }
     }
 
-    /// A thread: looks at one source after the other, until none is left.
+    /// Body of a thread: checks one source after the other, until none is left.
     fn look_on(&self, key: QueueKey, first: Look) {
         let mut next = Some(first);
         while let Some(look) = next {
             let Look { number, ino, source } = &look;
-            // Not dropped before it counts as looked at: that may close its file.
+            // The drop may close the file, so it comes before the check counts as done.
             let held = source.upgrade();
             if held.as_ref().is_some_and(|source| has_changed(source, None)) {
                 self.changed(*number, *ino, std::slice::from_ref(source));
@@ -254,7 +254,7 @@ impl Watcher {
         }
     }
 
-    /// Notes that a source was looked at; returns what its thread is to look at next.
+    /// Notes the end of a check. Returns the next check for the thread.
     fn looked(&self, key: QueueKey, address: usize) -> Option<Look> {
         let mut state = self.state.lock();
         let queue = state.queues.get_mut(&key)?;
@@ -262,8 +262,8 @@ impl Watcher {
         queue.begin()
     }
 
-    /// Forgets what inode `ino` shows of changed sources: once each, since nothing of a changed
-    /// source gets into the cache again.
+    /// Forgets inode `ino` because of its changed sources. Once for each source is enough, since no
+    /// bytes of a changed source get into the cache again.
     fn changed(&self, number: u64, ino: u64, changed: &[Weak<Source>]) {
         if changed.is_empty() {
             return;
@@ -278,9 +278,9 @@ impl Watcher {
         done.into_iter().filter_map(|watching| watching.events).for_each(|events| events.end());
     }
 
-    /// Has the kernel forget what it has cached of inode `ino`.
+    /// Makes the kernel drop its cached pages of inode `ino`.
     pub(crate) fn forget(&self, ino: u64) {
-        // It waits for reads of the inode, and those may wait for a source that stalls.
+        // This waits for reads of the inode, which may wait for a stalled source.
         if let Some(forget) = self.forget.get() {
             let off_thread = forget.clone();
             if !offload(move || off_thread(ino)) {
@@ -289,19 +289,19 @@ impl Watcher {
         }
     }
 
-    /// Looks at the sources of inode `ino` now.
+    /// Checks the sources of inode `ino` now.
     pub(crate) fn look_at(self: &Arc<Self>, ino: u64) {
         self.check(|shown, _| shown == ino);
     }
 
-    /// Looks at all open sources now, because a read has met a changed one.
+    /// Checks all open sources now, because a read has found a changed one.
     pub(crate) fn sweep(self: &Arc<Self>) {
         self.check(|_, _| true);
     }
 }
 
-/// Looks at a source; whether it has changed. Where all its times are the same, `events` learns
-/// that nobody has written through a mapping.
+/// Checks a source and returns whether it has changed. If all its times are the same, tells
+/// `events` that no process has written through a mapping.
 fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
     let Source::Local(local) = &**source;
     let (closes, before) = (events.map(FileWatch::closes), source.identity());

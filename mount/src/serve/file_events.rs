@@ -1,6 +1,6 @@
-//! Events of the kernel about open source files: which were touched, and which were written to.
+//! inotify events of open source files: whether a file was touched, and whether it was written.
 //!
-//! A file is watched by its inode, so that a write under any of its names is seen.
+//! The inode of a file is watched, so that a write under any of its names is seen.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -22,7 +22,7 @@ const F_SETSIG: libc::c_int = 10;
 /// The events of one mount.
 pub(crate) struct FileEvents {
     inotify: Inotify,
-    /// Wakes the watcher thread when another thread has taken events from the kernel.
+    /// Wakes the watcher thread when another thread has read events.
     wake: EventFd,
     state: Mutex<State>,
 }
@@ -40,28 +40,28 @@ struct State {
 pub(crate) struct Touched(HashSet<u64>);
 
 impl Touched {
-    /// Whether the file of `watch` had one.
+    /// Whether the file of `watch` had an event.
     pub(crate) fn contains(&self, watch: &FileWatch) -> bool {
         self.0.contains(&watch.number)
     }
 
-    /// Whether no file had one.
+    /// Whether no file had an event.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// One file that is watched.
+/// A watched file.
 pub(crate) struct FileWatch {
     number: u64,
     events: Arc<FileEvents>,
     descriptor: WatchDescriptor,
-    /// Whether it was written to by a system call.
+    /// Whether a system call wrote to it.
     written: AtomicBool,
-    /// Whether it cannot tell any more: it has ended, or events were lost.
+    /// Whether its events are incomplete: the watch has ended, or events were lost.
     blind: AtomicBool,
-    /// How often somebody who could write through a mapping has closed the file, and up to which
-    /// of these it is known that the file was not written to.
+    /// Number of closes by processes that could write through a mapping, and the number of these
+    /// after which the file was found unchanged.
     closes: AtomicU64,
     confirmed: AtomicU64,
 }
@@ -74,25 +74,26 @@ impl std::fmt::Debug for FileWatch {
 
 impl FileEvents {
     /// # Errors
-    /// Where the kernel has no inotify instance left for this user.
+    /// If this user has no inotify instance left.
     pub(crate) fn new() -> nix::Result<Arc<FileEvents>> {
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Arc::new(FileEvents { inotify, wake, state: Mutex::default() }))
     }
 
-    /// Watches the inode of `file` until `FileWatch::end`. `local`: its file system answers at
+    /// Watches the inode of `file` until `FileWatch::end`. `local`: the file system answers at
     /// once.
     ///
     /// # Errors
-    /// Where the user has no watch left, or `/proc` is not there.
+    /// If the user has no watch left, or there is no `/proc`.
     pub(crate) fn watch(self: &Arc<Self>, file: &File, local: bool) -> nix::Result<Arc<FileWatch>> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let mask =
             AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_CLOSE_WRITE;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        // Under the lock, so that the end of another watch of this inode does not end this one
-        // as well. A remote file system may take long, and there nobody relies on it.
+        // The lock is held, so that the end of another watch of this inode does not end this one
+        // too. For a remote file system it is not, since that may be slow and its watch is no
+        // witness.
         let locked = local.then(|| self.state.lock());
         let descriptor = self.inotify.add_watch(path.as_str(), mask)?;
         let watch = Arc::new(FileWatch {
@@ -118,16 +119,16 @@ impl FileEvents {
         let _ = self.wake.read();
     }
 
-    /// Takes what was touched since the last call.
+    /// Takes the files touched since the last call.
     pub(crate) fn take_touched(&self) -> Touched {
         self.read();
         Touched(std::mem::take(&mut self.state.lock().touched))
     }
 
-    /// Takes in all events that the kernel has.
+    /// Reads all pending events.
     fn read(&self) {
-        // The lock is held during the whole read: a thread that locks next finds every event that
-        // this one has taken from the kernel.
+        // The lock is held during the whole read: the next thread that locks finds every event that
+        // this one has read.
         let mut state = self.state.lock();
         while let Ok(events) = self.inotify.read_events() {
             for event in events {
@@ -167,14 +168,13 @@ impl State {
 }
 
 impl FileWatch {
-    /// How often somebody who could write through a mapping has closed the file, as far as the
-    /// events say that were taken in.
+    /// Number of closes by processes that could write through a mapping, in the events read so far.
     pub(crate) fn closes(&self) -> u64 {
         self.closes.load(Ordering::SeqCst)
     }
 
-    /// Notes that the times of the file, looked at after `closes` was that, were still the same:
-    /// until then nobody had stored anything through a mapping.
+    /// Notes that the times of the file were unchanged after `closes` closes: until then no process
+    /// had written through a mapping.
     pub(crate) fn confirm(&self, closes: u64) {
         self.confirmed.fetch_max(closes, Ordering::SeqCst);
     }
@@ -194,8 +194,8 @@ impl FileWatch {
 
 impl WriteWitness for FileWatch {
     fn written(&self, file: &File) -> Option<bool> {
-        // Before the events are read: the kernel queues IN_CLOSE_WRITE before it counts a writer out,
-        // so a writer is seen here or by its event.
+        // This comes before the events are read: the kernel queues IN_CLOSE_WRITE before the writer
+        // count drops, so a writer is seen here or by its event.
         let writer = has_writer(file);
         self.events.read();
         if !self.events.state.lock().touched.is_empty() {
@@ -210,18 +210,19 @@ impl WriteWitness for FileWatch {
     }
 }
 
-/// Has stores through mappings that were made before change the time of `file`, unless nobody can
-/// make such: the kernel notes the first store to a page that is clean. May wait for the disk.
+/// Makes stores through mappings change the time of `file`, by flushing it if a process may make
+/// such stores: the kernel changes the time only at the first store to a clean page. May wait for
+/// the disk.
 pub(crate) fn note_stores(file: &File) {
     if has_writer(file) != Some(false) {
         let _ = file.sync_data();
     }
 }
 
-/// Whether anybody has the inode of `file` open for writing; `None` where the kernel does not
-/// say, as to a user who does not own it.
+/// Whether any process has the inode of `file` open for writing. `None` if the kernel does not
+/// tell, for example if this user does not own it.
 ///
-/// The kernel grants a read lease only where there is no writer. It is given back at once.
+/// The kernel grants a read lease only if there is no writer. The lease is released at once.
 fn has_writer(file: &File) -> Option<bool> {
     let fd = file.as_raw_fd();
     let set = |command, argument: libc::c_int| {

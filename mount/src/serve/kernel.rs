@@ -1,7 +1,7 @@
-//! The kernel's side of a mount: how far it reads ahead, how large its requests are, and how
-//! many are under way. Each knob is set where that is allowed, read back, and reported.
+//! The kernel's settings of a mount: readahead window, size of requests, and number of background
+//! requests. Each is set if allowed, read back, and reported.
 //!
-//! Nothing here touches the mount itself, only files of the kernel that tell about it.
+//! This code does not touch the mount itself, only files of the kernel about it.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,15 +13,14 @@ use tensorfs::error::shown_path;
 
 use crate::options::Options;
 
-/// Readahead window where `readahead=` does not say, in bytes: two requests of the largest size
-/// that the kernel makes unasked. More gains nothing beside our own reading ahead, and makes
-/// faults at random places dearer.
+/// Default of `readahead=`, in bytes: two requests of the kernel's default size. More gains nothing
+/// beside the daemon's own read-ahead, and makes random page faults slower.
 pub(crate) const READAHEAD: u64 = 2 << 20;
 
-/// Largest request where `max_request=` does not say, in bytes: what kernels allow unasked.
+/// Default of `max_request=`, in bytes: the kernel's default limit.
 pub(crate) const MAX_REQUEST: u64 = 1 << 20;
 
-/// Pages of a request where the kernel has no limit that could be raised.
+/// Largest request in pages, for kernels without an adjustable limit.
 const PAGES_FIXED: u64 = 256;
 
 /// A feature of the FUSE protocol.
@@ -29,31 +28,31 @@ const PAGES_FIXED: u64 = 256;
 pub(crate) enum Feature {
     /// The daemon does not ask for it.
     Off,
-    /// Asked for and there.
+    /// Requested and granted.
     On,
-    /// Asked for and not there, with the reason.
+    /// Requested and not granted, with the reason.
     Refused(String),
 }
 
 /// Result of the INIT handshake.
 #[derive(Clone, Debug)]
 pub(crate) struct Init {
-    /// Requests that may be under way in the background, as asked for.
+    /// Requested limit of background requests.
     pub max_background: u16,
     /// Number of requests in flight at which the kernel stops reading ahead, as requested.
     pub congestion_threshold: u16,
     /// Whether parts of one O_DIRECT read are requested at once.
     pub async_dio: Feature,
-    /// Whether each thread has a descriptor of its own.
+    /// Whether each thread has its own descriptor.
     pub clone_fd: Feature,
-    /// Whether the kernel serves whole files by itself.
+    /// Whether the kernel serves whole files by passthrough.
     pub passthrough: Feature,
 }
 
-/// One knob: what was wanted and what it is.
+/// One setting: the requested and the granted value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Knob {
-    /// Its name, that of its option where it has one.
+    /// Its name; the name of its option if it has one.
     pub name: &'static str,
     /// The requested value: bytes, a number or a flag.
     pub wanted: Value,
@@ -68,11 +67,11 @@ pub(crate) struct Knob {
 /// All knobs of a mount.
 #[derive(Clone, Debug)]
 pub(crate) struct KernelReport {
-    /// One entry for each.
+    /// One entry for each setting.
     pub knobs: Vec<Knob>,
 }
 
-/// Where the kernel shows its knobs.
+/// The folders with the kernel's settings.
 struct Places {
     sys: PathBuf,
     sysctl: PathBuf,
@@ -84,15 +83,15 @@ impl Places {
     }
 }
 
-/// Before mount(2), because a connection keeps the limit that it was made under: raises the
-/// kernel's limit on the size of requests where `max_request=` needs it. It is a limit of the
-/// whole system, so it is never lowered.
+/// Raises the kernel's limit on the size of requests if `max_request=` requires it. Comes before
+/// mount(2), because a connection keeps the limit of its creation. The limit applies to the whole
+/// system, so it is never lowered.
 pub(crate) fn before_mount(options: &Options) -> Knob {
     request_size(&Places::real(), options.max_request)
 }
 
-/// Once the mount answers, because INIT resets the window: sets what is left and reports all.
-/// `minor` names the connection; `request` is what `before_mount` returned.
+/// Sets the other settings and reports all. Comes once the mount answers, because INIT resets the
+/// window. `minor` names the connection; `request` is the result of `before_mount`.
 pub(crate) fn after_init(
     minor: Option<u32>,
     options: &Options,
@@ -142,7 +141,9 @@ fn request_size(places: &Places, asked: Option<u64>) -> Knob {
         Ok(limit) if limit < pages && asked.is_some() => {
             let written = write(&path, pages);
             let limit = read(&path).unwrap_or(limit);
-            let why = written.err().map_or("it is as high as it goes".to_owned(), |e| reason(&e));
+            let why = written
+                .err()
+                .map_or("the kernel does not raise it further".to_owned(), |e| reason(&e));
             (limit, format!("{}: {why}", shown_path(&path)))
         }
         Ok(limit) => (limit, format!("{} is {limit} pages", shown_path(&path))),
@@ -164,7 +165,7 @@ fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
         return knob.because("the mount is not in the mount table".to_owned()).costs(cost);
     };
     let path = places.sys.join(format!("class/bdi/0:{minor}/read_ahead_kb"));
-    // The kernel counts pages, and rounds down.
+    // The kernel rounds down to pages.
     let kib = (wanted.div_ceil(page()) * page()) >> 10;
     let written = write(&path, kib);
     let got = match read(&path) {
@@ -179,11 +180,11 @@ fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
     }
     let why = written.err().map_or("the kernel took another value".to_owned(), |e| reason(&e));
     let knob = knob.because(format!("{}: {why}", shown_path(&path)));
-    knob.costs(if got < wanted { cost } else { "more is read than was asked for" })
+    knob.costs(if got < wanted { cost } else { "more is read than requested" })
 }
 
-/// A limit that INIT asked for, as the control file system of FUSE shows it where that is
-/// mounted. The kernel may allow a user less than was asked for.
+/// A limit that INIT requested, read from the control file system of FUSE if that is mounted. The
+/// kernel may grant an ordinary user less.
 fn background(places: &Places, minor: Option<u32>, name: &'static str, asked: u16) -> Knob {
     let knob = Knob::new(name, json!(asked), Value::Null);
     let Some(minor) = minor else {
@@ -235,7 +236,7 @@ impl Knob {
 }
 
 impl KernelReport {
-    /// Name, wanted, got and why not, for each knob.
+    /// Name, requested value, granted value and reason, for each setting.
     pub(crate) fn to_json(&self) -> Value {
         let knobs = self.knobs.iter().map(|knob| {
             json!({
@@ -249,13 +250,13 @@ impl KernelReport {
         knobs.collect()
     }
 
-    /// All that is worse than it could be, on one line.
+    /// All drawbacks, on one line.
     pub(crate) fn degraded(&self) -> Option<String> {
         let lines: Vec<_> = self.knobs.iter().filter_map(Knob::degraded).collect();
         (!lines.is_empty()).then(|| format!("slower than it could be: {}", lines.join("; ")))
     }
 
-    /// Warns once where something is worse than it could be.
+    /// Logs one warning with all drawbacks, if there are any.
     pub(crate) fn log(&self) {
         if let Some(line) = self.degraded() {
             tracing::warn!("{line}");
@@ -276,7 +277,7 @@ pub(crate) fn read(path: &Path) -> io::Result<u64> {
     text.trim().parse().map_err(|_| io::Error::other(format!("not a number: {}", text.trim())))
 }
 
-/// Writes a number to a file of the kernel, which is never made.
+/// Writes a number to a file of the kernel, which must exist.
 fn write(path: &Path, number: u64) -> io::Result<()> {
     let mut file = File::options().write(true).truncate(true).open(path)?;
     file.write_all(number.to_string().as_bytes())
@@ -324,7 +325,7 @@ mod tests {
             std::fs::read_to_string(self.folder.path().join(path)).unwrap().trim().to_owned()
         }
 
-        /// Puts a folder in the place of a file, which nobody can read or write, not even root.
+        /// Replaces a file by a folder, which not even root can read or write.
         fn close(&self, path: &str) {
             let path = self.folder.path().join(path);
             std::fs::remove_file(&path).unwrap();

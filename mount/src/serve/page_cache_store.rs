@@ -1,8 +1,8 @@
-//! Putting tensors into the kernel's page cache before they are asked for: a program that maps
-//! a file and touches it page by page would wait for each page.
+//! Puts tensors into the kernel's page cache before a program reads them: a program that maps a
+//! file and touches it page by page would wait for each page.
 //!
-//! One thread does it. It may wait for pages that reads hold, so nothing that answers reads
-//! may wait for it.
+//! One thread does this. It may wait for pages that pending reads lock, so threads that answer
+//! reads must not wait for it.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -14,7 +14,7 @@ use tensorfs::counters::Counters;
 
 use super::change_watcher::{Forget, Watcher};
 
-/// Puts bytes of an inode, from an offset on, into the kernel's page cache.
+/// Puts bytes at an offset of an inode into the kernel's page cache.
 pub(crate) type StoreBytes = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
 
 /// Bytes put into the page cache at a time.
@@ -23,10 +23,10 @@ const STEP: u64 = 1 << 20;
 /// Size of a page of the page cache.
 const PAGE: u64 = 4096;
 
-/// Tensors that may wait for their turn; more are left to page faults.
+/// Most queued tensors; further ones are left to page faults.
 const QUEUE_MAX: usize = 16;
 
-/// Tells these reads from those of open handles.
+/// Reader number of these reads, which no open handle has.
 const STORE_READER: u64 = u64::MAX;
 
 struct StoreTask {
@@ -36,11 +36,11 @@ struct StoreTask {
     gate: Option<Arc<ChecksumGate>>,
 }
 
-/// Takes tensors to be put into the page cache.
+/// Queues tensors for the page cache.
 #[derive(Clone)]
 pub(crate) struct StoreQueue(SyncSender<StoreTask>);
 
-/// The other end, until it is started.
+/// The receiver of the queue, until the thread is started.
 pub(crate) struct StoreWorker(Receiver<StoreTask>);
 
 /// A store_queue, and what it sends to.
@@ -55,14 +55,14 @@ impl StoreQueue {
         let send = self.0.clone();
         Box::new(move |file, range| {
             let (file, gate) = (Arc::downgrade(file), gate.clone());
-            // A full queue means that the kernel is being fed already.
+            // If the queue is full, the thread is busy already.
             let _ = send.try_send(StoreTask { file, ino, range, gate });
         })
     }
 }
 
 impl StoreWorker {
-    /// Starts the thread that puts what is sent into the page cache with `store`.
+    /// Starts the thread that puts queued tensors into the page cache with `store`.
     pub(crate) fn start(
         self,
         cache: Cache,
@@ -89,8 +89,8 @@ impl StoreWorker {
     }
 }
 
-/// Puts the whole pages of a tensor into the page cache, until one cannot be read or stored, or
-/// nobody has the file open.
+/// Puts the whole pages of a tensor into the page cache. Stops if one cannot be read or stored, or
+/// if the file is closed.
 fn push(cache: &Cache, counters: &Counters, task: &StoreTask, store: &StoreBytes) {
     let end = task.range.end / PAGE * PAGE;
     let mut offset = task.range.start.next_multiple_of(PAGE);

@@ -23,19 +23,19 @@ use super::kernel::{Init, KernelReport};
 use crate::log;
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
-/// Files that `status` names, those read most first.
+/// Most files that `status` names, the most read first.
 const FILES_SHOWN: usize = 20;
 
-/// One for each mount.
+/// The parts that serve the reads of one mount.
 pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
     pub(crate) cache: Cache,
     /// Runs calls to the source other than reads.
     pub(crate) blocking: BlockingPool,
     engine: Engine,
-    /// Compares what is read with checksums, where that is asked for.
+    /// Compares bytes with checksums, with `verify=read`.
     pub(crate) checker: Option<Checker>,
-    /// Writes hot virtual files as real ones.
+    /// Writes hot virtual files as real files.
     pub(crate) assembler: Option<Assembler>,
     /// The options in force.
     options: Value,
@@ -60,7 +60,7 @@ struct FileUse {
     path: String,
     /// Number of handles.
     open: usize,
-    /// Bytes served to those who had it open before.
+    /// Bytes served by earlier opens.
     bytes_before: u64,
     current: Weak<CachedFile>,
 }
@@ -107,7 +107,7 @@ impl FileUses {
 /// `places`, the source and the mount.
 ///
 /// # Errors
-/// One line that says why the folder cannot be used.
+/// One line with the reason why the folder cannot be used.
 pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<Assembler>, String> {
     let Some(folder) = &options.assemble else { return Ok(None) };
     if options.verify == Verify::Read {
@@ -122,10 +122,10 @@ pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<As
 }
 
 impl Service {
-    /// Starts what `options` ask for.
+    /// Starts engine, cache and the other parts by `options`.
     ///
     /// # Errors
-    /// One line that says what is wrong.
+    /// One line with the reason.
     pub(crate) fn start(
         options: &Options,
         assembler: Option<Assembler>,
@@ -170,8 +170,8 @@ impl Service {
         }))
     }
 
-    /// Reads bytes `range` of `file`, which have to pass `gate` where there is one. Never waits:
-    /// `answer` is called as that of `Cache::read` is, and dropped by a bug only.
+    /// Reads bytes `range` of `file`, which must pass `gate` if there is one. Never waits. `answer`
+    /// is called as by `Cache::read`, and dropped only by a bug.
     pub(crate) fn read(
         self: &Arc<Self>,
         gate: Option<&Arc<ChecksumGate>>,
@@ -194,17 +194,17 @@ impl Service {
         gate.when_checked(checker, range, Box::new(checked));
     }
 
-    /// Takes note of what the kernel has granted.
+    /// Notes the settings that the kernel has granted.
     pub(crate) fn report(&self, report: &KernelReport) {
         let _ = self.kernel.set(report.to_json());
     }
 
-    /// A real file with the bytes of a virtual file in this version, where there is one.
+    /// The assembled copy of a virtual file in this version, if there is one.
     pub(crate) fn copy_of(&self, version: &str, file: &CachedFile) -> Option<Arc<File>> {
         self.assembler.as_ref()?.ready(version, file.reader())
     }
 
-    /// Takes note that a virtual file was opened, or `served` bytes of it were read.
+    /// Notes an open of a virtual file, or that `served` bytes of it were read.
     pub(crate) fn read_by_us(&self, version: &str, file: &CachedFile, served: Option<usize>) {
         let Some(assembler) = &self.assembler else { return };
         match served {
@@ -213,24 +213,24 @@ impl Service {
         }
     }
 
-    /// Takes note that the kernel does not take the copy of a virtual file.
+    /// Notes that the kernel refuses the copy of a virtual file.
     pub(crate) fn copy_refused(&self, error: &io::Error) {
         if let Some(assembler) = &self.assembler {
             assembler.give_up(error);
         }
     }
 
-    /// Takes note that the file `path` of the mount is opened.
+    /// Notes an open of the file `path` of the mount.
     pub(crate) fn opened(&self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
         self.files.lock().opened(ino, path, file);
     }
 
-    /// Takes note that a handle of it is closed, while its file still lives.
+    /// Notes the close of a handle. The file must still exist.
     pub(crate) fn closed(&self, ino: u64) {
         self.files.lock().closed(ino);
     }
 
-    /// Ends what goes on in the background and leaves nothing half-written.
+    /// Ends the work in the background and leaves no half-written file.
     pub(crate) fn stop(&self) {
         if let Some(assembler) = &self.assembler {
             assembler.stop();

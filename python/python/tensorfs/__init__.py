@@ -50,7 +50,7 @@ __all__ = [
 def load_file(
     filename: Source, framework: str = "pt", device: Any = "cpu", *, names: Names = None, **how: Any
 ) -> dict[str, Any]:
-    """All tensors of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
+    """Loads all tensors of a checkpoint, or those that `names` selects. `how` are further arguments of `safe_open`."""
     with safe_open(filename, framework, device, **how) as opened:
         return opened.get_tensors(names)
 

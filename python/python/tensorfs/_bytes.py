@@ -1,4 +1,4 @@
-"""Files of safetensors that are bytes in memory."""
+"""safetensors files in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 def load(data: bytes, framework: Any) -> dict[str, Any]:
-    """The tensors of a file, in memory that they share with nobody."""
+    """The tensors of a file, in memory of their own."""
     tensors = {}
     for name, found in deserialize(data):
         tensors[name] = framework.of_bytes(found["data"], found["dtype"], found["shape"], name)

@@ -1,4 +1,4 @@
-"""Where tensors are loaded to."""
+"""The device that tensors are loaded to."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def parse(device: object) -> int | None:
 
 
 def _current() -> int:
-    """The GPU that torch takes where none is named."""
+    """The GPU that torch uses if none is named."""
     torch = sys.modules.get("torch")
     return torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""Which part of the whole tensor the local shard of a DTensor of torch is."""
+"""The part of the whole tensor that the local shard of a torch DTensor holds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from typing import Any, Iterator, List, Tuple
 
 Ranges = List[Tuple[int, int]]
-"""Indices along one dimension, as first index and end, in the order in which a shard has them."""
+"""Indices along one dimension, as (first index, end), in the order of the shard."""
 
 Box = List[Tuple[int, int]]
 """First index and end in each dimension of the whole tensor."""
 
 _BOXES_MAX = 1 << 16
-"""Each box is loaded by itself, so there must not be too many."""
+"""Most boxes of a shard: each is loaded by itself."""
 
 
 class Unknown(Exception):
-    """Why it cannot be told which part a local shard is."""
+    """The reason why the part of a local shard cannot be determined."""
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -31,16 +31,16 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
-    """The boxes of the whole tensor that lie one after the other in the memory of the contiguous local shard; none
-    where the shard is empty.
+    """The boxes of the whole tensor that lie one after the other in the memory of the contiguous local shard; empty if
+    the shard is.
 
-    Raises `Unknown` where the placements do not say it, or say otherwise than the shape of the shard.
+    Raises `Unknown` if the placements do not determine them, or contradict the shape of the shard.
     """
     mesh, whole = dtensor.device_mesh, list(dtensor.shape)
     differs = Unknown(f"has a local shard of shape {local_shape}, which {_shown(dtensor)} do not make of {whole}")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        # This process is not in the mesh: it holds nothing.
+        # A process outside of the mesh holds nothing.
         if math.prod(local_shape):
             raise differs
         return []
@@ -50,7 +50,8 @@ def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
         splits = [_Split(mesh, number, coordinate[number], dtensor.placements[number]) for number in mesh_dims]
         candidates[dim] = list(_candidates(whole[dim], splits, _order(dtensor, dim)))
     if not math.prod(local_shape):
-        # FSDP2 shapes an empty shard of an empty shard otherwise than the placements do: [0, 0], not [3, 0].
+        # FSDP2 gives an empty shard of an empty shard another shape than the placements do: [0, 0], not [3,
+        # 0].
         if math.prod(whole) and not any([] in several for several in candidates.values()):
             raise differs
         return []
@@ -70,7 +71,7 @@ def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
 
 
 class _Split:
-    """One dimension of a mesh that a dimension of the tensor is split over."""
+    """A mesh dimension over which a dimension of the tensor is split."""
 
     def __init__(self, mesh: Any, mesh_dim: int, rank: int, placement: Any) -> None:
         self.mesh_dim, self.size, self.rank = mesh_dim, mesh.size(mesh_dim), rank
@@ -87,10 +88,10 @@ class _Split:
 
 
 def _sharded(placements: Any) -> dict[int, list[int]]:
-    """For each dimension of the tensor that is split the dimensions of the mesh that it is split over."""
+    """The mesh dimensions over which each dimension of the tensor is split."""
     sharded: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
-        # Classes derived from these may mean anything.
+        # A derived class may have any meaning.
         kind = type(placement)
         name = kind.__name__ if kind.__module__.startswith("torch.") else ""
         if name in ("Shard", "_StridedShard"):
@@ -101,8 +102,7 @@ def _sharded(placements: Any) -> dict[int, list[int]]:
 
 
 def _order(dtensor: Any, dim: int) -> list[int] | None:
-    """The order in which mesh dimensions split this dimension, where torch has noted another than from left to
-    right."""
+    """The order in which mesh dimensions split this dimension. None if it is from left to right."""
     for entry in getattr(dtensor._spec, "shard_order", None) or ():
         if entry.tensor_dim == dim:
             return list(entry.mesh_dims)
@@ -110,7 +110,7 @@ def _order(dtensor: Any, dim: int) -> list[int] | None:
 
 
 def _candidates(size: int, splits: list[_Split], order: list[int] | None) -> Iterator[Ranges]:
-    """The indices that one rank may hold of a dimension. Where it divides evenly all are the same."""
+    """The indices of a dimension that one rank may hold. All candidates are equal if the dimension divides evenly."""
     whole = [(0, size)] if size else []
     in_order = splits if order is None else [split for number in order for split in splits if split.mesh_dim == number]
     ranges = whole
@@ -126,8 +126,8 @@ def _candidates(size: int, splits: list[_Split], order: list[int] | None) -> Ite
 
 
 def _decoded(splits: list[_Split]) -> list[_Split] | None:
-    """The order of plain splits that `_StridedShard` stands for, as FSDP2 uses it: a dimension that other mesh
-    dimensions, further to the right, have split before. None where it stands for no order, or none is strided."""
+    """The order of plain splits that `_StridedShard` means in FSDP2: mesh dimensions further to the right have split
+    the dimension before. None if it means no order, or no split is strided."""
     if all(split.factor == 1 for split in splits):
         return None
     order: list[_Split] = []
@@ -143,7 +143,7 @@ def _decoded(splits: list[_Split]) -> list[_Split] | None:
 
 
 def _chunk(ranges: Ranges, count: int, number: int) -> Ranges:
-    """Chunk `number` of `count`, of equal length but for the last ones, as `torch.chunk` has them."""
+    """Chunk `number` of `count`, as `torch.chunk` cuts them: of equal length except the last ones."""
     length = -(-_length(ranges) // count)
     first, end = number * length, (number + 1) * length
     taken, before = [], 0
@@ -171,7 +171,7 @@ def _length(ranges: Ranges) -> int:
 
 def _boxes(held: list[Ranges]) -> list[Box]:
     """The rows of a shard with these indices."""
-    # Up to the last dimension that has gaps each index is a box of its own.
+    # Up to the last dimension with gaps each index gets its own box.
     cut = max((dim for dim, ranges in enumerate(held) if len(ranges) > 1), default=0)
     if math.prod(map(_length, held[:cut])) * len(held[cut] if held else ()) > _BOXES_MAX:
         raise Unknown("has a local shard of too many parts")

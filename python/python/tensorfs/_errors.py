@@ -9,7 +9,7 @@ import sys
 class SafetensorError(Exception):
     """A checkpoint is refused, or a request makes no sense.
 
-    Where `safetensors` is imported, what is raised is also an instance of its exception of this name.
+    If `safetensors` is imported, the exception is also an instance of its class of this name.
     """
 
     kind: str | None = None
@@ -17,7 +17,7 @@ class SafetensorError(Exception):
     path: str | None = None
     """The file or folder at fault."""
     tensor: str | None = None
-    """The tensor at fault; or the first that was being loaded, and how many more."""
+    """The tensor at fault; or the first one of the load, and the number of others."""
 
 
 class DtypeError(SafetensorError, TypeError):
@@ -25,14 +25,14 @@ class DtypeError(SafetensorError, TypeError):
 
 
 class MismatchError(SafetensorError, RuntimeError):
-    """Names, shapes or dtypes are not those of the checkpoint, or there is no memory to load into."""
+    """Names, shapes or dtypes differ from the checkpoint, or there is no memory to load into."""
 
 
 def shown(text: str) -> str:
-    """`text` fit for one line of a terminal or a log: names of files and tensors may hold anything."""
+    """`text`, escaped for one line of a terminal or a log: names of files and tensors may hold any character."""
     if text.isprintable():
         return text
-    # As the native part writes them.
+    # The native part escapes these in the same way.
     short = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return "".join(c if c.isprintable() else short.get(c, f"\\u{{{ord(c):x}}}") for c in text)
 
@@ -56,13 +56,13 @@ _made: dict[tuple[type, type], type[SafetensorError]] = {}
 
 
 def _derived(cls: type[SafetensorError], genuine: type[Exception]) -> type[SafetensorError]:
-    """`cls` for whoever catches the genuine exception, too."""
+    """A subclass of `cls` and of the exception of safetensors."""
     found = _made.get((cls, genuine))
     if found is not None:
         return found
 
     def reduce(self: SafetensorError) -> object:
-        # Pickled as what it is everywhere.
+        # Pickles it as `cls`, which exists in every process.
         return _unpickled, (cls, self.args, self.__dict__)
 
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}

@@ -8,7 +8,7 @@ from ._errors import DtypeError, MismatchError, error
 from ._tensorfs import Area, Tensor
 
 PAGE = 4096
-"""Regions begin at the first page of their memory."""
+"""A region begins at the first page boundary of its memory."""
 
 Placed = tuple[str, int, int, int, str, tuple[int, ...]]
 """Name, region, first byte in it, length in bytes, dtype and shape."""
@@ -36,7 +36,7 @@ _SMALL_FLOATS = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 PACKED = "F4"
-"""Two elements of this dtype are one in torch."""
+"""torch stores two elements of this dtype in one of its own."""
 
 _TORCH = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool", PACKED: "float4_e2m1fn_x2"}
 
@@ -113,9 +113,8 @@ class Torch:
         return made, self._address(made, self._torch.uint8), length
 
     def _address(self, made: Any, wanted: Any) -> int:
-        """Where a new tensor lies, of which this dtype was wanted."""
-        # Others may have put a function of their own in the place of torch.empty.
-        # The text of a device takes long to make.
+        """The address of a new tensor. Refuses it if it does not have the requested dtype."""
+        # Another library may have replaced torch.empty. The text of a device takes long to make.
         is_there = made.is_cpu if self._on_cpu else made.device.type == self._device.type
         if made.dtype is not wanted or not is_there:
             raise error(
@@ -123,7 +122,7 @@ class Torch:
                 "as within deepspeed's zero.Init; load outside of it",
                 cls=MismatchError,
             )
-        # Within some blocks torch makes tensors that have no memory, such as those of FakeTensorMode.
+        # Within some blocks, such as FakeTensorMode, torch makes tensors without memory.
         address = made.data_ptr() if type(made) is self._torch.Tensor else 0
         if address == 0 and (made.numel() or type(made) is not self._torch.Tensor):
             raise error(
@@ -133,14 +132,14 @@ class Torch:
         return address
 
     def stream(self) -> int | None:
-        """The stream of a GPU that may still use memory which torch has given."""
+        """The stream of a GPU that may still use memory which torch has returned."""
         if self._on_cpu:
             return None
         return self._torch.cuda.current_stream(self._device).cuda_stream
 
     def over(self, area: Area) -> Any:
         """The bytes of an area, to make views of."""
-        # Views of one that was made in inference mode would be of that mode for ever.
+        # Views of a tensor that was made in inference mode would always be inference tensors.
         with self._torch.inference_mode(False):
             return self._torch.frombuffer(_buffer(area), dtype=self._torch.uint8)
 
@@ -151,7 +150,7 @@ class Torch:
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         """The tensors in filled areas, by name."""
         as_strided, on_cpu = self._torch.as_strided, self._on_cpu
-        # One call of torch per tensor: there may be many.
+        # Only one call of torch for each tensor, since there may be many.
         typed: dict[tuple[int, str], tuple[Any, int, int]] = {}
         tensors = {}
         for name, region, offset, nbytes, dtype, shape in placed:
@@ -187,7 +186,7 @@ class Torch:
         return tensor[steps].clone(memory_format=self._torch.contiguous_format)
 
     def refuse(self, index: Any, shape: Sequence[int]) -> None:
-        """Raises what torch raises for an index that does not fit."""
+        """Raises the exception of torch for an index that does not fit."""
         self._torch.empty(tuple(shape), dtype=self._torch.uint8, device="meta")[index]
 
 
@@ -277,7 +276,7 @@ class Numpy:
 
 
 class DLPack:
-    """Tensors of this package, for everybody who takes DLPack."""
+    """Tensors of this package, for frameworks that accept DLPack."""
 
     name = "dlpack"
     indexes_itself = False
@@ -338,7 +337,7 @@ WIDTHS = {
     **dict.fromkeys(("F32", "U32", "I32"), 4),
     **dict.fromkeys(("F16", "BF16", "U16", "I16"), 2),
 }
-"""Bytes of an element, where that is more than one."""
+"""Bytes of an element, for dtypes with more than one."""
 
 
 def is_known(framework: object) -> bool:
@@ -365,7 +364,7 @@ def _only_cpu(name: str, gpu: int | None) -> None:
 
 
 def _buffer(area: Area) -> Any:
-    """An object with the bytes of `area`, which lives as long."""
+    """An object with the bytes of `area`, which it keeps alive."""
     import ctypes
 
     made = (ctypes.c_ubyte * len(area)).from_address(area.address)
@@ -383,7 +382,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _packed(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
-    """The shape that torch gives a tensor: two elements of F4 are one of its own."""
+    """The shape of a tensor in torch, which stores two F4 elements in one of its own."""
     if dtype != PACKED:
         return tuple(shape)
     if not shape or shape[-1] % 2:

@@ -9,7 +9,7 @@ from typing import Any
 def genuine(module: str) -> Any:
     """A module of safetensors, such as `safetensors.torch`.
 
-    Raises `ImportError` where it is not installed.
+    Raises `ImportError` if it is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -20,7 +20,7 @@ def genuine(module: str) -> Any:
 
 
 def named(module: str, here: str, name: str, names: tuple[str, ...]) -> Any:
-    """For `__getattr__` of the module `here`: one of `names` that `module` of safetensors has."""
+    """For `__getattr__` of the module `here`: the attribute of `module` of safetensors, if it is one of `names`."""
     if name in names:
         return getattr(genuine(module), name)
     raise AttributeError(f"module {here!r} has no attribute {name!r}")

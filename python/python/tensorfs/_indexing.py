@@ -21,8 +21,8 @@ class Cut(NamedTuple):
 
 
 def plain(index: Any, shape: Sequence[int]) -> list[tuple[int, int]] | None:
-    """First index and end in each dimension, for what most ask for: some of each, without steps. None for others,
-    which may be right as well."""
+    """First index and end in each dimension, for the usual indices: plain slices without steps. None for others, which
+    may be valid too."""
     items = index if type(index) is tuple else (index,)
     if len(items) > len(shape):
         return None
@@ -42,7 +42,7 @@ def plain(index: Any, shape: Sequence[int]) -> list[tuple[int, int]] | None:
 
 
 def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
-    """As torch reads an index; None where only torch can say what it means, or that it is wrong."""
+    """Reads an index as torch does. None if only torch can interpret or refuse it."""
     items = _items(index)
     if any(item is not Ellipsis and type(item) not in (int, slice) for item in items) or items.count(Ellipsis) > 1:
         return None
@@ -67,7 +67,7 @@ def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
 
 
 def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
-    """As safetensors reads an index: nothing past the end is cut off."""
+    """Reads an index as safetensors does: an index past the end is an error."""
     if isinstance(index, list):
         if index:
             raise error("Non empty lists are not implemented")
@@ -80,10 +80,10 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
     shown = f"Error during slicing [{', '.join(map(_shown, items, parsed))}] with shape {list(shape)}: "
     if len(items) > len(shape):
         raise error(f"{shown}more slicing indexes than dimensions in tensor")
-    # From the last one on: of several that are wrong safetensors names that.
+    # From the last one on: if several are wrong, safetensors names the last.
     for dim, cut in reversed(list(enumerate(parsed))):
         size = shape[dim]
-        # All of nothing is nothing, though it begins past the end.
+        # An empty slice of an empty dimension is valid, though it begins past the end.
         empty = cut.start == cut.stop == 0
         if not empty and (cut.start >= size or cut.stop > size):
             asked = cut.start if cut.start >= size else cut.stop - 1
@@ -100,7 +100,7 @@ def _items(index: Any) -> list[Any]:
 
 
 def _expanded(items: list[Any], shape: Sequence[int]) -> list[Any]:
-    """With as many slices for an ellipsis as there are dimensions left."""
+    """Replaces an ellipsis by a slice for each remaining dimension."""
     missing = [slice(None)] * max(len(shape) - sum(item is not Ellipsis for item in items), 0)
     for position, item in enumerate(items):
         if item is Ellipsis:

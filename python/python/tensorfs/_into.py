@@ -1,4 +1,4 @@
-"""Loading into memory that is there already: of tensors, arrays, buffers."""
+"""Loading into existing memory: of tensors, arrays, buffers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ._targets import Target, target_of
 from ._tensorfs import Checkpoint, Loader, can_cast, unwritable
 
 _COMPARED_MAX = 64 << 20
-"""Bytes that are read at a time of tensors that have to be equal."""
+"""Bytes read at a time when the bytes of two tensors are compared."""
 
 
 class Loaded(NamedTuple):
-    """Names that did not meet: torch has the same two fields."""
+    """Names without a counterpart, in the fields that torch uses."""
 
     missing_keys: list[str]
-    """In the mapping, not in the checkpoint: left as they were."""
+    """Names in the mapping only. Their memory is unchanged."""
     unexpected_keys: list[str]
-    """In the checkpoint, not in the mapping."""
+    """Names in the checkpoint only."""
 
 
 class _TensorRequest(NamedTuple):
-    """A part of a tensor, and the memory that waits for it."""
+    """A part of a tensor, and the memory to load it into."""
 
     info: Info
     part: Part
@@ -48,15 +48,15 @@ def load_into(
     numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape. For a
     DTensor the local shard is filled, and only its part of the tensor is read.
 
-    With `strict` the names have to be the same; else those in both are loaded. With `cast` floating point elements
-    become those of a target of F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
-    of it fits. `how` is what `safe_open` takes to say how to read.
+    With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
+    are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
+    tensors fit. `how` are the arguments of `safe_open` about reading.
 
-    Several names may stand for the same memory, as those of tied weights do. One of them in the checkpoint is enough;
-    of several there the bytes have to be the same.
+    Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
+    several, their bytes must be equal.
 
-    Where it fails in between, as by Ctrl-C, the memory holds old and new bytes. Where a disk did not answer in time, it
-    may still write there when it does: the memory is of no use any more.
+    After a failure, for example by Ctrl-C, the memory holds old and new bytes. If a disk did not answer in time, it may
+    still write to the memory later: do not use that memory again.
     """
     if not hasattr(mapping, "items"):
         hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
@@ -123,7 +123,7 @@ def _requests(info: Info, target: Target, cast: bool) -> list[_TensorRequest]:
     if target.boxes is None:
         return [_TensorRequest(info, None, becomes, target.address, target.nbytes, target.owner)]
     requests, address = [], target.address
-    # A box has a number of elements that its share of the memory is for.
+    # The share of a box in the memory is its share of the elements.
     elements = sum(map(_elements, target.boxes))
     for box in target.boxes:
         nbytes = target.nbytes * _elements(box) // elements
@@ -134,7 +134,7 @@ def _requests(info: Info, target: Target, cast: bool) -> list[_TensorRequest]:
 
 
 def _cast(info: Info, target: Target, cast: bool) -> str | None:
-    """The dtype that the elements are to become, if they fit into the target at all."""
+    """The dtype to cast the elements to; None without a cast. Refuses a tensor that does not fit into the target."""
 
     def refused(expected: object, found: object, what: str, hint: str = "") -> SafetensorError:
         message = f"tensor `{info.name}`: the checkpoint has {what} {expected}, the target {found}{hint}"
@@ -154,7 +154,7 @@ def _cast(info: Info, target: Target, cast: bool) -> str | None:
 
 
 def _is_packed(target: Target) -> bool:
-    """Whether torch has two elements in one."""
+    """Whether torch stores two elements in one."""
     return target.dtype == _frameworks.PACKED
 
 
@@ -165,8 +165,7 @@ def _unpacked(target: Target) -> list[int] | None:
 
 
 def _check_writable(targets: dict[str, Target]) -> None:
-    """Refuses memory that must not be written to, such as a file that is mapped for reading: a write would end the
-    process."""
+    """Refuses read-only memory, such as a file that is mapped for reading: a write would end the process."""
     names = [name for name, target in targets.items() if target.nbytes and target.gpu is None]
     refused = unwritable([(targets[name].address, targets[name].nbytes) for name in names])
     if refused is not None:
@@ -178,7 +177,8 @@ def _check_writable(targets: dict[str, Target]) -> None:
 def _check_shared(
     targets: dict[str, Target], requests: dict[str, list[_TensorRequest]], checkpoint: Checkpoint, loader: Loader
 ) -> None:
-    """Refuses memory that two names share, unless it is all of both and the checkpoint has the same bytes for them."""
+    """Refuses memory that two names share, unless both cover exactly the same memory and the checkpoint has equal bytes
+    for them."""
 
     def place(name: str) -> tuple[int, int, int]:
         target = targets[name]
@@ -197,7 +197,7 @@ def _check_shared(
 
 
 def _same_bytes(one: list[_TensorRequest], other: list[_TensorRequest], checkpoint: Checkpoint, loader: Loader) -> bool:
-    """Whether both fill memory of the same length with the same bytes. Reads them."""
+    """Whether both have the same length and the same bytes, which are read."""
     pairs: Iterator[tuple[list[_TensorRequest], list[_TensorRequest]]] = iter([(one, other)])
     if [_extent(request) for request in one] == [_extent(request) for request in other]:
         slabs = [_slabs(request) for request in one], [_slabs(request) for request in other]
@@ -217,10 +217,10 @@ def _read(requests: list[_TensorRequest], checkpoint: Checkpoint, loader: Loader
 
 
 def _slabs(request: _TensorRequest) -> Iterator[_TensorRequest]:
-    """A part in pieces that follow each other, of which none is longer than may be read at a time."""
+    """Splits a part into consecutive pieces of at most `_COMPARED_MAX` bytes."""
     box = _box(request)
     bits = request.nbytes * 8 // _elements(box)
-    # Other widths need not end on bytes.
+    # Rows of other widths need not end on whole bytes.
     dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
     if request.nbytes <= _COMPARED_MAX or bits % 8 or dim is None:
         yield request

@@ -1,4 +1,4 @@
-"""`load_model`: a checkpoint into a model of torch, whose parameters may share memory."""
+"""`load_model`: loads a checkpoint into a torch model, whose parameters may share memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ._errors import MismatchError, error
 
 
 class _Span(NamedTuple):
-    """Bytes of memory."""
+    """A range of memory."""
 
     device: str
     start: int
     end: int
     is_dense: bool
-    """Whether the tensor is all of them."""
+    """Whether the tensor covers all bytes of the range."""
 
     @property
     def length(self) -> int:
@@ -53,8 +53,8 @@ def load_into_model(model: Any, tensors: dict[str, Any], strict: bool) -> tuple[
 
 
 def _refuse_conflicts(state: dict[str, Any], spans: dict[str, _Span], tensors: dict[str, Any]) -> None:
-    """Refuses tensors of which one would overwrite another one with different bytes. Nothing is written yet."""
-    # A tensor of another shape is refused by `load_state_dict`.
+    """Refuses tensors if one would overwrite another with different bytes. Comes before any write."""
+    # `load_state_dict` refuses a tensor of another shape.
     names = [name for name in tensors if name in spans and tensors[name].shape == state[name].shape]
     for group in _overlapping(names, spans):
         lost = _overwritten(state, spans, tensors, group)
@@ -85,8 +85,8 @@ def _overlapping(names: list[str], spans: dict[str, _Span]) -> list[list[str]]:
 def _overwritten(
     state: dict[str, Any], spans: dict[str, _Span], tensors: dict[str, Any], names: list[str]
 ) -> str | None:
-    """The first name whose bytes do not stay if all are written in this order; None where all stay. Tries it on memory
-    of its own, as long as that of the model."""
+    """The first name whose bytes are overwritten if all are written in this order; None if there is none. Tries this on
+    scratch memory of the same length."""
     import torch
 
     first = state[names[0]]
@@ -95,7 +95,7 @@ def _overwritten(
         right = _raw(tensors[names[-1]].to(first.dtype))
         different = (name for name in names if not torch.equal(_raw(tensors[name].to(first.dtype)), right))
         return next(different, None)
-    # Where elements of any width begin.
+    # Aligned for elements of any width.
     base = min(spans[name].start for name in names) // 16 * 16
     length = max(spans[name].end for name in names) - base
     memory = torch.empty(length, dtype=torch.uint8, device=tensors[names[0]].device)
@@ -110,7 +110,7 @@ def _overwritten(
         try:
             view.copy_(tensors[name])
         except RuntimeError:
-            # Several elements in one place: `load_state_dict` refuses it.
+            # `load_state_dict` refuses a tensor with several elements in one place.
             continue
         views[name] = view
     pairs = ((name, view, tensors[name].to(view.dtype)) for name, view in views.items())
@@ -129,9 +129,9 @@ def _raw(tensor: Any) -> Any:
 
 
 def _span(tensor: Any) -> _Span | None:
-    """Where a tensor lies; None for what is no memory."""
+    """The memory range of a tensor. None if it has no memory."""
     if not hasattr(tensor, "untyped_storage"):
-        # The extra state of a module may be anything.
+        # The extra state of a module may be any object.
         return None
     try:
         storage, width = tensor.untyped_storage(), tensor.element_size()

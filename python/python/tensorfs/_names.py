@@ -1,4 +1,4 @@
-"""Which tensors are meant: by a glob, a regular expression, or their names."""
+"""Selects tensors by a glob, a regular expression, or their names."""
 
 from __future__ import annotations
 

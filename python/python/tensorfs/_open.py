@@ -19,7 +19,7 @@ Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
 """The sources of a checkpoint: a path, a list of files, or a mapping from tensor names to files."""
 
 _BATCH_MAX = 512 << 20
-"""Bytes that `tensors` and `prefetch` load at a time; a longer tensor is loaded alone."""
+"""Most bytes that `tensors` and `prefetch` load at a time. A longer tensor is loaded alone."""
 
 
 class TensorMetadata(NamedTuple):
@@ -29,14 +29,14 @@ class TensorMetadata(NamedTuple):
     shape: list[int]
     nbytes: int
     data_offsets: tuple[int, int] | None
-    """Its bytes in the data section; None where the checkpoint is not one file."""
+    """Its bytes in the data section. None if the checkpoint is not one file."""
     pieces: list[tuple[str, int, int]]
     """File, first byte and end of each piece."""
 
 
 def open_checkpoint(source: Source, loader: Loader) -> Checkpoint:
-    """Opens whatever `source` is, within the deadline of `loader`."""
-    # Nothing is looked at here: a file system that does not answer would keep this thread.
+    """Opens `source`, of any of its types, within the deadline of `loader`."""
+    # This thread does not access the file system, which might not answer.
     try:
         if isinstance(source, (str, os.PathLike)):
             return Checkpoint.open(_path(source), loader.timeout)
@@ -62,13 +62,13 @@ class safe_open:
     """An open checkpoint: everything `safetensors.safe_open` has, and more.
 
     `filename` is a safetensors file; or a folder with a checkpoint in shards of any kind, a weight map, a list of
-    files, a mapping from tensor names to files, or any of these on a mount, which is read past the mount.
-    `framework` is "pt", "np", or "dlpack" for objects that every other framework takes.
+    files, a mapping from tensor names to files, or any of these on a mount, whose source is then read directly.
+    `framework` is "pt", "np", or "dlpack" for objects that every other framework accepts.
 
-    Tensors own their memory. With `copy=False` they share that of the mapped files, where they lie there in one piece:
-    to write to one changes no file, but a file that is cut short later ends the process that looks at it.
+    Tensors own their memory. With `copy=False` they share the memory of the mapped files, if they lie there in one
+    piece: writing to one changes no file, but a process that reads it ends if the file is truncated later.
 
-    The other arguments say how to read, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
+    The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
 
@@ -113,16 +113,16 @@ class safe_open:
         return [facts[0] for facts in self._checkpoint().tensors()]
 
     def offset_keys(self) -> list[str]:
-        """The names of the tensors, in the order in which they lie in the files."""
+        """The names of the tensors, in file order."""
         names = self.keys()
         return [names[position] for position in self._checkpoint().file_order()]
 
     def metadata(self) -> dict[str, str] | None:
-        """The texts in the header; of several files, merged."""
+        """The metadata of the header; merged if there are several files."""
         return self._checkpoint().metadata()
 
     def nbytes(self, names: Names = None) -> int:
-        """Bytes of all tensors, or of those that are meant."""
+        """Bytes of all tensors, or of the selected ones."""
         return sum(info.nbytes for info in self._infos(names))
 
     def get_tensor_metadata(self, name: str) -> TensorMetadata:
@@ -139,7 +139,7 @@ class safe_open:
         return self._reader().whole(self._info(name))
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
-        """All tensors, or those that are meant, by name in file order. They are read together."""
+        """All tensors, or the selected ones, by name in file order. They are read together."""
         if not self._reader().copy:
             return self._reader().all_shared(self._infos(names))
         if names is None:
@@ -147,7 +147,7 @@ class safe_open:
         return self._reader().load([(info, None) for info in self._infos(names)])
 
     def get_slice(self, name: str) -> Slice:
-        """The tensor of this name, to be indexed: only the bytes of the part are read."""
+        """The tensor of this name, for indexing: only the bytes of the requested part are read."""
         return Slice(self._reader(), self._info(name))
 
     def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
@@ -166,8 +166,8 @@ class safe_open:
     ) -> PrefetchLoader:
         """Begins to load tensors, or rows of them, in the background.
 
-        `plan` says for each name whether all of it is wanted (None) or which rows, as a slice. `threads` is there
-        because safetensors has it; how many threads read does not depend on it.
+        `plan` gives for each name the requested rows as a slice, or None for all. `threads` exists because safetensors
+        has it; it does not change the number of threads.
         """
         reader = self._reader()
         gpu = self._gpu if device is None else _device.parse(device)
@@ -219,11 +219,11 @@ class safe_open:
 
 
 class Slice:
-    """A tensor to be indexed."""
+    """A tensor for indexing."""
 
     def __init__(self, reader: Reader, info: Info) -> None:
         self._reader, self._info = reader, info
-        # Makes a tensor of a shape, where parts are copied out of the page cache.
+        # Makes a tensor of a shape, if parts are copied from the page cache.
         self._make: Any = reader.framework.maker(info.dtype) if reader.copy and reader.loader.on_cpu else None
 
     def get_shape(self) -> list[int]:
@@ -271,11 +271,11 @@ def _halved(info: Info) -> SafetensorError:
 
 
 def _refuse_unfit(reader: Reader, wanted: list[tuple[Info, Part]]) -> None:
-    """Refuses what the framework cannot have, before anything is loaded."""
+    """Refuses tensors that the framework does not support, before anything is loaded."""
     for info, part in wanted:
         reader.framework.check(info.dtype, info.shape, info.name)
         if part is not None and part[0] != (0, info.shape[0]):
-            # Elements may be shorter than a byte.
+            # An element may be shorter than a byte.
             rows = max(info.shape[0], 1)
             if any(info.nbytes * 8 // rows * bound % 8 for bound in part[0]):
                 raise error(
@@ -287,7 +287,7 @@ def _refuse_unfit(reader: Reader, wanted: list[tuple[Info, Part]]) -> None:
 
 
 def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: int | None) -> PrefetchLoader:
-    """Loads batches one after the other; not more than `ahead` of them before they are asked for."""
+    """Loads batches one after the other, at most `ahead` of them before they are requested."""
     by_name = {info.name: (info, part) for batch in batches for info, part in batch}
 
     def load(names: Sequence[str], cancel: Cancel) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _one_by_one(reader: Reader, wanted: list[tuple[Info, Part]]) -> Iterator[tup
 
 
 def _batches(wanted: list[tuple[Info, Part]]) -> list[list[tuple[Info, Part]]]:
-    """Parts of `wanted` that are loaded at a time."""
+    """Splits `wanted` into batches that are loaded together."""
     batches: list[list[tuple[Info, Part]]] = []
     length = 0
     for entry in wanted:
@@ -321,7 +321,7 @@ def _batches(wanted: list[tuple[Info, Part]]) -> list[list[tuple[Info, Part]]]:
 
 
 def _rows(info: Info, rows: slice | None) -> Part:
-    """The part of a tensor that a plan wants."""
+    """The part of a tensor that a plan requests."""
     if rows is None:
         return None
     if not isinstance(rows, slice):

@@ -42,7 +42,7 @@ def patched(*, copy: bool = True) -> Iterator[None]:
         yield
     finally:
         block.ended = True
-        # A generator may be ended in another context than it began in.
+        # A generator may end in another context than it began in.
         with contextlib.suppress(ValueError):
             _innermost.reset(token)
         _uninstall()
@@ -56,7 +56,7 @@ def _active() -> _Block | None:
 
 
 def _after_fork() -> None:
-    # A thread that the child does not have may have held the old one.
+    # A thread of the parent, which the child does not have, may have held the old lock.
     global _lock
     _lock = threading.Lock()
 
@@ -85,11 +85,12 @@ def _uninstall() -> None:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Puts `new` wherever a module has `old`: most have imported it by name."""
+    """Replaces `old` by `new` in every module, since most import it by name."""
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType):
             continue
-        # Not by its attributes: to look at them may import more, and to set them may be forbidden.
+        # `vars` is used because getting attributes may import more modules, and setting them may be
+        # forbidden.
         names = vars(module)
         if str(names.get("__name__")).partition(".")[0] == "tensorfs":
             continue

@@ -1,4 +1,4 @@
-"""Tensors that are loaded in the background, batch by batch, and handed out once."""
+"""Tensors that are loaded in the background, batch by batch, and returned once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _running: set[PrefetchLoader] = set()
 
 
 def _close_all() -> None:
-    # A thread that is ended by the end of the interpreter may take the process with it.
+    # A thread that the end of the interpreter stops may crash the process.
     for loader in list(_running):
         loader.close()
 
@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 class PrefetchLoader:
-    """Tensors on their way. Each is handed out once, by `take` or by iterating."""
+    """Tensors being loaded. Each is returned once, by `take` or by iterating."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class PrefetchLoader:
             raise
 
     def names(self) -> list[str]:
-        """The names that it hands out, in file order."""
+        """The names of the tensors, in file order."""
         return list(self._batch_of)
 
     def __len__(self) -> int:
         return len(self._batch_of)
 
     def take(self, name: str) -> Any:
-        """The tensor of this name, once it is there. Each can be taken once."""
+        """Waits for the tensor of this name and returns it. Each can be taken once."""
         if name not in self._batch_of:
             raise error(f"tensor {name} is not in the prefetch plan", tensor=name)
         self._check_process()
@@ -72,7 +72,7 @@ class PrefetchLoader:
             return self._ready.pop(name)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor as they come; those that were taken are left out."""
+        """Pairs of name and tensor as they are loaded, without those that were taken."""
         for batch in self._batches:
             for name in batch:
                 self._check_process()
@@ -83,7 +83,7 @@ class PrefetchLoader:
                     self._taken.add(name)
                     tensor = self._ready.pop(name)
                 yield name, tensor
-                # A generator that waits keeps nothing alive.
+                # A suspended generator must not keep the tensor alive.
                 del tensor
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class PrefetchLoader:
             self._changed.notify_all()
         self._thread.join()
         self._ready.clear()
-        # Its traceback leads to whoever met it, and to what they hold.
+        # The traceback refers to the frames that raised and caught it, and to their objects.
         self._failed = None
 
     def __enter__(self) -> PrefetchLoader:
@@ -107,7 +107,7 @@ class PrefetchLoader:
         self.close()
 
     def _check_process(self) -> None:
-        # Its thread is in the parent.
+        # Its thread exists in the parent only.
         if process_token() != self._process:
             raise error("this prefetch belongs to the process that started it; start another one")
 
@@ -137,7 +137,7 @@ class PrefetchLoader:
             try:
                 tensors = self._load(batch, self._cancel)
             except BaseException as failed:
-                # They hold memory that was to be loaded to.
+                # The frames hold the memory of the load.
                 traceback.clear_frames(failed.__traceback__)
                 with self._changed:
                     self._failed = failed

@@ -1,4 +1,4 @@
-"""Reading tensors of an open checkpoint into memory of a framework."""
+"""Reads tensors of an open checkpoint into memory of a framework."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Part = Optional[List[Tuple[int, int]]]
 """The wanted part of a tensor: first index and end in each dimension; None for all."""
 
 _WHOLE_MAX = 4 << 20
-"""Up to this length a tensor that the page cache holds is copied at once, by the calling thread."""
+"""Longest tensor that the calling thread copies at once if the page cache holds it."""
 
 _PLACE_MIN = 1 << 20
-"""Shorter ones are copied to their place; longer ones get a place that the disk can write to."""
+"""Tensors from this length on get memory that the disk can write to directly; shorter ones are copied."""
 
 
 _OWN_MIN = 4 << 20
-"""From this length on a tensor that is loaded ahead is loaded alone; shorter ones together, up to this."""
+"""Tensors from this length on are loaded ahead alone; shorter ones in batches of about this length."""
 
 
 class Info(NamedTuple):
-    """A tensor as the native part knows it."""
+    """A tensor as the native part describes it."""
 
     name: str
     position: int
@@ -39,15 +39,15 @@ class Reader:
         self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool = True
     ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
-        # Whether every tensor gets memory of its own.
+        # Whether every tensor gets its own memory.
         self.copy = copy or not loader.on_cpu
-        # The shards that are mapped, each as what views are made of, with its address; None where it cannot be mapped.
+        # Mapped shards: the base object for views, and its address; None if a shard cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
         # The cost of all loads, summed up.
         self.stats: dict[str, Any] = {}
         # Nothing is loaded ahead for a GPU.
         self._ahead = Ahead() if loader.on_cpu else None
-        # Whether the page cache lacked a small tensor that was asked for last.
+        # Whether the last small tensor that was requested was missing in the page cache.
         self._is_cold = False
 
     def close(self) -> None:
@@ -57,11 +57,11 @@ class Reader:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Bytes that are loaded ahead now, and bytes that were in vain."""
+        """Bytes that are loaded ahead now, and bytes that were loaded in vain."""
         return (0, 0) if self._ahead is None else self._ahead.bytes
 
     def shared(self, info: Info, part: Part, shape: Sequence[int]) -> Any:
-        """A tensor, or rows of it, in the mapped shard; None where it does not lie there as it has to."""
+        """A tensor, or rows of it, in the mapped shard. None if it is not contiguous or not aligned there."""
         if info.nbytes == 0 or 0 in shape:
             return None
         found = self.loader.run_of(self.checkpoint, info.position)
@@ -82,7 +82,7 @@ class Reader:
         if shard not in self._mapped:
             area = Area.of_shard(self.checkpoint, shard, self.loader.timeout)
             self._mapped[shard] = None if area is None else (self.framework.over(area), area.address)
-            # It may have been cut short before it was mapped.
+            # The shard may have been truncated before it was mapped.
             self.loader.run_of(self.checkpoint, info.position)
         mapped = self._mapped[shard]
         if mapped is None:
@@ -91,7 +91,7 @@ class Reader:
         return self.framework.views([mapped], [place])[info.name]
 
     def all_shared(self, infos: Sequence[Info]) -> dict[str, Any]:
-        """Tensors in the mapped shards, and those that cannot be there read together, in this order."""
+        """Tensors in the mapped shards, in this order. Those that cannot be shared are read together."""
         tensors = {info.name: self.shared(info, None, info.shape) for info in infos}
         missing: list[tuple[Info, Part]] = [(info, None) for info in infos if tensors[info.name] is None]
         if missing:
@@ -133,7 +133,7 @@ class Reader:
         return self.load([(info, None)])[info.name]
 
     def _begin(self, ahead: Ahead, wanted: list[tuple[int, int]]) -> None:
-        """Begins to load tensors that nobody has asked for yet; each comes with the byte of a page that it begins at."""
+        """Begins to load tensors ahead of requests. Each comes with its start offset within a page."""
         try:
             together: list[tuple[Info, int]] = []
             length = 0
@@ -159,7 +159,7 @@ class Reader:
         except MemoryError:
             pass
         except Exception:
-            # Where it cannot be loaded when it is asked for either, that says why.
+            # If the request itself fails later, its error gives the reason.
             ahead.close()
         finally:
             ahead.unchoose([position for position, _ in wanted])
@@ -172,7 +172,7 @@ class Reader:
         ahead.begin(self.loader, self.checkpoint, plan, memory, [(info.position, info.nbytes, payload)])
 
     def _begin_some(self, ahead: Ahead, wanted: list[tuple[Info, int]]) -> None:
-        """Tensors that are read together, each into memory of its own."""
+        """Begins to load tensors together, each into its own memory."""
         framework, mode = self.framework, self.framework.mode()
         requests: list[Any] = []
         memory: list[Any] = []
@@ -184,7 +184,7 @@ class Reader:
                 area, address = framework.empty(info.dtype, info.shape, info.name)
                 length, payload = info.nbytes, (mode, None, area)
             else:
-                # Where the disk can write to.
+                # The disk can write here directly.
                 begin = offset if offset % WIDTHS.get(info.dtype, 1) == 0 else 0
                 skipped = -start % PAGE + begin
                 address, length = start + skipped, length - skipped
@@ -196,7 +196,7 @@ class Reader:
         ahead.begin(self.loader, self.checkpoint, self.loader.plan(self.checkpoint, requests), memory, tensors)
 
     def _take(self, ahead: Ahead, info: Info) -> Any:
-        """A tensor that was loaded ahead; None where it has to be loaded after all."""
+        """A tensor that was loaded ahead. None if the caller has to load it."""
         found = ahead.take(self.loader, info.position)
         if found is None:
             return None
@@ -224,7 +224,7 @@ class Reader:
         return self._load_to(info, part, tensor, address)
 
     def _load_to(self, info: Info, part: Part, tensor: Any, address: int) -> Any:
-        """Loads a part to a tensor of its shape, of whose bytes nobody else knows yet."""
+        """Loads a part into a new tensor of its shape, which nothing else uses yet."""
         plan = self.loader.plan(self.checkpoint, [(info.position, part, None, address)])
         self._fill(plan, [(address, plan.placements[0][2], tensor)], None)
         return tensor
@@ -250,7 +250,7 @@ class Reader:
         return self._carry_out(plan, cancel)
 
     def load_all(self) -> dict[str, Any]:
-        """Loads all tensors, in file order: as `load` does, with less ado for each."""
+        """Loads all tensors, in file order: like `load`, with less work for each tensor."""
         for dtype, name in self.checkpoint.dtypes().items():
             self.framework.dtype(dtype, name)
         return self._carry_out(self.loader.plan_all(self.checkpoint), None)

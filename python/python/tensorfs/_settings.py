@@ -1,4 +1,4 @@
-"""How checkpoints are read: what is asked for, what the environment says, else the defaults."""
+"""Settings of reading: from arguments, else from the environment, else defaults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def loader(
     io_timeout: float | str | None = None,
     gpu: int | None = None,
 ) -> Loader:
-    """The loader for these settings, to the CPU or a GPU; all that ask for the same share one."""
+    """The loader for these settings, to the CPU or a GPU. Equal settings share one loader."""
 
     def chosen(name: str, given: object) -> tuple[str, object]:
         variable = f"TENSORFS_{name.upper()}"
-        # One that is set to nothing is not set.
+        # An empty variable counts as unset.
         return (name, given) if given is not None else (variable, os.environ.get(variable) or None)
 
     return _loader(

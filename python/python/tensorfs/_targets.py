@@ -1,4 +1,4 @@
-"""Memory that waits for tensors: of torch, of numpy, and of others."""
+"""Memory to load into: of torch, of numpy, and of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._tensorfs import memory_of
 
 
 class Target(NamedTuple):
-    """Memory that waits for a tensor, or for the part of it that this process has."""
+    """Memory to load a tensor into, or the part of it that this process holds."""
 
     address: int
     nbytes: int
@@ -23,17 +23,17 @@ class Target(NamedTuple):
     owner: Any
     """The object that keeps the memory alive."""
     gpu: int | None = None
-    """Where it is; None for the CPU."""
+    """Number of its GPU. None for the CPU."""
     boxes: list[Box] | None = None
-    """The parts of the tensor that lie there one after the other; None where it is all of the tensor."""
+    """The parts of the tensor that lie there one after the other. None if it holds the whole tensor."""
     identity: Hashable = None
-    """Equal where two targets are the same memory, also if it has no bytes. None where that cannot be told."""
+    """Equal if two targets are the same memory, even with no bytes. None if that is unknown."""
 
     def is_alias_of(self, other: Target) -> bool:
-        """Whether what fills the other one fills this one, with the same bytes."""
+        """Whether filling the other target fills this one with the same bytes."""
         if self.identity is None or self.identity != other.identity or self.dtype not in (None, other.dtype):
             return False
-        # The bytes of a whole tensor are the same in any shape, those of a shard are of its place in there.
+        # A whole tensor has the same bytes in any shape; the bytes of a shard depend on its position.
         same = (self.shape, self.boxes) == (other.shape, other.boxes)
         return same or (self.boxes is None and other.boxes is None)
 
@@ -44,7 +44,7 @@ Refused = Callable[[str], SafetensorError]
 def target_of(into: Any, name: str) -> Target:
     """The memory of an object.
 
-    Raises `MismatchError` where it has none, or none that can be loaded into.
+    Raises `MismatchError` if it has none, or none that can be loaded into.
     """
 
     def refused(why: str) -> SafetensorError:
@@ -61,7 +61,7 @@ def target_of(into: Any, name: str) -> Target:
         except (BufferError, TypeError) as e:
             raise refused(str(e)) from None
         except Exception as e:
-            # Code of others: it may raise anything.
+            # Code of another library, which may raise any exception.
             raise refused(f"does not give its memory by DLPack: {type(e).__name__}: {e}") from None
         identity = (None, address, nbytes) if nbytes else None
         return Target(address, nbytes, dtype, list(shape), owner, identity=identity)
@@ -92,13 +92,13 @@ def _of_torch(torch: Any, into: Any, refused: Refused) -> Target:
         raise refused(str(e)) from None
     shape = list(into.shape)
     is_whole = boxes == [[(0, size) for size in shape]] or 0 in shape
-    # The local shard may be all that keeps the memory, and the DTensor all that keeps the shard.
+    # Only the local shard may keep the memory alive, and only the DTensor the shard.
     return found._replace(shape=shape, boxes=None if is_whole else boxes, owner=(into, local))
 
 
 def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
-    """A tensor that is memory and nothing else."""
-    # Classes of Python may answer anything to what is asked of their objects.
+    """A plain tensor, whose elements lie in its own memory."""
+    # A Python subclass may override every attribute.
     own = _asked_of(torch.Tensor, into)
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_other_kinds(torch, into, refused)
@@ -115,7 +115,7 @@ def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
             end = own("storage_offset")() * own("element_size")() + nbytes
             has = storage.nbytes()
         except (RuntimeError, NotImplementedError):
-            # Such as what functions of torch.func are called with.
+            # For example the arguments within torch.func.
             raise refused("has no memory of its own") from None
         if not is_plain:
             raise refused("is not contiguous")
@@ -127,7 +127,7 @@ def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
 
 
 def _asked_of(cls: type, into: Any) -> Callable[[str], Any]:
-    """Attributes and methods of an object as `cls` has them, whatever classes derived from it make of them."""
+    """Attributes and methods of an object as `cls` defines them, without the overrides of a subclass."""
 
     def own(name: str) -> Any:
         return getattr(cls, name).__get__(into)
@@ -136,7 +136,7 @@ def _asked_of(cls: type, into: Any) -> Callable[[str], Any]:
 
 
 def _refuse_other_kinds(torch: Any, into: Any, refused: Refused) -> None:
-    """Refuses tensors whose memory, if they have any, is not the elements that they show."""
+    """Refuses tensors whose elements do not lie in their memory."""
     kind = type(into)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise refused(f"is a {kind.__module__}.{kind.__qualname__}, of which it is not known where its elements lie")
@@ -158,7 +158,7 @@ def _of_buffer(into: Any, refused: Refused) -> Target:
         raise refused(f"is a {type(into).__name__}, which has no memory to load into") from None
     if view.readonly or not view.c_contiguous:
         raise refused("is not contiguous, or must not be written to")
-    # Holds the buffer, so that it is not resized meanwhile.
+    # This holds the buffer, so that it cannot be resized meanwhile.
     held = (ctypes.c_char * view.nbytes).from_buffer(view)
     address = ctypes.addressof(held)
     identity = (None, address, view.nbytes) if view.nbytes else None

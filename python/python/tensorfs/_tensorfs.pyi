@@ -124,7 +124,7 @@ class Area:
 
 @final
 class Tensor:
-    """A tensor in memory of its own, for everybody who takes DLPack."""
+    """A tensor in memory of its own, for frameworks that accept DLPack."""
 
     def __new__(cls, area: Area, offset: int, len: int, dtype: str, shape: Sequence[int]) -> Tensor: ...
     @staticmethod

@@ -20,18 +20,18 @@ _MODULE = "safetensors.numpy"
 
 
 def load(data: bytes) -> dict[str, numpy.ndarray]:
-    """All arrays of a file of safetensors that is in memory."""
+    """All arrays of a safetensors file in memory."""
     return _bytes.load(data, _frameworks.find("np"))
 
 
 def load_file(filename: Source, *, backend: str = "mmap", names: Names = None, **how: Any) -> dict[str, numpy.ndarray]:
-    """All arrays of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
+    """Loads all arrays of a checkpoint, or those that `names` selects. `how` are further arguments of `safe_open`."""
     with safe_open(filename, "np", backend=backend, **how) as opened:
         return opened.get_tensors(names)
 
 
 def save(tensor_dict: dict[str, numpy.ndarray], metadata: dict[str, str] | None = None) -> bytes:
-    """The bytes of a file with these arrays, by safetensors, which has to be installed."""
+    """The bytes of a file with these arrays. safetensors writes them and must be installed."""
     return bytes(genuine(_MODULE).save(tensor_dict, metadata))
 
 
@@ -40,7 +40,7 @@ def save_file(
     filename: Union[str, "os.PathLike[str]"],
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes these arrays to a file, by safetensors, which has to be installed."""
+    """Writes these arrays to a file. safetensors writes it and must be installed."""
     genuine(_MODULE).save_file(tensor_dict, filename, metadata)
 
 

@@ -21,14 +21,14 @@ _MODULE = "safetensors.torch"
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """All tensors of a file of safetensors that is in memory, on the CPU."""
+    """All tensors of a safetensors file in memory, on the CPU."""
     return _bytes.load(data, _frameworks.find("pt"))
 
 
 def load_file(
     filename: Source, device: Any = "cpu", *, backend: str = "mmap", names: Names = None, **how: Any
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, or those that `names` means. `how` is what `safe_open` takes beside."""
+    """Loads all tensors of a checkpoint, or those that `names` selects. `how` are further arguments of `safe_open`."""
     with safe_open(filename, "pt", device, backend=backend, **how) as opened:
         return opened.get_tensors(names)
 
@@ -43,7 +43,7 @@ def load_model(
     **how: Any,
 ) -> tuple[set[str], list[str]]:
     """Loads a checkpoint by `model.load_state_dict`, which copies it; `load_into` does not. Returns the names that the
-    checkpoint lacks, and those that the model lacks; with `strict` these are a `RuntimeError`.
+    checkpoint lacks, and those that the model lacks. With `strict` raises a `RuntimeError` for them.
 
     If names share memory in the model, as tied weights do, one of them in the checkpoint is enough; several there must
     have the same bytes.
@@ -52,7 +52,7 @@ def load_model(
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """The bytes of a file with these tensors, by safetensors, which has to be installed."""
+    """The bytes of a file with these tensors. safetensors writes them and must be installed."""
     return bytes(genuine(_MODULE).save(tensors, metadata))
 
 
@@ -61,14 +61,15 @@ def save_file(
     filename: Union[str, "os.PathLike[str]"],
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes these tensors to a file, by safetensors, which has to be installed."""
+    """Writes these tensors to a file. safetensors writes it and must be installed."""
     genuine(_MODULE).save_file(tensors, filename, metadata)
 
 
 def save_model(
     model: torch.nn.Module, filename: str, metadata: dict[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
-    """Writes a model to a file, of names that share memory one, by safetensors, which has to be installed."""
+    """Writes a model to a file, with one of several names that share memory. safetensors writes it and must be
+    installed."""
     genuine(_MODULE).save_model(model, filename, metadata, force_contiguous)
 
 

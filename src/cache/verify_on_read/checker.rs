@@ -1,5 +1,6 @@
-//! Reads what gates compare, for all files of a mount: a few steps at a time, each job in its
-//! turn, so that a large tensor holds up no small one, and a shard that stalls no other.
+//! Reads the bytes that gates compare, for all files of a mount. Jobs take turns with a few steps
+//! at a time, so that a large tensor does not delay small ones, and a stalled shard does not delay
+//! others.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,11 +20,11 @@ use crate::sync::Mutex;
 
 use super::job::{ChecksumJob, JobOutcome, STEP_LEN, Step};
 
-/// Steps read at the same time, and those of one source.
+/// Most steps read at the same time, in all and of one source.
 const STEPS_MAX: usize = 8;
 const SOURCE_STEPS_MAX: u64 = 4;
 
-/// A step that takes so long leaves its turn to others: its source may never answer.
+/// Time after which a step under way no longer counts for `STEPS_MAX`: its source may never answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Most steps, slow ones included.
@@ -32,13 +33,13 @@ const SLOW_STEPS_MAX: u64 = 64;
 /// Memory that a step takes at most, in bytes: it may begin and end within a page.
 const STEP_MEMORY: u64 = STEP_LEN + (64 << 10);
 
-/// Memory that steps take at most, in bytes, as long as sources answer.
+/// Memory that steps take at most, in bytes, while sources answer.
 pub const MEMORY: u64 = STEPS_MAX as u64 * STEP_MEMORY;
 
-/// Time between two looks for jobs that are overdue.
+/// Time between two checks for overdue jobs.
 const TICK: Duration = Duration::from_millis(250);
 
-/// Reads what gates compare. Clones share the work.
+/// Reads the bytes that gates compare. Clones share the work.
 #[derive(Clone)]
 pub struct Checker(Arc<CheckerInner>);
 
@@ -46,7 +47,7 @@ struct CheckerInner {
     engine: Engine,
     budget: Budget,
     counters: Arc<Counters>,
-    /// How long a job may wait for its next step.
+    /// Longest time that a job may wait for its next step.
     timeout: Option<Duration>,
     deadlines: Deadlines,
     state: Mutex<CheckerState>,
@@ -55,7 +56,7 @@ struct CheckerInner {
 struct CheckerState {
     /// Jobs with steps to begin, the next one first.
     queue: VecDeque<Arc<ChecksumJob>>,
-    /// All that have not ended.
+    /// All jobs that have not ended.
     jobs: Vec<Arc<ChecksumJob>>,
     /// When the steps under way began.
     running: Vec<Instant>,
@@ -81,10 +82,10 @@ impl Drop for CheckerInner {
 }
 
 impl Checker {
-    /// One that reads with `engine`. A job that nothing comes of for `timeout` fails.
+    /// Creates a checker that reads with `engine`. A job without progress for `timeout` fails.
     ///
     /// # Errors
-    /// Where no thread can be started.
+    /// If no thread can be started.
     pub fn start(
         engine: Engine,
         counters: Arc<Counters>,
@@ -110,7 +111,7 @@ impl Checker {
         described
     }
 
-    /// Takes a job in. Never waits.
+    /// Queues a job. Never waits.
     pub(super) fn submit(&self, job: Arc<ChecksumJob>) {
         let mut state = self.0.state.lock();
         state.jobs.push(job.clone());
@@ -130,7 +131,7 @@ impl CheckerInner {
             let Some((job, step, source, begun)) = next else { return };
             let memory = Buffer::len_for(&step.range);
             let Some(reservation) = self.budget.try_reserve(memory) else {
-                // Those under way give theirs back and come here again.
+                // Steps under way return their memory and call this function again.
                 job.put_back(step);
                 let mut state = self.state.lock();
                 state.ended(&source, begun);
@@ -155,7 +156,7 @@ impl CheckerInner {
     ) {
         let failed = match outcome {
             Ok(bytes) => {
-                // Late bytes are of no use to anybody.
+                // Late bytes are of no use.
                 if !job.has_ended() {
                     job.compare(step, &bytes);
                     self.counters.checked_bytes.add(bytes.len() as u64);
@@ -171,7 +172,7 @@ impl CheckerInner {
             state.jobs.retain(|other| !Arc::ptr_eq(other, job));
             state.queue.retain(|other| !Arc::ptr_eq(other, job));
             drop(state);
-            // It may have opened them after whoever asked was gone.
+            // The job may have reopened sources after the requesting file was closed.
             release_unpinned(&job.sources());
         }
         self.dispatch();
@@ -212,8 +213,8 @@ impl CheckerInner {
 }
 
 impl CheckerState {
-    /// Takes the next step that may begin: of the first job whose source has not too many under
-    /// way. A job with more steps goes behind the others.
+    /// Takes the next step, of the first job whose source has fewer than `SOURCE_STEPS_MAX` steps
+    /// under way. The job then goes behind the others.
     fn next(&mut self) -> Option<(Arc<ChecksumJob>, Step, Arc<Source>, Instant)> {
         let now = Instant::now();
         let quick = self.running.iter().filter(|begun| now - **begun < PATIENCE).count();
@@ -248,7 +249,7 @@ impl CheckerState {
     }
 }
 
-/// Why bytes are not compared in time.
+/// The error of bytes that are not compared in time.
 fn late(source: &Source, timeout: Duration) -> Error {
     let seconds = timeout.as_secs_f64();
     let message =

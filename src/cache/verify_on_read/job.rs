@@ -17,7 +17,7 @@ use super::{ChecksumGate, WaitingRead};
 /// Most bytes that are read at a time.
 pub(super) const STEP_LEN: u64 = 4 << 20;
 
-/// Units that are compared together, because one read asked for all of them.
+/// Units that are compared together, because one read requested all of them.
 pub(super) struct ChecksumJob {
     gate: Arc<ChecksumGate>,
     pub(super) units: Vec<u32>,
@@ -30,7 +30,7 @@ struct JobState {
     /// The steps that are still to be read, the last one first.
     left: Vec<Step>,
     in_flight: usize,
-    /// When something of it was last done.
+    /// Time of the last progress.
     since: Instant,
     outcome: JobOutcome,
     ended: bool,
@@ -40,13 +40,13 @@ struct JobState {
 #[derive(Default)]
 #[must_use]
 pub(super) struct JobOutcome {
-    /// By unit: how it differs.
+    /// Errors of units that differ, by unit.
     pub(super) bad: HashMap<u32, Arc<Error>>,
-    /// Why it could not be read.
+    /// Why the job's bytes could not be read.
     pub(super) failed: Option<Arc<Error>>,
 }
 
-/// Chunks of a shard that follow each other.
+/// Consecutive chunks of a shard.
 pub(super) struct Step {
     pub(super) shard: u32,
     pub(super) range: Range<u64>,
@@ -80,7 +80,7 @@ impl ChecksumJob {
         state.left.last().map(|step| self.gate.source(step.shard).clone())
     }
 
-    /// Takes the next step out.
+    /// Takes the next step.
     pub(super) fn begin(&self) -> Option<Step> {
         let mut state = self.state.lock();
         let step = state.left.pop()?;
@@ -88,7 +88,7 @@ impl ChecksumJob {
         Some(step)
     }
 
-    /// Puts a step back that there is no memory for.
+    /// Puts back a step that there is no memory for.
     pub(super) fn put_back(&self, step: Step) {
         let mut state = self.state.lock();
         state.in_flight -= 1;
@@ -97,7 +97,7 @@ impl ChecksumJob {
         }
     }
 
-    /// Compares what a step has read.
+    /// Compares the bytes that a step has read.
     pub(super) fn compare(&self, step: &Step, bytes: &[u8]) {
         let sums = &self.gate.sums[step.shard as usize];
         for chunk in sums.boundaries.chunks_of(step.range.clone()) {
@@ -126,15 +126,15 @@ impl ChecksumJob {
         let mut state = self.state.lock();
         state.outcome.bad.extend(units.into_iter().map(|unit| (unit, error.clone())));
         if state.outcome.bad.len() == self.units.len() {
-            // Nothing more is to be known.
+            // All units are known to differ.
             state.left.clear();
         }
         drop(state);
         tracing::error!("{error}; reads of it through the mount fail");
     }
 
-    /// A step is done, or could not be read. Returns what came of the job where it has ended with
-    /// it, for `end`.
+    /// Notes that a step is done or could not be read. If that ends the job, returns its outcome
+    /// for `end`.
     pub(super) fn step_ended(&self, failed: Option<Error>) -> Option<JobOutcome> {
         let mut state = self.state.lock();
         state.in_flight -= 1;
@@ -152,7 +152,7 @@ impl ChecksumJob {
         Some(std::mem::take(&mut state.outcome))
     }
 
-    /// Fails a job that nothing was done of since `before`; returns what came of it, for `end`.
+    /// Fails a job without progress since `before`; returns its outcome for `end`.
     pub(super) fn expire(
         &self,
         before: Instant,
@@ -188,7 +188,7 @@ impl ChecksumJob {
         }
     }
 
-    /// Answers those who wait for the job.
+    /// Answers the requests that wait for the job.
     pub(super) fn end(self: &Arc<Self>, outcome: JobOutcome) {
         self.gate.ended(self, outcome);
     }
@@ -207,7 +207,7 @@ impl ChecksumJob {
     }
 }
 
-/// The chunks of `units`, those that follow each other read together.
+/// The chunks of `units`, with consecutive chunks joined into one step.
 fn steps(gate: &ChecksumGate, units: &[u32]) -> Vec<Step> {
     let mut chunks: Vec<(u32, ChecksumChunk)> = Vec::new();
     for (shard, range) in units.iter().flat_map(|&unit| gate.bytes_of(unit)) {

@@ -1,5 +1,5 @@
-//! Files whose bytes are handed out only once the tensors that they belong to were read whole and
-//! compared with their checksums.
+//! Checksum gates: bytes of a file are served only after the tensors that they belong to were read
+//! completely and compared with their checksums.
 //!
 //! A gate belongs to one version of a file and remembers the result for each tensor. A tensor is
 //! compared once for all reads of it. No thread waits: the thread that compares the last bytes of
@@ -27,10 +27,10 @@ use crate::verify::{Mismatch, Recorded};
 pub use checker::{Checker, MEMORY};
 use job::ChecksumJob;
 
-/// Called once: whether bytes may be handed out.
+/// Called once, with whether bytes may be served.
 pub type CheckAnswer = Box<dyn FnOnce(std::result::Result<(), &Error>) + Send>;
 
-/// A unit was not looked at, is what was recorded, or is not.
+/// State of a unit: not compared, equal to its record, or different.
 const UNKNOWN: u8 = 0;
 const GOOD: u8 = 1;
 const BAD: u8 = 2;
@@ -40,7 +40,7 @@ const BAD: u8 = 2;
 enum Guarded {
     /// A virtual file. A unit is a tensor of its catalog.
     Virtual(VirtualFile),
-    /// This shard as it is. A unit is one of its parts.
+    /// A whole file, this shard. A unit is one of its parts.
     Shard(ShardId),
 }
 
@@ -63,14 +63,14 @@ struct GateState {
     bad: HashMap<u32, Arc<Error>>,
 }
 
-/// Some bytes that were asked for.
+/// A request for some bytes.
 struct WaitingRead {
     units: Vec<u32>,
     state: Mutex<Left>,
 }
 
 struct Left {
-    /// Jobs that are not done.
+    /// Number of unfinished jobs.
     jobs: usize,
     /// `None` once it is given.
     answer: Option<CheckAnswer>,
@@ -118,8 +118,8 @@ impl ChecksumGate {
         Some(ChecksumGate { checkpoint, guarded, sums, states, inner })
     }
 
-    /// Calls `answer` once all that bytes `range` of the file belong to was compared: at once
-    /// where it was, else from the thread that compares the last of it. Never waits.
+    /// Calls `answer` once all units of bytes `range` of the file are compared: at once if they
+    /// already are, else on the thread that compares the last of them. Never waits.
     pub fn when_checked(
         self: &Arc<Self>,
         checker: &Checker,
@@ -153,14 +153,14 @@ impl ChecksumGate {
             inner.checking.extend(job.iter().map(|job| (*unit, job.clone())));
         }
         jobs.extend(job.clone());
-        // Between the two looks at the states the last of them may have become good.
+        // The last of the units may have become good between the two checks of the states.
         if jobs.is_empty() {
             drop(inner);
             return answer(Ok(()));
         }
         let left = Left { jobs: jobs.len(), answer: Some(answer) };
         let waiting = Arc::new(WaitingRead { units, state: Mutex::new(left) });
-        // Under the lock: a job that ends takes its waiters under it.
+        // Waiters are added under the lock, because a job that ends takes its waiters under it.
         jobs.iter().for_each(|job| job.add_waiter(waiting.clone()));
         drop(inner);
         if let Some(job) = job {
@@ -168,7 +168,7 @@ impl ChecksumGate {
         }
     }
 
-    /// Whether all that bytes `range` belong to was compared and is right.
+    /// Whether all units of bytes `range` were compared and match their record.
     pub fn is_good(&self, range: Range<u64>) -> bool {
         let good = |unit: u32| self.states[unit as usize].load(Ordering::Acquire) == GOOD;
         self.units_of(range).is_ok_and(|units| units.into_iter().all(good))
@@ -224,7 +224,7 @@ impl ChecksumGate {
         self.checkpoint.refused(mismatch.fault())
     }
 
-    /// Takes over what came of `job`, and answers those who wait for it.
+    /// Stores the outcome of `job`, and answers the requests that wait for it.
     fn ended(&self, job: &Arc<ChecksumJob>, outcome: job::JobOutcome) {
         let mut inner = self.inner.lock();
         for unit in &job.units {

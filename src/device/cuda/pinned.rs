@@ -1,4 +1,4 @@
-//! Memory of the host that a GPU reaches by itself, and stretches of it that reads fill.
+//! Pinned memory: host memory that a GPU accesses by itself, and slices of it that reads fill.
 
 use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
@@ -13,15 +13,15 @@ use crate::io::{ReadTarget, Region, Reservation};
 /// Threads that fault memory in before it is pinned: more are not faster.
 const TOUCHERS: usize = 4;
 
-/// How memory was made fit for copies that are not waited for, best first.
+/// How memory was pinned for asynchronous copies, best first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pinning {
-    /// Memory of our own, registered with the driver.
+    /// Memory of this crate, registered with the driver.
     #[default]
     Registered,
     /// Memory of the driver, whose allocation takes longer.
     Allocated,
-    /// Not at all: the driver copies it once more, which is slow.
+    /// Unpinned memory: the driver copies the bytes once more, which is slow.
     Pageable,
 }
 
@@ -36,13 +36,13 @@ impl Pinning {
     }
 }
 
-/// Memory of the host that the GPU can reach by itself.
+/// Host memory that the GPU can access by itself.
 pub(in crate::device) struct Pinned {
     gpu: Gpu,
     start: NonNull<u8>,
     len: usize,
     how: Pinning,
-    /// Where it is memory of our own.
+    /// Owner of the memory. `None` if the driver allocated it.
     _region: Option<Arc<Region>>,
 }
 
@@ -108,11 +108,11 @@ impl Drop for Pinned {
         let start: *mut c_void = self.start.as_ptr().cast();
         match self.how {
             Pinning::Registered => self.gpu.0.give_back(|gpu| {
-                // SAFETY: registered by `new`; who copies out of it keeps it alive.
+                // SAFETY: registered by `new`; copies keep it alive, so none is under way.
                 unsafe { call!(gpu, cuMemHostUnregister(start)) }
             }),
             Pinning::Allocated => self.gpu.0.give_back(|gpu| {
-                // SAFETY: allocated by `new`; who copies out of it keeps it alive.
+                // SAFETY: allocated by `new`; copies keep it alive, so none is under way.
                 unsafe { call!(gpu, cuMemFreeHost(start)) }
             }),
             Pinning::Pageable => {}
@@ -120,7 +120,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Faults the pages of a region in, on several threads: the driver does it on one.
+/// Faults in the pages of a region on several threads, because the driver does it on one.
 fn fault_in(region: &Region) {
     let (start, len) = (region.start().as_ptr().addr(), region.len());
     let each = len.div_ceil(TOUCHERS).next_multiple_of(2 << 20);
@@ -128,7 +128,8 @@ fn fault_in(region: &Region) {
         for from in (0..len).step_by(each) {
             let touch = move || {
                 let (start, len) = ((start + from) as *mut c_void, each.min(len - from));
-                // SAFETY: bytes of the region. It may be refused: then they are faulted in later.
+                // SAFETY: these are bytes of the region. If the call fails, they are faulted in
+                // later.
                 unsafe { libc::madvise(start, len, libc::MADV_POPULATE_WRITE) };
             };
             let named = std::thread::Builder::new().name("tensorfs-touch".to_owned());
@@ -142,7 +143,7 @@ fn fault_in(region: &Region) {
     unsafe { libc::madvise(start as *mut c_void, len, libc::MADV_DONTFORK) };
 }
 
-/// A stretch of pinned memory that nobody else has.
+/// A stretch of pinned memory, which shares no byte with other slices.
 pub(in crate::device) struct Slice {
     /// The memory that it is a part of.
     pub(in crate::device) pinned: Arc<Pinned>,
@@ -164,7 +165,7 @@ impl Slice {
         // SAFETY: the slice lies in the pinned memory.
         let (start, len) = (unsafe { self.pinned.start.add(self.offset) }, self.len);
         let lent = Lent(Some((self, give_back)));
-        // SAFETY: the slice lives as long as `lent`, and nobody else has its bytes, which come
+        // SAFETY: the slice lives as long as `lent`, and no other slice has its bytes, which come
         // from the kernel or the driver.
         let region = unsafe { Region::foreign(start, len, Box::new(lent)) };
         // SAFETY: the region is used for this read alone, and nobody else has its bytes.
@@ -172,10 +173,10 @@ impl Slice {
     }
 }
 
-/// Takes a slice back.
+/// Callback that takes a slice back.
 pub(in crate::device) type GiveBack = Box<dyn FnOnce(Slice) + Send + Sync>;
 
-/// A slice that is lent, and who takes it back.
+/// A lent slice and the callback that takes it back.
 struct Lent(Option<(Slice, GiveBack)>);
 
 impl Drop for Lent {

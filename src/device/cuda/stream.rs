@@ -1,4 +1,4 @@
-//! Work for GPUs: copies out of pinned memory, kernels, and who waits for whom.
+//! Work for GPUs: copies out of pinned memory, kernels, and the order between streams.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_uint};
@@ -12,23 +12,23 @@ use crate::error::Result;
 use crate::io::ReadBuffer;
 use crate::sync::Mutex;
 
-/// The kernels, as text that the driver translates for its GPU. It ends with a zero.
+/// The kernels as PTX text, which the driver compiles for its GPU. It ends with a zero.
 const PTX: &str = concat!(include_str!("../cast.ptx"), "\0");
 
-/// `CU_STREAM_NON_BLOCKING`: what others do on the legacy stream does not wait for it.
+/// `CU_STREAM_NON_BLOCKING`: work of others on the legacy stream does not wait for the stream.
 const NON_BLOCKING: c_uint = 1;
 
-/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: who waits for it sleeps.
+/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a thread that waits for the event sleeps.
 const BLOCKING_EVENT: c_uint = 1 | 2;
 
-/// Largest distance of rows that a copy takes.
+/// Largest distance between rows that one copy supports.
 const PITCH_MAX: u64 = (1 << 31) - 1;
 
-/// Threads per block of a kernel, and most blocks: with more elements each does several.
+/// Threads per block of a kernel, and most blocks: with more elements each thread casts several.
 const BLOCK: u64 = 256;
 const BLOCKS_MAX: u64 = 1 << 15;
 
-/// A stream of somebody else, such as the current one of torch.
+/// A stream of the caller, such as the current stream of torch.
 #[derive(Clone, Copy, Debug)]
 pub struct ForeignStream(u64);
 
@@ -36,18 +36,18 @@ impl ForeignStream {
     /// The stream with this handle; zero is the legacy stream.
     ///
     /// # Safety
-    /// It belongs to the GPU that it is used with, in its primary context, and lives as long as
-    /// this does.
+    /// The stream belongs to the primary context of the GPU that it is used with, and lives as long
+    /// as this value.
     pub unsafe fn from_raw(handle: u64) -> ForeignStream {
         ForeignStream(handle)
     }
 }
 
-/// Work for a GPU that is done in order.
+/// A CUDA stream: work for a GPU that is done in order.
 pub(crate) struct CudaStream {
     gpu: Gpu,
     raw: sys::CUstream,
-    /// Events that nothing waits for.
+    /// Unused events, kept for reuse.
     events: Mutex<Vec<CudaEvent>>,
 }
 
@@ -76,13 +76,13 @@ impl CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, and used by nobody any more.
+        // SAFETY: made by `new`, and no code uses it any more.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuEventDestroy_v2(self.raw)) });
     }
 }
 
 impl CudaStream {
-    /// A stream that no other waits for.
+    /// Creates a stream that no other stream waits for.
     pub(crate) fn new(gpu: &Gpu) -> Result<Arc<CudaStream>> {
         let _entered = gpu.0.enter()?;
         let mut raw = null_mut();
@@ -96,12 +96,13 @@ impl CudaStream {
         self.gpu.0.enter()
     }
 
-    /// Lets what comes next wait for all that `other` has been given.
+    /// Makes later work of this stream wait for all work that `other` already has.
     pub(crate) fn wait_for(&self, other: ForeignStream) -> Result<()> {
         let context = &self.gpu.0;
         let _entered = context.enter()?;
         let event = CudaEvent::new(&self.gpu)?;
-        // SAFETY: both streams live. That the event soon does not is no matter to the driver.
+        // SAFETY: both streams live. The driver allows the event to be destroyed before it is
+        // reached.
         unsafe {
             call!(context, cuEventRecord(event.raw, other.0 as sys::CUstream))?;
             call!(context, cuStreamWaitEvent(self.raw, event.raw, 0))
@@ -114,7 +115,8 @@ impl CudaStream {
         Sending { stream: self.clone(), used: Some(used) }
     }
 
-    /// Waits until all work is done. Where even that fails, by whichever way, the device is lost.
+    /// Waits until all work of the stream is done, or of the context if that fails. If both fail,
+    /// the device is lost.
     pub(crate) fn drain(&self) -> Result<()> {
         let context = &self.gpu.0;
         let _entered = context.enter().or_else(|_| context.enter())?;
@@ -135,7 +137,7 @@ impl Drop for CudaStream {
         if let Err(e) = self.drain() {
             tracing::warn!("{e}");
         }
-        // SAFETY: made by `new`, and used by nobody any more.
+        // SAFETY: made by `new`, and no code uses it any more.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuStreamDestroy_v2(self.raw)) });
     }
 }
@@ -149,7 +151,7 @@ impl fmt::Debug for CudaStream {
 /// Rows of bytes at equal distances.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PitchedRows {
-    /// First byte of the first, in the source, and its distance to the second.
+    /// Offset of the first row in the source, and the distance between rows there.
     pub(crate) from: u64,
     pub(crate) from_pitch: u64,
     /// The address that they go to.
@@ -161,7 +163,7 @@ pub(crate) struct PitchedRows {
 }
 
 impl PitchedRows {
-    /// Bytes from the first to the end of the last, in the source and where they go.
+    /// Bytes from the first row to the end of the last, in the source and in the target.
     fn spans(&self) -> (u64, u64) {
         let steps = self.count - 1;
         (steps * self.from_pitch + self.width, steps * self.to_pitch + self.width)
@@ -175,10 +177,10 @@ struct Used {
     kernels: Option<Arc<Kernels>>,
 }
 
-/// Copies out of the bytes of one read, which are being given to a stream.
+/// Copies out of the bytes of one read, which are being submitted to a stream.
 pub(crate) struct Sending {
     stream: Arc<CudaStream>,
-    /// None once the copies are over.
+    /// `None` if the copies are over.
     used: Option<Used>,
 }
 
@@ -214,7 +216,7 @@ impl Sending {
         self.rows(sys::CUmemorytype::CU_MEMORYTYPE_HOST, start, rows, to)
     }
 
-    /// Copies rows of `from`, once what was given to the stream before is done.
+    /// Copies rows of `from`, after all earlier work of the stream.
     pub(crate) fn spread(
         &mut self,
         from: &Arc<DeviceMemory>,
@@ -245,7 +247,7 @@ impl Sending {
         self.pitched(kind, start, target, rows)
     }
 
-    /// Both addresses have the bytes of `rows`, and are kept.
+    /// Submits a copy of `rows`, whose memory at both addresses is kept by the caller.
     fn pitched(
         &mut self,
         kind: sys::CUmemorytype,
@@ -279,8 +281,8 @@ impl Sending {
         unsafe { call!(context, cuMemcpy2DAsync_v2(&copy, self.stream.raw)) }
     }
 
-    /// Casts elements from byte `from.1` of `from.0` on to byte `to.1` of `to.0`, once what was
-    /// given to the stream before is done.
+    /// Casts elements from byte `from.1` of `from.0` on to byte `to.1` of `to.0`, after all earlier
+    /// work of the stream.
     pub(crate) fn cast(
         &mut self,
         kernels: &Arc<Kernels>,
@@ -320,13 +322,13 @@ impl Sending {
 
     fn keep(&mut self, memory: &Arc<DeviceMemory>) {
         let kept = &mut self.used().memory;
-        // Those before may be there twice, which does no harm.
+        // Memory kept earlier may be in the list twice, which does no harm.
         if !kept.iter().rev().take(4).any(|kept| Arc::ptr_eq(kept, memory)) {
             kept.push(memory.clone());
         }
     }
 
-    /// All copies are given: what is left is to wait for them.
+    /// Ends the submission; the result waits for the copies.
     pub(crate) fn commit(self) -> Result<SentCopies> {
         let context = &self.stream.gpu.0;
         let entered = context.enter()?;
@@ -342,23 +344,22 @@ impl Drop for Sending {
     fn drop(&mut self) {
         let Some(used) = self.used.take() else { return };
         if let Err(e) = self.stream.drain() {
-            // Whether copies still go on is not known.
+            // Copies may still be under way.
             tracing::error!("{e}; memory that the GPU may use stays as it is");
             std::mem::forget(used);
         }
     }
 }
 
-/// Copies that a stream has been given.
+/// Copies that were submitted to a stream.
 pub(crate) struct SentCopies {
     sending: Sending,
-    /// Reached when they are over.
+    /// Event that is reached when the copies are over.
     event: CudaEvent,
 }
 
 impl SentCopies {
-    /// Waits until they are over. The memory that they came from is free then, also where it
-    /// fails.
+    /// Waits until the copies are over. Their source is free then, also if the wait fails.
     pub(crate) fn wait(self) -> Result<()> {
         let SentCopies { mut sending, event } = self;
         {
@@ -377,7 +378,7 @@ impl SentCopies {
 pub(crate) struct Kernels {
     gpu: Gpu,
     module: sys::CUmodule,
-    /// Those that were used, by name.
+    /// Kernels that were used, by name.
     functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
 }
 
@@ -387,7 +388,7 @@ unsafe impl Send for Kernels {}
 unsafe impl Sync for Kernels {}
 
 impl Kernels {
-    /// Has the driver translate them.
+    /// Loads the kernels, which the driver compiles.
     pub(crate) fn load(gpu: &Gpu) -> Result<Arc<Kernels>> {
         let _entered = gpu.0.enter()?;
         let mut module = null_mut();
@@ -421,7 +422,7 @@ impl fmt::Debug for Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // SAFETY: loaded by `load`; work that uses it keeps it alive.
+        // SAFETY: loaded by `load`; work that uses the module keeps it alive, so none is under way.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuModuleUnload(self.module)) });
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of checksums as they are kept.
+//! Tests of stored checksums.
 
 use proptest::prelude::*;
 
@@ -82,7 +82,7 @@ fn content_that_does_not_fit_together_is_refused() {
 
 #[test]
 fn the_layout_of_the_file_does_not_change_unnoticed() {
-    // Another result means another version.
+    // Another result requires another version.
     let bytes = sample().encode().unwrap();
     assert_eq!((bytes.len(), Digest::of(&bytes).to_string().as_str()), (191, FROZEN));
 }

@@ -18,15 +18,16 @@ pub(super) struct Arena {
     free: FreeList,
     /// For each huge page whether there may be memory behind it.
     touched: Vec<bool>,
-    /// Their number.
+    /// Number of touched huge pages.
     touched_pages: usize,
 }
 
-// SAFETY: the mapping belongs to the arena alone, and is reached through what `take` gave out.
+// SAFETY: the mapping belongs to the arena alone, and is accessed only through pointers that `take`
+// returned.
 unsafe impl Send for Arena {}
 
 impl Arena {
-    /// Reserves addresses for at least `bytes`; memory comes when it is written to.
+    /// Reserves addresses for at least `bytes`; the system adds memory when it is written to.
     pub(super) fn new(bytes: usize) -> Option<Arena> {
         let len = bytes.checked_next_multiple_of(HUGE)?;
         let mapped = len.checked_add(HUGE)?;
@@ -42,9 +43,9 @@ impl Arena {
         // SAFETY: `skip` is less than HUGE, by which the mapping is longer than `len`.
         let start = unsafe { base.add(skip) };
         for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
-            // Without the first one it is slower. A child that shared the pages would make the
-            // kernel copy them, and a read under way would end in the wrong copy.
-            // SAFETY: the range lies in the mapping just made.
+            // SAFETY: the range lies in the mapping just made. Without MADV_HUGEPAGE the arena is
+            // slower. Without MADV_DONTFORK a child shares the pages: the kernel copies them, and a
+            // read under way ends in the wrong copy.
             unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
         }
         Some(Arena {
@@ -56,7 +57,7 @@ impl Arena {
         })
     }
 
-    /// Takes `len` bytes, a multiple of the page size: the lowest that are free, so that few
+    /// Allocates `len` bytes, a multiple of the page size, at the lowest free address, so that few
     /// pages are in use.
     pub(super) fn take(&mut self, len: usize) -> Option<NonNull<u8>> {
         let offset = self.free.take(len)?;
@@ -67,22 +68,22 @@ impl Arena {
         Some(unsafe { self.start.add(offset) })
     }
 
-    /// Takes back what `take` gave out.
+    /// Frees bytes that `take` returned.
     pub(super) fn give_back(&mut self, start: NonNull<u8>, len: usize) {
         self.free.give_back(start.as_ptr() as usize - self.start.as_ptr() as usize, len);
     }
 
-    /// Bytes behind which there may be memory.
+    /// Bytes of huge pages that may have memory behind them.
     pub(super) fn touched(&self) -> usize {
         self.touched_pages * HUGE
     }
 
-    /// Returns the memory of huge pages of which nothing is in use.
+    /// Returns the memory of unused huge pages to the system.
     pub(super) fn trim(&mut self) {
         for (offset, len) in self.free.stretches() {
             let pages = offset.div_ceil(HUGE)..(offset + len) / HUGE;
             for page in pages.filter(|page| self.touched[*page]).collect::<Vec<_>>() {
-                // SAFETY: a page of the arena that lies in a free stretch: nobody refers to it.
+                // SAFETY: the page lies in a free stretch of the arena, so nothing refers to it.
                 let rc = unsafe {
                     let page = self.start.as_ptr().add(page * HUGE);
                     libc::madvise(page.cast(), HUGE, libc::MADV_DONTNEED)

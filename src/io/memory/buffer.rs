@@ -1,4 +1,4 @@
-//! Memory for reads: page-aligned, under one hard limit, used again instead of returned.
+//! Memory for reads: page-aligned, under one hard limit, reused instead of returned.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -16,7 +16,7 @@ use crate::sync::Mutex;
 /// O_DIRECT wants offsets, lengths and memory to be multiples of this, wherever it works at all.
 pub(in crate::io) const ALIGN: u64 = 4096;
 
-/// From this size on memory comes out of the arena, and is kept for the next read.
+/// Buffers of at least this size come from the arena, which keeps their memory for the next read.
 const KEPT_MIN: usize = 64 << 10;
 
 /// The arena has limit + limit / SPARE_PART + SPARE bytes: buffers of unlike
@@ -38,7 +38,7 @@ struct BudgetInner {
 struct State {
     /// Bytes of reservations.
     used: u64,
-    /// Made for the first large buffer.
+    /// Arena, created for the first large buffer.
     arena: Option<Arena>,
 }
 
@@ -48,7 +48,7 @@ impl BudgetInner {
         self.counters.cache_bytes_now.sub(bytes);
     }
 
-    /// Memory out of the arena.
+    /// Allocates memory from the arena.
     fn take(&self, len: usize) -> Option<NonNull<u8>> {
         let mut state = self.state.lock();
         if state.arena.is_none() {
@@ -57,7 +57,7 @@ impl BudgetInner {
         }
         let arena = state.arena.as_mut()?;
         let start = arena.take(len)?;
-        // Gaps between buffers have memory behind them, too.
+        // Gaps between buffers may have memory behind them, too.
         if arena.touched() as u64 > self.limit {
             arena.trim();
         }
@@ -66,7 +66,7 @@ impl BudgetInner {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes, whose use `counters` show.
+    /// Creates a budget of `limit` bytes; `counters` show its use.
     pub fn new(limit: u64, counters: Arc<Counters>) -> Budget {
         Budget(Arc::new(BudgetInner { limit, counters, state: Mutex::default() }))
     }
@@ -81,7 +81,7 @@ impl Budget {
         self.0.state.lock().used
     }
 
-    /// The right to `bytes` of memory, if the limit allows.
+    /// Reserves `bytes` of memory. `None` if they exceed the limit.
     pub fn try_reserve(&self, bytes: u64) -> Option<Reservation> {
         {
             let mut state = self.0.state.lock();
@@ -92,7 +92,7 @@ impl Budget {
         Some(Reservation(Arc::new(share)))
     }
 
-    /// Returns the memory that is kept for reads to come to the system, as far as it is free.
+    /// Returns free memory of the arena to the system.
     pub fn trim(&self) {
         if let Some(arena) = &mut self.0.state.lock().arena {
             arena.trim();
@@ -106,7 +106,7 @@ impl fmt::Debug for Budget {
     }
 }
 
-/// The right to some bytes of memory; it returns to the budget on drop.
+/// A reservation of memory, which returns to the budget on drop.
 #[derive(Debug)]
 pub struct Reservation(Arc<ReservedBytes>);
 
@@ -155,7 +155,7 @@ impl Reservation {
         Reservation(Arc::new(share))
     }
 
-    /// Gives back what it has over `bytes`.
+    /// Returns the bytes above `bytes` to the budget.
     fn shrink(&mut self, bytes: u64) {
         let over = self.len().saturating_sub(bytes);
         drop(self.split(over));
@@ -219,7 +219,7 @@ impl ReadTarget {
 struct AlignedPages {
     start: NonNull<u8>,
     len: usize,
-    /// Where it goes when it is dropped.
+    /// Owner that gets the memory on drop.
     home: PageOwner,
 }
 
@@ -241,7 +241,7 @@ impl AlignedPages {
         Layout::from_size_align(len, ALIGN as usize).expect("a length of memory fits")
     }
 
-    /// `len` bytes, a multiple of the page size and not zero.
+    /// Allocates `len` bytes, a multiple of the page size and not zero.
     fn new(len: usize, budget: &Arc<BudgetInner>) -> io::Result<AlignedPages> {
         if len >= KEPT_MIN
             && let Some(start) = budget.take(len)
@@ -309,12 +309,12 @@ impl Buffer {
         (pages.end - pages.start).max(ALIGN)
     }
 
-    /// Bytes that it counts against the budget.
+    /// Bytes that the buffer counts against the budget.
     pub fn reserved(&self) -> u64 {
         self.reservation.len()
     }
 
-    /// Writes its memory off: it is never used again, and no longer counts.
+    /// Writes its memory off: the memory is never reused, and no longer counts.
     pub(in crate::io) fn write_off(&self) {
         self.reservation.0.forfeit();
     }
@@ -329,7 +329,7 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes of the pages, initialised when they were made.
+        // SAFETY: these are `len` bytes of the pages, which were initialised when they were made.
         unsafe { std::slice::from_raw_parts(self.pages.start.as_ptr(), self.len) }
     }
 }

@@ -19,11 +19,11 @@ pub struct Region {
     len: usize,
 }
 
-/// Whose memory it is.
+/// Owner of the memory.
 enum RegionOwner {
     /// A mapping of its own.
     Mapping(NonNull<u8>, usize),
-    /// Somebody else's; this keeps it alive.
+    /// Memory of the caller; this value keeps it alive.
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
@@ -33,15 +33,15 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Zeros, at least `len` bytes of them.
+    /// Maps at least `len` zero bytes.
     ///
     /// # Errors
-    /// Where the system has no such memory.
+    /// If the system refuses the memory.
     pub fn new(len: u64) -> io::Result<Arc<Region>> {
         let no_memory = || io::Error::from(io::ErrorKind::OutOfMemory);
         let len = usize::try_from(len).map_err(|_| no_memory())?.max(1);
         let len = len.checked_next_multiple_of(ALIGN as usize).ok_or_else(no_memory)?;
-        // Whole huge pages, if it has any: a neighbour on the last one would share it.
+        // A large region begins on a huge page, so its mapping is longer by one.
         let huge = len >= HUGE;
         let mapped = if huge { len.checked_add(HUGE).ok_or_else(no_memory)? } else { len };
         let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -56,14 +56,15 @@ impl Region {
         // SAFETY: `skip` is less than HUGE, by which the mapping is longer than `len`.
         let start = unsafe { base.add(skip) };
         if huge {
-            // SAFETY: the range lies in the mapping just made. It is slower without.
+            // SAFETY: the range lies in the mapping just made. If the advice fails, the region is
+            // only slower.
             unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         }
         Ok(Arc::new(Region { home: RegionOwner::Mapping(base, mapped), start, len }))
     }
 
-    /// `len` bytes of somebody else from `start` on, which is on a page. `keep` is dropped once
-    /// no read can write there any more, on any thread.
+    /// Wraps `len` bytes of the caller from `start` on, which is page-aligned. `keep` is dropped on
+    /// any thread, once no read can write there any more.
     ///
     /// # Safety
     /// The memory lives as long as `keep`. The bytes of it that a plan uses are initialised,
@@ -78,13 +79,14 @@ impl Region {
         Arc::new(Region { home: RegionOwner::Foreign(keep), start, len })
     }
 
-    /// Asks for huge pages where the region has whole ones: they are faulted in faster.
+    /// Advises the kernel to use huge pages where the region covers whole ones: they are faulted in
+    /// faster.
     pub fn on_huge_pages(&self) {
         self.advise(0..self.len, true);
     }
 
-    /// Says whether pages that are not there yet are to be huge, where bytes `range` have whole
-    /// huge ones.
+    /// Advises the kernel whether absent pages are to be huge, where `range` covers whole huge
+    /// pages.
     ///
     /// # Panics
     /// If the region does not have these bytes.
@@ -96,14 +98,14 @@ impl Region {
         let len = range.len().saturating_sub(skip) / HUGE * HUGE;
         if len > 0 {
             let advice = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
-            // SAFETY: the range lies in the region, and its bytes stay what they are. Without, it
-            // is slower.
+            // SAFETY: the range lies in the region, and its bytes stay what they are. If the advice
+            // fails, the region is only slower.
             unsafe { libc::madvise(start.add(skip).cast(), len, advice) };
         }
     }
 
-    /// Asks the system for the pages of bytes `range` now, so that no read waits for them. Returns
-    /// whether they are there: Linux can from 5.14 on.
+    /// Faults in the pages of `range` now, so that no read waits for them. Returns whether that
+    /// succeeded; it needs Linux 5.14.
     ///
     /// # Panics
     /// If the region does not have these bytes.
@@ -128,7 +130,7 @@ impl Region {
         self.len
     }
 
-    /// Whether it has no bytes; it always has.
+    /// Whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -136,8 +138,8 @@ impl Region {
     /// The target of a fetch into bytes `range`, whole pages. `reservation` is given back with them.
     ///
     /// # Safety
-    /// Nobody else writes to these bytes from now on, and nobody reads them before the fetch has
-    /// come back.
+    /// No other code writes to these bytes from now on, or reads them before the fetch has
+    /// completed.
     pub(crate) unsafe fn target(
         self: &Arc<Self>,
         range: Range<usize>,
@@ -157,19 +159,19 @@ impl Region {
     /// Its bytes `offset..offset + len`.
     ///
     /// # Safety
-    /// Nobody else reads these bytes or writes to them as long as this is in use.
+    /// No other code reads these bytes or writes to them while the slice is in use.
     #[expect(clippy::mut_from_ref, reason = "the caller alone uses these bytes")]
     pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> &mut [u8] {
         assert!(offset <= self.len && len <= self.len - offset, "bytes of the region");
-        // SAFETY: they lie in the region, are initialised, and nobody else uses them now.
+        // SAFETY: the bytes lie in the region and are initialised, and no other code uses them now.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
     }
 
-    /// A region of `new` as memory that does not change any more, if no read can still write to
-    /// it.
+    /// Turns a region of `new` into memory that no longer changes. `None` if a read can still write
+    /// to it.
     ///
     /// # Panics
-    /// For a foreign one, of which not all may be initialised.
+    /// If the region is foreign, because some of its bytes may be uninitialised.
     pub fn finish(self: Arc<Self>) -> Option<LoadedBytes> {
         assert!(matches!(self.home, RegionOwner::Mapping(..)), "all of it can be read");
         Arc::into_inner(self).map(|region| LoadedBytes(Arc::new(region)))
@@ -179,7 +181,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if let RegionOwner::Mapping(base, len) = self.home {
-            // SAFETY: the mapping made by `new`, which nobody refers to any more.
+            // SAFETY: this is the mapping made by `new`, and no reference to it is left.
             unsafe { libc::munmap(base.as_ptr().cast(), len) };
         }
     }
@@ -191,7 +193,7 @@ impl fmt::Debug for Region {
     }
 }
 
-/// Filled memory; clones are the same bytes.
+/// Filled memory; clones share its bytes.
 #[derive(Clone, Debug)]
 pub struct LoadedBytes(Arc<Region>);
 
@@ -199,7 +201,8 @@ impl std::ops::Deref for LoadedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes of the mapping, zeros where nothing was written; nobody writes.
+        // SAFETY: these are `len` bytes of the mapping, zeros where nothing was written; nothing
+        // writes to them now.
         unsafe { std::slice::from_raw_parts(self.0.start.as_ptr(), self.0.len) }
     }
 }
@@ -214,7 +217,7 @@ mod tests {
             let region = Region::new(len).unwrap();
             // SAFETY: nobody else uses these bytes.
             unsafe { region.bytes(5000, 2) }.copy_from_slice(&[1, 2]);
-            // Before Linux 5.14 it cannot.
+            // The call fails before Linux 5.14.
             region.populate(4999..len as usize);
             let memory = region.finish().unwrap();
             assert_eq!(memory[4999..5003], [0, 1, 2, 0]);

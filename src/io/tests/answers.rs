@@ -1,5 +1,5 @@
-//! Which thread answers: the ring's thread is there for all reads of a device, so none of the
-//! long answers may be given by it, and those that are held up hold up nobody else.
+//! Which thread answers: the ring's thread is there for all reads of a device, so it must give no
+//! long answer, and a blocked answer must block no other read.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -49,7 +49,7 @@ fn long_answers_that_are_held_up_hold_up_no_other_read() {
     let (_, source) = file(&folder, "a", &contents);
     let (engine, _) = always_direct(None);
     let budget = budget(64 << 20);
-    // More than there are threads for them.
+    // There are more answers than threads for them.
     let held: Vec<_> = (0..16)
         .map(|n| {
             let (fetch, begun, go, result) = long(&source, n, &budget);
@@ -57,7 +57,7 @@ fn long_answers_that_are_held_up_hold_up_no_other_read() {
             (begun, go, result)
         })
         .collect();
-    // Some have begun, whichever.
+    // Any one of them may begin first.
     wait_until("an answer begins", || held.iter().any(|(begun, ..)| begun.try_recv().is_ok()));
     for n in 16..24 {
         let range = n * MIB..(n + 1) * MIB;
@@ -67,7 +67,7 @@ fn long_answers_that_are_held_up_hold_up_no_other_read() {
         let filled = result.recv_timeout(PATIENCE).expect("an answer").unwrap();
         assert!(*filled == contents[range.start as usize..range.end as usize]);
     }
-    // All are let go: those that have begun may be any.
+    // All callbacks go on, because any of them may have begun.
     let results: Vec<_> = held.into_iter().map(|(_, _, result)| result).collect();
     for (n, result) in results.into_iter().enumerate() {
         let filled = result.recv_timeout(PATIENCE).expect("an answer").unwrap();

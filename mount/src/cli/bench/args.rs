@@ -1,4 +1,4 @@
-//! The command line of `tensorfs bench`: what is asked for, and the cases.
+//! The command line of `tensorfs bench`: arguments and cases.
 
 use std::path::PathBuf;
 
@@ -111,8 +111,8 @@ Cases, each cold (nothing in the page cache) unless it says else:
   read4          four threads, a quarter each, 1 MiB at a time
   direct         O_DIRECT, 8 MiB at a time
   mmap           mapped shared; copied to a buffer from start to end
-  mmap-shuffled  likewise, tensor by tensor in random order
-  mmap-sorted    likewise, in the order of the sorted names of the tensors
+  mmap-shuffled  as mmap, tensor by tensor in random order
+  mmap-sorted    as mmap, in the order of the sorted names of the tensors
   random4k       one thread, pages of 4 KiB all over the file (thousands a second)
   load           safetensors.numpy.load_file by $TENSORFS_PYTHON or python3
   from-pretrained  AutoModel.from_pretrained by the same, where it has
@@ -130,7 +130,7 @@ their own, with a time limit.
 As root, cold means `sync` and 3 into /proc/sys/vm/drop_caches, for the whole
 machine; --evict=fadvise leaves other files alone. Where the kernel tells what
 is cached (cachestat, Linux 6.5) each run is checked and the exceptions noted.
-Memory for the file is taken and given back before each run: hosts take free
+Memory for the file is allocated and freed before each run: hosts take free
 memory away from virtual machines, and its first use is slow.
 
 GB is 1e9 bytes. `pairs` is the median ratio of runs that followed each other;
@@ -184,7 +184,7 @@ impl Pattern {
         }
     }
 
-    /// Whether all that is read is in the memory of the reader at once.
+    /// Whether the reader keeps everything that it reads in memory.
     pub(super) fn keeps_all(self) -> bool {
         matches!(self, Pattern::Load | Pattern::FromPretrained)
     }

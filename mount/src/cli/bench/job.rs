@@ -23,7 +23,7 @@ use super::args::{BenchArgs, Pattern};
 use super::make;
 use super::map::Map;
 
-/// Environment variable that makes the process a child, and says what it does.
+/// Environment variable that makes the process a child, and names its job.
 pub(super) const JOB: &str = "TENSORFS_BENCH_JOB";
 
 /// Environment variable with the number that tensors are shuffled by.
@@ -38,7 +38,7 @@ const READ_LEN: usize = 1 << 20;
 /// Bytes of an O_DIRECT read.
 const DIRECT_LEN: usize = 8 << 20;
 
-/// Where O_DIRECT wants its memory to begin.
+/// Alignment that O_DIRECT requires of its memory.
 const DIRECT_ALIGN: usize = 4096;
 
 /// Threads of `read4`.
@@ -78,7 +78,7 @@ pub(super) fn run(name: &str, args: &BenchArgs) -> bool {
     done.is_ok()
 }
 
-/// Drops what the page cache holds of `file`, as far as it is clean and nobody maps it.
+/// Drops the clean, unmapped pages of `file` from the page cache.
 pub(super) fn evict(file: &File) -> io::Result<()> {
     Ok(posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
 }
@@ -126,7 +126,7 @@ struct ContentDigest {
 }
 
 impl ContentDigest {
-    /// Adds `bytes`, which stand at `offset` of the file.
+    /// Adds `bytes`, which are at `offset` of the file.
     fn add(&mut self, offset: u64, bytes: &[u8]) {
         let first = offset.next_multiple_of(DIGEST_STEP) - offset;
         for index in (first..bytes.len() as u64).step_by(DIGEST_STEP as usize) {
@@ -142,7 +142,7 @@ impl ContentDigest {
     }
 }
 
-/// Waits for the word to begin, reads all of `path`, and says how long that took.
+/// Waits for the signal to begin, reads all of `path`, and returns the time taken.
 fn measure(pattern: Pattern, path: &Path) -> io::Result<Value> {
     let mut buffer = vec![1; DIRECT_LEN + DIRECT_ALIGN];
     let seed = std::env::var(SEED).ok().and_then(|seed| seed.parse().ok()).unwrap_or(0);
@@ -275,8 +275,8 @@ fn read_mapped(
     Ok(copied.fold(ContentDigest::default(), ContentDigest::merge))
 }
 
-/// Reads pages all over the file, one after another. Which ones is the same for every `seed`, only
-/// their order is not; none is read twice.
+/// Reads pages all over the file, one after another. Every `seed` reads the same pages, each once,
+/// in another order.
 fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     let file = File::open(path)?;
     let pages = file.metadata()?.len() / SMALL_LEN;

@@ -1,4 +1,4 @@
-//! The machine that figures belong to: kernel, cores, memory, and what lies below a file.
+//! The machine that is measured: kernel, cores, memory, and the file system and device of a file.
 
 use std::fs;
 use std::io;

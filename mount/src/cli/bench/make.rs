@@ -11,7 +11,7 @@ use crate::cli::saved::{Cut, Tensor, write_checkpoint};
 /// Width of the model. Cut by columns into `RANKS` parts, its rows are 2 KiB long in each.
 const HIDDEN: u64 = 4096;
 
-/// Width of the MLP; that of columns is narrower, so that all rows are 2 KiB.
+/// Width of the MLP. Checkpoints cut by columns use `HIDDEN` instead, so that all rows are 2 KiB.
 const INTERMEDIATE: u64 = 14336;
 
 /// Rows of a key or value projection.
@@ -33,7 +33,7 @@ pub(super) fn make(folder: &Path, made: Made, size: u64) -> io::Result<()> {
     write_checkpoint(folder, &llama(size, intermediate), cut)
 }
 
-/// As many layers as `size` holds; then all tensors get shorter or longer, to come near it.
+/// Tensors of about `size` bytes: as many layers as fit best, then all tensors scaled in rows.
 fn llama(size: u64, intermediate: u64) -> Vec<Tensor> {
     let layer = (2 * HIDDEN + 2 * KEYS) * HIDDEN + 3 * HIDDEN * intermediate;
     let embeddings = 2 * VOCABULARY * HIDDEN;

@@ -29,8 +29,8 @@ impl Map {
         Ok(Map { start: start?, len })
     }
 
-    /// Copies the bytes at `offset` into `target`. Where they cannot be read the process ends
-    /// with SIGBUS, as every reader of a mapping does.
+    /// Copies the bytes at `offset` into `target`. If they cannot be read, the process ends with
+    /// SIGBUS, as every reader of a mapping does.
     pub(super) fn copy(&self, offset: usize, target: &mut [u8]) {
         let end = offset.checked_add(target.len()).filter(|end| *end <= self.len);
         assert!(end.is_some(), "{} bytes at {offset} of {}", target.len(), self.len);
@@ -45,7 +45,7 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // SAFETY: this is the mapping that `new` made, and nothing refers to it any more.
+        // SAFETY: `new` made this mapping, and nothing refers to it after the drop.
         let _ = unsafe { munmap(self.start, self.len) };
     }
 }

@@ -1,5 +1,5 @@
-//! The mounts that the bench makes for itself: a daemon of the same program in a temporary folder,
-//! taken down again whatever happens.
+//! The mounts that the bench makes: a daemon of the same program in a temporary folder, which is
+//! unmounted and removed in every case.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -30,7 +30,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A mount and the daemon that serves it.
 #[derive(Debug)]
 pub(super) struct Mounted {
-    /// Has the mount point, and what the daemon writes.
+    /// Holds the mount point, and the files that the daemon writes.
     home: PathBuf,
     target: PathBuf,
     daemon: Child,
@@ -97,12 +97,12 @@ impl Mounted {
         clock_gettime(self.clock?).ok().map(Duration::from)
     }
 
-    /// Forgets how much memory the daemon has needed so far. False where that may not be done.
+    /// Resets the daemon's peak memory. Returns false if this process may not do that.
     pub(super) fn reset_peak(&self) -> bool {
         fs::write(self.proc("clear_refs"), "5").is_ok()
     }
 
-    /// Most resident memory since then, in bytes.
+    /// Peak resident memory since `reset_peak`, in bytes.
     pub(super) fn peak(&self) -> Option<u64> {
         let status = fs::read_to_string(self.proc("status")).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -146,7 +146,7 @@ impl Mounted {
             if !busy || Instant::now() > deadline {
                 break;
             }
-            // Somebody who indexes new mounts may have it open for a moment.
+            // A file indexer may have the mount open for a moment.
             std::thread::sleep(Duration::from_millis(20));
         }
         if self.is_mounted() {
@@ -163,7 +163,7 @@ impl Drop for Mounted {
             let _ = wait(&mut self.daemon, END_TIMEOUT);
             self.unmount();
         }
-        // Never what lies on a mount that would not go.
+        // The folder stays if the mount does: removing it would reach into the mount.
         if self.is_mounted() {
             crate::log::say(&format!("{}: cannot unmount", shown_path(&self.target)));
         } else if let Err(e) = fs::remove_dir_all(&self.home) {
@@ -176,8 +176,8 @@ fn failed(path: &Path, error: io::Error) -> Trouble {
     Trouble::Failed(format!("{}: {error}", shown_path(path)))
 }
 
-/// Starts the daemon in the foreground, so that it is a child of ours, and the socket on which
-/// it says that it is ready.
+/// Starts the daemon in the foreground, as a child of this process, and the socket on which it
+/// reports that it is ready.
 fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, UnixDatagram)> {
     let target = home.join("mnt");
     fs::create_dir(&target)?;
@@ -199,7 +199,7 @@ fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, U
     // A temporary checkpoint needs no index in the cache of the user; `-o index-dir=` wins.
     command.env(tensorfs::index::STORE_VARIABLE, "none");
     command.arg("--").arg(source).arg(target).stdin(Stdio::null()).stdout(Stdio::null());
-    // In a group of its own, so that Ctrl-C goes to the bench alone.
+    // The child gets its own process group, so that only the bench receives Ctrl-C.
     let child = command.stderr(File::create(home.join("stderr"))?).process_group(0).spawn()?;
     Ok((child, ready))
 }

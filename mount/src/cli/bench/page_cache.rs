@@ -13,7 +13,7 @@ use super::worker::Trouble;
 /// The kernel's switch for dropping all clean pages, folders and inodes.
 const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
 
-/// How the page cache is emptied, decided.
+/// The method of emptying the page cache that a bench uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Method {
     /// All that the machine has cached.
@@ -23,7 +23,7 @@ pub(super) enum Method {
 }
 
 impl Method {
-    /// The method that `wanted` comes to here.
+    /// The method for `wanted` that this process may use.
     pub(super) fn choose(wanted: Evict) -> Result<Method, Trouble> {
         let may = geteuid().is_root() && File::options().write(true).open(DROP_CACHES).is_ok();
         match wanted {
@@ -43,8 +43,7 @@ impl Method {
         }
     }
 
-    /// Empties the page cache, of `files` at least, and makes sure that there is memory for the
-    /// largest of them.
+    /// Drops at least `files` from the page cache, and touches memory for the largest of them.
     pub(super) fn evict(self, files: &[PathBuf]) -> Result<(), Trouble> {
         match self {
             Method::DropCaches => {
@@ -64,9 +63,8 @@ impl Method {
     }
 }
 
-/// Takes memory for `len` bytes and gives it back. Hosts take free memory away from virtual
-/// machines, and the first use afterwards is slower than the disk: whatever was read first
-/// would pay for it.
+/// Allocates, touches and frees `len` bytes. Hosts take free memory away from virtual machines, and
+/// its first use is slower than the disk: without this the first run would pay for it.
 fn touch_memory(len: u64) {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
@@ -75,7 +73,7 @@ fn touch_memory(len: u64) {
     std::hint::black_box(vec![1_u8; len as usize]);
 }
 
-/// Part of `files` that is cached, from 0 to 1, where the kernel tells.
+/// Fraction of `files` that is cached. `None` if the kernel does not tell.
 pub(super) fn cached_part(files: &[PathBuf]) -> Option<f64> {
     let (mut cached, mut all) = (0, 0);
     for path in files {

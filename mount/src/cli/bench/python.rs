@@ -30,7 +30,7 @@ pub(super) fn command(pattern: Pattern, path: &Path, beside: &Path) -> Option<Co
     Some(command)
 }
 
-/// A dtype that numpy does not know stands in by integers of its size: the bytes are the same.
+/// Integers of the same size replace a dtype that numpy does not know: the bytes are the same.
 const LOAD: &str = r#"
 import json, sys, time
 try:
@@ -56,8 +56,9 @@ except Exception as error:
     print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 "#;
 
-/// A folder of links stands for the mount as for the real file, so that both have one name and the
-/// same config. Every page of every parameter is touched: parameters may be mapped, not read.
+/// Both the mounted and the real file are loaded through a folder of links, so that they have the
+/// same name and config. Every page of every parameter is touched, because parameters may be mapped
+/// and not yet read.
 const FROM_PRETRAINED: &str = r#"
 import json, os, sys, tempfile, time
 path, beside = sys.argv[1:]

@@ -37,13 +37,13 @@ pub(super) struct Run {
     /// Processor time and peak memory of the daemon.
     pub(super) daemon_cpu: Option<f64>,
     pub(super) daemon_peak: Option<u64>,
-    /// Reads that were made, where they are what counts.
+    /// Number of reads, for patterns that are measured in reads.
     pub(super) operations: Option<u64>,
     /// Processor time of the daemon's threads.
     pub(super) threads: Vec<Taken>,
     /// The read-ahead counters of the daemon, by name.
     pub(super) read_ahead: BTreeMap<String, u64>,
-    /// Part of the files read that was cached when it began.
+    /// Fraction of the files that was cached when the run began.
     pub(super) cached: Option<f64>,
 }
 
@@ -164,8 +164,8 @@ impl Measured {
         Spread::of(self.on(side).filter_map(Run::ops))
     }
 
-    /// Processor time for each GB of the busiest thread of each name, and whether that name is of
-    /// one thread only in every run.
+    /// Processor time for each GB of the busiest thread of each name, and whether a single thread
+    /// has that name in every run.
     fn threads(&self) -> Vec<Value> {
         let runs =
             || self.on(Side::Mount).flat_map(|run| run.threads.iter().map(move |t| (run, t)));

@@ -1,4 +1,4 @@
-//! The rounds of a case: one run on each side, which goes first changing every time.
+//! The rounds of a case: one run on each side; the side that goes first alternates.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -17,11 +17,11 @@ use super::worker::{self, Trouble, Worker};
 use super::{Subject, machine, page_cache, progress};
 use crate::options::{Options, escape};
 
-/// Processor seconds for each GB read that a daemon takes at most where the kernel serves the
-/// file without it.
+/// Most processor seconds for each GB that a daemon takes while the kernel serves the file without
+/// it.
 const IDLE_CPU_PER_GB: f64 = 0.02;
 
-/// How long between looks at whether a file is assembled.
+/// Interval between checks whether a file is assembled.
 const ASSEMBLE_LOOK: Duration = Duration::from_millis(500);
 
 /// Measures `case`. The outcome holds the failure of a side; the call fails only when the bench is
@@ -102,8 +102,8 @@ fn on_file(subject: &Subject, case: &Case, round: u32) -> Result<Run, Trouble> {
     }
 }
 
-/// A run on the mount: a fresh one, so that neither the kernel nor the daemon remembers
-/// anything, unless it has had a file assembled.
+/// A run on the mount. The mount is fresh, so that neither the kernel nor the daemon has anything
+/// cached, unless it has assembled the file.
 fn on_mount(
     subject: &Subject,
     case: &Case,
@@ -160,7 +160,7 @@ fn on_mount(
     Ok(run)
 }
 
-/// Lets `reader` begin and takes down what it found. `files` are what its bytes lie in.
+/// Lets `reader` begin and returns its figures. `files` hold the bytes that it reads.
 fn begin(reader: Worker, files: &[PathBuf]) -> Result<Run, Trouble> {
     let cached = page_cache::cached_part(files);
     let found = reader.go()?;
@@ -183,7 +183,7 @@ fn begin(reader: Worker, files: &[PathBuf]) -> Result<Run, Trouble> {
     })
 }
 
-/// How far each counter has come. One that was not there before began at 0.
+/// The growth of each counter. A counter that is missing in `before` began at 0.
 fn counters_since(
     now: BTreeMap<String, u64>,
     before: &BTreeMap<String, u64>,
@@ -214,16 +214,16 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A mount that has assembled the file, so that the kernel serves it by itself.
+/// A mount that has assembled the file, so that the kernel serves it without the daemon.
 #[derive(Debug)]
 struct Assembled {
-    // Ends before its folder goes.
+    // This field is first, so that the mount ends before its folder is removed.
     mounted: Mounted,
     folder: Scratch,
 }
 
 impl Assembled {
-    /// Mounts with `assemble=` and reads until the daemon has no part in it any more.
+    /// Mounts with `assemble=` and reads the file until the kernel serves it without the daemon.
     fn new(subject: &Subject, dir: Option<&Path>) -> Result<Assembled, Trouble> {
         if Options::parse(&["assemble=/x"], false).is_err() {
             return Err(Trouble::Skip("this tensorfs has no option assemble=".to_owned()));
@@ -249,7 +249,7 @@ impl Assembled {
         Ok(assembled)
     }
 
-    /// Reads the file once and looks at whether the daemon had work.
+    /// Reads the file once and checks that the daemon took almost no processor time.
     fn is_served_by_the_kernel(&self, subject: &Subject) -> Result<bool, Trouble> {
         let shown = self.mounted.path().join(&subject.shown);
         let shown: &OsStr = shown.as_os_str();

@@ -12,7 +12,7 @@ use super::worker::Trouble;
 /// Space that stays free, in bytes.
 const SPARE: u64 = 256 << 20;
 
-/// A folder that goes, with all in it, when it is dropped, unless it is to be kept.
+/// A folder that is removed with its contents when this is dropped, unless `keep` is set.
 #[derive(Debug)]
 pub(super) struct Scratch {
     path: PathBuf,
@@ -20,7 +20,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Makes one in `dir`, where `bytes` have to be free.
+    /// Makes a folder in `dir`, which needs `bytes` of free space.
     pub(super) fn new(dir: &Path, bytes: u64, keep: bool) -> Result<Scratch, Trouble> {
         let failed = |e: io::Error| Trouble::Failed(format!("{}: {e}", shown_path(dir)));
         let free = space_free(dir).map_err(failed)?;
@@ -36,7 +36,7 @@ impl Scratch {
         Ok(Scratch { path: path.map_err(|e| failed(e.into()))?, keep })
     }
 
-    /// Makes one on the file system that the shards lie on, or in `dir`.
+    /// Makes a folder in `dir`, or else on the file system of the shards.
     pub(super) fn beside(
         shards: &[PathBuf],
         dir: Option<&Path>,
@@ -48,7 +48,7 @@ impl Scratch {
         }
         let device = |path: &Path| std::fs::metadata(path).map(|meta| meta.dev()).ok();
         let first = shards.first().map(PathBuf::as_path).unwrap_or(Path::new("/"));
-        // Never in the folder itself, which is what the mount shows.
+        // The folder of the shards itself is no candidate, since the mount shows it.
         let above = first.ancestors().nth(2).map(Path::to_owned);
         let candidates = [Some(std::env::temp_dir()), above];
         let mut reasons = Vec::new();

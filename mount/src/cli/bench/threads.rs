@@ -6,13 +6,13 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-/// Nanoseconds of a tick of /proc/PID/stat, of which there are 100 a second on every Linux.
+/// Nanoseconds of a tick of /proc/PID/stat: every Linux reports 100 ticks a second.
 const TICK_NS: u64 = 10_000_000;
 
 /// CPU time of the threads of a process so far.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
-    /// By number: name and nanoseconds.
+    /// Name and nanoseconds, by thread number.
     all: BTreeMap<u32, (String, u64)>,
 }
 
@@ -23,7 +23,7 @@ pub(super) struct Taken {
     pub(super) name: String,
     /// How many there are.
     pub(super) threads: usize,
-    /// Seconds of all, and of the one that took most.
+    /// Seconds of all these threads, and of the busiest one.
     pub(super) all: f64,
     pub(super) busiest: f64,
 }
@@ -67,13 +67,13 @@ impl Taken {
     }
 }
 
-/// The name without a number behind a dash: `fuser-0` and `fuser-1` do the same.
+/// The name without a number behind a dash: `fuser-0` and `fuser-1` do the same work.
 fn family(name: &str) -> &str {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
     if stem.len() < name.len() { stem.strip_suffix('-').unwrap_or(name) } else { name }
 }
 
-/// Nanoseconds that a thread has taken.
+/// Processor time of a thread, in nanoseconds.
 fn taken(task: &Path) -> Option<u64> {
     let precise = fs::read_to_string(task.join("schedstat")).ok();
     let precise = precise.and_then(|text| text.split(' ').next()?.parse().ok());

@@ -16,20 +16,20 @@ use super::args::Pattern;
 use super::{job, python};
 use crate::daemon::ending;
 
-/// How long between looks at whether the bench was told to stop.
+/// Interval between checks whether the bench was told to stop.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// How long a killed child may take to end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why there is no outcome.
+/// The reason why a job has no outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Trouble {
     /// The bench was told to stop.
     Stopped,
-    /// It cannot be done here; the reason.
+    /// It cannot be done on this machine, for this reason.
     Skip(String),
-    /// It failed; the reason.
+    /// It failed, for this reason.
     Failed(String),
 }
 
@@ -41,7 +41,7 @@ impl From<io::Error> for Trouble {
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
-/// From here on a signal that would end the process stops the bench, which cleans up.
+/// Makes a signal that would end the process stop the bench instead, which then cleans up.
 pub(super) fn stop_on_signals() {
     ending::block_signals();
     std::thread::spawn(|| {
@@ -73,7 +73,7 @@ pub(super) fn start(job: &str, words: &[&OsStr], limit: Duration) -> Result<Work
     Worker::spawn(command, limit)
 }
 
-/// Does `job` to its end.
+/// Runs `job` to its end.
 pub(super) fn run(job: &str, words: &[&OsStr], limit: Duration) -> Result<Value, Trouble> {
     start(job, words, limit)?.outcome()
 }
@@ -111,7 +111,7 @@ pub(super) fn warm(path: &Path, limit: Duration) -> Result<(), Trouble> {
 
 impl Worker {
     fn spawn(mut command: Command, limit: Duration) -> Result<Worker, Trouble> {
-        // In a group of its own, so that Ctrl-C goes to the bench alone.
+        // The child gets its own process group, so that only the bench receives Ctrl-C.
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut child = command.process_group(0).spawn()?;
         let input = child.stdin.take();
@@ -125,7 +125,7 @@ impl Worker {
         Ok(Worker { child, input, lines, deadline: Instant::now() + limit, limit })
     }
 
-    /// Lets a reader begin and waits for what it found.
+    /// Lets a reader begin and waits for its result.
     pub(super) fn go(mut self) -> Result<Value, Trouble> {
         self.deadline = Instant::now() + self.limit;
         if let Some(input) = &mut self.input {
@@ -161,7 +161,7 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         let _ = self.child.kill();
-        // One that hangs in the kernel ends with the mount.
+        // A child that hangs in the kernel ends with the mount.
         let _ = wait(&mut self.child, KILL_TIMEOUT);
     }
 }
@@ -179,7 +179,7 @@ fn judge(line: &str) -> Result<Value, Trouble> {
     }
 }
 
-/// Waits for the end of `child`, but not for ever.
+/// Waits until `child` ends, for `limit` at most.
 pub(super) fn wait(
     child: &mut Child,
     limit: Duration,

@@ -12,10 +12,10 @@ use nix::sys::resource::{Resource, getrlimit};
 use super::Check;
 use crate::serve::kernel;
 
-/// Fewest descriptors that leave large checkpoints open as a whole.
+/// Fewest descriptors with which all shards of a large checkpoint stay open.
 const FILES_ENOUGH: u64 = 4096;
 
-/// Memory below which reading ahead is held back.
+/// Memory below which read-ahead is reduced.
 const MEMORY_ENOUGH: u64 = 512 << 20;
 
 pub(super) fn checks() -> Vec<Check> {
@@ -35,7 +35,7 @@ pub(super) fn checks() -> Vec<Check> {
     ]
 }
 
-/// Whether this process may do what only the administrator of the whole machine may.
+/// Whether this process has CAP_SYS_ADMIN over the whole machine.
 pub(super) fn is_admin() -> bool {
     ProcStatus::of_this_process().is_admin() && !in_user_namespace()
 }
@@ -149,7 +149,7 @@ fn cgroup_limit(root: &Path, cgroup: &str) -> Option<u64> {
         } else {
             return Vec::new();
         };
-        // In a container the path may be that of the host, which is not there; its top is.
+        // In a container the path may be the host's, which does not exist there; only its top does.
         let folders = Path::new(&path).ancestors().map(|above| root.join(above));
         folders.filter_map(|folder: PathBuf| kernel::read(&folder.join(file)).ok()).collect()
     });

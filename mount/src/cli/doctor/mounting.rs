@@ -1,4 +1,4 @@
-//! Whether a mount comes about and what the kernel gives it, found out by making one.
+//! Makes a mount to find out whether mounting works and what the kernel grants.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -19,7 +19,7 @@ use crate::serve::kernel::{self, Knob, READAHEAD, reason, shown_size};
 /// How long the kernel may take to send the first request of a connection.
 const OFFER_TIMEOUT_MS: u16 = 2000;
 
-/// Where mount(8) looks for helpers.
+/// Folders in which mount(8) looks for helpers.
 const HELPER_FOLDERS: [&str; 2] = ["/sbin", "/usr/sbin"];
 
 /// The control file system of FUSE.
@@ -44,16 +44,16 @@ const FUSE_MAX_PAGES: u64 = 1 << 22;
 const FUSE_INIT_EXT: u64 = 1 << 30;
 const FUSE_PASSTHROUGH: u64 = 1 << 37;
 
-/// Mounts a connection that nobody serves on a temporary folder, and takes it off.
+/// Mounts a connection without a server on a temporary folder, and unmounts it.
 ///
 /// # Errors
-/// Why nothing can be mounted.
+/// The reason why nothing can be mounted.
 pub(super) fn trial() -> Result<Trial, String> {
     let template = std::env::temp_dir().join("tensorfs-doctor-XXXXXX");
     let folder = nix::unistd::mkdtemp(&template)
         .map_err(|e| format!("{}: {}; set TMPDIR", shown_path(&template), e.desc()))?;
     let trial = trial_on(&folder);
-    // A mount that stayed would keep the folder, and its name says whose it is.
+    // The folder remains if the unmount failed; its name tells where it comes from.
     if let Err(e) = std::fs::remove_dir(&folder) {
         crate::log::say(&format!("{}: {e}", shown_path(&folder)));
     }
@@ -66,7 +66,7 @@ fn trial_on(folder: &Path) -> Result<Trial, String> {
     let minor = mountinfo::ours_at(folder).ok().flatten().map(|mount| mount.minor);
     let readahead = kernel::set_readahead(minor, READAHEAD);
     let offer = first_request(File::from(fd)).ok().as_deref().and_then(Offer::parse);
-    // The connection has ended, so nobody waits for it.
+    // The connection is closed, so no reader waits for it.
     if let Err(e) = attach::detach(folder, Detach::Lazy) {
         crate::log::say(&format!("{}: cannot unmount: {e}", shown_path(folder)));
     }

@@ -16,15 +16,15 @@ use super::record::hex;
 /// Bytes read and written at a time.
 const STEP: usize = 8 << 20;
 
-/// Written bytes that the kernel may hold back before they are sent to the disk: more would
-/// make other writers wait, and push out what others have cached.
+/// Dirty bytes before a flush to the disk: more would make other writers wait, and evict pages of
+/// others from the page cache.
 const FLUSH: u64 = 64 << 20;
 
-/// Called after every step with the bytes done and the time that the step took; may wait, or
-/// end the work.
+/// Called after every step with the bytes done and the duration of the step. May wait, or end the
+/// work.
 pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
 
-/// Writes all bytes of `reader` into `partial`; their checksum.
+/// Writes all bytes of `reader` into `partial`. Returns their checksum.
 pub(super) fn fill(
     partial: &Partial,
     reader: &Reader,
@@ -56,7 +56,7 @@ pub(super) fn fill(
     Ok(hex(&hash.finalize()))
 }
 
-/// The checksum of the first `len` bytes of a file, read from the medium where it can be.
+/// The checksum of the first `len` bytes of a file, read from the medium if possible.
 pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, CopyFailure> {
     forget_cached(file);
     let mut hash = Sha256::new();
@@ -74,8 +74,8 @@ pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, 
     Ok(hex(&hash.finalize()))
 }
 
-/// Drops what the kernel has cached of a file and has on the medium, so that a read comes from
-/// there. A tmpfs has no medium.
+/// Drops the clean pages of a file from the page cache, so that reads come from the medium. A tmpfs
+/// has no medium.
 fn forget_cached(file: &File) {
     let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
     if let Err(e) = posix_fadvise(file, 0, 0, advice) {

@@ -1,4 +1,4 @@
-//! How far the copy of one file has come, and why it may have failed.
+//! The progress of the copy of one file, and the reason of its failure.
 
 use std::fs::File;
 use std::io;
@@ -10,25 +10,25 @@ use tensorfs::Error;
 
 use super::record::Record;
 
-/// A file is hot once it was opened this often, and `HOT_PART` of its bytes were served.
+/// A file is hot once it was opened this often and 1 / `HOT_PART` of its bytes were served.
 const HOT_OPENS: u64 = 2;
 
 /// See `HOT_OPENS`: the length of a file divided by this. Tools look at headers often, and read the
 /// rest rarely.
 const HOT_PART: u64 = 2;
 
-/// Why a copy was not made, or not taken.
+/// The reason why a copy was not made, or not used.
 #[derive(Debug)]
 pub(super) enum CopyFailure {
     /// The daemon ends.
     Stopped,
     /// Another process writes the same file.
     Busy,
-    /// The copy was removed by somebody else.
+    /// Another process removed the copy.
     Gone,
     /// It is larger than the budget.
     TooLarge { len: u64, budget: u64 },
-    /// There is no room that could be made.
+    /// Not enough room can be made.
     NoRoom { len: u64, budget: u64 },
     /// A source changed or could not be read.
     Source(Error),
@@ -57,11 +57,11 @@ impl std::fmt::Display for CopyFailure {
     }
 }
 
-/// How far the copy of a file has come.
+/// The stage of the copy of a file.
 pub(super) enum Stage {
-    /// There is none.
+    /// There is no copy.
     Absent,
-    /// It is to be written, or verified once more.
+    /// It waits to be written, or to be verified again.
     Queued,
     /// Its bytes are being written.
     Writing,
@@ -71,12 +71,12 @@ pub(super) enum Stage {
     Ready {
         /// Identity of the copy when it was verified.
         record: Record,
-        /// The open copy, while somebody has it.
+        /// The open copy, while it is in use.
         open: Weak<File>,
-        /// When the record was last touched.
+        /// Time of the last touch of the record.
         touched: Option<Instant>,
     },
-    /// It could not be made; when that may be tried again.
+    /// It could not be made. `again` is the time of the next attempt.
     Failed { again: Option<Instant> },
 }
 
@@ -88,12 +88,12 @@ pub(super) struct CopyEntry {
     /// Bytes written or verified.
     pub(super) done: u64,
     pub(super) stage: Stage,
-    /// Why it failed last.
+    /// Reason of the last failure.
     pub(super) failure: String,
 }
 
 impl CopyEntry {
-    /// A file that nobody has opened yet.
+    /// A file that was not opened yet.
     pub(super) fn new(len: u64) -> CopyEntry {
         CopyEntry {
             len,
@@ -119,7 +119,7 @@ impl CopyEntry {
         }
     }
 
-    /// For `status`; `None` where there is nothing to say.
+    /// The report for `status`. `None` if there is no copy.
     pub(super) fn to_json(&self, version: &str) -> Option<Value> {
         let state = match self.stage {
             Stage::Absent => return None,

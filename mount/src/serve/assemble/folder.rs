@@ -21,14 +21,14 @@ use tensorfs::source::FileSystem;
 use super::entry::CopyFailure;
 use super::record::{Record, Stamp};
 
-/// Marks a folder as ours, so that files of others are never taken for copies; its lock is the
-/// folder's.
+/// Marks a folder as one for copies, so that other files are never treated as copies. Its lock is
+/// the lock of the folder.
 const MARKER: &str = ".tensorfs-assemble";
 
-/// How long the lock of the folder is waited for: its holders do little under it.
+/// How long to wait for the lock of the folder, which is only held briefly.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Without a budget, this part of the file system stays free, and at least `RESERVE_MIN`.
+/// Without a budget, 1 / `RESERVE_PART` of the file system stays free, and at least `RESERVE_MIN`.
 const RESERVE_PART: u64 = 10;
 
 /// See `RESERVE_PART`.
@@ -44,11 +44,11 @@ pub(super) struct CopyFolder {
 /// The folder while its lock is held.
 pub(super) struct Locked<'a> {
     folder: &'a CopyFolder,
-    /// Closing it ends the lock.
+    /// Closing it releases the lock.
     _lock: File,
 }
 
-/// A file being written. Unless it is published, it is removed when dropped.
+/// A copy being written. The drop removes it unless it is published.
 pub(super) struct Partial {
     version: String,
     /// Locked while it is open.
@@ -72,7 +72,7 @@ enum CopyFileKind {
     NewRecord,
 }
 
-/// A file of ours in the folder.
+/// A file of the folder with a known kind.
 struct FoundCopy {
     kind: CopyFileKind,
     version: String,
@@ -81,10 +81,11 @@ struct FoundCopy {
 }
 
 impl CopyFolder {
-    /// The folder at `path`, made where it is not there; it must be apart from all of `others`.
+    /// The folder at `path`, which is made if it does not exist. It must not overlap any of
+    /// `others`.
     ///
     /// # Errors
-    /// One line that says why it cannot be used.
+    /// One line with the reason why it cannot be used.
     pub(super) fn open(
         path: &Path,
         limit: Option<u64>,
@@ -92,11 +93,11 @@ impl CopyFolder {
     ) -> Result<CopyFolder, String> {
         let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(path));
         let path = place_of(path).map_err(|why| fail(&why))?;
-        // Before it is made: nothing is to be left in the source.
+        // This check comes before the folder is made, so that nothing is left in the source.
         for other in others {
             if lies_in(&path, other) || lies_in(other, &path) {
                 let other = shown_path(other);
-                return Err(fail(&format!("lies in {other}, or that in it; name another folder")));
+                return Err(fail(&format!("lies in {other} or contains it; name another folder")));
             }
         }
         match DirBuilder::new().mode(0o700).create(&path) {
@@ -122,7 +123,7 @@ impl CopyFolder {
         Ok(folder)
     }
 
-    /// Makes the folder ours, unless it holds something else.
+    /// Marks the folder. Fails if it holds other files.
     fn mark(&self) -> io::Result<()> {
         let marker = self.path.join(MARKER);
         if std::fs::symlink_metadata(&marker).is_ok_and(|meta| meta.is_file()) {
@@ -152,12 +153,12 @@ impl CopyFolder {
         self.path.join(format!("{version}.json"))
     }
 
-    /// Where this process writes `version`.
+    /// The path at which this process writes `version`.
     pub(super) fn partial_path(&self, version: &str) -> PathBuf {
         self.path.join(format!("{version}.partial-{}", std::process::id()))
     }
 
-    /// Takes the lock of the folder; does not wait for ever.
+    /// Takes the lock of the folder, within `LOCK_TIMEOUT`.
     pub(super) fn lock(&self) -> Result<Locked<'_>, CopyFailure> {
         let fail = |e| CopyFailure::Folder("lock", e);
         let marker = self.path.join(MARKER);
@@ -199,15 +200,15 @@ impl CopyFolder {
         Ok((file, Stamp::of(&meta)))
     }
 
-    /// Notes that the copy of `version` was opened now, for those who look for the one that was
-    /// not for longest.
+    /// Notes the time of an open of the copy of `version`, so that the least recently opened copy
+    /// can be evicted.
     pub(super) fn touch(&self, version: &str) {
-        // Fails where the copy was evicted, which is no loss.
+        // Fails if the copy was evicted, which does no harm.
         let record = File::open(self.record_path(version));
         let _ = record.and_then(|record| record.set_modified(SystemTime::now()));
     }
 
-    /// Bytes that all files here may take, where `used` are taken now.
+    /// Bytes that all copies may take, if `used` are taken now.
     fn budget(&self, used: u64) -> io::Result<u64> {
         let fs = nix::sys::statvfs::statvfs(&self.path)?;
         let available = used + fs.blocks_available() * fs.fragment_size();
@@ -218,20 +219,20 @@ impl CopyFolder {
         })
     }
 
-    /// Bytes that all files here may take, and those that they take.
+    /// Bytes that all copies may take, and bytes that they take.
     pub(super) fn usage(&self) -> io::Result<(u64, u64)> {
         let used = used(&self.files()?);
         Ok((self.budget(used)?, used))
     }
 
-    /// The files of ours in the folder.
+    /// The files of the folder with known kinds.
     fn files(&self) -> io::Result<Vec<FoundCopy>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
             let Some((kind, version)) = name.to_str().and_then(parse_name) else { continue };
-            // One that another process has removed meanwhile is none.
+            // Another process may have removed it meanwhile.
             let Ok(meta) = entry.metadata() else { continue };
             let version = version.to_owned();
             found.push(FoundCopy { kind, version, path: entry.path(), len: meta.len() });
@@ -241,8 +242,7 @@ impl CopyFolder {
 }
 
 impl Locked<'_> {
-    /// Removes what processes that are gone have left unfinished, then returns the records of
-    /// all copies.
+    /// Removes unfinished files of processes that are gone, then returns the records of all copies.
     pub(super) fn sweep(&self) -> io::Result<Vec<Record>> {
         let files = self.folder.files()?;
         let mut records = Vec::new();
@@ -256,7 +256,7 @@ impl Locked<'_> {
                         records.push(record);
                         false
                     }
-                    // Its writer died before it could write down what it had verified.
+                    // Its writer died before it wrote the record.
                     None => true,
                 },
             };
@@ -277,8 +277,8 @@ impl Locked<'_> {
         Ok(partials.any(|file| !is_unlocked(&file.path)))
     }
 
-    /// Makes room for `len` bytes: removes the copies that were not opened for longest and that
-    /// nobody has open, if that is enough. Returns their versions.
+    /// Makes room for `len` bytes: removes the least recently opened copies that no process has
+    /// open, if that is enough. Returns their versions.
     pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, CopyFailure> {
         let fail = |e| CopyFailure::Folder("look at", e);
         let files = self.folder.files().map_err(fail)?;
@@ -321,7 +321,7 @@ impl Locked<'_> {
         meta.and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     }
 
-    /// Begins a file of `len` bytes, whose space is taken at once.
+    /// Begins a file of `len` bytes, and allocates its space at once.
     pub(super) fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
         let fail = |e| CopyFailure::Folder("write to", e);
         if !is_version(version) {
@@ -337,14 +337,14 @@ impl Locked<'_> {
         }
         let size = i64::try_from(len).map_err(|_| fail(Errno::EFBIG.into()))?;
         match nix::fcntl::fallocate(partial.file(), FallocateFlags::empty(), 0, size) {
-            // A file system without it: the length at least counts against the budget.
+            // Without fallocate, the length at least counts against the budget.
             Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => partial.file().set_len(len).map_err(fail)?,
             other => other.map_err(|e| fail(e.into()))?,
         }
         Ok(partial)
     }
 
-    /// Gives a file that was written and verified its name, then writes down what it is.
+    /// Renames a written and verified file to its final name, then writes its record.
     pub(super) fn publish(
         &self,
         mut partial: Partial,
@@ -353,7 +353,7 @@ impl Locked<'_> {
         partial.file().set_permissions(PermissionsExt::from_mode(0o400))?;
         partial.file().sync_all()?;
         let version = partial.version.clone();
-        // A record of an older copy must not stand beside the new one.
+        // The record of an older copy must not be beside the new one.
         remove_if_there(&self.folder.record_path(&version))?;
         partial.temporary.publish(&self.folder.copy_path(&version), true)?;
         let written = (|| {
@@ -367,7 +367,7 @@ impl Locked<'_> {
         written
     }
 
-    /// Writes a record so that it is there whole or not at all, also after a loss of power.
+    /// Writes a record atomically, also with respect to a loss of power.
     pub(super) fn write_record(&self, record: &Record) -> io::Result<()> {
         let new = self.folder.path.join(format!("{}.record-new", record.version));
         let mut options = OpenOptions::new();
@@ -381,14 +381,15 @@ impl Locked<'_> {
         sync_folder(&self.folder.path)
     }
 
-    /// Removes the copy of `version`; the record first, without which the copy is not used.
+    /// Removes the copy of `version`. The record goes first, because a copy without one is not
+    /// used.
     pub(super) fn remove(&self, version: &str) -> io::Result<()> {
         remove_if_there(&self.folder.record_path(version))?;
         remove_if_there(&self.folder.copy_path(version))
     }
 }
 
-/// Where `path` leads, absolute; its last part need not exist.
+/// `path`, absolute and without links. Its last part need not exist.
 fn place_of(path: &Path) -> Result<PathBuf, String> {
     match std::fs::canonicalize(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -406,14 +407,14 @@ fn place_of(path: &Path) -> Result<PathBuf, String> {
     }
 }
 
-/// Whether `path` is `folder` or lies in it, also where it is reached another way.
+/// Whether `path` is `folder` or lies in it, by inode numbers, so that other paths to it count too.
 fn lies_in(path: &Path, folder: &Path) -> bool {
     let inode = |meta: Metadata| (meta.dev(), meta.ino());
     let Ok(folder) = std::fs::metadata(folder).map(inode) else { return false };
     path.ancestors().any(|above| std::fs::metadata(above).is_ok_and(|meta| inode(meta) == folder))
 }
 
-/// Bytes that copies take, also those being written. Records are nothing against them.
+/// Bytes of all copies, including those being written. Records are small and do not count.
 fn used(files: &[FoundCopy]) -> u64 {
     let copies =
         files.iter().filter(|file| matches!(file.kind, CopyFileKind::Copy | CopyFileKind::Partial));
@@ -433,7 +434,7 @@ fn parse_name(name: &str) -> Option<(CopyFileKind, &str)> {
     is_version(version).then_some((kind, version))
 }
 
-/// Whether `version` is one, and so a plain file name.
+/// Whether `version` is a valid version, and so a safe file name.
 fn is_version(version: &str) -> bool {
     let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     (16..=64).contains(&version.len()) && version.bytes().all(digit)
@@ -446,22 +447,22 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether nobody writes the partial file at `path`: its writer is gone.
+/// Whether the writer of the partial file at `path` is gone, and its lock with it.
 fn is_unlocked(path: &Path) -> bool {
     File::open(path).is_ok_and(|file| {
         flock(&file, FlockArg::LockExclusiveNonblock).is_ok_and(|unlocked| unlocked)
     })
 }
 
-/// The file at `path`, locked, if nobody has it open as a copy.
+/// The file at `path`, locked. `None` if a process has it open as a copy.
 fn unopened(path: &Path) -> Option<File> {
     let file = File::open(path).ok()?;
     flock(&file, FlockArg::LockExclusiveNonblock).ok()?.then_some(file)
 }
 
-/// Locks an open file until it is closed, also by the kernel where that serves it; false where
-/// another has it locked.
-#[expect(deprecated, reason = "what replaces it unlocks before the kernel has let go of the file")]
+/// Locks an open file until it is closed, by the kernel too if that serves it. Returns false if it
+/// is locked elsewhere.
+#[expect(deprecated, reason = "its replacement unlocks the file while the kernel still holds it")]
 fn flock(file: &File, how: FlockArg) -> io::Result<bool> {
     match nix::fcntl::flock(file.as_raw_fd(), how) {
         Ok(()) => Ok(true),

@@ -1,11 +1,11 @@
-//! The last outcome of a question that a file system may never answer.
+//! The last value of a query that a file system may never answer.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorfs::sync::{Condvar, Mutex};
 
-/// A question, asked on a thread of its own.
+/// A query that runs on its own thread.
 pub(super) struct Latest<T> {
     state: Mutex<State<T>>,
     answered: Condvar,
@@ -13,21 +13,21 @@ pub(super) struct Latest<T> {
 
 struct State<T> {
     value: Option<T>,
-    /// Whether a thread asks now.
+    /// Whether a query is running.
     asking: bool,
-    /// Whether the thread that asks has taken longer than somebody waited.
+    /// Whether the running query has exceeded the time limit of a caller.
     late: bool,
 }
 
 impl<T: Copy + Send + 'static> Latest<T> {
-    /// A question that was not asked yet.
+    /// A query that has no value yet.
     pub(super) fn new() -> Arc<Latest<T>> {
         let state = Mutex::new(State { value: None, asking: false, late: false });
         Arc::new(Latest { state, answered: Condvar::new() })
     }
 
-    /// The answer to `ask`, or the one before if it does not come within `limit`; also whether it
-    /// came. While an answer is late nobody asks again, and nobody waits.
+    /// The value of `ask`, or the last one if it does not come within `limit`. Also returns whether
+    /// it came. While a query is late, calls neither start another nor wait.
     pub(super) fn get(
         self: &Arc<Self>,
         limit: Duration,

@@ -1,5 +1,5 @@
-//! Hot virtual files, written once into a folder in the background (`-o assemble=DIR`), so that
-//! later opens are served by the kernel from one real file.
+//! Writes hot virtual files into a folder in the background (`-o assemble=DIR`), so that the kernel
+//! serves later opens from one real file.
 //!
 //! A copy is used only after its bytes were read back and compared, and only while it is the very
 //! file that was verified. A failure here never fails a reader: the daemon goes on serving the file
@@ -34,14 +34,13 @@ use folder::{CopyFolder, Partial};
 use latest::Latest;
 use record::{Record, Stamp, fingerprint, now};
 
-/// Time until something that failed is tried again, be it a full disk or a source.
+/// Time until the next attempt after an error, such as a full disk or a source error.
 const BACK_OFF: Duration = Duration::from_secs(5 * 60);
 
-/// Time until a file that another process writes is looked at again.
+/// Time until the next check of a file that another process writes.
 const BUSY_BACK_OFF: Duration = Duration::from_secs(10);
 
-/// Readers that were answered so short ago are there still: the work takes a small part of the
-/// time then.
+/// Readers that were served within this time count as active; the work then yields to them.
 const RECENT: Duration = Duration::from_millis(100);
 
 /// Length of the pause after a step, as a multiple of the step, while there are readers.
@@ -50,20 +49,20 @@ const YIELD_FACTOR: u32 = 4;
 /// Longest pause after a step.
 const YIELD_MAX: Duration = Duration::from_secs(1);
 
-/// Age that a source must have: a change within one tick of the file system's clock cannot be
-/// told from the state before it.
+/// Least age of a source's last change: two changes within one tick of the file system's clock have
+/// the same times.
 const SETTLED: Duration = Duration::from_millis(100);
 
-/// Shortest time between two notes that a copy was opened.
+/// Shortest time between two touches of a record.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(60);
 
 /// How long `status` waits for the folder.
 const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long `stop` waits for the work under way.
+/// How long `stop` waits for the current work.
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Work for the thread.
+/// A job for the thread.
 enum CopyJob {
     Write { version: String, reader: Reader },
     Verify { record: Record },
@@ -77,12 +76,12 @@ struct State {
     stopping: bool,
     /// The copy that is being written.
     partial: Option<PathBuf>,
-    /// Until when the folder is left alone, because it failed.
+    /// Time until which the folder is not used, after an error.
     resting: Option<Instant>,
 }
 
 impl State {
-    /// Takes what is to be written off the queue. Readers ask for it again.
+    /// Removes the writes from the queue. Further reads of the files queue them again.
     fn cancel_writes(&mut self) {
         let jobs = std::mem::take(&mut self.queue);
         for job in jobs {
@@ -95,11 +94,11 @@ impl State {
     }
 }
 
-/// Assembles hot files, and knows the copies that there are.
+/// Assembles hot files, and keeps track of the copies.
 pub(crate) struct Assembler {
     shared: Arc<AssemblerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Bytes that the folder may hold, and those that it holds.
+    /// Bytes that the folder may hold, and bytes that it holds.
     usage: Arc<Latest<(u64, u64)>>,
 }
 
@@ -107,21 +106,21 @@ pub(crate) struct Assembler {
 struct AssemblerState {
     folder: CopyFolder,
     started: Instant,
-    /// When a reader was last answered, in milliseconds after `started`; 0 for never.
+    /// Time of the last answer to a reader, in milliseconds after `started`; 0 if there was none.
     last_served: AtomicU64,
     state: Mutex<State>,
     wake: Condvar,
 }
 
 impl Assembler {
-    /// Opens `dir` to assemble into; it is made where it is not there. It may take `limit` bytes.
-    /// `apart` are folders that it must neither lie in nor hold: the source and the mount.
+    /// Opens `dir` for copies of up to `limit` bytes. The folder is made if it does not exist. It
+    /// must neither lie in nor contain the folders `apart`: the source and the mount.
     ///
-    /// Copies that earlier runs left are used where they are what was verified; others are
+    /// Copies of earlier runs are used if they are unchanged since their verification; others are
     /// verified again in the background first.
     ///
     /// # Errors
-    /// One line that says why the folder cannot be used.
+    /// One line with the reason why the folder cannot be used.
     pub(crate) fn open(
         dir: &Path,
         limit: Option<u64>,
@@ -143,7 +142,7 @@ impl Assembler {
     /// Begins to assemble.
     ///
     /// # Errors
-    /// If there can be no thread for it.
+    /// If no thread can be started.
     pub(crate) fn start(&self) -> Result<(), String> {
         let worker = self.shared.clone();
         let thread = std::thread::Builder::new().name("assemble".to_owned());
@@ -153,27 +152,27 @@ impl Assembler {
         Ok(())
     }
 
-    /// The verified copy of `version`, which `reader` reads, opened for reading.
+    /// The open, verified copy of `version`, the file that `reader` reads.
     ///
-    /// The copy is not evicted as long as the file is open, be it by the kernel alone. Looks at
+    /// The copy is not evicted while the file is open, even if only the kernel has it open. Reads
     /// metadata only.
     pub(crate) fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
         self.shared.ready(version, reader)
     }
 
-    /// Counts that `version` was opened, and is served by us.
+    /// Counts an open of `version` that the daemon serves.
     pub(crate) fn opened(&self, version: &str, reader: &Reader) {
         self.shared.count(version, reader, 1, 0);
     }
 
-    /// Counts `bytes` of `version` that were served by us.
+    /// Counts `bytes` of `version` that the daemon served.
     pub(crate) fn served(&self, version: &str, reader: &Reader, bytes: u64) {
         let now = self.shared.started.elapsed().as_millis() as u64;
         self.shared.last_served.store(now.max(1), Ordering::Relaxed);
         self.shared.count(version, reader, 0, bytes);
     }
 
-    /// Ends the assembling because the kernel does not take files of this folder.
+    /// Stops assembling, because the kernel refuses files of this folder for passthrough.
     pub(crate) fn give_up(&self, why: &io::Error) {
         let mut state = self.shared.state.lock();
         if !std::mem::replace(&mut state.stopping, true) {
@@ -191,7 +190,7 @@ impl Assembler {
         self.shared.status(usage)
     }
 
-    /// Ends the work under way and removes what it has written, within about a second.
+    /// Ends the current work and removes its partial file, within about a second.
     pub(crate) fn stop(&self) {
         self.shared.state.lock().stopping = true;
         self.shared.wake.notify_all();
@@ -202,7 +201,7 @@ impl Assembler {
         while !thread.is_finished() && started.elapsed() < STOP_TIMEOUT {
             std::thread::sleep(Duration::from_millis(2));
         }
-        // It may wait for a disk; what it writes to must not stay.
+        // The thread may wait for a disk; its partial file must not stay.
         let partial = self.shared.state.lock().partial.take();
         if let Some(path) = partial {
             let _ = std::fs::remove_file(path);
@@ -217,7 +216,7 @@ impl Drop for Assembler {
 }
 
 impl AssemblerState {
-    /// Takes over what is in the folder.
+    /// Takes over the copies in the folder.
     fn take_over(&self) -> Result<(), CopyFailure> {
         let locked = self.folder.lock()?;
         let records = locked.sweep().map_err(|e| CopyFailure::Folder("look at", e))?;
@@ -265,7 +264,8 @@ impl AssemblerState {
         match fingerprint(reader) {
             Ok(sources) if sources == record.sources => {}
             Ok(_) => {
-                // Its sources were written to since, with all that the version covers set back.
+                // Its sources were changed since, and then everything that the version covers was
+                // restored.
                 self.forget(version, &record);
                 return None;
             }
@@ -280,7 +280,7 @@ impl AssemblerState {
                 self.opened_copy(version, record, &file);
                 return Some(file);
             }
-            // Somebody else evicts it just now, or has.
+            // Another process is evicting it, or has evicted it.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
             Err(e) if e.kind() == io::ErrorKind::NotFound => self.forget(version, &record),
             Ok(_) if ours => {
@@ -298,7 +298,7 @@ impl AssemblerState {
         None
     }
 
-    /// Notes that the copy was opened.
+    /// Notes an open of the copy.
     fn opened_copy(&self, version: &str, record: Record, file: &Arc<File>) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -307,20 +307,20 @@ impl AssemblerState {
         let before = match &entry.stage {
             Stage::Ready { touched, .. } => *touched,
             Stage::Absent | Stage::Failed { .. } => None,
-            // Somebody else has just found it touched.
+            // Another thread has just found the copy changed.
             Stage::Queued | Stage::Writing | Stage::Verifying => return,
         };
         let mut touched = before;
         if before.is_none_or(|before| before.elapsed() >= TOUCH_INTERVAL) {
             touched = Some(Instant::now());
-            // Not here: it writes to the disk.
+            // The touch writes to the disk, so the thread does it.
             state.queue.push_back(CopyJob::Touch { version: version.to_owned() });
             self.wake.notify_all();
         }
         entry.stage = Stage::Ready { record, open: Arc::downgrade(file), touched };
     }
 
-    /// Forgets a copy that is there no more or not of this content. It may be made anew.
+    /// Forgets a copy that is gone or has other content. It may be made again.
     fn forget(&self, version: &str, record: &Record) {
         let mut state = self.state.lock();
         let Some(entry) = state.entries.get_mut(version) else { return };
@@ -339,7 +339,7 @@ impl AssemblerState {
         }
     }
 
-    /// Counts, and has the file written once it is hot.
+    /// Counts, and queues the file for writing once it is hot.
     fn count(&self, version: &str, reader: &Reader, opens: u64, served: u64) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -402,7 +402,7 @@ impl AssemblerState {
 
     /// Writes and verifies the copy of `version`.
     fn write(&self, version: &str, reader: &Reader) -> Result<Record, CopyFailure> {
-        // Nobody else may have them open, and closed ones are not found again once replaced.
+        // The pins keep the sources open: a closed source that is replaced cannot be opened again.
         let pins: tensorfs::Result<Vec<_>> =
             reader.sources().iter().map(|source| source.pin()).collect();
         let _pins = pins.map_err(CopyFailure::Source)?;
@@ -444,7 +444,7 @@ impl AssemblerState {
         record.map_err(|e| CopyFailure::Folder("write to", e))
     }
 
-    /// Makes room, and takes it.
+    /// Makes room, and begins the copy.
     fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
         let fail = |e| CopyFailure::Folder("look at", e);
         let locked = self.folder.lock()?;
@@ -454,14 +454,14 @@ impl AssemblerState {
         }
         for evicted in locked.make_room(len)? {
             tracing::info!("{}: evicted the copy {evicted}", shown_path(self.folder.path()));
-            // One that is to be written or verified is in the queue still.
+            // A queued entry stays: its job is in the queue.
             let queued = |entry: &CopyEntry| matches!(entry.stage, Stage::Queued);
             let mut state = self.state.lock();
             if state.entries.get(&evicted).is_some_and(|entry| !queued(entry)) {
                 state.entries.remove(&evicted);
             }
         }
-        // Named before it exists, so that `stop` finds it.
+        // The path is noted before the file exists, so that `stop` finds it.
         {
             let mut state = self.state.lock();
             if state.stopping {
@@ -472,7 +472,7 @@ impl AssemblerState {
         locked.begin(version, len)
     }
 
-    /// Verifies a copy that is no more the file that was verified, by its checksum.
+    /// Verifies a copy that has changed since its verification, by its checksum.
     fn verify(&self, record: Record) -> Result<Record, CopyFailure> {
         self.set_stage(&record.version, Stage::Verifying);
         let fail = |e| CopyFailure::Folder("verify a copy in", e);
@@ -495,13 +495,13 @@ impl AssemblerState {
         Ok(record)
     }
 
-    /// Waits until the sources have been as they are for a moment.
+    /// Waits until the last change of the sources is `SETTLED` ago.
     fn settle(&self, reader: &Reader) -> Result<(), CopyFailure> {
         let ages = reader.sources().iter().filter_map(|source| {
             let meta = source.local()?.file().ok()?.metadata().ok()?;
             let seconds = Duration::from_secs(u64::try_from(meta.ctime()).ok()?);
             let nanos = Duration::from_nanos(u64::try_from(meta.ctime_nsec()).ok()?);
-            // One from the future tells nothing.
+            // A time in the future does not count.
             (SystemTime::UNIX_EPOCH + seconds + nanos).elapsed().ok()
         });
         match ages.min() {
@@ -521,7 +521,7 @@ impl AssemblerState {
         self.sleep(pause)
     }
 
-    /// Sleeps, unless the end comes.
+    /// Sleeps, but fails at once when the assembler stops.
     fn sleep(&self, pause: Duration) -> Result<(), CopyFailure> {
         let deadline = Instant::now() + pause;
         let mut state = self.state.lock();
@@ -543,7 +543,7 @@ impl AssemblerState {
         }
     }
 
-    /// Notes how the work on `version` ended.
+    /// Notes the outcome of the work on `version`.
     fn finish(&self, version: &str, outcome: Result<Record, CopyFailure>) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -569,7 +569,7 @@ impl AssemblerState {
         let again = back_off.map(|time| Instant::now() + time);
         entry.stage = Stage::Failed { again };
         let why = failure.to_string();
-        // Said once, however often it is tried.
+        // The same reason is logged only once.
         if entry.failure != why && !matches!(failure, CopyFailure::Busy) {
             let dir = shown_path(self.folder.path());
             tracing::warn!("{version} is not assembled in {dir}: {why}");

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use tensorfs::reader::Reader;
 use tensorfs::source::Source;
 
-/// Form of the record; another one is not understood.
+/// Version of the record's format. Other versions are not read.
 const FORMAT: u64 = 1;
 
 /// The identity of a copy: two states of it differ in it. Nobody can set the change time back.
@@ -24,7 +24,7 @@ pub(super) struct Stamp {
 }
 
 impl Stamp {
-    /// The state that a system call reported.
+    /// The state in `meta`.
     pub(super) fn of(meta: &Metadata) -> Stamp {
         Stamp {
             dev: meta.dev(),
@@ -45,11 +45,11 @@ pub(super) struct Record {
     pub(super) sha256: String,
     /// State of the sources that the bytes were read from; see `fingerprint`.
     pub(super) sources: String,
-    /// Folder of the sources; for people.
+    /// Folder of the sources, for people.
     pub(super) source: String,
-    /// State of the copy when its bytes had been verified.
+    /// State of the copy at its verification.
     pub(super) stamp: Stamp,
-    /// When it was written, in seconds since 1970; for people.
+    /// Time of writing in seconds since 1970, for people.
     pub(super) written: u64,
 }
 
@@ -69,7 +69,7 @@ impl Record {
         })
     }
 
-    /// From what was stored; `None` for anything else.
+    /// Decodes a record. `None` if `text` is not one.
     pub(super) fn parse(text: &[u8]) -> Option<Record> {
         let value: Value = serde_json::from_slice(text).ok()?;
         let text = |value: &Value| value.as_str().map(str::to_owned);
@@ -97,10 +97,9 @@ impl Record {
 
 /// The state of the sources of a virtual file.
 ///
-/// The version does not cover their change times, since a mount shows a file as the same one
-/// when only its mode or its links change. A copy outlives the mount, and with it the watch
-/// over the sources: a file written to with its times set back must not be taken for the one
-/// that was copied.
+/// The version does not cover their change times, since a file keeps its version when only its mode
+/// or its links change. But a copy outlives the mount and its watch over the sources: a file that
+/// was written and had its times set back must not match the copied one.
 ///
 /// # Errors
 /// Errors of the sources; a changed source is an error.

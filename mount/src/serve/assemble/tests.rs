@@ -10,12 +10,12 @@ use tensorfs::{Checkpoint, Dtype};
 
 use super::*;
 
-/// A file that is read as two shards, and a folder for copies.
+/// A checkpoint of two shards, and a folder for copies.
 struct Place {
     root: tempfile::TempDir,
 }
 
-/// Length of each shard's tensor: more than two steps of the copying for both.
+/// Length of each shard's tensor. Both together take more than two steps of the copying.
 const TENSOR_LEN: u64 = 9 << 20;
 
 const VERSION: &str = "0123456789abcdef0123456789abcdef";
@@ -83,7 +83,7 @@ fn content(file: &File) -> Vec<u8> {
     bytes
 }
 
-/// Opens and reads so much that the file is hot.
+/// Opens and reads the file until it is hot.
 fn heat(assembler: &Assembler, version: &str, reader: &Reader) {
     assembler.opened(version, reader);
     assembler.served(version, reader, reader.len());
@@ -189,7 +189,7 @@ fn a_copy_that_was_only_touched_is_used_again_once_it_was_verified() {
     let place = Place::new();
     let (assembler, reader) = (place.start(None), place.reader());
     let held = assembled(&assembler, VERSION, &reader);
-    // As a restored backup has another inode and other times.
+    // A restored backup has another inode and other times.
     let bytes = fs::read(place.copy()).unwrap();
     fs::remove_file(place.copy()).unwrap();
     fs::write(place.copy(), &bytes).unwrap();
@@ -250,10 +250,10 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
         let record = File::open(place.dir().join(format!("{version}.json"))).unwrap();
         record.set_modified(opened).unwrap();
     };
-    // The other assembler stands for another daemon, which has the older one open.
+    // The other assembler plays another daemon, which has the older copy open.
     let another = place.start(Some(2 * len));
     let held = another.ready(VERSION, &reader).unwrap();
-    // Its note that the copy was opened must not come after the age is set.
+    // Its touch of the record must not come after the age is set.
     another.stop();
     age(VERSION, old - Duration::from_secs(60));
     age(OTHER, old);
@@ -305,7 +305,8 @@ fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
     drop(place.start(None));
     let orphan = place.dir().join(format!("{VERSION}.partial-1"));
     fs::write(&orphan, "half").unwrap();
-    // Killed between the name and the record, and between the record and its name.
+    // Killed between renaming the copy and writing its record, and between writing the record and
+    // renaming it.
     fs::write(place.dir().join(format!("{OTHER}.safetensors")), "copy").unwrap();
     fs::write(place.dir().join(format!("{OTHER}.record-new")), "{").unwrap();
     fs::write(place.dir().join("3333333333333333.json"), "{}").unwrap();
@@ -372,7 +373,7 @@ fn fill_a_disk(place: &Place) {
     heat(&assembler, VERSION, &reader);
     wait_for_state(&assembler, VERSION, "failed");
     assert_eq!(place.names(), ["fill"]);
-    // Also where the file system gives out in the middle.
+    // The file system may also be full in the middle of a copy.
     let failure = assembler.shared.folder.lock().unwrap().begin(OTHER, 20 << 20).err().unwrap();
     assert!(matches!(failure, CopyFailure::Folder(..)), "{failure}");
     assert_eq!(place.names(), ["fill"]);

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use tensorfs::Checkpoint;
-use tensorfs::reader::Reader;
+use tensorfs::internal::reader::Reader;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args_os().skip(1).map(PathBuf::from);

@@ -5,6 +5,13 @@ use serde::{Deserialize, Deserializer, de};
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident $name:literal $bits:literal,)*) => {
         /// An element type of safetensors 0.8, in the order of the reference implementation.
+        ///
+        /// ```
+        /// use tensorfs::Dtype;
+        ///
+        /// assert_eq!(Dtype::from_name("BF16"), Some(Dtype::Bf16));
+        /// assert_eq!(Dtype::Bf16.bits_of(&[4, 36]), Some(4 * 36 * 16));
+        /// ```
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Dtype { $($(#[$doc])* $variant,)* }
 

@@ -8,9 +8,24 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// Result of the operations of this crate.
+///
+/// ```
+/// use std::path::Path;
+///
+/// fn tensors(folder: &Path) -> tensorfs::Result<usize> {
+///     Ok(tensorfs::Checkpoint::open(folder)?.catalog().len())
+/// }
+/// ```
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// The kind of a refusal, as printed by `--json`.
+///
+/// ```
+/// use tensorfs::{Checkpoint, ErrorKind};
+///
+/// let error = Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::ShardMissing);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
     /// Fewer bytes than the fixed part of the format.
@@ -144,6 +159,15 @@ impl fmt::Display for ErrorKind {
 }
 
 /// A fault of an input, in terms of the checkpoint that it belongs to.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Error};
+///
+/// match Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()) {
+///     Err(Error::Refused { path, fault }) => eprintln!("{}: {}", path.display(), fault.message),
+///     other => panic!("{other:?}"),
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The kind of fault.
@@ -185,6 +209,14 @@ impl fmt::Display for Fault {
 }
 
 /// Everything that an operation of this crate can fail with.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Error};
+///
+/// let error = Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()).unwrap_err();
+/// assert!(matches!(error, Error::Refused { .. }));
+/// eprintln!("{error}"); // one line: the file, the tensor, expected and found
+/// ```
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The input is not a checkpoint that can be served right.
@@ -250,6 +282,14 @@ pub enum Error {
 }
 
 /// A call that a driver has refused.
+///
+/// ```
+/// use tensorfs::{Error, Gpu};
+///
+/// if let Err(Error::Device { call: Some(call), .. }) = Gpu::open(0) {
+///     eprintln!("{} returned {} ({})", call.function, call.name, call.code);
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverCall {
     /// Name of the function.

@@ -8,6 +8,12 @@
 use twox_hash::XxHash3_128;
 
 /// A hash of some bytes.
+///
+/// ```
+/// use tensorfs::Digest;
+///
+/// println!("{}", Digest::of(b"some bytes")); // 32 hexadecimal digits
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Digest(pub [u8; 16]);
 

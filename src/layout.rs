@@ -28,6 +28,17 @@ pub const DATA_ALIGN: u64 = 4096;
 const SAVED_ALIGN: u64 = 8;
 
 /// The bytes of one virtual file.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let layout = checkpoint.single_file().layout()?;
+/// for (position, offset) in layout.tensors() {
+///     println!("{} at {offset}", checkpoint.catalog().tensor_at(position).name);
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Layout {
     header: Vec<u8>,
@@ -220,6 +231,7 @@ impl Layout {
     /// Calls `visit` for the extents of bytes `range`, which is clamped to the file.
     ///
     /// `Header` and `Run` extents and the runs of `Scatter` ones cover the range once.
+    #[doc(hidden)]
     pub fn extents<'a>(&'a self, range: Range<u64>, visit: &mut dyn FnMut(Extent<'a>)) {
         let range = range.start.min(self.len)..range.end.min(self.len);
         let header_len = self.header.len() as u64;

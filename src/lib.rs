@@ -1,36 +1,68 @@
 #![doc = include_str!("../README.md")]
+// Without `internal` the parts that only the programs use are dead code.
+#![cfg_attr(not(feature = "internal"), allow(dead_code, unreachable_pub, unused_imports))]
 
-pub mod atomic_file;
-pub mod cache;
-pub mod cast;
-pub mod catalog;
-pub mod checkpoint;
-pub mod coalesce;
-pub mod consolidate;
-pub mod counters;
-pub mod device;
-pub mod dtype;
-pub mod error;
-pub mod format;
-pub mod hash;
-pub mod index;
-pub mod io;
-pub mod layout;
-pub mod loader;
-pub mod open_options;
-pub mod plan;
-pub mod prefetch;
-pub mod process;
-pub mod reader;
-pub mod source;
-pub mod store;
-pub mod strided;
-pub mod sync;
-pub mod verify;
-pub mod view;
-pub mod walk;
-pub mod words;
+mod atomic_file;
+mod cache;
+mod cast;
+mod catalog;
+mod checkpoint;
+mod coalesce;
+mod consolidate;
+mod counters;
+mod device;
+mod dtype;
+mod error;
+mod format;
+mod hash;
+mod index;
+mod io;
+mod layout;
+mod loader;
+mod open_options;
+mod plan;
+mod prefetch;
+mod process;
+mod reader;
+mod source;
+mod store;
+mod strided;
+mod sync;
+mod verify;
+mod view;
+mod walk;
+mod words;
 
-pub use checkpoint::Checkpoint;
+pub use catalog::{Catalog, Piece, Shard, ShardId, Tensor};
+pub use checkpoint::{Checkpoint, FileSummary, SetKind, Tail, VirtualFile};
+#[cfg(feature = "cuda")]
+pub use device::DeviceRegion;
+pub use device::Gpu;
 pub use dtype::Dtype;
-pub use error::{Error, ErrorKind, Fault, Result};
+pub use error::{DriverCall, Error, ErrorKind, Fault, Result};
+pub use format::OutputFormat;
+pub use hash::Digest;
+pub use io::LoadedBytes;
+pub use layout::Layout;
+#[cfg(feature = "cuda")]
+pub use loader::LoadedDevice;
+pub use loader::{
+    DeviceStats, LoadedTensors, Loader, LoaderConfig, MemoryStats, PageSize, Progress, ReadEvent,
+    Report, Stats,
+};
+pub use open_options::{Links, OpenOptions, Prefer};
+pub use plan::TensorRequest;
+pub use reader::Reader;
+pub use view::{FileSpec, Files, MapPolicy, TensorOrder, View};
+pub use words::UnknownWord;
+
+/// All modules, for the programs and the Python package of this repository. Any release may change
+/// them.
+#[cfg(feature = "internal")]
+#[doc(hidden)]
+pub mod internal {
+    macro_rules! reexport {
+        ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
+    }
+    reexport! { atomic_file cache cast catalog checkpoint coalesce consolidate counters device dtype error format hash index io layout loader open_options plan prefetch process reader source store strided sync verify view walk words }
+}

@@ -9,6 +9,15 @@ use crate::view::View;
 use crate::words;
 
 /// The choice if a whole file and a sharded set have the same name.
+///
+/// ```
+/// use tensorfs::{Checkpoint, OpenOptions, Prefer};
+///
+/// let folder = "tests/fixtures/hf/single_and_index".as_ref();
+/// let options = OpenOptions { prefer: Prefer::Shards, ..OpenOptions::default() };
+/// assert_eq!(Checkpoint::open_with(folder, &options)?.kind, tensorfs::SetKind::WeightMap);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefer {
     /// The whole file, as transformers does.
@@ -21,6 +30,15 @@ pub enum Prefer {
 words!(Prefer { File = "file", Shards = "shards" | "index" });
 
 /// Allowed targets of symbolic links of the source.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Links, OpenOptions};
+///
+/// // Links that lead out of the folder are refused.
+/// let options = OpenOptions { links: Links::Inside, ..OpenOptions::default() };
+/// let checkpoint = Checkpoint::open_with("tests/fixtures/hf/gpt2_tiny".as_ref(), &options)?;
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Links {
     /// Any file that the caller may read, and folders inside the source. A library reads with the
@@ -33,6 +51,14 @@ pub enum Links {
 }
 
 /// How a checkpoint, or a tree of them, is opened.
+///
+/// ```
+/// use tensorfs::{Checkpoint, OpenOptions};
+///
+/// let options = OpenOptions { expect_shards: Some(3), ..OpenOptions::default() };
+/// let checkpoint = Checkpoint::open_with("tests/fixtures/hf/gpt2_tiny".as_ref(), &options)?;
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpenOptions {
     /// Choice between a whole file and a sharded set.
@@ -54,6 +80,7 @@ pub struct OpenOptions {
 impl OpenOptions {
     /// The options as JSON, for programs that find the source behind a mount. Options that only
     /// one start needs are left out: how a set is proved, and where indexes are kept.
+    #[doc(hidden)]
     pub fn to_json(&self) -> Value {
         json!({
             "layout": self.view.files.as_str(),
@@ -66,6 +93,7 @@ impl OpenOptions {
 
     /// The options that `to_json` wrote, also those of the release before; `None` if another
     /// version wrote words that are not known here.
+    #[doc(hidden)]
     pub fn from_json(json: &Value) -> Option<OpenOptions> {
         fn word<T: FromStr>(value: &Value) -> Option<T> {
             value.as_str()?.parse().ok()

@@ -4,6 +4,13 @@
 use std::fmt;
 
 /// The error of a word that a type does not know; shows the known words.
+///
+/// ```
+/// use tensorfs::Prefer;
+///
+/// let error = "neither".parse::<Prefer>().unwrap_err();
+/// assert_eq!(error.to_string(), "file or shards");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownWord(pub &'static [&'static str]);
 
@@ -44,12 +51,12 @@ macro_rules! words {
         }
 
         impl ::std::str::FromStr for $type {
-            type Err = $crate::words::UnknownWord;
+            type Err = $crate::UnknownWord;
 
             fn from_str(word: &str) -> ::std::result::Result<$type, Self::Err> {
                 match word {
                     $($word $(| $former)? => Ok($type::$variant),)+
-                    _ => Err($crate::words::UnknownWord(&[$($word),+])),
+                    _ => Err($crate::UnknownWord(&[$($word),+])),
                 }
             }
         }

@@ -8,8 +8,8 @@ use std::path::Path;
 use bintensors::{BinTensors, View};
 use proptest::prelude::*;
 use serde_json::Value;
-use tensorfs::format::bintensors::{encode, number_of, parse, parse_file, parse_stream};
-use tensorfs::format::safetensors::{Header, PREFIX_LEN};
+use tensorfs::internal::format::bintensors::{encode, number_of, parse, parse_file, parse_stream};
+use tensorfs::internal::format::safetensors::{Header, PREFIX_LEN};
 use tensorfs::{Dtype, ErrorKind};
 
 /// Element types by their number in the format.
@@ -103,7 +103,7 @@ fn good_fixtures_hold_what_the_manifest_says() {
     for entry in fixtures("good") {
         let id = entry["id"].as_str().unwrap();
         let header = parse_file(&fixture(entry["path"].as_str().unwrap())).unwrap();
-        let described = |e: &tensorfs::format::safetensors::Entry| {
+        let described = |e: &tensorfs::internal::format::safetensors::Entry| {
             let bytes = e.data_offsets.end - e.data_offsets.start;
             let json =
                 serde_json::json!({ "dtype": e.dtype.name(), "shape": e.shape, "nbytes": bytes });
@@ -251,7 +251,7 @@ fn read_by_genuine(file: &[u8]) -> Option<Vec<(String, String, Vec<usize>)>> {
 }
 
 fn described(header: &Header) -> Vec<(String, String, Vec<usize>)> {
-    let entry = |e: &tensorfs::format::safetensors::Entry| {
+    let entry = |e: &tensorfs::internal::format::safetensors::Entry| {
         let shape = e.shape.iter().map(|&dim| dim as usize).collect();
         (e.name.clone(), e.dtype.name().to_owned(), shape)
     };

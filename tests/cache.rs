@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{byte, write_shard};
-use tensorfs::cache::{BUDGET_MIN, Cache, CachedFile};
-use tensorfs::checkpoint::{Checkpoint, VirtualFile};
-use tensorfs::counters::Counters;
-use tensorfs::format::OutputFormat;
-use tensorfs::format::safetensors::Header;
-use tensorfs::io::{Backend, Budget, DirectIo, Engine, Settings};
-use tensorfs::reader::Reader;
-use tensorfs::view::FileSpec;
+use tensorfs::internal::cache::{BUDGET_MIN, Cache, CachedFile};
+use tensorfs::internal::checkpoint::{Checkpoint, VirtualFile};
+use tensorfs::internal::counters::Counters;
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::format::safetensors::Header;
+use tensorfs::internal::io::{Backend, Budget, DirectIo, Engine, Settings};
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::view::FileSpec;
 use tensorfs::{Dtype, Error};
 
 const SHARDS: usize = 3;

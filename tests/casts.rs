@@ -15,7 +15,7 @@ use std::process::Command;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tensorfs::Dtype;
-use tensorfs::cast::Cast;
+use tensorfs::internal::cast::Cast;
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))

@@ -27,11 +27,11 @@ use fake::check_filled;
 use files::CuFile;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::device::{ForeignStream, Gpu};
-use tensorfs::io::{DirectIo, Settings};
-use tensorfs::loader::{CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, Report};
-use tensorfs::plan::{Plan, PlanLimits, TensorRequest};
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::device::{ForeignStream, Gpu};
+use tensorfs::internal::io::{DirectIo, Settings};
+use tensorfs::internal::loader::{CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, Report};
+use tensorfs::internal::plan::{Plan, PlanLimits, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.

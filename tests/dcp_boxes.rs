@@ -13,12 +13,12 @@ use std::time::Duration;
 use common::boxes::checkpoint;
 use common::{Box_, Cut, Notes, bytes, dcp_name, read_naively, write_dcp, write_dcp_with};
 use proptest::prelude::*;
-use tensorfs::cache::verify_on_read::{Checker, ChecksumGate};
-use tensorfs::checkpoint::{Checkpoint, Tail};
-use tensorfs::counters::Counters;
-use tensorfs::io::{Engine, Settings};
-use tensorfs::reader::Reader;
-use tensorfs::verify::{Recorded, Task, verify};
+use tensorfs::internal::cache::verify_on_read::{Checker, ChecksumGate};
+use tensorfs::internal::checkpoint::{Checkpoint, Tail};
+use tensorfs::internal::counters::Counters;
+use tensorfs::internal::io::{Engine, Settings};
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::verify::{Recorded, Task, verify};
 use tensorfs::{Dtype, ErrorKind};
 
 fn open(tensors: &[Cut]) -> (tempfile::TempDir, tensorfs::Result<Arc<Checkpoint>>) {

@@ -26,12 +26,12 @@ use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use fake::{Fake, check_filled};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::device::{DeviceRegion, ForeignStream, Gpu};
-use tensorfs::format::safetensors;
-use tensorfs::io::{Backend, DirectIo, Settings};
-use tensorfs::loader::{DeviceStats, Loader, LoaderConfig};
-use tensorfs::plan::{Plan, PlanLimits, TensorRequest};
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::device::{DeviceRegion, ForeignStream, Gpu};
+use tensorfs::internal::format::safetensors;
+use tensorfs::internal::io::{Backend, DirectIo, Settings};
+use tensorfs::internal::loader::{DeviceStats, Loader, LoaderConfig};
+use tensorfs::internal::plan::{Plan, PlanLimits, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.

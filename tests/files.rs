@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier};
 
 use tensorfs::ErrorKind;
-use tensorfs::checkpoint::{Checkpoint, SetKind};
-use tensorfs::loader::{Loader, LoaderConfig};
-use tensorfs::source::Source;
+use tensorfs::internal::checkpoint::{Checkpoint, SetKind};
+use tensorfs::internal::loader::{Loader, LoaderConfig};
+use tensorfs::internal::source::Source;
 
 fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)

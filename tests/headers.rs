@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use tensorfs::format::safetensors::{Header, SLICE_LEN_MAX, encode};
+use tensorfs::internal::format::safetensors::{Header, SLICE_LEN_MAX, encode};
 use tensorfs::{Dtype, ErrorKind};
 
 fn file(header: &str, data_len: usize) -> Vec<u8> {

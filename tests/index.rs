@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use tensorfs::checkpoint::{Checkpoint, FolderId, Origin, Proved, Tree};
-use tensorfs::error::Error;
-use tensorfs::format::{OutputFormat, manifest};
-use tensorfs::hash::Digest;
-use tensorfs::index::Index;
-use tensorfs::open_options::{OpenOptions, Prefer};
-use tensorfs::view::{Files, MapPolicy, View};
+use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Origin, Proved, Tree};
+use tensorfs::internal::error::Error;
+use tensorfs::internal::format::{OutputFormat, manifest};
+use tensorfs::internal::hash::Digest;
+use tensorfs::internal::index::Index;
+use tensorfs::internal::open_options::{OpenOptions, Prefer};
+use tensorfs::internal::view::{Files, MapPolicy, View};
 
 const SHARD: &str = "model-00002-of-00003.safetensors";
 const MAP: &str = "model.safetensors.index.json";

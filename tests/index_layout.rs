@@ -6,14 +6,14 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use tensorfs::catalog::{Catalog, Piece, ShardHeader};
-use tensorfs::format::OutputFormat;
-use tensorfs::format::dcp::{SHARDING_INFO, VERSION};
-use tensorfs::format::safetensors::{Entry, Header};
-use tensorfs::hash::Digest;
-use tensorfs::index::{FileRecord, Fingerprint, Index, SetRecord, VirtualFileRecord};
-use tensorfs::layout::{Extent, Layout};
-use tensorfs::view::FileSpec;
+use tensorfs::internal::catalog::{Catalog, Piece, ShardHeader};
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::format::dcp::{SHARDING_INFO, VERSION};
+use tensorfs::internal::format::safetensors::{Entry, Header};
+use tensorfs::internal::hash::Digest;
+use tensorfs::internal::index::{FileRecord, Fingerprint, Index, SetRecord, VirtualFileRecord};
+use tensorfs::internal::layout::{Extent, Layout};
+use tensorfs::internal::view::FileSpec;
 use tensorfs::{Dtype, ErrorKind};
 
 /// Bytes before the content: see docs/index.md.
@@ -97,7 +97,7 @@ fn set(name: &str, kind: &str, catalog: Catalog) -> SetRecord {
 
 fn index_of(sets: Vec<SetRecord>) -> Index {
     let shards = sets.iter().flat_map(|set| &set.catalog.shards);
-    let file = |(at, shard): (usize, &tensorfs::catalog::Shard)| FileRecord {
+    let file = |(at, shard): (usize, &tensorfs::internal::catalog::Shard)| FileRecord {
         name: shard.name.clone(),
         fingerprint: Fingerprint {
             ino: 1000 + at as u64,

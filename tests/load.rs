@@ -12,10 +12,10 @@ use common::requests::{expected, limits, requests, tensor_requests};
 use common::{Box_, Cut, write_dcp, write_dense_dcp, write_hf};
 use proptest::prelude::*;
 use tensorfs::Dtype;
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::io::{Backend, DirectIo, Region, Settings};
-use tensorfs::loader::{Loader, LoaderConfig, PageSize};
-use tensorfs::plan::{ChunkTarget, Plan, PlanLimits, TensorRequest};
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::io::{Backend, DirectIo, Region, Settings};
+use tensorfs::internal::loader::{Loader, LoaderConfig, PageSize};
+use tensorfs::internal::plan::{ChunkTarget, Plan, PlanLimits, TensorRequest};
 
 fn loader(limits: PlanLimits, [direct, threads, near]: [bool; 3], depth: usize) -> Loader {
     let settings = Settings {

@@ -5,7 +5,7 @@
 use std::sync::mpsc::channel;
 
 use nix::libc;
-use tensorfs::process::PerProcess;
+use tensorfs::internal::process::PerProcess;
 
 #[test]
 fn a_child_does_not_wait_for_a_value_that_a_thread_of_its_parent_makes() {

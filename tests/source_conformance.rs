@@ -10,9 +10,11 @@ use std::sync::mpsc::channel;
 
 use tempfile::TempDir;
 use tensorfs::Error;
-use tensorfs::io::{Budget, Buffer, Effort, Engine, Fetch, Priority, Read, Settings, read_all};
-use tensorfs::source::Source;
-use tensorfs::store::Store;
+use tensorfs::internal::io::{
+    Budget, Buffer, Effort, Engine, Fetch, Priority, Read, Settings, read_all,
+};
+use tensorfs::internal::source::Source;
+use tensorfs::internal::store::Store;
 
 /// A kind of store, with the changes that others make to it.
 trait StoreKind {

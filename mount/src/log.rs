@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use tensorfs::error::{shown, shown_path};
+use tensorfs::internal::error::{shown, shown_path};
 
 use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;

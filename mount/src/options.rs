@@ -7,12 +7,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::Value;
-use tensorfs::error::quoted;
-use tensorfs::format::OutputFormat;
-use tensorfs::index::IndexStore;
-use tensorfs::io::{Backend, DirectIo};
-use tensorfs::open_options::{Links, OpenOptions};
-use tensorfs::view::Files;
+use tensorfs::internal::error::quoted;
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::index::IndexStore;
+use tensorfs::internal::io::{Backend, DirectIo};
+use tensorfs::internal::open_options::{Links, OpenOptions};
+use tensorfs::internal::view::Files;
 use tensorfs::words;
 
 pub(crate) use table::{help, query_names};

@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use nix::unistd::{getpid, gettid};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorfs::io::Region;
-use tensorfs::loader as core;
-use tensorfs::plan;
-use tensorfs::process::{PerProcess, token};
-use tensorfs::sync::{Condvar, Mutex};
-use tensorfs::walk::{Kind, Orders, Walk};
+use tensorfs::internal::io::Region;
+use tensorfs::internal::loader as core;
+use tensorfs::internal::plan;
+use tensorfs::internal::process::{PerProcess, token};
+use tensorfs::internal::sync::{Condvar, Mutex};
+use tensorfs::internal::walk::{Kind, Orders, Walk};
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;

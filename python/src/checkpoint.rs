@@ -6,16 +6,16 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use tensorfs::catalog::Tensor;
-use tensorfs::checkpoint as core;
-use tensorfs::error::real_name;
-use tensorfs::format::names::is_weights;
-use tensorfs::format::safetensors::Header;
-use tensorfs::index::IndexStore;
-use tensorfs::open_options::OpenOptions;
-use tensorfs::process::{PerProcess, token};
-use tensorfs::source::{MountOrigin, resolve_mount};
-use tensorfs::view::{Files, View};
+use tensorfs::internal::catalog::Tensor;
+use tensorfs::internal::checkpoint as core;
+use tensorfs::internal::error::real_name;
+use tensorfs::internal::format::names::is_weights;
+use tensorfs::internal::format::safetensors::Header;
+use tensorfs::internal::index::IndexStore;
+use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::process::{PerProcess, token};
+use tensorfs::internal::source::{MountOrigin, resolve_mount};
+use tensorfs::internal::view::{Files, View};
 
 use crate::errors::raised;
 use crate::waiting::beside;
@@ -131,7 +131,7 @@ impl Checkpoint {
     fn pieces(&self, position: usize) -> Vec<(String, u64, u64)> {
         let (checkpoint, catalog) = (&self.first, self.first.catalog());
         let pieces = catalog.tensor_at(position).pieces();
-        let piece = |piece: tensorfs::catalog::Piece<'_>| {
+        let piece = |piece: tensorfs::internal::catalog::Piece<'_>| {
             let path = checkpoint.sources()[piece.shard.0 as usize].path();
             (real_name(path), piece.range.start, piece.range.end)
         };
@@ -181,7 +181,7 @@ fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
 
 fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let name = path.file_name().and_then(|name| name.to_str());
-    let map = name.and_then(tensorfs::format::names::weight_map_output).is_some();
+    let map = name.and_then(tensorfs::internal::format::names::weight_map_output).is_some();
     if path.is_dir() || (map && !name.is_some_and(is_weights)) {
         return open_set(path, options);
     }

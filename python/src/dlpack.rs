@@ -9,7 +9,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyDictMethods};
 use tensorfs::Dtype;
-use tensorfs::io::Region;
+use tensorfs::internal::io::Region;
 
 /// Type and number of the device that is the CPU.
 pub(crate) const CPU: (i32, i32) = (1, 0);

@@ -5,7 +5,7 @@ use std::io;
 use nix::libc;
 use pyo3::prelude::*;
 use tensorfs::Error;
-use tensorfs::error::{real_name, shown};
+use tensorfs::internal::error::{real_name, shown};
 
 /// The exception for `error`. `loaded` names the tensors of the load.
 pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyErr {

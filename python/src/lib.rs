@@ -35,5 +35,5 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// repeat.
 #[pyfunction]
 fn process_token() -> u64 {
-    tensorfs::process::token()
+    tensorfs::internal::process::token()
 }

@@ -15,8 +15,8 @@ use pyo3::exceptions::{PyBufferError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use tensorfs::Dtype;
-use tensorfs::io::Region;
-use tensorfs::source::Source;
+use tensorfs::internal::io::Region;
+use tensorfs::internal::source::Source;
 
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{self, CPU};

@@ -5,7 +5,7 @@ use std::ops::Range;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
-use tensorfs::loader::CachedPart;
+use tensorfs::internal::loader::CachedPart;
 
 use crate::checkpoint::Checkpoint;
 use crate::loading::Loader;

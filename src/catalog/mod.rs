@@ -24,10 +24,29 @@ use tensors::TensorColumns;
 pub use tensors::{Piece, Tensor};
 
 /// Position of a shard in `Catalog::shards`.
+///
+/// ```
+/// use tensorfs::{Checkpoint, ShardId};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let first = checkpoint.catalog().shard(ShardId(0));
+/// assert_eq!(first.name, "model-00001-of-00003.safetensors");
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ShardId(pub u32);
 
 /// One file of a checkpoint.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// for shard in &checkpoint.catalog().shards {
+///     println!("{}: {} bytes", shard.name, shard.file_len);
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// File name.
@@ -57,6 +76,16 @@ impl Shard {
 }
 
 /// A proved checkpoint.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let catalog = checkpoint.catalog();
+/// let bytes: u64 = catalog.tensors().map(|tensor| tensor.len).sum();
+/// assert_eq!(bytes, catalog.data_len());
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
     /// Its files, in natural order of their names.
@@ -87,6 +116,7 @@ impl Catalog {
     /// Catalog of the shards of a Hugging Face checkpoint: every tensor whole in one shard.
     ///
     /// A weight map decides which shard holds a tensor. Without one, no name may be in two shards.
+    #[doc(hidden)]
     pub fn of_whole_tensors(
         shards: &[&ShardHeader],
         map: Option<&WeightMap>,
@@ -97,6 +127,7 @@ impl Catalog {
     /// Catalog of torch DCP shards, each tensor merged from boxes.
     ///
     /// A weight map that names the shards must agree with them.
+    #[doc(hidden)]
     pub fn of_dcp_shards(
         shards: &[&ShardHeader],
         map: Option<&WeightMap>,
@@ -156,6 +187,7 @@ impl Catalog {
     }
 
     /// Refuses a catalog that does not hold exactly the tensors and files of `reference`.
+    #[doc(hidden)]
     pub fn check_reference(&self, reference: &Reference) -> Result<(), Fault> {
         if let Some(shards) = &reference.shards {
             self.check_shard_files(shards)?;
@@ -213,6 +245,7 @@ impl Catalog {
     }
 
     /// Refuses a catalog that is not made of `expected` shard files.
+    #[doc(hidden)]
     pub fn check_shards(&self, expected: u64) -> Result<(), Fault> {
         if self.shards.len() as u64 == expected {
             return Ok(());

@@ -73,6 +73,16 @@ pub(crate) struct TensorColumns {
 }
 
 /// One tensor of a catalog.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// for tensor in checkpoint.catalog().tensors() {
+///     println!("{} {} {:?}", tensor.name, tensor.dtype, tensor.shape);
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy)]
 pub struct Tensor<'a> {
     /// Name.
@@ -88,6 +98,17 @@ pub struct Tensor<'a> {
 }
 
 /// The part of a tensor that one shard holds: a box, stored row-major without gaps.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let catalog = checkpoint.catalog();
+/// for piece in catalog.tensor_at(0).pieces() {
+///     println!("{}: bytes {:?}", catalog.shard(piece.shard).name, piece.range);
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece<'a> {
     /// The shard.

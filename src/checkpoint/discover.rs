@@ -19,6 +19,14 @@ use super::openers::map_files;
 use super::tree::{File, Folder};
 
 /// The reason why the files of a set belong together, in the order of precedence.
+///
+/// ```
+/// use tensorfs::{Checkpoint, SetKind};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// assert_eq!(checkpoint.kind, SetKind::WeightMap);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SetKind {
     /// Shards whose notes tell which part of each tensor they hold.

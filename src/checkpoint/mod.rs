@@ -36,6 +36,15 @@ use virtual_file::ArrangedFile;
 pub use virtual_file::{FileSummary, VirtualFile};
 
 /// Whether it is proved that the last pieces are not missing.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Tail};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// // The weight map names every tensor, so none can be missing.
+/// assert_eq!(checkpoint.tail, Tail::Proven);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tail {
     /// Shapes, sizes or the number of shards prove that no last piece is missing.
@@ -55,6 +64,14 @@ impl Tail {
 }
 
 /// One checkpoint, proved and open.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// println!("{} has {} tensors", checkpoint.name, checkpoint.catalog().len());
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Checkpoint {
     /// Name of the set, which is the name of the file with all its tensors.
@@ -119,11 +136,13 @@ impl Checkpoint {
     }
 
     /// Its open files, in the catalog's order.
+    #[doc(hidden)]
     pub fn sources(&self) -> &[Arc<Source>] {
         &self.sources
     }
 
     /// The open file of the shard called `name`.
+    #[doc(hidden)]
     pub fn source(&self, name: &str) -> Option<&Arc<Source>> {
         let at = self.catalog.shards.iter().position(|shard| shard.name == name)?;
         Some(&self.sources[at])

@@ -13,6 +13,15 @@ use crate::view::{FileSpec, View, arrange};
 use super::{Checkpoint, SetKind};
 
 /// The facts about a virtual file that its attributes need.
+///
+/// ```
+/// use tensorfs::Checkpoint;
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let summary = checkpoint.single_file().summary()?;
+/// assert!(summary.len > checkpoint.catalog().data_len());
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSummary {
     /// Length in bytes.
@@ -64,6 +73,16 @@ pub(super) fn present(
 }
 
 /// One virtual file of a checkpoint: some of its tensors behind one header.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Reader};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// for file in checkpoint.virtual_files() {
+///     println!("{}: {} bytes", file.spec().name, Reader::open(&file)?.len());
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct VirtualFile {
     checkpoint: Arc<Checkpoint>,
@@ -92,6 +111,7 @@ impl VirtualFile {
     }
 
     /// The open shards, in the catalog's order.
+    #[doc(hidden)]
     pub fn sources(&self) -> &[Arc<Source>] {
         self.checkpoint.sources()
     }

@@ -134,6 +134,15 @@ macro_rules! call {
 use call;
 
 /// An open GPU. Clones refer to the same GPU.
+///
+/// ```
+/// use tensorfs::Gpu;
+///
+/// match Gpu::open(0) {
+///     Ok(gpu) => println!("{gpu:?}"),
+///     Err(error) => eprintln!("{error}"),
+/// }
+/// ```
 #[derive(Clone)]
 pub struct Gpu(Arc<Context>);
 

@@ -28,6 +28,15 @@ fn failed(ordinal: Option<u32>, message: String, call: Option<DriverCall>) -> Er
 }
 
 /// A GPU. This build opens none: the cargo feature `cuda` is off.
+///
+/// ```
+/// use tensorfs::Gpu;
+///
+/// match Gpu::open(0) {
+///     Ok(gpu) => println!("{gpu:?}"),
+///     Err(error) => eprintln!("{error}"),
+/// }
+/// ```
 #[cfg(not(feature = "cuda"))]
 #[derive(Clone, Debug)]
 pub enum Gpu {}
@@ -58,6 +67,16 @@ mod regions {
     const ALIGN: u64 = 256;
 
     /// Part of a device's memory that tensors are loaded into.
+    ///
+    /// ```no_run
+    /// use tensorfs::{Checkpoint, Gpu, Loader, LoaderConfig, TensorRequest};
+    ///
+    /// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+    /// let loader = Loader::new(LoaderConfig::device());
+    /// let loaded = loader.load_device(&Gpu::open(0)?, &checkpoint, &[TensorRequest::whole(0)], &mut |_| true)?;
+    /// println!("{:#x}", loaded.place(0).address());
+    /// # Ok::<(), tensorfs::Error>(())
+    /// ```
     #[derive(Clone, Debug)]
     pub struct DeviceRegion {
         /// Allocation that the region lies in, kept alive by it.

@@ -4,6 +4,13 @@ use super::names;
 use crate::words;
 
 /// A format that virtual files are shown in, and that files are written in.
+///
+/// ```
+/// use tensorfs::OutputFormat;
+///
+/// assert_eq!(OutputFormat::of_name("model.safetensors"), Some(OutputFormat::Safetensors));
+/// assert_eq!(OutputFormat::of_name("model.pt"), None);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OutputFormat {
     /// JSON header.

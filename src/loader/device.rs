@@ -65,6 +65,16 @@ impl Kept {
 }
 
 /// Tensors on a GPU.
+///
+/// ```no_run
+/// use tensorfs::{Checkpoint, Gpu, Loader, LoaderConfig, TensorRequest};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let loader = Loader::new(LoaderConfig::device());
+/// let loaded = loader.load_device(&Gpu::open(0)?, &checkpoint, &[TensorRequest::whole(0)], &mut |_| true)?;
+/// assert_eq!(loaded.bytes(0)?.len(), 36 * 4);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct LoadedDevice {
     regions: Vec<DeviceRegion>,
@@ -157,6 +167,7 @@ impl Loader {
     /// # Errors
     /// The first failure. The regions then hold undefined bytes. An overdue read of cuFile keeps
     /// its region, and writes there whenever it ends.
+    #[doc(hidden)]
     pub fn fill_device(
         &self,
         gpu: &Gpu,

@@ -53,9 +53,16 @@ const MEMORY_CHECK_MIN_BYTES: u64 = 16 << 20;
 pub const CUFILE_MODULE: &str = "/dev/nvidia-fs0";
 
 /// Settings of a loader.
+///
+/// ```
+/// use tensorfs::{Loader, LoaderConfig};
+///
+/// let loader = Loader::new(LoaderConfig { depth: 32, ..LoaderConfig::default() });
+/// ```
 #[derive(Clone, Debug)]
 pub struct LoaderConfig {
     /// Settings of the reads of shards.
+    #[doc(hidden)]
     pub settings: Settings,
     /// Maximum number of concurrent reads, at least one.
     pub depth: usize,
@@ -68,6 +75,7 @@ pub struct LoaderConfig {
     /// Page size of such memory; `None`: the size that costs less, found out by trying.
     pub pages: Option<PageSize>,
     /// Limits of the plans.
+    #[doc(hidden)]
     pub limits: PlanLimits,
     /// Device of the kernel module for cuFile, usually `CUFILE_MODULE`. If the device exists, reads
     /// to a GPU use cuFile where possible. `None` disables cuFile.
@@ -101,6 +109,12 @@ impl LoaderConfig {
 }
 
 /// Sizes of pages of memory.
+///
+/// ```
+/// use tensorfs::{Loader, LoaderConfig, PageSize};
+///
+/// let loader = Loader::new(LoaderConfig { pages: Some(PageSize::Huge), ..LoaderConfig::default() });
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageSize {
     /// Huge pages, if the system has them.
@@ -110,6 +124,18 @@ pub enum PageSize {
 }
 
 /// A loader. Keeps its threads from one load to the next, and pinned memory.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let loader = Loader::new(LoaderConfig::default());
+/// let loaded = loader.load_all(&checkpoint)?;
+/// for tensor in checkpoint.catalog().tensors() {
+///     assert_eq!(loaded.bytes(tensor.position()).len() as u64, tensor.len);
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Loader {
     engine: Engine,
@@ -122,6 +148,19 @@ pub struct Loader {
 }
 
 /// The progress of a load.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig, TensorRequest};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let all: Vec<_> = (0..checkpoint.catalog().len()).map(TensorRequest::whole).collect();
+/// let mut show = |progress: tensorfs::Progress| {
+///     println!("{} of {} bytes", progress.read, progress.total);
+///     true // go on
+/// };
+/// Loader::new(LoaderConfig::default()).load(&checkpoint, &all, &mut show)?;
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes read so far.
@@ -131,6 +170,15 @@ pub struct Progress {
 }
 
 /// The cost of a load.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let stats = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?.report.stats;
+/// assert_eq!(stats.wanted, checkpoint.catalog().data_len());
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     /// Requested bytes.
@@ -158,6 +206,15 @@ pub struct Stats {
 }
 
 /// Statistics of the population of memory. Times are processor times, summed over all threads.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let memory = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?.report.stats.memory;
+/// println!("{} bytes on huge pages, {} on small ones", memory.huge, memory.small);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Bytes populated in huge pages.
@@ -171,6 +228,15 @@ pub struct MemoryStats {
 }
 
 /// The cost of a load to a GPU.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let loaded = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?;
+/// assert!(loaded.report.stats.device.is_none()); // no GPU took part
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceStats {
     /// Time to allocate memory on the GPU, which may overlap with reads.
@@ -192,6 +258,17 @@ pub struct DeviceStats {
 }
 
 /// One read of a load, with the times of its stages since the begin of the load.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let loaded = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?;
+/// for read in &loaded.report.events {
+///     println!("shard {} bytes {:?} in {:?}", read.shard.0, read.range, read.came - read.began);
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadEvent {
     /// The shard.
@@ -211,6 +288,15 @@ pub struct ReadEvent {
 }
 
 /// The report of a load.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let report = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?.report;
+/// println!("{} reads in {:?}", report.stats.reads, report.stats.load);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// The cost.
@@ -220,6 +306,15 @@ pub struct Report {
 }
 
 /// Loaded tensors.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let loaded = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?;
+/// println!("{} {:?}: {} bytes", loaded.dtype(0), loaded.shape(0), loaded.bytes(0).len());
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct LoadedTensors {
     memories: Vec<LoadedBytes>,
@@ -280,6 +375,7 @@ impl Loader {
     /// # Errors
     /// Fails if a part lies outside its tensor or does not end on bytes, or if a type cannot be
     /// cast.
+    #[doc(hidden)]
     pub fn plan(&self, checkpoint: &Checkpoint, requests: &[TensorRequest]) -> Result<Plan> {
         Plan::new(checkpoint.catalog(), requests, &self.config.limits)
             .map_err(|fault| checkpoint.refused(fault))

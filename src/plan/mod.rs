@@ -69,6 +69,22 @@ impl PlanLimits {
 pub(crate) const PAGE: u64 = 4096;
 
 /// A request for a tensor, or for a part of one.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Dtype, Loader, LoaderConfig, TensorRequest};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let tensor = checkpoint.catalog().tensor("transformer.h.0.attn.c_attn.weight").expect("it is there");
+/// // Its first four rows, as BF16.
+/// let request = TensorRequest {
+///     part: Some(vec![0..4, 0..tensor.shape[1]]),
+///     cast: Some(Dtype::Bf16),
+///     ..TensorRequest::whole(tensor.position())
+/// };
+/// let loaded = Loader::new(LoaderConfig::default()).load(&checkpoint, &[request], &mut |_| true)?;
+/// assert_eq!(loaded.shape(0), [4, 36]);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TensorRequest {
     /// Position in the catalog.

@@ -26,6 +26,16 @@ thread_local! {
 }
 
 /// An open virtual file, or a file of the source as it is.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Reader};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let reader = Reader::open(&checkpoint.single_file())?;
+/// let mut header_len = [0; 8];
+/// assert_eq!(reader.read_at(0, &mut header_len)?, 8);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Reader {
     /// `None` for a whole file.
@@ -89,6 +99,7 @@ impl Reader {
     }
 
     /// A reader of `source` as it is.
+    #[doc(hidden)]
     pub fn whole(source: Arc<Source>) -> Reader {
         let len = source.len();
         Reader {
@@ -112,12 +123,14 @@ impl Reader {
     }
 
     /// The sources, in the catalog's order.
+    #[doc(hidden)]
     pub fn sources(&self) -> &[Arc<Source>] {
         &self.sources
     }
 
     /// At the first call, sorts the tensors in other orders than the file's. Meanwhile only the
     /// file's order is available, so that no other thread waits.
+    #[doc(hidden)]
     pub fn sort_orders(&self) {
         let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };
         if !self.sorting.swap(true, Ordering::Relaxed) {
@@ -141,6 +154,7 @@ impl Reader {
     ///
     /// # Errors
     /// The errors of the sources; the content of `buf` is then undefined.
+    #[doc(hidden)]
     pub fn read_cached(&self, engine: &Engine, offset: u64, buf: &mut [u8]) -> Result<bool> {
         self.read_windows(offset, buf, &|reads| engine.read_cached(reads))
     }

@@ -8,6 +8,13 @@ use crate::format::OutputFormat;
 use crate::hash::{Digest, Hasher};
 
 /// The order of the tensors of a file, and the alignment of its data.
+///
+/// ```
+/// use tensorfs::{FileSpec, OutputFormat, TensorOrder};
+///
+/// let spec = FileSpec::single("model.safetensors", OutputFormat::Safetensors);
+/// assert_eq!(spec.order, TensorOrder::Mounted);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorOrder {
     /// The order that mounts show: data begins on a page, and tensors are in the order of the disk
@@ -18,6 +25,16 @@ pub enum TensorOrder {
 }
 
 /// One virtual file of a catalog.
+///
+/// ```
+/// use tensorfs::{Checkpoint, FileSpec, OutputFormat, VirtualFile};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let spec = FileSpec::saved("model.safetensors", OutputFormat::Safetensors);
+/// let file = VirtualFile::new(&checkpoint, spec);
+/// println!("{} bytes as the safetensors package saves it", file.summary()?.len);
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileSpec {
     /// Name of the file.

@@ -14,10 +14,11 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use safetensors::tensor::{Metadata, SafeTensors};
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::open_options::OpenOptions;
-use tensorfs::view::{Files, View};
-use tensorfs::{Dtype, format::safetensors as format};
+use tensorfs::Dtype;
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::format::safetensors as format;
+use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::view::{Files, View};
 
 /// Longer than what an index takes for freshly written.
 const SETTLE: Duration = Duration::from_secs(4);

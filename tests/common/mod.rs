@@ -11,7 +11,7 @@ use std::fs;
 use std::path::Path;
 
 use tensorfs::Dtype;
-use tensorfs::format::safetensors;
+use tensorfs::internal::format::safetensors;
 
 /// A box of a tensor: first index and extent in each dimension.
 #[derive(Clone, Debug, PartialEq, Eq)]

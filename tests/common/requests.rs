@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use tensorfs::Dtype;
-use tensorfs::cast::Cast;
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::plan::{PlanLimits, TensorRequest};
+use tensorfs::internal::cast::Cast;
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::plan::{PlanLimits, TensorRequest};
 
 use super::{Box_, Cut, bytes};
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use nix::libc;
 use proptest::prelude::*;
 use serde_json::Value;
-use tensorfs::device::DeviceRegion;
-use tensorfs::plan::{Plan, TensorRequest};
+use tensorfs::internal::device::DeviceRegion;
+use tensorfs::internal::plan::{Plan, TensorRequest};
 
 use super::common::Cut;
 use super::common::requests::expected;

@@ -1,6 +1,6 @@
 //! Somebody else in the process who uses the driver.
 
-use tensorfs::device::{DeviceRegion, Gpu};
+use tensorfs::internal::device::{DeviceRegion, Gpu};
 
 use super::fake::function;
 

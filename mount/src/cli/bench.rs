@@ -22,11 +22,11 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use serde_json::{Value, json};
-use tensorfs::checkpoint::Tree;
-use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::format::OutputFormat;
-use tensorfs::source::resolve_mount;
-use tensorfs::view::Files;
+use tensorfs::internal::checkpoint::Tree;
+use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::source::resolve_mount;
+use tensorfs::internal::view::Files;
 
 use super::output::{Failure, Outcome, human, print_json, print_text};
 use super::sources::prove_all;
@@ -97,7 +97,7 @@ pub(super) fn run(args: &BenchArgs) -> Outcome {
 
 fn bench(args: &BenchArgs) -> Outcome {
     log::start(0);
-    tensorfs::source::raise_limit();
+    tensorfs::internal::source::raise_limit();
     let options = Options::parse(&args.options, false).map_err(Failure::Usage)?;
     if options.open.view.files == Files::Original {
         return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));

@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use tensorfs::Error;
-use tensorfs::checkpoint::{Checkpoint, Tail, VirtualFile};
-use tensorfs::consolidate;
-use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::format::OutputFormat;
-use tensorfs::reader::Reader;
-use tensorfs::view::FileSpec;
+use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
+use tensorfs::internal::consolidate;
+use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::view::FileSpec;
 
 use super::args::{self, To};
 use super::output::{Failure, Outcome, human, print_json, print_text};

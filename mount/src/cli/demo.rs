@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tensorfs::Dtype;
-use tensorfs::error::{real_name, shown_path};
+use tensorfs::internal::error::{real_name, shown_path};
 
 use super::args;
 use super::output::{Failure, Outcome, human};

@@ -11,7 +11,7 @@ use std::io::IsTerminal;
 
 use clap::builder::styling::{AnsiColor, Style};
 use serde_json::{Value, json};
-use tensorfs::error::shown;
+use tensorfs::internal::error::shown;
 
 use super::args;
 use super::output::{Failure, Outcome, print_bytes, print_json, print_text};

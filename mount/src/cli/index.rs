@@ -1,10 +1,10 @@
 //! `tensorfs index`: shows the indexes of a source, and makes those that are missing.
 
 use serde_json::{Value, json};
-use tensorfs::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
-use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::verify::Recorded;
-use tensorfs::view::Files;
+use tensorfs::internal::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
+use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::verify::Recorded;
+use tensorfs::internal::view::Files;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};

@@ -7,14 +7,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::device::Gpu;
-use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::io::Settings;
-use tensorfs::loader::{
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::device::Gpu;
+use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::io::Settings;
+use tensorfs::internal::loader::{
     CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, MemoryStats, Progress, Report,
 };
-use tensorfs::plan::TensorRequest;
+use tensorfs::internal::plan::TensorRequest;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};

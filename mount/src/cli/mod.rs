@@ -24,7 +24,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
-use tensorfs::error::{real_name, shown};
+use tensorfs::internal::error::{real_name, shown};
 
 use crate::log;
 use args::{Cli, Command};

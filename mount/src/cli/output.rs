@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use serde_json::Value;
 use tensorfs::ErrorKind;
-use tensorfs::error::{is_hidden, shown_lines};
+use tensorfs::internal::error::{is_hidden, shown_lines};
 
 /// The reason why a command failed.
 pub(super) enum Failure {

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tensorfs::Error;
-use tensorfs::catalog::{Piece, Tensor};
-use tensorfs::checkpoint::Checkpoint;
-use tensorfs::error::{real_name, shown, shown_path};
-use tensorfs::strided::StridedCopy;
+use tensorfs::internal::catalog::{Piece, Tensor};
+use tensorfs::internal::checkpoint::Checkpoint;
+use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::strided::StridedCopy;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -70,7 +70,7 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
         let source = shown_path(&args.source.source);
         return Err(Failure::Failed(format!(
             "{source}: no tensor {}",
-            tensorfs::error::quoted(name)
+            tensorfs::internal::error::quoted(name)
         )));
     }
     if args.source.json {
@@ -294,8 +294,8 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
 
 /// A name fit for one line.
 fn printable(name: &str) -> String {
-    if name.is_empty() || name.chars().any(tensorfs::error::is_hidden) {
-        return tensorfs::error::quoted(name);
+    if name.is_empty() || name.chars().any(tensorfs::internal::error::is_hidden) {
+        return tensorfs::internal::error::quoted(name);
     }
     name.to_owned()
 }

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use tensorfs::Dtype;
-use tensorfs::format::safetensors;
+use tensorfs::internal::format::safetensors;
 
 /// Bytes that go to a file at a time.
 const BUFFER_LEN: usize = 1 << 20;

@@ -4,12 +4,12 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use tensorfs::checkpoint::{Checkpoint, FolderId, Set, Tree};
-use tensorfs::error::shown_path;
-use tensorfs::format::OutputFormat;
-use tensorfs::open_options::OpenOptions;
-use tensorfs::source::{MountOrigin, resolve_mount};
-use tensorfs::view::{Files, View};
+use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::source::{MountOrigin, resolve_mount};
+use tensorfs::internal::view::{Files, View};
 
 use super::args;
 use super::output::Failure;
@@ -44,7 +44,7 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
 /// Parses `-o` of a query.
 pub(super) fn query_options(args: &args::SourceArgs) -> Result<Options, Failure> {
     log::start(args.verbose);
-    tensorfs::source::raise_limit();
+    tensorfs::internal::source::raise_limit();
     let mut words = args.options.clone();
     words.extend(index_option(args.index_dir.as_deref()));
     Options::parse(&words, false).map_err(Failure::Usage)

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::unistd::geteuid;
 use serde_json::{Map, Value, json};
-use tensorfs::error::{real_name, shown_path};
-use tensorfs::source::mountinfo::{self, Mount};
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::source::mountinfo::{self, Mount};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};

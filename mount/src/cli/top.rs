@@ -11,8 +11,8 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use serde_json::Value;
-use tensorfs::error::shown_path;
-use tensorfs::source::mountinfo;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::mountinfo;
 
 use super::args;
 use super::output::{Failure, Outcome, print_text};

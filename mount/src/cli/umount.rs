@@ -3,8 +3,8 @@
 use std::io;
 
 use nix::libc;
-use tensorfs::error::shown_path;
-use tensorfs::source::mountinfo;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::mountinfo;
 
 use super::args;
 use super::output::{Failure, Outcome};

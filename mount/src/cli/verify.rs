@@ -9,10 +9,12 @@ use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
-use tensorfs::checkpoint::{Checkpoint, FolderId, Tail, Tree};
-use tensorfs::error::{real_name, shown, shown_lines, shown_path};
-use tensorfs::source::CopyMode;
-use tensorfs::verify::{Recorded, ShardPlace, Task, Verified, bytes_to_read, manifest, verify};
+use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Tail, Tree};
+use tensorfs::internal::error::{real_name, shown, shown_lines, shown_path};
+use tensorfs::internal::source::CopyMode;
+use tensorfs::internal::verify::{
+    Recorded, ShardPlace, Task, Verified, bytes_to_read, manifest, verify,
+};
 use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};

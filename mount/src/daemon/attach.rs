@@ -17,7 +17,7 @@ use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
-use tensorfs::error::shown_path;
+use tensorfs::internal::error::shown_path;
 
 use crate::options::{Options, escape};
 

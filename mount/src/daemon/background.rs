@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::unistd::setsid;
-use tensorfs::error::shown_path;
+use tensorfs::internal::error::shown_path;
 
 use super::stalled::unless_stalled;
 use super::{ending, inherited, session};
@@ -99,7 +99,7 @@ pub(crate) fn run(
     if is_child {
         inherited::restore_ignored();
     }
-    tensorfs::source::raise_limit();
+    tensorfs::internal::source::raise_limit();
     options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
     let log_file = options.log.clone();
     if let Some(file) = &log_file {

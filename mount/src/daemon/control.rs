@@ -12,8 +12,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
-use tensorfs::error::{real_name, shown_path};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::sync::Mutex;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};

@@ -12,8 +12,8 @@ use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use sd_notify::NotifyState;
-use tensorfs::error::shown_path;
-use tensorfs::sync::Mutex;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::sync::Mutex;
 
 use super::{control, place};
 use crate::log;

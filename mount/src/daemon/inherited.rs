@@ -7,7 +7,7 @@ use std::os::fd::{BorrowedFd, RawFd};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::sync::Mutex;
 
 /// Signals that a caller may have ignored, as nohup and shells do.
 const IGNORABLE: [Signal; 8] = [

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
-use tensorfs::error::shown_path;
-use tensorfs::source::mountinfo::{self, Mount};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::mountinfo::{self, Mount};
 
 use super::attach::{self, Detach};
 

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use fuser::{Config, INodeNo, Session, SessionACL};
 use nix::libc;
 use nix::unistd::{getegid, geteuid};
-use tensorfs::checkpoint::Tree;
-use tensorfs::error::{real_name, shown_path};
-use tensorfs::open_options::OpenOptions;
-use tensorfs::source::{mountinfo, resolve_mount};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::checkpoint::Tree;
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::source::{mountinfo, resolve_mount};
+use tensorfs::internal::sync::Mutex;
 
 use super::attach::{self, Attached, Detach};
 use super::control::{self, Control};

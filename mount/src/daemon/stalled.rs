@@ -12,7 +12,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Usage, UsageWho, getrusage};
 use nix::sys::signal::{SigSet, SigmaskHow};
-use tensorfs::format::names::is_weights;
+use tensorfs::internal::format::names::is_weights;
 
 /// Arguments that make a process the probe of the path that comes after them.
 const PROBE: [&str; 3] = ["internal", "probe-path", "--"];

@@ -20,8 +20,8 @@ use fuser::{
     Request,
 };
 use tensorfs::Error;
-use tensorfs::source::Identity;
-use tensorfs::sync::{Mutex, RwLock};
+use tensorfs::internal::source::Identity;
+use tensorfs::internal::sync::{Mutex, RwLock};
 use tracing::{Span, trace_span};
 
 use super::attributes::{self, Common};

@@ -3,8 +3,8 @@
 
 use std::path::PathBuf;
 
-use tensorfs::checkpoint::{Content, Tree};
-use tensorfs::source::XATTR_SOURCE;
+use tensorfs::internal::checkpoint::{Content, Tree};
+use tensorfs::internal::source::XATTR_SOURCE;
 
 use super::access;
 use super::inodes::Nodes;

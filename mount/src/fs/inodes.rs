@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorfs::checkpoint::{Content, ERROR_FILE, FolderId, MountEntry, Set, Tail, Tree};
-use tensorfs::error::{real_name, shown_path};
-use tensorfs::sync::{Mutex, RwLock};
+use tensorfs::internal::checkpoint::{Content, ERROR_FILE, FolderId, MountEntry, Set, Tail, Tree};
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::sync::{Mutex, RwLock};
 use tensorfs::{Error, ErrorKind, Fault, Result};
 
 use super::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};

@@ -6,13 +6,13 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
-use tensorfs::cache::OnStorm;
-use tensorfs::cache::verify_on_read::ChecksumGate;
-use tensorfs::checkpoint::{Content, FolderId, MountEntry, Tree};
-use tensorfs::format::{manifest, names};
-use tensorfs::reader::Reader;
-use tensorfs::source::{Identity, LocalFile, Source};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::cache::OnStorm;
+use tensorfs::internal::cache::verify_on_read::ChecksumGate;
+use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Tree};
+use tensorfs::internal::format::{manifest, names};
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::source::{Identity, LocalFile, Source};
+use tensorfs::internal::sync::Mutex;
 use tensorfs::{Error, Result};
 
 use super::open_file::{Current, OpenContent, OpenFile, open_file};

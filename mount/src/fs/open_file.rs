@@ -6,11 +6,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tensorfs::cache::{Cache, CachedFile, OnStorm};
-use tensorfs::checkpoint::Content;
-use tensorfs::reader::Reader;
-use tensorfs::source::{Pin, Source};
-use tensorfs::sync::RwLock;
+use tensorfs::internal::cache::{Cache, CachedFile, OnStorm};
+use tensorfs::internal::checkpoint::Content;
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::source::{Pin, Source};
+use tensorfs::internal::sync::RwLock;
 use tensorfs::{Error, Result};
 
 use crate::serve::blocking::BlockingPool;

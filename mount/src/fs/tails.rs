@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use tensorfs::checkpoint::{FolderId, Proved, Tail, Tree};
-use tensorfs::error::shown_path;
-use tensorfs::sync::Mutex;
-use tensorfs::view::Files;
+use tensorfs::internal::checkpoint::{FolderId, Proved, Tail, Tree};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::view::Files;
 
 /// Sets that `status` names.
 const NAMED_MAX: usize = 20;

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::sync::Arc;
 
-use tensorfs::cache::verify_on_read::ChecksumGate;
-use tensorfs::checkpoint::{Content, FolderId, MountEntry, Proved, Tree};
-use tensorfs::error::shown_path;
-use tensorfs::verify::Recorded;
+use tensorfs::internal::cache::verify_on_read::ChecksumGate;
+use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Proved, Tree};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::verify::Recorded;
 
 /// The gates of the files that a folder shows, by name.
 pub(crate) type ChecksumGates = HashMap<OsString, Arc<ChecksumGate>>;

@@ -1,6 +1,6 @@
 //! One line of the log.
 
-use tensorfs::error::shown;
+use tensorfs::internal::error::shown;
 
 /// Longest line, in bytes: a message may quote names of any length.
 pub(super) const LINE_MAX: usize = 16 << 10;

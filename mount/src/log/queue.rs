@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 
-use tensorfs::error::shown_path;
-use tensorfs::sync::{Condvar, Mutex};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::sync::{Condvar, Mutex};
 
 use super::line::Line;
 use super::output::{Destination, Output};

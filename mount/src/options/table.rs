@@ -6,8 +6,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tensorfs::cache::BUDGET_MIN;
-use tensorfs::words::UnknownWord;
+use tensorfs::internal::cache::BUDGET_MIN;
+use tensorfs::internal::words::UnknownWord;
 
 use super::{CACHE_DEFAULT, IndexDir, Options, size};
 

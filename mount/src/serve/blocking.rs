@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorfs::counters::Counters;
-use tensorfs::error::shown_path;
-use tensorfs::io::{Deadlines, NextLook, PerSourceLimiter};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::counters::Counters;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::io::{Deadlines, NextLook, PerSourceLimiter};
+use tensorfs::internal::sync::Mutex;
 use tracing::Span;
 
 /// Most threads for one file, so that a stalled file takes no more.

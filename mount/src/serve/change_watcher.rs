@@ -11,9 +11,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use nix::poll::PollTimeout;
-use tensorfs::error::shown_path;
-use tensorfs::source::{QueueKey, Source};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::{QueueKey, Source};
+use tensorfs::internal::sync::Mutex;
 
 use super::blocking::offload;
 use super::file_events::{self, FileEvents, FileWatch};

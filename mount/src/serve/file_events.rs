@@ -13,8 +13,8 @@ use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
-use tensorfs::source::WriteWitness;
-use tensorfs::sync::Mutex;
+use tensorfs::internal::source::WriteWitness;
+use tensorfs::internal::sync::Mutex;
 
 /// `F_SETSIG` of fcntl(2), which libc does not name.
 const F_SETSIG: libc::c_int = 10;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::{SysconfVar, sysconf};
 use serde_json::{Value, json};
-use tensorfs::error::shown_path;
+use tensorfs::internal::error::shown_path;
 
 use crate::options::Options;
 

@@ -8,9 +8,9 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 
-use tensorfs::cache::verify_on_read::ChecksumGate;
-use tensorfs::cache::{Cache, CachedFile, OnStorm};
-use tensorfs::counters::Counters;
+use tensorfs::internal::cache::verify_on_read::ChecksumGate;
+use tensorfs::internal::cache::{Cache, CachedFile, OnStorm};
+use tensorfs::internal::counters::Counters;
 
 use super::change_watcher::{Forget, Watcher};
 

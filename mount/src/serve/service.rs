@@ -10,12 +10,12 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use nix::unistd::geteuid;
 use serde_json::{Value, json};
-use tensorfs::cache::verify_on_read::{Checker, ChecksumGate};
-use tensorfs::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
-use tensorfs::counters::Counters;
-use tensorfs::error::real_name;
-use tensorfs::io::{Budget, DirectIo, Engine, Settings};
-use tensorfs::sync::Mutex;
+use tensorfs::internal::cache::verify_on_read::{Checker, ChecksumGate};
+use tensorfs::internal::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
+use tensorfs::internal::counters::Counters;
+use tensorfs::internal::error::real_name;
+use tensorfs::internal::io::{Budget, DirectIo, Engine, Settings};
+use tensorfs::internal::sync::Mutex;
 
 use super::assemble::Assembler;
 use super::blocking::BlockingPool;

@@ -194,6 +194,18 @@ impl fmt::Debug for Region {
 }
 
 /// Filled memory; clones share its bytes.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Loader, LoaderConfig};
+///
+/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+/// let loaded = Loader::new(LoaderConfig::default()).load_all(&checkpoint)?;
+/// let (memory, range) = loaded.place(0);
+/// // A clone keeps the bytes alive without the other tensors' records.
+/// let memory = memory.clone();
+/// assert_eq!(&memory[range], loaded.bytes(0));
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct LoadedBytes(Arc<Region>);
 

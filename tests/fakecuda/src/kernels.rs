@@ -1,7 +1,7 @@
 //! Kernels: a reference for each, found by its name.
 
 use tensorfs::Dtype;
-use tensorfs::cast::Cast;
+use tensorfs::internal::cast::Cast;
 
 /// A kernel `NAME(const void* from, void* to, unsigned long long elements)`.
 #[derive(Clone, Copy, Debug)]

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use bintensors::BinTensors;
 use libfuzzer_sys::fuzz_target;
-use tensorfs::error::{ErrorKind, Fault};
-use tensorfs::format::bintensors::{encode, number_of, parse, parse_file};
-use tensorfs::format::safetensors::{Entry, Header, PREFIX_LEN};
+use tensorfs::internal::error::{ErrorKind, Fault};
+use tensorfs::internal::format::bintensors::{encode, number_of, parse, parse_file};
+use tensorfs::internal::format::safetensors::{Entry, Header, PREFIX_LEN};
 
 /// Largest file built for the reference implementation, in bytes.
 const FILE_LEN_MAX: u64 = 1 << 16;

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorfs::index::{ChunkHasher, Sums};
+use tensorfs::internal::index::{ChunkHasher, Sums};
 
 fuzz_target!(|data: &[u8]| {
     assert!(Sums::decode(data).is_err() || data.len() >= 40);

@@ -8,9 +8,11 @@ use std::collections::BTreeMap;
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 use tensorfs::Dtype;
-use tensorfs::error::ErrorKind;
-use tensorfs::format::dcp::{NotePlacement, SHARDING_INFO, VERSION, is_shard, placements};
-use tensorfs::format::safetensors::{Entry, Header};
+use tensorfs::internal::error::ErrorKind;
+use tensorfs::internal::format::dcp::{
+    NotePlacement, SHARDING_INFO, VERSION, is_shard, placements,
+};
+use tensorfs::internal::format::safetensors::{Entry, Header};
 
 fuzz_target!(|data: &[u8]| {
     let Some((choice, note)) = data.split_first_chunk::<4>() else { return };

@@ -6,7 +6,7 @@
 use std::cmp::Ordering;
 
 use libfuzzer_sys::fuzz_target;
-use tensorfs::format::names::{
+use tensorfs::internal::format::names::{
     SUFFIX, is_dcp_shard, is_weights, natural_cmp, numbered, weight_map_output,
 };
 

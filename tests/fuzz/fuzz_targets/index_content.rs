@@ -4,12 +4,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorfs::catalog::{Catalog, Piece};
-use tensorfs::error::ErrorKind;
-use tensorfs::format::OutputFormat;
-use tensorfs::index::Index;
-use tensorfs::layout::{Extent, Layout};
-use tensorfs::view::FileSpec;
+use tensorfs::internal::catalog::{Catalog, Piece};
+use tensorfs::internal::error::ErrorKind;
+use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::index::Index;
+use tensorfs::internal::layout::{Extent, Layout};
+use tensorfs::internal::view::FileSpec;
 
 /// Why what is believed may still not be shown as one file.
 const REFUSALS: [ErrorKind; 4] = [

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorfs::format::manifest::{Reference, encode};
+use tensorfs::internal::format::manifest::{Reference, encode};
 
 fuzz_target!(|data: &[u8]| {
     check(data);

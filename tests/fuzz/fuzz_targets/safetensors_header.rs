@@ -9,8 +9,8 @@ use std::io::Read;
 use libfuzzer_sys::fuzz_target;
 use safetensors::SafeTensors;
 use serde_json::Value;
-use tensorfs::error::{ErrorKind, Fault};
-use tensorfs::format::safetensors::{Header, PREFIX_LEN, encode};
+use tensorfs::internal::error::{ErrorKind, Fault};
+use tensorfs::internal::format::safetensors::{Header, PREFIX_LEN, encode};
 
 /// Largest file built for the reference implementation, in bytes.
 const FILE_LEN_MAX: u64 = 1 << 16;

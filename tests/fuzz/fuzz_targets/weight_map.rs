@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
-use tensorfs::format::weight_map::WeightMap;
+use tensorfs::internal::format::weight_map::WeightMap;
 
 const OUTPUT: &str = "model.safetensors";
 

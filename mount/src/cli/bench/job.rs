@@ -17,7 +17,7 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::libc;
 use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
-use tensorfs::format::safetensors::{Header, PREFIX_LEN};
+use tensorfs::internal::format::safetensors::{Header, PREFIX_LEN};
 
 use super::args::{BenchArgs, Pattern};
 use super::make;

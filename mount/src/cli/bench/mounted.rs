@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
-use tensorfs::error::{real_name, shown_path};
-use tensorfs::source::mountinfo;
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::source::mountinfo;
 
 use super::worker::{Trouble, check_stopped, wait};
 use crate::cli::status;
@@ -197,7 +197,7 @@ fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, U
         command.arg("-o").arg(format!("log={}", escape(&real_name(&log))));
     }
     // A temporary checkpoint needs no index in the cache of the user; `-o index-dir=` wins.
-    command.env(tensorfs::index::STORE_VARIABLE, "none");
+    command.env(tensorfs::internal::index::STORE_VARIABLE, "none");
     command.arg("--").arg(source).arg(target).stdin(Stdio::null()).stdout(Stdio::null());
     // The child gets its own process group, so that only the bench receives Ctrl-C.
     let child = command.stderr(File::create(home.join("stderr"))?).process_group(0).spawn()?;

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 
 use nix::unistd::{geteuid, sync};
-use tensorfs::io::cached_pages;
+use tensorfs::internal::io::cached_pages;
 
 use super::args::Evict;
 use super::job;

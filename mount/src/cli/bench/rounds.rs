@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
-use tensorfs::error::real_name;
+use tensorfs::internal::error::real_name;
 
 use super::args::{CacheState, Case};
 use super::mounted::Mounted;

@@ -4,7 +4,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use tensorfs::error::shown_path;
+use tensorfs::internal::error::shown_path;
 
 use super::space_free;
 use super::worker::Trouble;

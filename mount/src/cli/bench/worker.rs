@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use tensorfs::error::shown_path;
+use tensorfs::internal::error::shown_path;
 
 use super::args::Pattern;
 use super::{job, python};

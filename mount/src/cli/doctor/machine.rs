@@ -67,7 +67,7 @@ impl ProcStatus {
 
 fn io_uring() -> Check {
     let name = "io_uring";
-    let Err(e) = tensorfs::io::probe_uring() else {
+    let Err(e) = tensorfs::internal::io::probe_uring() else {
         return Check::ok(name, "a ring could be set up: local sources are read by it");
     };
     let disabled = kernel::read(Path::new("/proc/sys/kernel/io_uring_disabled")).unwrap_or(0);
@@ -82,7 +82,7 @@ fn io_uring() -> Check {
 
 fn cachestat() -> Check {
     let name = "cachestat";
-    let Err(e) = tensorfs::io::probe_cachestat() else {
+    let Err(e) = tensorfs::internal::io::probe_cachestat() else {
         return Check::ok(name, "answers: what is cached is known of files that you may write to");
     };
     let found = format!("refused ({}): mincore tells of your own files only", kernel::reason(&e));

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use tensorfs::error::shown_path;
-use tensorfs::source::mountinfo;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::mountinfo;
 
 use super::Check;
 use crate::daemon::attach::{self, Attached, Detach};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use sha2::{Digest, Sha256};
-use tensorfs::reader::Reader;
+use tensorfs::internal::reader::Reader;
 
 use super::entry::CopyFailure;
 use super::folder::Partial;

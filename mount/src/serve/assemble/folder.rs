@@ -14,9 +14,9 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FlockArg};
 use nix::libc;
-use tensorfs::atomic_file::{TemporaryFile, sync_folder};
-use tensorfs::error::shown_path;
-use tensorfs::source::FileSystem;
+use tensorfs::internal::atomic_file::{TemporaryFile, sync_folder};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::FileSystem;
 
 use super::entry::CopyFailure;
 use super::record::{Record, Stamp};

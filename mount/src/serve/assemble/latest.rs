@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorfs::sync::{Condvar, Mutex};
+use tensorfs::internal::sync::{Condvar, Mutex};
 
 /// A query that runs on its own thread.
 pub(super) struct Latest<T> {

@@ -25,9 +25,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 use tensorfs::Error;
-use tensorfs::error::shown_path;
-use tensorfs::reader::Reader;
-use tensorfs::sync::{Condvar, Mutex};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::sync::{Condvar, Mutex};
 
 use entry::{CopyEntry, CopyFailure, Stage};
 use folder::{CopyFolder, Partial};

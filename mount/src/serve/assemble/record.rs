@@ -7,8 +7,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tensorfs::reader::Reader;
-use tensorfs::source::Source;
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::source::Source;
 
 /// Version of the record's format. Other versions are not read.
 const FORMAT: u64 = 1;

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use tensorfs::format::safetensors;
+use tensorfs::internal::format::safetensors;
 use tensorfs::{Checkpoint, Dtype};
 
 use super::*;

@@ -45,12 +45,20 @@ impl<K: Eq + Hash> PerSourceLimiter<K> {
         self.total < self.total_max
     }
 
+    /// Whether `key` holds less than its share, however much all hold.
+    pub fn has_share_for<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> bool
+    where
+        K: Borrow<Q>,
+    {
+        self.held(key) < self.each_max
+    }
+
     /// Whether `key` may take more.
     pub fn has_room_for<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> bool
     where
         K: Borrow<Q>,
     {
-        self.has_room() && self.held(key) < self.each_max
+        self.has_room() && self.has_share_for(key)
     }
 
     /// The amount that `key` holds.
@@ -99,6 +107,7 @@ mod tests {
         assert!(!limiter.has_room_for("a") && limiter.has_room_for("b"));
         limiter.take("b", 1);
         assert!(!limiter.has_room_for("b") && !limiter.has_room());
+        assert!(limiter.has_share_for("b") && !limiter.has_share_for("a"));
         limiter.give_back("a", 2);
         assert_eq!((limiter.held("a"), limiter.total()), (0, 1));
         assert!(limiter.has_room_for("a") && limiter.held.len() == 1);

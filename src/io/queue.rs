@@ -253,7 +253,8 @@ impl FetchQueue {
         let Some(of_source) = self.sources.get_mut(&key) else {
             return;
         };
-        let may_send = self.sent.has_room_for(&key) && self.stuck.has_room_for(&key);
+        // Only the shares of this source: the room of the device changes without a refresh.
+        let may_send = self.sent.has_share_for(&key) && self.stuck.has_share_for(&key);
         for priority in 0..self.ready.len() {
             let first = of_source.queued[priority].first().copied().filter(|_| may_send);
             let before = std::mem::replace(&mut of_source.ready[priority], first);

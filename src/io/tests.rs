@@ -306,6 +306,20 @@ fn more_fetches_than_can_be_sent_at_a_time_all_come_however_they_are_read() {
 }
 
 #[test]
+fn a_source_whose_first_read_comes_while_the_device_is_full_is_read_once_there_is_room() {
+    let (mut queue, _sources, budget, folder, _) = queue_of(SENT_MAX, 1);
+    let now = Instant::now();
+    let jobs: Vec<_> = std::iter::from_fn(|| queue.pick(now)).collect();
+    assert_eq!(jobs.len(), SENT_MAX);
+    let late = file(&folder, "late", b"x").1;
+    let id = queue.push(fetch(&late, 0..1, Priority::Demand, &budget).0, now);
+    assert!(!queue.has_work() && queue.pick(now).is_none());
+    drop(queue.finish(jobs[0].id));
+    assert!(queue.has_work());
+    assert_eq!(queue.pick(now).map(|job| job.id), Some(id));
+}
+
+#[test]
 fn a_callback_that_panics_ends_neither_its_thread_nor_the_engine() {
     let folder = tempfile::tempdir().unwrap();
     let contents = bytes(100_000, 1);

@@ -152,6 +152,12 @@ impl Heads {
         Heads { keeps_notes: false, ..Heads::default() }
     }
 
+    /// Adds the description of a shard whose format has no sharding notes: a key of that name is
+    /// the user's own.
+    pub fn add_without_note(self: &Arc<Self>, shard: ShardDescription) -> Head {
+        self.push(shard, None)
+    }
+
     /// Adds the description of a shard.
     pub fn add(self: &Arc<Self>, mut shard: ShardDescription) -> Head {
         let placed = dcp::is_shard(shard.metadata.as_ref()).then(|| {

@@ -48,7 +48,7 @@ impl Unread {
         Ok(Unread { source, detected })
     }
 
-    /// Length of its header in bytes, 0 if it has no valid one.
+    /// Length of its description in bytes, with the prefix; 0 if it has no valid one.
     pub(super) fn description_len(&self) -> u64 {
         self.detected.as_ref().map_or(0, |detected| detected.description_len)
     }
@@ -61,7 +61,11 @@ impl Unread {
         };
         let parsed = parse(&self.source, detected)?;
         self.source.check()?;
-        Ok(parsed.map(|(description, hash)| (Arc::new(heads.add(description)), hash)))
+        let add = |description| match detected.format {
+            InputFormat::Bintensors => heads.add_without_note(description),
+            InputFormat::Safetensors => heads.add(description),
+        };
+        Ok(parsed.map(|(description, hash)| (Arc::new(add(description)), hash)))
     }
 }
 
@@ -202,13 +206,13 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     if source.len() > max {
         let len = source.len();
         let message = format!("has {len} bytes, more than the {max} that such a file may have");
-        return Err(Error::refused(path, Fault::new(ErrorKind::IndexJson, message)));
+        return Err(Error::refused(path, Fault::new(ErrorKind::WeightMap, message)));
     }
     let mut text = vec![0; TEXT_SNIFF_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
     // A text with another first character is no JSON object, so the rest is not read.
     if !text.trim_ascii_start().is_empty() && !text.trim_ascii_start().starts_with(b"{") {
-        let fault = Fault::new(ErrorKind::IndexJson, "expected a JSON object");
+        let fault = Fault::new(ErrorKind::WeightMap, "expected a JSON object");
         return Err(Error::refused(path, fault));
     }
     let sniffed = text.len();

@@ -310,7 +310,8 @@ class OddMetadata(TestCase):
                 self.assertEqual((m.path / "a.bt").read_bytes(), source.read_bytes())
 
     def test_metadata_that_is_empty_or_about_shards_is_kept_as_it_is(self):
-        for number, metadata in enumerate(({}, {"DCP_SHARDING_INFO": "xx", "format": "pt"})):
+        plain_note = {"DCP_SHARDING_INFO": '{"w":{"saved_offsets":[0]}}', "DCP_VERSION": "1.0"}
+        for number, metadata in enumerate(({}, {"DCP_SHARDING_INFO": "xx", "format": "pt"}, plain_note)):
             source = self.write(f"{number}.bt", {"w": b"1234"}, metadata)
             again, other = self.tmp / f"again{number}.bt", self.tmp / f"{number}.safetensors"
             outcome = tensorfs("convert", source, again, "--to", "bintensors")

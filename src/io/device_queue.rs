@@ -73,7 +73,7 @@ pub(super) struct DeviceQueue {
     /// Most threads that answer reads of `State::over` at a time.
     answering_max: usize,
     pub(super) state: Mutex<State>,
-    /// Wakes threads of the pool when there is work or the lane is closed.
+    /// Wakes threads of the pool when there is work or the queue is closed.
     work: Condvar,
 }
 
@@ -131,7 +131,7 @@ enum RingState {
     On { waker: Arc<Waker>, asleep: bool },
     /// The ring is unavailable, for this reason.
     Off(String),
-    /// The lane never uses a ring.
+    /// The queue never uses a ring.
     #[default]
     Never,
 }
@@ -243,7 +243,7 @@ impl DeviceQueue {
     }
 
     /// Hands a read of the ring's thread to the pool. A read through the page cache waits and
-    /// copies, and the ring's thread serves all reads of the lane.
+    /// copies, and the ring's thread serves all reads of the queue.
     pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
         self.state.lock().handed.push_back((id, transfer));
         if !self.call_pool() {
@@ -317,6 +317,8 @@ impl DeviceQueue {
 
     /// The ring is set up, and `waker` wakes its thread: reads go there from now on.
     pub(super) fn ring_begins(&self, waker: Arc<Waker>) {
+        // This thread exists once: `tensorfs bench` tells its processor time from the pool's.
+        let _ = nix::sys::prctl::set_name(c"tensorfs-ring");
         let mut state = self.state.lock();
         state.ring = RingState::On { waker, asleep: false };
         state.busy += 1;
@@ -361,7 +363,7 @@ impl DeviceQueue {
         self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
     }
 
-    /// Handles a thread that could not be started. If the lane has another thread, that does the
+    /// Handles a thread that could not be started. If the queue has another thread, that does the
     /// work.
     fn thread_failed(&self, e: &io::Error) {
         let mut state = self.state.lock();

@@ -63,7 +63,7 @@ pub enum ErrorKind {
     /// The file starts with a zip archive.
     ZipPrefix,
     /// The weight map is not JSON of the expected form.
-    IndexJson,
+    WeightMap,
     /// The weight map names something that is not a plain `*.safetensors` file name.
     UnsafePath,
     /// A shard is absent or not a regular file.
@@ -127,7 +127,7 @@ impl ErrorKind {
             ErrorKind::DataTrailing => "data_trailing",
             ErrorKind::LfsPointer => "lfs_pointer",
             ErrorKind::ZipPrefix => "zip_prefix",
-            ErrorKind::IndexJson => "index_json",
+            ErrorKind::WeightMap => "index_json",
             ErrorKind::UnsafePath => "unsafe_path",
             ErrorKind::ShardMissing => "shard_missing",
             ErrorKind::TensorMissing => "tensor_missing",

@@ -92,7 +92,8 @@ impl StridedCopy {
     /// The runs of a piece, which follow each other in the source, in its tensor: the piece is the
     /// box at `offset` of extent `piece` in a tensor of extent `tensor`.
     ///
-    /// # Errors The errors of `new`.
+    /// # Errors
+    /// The errors of `new`.
     pub fn of_piece(
         tensor: &[u64],
         offset: &[u64],

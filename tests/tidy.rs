@@ -105,7 +105,7 @@ const CRATE_HOMES: &[(&str, &[&str])] = &[
     ("fuser", &["mount/src/fs/", "mount/src/daemon/session.rs"]),
     ("cudarc", &["src/device/cuda.rs"]),
     ("io_uring", &["src/io/uring.rs"]),
-    ("bincode", &["src/index.rs", "src/index/", "src/format/bintensors.rs"]),
+    ("bincode", &["src/index/", "src/format/bintensors.rs"]),
     ("lru", &["src/cache.rs", "python/src/loading.rs"]),
 ];
 
@@ -121,7 +121,7 @@ const PURE: &[&str] = &[
     "view",
     "open_options",
     "layout",
-    "gather",
+    "strided",
     "plan",
     "prefetch",
     "walk",

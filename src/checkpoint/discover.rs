@@ -288,7 +288,7 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
         let name = misfit.name.to_str()?;
         let output = names::weight_map_output(name)?;
         let message = format!("is {}; {}", misfit.why.text(), misfit.why.advice());
-        let fault = Fault::new(ErrorKind::IndexJson, message).in_file(name);
+        let fault = Fault::new(ErrorKind::WeightMap, message).in_file(name);
         let parsed = Err(Error::refused(&folder.path, fault));
         Some(MapFile { name: name.to_owned(), output, names: BTreeSet::new(), parsed })
     });
@@ -314,7 +314,7 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
     }
     if let [_, second, ..] = map_names.as_slice() {
         let message = format!("names shards of one DCP checkpoint, and so does {}", map_names[0]);
-        let fault = Fault::new(ErrorKind::IndexJson, message).in_file(second);
+        let fault = Fault::new(ErrorKind::WeightMap, message).in_file(second);
         set.refused = Some(Error::refused(&folder.path, fault));
     }
     set
@@ -423,7 +423,7 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
                 if loser.kind == SetKind::Bintensors && winner.kind != SetKind::Bintensors {
                     "safetensors goes before bintensors"
                 } else if winner.kind == SetKind::Single || loser.kind == SetKind::Single {
-                    "choose with -o prefer=file|index"
+                    "choose with -o prefer=file|shards"
                 } else {
                     "one name, one set"
                 },

@@ -82,7 +82,7 @@ impl Tree {
 }
 
 impl<'a> FolderIndex<'a> {
-    /// The index of `folder`, `None` if the view keeps no indexes.
+    /// The index of `folder`, `None` if the options name no folder for indexes.
     pub(super) fn of(tree: &'a Tree, folder: &'a Folder) -> Option<FolderIndex<'a>> {
         let store = IndexStore::new(tree.options.index.clone()?);
         Some(FolderIndex { store, tree, folder, started: now() })

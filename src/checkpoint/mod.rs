@@ -78,7 +78,7 @@ pub struct Checkpoint {
     pub name: String,
     /// The reason why its files are a set.
     pub kind: SetKind,
-    /// OutputFormat of its virtual files.
+    /// Format of its virtual files.
     pub format: OutputFormat,
     /// The folder of its files.
     pub directory: PathBuf,

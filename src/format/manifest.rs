@@ -66,7 +66,7 @@ impl Reference {
         struct Probe {
             format: Option<serde_json::Value>,
         }
-        let probe: Probe = object(text, ErrorKind::IndexJson)?;
+        let probe: Probe = object(text, ErrorKind::WeightMap)?;
         if probe.format.is_some() {
             return Reference::parse_manifest(text);
         }
@@ -77,10 +77,10 @@ impl Reference {
     }
 
     fn parse_manifest(text: &[u8]) -> Result<Reference, Fault> {
-        let json: ManifestJson = object(text, ErrorKind::IndexJson)?;
+        let json: ManifestJson = object(text, ErrorKind::WeightMap)?;
         if json.format != FORMAT || json.version != 1 {
             return Err(Fault::new(
-                ErrorKind::IndexJson,
+                ErrorKind::WeightMap,
                 format!(
                     "format {} version {}, expected `{FORMAT}` version 1",
                     quoted(&json.format),

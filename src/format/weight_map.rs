@@ -193,10 +193,10 @@ impl WeightMap {
     pub fn parse(text: &[u8]) -> Result<WeightMap, Fault> {
         // The text is read directly into columns. If that fails, the strict map decides and words
         // the error.
-        let json: WeightMapJson<ShardOf> = match object(text, ErrorKind::IndexJson) {
+        let json: WeightMapJson<ShardOf> = match object(text, ErrorKind::WeightMap) {
             Ok(json) => json,
             Err(_) => {
-                let strict: WeightMapJson<UniqueMap<String>> = object(text, ErrorKind::IndexJson)?;
+                let strict: WeightMapJson<UniqueMap<String>> = object(text, ErrorKind::WeightMap)?;
                 let weight_map = strict.weight_map.0.into_iter().collect();
                 WeightMapJson { metadata: strict.metadata, weight_map }
             }
@@ -205,12 +205,12 @@ impl WeightMap {
             None | Some(Value::Null) => Map::new(),
             Some(Value::Object(map)) => map,
             Some(_) => {
-                return Err(Fault::new(ErrorKind::IndexJson, "`metadata` is not an object"));
+                return Err(Fault::new(ErrorKind::WeightMap, "`metadata` is not an object"));
             }
         };
         let shard_of = json.weight_map;
         if shard_of.is_empty() {
-            return Err(Fault::new(ErrorKind::IndexJson, "`weight_map` names no tensor"));
+            return Err(Fault::new(ErrorKind::WeightMap, "`weight_map` names no tensor"));
         }
         if shard_of.files.iter().any(|file| check_shard_name(file).is_err()) {
             for (tensor, file) in shard_of.iter() {

@@ -63,7 +63,7 @@ pub(super) struct Columns<'a> {
     /// By piece: bytes from the end of the piece before it in this shard (from the end of its
     /// description), zigzag-coded.
     distances: Numbers<'a>,
-    /// Further copies: tensor, shard, box as in `piece_cuts`, first byte.
+    /// Further copies: tensor, shard, box as in `piece_boxes`, first byte.
     replicas: List<(u32, u32, u32, u64)>,
 }
 

@@ -95,7 +95,8 @@ impl LoadedDevice {
 
     /// The bytes of request `number`, copied back to the host.
     ///
-    /// # Errors The driver's errors.
+    /// # Errors
+    /// The driver's errors.
     pub fn bytes(&self, number: usize) -> Result<Vec<u8>> {
         let place = self.place(number);
         let mut bytes = vec![0; place.len as usize];

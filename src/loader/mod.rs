@@ -434,7 +434,8 @@ impl Loader {
 
     /// Loads all tensors of `checkpoint`, in the catalog's order.
     ///
-    /// # Errors The errors of `load`.
+    /// # Errors
+    /// The errors of `load`.
     pub fn load_all(&self, checkpoint: &Checkpoint) -> Result<LoadedTensors> {
         let requests: Vec<TensorRequest> =
             (0..checkpoint.catalog().len()).map(TensorRequest::whole).collect();

@@ -102,6 +102,11 @@ impl FileSystem {
         REMOTE.iter().any(|(magic, _)| *magic == self.magic)
     }
 
+    /// Whether the kernel told which file system it is.
+    pub fn is_known(self) -> bool {
+        self.magic != 0
+    }
+
     /// Whether stores to its files through mappings update their times.
     pub fn notes_stores(self) -> bool {
         ![TMPFS, RAMFS].contains(&self.magic)

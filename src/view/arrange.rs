@@ -39,7 +39,7 @@ pub enum TensorOrder {
 pub struct FileSpec {
     /// Name of the file.
     pub name: String,
-    /// OutputFormat of the file.
+    /// Format of the file.
     pub format: OutputFormat,
     /// Order of its tensors.
     pub order: TensorOrder,

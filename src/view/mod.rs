@@ -67,7 +67,7 @@ words!(MapPolicy { Rewrite = "rewrite", Hide = "hide" });
 pub struct View {
     /// How the tensors become files.
     pub files: Files,
-    /// OutputFormat of virtual files.
+    /// Format of virtual files.
     pub format: OutputFormat,
     /// How the weight map is shown.
     pub map: MapPolicy,

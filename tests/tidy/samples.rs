@@ -176,7 +176,7 @@ fn crate_outside_its_home_is_flagged() {
 fn crate_in_its_home_and_words_spelled_like_a_crate_pass() {
     for (path, text) in [
         ("mount/src/fs/adapter.rs", "use fuser::Filesystem;"),
-        ("src/index.rs", "use bincode::config;"),
+        ("src/index/mod.rs", "use bincode::config;"),
         ("src/index/encode.rs", "use bincode::config;"),
         ("src/io/mod.rs", "fn io_uring(lru: u8) { self.lru; /* fuser::x */ \"clap\"; }"),
         ("src/reader.rs", "fn f() { Vec::<u8>::new(); <A as B>::lru(); crate::cache::lru(); }"),

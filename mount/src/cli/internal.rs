@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use tensorfs::internal::error::shown;
 
 use super::{args, mount, status};
 use crate::daemon::{background, session, stalled};
@@ -36,9 +37,13 @@ enum InternalCommand {
 
 /// Runs the command in `args`, which begin with `WORD`.
 pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    let command = match InternalCli::try_parse_from(args) {
+    let args: Vec<OsString> = args.collect();
+    let command = match InternalCli::try_parse_from(&args) {
         Ok(cli) => cli.command,
-        Err(error) => return super::usage(error),
+        Err(error) => {
+            let shown = args.iter().map(|arg| shown(&arg.to_string_lossy()));
+            return super::print_usage(&InternalCli::try_parse_from(shown).err().unwrap_or(error));
+        }
     };
     match command {
         InternalCommand::Daemon(args) => super::finish(mount::daemon(&args), |message| {

@@ -34,9 +34,12 @@ use output::{Failure, Outcome, print_bytes, print_json};
 /// may be names of files.
 fn usage(error: clap::Error) -> ExitCode {
     let args = std::env::args_os().map(|arg| shown(&arg.to_string_lossy()));
-    let shown = Cli::try_parse_from(args).err().unwrap_or(error);
-    let _ = shown.print();
-    u8::try_from(shown.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
+    print_usage(&Cli::try_parse_from(args).err().unwrap_or(error))
+}
+
+fn print_usage(error: &clap::Error) -> ExitCode {
+    let _ = error.print();
+    u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 pub(crate) fn main() -> ExitCode {

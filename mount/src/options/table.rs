@@ -108,7 +108,7 @@ impl OptionRow {
     }
 }
 
-/// The options that `tensorfs status` shows, apart from those of the view.
+/// The options that `tensorfs status` shows, apart from those of `OpenOptions`.
 pub(super) fn shown(options: &Options) -> impl Iterator<Item = (&'static str, Value)> + '_ {
     TABLE.iter().filter_map(|row| Some((row.name, row.shown?(options))))
 }

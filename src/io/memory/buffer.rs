@@ -274,7 +274,7 @@ impl Drop for AlignedPages {
 
 /// Page-aligned memory under a budget.
 pub struct Buffer {
-    /// Dropped before the reservation: no one reservations bytes that are still in use.
+    /// Dropped before the reservation: no other reader gets bytes that are still in use.
     pages: AlignedPages,
     reservation: Reservation,
     len: usize,
@@ -303,7 +303,7 @@ impl Buffer {
         Ok(Buffer { pages, reservation, len })
     }
 
-    /// Bytes to reservation for a read of `range`, wherever it begins: the pages around it.
+    /// Bytes to reserve for a read of `range`, wherever it begins: the pages around it.
     pub fn len_for(range: &Range<u64>) -> u64 {
         let pages = pages_around(range);
         (pages.end - pages.start).max(ALIGN)

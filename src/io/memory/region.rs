@@ -12,7 +12,7 @@ use nix::libc;
 use super::arena::HUGE;
 use super::buffer::{ALIGN, ReadTarget, Reservation};
 
-/// LoadedBytes that is filled by reads and then read only.
+/// Memory that reads fill, and that is read only afterwards.
 pub struct Region {
     home: RegionOwner,
     start: NonNull<u8>,
@@ -27,7 +27,7 @@ enum RegionOwner {
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
-// SAFETY: the mapping belongs to the region alone; see `put` and `reservation` for who writes.
+// SAFETY: the mapping belongs to the region alone; see `put` and `target` for who writes.
 unsafe impl Send for Region {}
 // SAFETY: the bytes are read through `LoadedBytes` only, which nobody writes to.
 unsafe impl Sync for Region {}

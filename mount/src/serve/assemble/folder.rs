@@ -115,7 +115,8 @@ impl CopyFolder {
             let mode = meta.mode() & 0o7777;
             return Err(fail(&format!("mode {mode:o} lets others write to it; make it 700")));
         }
-        if FileSystem::at(&path).is_remote() {
+        let file_system = FileSystem::at(&path);
+        if !file_system.is_known() || file_system.is_remote() {
             return Err(fail(&"needs a local disk or a tmpfs, and this is neither"));
         }
         let folder = CopyFolder { path, limit };

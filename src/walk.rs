@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use crate::catalog::Catalog;
 
-/// Most tensors whose names are sorted by their numbers: it takes a second for a million.
+/// Names of this many tensors and more are not sorted by their numbers: a million takes a second.
 const NATURAL_MAX: usize = 200_000;
 
 /// Most places in an order that each reader, and all readers together, may continue from. With more

@@ -218,14 +218,14 @@ pub(crate) struct Tensor {
 
 impl Tensor {
     fn start(&self) -> NonNull<u8> {
-        // SAFETY: `at` lies in the region, which lives as long as the tensor.
+        // SAFETY: `offset` lies in the region, which lives as long as the tensor.
         unsafe { self.region.start().add(self.offset) }
     }
 }
 
 #[pymethods]
 impl Tensor {
-    /// The tensor at byte `at` of a filled area. Two tensors must not share a byte.
+    /// The tensor at byte `offset` of a filled area. Two tensors must not share a byte.
     #[new]
     fn new(
         area: &Area,

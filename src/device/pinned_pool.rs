@@ -36,7 +36,7 @@ struct State {
     used_peak: u64,
     /// Whether a thread is pinning the next step.
     growing: bool,
-    /// Whether growing has failed, so that the ring stays as it is.
+    /// Whether growing has failed, so that the pool stays as it is.
     full: bool,
     /// Worst kind of pinning of the steps.
     how: Pinning,
@@ -49,9 +49,9 @@ struct State {
 pub(crate) struct PinnedUsage {
     /// Bytes pinned.
     pub(crate) pinned: u64,
-    /// Most bytes in use since the last call of `Ring::taken`.
+    /// Most bytes in use since the last call of `PinnedPool::taken`.
     pub(crate) peak: u64,
-    /// Time spent pinning since the last call of `Ring::taken`.
+    /// Time spent pinning since the last call of `PinnedPool::taken`.
     pub(crate) pinning: Duration,
     /// How they are pinned.
     pub(crate) how: Pinning,
@@ -109,7 +109,7 @@ impl PinnedPool {
         Some(slice.lend(reservation, Box::new(give_back)))
     }
 
-    /// Whether the ring is to grow; the caller must then call `grow`. The ring has at most `limit`
+    /// Whether the pool is to grow; the caller must then call `grow`. The pool has at most `limit`
     /// bytes, unless `alone`: a load with no read in flight would wait for other loads, which may
     /// keep their memory for ever.
     pub(crate) fn begins_to_grow(&self, limit: u64, alone: bool) -> bool {
@@ -130,7 +130,7 @@ impl PinnedPool {
     /// Pins one more step, for a load that needs at most `wanted` bytes at a time.
     ///
     /// # Errors
-    /// If no memory can be pinned, and the ring has none.
+    /// If no memory can be pinned, and the pool has none.
     pub(crate) fn grow(&self, len: u64, limit: u64, wanted: u64) -> Result<()> {
         let before = self.0.state.lock().pinned;
         let left = limit.saturating_sub(before);

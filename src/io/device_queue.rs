@@ -326,6 +326,7 @@ impl DeviceQueue {
 
     /// The thread of the ring carries out no more reads there.
     pub(super) fn ring_ends(&self) {
+        let _ = nix::sys::prctl::set_name(c"tensorfs-read");
         self.state.lock().busy -= 1;
     }
 

@@ -30,7 +30,7 @@ use choice::LastChoice;
 pub use device::LoadedDevice;
 pub use page_cache_copy::CachedPart;
 
-/// LoadedBytes for reads that do not go to their place at once, in bytes.
+/// Memory for reads that do not go to their place at once, in bytes.
 const STAGING_LEN: u64 = 128 << 20;
 
 /// The same memory for a load to a GPU, which takes bytes faster than most disks give them.
@@ -241,7 +241,7 @@ pub struct MemoryStats {
 pub struct DeviceStats {
     /// Time to allocate memory on the GPU, which may overlap with reads.
     pub allocate: Duration,
-    /// LoadedBytes that is pinned now, for this load and the next.
+    /// Memory that is pinned now, for this load and the next.
     pub pinned: u64,
     /// Kind of pinning: `registered`, `allocated` by the driver, or `pageable` if it failed.
     pub pinning: &'static str,

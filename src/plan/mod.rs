@@ -20,7 +20,7 @@ use crate::strided::{OuterBox, StridedCopy};
 pub struct PlanLimits {
     /// Maximum length of one read, rounded to whole pages.
     pub chunk: u64,
-    /// Longest read that is moved afterwards, with the same exception. It is small, so that memory
+    /// Longest read that is moved afterwards, also rounded to whole pages. It is small, so that memory
     /// which several shards fill in turns is still in a core's cache when the next of them comes.
     pub moved: u64,
     /// Maximum length of unwanted bytes that are read and not skipped, because a second read costs
@@ -478,7 +478,7 @@ impl Plan {
         self.read_to(run[0].shard, range.clone(), region, range.start - page);
     }
 
-    /// Adds reads of `range` to byte `at` of a region, where it has the same offset within a page.
+    /// Adds reads of `range` to byte `offset` of a region, where it has the same offset within a page.
     fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
         let mut start = range.start;
         while start < range.end {

@@ -43,7 +43,7 @@ pub(crate) struct StoreQueue(SyncSender<StoreTask>);
 /// The receiver of the queue, until the thread is started.
 pub(crate) struct StoreWorker(Receiver<StoreTask>);
 
-/// A store_queue, and what it sends to.
+/// A queue, and its worker.
 pub(crate) fn store_queue() -> (StoreQueue, StoreWorker) {
     let (send, receive) = sync_channel(QUEUE_MAX);
     (StoreQueue(send), StoreWorker(receive))

@@ -435,7 +435,7 @@ impl Ahead {
         }
     }
 
-    /// Bytes that are loaded ahead now, and bytes that were loaded in vain.
+    /// Bytes that are loaded ahead now, and bytes that were loaded ahead but never used.
     #[getter]
     fn bytes(&self) -> (u64, u64) {
         if token() != self.process {

@@ -45,7 +45,7 @@ pub(crate) fn load_indexed<'py>(
     if !bits.is_multiple_of(8) {
         return Ok(None);
     }
-    // Checked before `make`, so that no tensor is made in vain.
+    // This check comes before `make`, so that no unused tensor is made.
     let Some(part) = CachedPart::of(&checkpoint, position, Some(&part)) else { return Ok(None) };
     let made = make.call1((PyTuple::new(py, shape)?,))?;
     // The tensor has this part's dtype and shape, and nobody else has it yet.

@@ -1,5 +1,5 @@
-//! The tensors that a checkpoint should hold, from outside its shards: a manifest of ours, the header of a
-//! safetensors file, or a weight map.
+//! The tensors that a checkpoint should hold, from outside its shards: a tensorfs manifest, the
+//! header of a safetensors file, or a weight map.
 
 use std::collections::BTreeMap;
 

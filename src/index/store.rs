@@ -3,7 +3,7 @@
 //! Its files are no part of a checkpoint. A file that cannot be read counts as absent, and one that
 //! cannot be written is not kept. Files appear by rename, whole or not at all, also if several
 //! processes write them at once. Only files that no other user could have written are read, no file
-//! is written where other users could replace it, and only files with a name of ours are removed.
+//! is written where other users could replace it, and only files with a tensorfs name are removed.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};

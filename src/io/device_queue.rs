@@ -517,7 +517,7 @@ impl DeviceQueue {
         oldest?.checked_add(timeout)
     }
 
-    /// Ends the queue: its threads go, and whoever waits gets an error.
+    /// Ends the queue: its threads end, and waiting reads get an error.
     pub(super) fn close(&self) {
         let (failed, stuck) = {
             let mut state = self.state.lock();

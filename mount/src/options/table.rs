@@ -149,8 +149,8 @@ pub(crate) fn help() -> String {
     }
     text.push_str(
         "Sizes are bytes, or a number with K, M, G or T.\n\
-         What mount(8), systemd and SELinux add (ro, nofail, _netdev, x-*, context=...)\n\
-         is accepted. A comma in a value is written `\\,`.",
+         Options of mount(8), systemd and SELinux (ro, nofail, _netdev, x-*, context=...)\n\
+         are accepted. A comma in a value is written `\\,`.",
     );
     text
 }
@@ -175,7 +175,7 @@ fn size_in(sizes: RangeInclusive<u64>, expected: &str, value: &str) -> Result<Op
     size.map(Some).ok_or_else(|| expected.to_owned())
 }
 
-/// All options of ours, in the order of the help.
+/// All mount options of tensorfs, in the order of the help.
 const TABLE: &[OptionRow] = &[
     OptionRow::value(
         "layout",

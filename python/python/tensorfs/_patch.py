@@ -30,10 +30,10 @@ _stand_in: Any = None
 
 @contextlib.contextmanager
 def patched(*, copy: bool = True) -> Iterator[None]:
-    """Within the block, and in this thread and async task alone, `safetensors.safe_open` is ours, whoever has imported
-    it; so are the `load_file` and `load_model` of `safetensors`, which use it. Tensors that we do not load, such as
-    those for other frameworks, are still loaded by safetensors. With `copy=False` tensors share the mapped files, as
-    those of safetensors do: see `safe_open`.
+    """Replaces `safetensors.safe_open` within the block, in this thread and async task alone, also where it was imported
+    before. The `load_file` and `load_model` of `safetensors`, which use it, load by tensorfs too. safetensors still
+    loads tensors for other frameworks and devices. With `copy=False` tensors share the mapped files, as the tensors of
+    safetensors do: see `safe_open`.
     """
     _install()
     block = _Block(_innermost.get(), copy)

@@ -57,7 +57,7 @@ class Reader:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Bytes that are loaded ahead now, and bytes that were loaded in vain."""
+        """Bytes that are loaded ahead now, and bytes that were loaded ahead but never used."""
         return (0, 0) if self._ahead is None else self._ahead.bytes
 
     def shared(self, info: Info, part: Part, shape: Sequence[int]) -> Any:

@@ -568,15 +568,15 @@ impl CacheInner {
 
     /// Admits reads that wait for memory, if some is free now.
     fn pump(self: &Arc<Self>) {
-        let mut at = 0;
+        let mut index = 0;
         while self.budget.used() < self.budget.limit() {
-            let Some(request) = self.state.lock().queue.take(at) else { return };
+            let Some(request) = self.state.lock().queue.take(index) else { return };
             match self.admit(request) {
                 None => self.counters.reads_queued_now.sub(1),
                 // A read of another source may fit.
                 Some(waiting) => {
                     self.state.lock().queue.insert(waiting);
-                    at += 1;
+                    index += 1;
                 }
             }
         }

@@ -92,13 +92,13 @@ fn taken(target: &Path) -> Error {
 
 /// Reads the file window by window until its end, an error, or until the receiver is gone.
 fn read_windows(reader: &Reader, windows: &SyncSender<Result<Vec<u8>>>) {
-    let mut at = 0;
-    while at < reader.len() {
-        let mut window = vec![0; WINDOW_LEN.min(reader.len() - at) as usize];
-        let read = reader.read_at(at, &mut window).map(|_| window);
-        at += WINDOW_LEN;
+    let mut offset = 0;
+    while offset < reader.len() {
+        let mut window = vec![0; WINDOW_LEN.min(reader.len() - offset) as usize];
+        let read = reader.read_at(offset, &mut window).map(|_| window);
+        offset += WINDOW_LEN;
         if read.is_err() {
-            at = reader.len();
+            offset = reader.len();
         }
         if windows.send(read).is_err() {
             return;

@@ -76,14 +76,14 @@ pub enum Extent<'a> {
     /// Bytes of the header.
     Header {
         /// Offset in the file.
-        at: u64,
+        offset: u64,
         /// The bytes.
         bytes: &'a [u8],
     },
     /// Consecutive bytes of a shard.
     Run {
         /// Offset in the file.
-        at: u64,
+        offset: u64,
         /// The shard.
         shard: ShardId,
         /// The bytes of the shard.
@@ -144,14 +144,14 @@ impl Layout {
 
     /// The layout of `header` and the tensors at the positions `order`.
     fn new(catalog: &Catalog, order: &[u32], header: Vec<u8>) -> Result<Layout, Fault> {
-        let ordered = || order.iter().map(|&at| catalog.tensor_at(at as usize));
+        let ordered = || order.iter().map(|&index| catalog.tensor_at(index as usize));
         let mut end = header.len() as u64;
         let mut tensors = Vec::with_capacity(order.len());
         let mut pieces = Vec::with_capacity(order.len());
         for tensor in ordered() {
             place(&tensor, &mut pieces).map_err(|fault| fault.tensor(tensor.name))?;
-            let (at, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
-            tensors.push(PlacedTensor { tensor: at, pieces_end, start: end });
+            let (index, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
+            tensors.push(PlacedTensor { tensor: index, pieces_end, start: end });
             let message = "the file would have 2^64 bytes or more";
             end = end
                 .checked_add(tensor.len)
@@ -202,7 +202,7 @@ impl Layout {
             return (None, 0..header_len);
         }
         match self.first_at(offset) {
-            Some(at) => (Some(at as u32), self.bytes_of(at)),
+            Some(index) => (Some(index as u32), self.bytes_of(index)),
             None => (None, offset.min(header_len)..self.len),
         }
     }
@@ -223,9 +223,9 @@ impl Layout {
         if after == 0 { (!self.tensors.is_empty()).then_some(0) } else { Some(after - 1) }
     }
 
-    fn bytes_of(&self, at: usize) -> Range<u64> {
-        let end = self.tensors.get(at + 1).map_or(self.len, |next| next.start);
-        self.tensors[at].start..end
+    fn bytes_of(&self, index: usize) -> Range<u64> {
+        let end = self.tensors.get(index + 1).map_or(self.len, |next| next.start);
+        self.tensors[index].start..end
     }
 
     /// Calls `visit` for the extents of bytes `range`, which is clamped to the file.
@@ -237,35 +237,35 @@ impl Layout {
         let header_len = self.header.len() as u64;
         if range.start < header_len.min(range.end) {
             let bytes = &self.header[range.start as usize..range.end.min(header_len) as usize];
-            visit(Extent::Header { at: range.start, bytes });
+            visit(Extent::Header { offset: range.start, bytes });
         }
         let Some(first) = self.first_at(range.start) else { return };
-        for at in first..self.tensors.len() {
-            let bytes = self.bytes_of(at);
+        for index in first..self.tensors.len() {
+            let bytes = self.bytes_of(index);
             if bytes.start >= range.end {
                 break;
             }
-            self.extents_of(at, bytes, &range, visit);
+            self.extents_of(index, bytes, &range, visit);
         }
     }
 
     fn extents_of<'a>(
         &'a self,
-        at: usize,
+        index: usize,
         bytes: Range<u64>,
         range: &Range<u64>,
         visit: &mut dyn FnMut(Extent<'a>),
     ) {
         let wanted = range.start.max(bytes.start) - bytes.start
             ..range.end.min(bytes.end).saturating_sub(bytes.start);
-        let start = if at == 0 { 0 } else { self.tensors[at - 1].pieces_end };
-        let pieces = &self.pieces[start as usize..self.tensors[at].pieces_end as usize];
+        let start = if index == 0 { 0 } else { self.tensors[index - 1].pieces_end };
+        let pieces = &self.pieces[start as usize..self.tensors[index].pieces_end as usize];
         let first = pieces.partition_point(|piece| piece.reach <= wanted.start);
         for PlacedPiece { shard, source, runs, .. } in &pieces[first..] {
             let shard = *shard;
             let Some(runs) = runs else {
                 let range = source + wanted.start..source + wanted.end;
-                visit(Extent::Run { at: bytes.start + wanted.start, shard, range });
+                visit(Extent::Run { offset: bytes.start + wanted.start, shard, range });
                 break;
             };
             if runs.target_span().start >= wanted.end {
@@ -274,7 +274,7 @@ impl Layout {
             let Some(part) = runs.inside(&wanted) else { continue };
             let range = source + part.bytes.start..source + part.bytes.end;
             visit(if part.is_contiguous() {
-                Extent::Run { at: bytes.start + part.target, shard, range }
+                Extent::Run { offset: bytes.start + part.target, shard, range }
             } else {
                 Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
             });
@@ -295,8 +295,8 @@ fn entries<'a>(
     catalog: &'a Catalog,
     order: &'a [u32],
 ) -> impl ExactSizeIterator<Item = (&'a str, Dtype, &'a [u64], u64)> {
-    order.iter().map(|&at| {
-        let tensor = catalog.tensor_at(at as usize);
+    order.iter().map(|&index| {
+        let tensor = catalog.tensor_at(index as usize);
         (tensor.name, tensor.dtype, tensor.shape, tensor.len)
     })
 }

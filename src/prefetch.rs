@@ -359,7 +359,8 @@ impl Planner {
             self.streams.push(stream);
             return Some(self.streams.len() - 1);
         }
-        let oldest = (0..self.streams.len()).min_by_key(|&at| self.streams[at].last).unwrap_or(0);
+        let oldest =
+            (0..self.streams.len()).min_by_key(|&index| self.streams[index].last).unwrap_or(0);
         let before = std::mem::replace(&mut self.streams[oldest], stream);
         self.left.extend(before.path);
         Some(oldest)
@@ -464,7 +465,7 @@ impl Planner {
 
     /// Whether a stream other than `index` reads the tensor.
     fn is_busy(&self, tensor: &TensorSpan, index: usize) -> bool {
-        let others = self.streams.iter().enumerate().filter(|(at, _)| *at != index);
+        let others = self.streams.iter().enumerate().filter(|(other, _)| *other != index);
         others.map(|(_, s)| s).any(|s| s.tensor.place == tensor.place && self.is_recent(s))
     }
 
@@ -608,9 +609,9 @@ fn strike(path: &mut VecDeque<Range<u64>>, read: &Range<u64>) {
 /// its middle, where the page lies that the kernel reads around.
 fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan {
     let Range { start, end } = request.range;
-    let begins = |at: u64| {
-        let tensor = tensors.at((at + PAGE - 1).min(end - 1));
-        (tensor.range.start >= at).then_some(tensor)
+    let begins = |offset: u64| {
+        let tensor = tensors.at((offset + PAGE - 1).min(end - 1));
+        (tensor.range.start >= offset).then_some(tensor)
     };
     let middle = start + (end - start) / 2 / PAGE * PAGE;
     begins(start).or_else(|| begins(middle)).unwrap_or_else(|| tensors.at(end - 1))
@@ -620,9 +621,9 @@ fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan {
 /// much before a page that is touched as after it.
 fn reads_around(request: &Request, tensors: &dyn TensorMap) -> bool {
     let Range { start, end } = request.range;
-    let begins_in = |at: u64| {
-        let tensor = tensors.at(at + PAGE - 1);
-        tensor.range.start >= at && tensor.range.start < at + PAGE
+    let begins_in = |offset: u64| {
+        let tensor = tensors.at(offset + PAGE - 1);
+        tensor.range.start >= offset && tensor.range.start < offset + PAGE
     };
     end - start >= SMALL && start > 0 && begins_in(end) && !begins_in(start)
 }

@@ -101,7 +101,7 @@ pub fn verify(
         let known = task.recorded.and_then(|recorded| recorded.of(&shard.name));
         let seen = read_shard(source, shard, stored, known, task.sha256, progress)?;
         verified.bytes += shard.file_len;
-        let name_of = |at: u32| catalog.tensor_at(at as usize).name.to_owned();
+        let name_of = |index: u32| catalog.tensor_at(index as usize).name.to_owned();
         let named = stored::Named { shard, stored, name_of: &name_of };
         let mismatched = verified.mismatch.is_some();
         judge(&mut verified, task, &named, source, &seen);
@@ -153,19 +153,19 @@ fn read_shard(
     let mut whole = (sha256 || blob_hash(source).is_some()).then(Sha256::new);
     let mut head = Hasher::new();
     let mut buf = vec![0; CHUNK_LEN.min(shard.file_len) as usize];
-    let mut at = 0;
-    while at < shard.file_len {
-        let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - at) as usize];
-        read_all(&mut [Read { source, offset: at, target: chunk }])?;
+    let mut offset = 0;
+    while offset < shard.file_len {
+        let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - offset) as usize];
+        read_all(&mut [Read { source, offset, target: chunk }])?;
         own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
         for range in &shard.described {
-            let within = |byte: u64| byte.clamp(at, at + chunk.len() as u64) - at;
+            let within = |byte: u64| byte.clamp(offset, offset + chunk.len() as u64) - offset;
             head.update(&chunk[within(range.start) as usize..within(range.end) as usize]);
         }
         if let Some(hash) = &mut whole {
             hash.update(&chunk);
         }
-        at += chunk.len() as u64;
+        offset += chunk.len() as u64;
         progress(chunk.len() as u64);
     }
     let fingerprint = fingerprint(&source.identity());
@@ -273,16 +273,20 @@ fn compare_replica(
     }
     let source = |piece: &Piece<'_>| &checkpoint.sources()[piece.shard.0 as usize];
     let len = used.len();
-    let mut at = 0;
+    let mut offset = 0;
     let (mut a, mut b) =
         (vec![0; CHUNK_LEN.min(len) as usize], vec![0; CHUNK_LEN.min(len) as usize]);
-    while at < len {
-        let chunk = CHUNK_LEN.min(len - at) as usize;
+    while offset < len {
+        let chunk = CHUNK_LEN.min(len - offset) as usize;
         read_all(&mut [
-            Read { source: source(&used), offset: used.range.start + at, target: &mut a[..chunk] },
+            Read {
+                source: source(&used),
+                offset: used.range.start + offset,
+                target: &mut a[..chunk],
+            },
             Read {
                 source: source(replica),
-                offset: replica.range.start + at,
+                offset: replica.range.start + offset,
                 target: &mut b[..chunk],
             },
         ])?;
@@ -294,12 +298,12 @@ fn compare_replica(
                 used.shape,
                 name(&used),
                 name(replica),
-                at + byte as u64
+                offset + byte as u64
             );
             let fault = Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name);
             return Err(checkpoint.refused(fault));
         }
-        at += chunk as u64;
+        offset += chunk as u64;
     }
     Ok(())
 }

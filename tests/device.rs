@@ -288,7 +288,7 @@ fn load_mixed(fake: &Fake, tensors: &[Cut], checkpoint: &Checkpoint) -> Result<(
     {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
-        region.memory.read(region.at + placement.offset, &mut bytes)?;
+        region.memory.read(region.offset + placement.offset, &mut bytes)?;
         let expected = expected(&tensors[tensor_request.tensor], tensor_request);
         assert!(bytes == expected && loaded.bytes(number)? == expected, "other bytes arrived");
     }
@@ -553,7 +553,7 @@ fn a_tensor_keeps_its_memory_when_the_load_and_the_loader_are_gone() {
         loaded.unwrap().place(1)
     };
     let mut bytes = vec![0; place.len as usize];
-    place.memory.read(place.at, &mut bytes).unwrap();
+    place.memory.read(place.offset, &mut bytes).unwrap();
     assert!(bytes == expected(&tensors[1], &mixed_requests()[1]), "other bytes arrived");
     assert!(place.address().is_multiple_of(256));
     drop(place);
@@ -570,7 +570,7 @@ fn regions_share_few_allocations_and_no_bytes() {
     assert_eq!(regions.iter().map(|region| region.len).collect::<Vec<_>>(), lens);
     for (number, region) in regions.iter().enumerate() {
         assert!(region.address().is_multiple_of(256));
-        assert!(region.at + region.len <= region.memory.len());
+        assert!(region.offset + region.len <= region.memory.len());
         let (start, end) = (region.address(), region.address() + region.len);
         let meets =
             |other: &&DeviceRegion| start < other.address() + other.len && other.address() < end;
@@ -609,7 +609,7 @@ fn work_of_somebody_else_in_the_memory_is_waited_for() {
     for (tensor_request, placement) in mixed_requests().iter().zip(&plan.placements) {
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
-        region.memory.read(region.at + placement.offset, &mut bytes).unwrap();
+        region.memory.read(region.offset + placement.offset, &mut bytes).unwrap();
         assert!(
             bytes == expected(&tensors[tensor_request.tensor], tensor_request),
             "other bytes arrived"

@@ -125,26 +125,26 @@ impl FileBlocks {
     /// The blocks that hold bytes of `range`, and the holes between them, in order.
     pub(super) fn covers(&self, range: &Range<u64>) -> Vec<Cover> {
         let mut covers = Vec::new();
-        let mut at = range.start;
-        let before = self.blocks.range(..=at).next_back().map_or(at, |(start, _)| *start);
+        let mut offset = range.start;
+        let before = self.blocks.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
         for (&start, block) in self.blocks.range(before..range.end) {
-            if block.end <= at {
+            if block.end <= offset {
                 continue;
             }
-            if start > at {
-                covers.push(Cover::Hole(at..start));
-                at = start;
+            if start > offset {
+                covers.push(Cover::Hole(offset..start));
+                offset = start;
             }
             let end = block.end.min(range.end);
             let ready = match &block.data {
                 Data::Ready(loaded, _) => Some(loaded.clone()),
                 Data::Loading { .. } => None,
             };
-            covers.push(Cover::CachedBlock(start, at..end, ready));
-            at = end;
+            covers.push(Cover::CachedBlock(start, offset..end, ready));
+            offset = end;
         }
-        if at < range.end {
-            covers.push(Cover::Hole(at..range.end));
+        if offset < range.end {
+            covers.push(Cover::Hole(offset..range.end));
         }
         covers
     }

@@ -99,19 +99,19 @@ impl CacheInner {
         stream: StreamId,
         range: Range<u64>,
     ) -> Result<(), Refused> {
-        let mut at = range.start;
-        while at < range.end {
-            let end = (at + file.reader.block_len(at)).min(range.end);
-            let plan = file.reader.plan_block(at..end);
+        let mut offset = range.start;
+        while offset < range.end {
+            let end = (offset + file.reader.block_len(offset)).min(range.end);
+            let plan = file.reader.plan_block(offset..end);
             // The read itself copies these bytes from the page cache, with one copy less.
             if plan.is_cached(&self.engine) {
-                at = end;
+                offset = end;
                 continue;
             }
             let need = plan.memory();
             let mut state = self.state.lock();
-            if let Some(over) = state.of(file).want(&(at..end)) {
-                at = over;
+            if let Some(over) = state.of(file).want(&(offset..end)) {
+                offset = over;
                 continue;
             }
             // If enough of the source is under way, memory is not the limit.
@@ -119,15 +119,15 @@ impl CacheInner {
             let may = state.queue.is_empty() && !is_put_off;
             let reservation =
                 may.then(|| self.reserve_ahead(&mut state, file, stream, need)).flatten();
-            let reservation = reservation.ok_or(Refused { from: at, is_put_off })?;
+            let reservation = reservation.ok_or(Refused { from: offset, is_put_off })?;
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
             let block = CachedBlock { end, asked: 0, ahead: true, left: false, data };
-            state.of(file).blocks.insert(at, block);
+            state.of(file).blocks.insert(offset, block);
             state.loading.add(&plan);
             drop(state);
-            self.counters.prefetched_bytes.add(end - at);
-            self.fetch(file, Hole { start: at, plan, reservation }, Priority::Prefetch);
-            at = end;
+            self.counters.prefetched_bytes.add(end - offset);
+            self.fetch(file, Hole { start: offset, plan, reservation }, Priority::Prefetch);
+            offset = end;
         }
         Ok(())
     }

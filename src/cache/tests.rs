@@ -75,7 +75,7 @@ fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
     for (since, ahead) in [(long_ago, true), (just_now, false)] {
         let fixture = fixture();
         let (old, new) = (fixture.file("old", 16), fixture.file("new", 16));
-        (0..12).for_each(|at| fixture.put(&old, at * MIB, since));
+        (0..12).for_each(|number| fixture.put(&old, number * MIB, since));
         let bytes = fixture.read(&new, 0..MIB).recv_timeout(PATIENCE).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 0));
         assert_eq!(fixture.counters.prefetched_bytes.get() > 0, ahead);
@@ -88,7 +88,7 @@ fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
 fn left(fixture: &Fixture, file: &Arc<CachedFile>, range: Range<u64>) -> Vec<u64> {
     let mut state = fixture.state();
     fixture.cache.0.leave(&mut state, file, &range);
-    state.of(file).blocks.keys().copied().take_while(|&at| at < 4 * MIB).collect()
+    state.of(file).blocks.keys().copied().take_while(|&start| start < 4 * MIB).collect()
 }
 
 // Blocks with a requested page once stayed when their reader went elsewhere.
@@ -96,14 +96,16 @@ fn left(fixture: &Fixture, file: &Arc<CachedFile>, range: Range<u64>) -> Vec<u64
 fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
     let fixture = fixture();
     let file = fixture.file("a", 16);
-    [0, MIB, 2 * MIB].iter().for_each(|at| fixture.put(&file, *at, Instant::now() + PATIENCE));
+    [0, MIB, 2 * MIB]
+        .iter()
+        .for_each(|start| fixture.put(&file, *start, Instant::now() + PATIENCE));
     fixture.read(&file, MIB..MIB + 4096).recv_timeout(PATIENCE).unwrap();
     assert_eq!(left(&fixture, &file, MIB + 4096..2 * MIB), [0, 2 * MIB]);
 }
 
 /// Plans MiB 1 and 2 of `file` for a reader, and puts MiB 1 to 3 into the cache.
 fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
-    (1..4).for_each(|at| fixture.put(file, at * MIB, Instant::now() + PATIENCE));
+    (1..4).for_each(|number| fixture.put(file, number * MIB, Instant::now() + PATIENCE));
     let request = crate::prefetch::Request { range: 0..MIB, reader: 0, late: false, now: 0 };
     let advice = file.planner.lock().observe(&request, BUDGET_MIN, &file.reader);
     assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));

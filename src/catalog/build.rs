@@ -23,7 +23,7 @@ pub(super) fn of_whole_tensors(
     let shards = sorted(shards);
     let mut catalog = empty_catalog(&shards)?;
     let tensors: Vec<HeadTensors<'_>> = shards.iter().map(|shard| shard.header.tensors()).collect();
-    let name = |one: &Ref| tensors[one.shard as usize].name(one.at as usize);
+    let name = |one: &Ref| tensors[one.shard as usize].name(one.index as usize);
     let mut refs = refs_by_name(&tensors, &name);
     let wrong = map.and_then(|map| {
         let listed = Listed::new(map, &shards);
@@ -38,7 +38,8 @@ pub(super) fn of_whole_tensors(
     wrong.map_or(Ok(()), Err)?;
     let mut columns = Builder::with_room(refs.iter().map(|one| name(one).len()));
     for one in &refs {
-        let Stored { name, dtype, shape, start } = tensors[one.shard as usize].get(one.at as usize);
+        let Stored { name, dtype, shape, start } =
+            tensors[one.shard as usize].get(one.index as usize);
         columns.push_whole(name, dtype, shape, (ShardId(one.shard), start));
     }
     catalog.columns = Arc::new(columns.finish());
@@ -57,7 +58,7 @@ pub(super) fn of_dcp_shards(
         .map(|shard| shard.header.pieces().map_err(|fault| fault.in_file(&shard.name)))
         .collect::<Result<Vec<_>, _>>()?;
     check_names(&shards, &pieces)?;
-    let name = |one: &Ref| pieces[one.shard as usize].tensor_name(one.at as usize);
+    let name = |one: &Ref| pieces[one.shard as usize].tensor_name(one.index as usize);
     let refs = refs_by_name(&pieces, &name);
     if let Some(map) = map {
         let wrong = Listed::new(map, &shards).first_wrong(&refs, &name);
@@ -90,7 +91,7 @@ pub(super) fn of_dcp_shards(
 fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str) -> Vec<Ref> {
     let mut refs = Vec::with_capacity(tensors.iter().map(HeadTensors::len).sum());
     for (shard, tensors) in tensors.iter().enumerate() {
-        refs.extend((0..tensors.len()).map(|at| Ref::new(shard, at)));
+        refs.extend((0..tensors.len()).map(|index| Ref::new(shard, index)));
     }
     name_order::sort(&mut refs, &|one| name(one).as_bytes(), 0);
     refs
@@ -99,16 +100,16 @@ fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str
 /// The only piece of a tensor, if it is all of it, and whether the note records the whole shape.
 fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bool)> {
     let [one] = same else { return None };
-    let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
-    let (stored, place) = (pieces.get(at), pieces.place(at));
+    let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
+    let (stored, place) = (pieces.get(index), pieces.place(index));
     let whole = place.offset.iter().all(|&offset| offset == 0)
         && place.whole_shape.is_none_or(|shape| shape == stored.shape);
     whole.then_some((stored, place.whole_shape.is_some()))
 }
 
 fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
-    let (pieces, at) = (&pieces[one.shard as usize], one.at as usize);
-    let (Stored { dtype, shape, start, .. }, place) = (pieces.get(at), pieces.place(at));
+    let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
+    let (Stored { dtype, shape, start, .. }, place) = (pieces.get(index), pieces.place(index));
     // The header was checked: the piece ends within its file.
     let len = dtype.bits_of(shape).unwrap_or(0) / 8;
     let box_id = BoxSlice {
@@ -133,8 +134,13 @@ fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<()
     let entries = || {
         let shards = shards.iter().zip(pieces);
         shards.flat_map(|(shard, pieces)| {
-            (0..pieces.len()).map(move |at| {
-                (shard, pieces.name(at), pieces.tensor_name(at), pieces.place(at).logical_name)
+            (0..pieces.len()).map(move |index| {
+                (
+                    shard,
+                    pieces.name(index),
+                    pieces.tensor_name(index),
+                    pieces.place(index).logical_name,
+                )
             })
         })
     };
@@ -170,7 +176,7 @@ struct Listed<'a> {
 impl<'a> Listed<'a> {
     fn new(map: &'a WeightMap, shards: &'a [&'a ShardHeader]) -> Listed<'a> {
         let by_name: HashMap<&str, u32> =
-            shards.iter().enumerate().map(|(at, s)| (s.name.as_str(), at as u32)).collect();
+            shards.iter().enumerate().map(|(index, s)| (s.name.as_str(), index as u32)).collect();
         let map = &map.shard_of;
         let files = map.files().iter();
         let shard_of_file = files.map(|file| by_name.get(file.as_str()).copied()).collect();
@@ -198,14 +204,14 @@ impl<'a> Listed<'a> {
             let listed = (line < self.map.len() && self.map.get(line).0 == own).then_some(line);
             let shard = listed.map(|line| self.shard_of_file[self.map.file_number(line)]);
             if shard != Some(Some(one.shard)) {
-                odd.push((one.shard, one.at, listed));
+                odd.push((one.shard, one.index, listed));
             }
             shard.is_none_or(|shard| shard == Some(one.shard))
         });
         odd.sort_unstable();
-        for (shard, at, listed) in odd.into_iter().take(NOTES_MAX) {
+        for (shard, index, listed) in odd.into_iter().take(NOTES_MAX) {
             let shard = self.shards[shard as usize];
-            let (name, file) = (quoted(shard.header.tensors().name(at as usize)), &shard.name);
+            let (name, file) = (quoted(shard.header.tensors().name(index as usize)), &shard.name);
             note(notes, || match listed.map(|line| self.map.get(line).1) {
                 Some(listed) => {
                     format!("{name} also lies in {file}; the weight map says {listed}")
@@ -235,7 +241,7 @@ impl<'a> Listed<'a> {
             }
             let mut elsewhere: Vec<u32> = holders.by_ref().map(|one| one.shard).collect();
             elsewhere.dedup();
-            let names = elsewhere.iter().map(|&at| self.shards[at as usize].name.as_str());
+            let names = elsewhere.iter().map(|&index| self.shards[index as usize].name.as_str());
             let elsewhere = named_some(names);
             let hint = if elsewhere.is_empty() {
                 "no shard of the set holds it".to_owned()
@@ -261,8 +267,9 @@ fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
 /// A catalog with the shards and merged metadata, but no tensors yet.
 fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let tensors = || shards.iter().map(|shard| shard.header.tensors());
-    let numbers =
-        tensors().map(|t| (0..t.len()).map(|at| 1 + 2 * t.rank(at)).sum::<usize>()).sum::<usize>();
+    let numbers = tensors()
+        .map(|t| (0..t.len()).map(|index| 1 + 2 * t.rank(index)).sum::<usize>())
+        .sum::<usize>();
     if numbers > ROWS_MAX {
         let count: usize = tensors().map(|tensors| tensors.len()).sum();
         let message = format!("{count} tensors and pieces are too many");

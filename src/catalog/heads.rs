@@ -135,15 +135,15 @@ impl TextPool {
     }
 
     #[inline]
-    fn get(&self, at: usize) -> &str {
-        &self.bytes[range_of(&self.ends, at)]
+    fn get(&self, index: usize) -> &str {
+        &self.bytes[range_of(&self.ends, index)]
     }
 }
 
 #[inline]
-fn range_of(ends: &[u64], at: usize) -> Range<usize> {
-    let start = if at == 0 { 0 } else { ends[at - 1] };
-    start as usize..ends[at] as usize
+fn range_of(ends: &[u64], index: usize) -> Range<usize> {
+    let start = if index == 0 { 0 } else { ends[index - 1] };
+    start as usize..ends[index] as usize
 }
 
 impl Heads {
@@ -323,28 +323,29 @@ impl<'a> HeadTensors<'a> {
     }
 
     #[inline]
-    pub(super) fn name(&self, at: usize) -> &'a str {
-        self.columns.names.get(self.first + at)
+    pub(super) fn name(&self, index: usize) -> &'a str {
+        self.columns.names.get(self.first + index)
     }
 
-    pub(super) fn get(&self, at: usize) -> Stored<'a> {
-        let row = self.first + at;
+    pub(super) fn get(&self, index: usize) -> Stored<'a> {
+        let row = self.first + index;
         Stored {
-            name: self.name(at),
+            name: self.name(index),
             dtype: self.columns.dtypes[row],
             shape: self.columns.lists.get(self.columns.shapes[row]),
             start: self.columns.starts[row],
         }
     }
 
-    /// Number of dimensions of the tensor at `at`.
-    pub(super) fn rank(&self, at: usize) -> usize {
-        self.columns.lists.get(self.columns.shapes[self.first + at]).len()
+    /// Number of dimensions of the tensor at `index`.
+    pub(super) fn rank(&self, index: usize) -> usize {
+        self.columns.lists.get(self.columns.shapes[self.first + index]).len()
     }
 
-    pub(super) fn place(&self, at: usize) -> NotedPlace<'a> {
+    pub(super) fn place(&self, index: usize) -> NotedPlace<'a> {
         let columns = self.columns;
-        let NotePlace { offset, whole_shape, logical_name } = columns.places[self.first_place + at];
+        let NotePlace { offset, whole_shape, logical_name } =
+            columns.places[self.first_place + index];
         NotedPlace {
             logical_name: (logical_name != NONE)
                 .then(|| columns.logical_names.get(logical_name as usize)),
@@ -353,11 +354,15 @@ impl<'a> HeadTensors<'a> {
         }
     }
 
-    /// The name of the tensor that the piece at `at` belongs to.
+    /// The name of the tensor that the piece at `index` belongs to.
     #[inline]
-    pub(super) fn tensor_name(&self, at: usize) -> &'a str {
-        let number = self.columns.places[self.first_place + at].logical_name;
-        if number == NONE { self.name(at) } else { self.columns.logical_names.get(number as usize) }
+    pub(super) fn tensor_name(&self, index: usize) -> &'a str {
+        let number = self.columns.places[self.first_place + index].logical_name;
+        if number == NONE {
+            self.name(index)
+        } else {
+            self.columns.logical_names.get(number as usize)
+        }
     }
 }
 

@@ -153,7 +153,7 @@ impl Catalog {
 
     /// Its tensors, by name.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> + Clone {
-        (0..self.len()).map(|at| self.columns.get(at))
+        (0..self.len()).map(|index| self.columns.get(index))
     }
 
     /// The tensor at this position of `tensors`.
@@ -163,7 +163,7 @@ impl Catalog {
 
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
-        self.columns.find(name).map(|at| self.columns.get(at))
+        self.columns.find(name).map(|index| self.columns.get(index))
     }
 
     /// The shard at `id`.

@@ -17,16 +17,16 @@ pub(super) struct Ref {
     /// Position of the shard.
     pub(super) shard: u32,
     /// Position in the shard.
-    pub(super) at: u32,
+    pub(super) index: u32,
 }
 
 impl Ref {
-    pub(super) fn new(shard: usize, at: usize) -> Ref {
-        Ref { key: 0, shard: shard as u32, at: at as u32 }
+    pub(super) fn new(shard: usize, index: usize) -> Ref {
+        Ref { key: 0, shard: shard as u32, index: index as u32 }
     }
 
     fn place(&self) -> (u32, u32) {
-        (self.shard, self.at)
+        (self.shard, self.index)
     }
 }
 
@@ -52,7 +52,7 @@ pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth
         key[..len].copy_from_slice(&rest[..len]);
         one.key = u64::from_be_bytes(key);
     }
-    refs.sort_unstable_by_key(|one| (one.key, one.shard, one.at));
+    refs.sort_unstable_by_key(|one| (one.key, one.shard, one.index));
     for same in refs.chunk_by_mut(|a, b| a.key == b.key) {
         if same.len() == 1 {
             continue;
@@ -79,10 +79,10 @@ mod tests {
     use super::*;
 
     fn check(names: &[Vec<u8>]) {
-        let mut refs: Vec<Ref> = (0..names.len()).map(|at| Ref::new(at % 3, at)).collect();
+        let mut refs: Vec<Ref> = (0..names.len()).map(|index| Ref::new(index % 3, index)).collect();
         let mut expected = refs.clone();
-        let name = |one: &Ref| names[one.at as usize].as_slice();
-        expected.sort_by_key(|one| (names[one.at as usize].clone(), one.place()));
+        let name = |one: &Ref| names[one.index as usize].as_slice();
+        expected.sort_by_key(|one| (names[one.index as usize].clone(), one.place()));
         sort(&mut refs, &name, 0);
         let places = |refs: &[Ref]| refs.iter().map(Ref::place).collect::<Vec<_>>();
         assert_eq!(places(&refs), places(&expected));

@@ -30,9 +30,9 @@ pub(crate) struct Lists {
 impl Lists {
     /// The list `id`.
     pub(crate) fn get(&self, id: ListId) -> &[u64] {
-        let at = id as usize;
-        let start = if at == 0 { 0 } else { self.ends[at - 1] };
-        &self.numbers[start as usize..self.ends[at] as usize]
+        let index = id as usize;
+        let start = if index == 0 { 0 } else { self.ends[index - 1] };
+        &self.numbers[start as usize..self.ends[index] as usize]
     }
 
     /// Number of lists.
@@ -94,7 +94,7 @@ pub struct Tensor<'a> {
     /// Length in bytes.
     pub len: u64,
     columns: &'a TensorColumns,
-    at: u32,
+    index: u32,
 }
 
 /// The part of a tensor that one shard holds: a box, stored row-major without gaps.
@@ -138,21 +138,21 @@ impl TensorColumns {
         self.name_ends.len()
     }
 
-    pub(crate) fn get(&self, at: usize) -> Tensor<'_> {
-        let (dtype, shape) = (self.dtypes[at], self.lists.get(self.shapes[at]));
+    pub(crate) fn get(&self, index: usize) -> Tensor<'_> {
+        let (dtype, shape) = (self.dtypes[index], self.lists.get(self.shapes[index]));
         Tensor {
-            name: self.name(at),
+            name: self.name(index),
             dtype,
             shape,
             len: len(dtype, shape),
             columns: self,
-            at: at as u32,
+            index: index as u32,
         }
     }
 
-    pub(crate) fn name(&self, at: usize) -> &str {
-        let start = if at == 0 { 0 } else { self.name_ends[at - 1] };
-        &self.names[start as usize..self.name_ends[at] as usize]
+    pub(crate) fn name(&self, index: usize) -> &str {
+        let start = if index == 0 { 0 } else { self.name_ends[index - 1] };
+        &self.names[start as usize..self.name_ends[index] as usize]
     }
 
     /// Position of the tensor of this name.
@@ -173,7 +173,7 @@ impl TensorColumns {
 impl<'a> Tensor<'a> {
     /// Position in the catalog.
     pub fn position(&self) -> usize {
-        self.at as usize
+        self.index as usize
     }
 
     /// Pieces that cover it once, by shard and offset. Empty pieces are left out, unless the tensor
@@ -189,16 +189,16 @@ impl<'a> Tensor<'a> {
     }
 
     fn rows(&self) -> &'a [PieceRow] {
-        let (columns, at) = (self.columns, self.at as usize);
-        let start = if at == 0 { 0 } else { columns.piece_ends[at - 1] };
-        &columns.pieces[start as usize..columns.piece_ends[at] as usize]
+        let (columns, index) = (self.columns, self.index as usize);
+        let start = if index == 0 { 0 } else { columns.piece_ends[index - 1] };
+        &columns.pieces[start as usize..columns.piece_ends[index] as usize]
     }
 
     /// Further copies of pieces, which should hold the same bytes.
     pub fn replicas(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
         let all = &self.columns.replicas;
-        let start = all.partition_point(|(tensor, _)| *tensor < self.at);
-        let end = start + all[start..].partition_point(|(tensor, _)| *tensor == self.at);
+        let start = all.partition_point(|(tensor, _)| *tensor < self.index);
+        let end = start + all[start..].partition_point(|(tensor, _)| *tensor == self.index);
         let tensor = *self;
         all[start..end].iter().map(move |(_, row)| tensor.piece(row))
     }
@@ -268,14 +268,14 @@ impl Builder {
         pieces: &[BoxSlice],
         replicas: &[BoxSlice],
     ) {
-        let at = self.columns.len() as u32;
+        let index = self.columns.len() as u32;
         for box_id in pieces {
             let row = self.row(box_id, shape);
             self.columns.pieces.push(row);
         }
         for box_id in replicas {
             let row = self.row(box_id, shape);
-            self.columns.replicas.push((at, row));
+            self.columns.replicas.push((index, row));
         }
         self.push_head(name, dtype, shape);
     }

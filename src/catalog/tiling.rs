@@ -151,8 +151,8 @@ impl Boxes<'_> {
         if self.boxes.len() > PAIRS_BOXES_MAX {
             return Some(Flaw::TooMany);
         }
-        for (at, a) in self.boxes.iter().enumerate() {
-            for b in &self.boxes[..at] {
+        for (index, a) in self.boxes.iter().enumerate() {
+            for b in &self.boxes[..index] {
                 *steps += 1;
                 let starts = a.offset.iter().zip(&b.offset).map(|(a, b)| *a.max(b));
                 let meet: Vec<u64> = starts.collect();
@@ -226,11 +226,11 @@ mod tests {
                 let Some(dim) = (dim as usize).checked_rem(shape.len()) else { continue };
                 let size = boxes[which].shape[dim];
                 if size > 1 {
-                    let at = 1 + u64::from(place) % (size - 1);
+                    let cut = 1 + u64::from(place) % (size - 1);
                     let mut rest = boxes[which].clone();
-                    boxes[which].shape[dim] = at;
-                    rest.offset[dim] += at;
-                    rest.shape[dim] -= at;
+                    boxes[which].shape[dim] = cut;
+                    rest.offset[dim] += cut;
+                    rest.shape[dim] -= cut;
                     boxes.push(rest);
                 }
             }
@@ -270,7 +270,7 @@ mod tests {
                 let end = hole_end(&boxes, &shape, &place);
                 let size: Vec<u64> = end.iter().zip(&place).map(|(end, from)| end - from).collect();
                 let hole = piece(&place, &size);
-                let inside = counts(&boxes, &shape).into_iter().filter(|(at, _)| contains(&hole, at));
+                let inside = counts(&boxes, &shape).into_iter().filter(|(point, _)| contains(&hole, point));
                 prop_assert!(inside.into_iter().all(|(_, count)| count == 0));
             }
             // The comparison by pairs, for boxes of many dimensions, agrees on whether there is a
@@ -319,11 +319,11 @@ mod tests {
     fn nested_staircases_of_three_dimensions_and_grids_are_proved_in_n_log_n_steps() {
         let side = 3_000;
         let deep = staircase(side).into_iter().flat_map(|flat| {
-            let at = |z, depth| {
+            let halves = |z, depth| {
                 piece(&[flat.offset[0], flat.offset[1], z], &[flat.shape[0], flat.shape[1], depth])
             };
             let cut = 1 + flat.offset[0] % 5;
-            [at(0, cut), at(cut, 8 - cut)]
+            [halves(0, cut), halves(cut, 8 - cut)]
         });
         let grid = (0..100 * 100).map(|n| piece(&[n / 100, n % 100, 0], &[1, 1, 8]));
         for (boxes, shape) in

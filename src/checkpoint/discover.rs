@@ -138,20 +138,20 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
     let mut by_inode: HashMap<(u64, u64), usize> = HashMap::new();
     for (name, file) in files {
         let inode = (file.identity.dev, file.identity.ino);
-        let at = *by_inode.entry(inode).or_insert(links.len());
-        if at == links.len() {
+        let index = *by_inode.entry(inode).or_insert(links.len());
+        if index == links.len() {
             links.push(Vec::new());
         }
-        links[at].push((name, &file.path));
+        links[index].push((name, &file.path));
     }
     let numbers: Vec<usize> = (0..links.len()).collect();
-    let open = |&at: &usize| {
-        let (name, path) = links[at][0];
-        (at, Unread::open(name, path).map_err(|error| named_in(folder, name, error)))
+    let open = |&index: &usize| {
+        let (name, path) = links[index][0];
+        (index, Unread::open(name, path).map_err(|error| named_in(folder, name, error)))
     };
     let mut opened = map_files(&numbers, open);
     // The files are sorted by name, so that every run refuses the same ones.
-    opened.sort_by_key(|(at, _)| *at);
+    opened.sort_by_key(|(index, _)| *index);
     let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::description_len);
     let lens: Vec<u64> = opened.iter().map(|(_, unread)| len(unread)).collect();
     let (count, sum) = admitted(&lens, max);
@@ -171,14 +171,14 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
     let mut weights: Weights = refused.collect();
     // The thread that reads a header takes the file out of its lock.
     let opened: Vec<_> =
-        opened.into_iter().map(|(at, unread)| (at, Mutex::new(Some(unread)))).collect();
+        opened.into_iter().map(|(index, unread)| (index, Mutex::new(Some(unread)))).collect();
     let heads = Arc::new(Heads::without_notes());
-    let read = |(at, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
+    let read = |(index, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
         let unread = unread.lock().take();
         match unread {
-            Some(Ok(unread)) => open_links(&heads, folder, &links[*at], unread),
+            Some(Ok(unread)) => open_links(&heads, folder, &links[*index], unread),
             Some(Err(error)) => {
-                let names = links[*at].iter().map(|(name, _)| (*name).to_owned());
+                let names = links[*index].iter().map(|(name, _)| (*name).to_owned());
                 names.map(|name| (name, Err(error.copied()))).collect()
             }
             None => Vec::new(),

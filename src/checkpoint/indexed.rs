@@ -232,8 +232,8 @@ impl<'a> FolderIndex<'a> {
                 return Err("lists a shard whose length differs".to_owned());
             }
             let source = Source::closed(&file.path, file.identity);
-            let at = files.binary_search_by(|record| record.name.as_str().cmp(&shard.name));
-            let record = &files[at.map_err(|_| "does not list one of its shards")?];
+            let index = files.binary_search_by(|record| record.name.as_str().cmp(&shard.name));
+            let record = &files[index.map_err(|_| "does not list one of its shards")?];
             source.set_described(record.described.clone(), record.hash);
             sources.push(source);
         }

@@ -144,8 +144,8 @@ impl Checkpoint {
     /// The open file of the shard called `name`.
     #[doc(hidden)]
     pub fn source(&self, name: &str) -> Option<&Arc<Source>> {
-        let at = self.catalog.shards.iter().position(|shard| shard.name == name)?;
-        Some(&self.sources[at])
+        let index = self.catalog.shards.iter().position(|shard| shard.name == name)?;
+        Some(&self.sources[index])
     }
 
     /// Closes its files until the next read, so that the disk space of deleted files is freed.

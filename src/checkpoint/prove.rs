@@ -23,12 +23,12 @@ impl Tree {
         let members = self.family(head);
         let mut family: Vec<(FolderId, Proved)> =
             members.into_iter().map(|id| (id, self.prove_folder(id))).collect();
-        for at in 1..family.len() {
-            let parent = self.folder(family[at].0).parent;
+        for position in 1..family.len() {
+            let parent = self.folder(family[position].0).parent;
             let Some(above) = family.iter().position(|(id, _)| Some(*id) == parent) else {
                 continue;
             };
-            let (before, after) = family.split_at_mut(at);
+            let (before, after) = family.split_at_mut(position);
             hide_twins(&before[above].1, &mut after[0].1);
         }
         family
@@ -69,7 +69,7 @@ impl Tree {
             let kind = candidate.kind;
             let header = header_of(&weights, &candidate).map(Arc::as_ptr);
             let link = header.and_then(|header| links.get(&header)).copied();
-            let linked = link.and_then(|at| judged[at].outcome.as_ref().ok());
+            let linked = link.and_then(|position| judged[position].outcome.as_ref().ok());
             let outcome = prove_set(
                 folder,
                 &weights,
@@ -87,15 +87,15 @@ impl Tree {
         for loaded in weights.values_mut().flatten() {
             loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
         }
-        for at in 0..judged.len() {
-            let layout = |at: usize| judged[at].outcome.as_ref().ok()?.known_layout();
-            let linked = judged[at].link.and_then(layout);
-            let laid_out = match &judged[at].outcome {
+        for position in 0..judged.len() {
+            let layout = |position: usize| judged[position].outcome.as_ref().ok()?.known_layout();
+            let linked = judged[position].link.and_then(layout);
+            let laid_out = match &judged[position].outcome {
                 Ok(checkpoint) => checkpoint.lay_out(linked),
                 Err(_) => Ok(()),
             };
             if let Err(error) = laid_out {
-                judged[at].outcome = Err(error);
+                judged[position].outcome = Err(error);
             }
         }
         for Judged { name, kind, files, outcome, .. } in judged {

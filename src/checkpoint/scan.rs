@@ -176,23 +176,23 @@ impl<'a> Scan<'a> {
         });
         self.next.push_back(0);
         loop {
-            let Some(at) = self.next.pop_front() else {
+            let Some(index) = self.next.pop_front() else {
                 if self.behind_links.is_empty() {
                     break;
                 }
                 std::mem::swap(&mut self.next, &mut self.behind_links);
                 continue;
             };
-            if let Err(error) = self.enter(at) {
-                if at == 0 {
+            if let Err(error) = self.enter(index) {
+                if index == 0 {
                     return Err(error);
                 }
-                let relative = shown_path(&self.relative(at));
+                let relative = shown_path(&self.relative(index));
                 self.left_out
                     .add(Unusable::Unreadable, || format!("{relative}: not shown: {error}"));
                 continue;
             }
-            for &child in &self.places[at].children {
+            for &child in &self.places[index].children {
                 let is_link = self.places[child].folder.is_link;
                 let queue = if is_link { &mut self.behind_links } else { &mut self.next };
                 queue.push_back(child);
@@ -202,23 +202,23 @@ impl<'a> Scan<'a> {
         Ok(self.finish())
     }
 
-    /// Reads the folder at `at` and notes the folders in it.
-    fn enter(&mut self, at: usize) -> Result<()> {
-        let place = &self.places[at];
+    /// Reads the folder at `index` and notes the folders in it.
+    fn enter(&mut self, index: usize) -> Result<()> {
+        let place = &self.places[index];
         let listing = match self.listings.get(&place.folder.real) {
             Some(listing) => listing.clone(),
             None => {
                 let listing = Arc::new(read(self.bounds, &place.folder.real)?);
                 self.listings.insert(place.folder.real.clone(), listing.clone());
-                let relative = self.relative(at);
+                let relative = self.relative(index);
                 for misfit in listing.misfits.iter() {
                     self.skip(&relative.join(&misfit.name), misfit.why);
                 }
                 listing
             }
         };
-        let above = self.above(at);
-        let (depth, linked) = (self.places[at].depth + 1, self.places[at].linked);
+        let above = self.above(index);
+        let (depth, linked) = (self.places[index].depth + 1, self.places[index].linked);
         *(if linked { &mut self.linked_entries } else { &mut self.entries }) += listing.len;
         let deep = self.deep;
         for folder in listing.folders.iter().filter(|_| deep) {
@@ -232,7 +232,7 @@ impl<'a> Scan<'a> {
                 self.linked += usize::from(linked);
                 self.places.push(ScanPlace {
                     folder: folder.clone(),
-                    parent: Some(at),
+                    parent: Some(index),
                     depth,
                     linked,
                     listing: None,
@@ -240,29 +240,29 @@ impl<'a> Scan<'a> {
                     closed: None,
                     trimmed: false,
                 });
-                self.places[at].children.push(child);
+                self.places[index].children.push(child);
                 continue;
             };
-            if self.told.insert(self.places[at].folder.real.join(&folder.name)) {
-                let relative = self.relative(at).join(&folder.name);
+            if self.told.insert(self.places[index].folder.real.join(&folder.name)) {
+                let relative = self.relative(index).join(&folder.name);
                 self.skip(&relative, why);
             }
         }
-        self.places[at].listing = Some(listing);
+        self.places[index].listing = Some(listing);
         Ok(())
     }
 
-    /// The inodes of the folder at `at` and of all folders above it.
-    fn above(&self, at: usize) -> Vec<(u64, u64)> {
-        let parents = std::iter::successors(Some(at), |&at| self.places[at].parent);
-        parents.map(|at| self.places[at].folder.inode).collect()
+    /// The inodes of the folder at `index` and of all folders above it.
+    fn above(&self, index: usize) -> Vec<(u64, u64)> {
+        let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
+        parents.map(|index| self.places[index].folder.inode).collect()
     }
 
-    /// Path of the folder at `at` below the source.
-    fn relative(&self, at: usize) -> PathBuf {
-        let parents = std::iter::successors(Some(at), |&at| self.places[at].parent);
+    /// Path of the folder at `index` below the source.
+    fn relative(&self, index: usize) -> PathBuf {
+        let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
         let names: Vec<&OsStr> =
-            parents.map(|at| self.places[at].folder.name.as_os_str()).collect();
+            parents.map(|index| self.places[index].folder.name.as_os_str()).collect();
         names.iter().rev().collect()
     }
 
@@ -306,26 +306,26 @@ impl<'a> Scan<'a> {
     ) -> Result<usize> {
         let mut weights = self.weights(weigh);
         while weights[0] > max {
-            let mut at = 0;
-            let heaviest = |at: usize| {
-                let children = self.places[at].children.iter().copied();
+            let mut index = 0;
+            let heaviest = |index: usize| {
+                let children = self.places[index].children.iter().copied();
                 children.max_by_key(|&child| weights[child]).filter(|&child| weights[child] > 0)
             };
-            while let Some(child) = heaviest(at)
-                .filter(|&child| weights[child] * 2 > weights[at] && !self.places[child].linked)
+            while let Some(child) = heaviest(index)
+                .filter(|&child| weights[child] * 2 > weights[index] && !self.places[child].linked)
             {
-                at = child;
+                index = child;
             }
-            let mut children = self.places[at].children.clone();
+            let mut children = self.places[index].children.clone();
             let of_children: usize = children.iter().map(|&child| weights[child]).sum();
-            if of_children * 2 < weights[at] {
+            if of_children * 2 < weights[index] {
                 // The files of the folder itself are too many.
-                if at == 0 {
+                if index == 0 {
                     let root = shown_path(self.bounds.root());
                     let message = format!("{root}: {}; {}", why.text(), why.advice());
                     return Err(Error::usage(message));
                 }
-                children = vec![at];
+                children = vec![index];
             }
             // Among equal weights the last folder by name is closed first.
             children.sort_by_key(|&child| std::cmp::Reverse((weights[child], child)));
@@ -341,7 +341,7 @@ impl<'a> Scan<'a> {
                     self.close(child, why);
                 }
             }
-            self.places[at].trimmed |= why == Unusable::TooManyLinks;
+            self.places[index].trimmed |= why == Unusable::TooManyLinks;
             self.forget_closed();
             weights = self.weights(weigh);
         }
@@ -351,32 +351,32 @@ impl<'a> Scan<'a> {
     /// The weight of each folder with all below it.
     fn weights(&self, weigh: &dyn Fn(&ScanPlace) -> usize) -> Vec<usize> {
         let mut weights = vec![0; self.places.len()];
-        for (at, place) in self.places.iter().enumerate().rev() {
-            weights[at] += weigh(place);
+        for (index, place) in self.places.iter().enumerate().rev() {
+            weights[index] += weigh(place);
             if let Some(parent) = place.parent {
-                weights[parent] += weights[at];
+                weights[parent] += weights[index];
             }
         }
         weights
     }
 
-    /// Leaves out the targets of links in the folder at `at`. The files in the folder stay.
-    fn close_links(&mut self, at: usize) {
-        let mut next = vec![at];
-        while let Some(at) = next.pop() {
-            if self.places[at].linked {
-                self.close(at, Unusable::TooManyLinks);
+    /// Leaves out the targets of links in the folder at `index`. The files in the folder stay.
+    fn close_links(&mut self, index: usize) {
+        let mut next = vec![index];
+        while let Some(index) = next.pop() {
+            if self.places[index].linked {
+                self.close(index, Unusable::TooManyLinks);
             } else {
-                next.extend(&self.places[at].children);
+                next.extend(&self.places[index].children);
             }
         }
     }
 
-    /// Leaves out the content of the folder at `at`.
-    fn close(&mut self, at: usize, why: Unusable) {
-        let relative = self.relative(at);
+    /// Leaves out the content of the folder at `index`.
+    fn close(&mut self, index: usize, why: Unusable) {
+        let relative = self.relative(index);
         self.skip(&relative, why);
-        let place = &mut self.places[at];
+        let place = &mut self.places[index];
         place.closed = Some(why);
         place.listing = None;
     }
@@ -387,7 +387,9 @@ impl<'a> Scan<'a> {
         let mut now_at: Vec<Option<usize>> = Vec::with_capacity(self.places.len());
         let mut kept: Vec<ScanPlace> = Vec::new();
         for mut place in std::mem::take(&mut self.places) {
-            let parent = place.parent.map(|at| now_at[at].filter(|&at| kept[at].closed.is_none()));
+            let parent = place
+                .parent
+                .map(|index| now_at[index].filter(|&index| kept[index].closed.is_none()));
             now_at.push(match parent {
                 Some(None) => None,
                 parent => {
@@ -397,12 +399,12 @@ impl<'a> Scan<'a> {
                 }
             });
         }
-        let open = |at: &usize| kept[*at].closed.is_none();
+        let open = |index: &usize| kept[*index].closed.is_none();
         for queue in [&mut self.next, &mut self.behind_links] {
-            *queue = queue.iter().filter_map(|&at| now_at[at].filter(open)).collect();
+            *queue = queue.iter().filter_map(|&index| now_at[index].filter(open)).collect();
         }
         for place in &mut kept {
-            let children = place.children.iter().filter_map(|&at| now_at[at]);
+            let children = place.children.iter().filter_map(|&index| now_at[index]);
             place.children = children.collect();
         }
         self.places = kept;
@@ -411,9 +413,9 @@ impl<'a> Scan<'a> {
     fn finish(self) -> (Vec<Folder>, LeftOut) {
         let mut folders: Vec<Folder> = Vec::new();
         let mut next: Vec<(usize, Option<FolderId>, PathBuf)> = vec![(0, None, PathBuf::new())];
-        while let Some((at, parent, relative)) = next.pop() {
-            let place = &self.places[at];
-            let Some(folder) = self.folder(at, parent, &relative) else { continue };
+        while let Some((index, parent, relative)) = next.pop() {
+            let place = &self.places[index];
+            let Some(folder) = self.folder(index, parent, &relative) else { continue };
             let id = folders.len();
             if let Some(parent) = parent {
                 folders[parent].children.push((place.folder.name.clone(), id));
@@ -430,9 +432,9 @@ impl<'a> Scan<'a> {
         (folders, self.left_out)
     }
 
-    /// The folder at `at` as part of the tree, `None` if it cannot be read.
-    fn folder(&self, at: usize, parent: Option<FolderId>, relative: &Path) -> Option<Folder> {
-        let place = &self.places[at];
+    /// The folder at `index` as part of the tree, `None` if it cannot be read.
+    fn folder(&self, index: usize, parent: Option<FolderId>, relative: &Path) -> Option<Folder> {
+        let place = &self.places[index];
         let (identity, files, misfits) = match (&place.listing, place.closed) {
             (Some(listing), _) => {
                 (listing.identity, listing.files.clone(), listing.misfits.clone())

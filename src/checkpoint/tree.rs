@@ -286,8 +286,8 @@ fn is_twin(name: &OsStr) -> bool {
 impl Folder {
     /// The file of this name.
     pub fn file(&self, name: &str) -> Option<&File> {
-        let at = self.files.binary_search_by(|file| file.name.as_os_str().cmp(OsStr::new(name)));
-        at.ok().map(|at| &self.files[at])
+        let index = self.files.binary_search_by(|file| file.name.as_os_str().cmp(OsStr::new(name)));
+        index.ok().map(|index| &self.files[index])
     }
 
     /// The latest modification time of the folder and its files.

@@ -177,23 +177,23 @@ impl FileHandle {
         Ok(FileHandle { library, raw, _file: file })
     }
 
-    /// Reads at most `len` bytes from byte `offset` of the file on to byte `at` of `to`, and waits
-    /// for them. Returns the number of bytes read, zero at the end of the file. The context of the
-    /// GPU is bound.
+    /// Reads at most `len` bytes from byte `offset` of the file on to byte `target` of `to`, and
+    /// waits for them. Returns the number of bytes read, zero at the end of the file. The context of
+    /// the GPU is bound.
     pub(crate) fn read(
         &self,
         offset: u64,
         to: &Destination,
-        at: u64,
+        target: u64,
         len: u64,
     ) -> Result<u64, String> {
-        let DeviceRegion { memory, at: start, len: end } = &to.region;
-        assert!(at <= *end && len <= end - at, "bytes of the region");
-        assert!(start + at + len <= memory.len(), "bytes of the device's memory");
+        let DeviceRegion { memory, offset: start, len: end } = &to.region;
+        assert!(target <= *end && len <= end - target, "bytes of the region");
+        assert!(start + target + len <= memory.len(), "bytes of the device's memory");
         // cuFile finds registered memory by its beginning.
         let (base, from) = match &to.registered {
-            Some(_) => (memory.address(), start + at),
-            None => (memory.address() + start + at, 0),
+            Some(_) => (memory.address(), start + target),
+            None => (memory.address() + start + target, 0),
         };
         let too_far = |_| "cuFileRead reaches no such offset".to_owned();
         let offset = libc::off_t::try_from(offset).map_err(too_far)?;

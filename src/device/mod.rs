@@ -82,7 +82,7 @@ mod regions {
         /// Allocation that the region lies in, kept alive by it.
         pub memory: Arc<DeviceMemory>,
         /// Offset of the region in the allocation.
-        pub at: u64,
+        pub offset: u64,
         /// Length in bytes.
         pub len: u64,
     }
@@ -91,12 +91,12 @@ mod regions {
         /// All of `memory`.
         pub fn whole(memory: Arc<DeviceMemory>) -> DeviceRegion {
             let len = memory.len();
-            DeviceRegion { memory, at: 0, len }
+            DeviceRegion { memory, offset: 0, len }
         }
 
         /// Address of its first byte on the device.
         pub fn address(&self) -> u64 {
-            self.memory.address() + self.at
+            self.memory.address() + self.offset
         }
     }
 
@@ -144,12 +144,12 @@ mod regions {
                     })
                     .count();
                 let memory = self.allocate(sum)?;
-                let mut at = 0;
+                let mut offset = 0;
                 for len in &rest[..together] {
-                    if !wanted(DeviceRegion { memory: memory.clone(), at, len: *len }) {
+                    if !wanted(DeviceRegion { memory: memory.clone(), offset, len: *len }) {
                         return Ok(());
                     }
-                    at += taken(len);
+                    offset += taken(len);
                 }
                 rest = &rest[together..];
             }

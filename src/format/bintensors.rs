@@ -59,7 +59,7 @@ const MARKER_U64: u8 = 253;
 /// Number of an element type in a header, `None` if the format does not have it. Tensors in a file
 /// are sorted by this number, highest first, then by name.
 pub fn number_of(dtype: Dtype) -> Option<u8> {
-    DTYPES.iter().position(|known| *known == dtype).map(|at| at as u8)
+    DTYPES.iter().position(|known| *known == dtype).map(|code| code as u8)
 }
 
 /// Parses a whole file that is already in memory.
@@ -184,12 +184,12 @@ impl<R: Read> Decoder<R> {
             self.memory.begin(POSITION_MEMORY);
             self.memory.add(NUMBER_MEMORY)?;
             let name = self.string("the name of a tensor")?;
-            let at = self.uint("the position of a tensor")?;
-            match usize::try_from(at).ok().and_then(|at| named.get_mut(at)) {
+            let index = self.uint("the position of a tensor")?;
+            match usize::try_from(index).ok().and_then(|index| named.get_mut(index)) {
                 Some(slot) if !*slot => *slot = true,
-                _ => return Err(self.bad(&format!("{at} is the position of no other tensor"))),
+                _ => return Err(self.bad(&format!("{index} is the position of no other tensor"))),
             }
-            tensors[at as usize].name = name;
+            tensors[index as usize].name = name;
         }
         Ok((metadata, tensors))
     }
@@ -229,7 +229,7 @@ impl<R: Read> Decoder<R> {
         if marker == MARKER_U64 {
             return Err(self.bad("a dtype is written as an integer of 64 bits, 32 expected"));
         }
-        let Some(&dtype) = usize::try_from(number).ok().and_then(|at| DTYPES.get(at)) else {
+        let Some(&dtype) = usize::try_from(number).ok().and_then(|index| DTYPES.get(index)) else {
             let message = format!("unknown dtype {number}, the format has 0 to 14");
             return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
         };

@@ -129,16 +129,16 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlace
     // The notes are usually in the order of the tensors, which needs no map.
     let mut by_name = HashMap::new();
     if !shard.tensors().map(|tensor| tensor.name).eq(notes.iter().map(|(name, _)| *name)) {
-        for (at, (name, _)) in notes.iter().enumerate() {
-            by_name.insert(*name, at).is_none().then_some(())?;
+        for (index, (name, _)) in notes.iter().enumerate() {
+            by_name.insert(*name, index).is_none().then_some(())?;
         }
     }
     (notes.len() == shard.len()).then_some(())?;
     let mut places = Vec::with_capacity(notes.len());
-    for (at, tensor) in shard.tensors().enumerate() {
+    for (index, tensor) in shard.tensors().enumerate() {
         let TensorDescription { name, dtype, shape, .. } = tensor;
-        let at = if by_name.is_empty() { at } else { *by_name.get(name)? };
-        let place = std::mem::take(&mut notes[at].1);
+        let index = if by_name.is_empty() { index } else { *by_name.get(name)? };
+        let place = std::mem::take(&mut notes[index].1);
         let whole = place.whole_shape.as_deref();
         let fits = dtype != Dtype::F4
             && place.offset.len() == shape.len()

@@ -5,34 +5,34 @@
 #[derive(Debug)]
 pub(super) struct JsonCursor<'a> {
     text: &'a str,
-    at: usize,
+    offset: usize,
 }
 
 impl<'a> JsonCursor<'a> {
     pub(super) fn new(text: &'a str) -> JsonCursor<'a> {
-        JsonCursor { text, at: 0 }
+        JsonCursor { text, offset: 0 }
     }
 
     /// `Some` if only space is left.
     pub(super) fn end(&mut self) -> Option<()> {
         self.space();
-        (self.at == self.text.len()).then_some(())
+        (self.offset == self.text.len()).then_some(())
     }
 
     fn peek(&self) -> Option<u8> {
-        self.text.as_bytes().get(self.at).copied()
+        self.text.as_bytes().get(self.offset).copied()
     }
 
     fn space(&mut self) {
         while matches!(self.peek(), Some(b' ' | b'\n' | b'\t' | b'\r')) {
-            self.at += 1;
+            self.offset += 1;
         }
     }
 
     /// Passes `wanted`, and space before it.
     pub(super) fn token(&mut self, wanted: u8) -> Option<()> {
         self.space();
-        (self.peek()? == wanted).then(|| self.at += 1)
+        (self.peek()? == wanted).then(|| self.offset += 1)
     }
 
     /// Passes items between `open` and `close`, separated by commas.
@@ -57,24 +57,24 @@ impl<'a> JsonCursor<'a> {
     /// A string without escapes.
     pub(super) fn string(&mut self) -> Option<&'a str> {
         self.token(b'"')?;
-        let bytes = &self.text.as_bytes()[self.at..];
+        let bytes = &self.text.as_bytes()[self.offset..];
         let len = bytes.iter().position(|&byte| byte == b'"' || byte == b'\\' || byte < b' ')?;
-        let string = &self.text[self.at..self.at + len];
-        self.at += len;
-        (self.peek()? == b'"').then(|| self.at += 1)?;
+        let string = &self.text[self.offset..self.offset + len];
+        self.offset += len;
+        (self.peek()? == b'"').then(|| self.offset += 1)?;
         Some(string)
     }
 
     /// A number of plain digits.
     pub(super) fn number(&mut self) -> Option<u64> {
         self.space();
-        let begin = self.at;
+        let begin = self.offset;
         let mut number = 0_u64;
         while let Some(digit @ b'0'..=b'9') = self.peek() {
             number = number.checked_mul(10)?.checked_add(u64::from(digit - b'0'))?;
-            self.at += 1;
+            self.offset += 1;
         }
-        let digits = self.at - begin;
+        let digits = self.offset - begin;
         let leads = digits > 1 && self.text.as_bytes()[begin] == b'0';
         (digits > 0 && !leads).then_some(number)
     }
@@ -89,21 +89,21 @@ impl<'a> JsonCursor<'a> {
 
     /// A string with or without escapes.
     pub(super) fn any_string(&mut self) -> Option<String> {
-        let before = self.at;
+        let before = self.offset;
         if let Some(string) = self.string() {
             return Some(string.to_owned());
         }
-        self.at = before;
+        self.offset = before;
         self.token(b'"')?;
-        let begin = self.at - 1;
+        let begin = self.offset - 1;
         loop {
             match self.peek()? {
-                b'\\' => self.at += 2,
+                b'\\' => self.offset += 2,
                 b'"' => break,
-                _ => self.at += 1,
+                _ => self.offset += 1,
             }
         }
-        self.at += 1;
-        serde_json::from_str(self.text.get(begin..self.at)?).ok()
+        self.offset += 1;
+        serde_json::from_str(self.text.get(begin..self.offset)?).ok()
     }
 }

@@ -46,14 +46,14 @@ impl ShardOf {
     }
 
     /// Tensor and file at this position in the order of names.
-    pub fn get(&self, at: usize) -> (&str, &str) {
-        let (begin, end, file) = self.rows[at];
+    pub fn get(&self, row: usize) -> (&str, &str) {
+        let (begin, end, file) = self.rows[row];
         (&self.names[begin as usize..end as usize], &self.files[file as usize])
     }
 
     /// Tensors and files, by tensor name.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> + Clone {
-        (0..self.len()).map(|at| self.get(at))
+        (0..self.len()).map(|row| self.get(row))
     }
 
     /// The files, each once.
@@ -62,8 +62,8 @@ impl ShardOf {
     }
 
     /// Position in `files` of the file of the tensor at this position.
-    pub(crate) fn file_number(&self, at: usize) -> usize {
-        self.rows[at].2 as usize
+    pub(crate) fn file_number(&self, row: usize) -> usize {
+        self.rows[row].2 as usize
     }
 
     /// Sorts the tensors by name. Returns false if two names are equal.

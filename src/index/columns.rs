@@ -73,12 +73,12 @@ pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'stat
     let mut known: HashMap<(Dtype, u32), u64> = HashMap::new();
     let mut kinds = Vec::new();
     let mut kind_of = |(&dtype, &shape): (&Dtype, &u32)| {
-        let at = dtypes.iter().position(|other| *other == dtype).unwrap_or_else(|| {
+        let index = dtypes.iter().position(|other| *other == dtype).unwrap_or_else(|| {
             dtypes.push(dtype);
             dtypes.len() - 1
         });
         *known.entry((dtype, shape)).or_insert_with(|| {
-            kinds.push((at as u32, shape));
+            kinds.push((index as u32, shape));
             kinds.len() as u64 - 1
         })
     };
@@ -116,15 +116,15 @@ pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'stat
 }
 
 fn name_lens(tensors: &TensorColumns) -> impl Iterator<Item = u64> {
-    (0..tensors.len()).map(|at| tensors.name(at).len() as u64)
+    (0..tensors.len()).map(|index| tensors.name(index).len() as u64)
 }
 
 /// The number of bytes that each name shares with the previous one, and the rest of all names.
 fn encode_names(tensors: &TensorColumns) -> (Vec<u64>, Vec<u8>) {
     let (mut shared, mut text) = (Vec::new(), Vec::new());
     let mut before: &[u8] = &[];
-    for at in 0..tensors.len() {
-        let name = tensors.name(at).as_bytes();
+    for index in 0..tensors.len() {
+        let name = tensors.name(index).as_bytes();
         let same = name.iter().zip(before).take_while(|(a, b)| a == b).count().min(SHARED_MAX);
         shared.push(same as u64);
         text.extend_from_slice(&name[same..]);
@@ -135,7 +135,7 @@ fn encode_names(tensors: &TensorColumns) -> (Vec<u64>, Vec<u8>) {
 
 fn encode_starts(tensors: &TensorColumns, shards: &[Shard]) -> Numbers<'static> {
     let mut ends: Vec<u64> = shards.iter().map(Shard::description_end).collect();
-    let pieces = (0..tensors.len()).flat_map(|at| tensors.get(at).pieces());
+    let pieces = (0..tensors.len()).flat_map(|index| tensors.get(index).pieces());
     let distances = pieces.map(|piece| {
         let end = &mut ends[piece.shard.0 as usize];
         let distance = piece.range.start.wrapping_sub(*end) as i64;

@@ -119,9 +119,9 @@ impl BlockBoundaries {
     }
 
     /// The bytes of a part.
-    pub fn part(&self, at: usize) -> Range<u64> {
-        let start = if at == 0 { 0 } else { self.ends[at - 1] };
-        start..self.ends[at]
+    pub fn part(&self, index: usize) -> Range<u64> {
+        let start = if index == 0 { 0 } else { self.ends[index - 1] };
+        start..self.ends[index]
     }
 
     /// The parts that overlap `range`, which is cut at the end of the file.
@@ -142,9 +142,9 @@ impl BlockBoundaries {
     /// The chunks that overlap `range`.
     pub fn chunks_of(&self, range: Range<u64>) -> impl Iterator<Item = ChecksumChunk> + '_ {
         let wanted = range.clone();
-        self.parts_of(&range).flat_map(move |at| {
-            let part = self.part(at);
-            let before = if at == 0 { 0 } else { self.chunk_ends[at - 1] as usize };
+        self.parts_of(&range).flat_map(move |index| {
+            let part = self.part(index);
+            let before = if index == 0 { 0 } else { self.chunk_ends[index - 1] as usize };
             let first = wanted.start.saturating_sub(part.start) / CHUNK_LEN;
             let last = (wanted.end.min(part.end) - part.start).div_ceil(CHUNK_LEN);
             (first..last).map(move |chunk| {
@@ -170,7 +170,7 @@ pub struct ChunkHasher {
     digests: Vec<Digest>,
     /// The current part, the number of bytes hashed so far, and the end of the current chunk.
     part: usize,
-    at: u64,
+    offset: u64,
     chunk_end: u64,
     /// The hash of a chunk that is not complete.
     begun: Option<Hasher>,
@@ -181,24 +181,24 @@ impl ChunkHasher {
     pub fn new(boundaries: Arc<BlockBoundaries>) -> ChunkHasher {
         let digests = Vec::with_capacity(boundaries.chunks_len());
         let mut hasher =
-            ChunkHasher { boundaries, digests, part: 0, at: 0, chunk_end: 0, begun: None };
+            ChunkHasher { boundaries, digests, part: 0, offset: 0, chunk_end: 0, begun: None };
         hasher.chunk_end = hasher.end_of_chunk();
         hasher
     }
 
     fn end_of_chunk(&self) -> u64 {
         let end = self.boundaries.ends.get(self.part).copied().unwrap_or(u64::MAX);
-        end.min(self.at.saturating_add(CHUNK_LEN))
+        end.min(self.offset.saturating_add(CHUNK_LEN))
     }
 
     /// Adds bytes. Bytes after the end of the file are ignored.
     pub fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() && self.part < self.boundaries.len() {
-            let left = self.chunk_end - self.at;
+            let left = self.chunk_end - self.offset;
             let (own, rest) = bytes.split_at(left.min(bytes.len() as u64) as usize);
             bytes = rest;
-            self.at += own.len() as u64;
-            if self.at < self.chunk_end {
+            self.offset += own.len() as u64;
+            if self.offset < self.chunk_end {
                 self.begun.get_or_insert_default().update(own);
                 continue;
             }
@@ -209,7 +209,7 @@ impl ChunkHasher {
                     begun.finish()
                 }
             });
-            self.part += usize::from(self.at == self.boundaries.ends[self.part]);
+            self.part += usize::from(self.offset == self.boundaries.ends[self.part]);
             self.chunk_end = self.end_of_chunk();
         }
     }
@@ -223,16 +223,16 @@ impl ChunkHasher {
 impl Sums {
     /// The checksums of the shard called `name`.
     pub fn shard(&self, name: &str) -> Option<&Arc<ShardSums>> {
-        let at = self.shards.binary_search_by(|shard| shard.name.as_str().cmp(name));
-        at.ok().map(|at| &self.shards[at])
+        let index = self.shards.binary_search_by(|shard| shard.name.as_str().cmp(name));
+        index.ok().map(|index| &self.shards[index])
     }
 
     /// Adds the checksums of one shard, or replaces them.
     pub fn put(&mut self, shard: ShardSums) {
-        let at = self.shards.binary_search_by(|other| other.name.cmp(&shard.name));
-        match at {
-            Ok(at) => self.shards[at] = Arc::new(shard),
-            Err(at) => self.shards.insert(at, Arc::new(shard)),
+        let index = self.shards.binary_search_by(|other| other.name.cmp(&shard.name));
+        match index {
+            Ok(index) => self.shards[index] = Arc::new(shard),
+            Err(index) => self.shards.insert(index, Arc::new(shard)),
         }
     }
 
@@ -243,7 +243,7 @@ impl Sums {
             fingerprint: shard.fingerprint,
             recorded: shard.recorded,
             lens: (0..shard.boundaries.len())
-                .map(|at| shard.boundaries.part(at))
+                .map(|index| shard.boundaries.part(index))
                 .map(|part| part.end - part.start)
                 .collect(),
             digests: shard.digests.iter().flat_map(|digest| digest.0).collect(),

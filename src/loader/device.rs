@@ -89,8 +89,8 @@ impl LoadedDevice {
     pub fn place(&self, number: usize) -> DeviceRegion {
         let placement = &self.placements[number];
         let region = &self.regions[placement.region as usize];
-        let (memory, at) = (region.memory.clone(), region.at + placement.offset);
-        DeviceRegion { memory, at, len: placement.len }
+        let (memory, offset) = (region.memory.clone(), region.offset + placement.offset);
+        DeviceRegion { memory, offset, len: placement.len }
     }
 
     /// The bytes of request `number`, copied back to the host.
@@ -101,7 +101,7 @@ impl LoadedDevice {
         let place = self.place(number);
         let mut bytes = vec![0; place.len as usize];
         if !bytes.is_empty() {
-            place.memory.read(place.at, &mut bytes)?;
+            place.memory.read(place.offset, &mut bytes)?;
         }
         Ok(bytes)
     }
@@ -545,7 +545,7 @@ impl<'a> Copies<'a> {
         offset: u64,
     ) -> Result<()> {
         self.number.fetch_add(1, Ordering::Relaxed);
-        sending.copy(from, len, &region.memory, region.at + offset)
+        sending.copy(from, len, &region.memory, region.offset + offset)
     }
 
     /// Copies runs that are cast, or spread, or both: all runs of the innermost dimension at a
@@ -569,7 +569,7 @@ impl<'a> Copies<'a> {
             let rows = PitchedRows {
                 from: one.from + (from - from0),
                 from_pitch: inner.map_or(one.run_len, |inner| inner.from),
-                to: region.at + one.offset + (to - to0),
+                to: region.offset + one.offset + (to - to0),
                 to_pitch: inner.map_or(one.run_len, |inner| inner.to),
                 width: one.run_len,
                 count,

@@ -143,13 +143,13 @@ impl Reader {
         };
         let start = range.start;
         layout.extents(range, &mut |extent| match extent {
-            Extent::Header { at, bytes } => {
-                plan.header = Some((at - start, at..at + bytes.len() as u64));
+            Extent::Header { offset, bytes } => {
+                plan.header = Some((offset - start, offset..offset + bytes.len() as u64));
             }
-            Extent::Run { at, shard, range } => {
+            Extent::Run { offset, shard, range } => {
                 wanted.push((
                     shard.0 as usize,
-                    BlockUse { range, place: BlockPlace::Run(at - start) },
+                    BlockUse { range, place: BlockPlace::Run(offset - start) },
                 ));
             }
             Extent::Scatter { tensor_at, shard, range, runs, part } => {
@@ -198,9 +198,9 @@ impl Reader {
             return submitted.collect();
         }
         let mut buffer = Buffer::new(plan.len as usize, reservation.split(plan.len));
-        if let (Some((at, range)), Some(layout)) = (plan.header, &self.layout) {
+        if let (Some((offset, range)), Some(layout)) = (plan.header, &self.layout) {
             let bytes = &layout.header()[range.start as usize..range.end as usize];
-            buffer[at as usize..][..bytes.len()].copy_from_slice(bytes);
+            buffer[offset as usize..][..bytes.len()].copy_from_slice(bytes);
         }
         if plan.fetches.is_empty() {
             done(Ok(Block::Gathered(buffer)));
@@ -313,7 +313,9 @@ impl BlockUse {
         let Range { start: from, end } = self.range;
         let bytes = &read[(from - start) as usize..(end - start) as usize];
         match &self.place {
-            BlockPlace::Run(at) => block[*at as usize..][..bytes.len()].copy_from_slice(bytes),
+            BlockPlace::Run(offset) => {
+                block[*offset as usize..][..bytes.len()].copy_from_slice(bytes)
+            }
             BlockPlace::Scatter { before, after, runs, part } => {
                 runs.scatter(part, bytes, &mut block[*before as usize..], *after);
             }

@@ -57,18 +57,18 @@ type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
 
 /// A read directly into its place: offset in the window, and the range to read.
 struct Direct<'a> {
-    at: u64,
+    offset: u64,
     source: &'a Arc<Source>,
     range: Range<u64>,
 }
 
 impl Direct<'_> {
-    /// Whether bytes `range` of `source`, at `at` of the window, follow this read in the source and
-    /// in the window.
-    fn goes_on(&self, at: u64, source: &Arc<Source>, range: &Range<u64>) -> bool {
+    /// Whether bytes `range` of `source`, at `offset` of the window, follow this read in the source
+    /// and in the window.
+    fn goes_on(&self, offset: u64, source: &Arc<Source>, range: &Range<u64>) -> bool {
         Arc::ptr_eq(self.source, source)
             && self.range.end == range.start
-            && self.at + (self.range.end - self.range.start) == at
+            && self.offset + (self.range.end - self.range.start) == offset
     }
 }
 
@@ -159,13 +159,12 @@ impl Reader {
         self.read_windows(offset, buf, &|reads| engine.read_cached(reads))
     }
 
-    fn read_windows(&self, offset: u64, buf: &mut [u8], carry: Carry<'_>) -> Result<bool> {
-        let mut at = offset;
+    fn read_windows(&self, mut offset: u64, buf: &mut [u8], carry: Carry<'_>) -> Result<bool> {
         for window in buf.chunks_mut(WINDOW_LEN_MAX as usize) {
-            if !self.read_window(at, window, carry)? {
+            if !self.read_window(offset, window, carry)? {
                 return Ok(false);
             }
-            at += window.len() as u64;
+            offset += window.len() as u64;
         }
         Ok(true)
     }
@@ -180,14 +179,16 @@ impl Reader {
         let mut spread = Vec::new();
         let end = start + window.len() as u64;
         layout.extents(start..end, &mut |extent| match extent {
-            Extent::Header { at, bytes } => {
-                window[(at - start) as usize..][..bytes.len()].copy_from_slice(bytes);
+            Extent::Header { offset, bytes } => {
+                window[(offset - start) as usize..][..bytes.len()].copy_from_slice(bytes);
             }
-            Extent::Run { at, shard, range } => {
-                let (at, source) = (at - start, &self.sources[shard.0 as usize]);
+            Extent::Run { offset, shard, range } => {
+                let (offset, source) = (offset - start, &self.sources[shard.0 as usize]);
                 match direct.last_mut() {
-                    Some(last) if last.goes_on(at, source, &range) => last.range.end = range.end,
-                    _ => direct.push(Direct { at, source, range }),
+                    Some(last) if last.goes_on(offset, source, &range) => {
+                        last.range.end = range.end
+                    }
+                    _ => direct.push(Direct { offset, source, range }),
                 }
             }
             Extent::Scatter { tensor_at, shard, range, runs, part } => {
@@ -260,13 +261,13 @@ impl TensorMap for Reader {
 
 /// The reads of `direct`, each with its own part of `window`; they do not overlap.
 fn targets<'a>(direct: &mut [Direct<'a>], window: &'a mut [u8]) -> Vec<Read<'a>> {
-    direct.sort_by_key(|read| read.at);
+    direct.sort_by_key(|read| read.offset);
     let mut reads = Vec::with_capacity(direct.len());
-    let (mut rest, mut at) = (window, 0);
-    for Direct { at: wanted, source, range } in direct {
-        let (_, from) = std::mem::take(&mut rest).split_at_mut((*wanted - at) as usize);
+    let (mut rest, mut offset) = (window, 0);
+    for Direct { offset: wanted, source, range } in direct {
+        let (_, from) = std::mem::take(&mut rest).split_at_mut((*wanted - offset) as usize);
         let (target, after) = from.split_at_mut((range.end - range.start) as usize);
-        at = *wanted + target.len() as u64;
+        offset = *wanted + target.len() as u64;
         rest = after;
         reads.push(Read { source, offset: range.start, target });
     }

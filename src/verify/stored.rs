@@ -68,8 +68,8 @@ impl Named<'_> {
         if self.shard.is_description(&(bytes.start..bytes.start + 1)) {
             return ShardPlace::Header;
         }
-        let at = self.stored.partition_point(|piece| piece.range.end <= bytes.start);
-        match self.stored.get(at).filter(|piece| piece.range.start < bytes.end) {
+        let index = self.stored.partition_point(|piece| piece.range.end <= bytes.start);
+        match self.stored.get(index).filter(|piece| piece.range.start < bytes.end) {
             Some(piece) => ShardPlace::Tensor((self.name_of)(piece.tensor)),
             None => ShardPlace::Unused,
         }

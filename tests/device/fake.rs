@@ -214,7 +214,7 @@ pub(crate) fn check_filled(
         let region = &regions[placement.region as usize];
         let mut bytes = vec![0; placement.len as usize];
         if !bytes.is_empty() {
-            region.memory.read(region.at + placement.offset, &mut bytes).unwrap();
+            region.memory.read(region.offset + placement.offset, &mut bytes).unwrap();
         }
         prop_assert!(
             bytes == expected(&tensors[tensor_request.tensor], tensor_request),
@@ -223,7 +223,7 @@ pub(crate) fn check_filled(
         if tensor_request.destination.is_some() {
             // Memory in front belongs to another owner and is unchanged.
             let mut before = vec![0; placement.offset as usize];
-            region.memory.read(region.at, &mut before).unwrap();
+            region.memory.read(region.offset, &mut before).unwrap();
             prop_assert!(before.iter().all(|&byte| byte == 0xA5));
         }
     }

@@ -94,8 +94,8 @@ impl ChecksumGate {
         name: &str,
         recorded: &Recorded,
     ) -> Option<ChecksumGate> {
-        let at = checkpoint.catalog().shards.iter().position(|shard| shard.name == name)?;
-        ChecksumGate::new(checkpoint, Guarded::Shard(ShardId(at as u32)), recorded)
+        let index = checkpoint.catalog().shards.iter().position(|shard| shard.name == name)?;
+        ChecksumGate::new(checkpoint, Guarded::Shard(ShardId(index as u32)), recorded)
     }
 
     fn new(
@@ -211,7 +211,7 @@ impl ChecksumGate {
         let known = &self.sums[shard as usize];
         let catalog = self.checkpoint.catalog();
         let stored = stored::by_shard(catalog);
-        let name_of = |at: u32| catalog.tensor_at(at as usize).name.to_owned();
+        let name_of = |index: u32| catalog.tensor_at(index as usize).name.to_owned();
         let named = Named {
             shard: catalog.shard(ShardId(shard)),
             stored: &stored[shard as usize],

@@ -195,11 +195,11 @@ impl Sending {
         from: u64,
         len: u64,
         to: &Arc<DeviceMemory>,
-        at: u64,
+        offset: u64,
     ) -> Result<()> {
         let source = &self.used().source[from as usize..(from + len) as usize];
         let start = source.as_ptr().cast();
-        let target = to.part(at, len);
+        let target = to.part(offset, len);
         self.keep(to);
         let context = &self.stream.gpu.0;
         let _entered = context.enter()?;

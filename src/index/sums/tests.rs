@@ -42,11 +42,11 @@ fn what_is_written_reads_back() {
 #[test]
 fn every_flipped_byte_and_every_cut_is_noticed() {
     let bytes = sample().encode().unwrap();
-    for at in 0..bytes.len() {
+    for index in 0..bytes.len() {
         let mut wrong = bytes.clone();
-        wrong[at] ^= 1 << (at % 8);
-        assert!(Sums::decode(&wrong).is_err(), "byte {at}");
-        assert!(Sums::decode(&bytes[..at]).is_err(), "{at} bytes");
+        wrong[index] ^= 1 << (index % 8);
+        assert!(Sums::decode(&wrong).is_err(), "byte {index}");
+        assert!(Sums::decode(&bytes[..index]).is_err(), "{index} bytes");
     }
     let mut longer = bytes;
     longer.push(0);
@@ -131,8 +131,8 @@ proptest! {
     #[test]
     fn chunks_of_any_range_cover_it_and_touch_it(boundaries in any_cuts(), a in any::<u32>(), b in any::<u32>()) {
         let total = boundaries.file_len();
-        let at = |n: u32| u64::from(n) % (total + 3);
-        let range = at(a).min(at(b))..at(a).max(at(b));
+        let offset = |n: u32| u64::from(n) % (total + 3);
+        let range = offset(a).min(offset(b))..offset(a).max(offset(b));
         let chunks: Vec<ChecksumChunk> = boundaries.chunks_of(range.clone()).collect();
         let inside = range.start.min(total)..range.end.min(total);
         prop_assert_eq!(chunks.is_empty(), inside.is_empty());

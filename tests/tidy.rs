@@ -69,8 +69,9 @@ const MOUNT_RANKS: &[(u32, &[&str])] = &[
     (1, &["serve"]),
     (2, &["fs"]),
     (3, &["daemon"]),
-    (4, &["cli"]),
-    (5, &["bin"]),
+    (4, &["node"]),
+    (5, &["cli"]),
+    (6, &["bin"]),
 ];
 
 /// The modules of `python/src/`. A module imports modules of a lower rank only.
@@ -156,6 +157,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mount/src/daemon/attach.rs",
     "mount/src/daemon/inherited.rs",
     "mount/src/daemon/place.rs",
+    "mount/src/node/channel.rs",
     "mount/src/cli/bench/map.rs",
     "mount/src/serve/file_events.rs",
     "python/src/ahead.rs",

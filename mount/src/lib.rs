@@ -4,6 +4,7 @@ mod cli;
 mod daemon;
 mod fs;
 mod log;
+mod node;
 mod options;
 mod serve;
 

@@ -242,6 +242,17 @@ impl Options {
         Ok(options)
     }
 
+    /// The option strings `defaults` and `own` as one: an option of `own` replaces the default of
+    /// the same name.
+    pub(crate) fn merge(defaults: &str, own: &str) -> String {
+        let own = split(own);
+        let names: Vec<&str> = own.iter().map(|option| name_of(option)).collect();
+        let kept = split(defaults).into_iter().filter(|option| !names.contains(&name_of(option)));
+        let all: Vec<String> =
+            kept.chain(own.clone()).filter(|option| !option.is_empty()).collect();
+        all.iter().map(|option| escape(option)).collect::<Vec<_>>().join(",")
+    }
+
     fn apply(
         &mut self,
         option: &str,
@@ -297,13 +308,7 @@ impl Options {
     /// # Errors
     /// If the working directory is gone.
     pub fn make_absolute(&mut self) -> std::io::Result<()> {
-        let paths = self.open.follow.iter_mut();
-        let paths = paths.chain(self.open.reference.as_mut()).chain(self.log.as_mut());
-        let index_dir = match &mut self.index_dir {
-            IndexDir::At(folder) => Some(folder),
-            IndexDir::OfUser | IndexDir::Nowhere => None,
-        };
-        for path in paths.chain(self.assemble.as_mut()).chain(index_dir) {
+        for path in self.paths() {
             *path = std::path::absolute(&*path)?;
             let of_descriptor = ["/dev/fd", "/proc/self/fd"].iter().any(|p| path.starts_with(p));
             // The path of a pipe cannot be resolved.
@@ -312,6 +317,16 @@ impl Options {
             }
         }
         Ok(())
+    }
+
+    /// The paths among the options.
+    pub(crate) fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
+        let index_dir = match &mut self.index_dir {
+            IndexDir::At(folder) => Some(folder),
+            IndexDir::OfUser | IndexDir::Nowhere => None,
+        };
+        let paths = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
+        paths.chain(self.log.as_mut()).chain(self.assemble.as_mut()).chain(index_dir)
     }
 }
 
@@ -329,6 +344,15 @@ pub(crate) fn size(text: &str) -> Option<u64> {
         _ => return None,
     };
     number.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// The name of an option, in the spelling of now.
+fn name_of(option: &str) -> &str {
+    let (key, value) = match option.split_once('=') {
+        Some((key, _)) => (key, true),
+        None => (option, false),
+    };
+    OptionRow::find(key, value).map_or(key, |row| row.name)
 }
 
 /// Splits at commas. `\,` is a comma inside a value and `\\` a backslash. Commas inside the double
@@ -448,6 +472,15 @@ mod tests {
         assert_eq!(options.fsname.as_deref(), Some(r"a,b\c"));
         assert_eq!(options.umask, 0o077);
         assert_eq!(split(&escape(r"x,\y")), [r"x,\y"]);
+    }
+
+    #[test]
+    fn an_option_replaces_the_default_of_its_name() {
+        let merged = Options::merge("ro,cache=256M,follow=/a,index=hide", "cache=1G,follow=/b");
+        assert_eq!(merged, "ro,index=hide,cache=1G,follow=/b");
+        assert_eq!(Options::merge("index=hide", "weight-map=show"), "weight-map=show");
+        assert_eq!(Options::merge(r"fsname=a\,b", ""), r"fsname=a\,b");
+        assert_eq!(Options::merge("", ""), "");
     }
 
     #[test]

@@ -37,6 +37,8 @@ pub(crate) enum Command {
     Mount(MountArgs),
     /// Take a mount off
     Umount(UmountArgs),
+    /// Serve all mounts of a config file, as a service
+    Serve(ServeArgs),
     /// Show the running mounts: what they have served, from where and how fast
     Status(StatusArgs),
     /// Watch the running mounts
@@ -132,13 +134,41 @@ pub(crate) struct MountArgs {
 #[derive(Debug, Args)]
 pub(crate) struct UmountArgs {
     /// Folder that is mounted on
-    pub target: PathBuf,
+    #[arg(required_unless_present = "dead")]
+    pub target: Option<PathBuf>,
     /// Take it off the tree now, let open files go on
     #[arg(short, long)]
     pub lazy: bool,
     /// Take it off now, let open files fail
     #[arg(short, long, conflicts_with = "lazy")]
     pub force: bool,
+    /// Take it off only if its daemon is gone; without a folder, all such mounts
+    #[arg(long, conflicts_with_all = ["lazy", "force"])]
+    pub dead: bool,
+}
+
+/// Arguments of `serve`.
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// The config file
+    #[arg(long, value_name = "FILE", default_value = "/etc/tensorfs/config.toml")]
+    pub config: PathBuf,
+    /// Check the config file and end
+    #[arg(long)]
+    pub check: bool,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// Arguments of a worker of `serve`.
+#[derive(Debug, Args)]
+pub(crate) struct WorkerArgs {
+    /// The name of its mount, for people who list processes
+    pub name: String,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
 }
 
 /// Arguments of `status`.

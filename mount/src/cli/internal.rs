@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tensorfs::internal::error::shown;
 
-use super::{args, mount, status};
+use super::{args, mount, serve, status};
 use crate::daemon::{background, session, stalled};
 
 /// First argument of such a process.
@@ -27,10 +27,14 @@ struct InternalCli {
 enum InternalCommand {
     /// Serve a mount, and report on standard output once it answers
     Daemon(args::MountArgs),
+    /// Serve one mount of a config for the supervisor on standard input
+    Worker(args::WorkerArgs),
     /// Look at a path, with a byte on standard output for each answer
     ProbePath { path: PathBuf },
     /// Look at the root of a mount
     ProbeMount { target: PathBuf },
+    /// Read from a file of a mount, if there is one
+    ProbeRead { target: PathBuf },
     /// Tell by the exit status whether a mount is dead
     ProbeDead { target: PathBuf },
 }
@@ -49,12 +53,16 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         InternalCommand::Daemon(args) => super::finish(mount::daemon(&args), |message| {
             let _ = background::report(message);
         }),
+        InternalCommand::Worker(args) => super::finish(serve::work(&args), |_| {}),
         InternalCommand::ProbePath { path } => {
             stalled::answer_probe(&path);
             ExitCode::SUCCESS
         }
         InternalCommand::ProbeMount { target } if session::answers(&target) => ExitCode::SUCCESS,
-        InternalCommand::ProbeMount { .. } => ExitCode::FAILURE,
+        InternalCommand::ProbeRead { target } if session::answers_read(&target) => {
+            ExitCode::SUCCESS
+        }
+        InternalCommand::ProbeMount { .. } | InternalCommand::ProbeRead { .. } => ExitCode::FAILURE,
         InternalCommand::ProbeDead { target } => status::answer_probe(&target),
     }
 }

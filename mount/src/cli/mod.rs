@@ -13,6 +13,7 @@ pub(crate) mod mount_helper;
 mod output;
 mod query;
 mod saved;
+mod serve;
 mod sources;
 mod status;
 mod top;
@@ -53,6 +54,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Mount(args) => mount::run(&args),
         Command::Umount(args) => umount::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Top(args) => top::run(&args),
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),

@@ -219,6 +219,17 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     describe(mount, state, 0, Value::Null)
 }
 
+/// Returns the dead ones of `mounts`. A mount that does not answer within `limit` is not dead.
+pub(super) fn dead(mounts: Vec<Mount>, limit: Duration) -> Vec<Mount> {
+    let deadline = Instant::now() + limit;
+    let is_dead = |mount: &Mount| probe_from_outside(&mount.target, deadline) == MountState::Dead;
+    std::thread::scope(|scope| {
+        let probe = |mount: Mount| scope.spawn(move || is_dead(&mount).then_some(mount));
+        let probes: Vec<_> = mounts.into_iter().map(probe).collect();
+        probes.into_iter().filter_map(|probe| probe.join().ok().flatten()).collect()
+    })
+}
+
 /// The work of the probe: its exit status says whether the mount on `target` is dead.
 pub(super) fn answer_probe(target: &Path) -> ExitCode {
     // statvfs always asks the daemon: the kernel caches no answer.

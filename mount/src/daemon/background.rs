@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -92,13 +92,49 @@ pub(crate) fn report(line: &str) -> std::io::Result<()> {
 pub(crate) fn run(
     source: &Path,
     target: &Path,
-    mut options: Options,
+    options: Options,
     is_child: bool,
 ) -> Result<(), String> {
     inherited::note_descriptors();
     if is_child {
         inherited::restore_ignored();
     }
+    let limit = options.io_timeout.map_or(LOG_LIMIT, |limit| limit.min(LOG_LIMIT));
+    let limit = options.log.is_none().then_some(limit);
+    serve(source, target, options, |plan| {
+        if is_child {
+            detach_from_parent(limit, &plan.warnings)
+                .map_err(|e| format!("cannot go to the background: {e}"))?;
+        } else {
+            log::flush();
+        }
+        let (source, target) = (shown_path(&plan.source), shown_path(&plan.target));
+        ending::notify(sd_notify::NotifyState::Ready, format!("serving {source} on {target}"));
+        Ok(())
+    })
+}
+
+/// A mount that answers.
+pub(crate) struct LiveMount {
+    /// Absolute path of the source.
+    pub source: PathBuf,
+    /// The mount point, as in the mount table.
+    pub target: PathBuf,
+    /// Warnings for the user, one a line. The log has them already.
+    warnings: Vec<String>,
+}
+
+/// Mounts, calls `tell` once the mount answers, and serves until the mount is taken off. From then
+/// on the signals of `ending` take it off; until then they end the process.
+///
+/// # Errors
+/// One line with the reason, also that of `tell`. Nothing stays mounted.
+pub(crate) fn serve(
+    source: &Path,
+    target: &Path,
+    mut options: Options,
+    tell: impl FnOnce(&LiveMount) -> Result<(), String>,
+) -> Result<(), String> {
     tensorfs::internal::source::raise_limit();
     options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
     let log_file = options.log.clone();
@@ -108,7 +144,6 @@ pub(crate) fn run(
             .and_then(|opened| opened.map_err(|e| format!("cannot log there: {e}")))
             .map_err(|why| format!("log={}: {why}", shown_path(file)))?;
     }
-    let log_limit = options.io_timeout.map_or(LOG_LIMIT, |limit| limit.min(LOG_LIMIT));
     let mut plan = session::plan(source, target, options)?;
     plan.open_assembler()?;
     let warnings = plan.warnings();
@@ -117,17 +152,12 @@ pub(crate) fn run(
         warnings.iter().for_each(|warning| log::say(warning));
     }
     let (source, target) = (plan.source.clone(), plan.target.clone());
-    // From here on a signal unmounts. Until here it ends the process.
     ending::block_signals();
     let running = session::start(plan)?;
-    if !is_child {
-        log::flush();
-    } else if let Err(e) = detach_from_parent(log_file.is_none().then_some(log_limit), &warnings) {
+    if let Err(e) = tell(&LiveMount { source, target, warnings }) {
         running.take_off();
-        return Err(format!("cannot go to the background: {e}"));
+        return Err(e);
     }
-    let status = format!("serving {} on {}", shown_path(&source), shown_path(&target));
-    ending::notify(sd_notify::NotifyState::Ready, status);
     running.serve()
 }
 

@@ -1,6 +1,6 @@
 //! One mount from the first check to the last request, as `mount --foreground` serves it.
 
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
@@ -40,10 +40,36 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Arguments that make a process the probe of the mount that comes after them.
 const PROBE: [&str; 3] = ["internal", "probe-mount", "--"];
 
-/// The work of the probe: whether the mount on `target` answers.
+/// The work of the probe: whether the mount on `target` answers. The kernel may answer stat(2) from
+/// its cache, but asks the daemon for each statvfs(3).
 pub(crate) fn answers(target: &Path) -> bool {
-    std::fs::metadata(target).is_ok()
+    nix::sys::statvfs::statvfs(target).is_ok()
 }
+
+/// The work of a probe that reads the first byte of a file, if there is one near the root. A file that
+/// cannot be read is an answer too.
+pub(crate) fn answers_read(target: &Path) -> bool {
+    let mut folders = vec![target.to_owned()];
+    for _ in 0..PROBED_MAX {
+        let Some(folder) = folders.pop() else { break };
+        let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
+        for entry in entries.take(PROBED_MAX) {
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => folders.push(entry.path()),
+                Ok(kind) if kind.is_file() => {
+                    let opened = std::fs::File::open(entry.path());
+                    let _ = opened.and_then(|mut file| file.read(&mut [0]));
+                    return answers(target);
+                }
+                _ => {}
+            }
+        }
+    }
+    answers(target)
+}
+
+/// Most folders that a probe lists, and most entries of each.
+const PROBED_MAX: usize = 64;
 
 /// Fewest and most threads that take requests. They never block, so more threads than cores do not
 /// help.

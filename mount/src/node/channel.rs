@@ -1,0 +1,190 @@
+//! The channel between the supervisor and a worker: one message of JSON in each packet, with open
+//! descriptors.
+
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::path::PathBuf;
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg,
+    sendmsg, socketpair,
+};
+use nix::unistd::dup2_stdin;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// Longest message, in bytes. Less than the default size of the buffer of a socket.
+const MESSAGE_MAX: usize = 128 << 10;
+
+/// Most descriptors in one message: the limit of the kernel.
+const FDS_MAX: usize = 253;
+
+/// From the supervisor to a worker.
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
+#[serde(tag = "do", rename_all = "kebab-case")]
+pub(super) enum Order {
+    /// Mount. The first message.
+    Start { source: PathBuf, target: PathBuf, options: String },
+    /// Answer with `Report::Pong`.
+    Ping,
+    /// Open the log file anew.
+    ReopenLog,
+    /// Unmount and end.
+    Stop,
+}
+
+/// From a worker to the supervisor.
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
+#[serde(tag = "is", rename_all = "kebab-case")]
+pub(super) enum Report {
+    /// The mount answers. `target` is as in the mount table.
+    Ready { target: PathBuf },
+    /// The worker ends, for this reason.
+    Failed { message: String },
+    /// The answer to `Order::Ping`.
+    Pong,
+}
+
+/// One end of a channel.
+#[derive(Debug)]
+pub(super) struct Channel {
+    socket: OwnedFd,
+}
+
+impl Channel {
+    /// A channel and its other end, which the child gets as standard input.
+    ///
+    /// # Errors
+    /// If no descriptor is free.
+    pub(super) fn pair() -> io::Result<(Channel, OwnedFd)> {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
+        Ok((Channel { socket: ours }, theirs))
+    }
+
+    /// The channel on the standard input of this process, which becomes `/dev/null`.
+    ///
+    /// # Errors
+    /// If standard input is no socket.
+    pub(super) fn from_stdin() -> io::Result<Channel> {
+        let socket = io::stdin().as_fd().try_clone_to_owned()?;
+        nix::sys::socket::getsockname::<nix::sys::socket::UnixAddr>(socket.as_raw_fd())?;
+        dup2_stdin(File::open("/dev/null")?)?;
+        Ok(Channel { socket })
+    }
+
+    /// Sends `message` with `fds`. Never waits: a peer that takes no messages is an error.
+    ///
+    /// # Errors
+    /// If the peer has ended, or takes no message now.
+    pub(super) fn send(&self, message: &impl Serialize, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let bytes = serde_json::to_vec(message)?;
+        if bytes.len() > MESSAGE_MAX {
+            let reason = format!("a message of {} bytes; at most {MESSAGE_MAX}", bytes.len());
+            return Err(io::Error::other(reason));
+        }
+        let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
+        let rights = [ControlMessage::ScmRights(&fds)];
+        let rights = if fds.is_empty() { &[] } else { &rights[..] };
+        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+        let data = [IoSlice::new(&bytes)];
+        sendmsg::<()>(self.socket.as_raw_fd(), &data, rights, flags, None)?;
+        Ok(())
+    }
+
+    /// The next message and its descriptors. `None`: the peer has ended. Without `wait` it fails with
+    /// `WouldBlock` if there is no message.
+    ///
+    /// # Errors
+    /// If there is no message, or a wrong one.
+    pub(super) fn receive<M: DeserializeOwned>(
+        &self,
+        wait: bool,
+    ) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+        let mut bytes = vec![0; MESSAGE_MAX];
+        let mut flags = MsgFlags::MSG_CMSG_CLOEXEC;
+        flags.set(MsgFlags::MSG_DONTWAIT, !wait);
+        let mut space = nix::cmsg_space!([RawFd; FDS_MAX]);
+        let (len, fds) = loop {
+            let mut data = [IoSliceMut::new(&mut bytes)];
+            match recvmsg::<()>(self.socket.as_raw_fd(), &mut data, Some(&mut space), flags) {
+                Ok(message) => {
+                    let mut fds = Vec::new();
+                    for control in message.cmsgs()? {
+                        if let ControlMessageOwned::ScmRights(numbers) = control {
+                            // SAFETY: the kernel made these descriptors for the message just
+                            // received, and nothing else owns them.
+                            let own = |fd| unsafe { OwnedFd::from_raw_fd(fd) };
+                            fds.extend(numbers.into_iter().map(own));
+                        }
+                    }
+                    break (message.bytes, fds);
+                }
+                Err(Errno::EINTR) => {}
+                Err(Errno::ECONNRESET) => return Ok(None),
+                Err(e) => return Err(e.into()),
+            }
+        };
+        if len == 0 {
+            return Ok(None);
+        }
+        Ok(Some((serde_json::from_slice(&bytes[..len])?, fds)))
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Seek, Write};
+
+    use super::*;
+
+    fn ends() -> (Channel, Channel) {
+        let (ours, theirs) = Channel::pair().unwrap();
+        (ours, Channel { socket: theirs })
+    }
+
+    #[test]
+    fn messages_arrive_one_by_one_with_their_descriptors() {
+        let (ours, theirs) = ends();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"weights").unwrap();
+        ours.send(&Order::Ping, &[file.as_fd()]).unwrap();
+        ours.send(&Order::Stop, &[]).unwrap();
+        let (order, fds) = theirs.receive::<Order>(true).unwrap().unwrap();
+        assert_eq!((order, fds.len()), (Order::Ping, 1));
+        let mut same = File::from(fds.into_iter().next().unwrap());
+        let mut text = String::new();
+        same.rewind().unwrap();
+        same.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "weights");
+        let (order, fds) = theirs.receive::<Order>(true).unwrap().unwrap();
+        assert_eq!((order, fds.len()), (Order::Stop, 0));
+        let none = theirs.receive::<Order>(false).unwrap_err();
+        assert_eq!(none.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn the_end_of_the_peer_is_told_apart_from_silence() {
+        let (ours, theirs) = ends();
+        ours.send(&Order::Ping, &[]).unwrap();
+        drop(ours);
+        assert!(theirs.receive::<Order>(true).unwrap().is_some());
+        assert!(theirs.receive::<Order>(true).unwrap().is_none());
+        assert!(theirs.send(&Report::Pong, &[]).is_err());
+    }
+
+    #[test]
+    fn a_peer_that_takes_no_messages_holds_nobody_up() {
+        let (ours, _theirs) = ends();
+        let full = (0..1_000_000).find_map(|_| ours.send(&Order::Ping, &[]).err()).unwrap();
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+    }
+}

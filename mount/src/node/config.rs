@@ -1,0 +1,460 @@
+//! The config of `tensorfs serve`: a TOML file with one table per mount. Errors name the file, the
+//! line and the key.
+
+use std::fmt::Write as _;
+use std::io::Read;
+use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+use nix::libc;
+use tensorfs::internal::error::{quoted, shown_path};
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::options::Options;
+
+/// Longest config file, in bytes.
+const LEN_MAX: u64 = 4 << 20;
+
+/// Longest name of a mount.
+const NAME_MAX: usize = 64;
+
+/// Default of `watchdog`.
+const WATCHDOG: Duration = Duration::from_secs(30);
+
+/// A config, checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Config {
+    /// Settings of the service.
+    pub service: ServiceConfig,
+    /// The mounts, in the order of the file.
+    pub mounts: Vec<MountConfig>,
+}
+
+/// Settings of the service: the table `[service]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ServiceConfig {
+    /// How long a worker may stay silent before it is replaced. `None`: for ever.
+    pub watchdog: Option<Duration>,
+}
+
+/// One mount: a table `[[mount]]`, with the defaults applied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct MountConfig {
+    /// Its name in messages.
+    pub name: String,
+    /// Absolute path of the source.
+    pub source: PathBuf,
+    /// Absolute path of the mount point.
+    pub target: PathBuf,
+    /// The options, as for `tensorfs mount -o`.
+    pub options: String,
+}
+
+/// The reason why a config cannot be used, in one line.
+#[derive(Debug)]
+pub(crate) enum ConfigError {
+    /// The file cannot be read.
+    Unreadable(String),
+    /// Its content is wrong.
+    Wrong(String),
+}
+
+impl ConfigError {
+    /// The line.
+    pub(crate) fn message(&self) -> &str {
+        match self {
+            ConfigError::Unreadable(message) | ConfigError::Wrong(message) => message,
+        }
+    }
+}
+
+impl Config {
+    /// Reads and checks the config in `file`. Does not look at sources and targets.
+    ///
+    /// # Errors
+    /// The first fault of it.
+    pub(crate) fn read(file: &Path) -> Result<Config, ConfigError> {
+        let text = read_file(file)
+            .map_err(|why| ConfigError::Unreadable(format!("{}: {why}", shown_path(file))))?;
+        Config::parse(file, &text).map_err(ConfigError::Wrong)
+    }
+
+    /// Parses `text`; errors name it as `file`.
+    fn parse(file: &Path, text: &str) -> Result<Config, String> {
+        let document = Document { file, text };
+        let table = DeTable::parse(text).map_err(|e| {
+            let message = e.message().replace('\n', " ");
+            document.error(e.span().unwrap_or_default(), &format!("not TOML: {message}"))
+        })?;
+        let root = Section { document: &document, name: "", table: table.get_ref(), span: 0..0 };
+        root.check_keys(&["service", "defaults", "mount"])?;
+        let service = match root.table("service")? {
+            Some(section) => section.service()?,
+            None => ServiceConfig { watchdog: Some(WATCHDOG) },
+        };
+        let mut defaults = String::new();
+        if let Some(section) = root.table("defaults")? {
+            section.check_keys(&["options"])?;
+            let (options, span) = section.string("options")?.unwrap_or_default();
+            document.options(&options, span, "defaults.options")?;
+            defaults = options;
+        }
+        let mut mounts: Vec<(MountConfig, usize)> = Vec::new();
+        for section in root.tables("mount")? {
+            let mount = section.mount(&defaults)?;
+            if let Some((key, line)) =
+                mounts.iter().find_map(|(other, line)| Some((mount.conflict_with(other)?, *line)))
+            {
+                let span = section.span.clone();
+                return Err(document.error(span, &format!("{key} of the mount on line {line}")));
+            }
+            mounts.push((mount, document.line(section.span.start)));
+        }
+        Ok(Config { service, mounts: mounts.into_iter().map(|(mount, _)| mount).collect() })
+    }
+}
+
+impl MountConfig {
+    /// Why it cannot stand beside `other`.
+    fn conflict_with(&self, other: &MountConfig) -> Option<String> {
+        let target = shown_path(&self.target);
+        if self.name == other.name {
+            return Some(format!("mount.name: {} is the name", quoted(&self.name)));
+        }
+        if self.target == other.target {
+            return Some(format!("mount.target: {target} is the target"));
+        }
+        if self.target.starts_with(&other.target) {
+            return Some(format!("mount.target: {target} lies in the target"));
+        }
+        let above = other.target.starts_with(&self.target);
+        above.then(|| format!("mount.target: {target} contains the target"))
+    }
+}
+
+/// The text of a regular file. Any other file could block.
+fn read_file(file: &Path) -> Result<String, String> {
+    let mut options = std::fs::File::options();
+    let opened = options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(file);
+    let opened = opened.map_err(|e| e.to_string())?;
+    if !opened.metadata().map_err(|e| e.to_string())?.is_file() {
+        return Err("not a regular file".to_owned());
+    }
+    let mut bytes = Vec::new();
+    opened.take(LEN_MAX + 1).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+    if bytes.len() as u64 > LEN_MAX {
+        return Err(format!("longer than {LEN_MAX} bytes; not a config"));
+    }
+    String::from_utf8(bytes).map_err(|e| {
+        let start = e.utf8_error().valid_up_to();
+        format!("not UTF-8 at byte {start}; TOML is UTF-8")
+    })
+}
+
+/// A config file, for errors.
+struct Document<'a> {
+    file: &'a Path,
+    text: &'a str,
+}
+
+impl Document<'_> {
+    /// The number of the line with byte `offset`.
+    fn line(&self, offset: usize) -> usize {
+        let before = &self.text.as_bytes()[..offset.min(self.text.len())];
+        before.iter().filter(|&&byte| byte == b'\n').count() + 1
+    }
+
+    fn error(&self, span: Range<usize>, message: &str) -> String {
+        format!("{}:{}: {message}", shown_path(self.file), self.line(span.start))
+    }
+
+    /// Checks the options of key `key`. Their paths must be absolute, because the service has no
+    /// working directory of its own.
+    fn options(&self, options: &str, span: Range<usize>, key: &str) -> Result<(), String> {
+        let mut parsed = Options::parse(&[options], false)
+            .map_err(|e| self.error(span.clone(), &format!("{key}: {e}")))?;
+        if let Some(path) = parsed.paths().find(|path| path.is_relative()) {
+            let path = shown_path(path);
+            let message = format!("{key}: {path}: expected an absolute path");
+            return Err(self.error(span, &message));
+        }
+        Ok(())
+    }
+}
+
+/// A string of the file and its place.
+type Text = (String, Range<usize>);
+
+/// A table of the file.
+struct Section<'a> {
+    document: &'a Document<'a>,
+    /// Its key.
+    name: &'static str,
+    table: &'a DeTable<'a>,
+    span: Range<usize>,
+}
+
+impl<'a> Section<'a> {
+    /// Refuses keys that are not in `known`.
+    fn check_keys(&self, known: &[&str]) -> Result<(), String> {
+        // The first one of the file, not of the alphabet.
+        let unknown = self.table.keys().filter(|key| !known.contains(&key.get_ref().as_ref()));
+        let Some(key) = unknown.min_by_key(|key| key.span().start) else { return Ok(()) };
+        let word = key.get_ref().as_ref();
+        let near = known.iter().min_by_key(|name| strsim::damerau_levenshtein(word, name));
+        let near = near.filter(|name| {
+            strsim::damerau_levenshtein(word, name) <= name.len().min(word.len()).div_ceil(2)
+        });
+        let hint = match near {
+            Some(name) => format!("did you mean `{name}`?"),
+            None => format!("expected {}", list(known)),
+        };
+        let message = format!("unknown key {}; {hint}", quoted(&self.full(word)));
+        Err(self.document.error(key.span(), &message))
+    }
+
+    /// `key` with the name of this table.
+    fn full(&self, key: &str) -> String {
+        if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
+    }
+
+    fn wrong(&self, key: &str, span: Range<usize>, message: &str) -> String {
+        self.document.error(span, &format!("{}: {message}", self.full(key)))
+    }
+
+    fn value(&self, key: &str) -> Option<&'a Spanned<DeValue<'a>>> {
+        self.table.get(key)
+    }
+
+    fn mistyped(&self, key: &str, value: &Spanned<DeValue<'_>>, expected: &str) -> String {
+        let found = format!("expected {expected}, found {}", kind(value.get_ref()));
+        self.wrong(key, value.span(), &found)
+    }
+
+    fn string(&self, key: &'static str) -> Result<Option<Text>, String> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        match value.get_ref().as_str() {
+            Some(text) => Ok(Some((text.to_owned(), value.span()))),
+            None => Err(self.mistyped(key, value, "a string")),
+        }
+    }
+
+    fn required(&self, key: &'static str) -> Result<Text, String> {
+        let missing = || self.document.error(self.span.clone(), &self.missing(key));
+        self.string(key)?.ok_or_else(missing)
+    }
+
+    fn missing(&self, key: &str) -> String {
+        format!("{}: the key is missing", self.full(key))
+    }
+
+    fn path(&self, key: &'static str) -> Result<PathBuf, String> {
+        let (text, span) = self.required(key)?;
+        let path = Path::new(&text);
+        let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+        let problem = if path.is_relative() {
+            "expected an absolute path"
+        } else if text.contains('\0') {
+            "a path has no zero bytes"
+        } else if !path.components().all(plain) {
+            "expected a path without `..`"
+        } else {
+            // Without a slash at the end, as in the mount table.
+            return Ok(path.components().collect());
+        };
+        Err(self.wrong(key, span, &format!("{}: {problem}", shown_path(path))))
+    }
+
+    fn table(&self, key: &'static str) -> Result<Option<Section<'a>>, String> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        match value.get_ref() {
+            DeValue::Table(table) => {
+                let span = value.span();
+                Ok(Some(Section { document: self.document, name: key, table, span }))
+            }
+            _ => Err(self.mistyped(key, value, &format!("a table [{key}]"))),
+        }
+    }
+
+    fn tables(&self, key: &'static str) -> Result<Vec<Section<'a>>, String> {
+        let Some(value) = self.value(key) else { return Ok(Vec::new()) };
+        let expected = format!("tables [[{key}]]");
+        let DeValue::Array(array) = value.get_ref() else {
+            return Err(self.mistyped(key, value, &expected));
+        };
+        let section = |item: &'a Spanned<DeValue<'a>>| match item.get_ref() {
+            DeValue::Table(table) => {
+                Ok(Section { document: self.document, name: key, table, span: item.span() })
+            }
+            _ => Err(self.mistyped(key, item, &expected)),
+        };
+        array.iter().map(section).collect()
+    }
+
+    /// Its number of seconds `key`; 0 means none.
+    fn seconds(&self, key: &'static str, default: Duration) -> Result<Option<Duration>, String> {
+        let Some(value) = self.value(key) else { return Ok(Some(default)) };
+        let number = match value.get_ref() {
+            DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix()).ok(),
+            _ => None,
+        };
+        match number {
+            Some(0) => Ok(None),
+            Some(number @ 1..=86400) => Ok(Some(Duration::from_secs(number.unsigned_abs()))),
+            Some(number) => {
+                let message = format!("expected 0 to 86400 seconds, found {number}");
+                Err(self.wrong(key, value.span(), &message))
+            }
+            None => Err(self.mistyped(key, value, "a whole number of seconds")),
+        }
+    }
+
+    /// This table as `[service]`.
+    fn service(&self) -> Result<ServiceConfig, String> {
+        self.check_keys(&["watchdog"])?;
+        Ok(ServiceConfig { watchdog: self.seconds("watchdog", WATCHDOG)? })
+    }
+
+    /// This table as `[[mount]]`.
+    fn mount(&self, defaults: &str) -> Result<MountConfig, String> {
+        self.check_keys(&["name", "source", "target", "options"])?;
+        let (name, span) = self.required("name")?;
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if name.is_empty() || name.len() > NAME_MAX || !name.chars().all(is_plain) {
+            let message = format!(
+                "{}: expected 1 to {NAME_MAX} letters, digits, `.`, `_` or `-`",
+                quoted(&name)
+            );
+            return Err(self.wrong("name", span, &message));
+        }
+        let (source, target) = (self.path("source")?, self.path("target")?);
+        let (own, span) = self.string("options")?.unwrap_or((String::new(), self.span.clone()));
+        let options = Options::merge(defaults, &own);
+        self.document.options(&options, span, "mount.options")?;
+        Ok(MountConfig { name, source, target, options })
+    }
+}
+
+/// The type of a value, with its article.
+fn kind(value: &DeValue<'_>) -> &'static str {
+    match value {
+        DeValue::String(_) => "a string",
+        DeValue::Integer(_) => "an integer",
+        DeValue::Float(_) => "a float",
+        DeValue::Boolean(_) => "a boolean",
+        DeValue::Datetime(_) => "a date",
+        DeValue::Array(_) => "an array",
+        DeValue::Table(_) => "a table",
+    }
+}
+
+/// `a`, `b` or `c`.
+fn list(names: &[&str]) -> String {
+    let mut text = String::new();
+    for (index, name) in names.iter().enumerate() {
+        let separator = match index {
+            0 => "",
+            _ if index + 1 == names.len() => " or ",
+            _ => ", ",
+        };
+        let _ = write!(text, "{separator}`{name}`");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(Path::new("/etc/c.toml"), text)
+    }
+
+    fn refused(text: &str) -> String {
+        parse(text).unwrap_err()
+    }
+
+    const ONE: &str = "[[mount]]\nname = \"a\"\nsource = \"/data\"\ntarget = \"/srv/a/\"\n";
+
+    #[test]
+    fn a_mount_takes_the_defaults_that_it_does_not_replace() {
+        let text = "[defaults]\noptions = \"ro,cache=256M\"\n[[mount]]\nname = 'a'\n\
+                    source = '/data'\ntarget = '/srv/a/'\noptions = 'cache=1G,allow_other'";
+        let config = parse(text).unwrap();
+        let mount = &config.mounts[0];
+        assert_eq!((mount.name.as_str(), mount.target.to_str()), ("a", Some("/srv/a")));
+        assert_eq!(mount.options, "ro,cache=1G,allow_other");
+        assert_eq!(config.service.watchdog, Some(WATCHDOG));
+        assert_eq!(parse("").unwrap().mounts, []);
+        let off = parse("[service]\nwatchdog = 0").unwrap();
+        assert_eq!(off.service.watchdog, None);
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused_with_its_line_and_the_nearest_name() {
+        let error = refused(&format!("{ONE}optoins = \"ro\"\n"));
+        assert_eq!(error, "/etc/c.toml:5: unknown key `mount.optoins`; did you mean `options`?");
+        let error = refused("[[mounts]]\nname = 'a'");
+        assert_eq!(error, "/etc/c.toml:1: unknown key `mounts`; did you mean `mount`?");
+        let error = refused("[defaults]\nxyzzy = 1");
+        assert_eq!(error, "/etc/c.toml:2: unknown key `defaults.xyzzy`; expected `options`");
+        let error = refused("[service]\nzzz = 1\naaa = 2");
+        assert!(error.starts_with("/etc/c.toml:2: unknown key `service.zzz`"), "{error}");
+    }
+
+    #[test]
+    fn a_value_of_another_type_is_refused_with_both_types() {
+        let error = refused("[[mount]]\nname = 7");
+        assert_eq!(error, "/etc/c.toml:2: mount.name: expected a string, found an integer");
+        let error = refused("[mount]\nname = 'a'");
+        assert_eq!(error, "/etc/c.toml:1: mount: expected tables [[mount]], found a table");
+        let error = refused("[service]\nwatchdog = '3s'");
+        let expected = "service.watchdog: expected a whole number of seconds, found a string";
+        assert_eq!(error, format!("/etc/c.toml:2: {expected}"));
+        let error = refused("[service]\nwatchdog = -1");
+        assert!(error.ends_with("expected 0 to 86400 seconds, found -1"), "{error}");
+        assert!(refused("defaults = 3").contains("expected a table [defaults]"));
+    }
+
+    #[test]
+    fn a_missing_or_bad_key_is_refused_with_its_line() {
+        let error = refused("\n[[mount]]\nname = 'a'\nsource = '/a'");
+        assert_eq!(error, "/etc/c.toml:2: mount.target: the key is missing");
+        for (line, part) in [
+            ("source = 'data'", "data: expected an absolute path"),
+            ("source = '/a/../b'", "without `..`"),
+            ("name = 'a b'", "expected 1 to 64 letters"),
+            ("name = ''", "expected 1 to 64 letters"),
+            ("options = 'laoyut=x'", "mount.options: unknown option `laoyut=x`"),
+            ("options = 'log=x.log'", "x.log: expected an absolute path"),
+        ] {
+            let key = line.split(' ').next().unwrap_or_default();
+            let kept: Vec<&str> = ONE.lines().filter(|line| !line.starts_with(key)).collect();
+            let error = refused(&format!("{}\n{line}", kept.join("\n")));
+            assert!(error.contains(part) && error.contains(&format!("mount.{key}")), "{error}");
+        }
+        assert!(refused("[[mount]\n").contains("/etc/c.toml:1: not TOML: "));
+        assert!(refused("a = 1\na = 2").contains("/etc/c.toml:2: not TOML: "));
+    }
+
+    #[test]
+    fn two_mounts_share_neither_name_nor_target() {
+        let other = |name: &str, target: &str| {
+            format!("{ONE}[[mount]]\nname = '{name}'\nsource = '/data'\ntarget = '{target}'")
+        };
+        assert!(parse(&other("b", "/srv/ab")).is_ok());
+        let error = refused(&other("a", "/srv/b"));
+        assert_eq!(error, "/etc/c.toml:5: mount.name: `a` is the name of the mount on line 1");
+        for (target, how) in [
+            ("/srv//a", "is the target"),
+            ("/srv/a/x", "lies in the target"),
+            ("/srv", "contains the target"),
+        ] {
+            let error = refused(&other("b", target));
+            assert!(error.contains(how) && error.ends_with("line 1"), "{error}");
+        }
+    }
+}

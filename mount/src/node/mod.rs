@@ -1,0 +1,9 @@
+//! The node service: a supervisor and one worker process per mount.
+
+mod channel;
+pub(crate) mod config;
+mod mounts;
+pub(crate) mod notifier;
+pub(crate) mod supervisor;
+pub(crate) mod worker;
+mod worker_process;

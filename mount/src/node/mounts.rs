@@ -1,0 +1,187 @@
+//! One mount of the config, from the supervisor's side: it is waiting, starting, serving or
+//! unmounted.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use tensorfs::internal::error::shown_path;
+
+use super::config::MountConfig;
+use super::worker_process::{End, WorkerProcess};
+
+/// Time before the second start after a failure. It doubles with each further one.
+const BACK_OFF_MIN: Duration = Duration::from_millis(250);
+
+/// Longest time between two starts.
+const BACK_OFF_MAX: Duration = Duration::from_secs(60);
+
+/// A mount that has served for so long begins with `BACK_OFF_MIN` again.
+const STABLE: Duration = Duration::from_secs(60);
+
+/// The present state of a mount.
+enum Phase {
+    /// Its worker starts at this time, if the target is free.
+    Waiting(Instant),
+    /// The worker has not mounted yet, or the mount has not answered.
+    Starting(WorkerProcess),
+    /// The mount has answered, at this time.
+    Serving(WorkerProcess, Instant),
+    /// Somebody else unmounted it. It stays off until a reload.
+    Unmounted,
+}
+
+/// A mount of the config.
+pub(super) struct ServiceMount {
+    pub config: MountConfig,
+    phase: Phase,
+    /// The mount point, as in the mount table if it has been there.
+    target: PathBuf,
+    /// Starts that failed since it served.
+    failures: u32,
+    /// Reason of the last failure.
+    failure: Option<String>,
+    /// Whether it has served, or failed, since it was configured.
+    pub has_outcome: bool,
+}
+
+impl ServiceMount {
+    pub(super) fn new(config: MountConfig) -> ServiceMount {
+        let phase = Phase::Waiting(Instant::now());
+        let target = config.target.clone();
+        ServiceMount { config, phase, target, failures: 0, failure: None, has_outcome: false }
+    }
+
+    /// The mount point, as in the mount table if it has been there.
+    pub(super) fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Its worker, if it has one.
+    pub(super) fn worker(&self) -> Option<&WorkerProcess> {
+        match &self.phase {
+            Phase::Starting(worker) | Phase::Serving(worker, _) => Some(worker),
+            Phase::Waiting(_) | Phase::Unmounted => None,
+        }
+    }
+
+    fn worker_mut(&mut self) -> Option<&mut WorkerProcess> {
+        match &mut self.phase {
+            Phase::Starting(worker) | Phase::Serving(worker, _) => Some(worker),
+            Phase::Waiting(_) | Phase::Unmounted => None,
+        }
+    }
+
+    /// Takes its worker away, for the end of the mount.
+    pub(super) fn take_worker(&mut self) -> Option<WorkerProcess> {
+        match std::mem::replace(&mut self.phase, Phase::Unmounted) {
+            Phase::Starting(worker) | Phase::Serving(worker, _) => Some(worker),
+            Phase::Waiting(_) | Phase::Unmounted => None,
+        }
+    }
+
+    pub(super) fn is_serving(&self) -> bool {
+        matches!(self.phase, Phase::Serving(..))
+    }
+
+    /// When its worker is to be started.
+    pub(super) fn starts_at(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Waiting(at) => Some(at),
+            _ => None,
+        }
+    }
+
+    /// Starts it at once if it is not there: after a reload.
+    pub(super) fn retry(&mut self) {
+        if matches!(self.phase, Phase::Waiting(_) | Phase::Unmounted) {
+            *self = ServiceMount::new(self.config.clone());
+        }
+    }
+
+    /// Starts the worker.
+    pub(super) fn start(&mut self, verbose: u8) {
+        match WorkerProcess::start(&self.config, verbose) {
+            Ok(worker) => self.phase = Phase::Starting(worker),
+            Err(e) => self.fail(format!("cannot start a worker: {e}")),
+        }
+    }
+
+    /// Takes the worker's messages, and notes that it serves or has ended.
+    pub(super) fn advance(&mut self) {
+        let Some(worker) = self.worker_mut() else { return };
+        worker.receive();
+        match worker.ended() {
+            Some(End::Unmounted) => {
+                tracing::warn!(
+                    "mount {}: {} was unmounted; it stays off until a reload",
+                    self.config.name,
+                    shown_path(&self.config.target)
+                );
+                (self.phase, self.has_outcome) = (Phase::Unmounted, true);
+            }
+            Some(End::Failed(reason)) => self.fail(reason),
+            None => {
+                let answers = worker.has_answered();
+                if answers && !self.is_serving() {
+                    self.serve();
+                }
+            }
+        }
+    }
+
+    fn serve(&mut self) {
+        let MountConfig { name, source, target, .. } = &self.config;
+        if let Some(worker) = self.worker() {
+            let (source, target) = (shown_path(source), shown_path(target));
+            tracing::info!("mount {name}: serving {source} on {target}, pid {}", worker.pid());
+        }
+        if let Some(worker) = self.take_worker() {
+            self.target = worker.target.clone();
+            self.phase = Phase::Serving(worker, Instant::now());
+        }
+        (self.has_outcome, self.failure) = (true, None);
+    }
+
+    /// Notes a failure, and when to try again.
+    fn fail(&mut self, reason: String) {
+        if matches!(&self.phase, Phase::Serving(_, since) if since.elapsed() > STABLE) {
+            self.failures = 0;
+        }
+        let wait = BACK_OFF_MIN.saturating_mul(1 << self.failures.min(20)).min(BACK_OFF_MAX);
+        self.failures += 1;
+        let name = &self.config.name;
+        let line = format!("mount {name}: {reason}; next try in {} s", wait.as_secs_f64());
+        // One line for a reason that stays.
+        if self.failure.as_ref() == Some(&reason) {
+            tracing::debug!("{line}");
+        } else {
+            tracing::error!("{line}");
+        }
+        (self.has_outcome, self.failure) = (true, Some(reason));
+        self.phase = Phase::Waiting(Instant::now() + wait);
+    }
+
+    /// Counts a second. Returns the worker if it or its mount has been silent for `limit` seconds.
+    pub(super) fn tick(&mut self, limit: u32) -> Option<WorkerProcess> {
+        let worker = self.worker_mut()?;
+        if !worker.tick(limit) {
+            return None;
+        }
+        let pid = worker.pid();
+        let silent = self.take_worker();
+        self.fail(format!("worker {pid} did not answer within {limit} s and is replaced"));
+        silent
+    }
+
+    /// Its state in one word, and the reason if it fails.
+    pub(super) fn state(&self) -> (&'static str, Option<&str>) {
+        match &self.phase {
+            Phase::Serving(..) => ("serving", None),
+            Phase::Unmounted => ("unmounted", None),
+            Phase::Waiting(_) | Phase::Starting(_) => match self.failure.as_deref() {
+                Some(reason) => ("failed", Some(reason)),
+                None => ("starting", None),
+            },
+        }
+    }
+}

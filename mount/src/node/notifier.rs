@@ -1,0 +1,125 @@
+//! Messages of the supervisor to the service manager, by sd_notify(3).
+
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::time::Duration;
+
+use nix::sys::signal::{SigSet, SigmaskHow};
+use sd_notify::NotifyState;
+
+/// Most messages that wait for a service manager that takes none.
+const WAITING_MAX: usize = 64;
+
+/// Longest status, in bytes.
+const STATUS_MAX: usize = 2000;
+
+/// How long the end of the process waits for the last messages.
+const LAST_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Variables of the service manager that only the supervisor may use.
+pub(super) const VARIABLES: [&str; 6] = [
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "LISTEN_PID",
+];
+
+/// A message.
+enum Note {
+    Ready,
+    Reloading,
+    Stopping,
+    Watchdog,
+    Status(String),
+}
+
+/// Sends messages from a thread of its own: a service manager that hangs does not stop the
+/// supervisor. Without a service manager it does nothing.
+pub(super) struct Notifier {
+    /// The queue, and the end of the thread.
+    thread: Option<(SyncSender<Note>, Receiver<()>)>,
+    status: String,
+    /// How often the service manager wants a sign of life.
+    pub watchdog: Option<Duration>,
+}
+
+impl Notifier {
+    pub(super) fn start() -> Notifier {
+        let watchdog = sd_notify::watchdog_enabled();
+        let thread = std::env::var_os("NOTIFY_SOCKET").and_then(|_| start_thread().ok());
+        Notifier { thread, status: String::new(), watchdog }
+    }
+
+    pub(super) fn ready(&self) {
+        self.send(Note::Ready);
+    }
+
+    pub(super) fn reloading(&self) {
+        self.send(Note::Reloading);
+    }
+
+    pub(super) fn stopping(&self) {
+        self.send(Note::Stopping);
+    }
+
+    /// Tells that the supervisor works. Call it after each round of the supervisor's loop.
+    pub(super) fn alive(&self) {
+        if self.watchdog.is_some() {
+            self.send(Note::Watchdog);
+        }
+    }
+
+    /// Sets the one line that `systemctl status` shows. Returns whether it is new.
+    pub(super) fn status(&mut self, mut status: String) -> bool {
+        if status.len() > STATUS_MAX {
+            let end = (0..=STATUS_MAX).rev().find(|&end| status.is_char_boundary(end));
+            status.truncate(end.unwrap_or_default());
+            status.push_str(" ...");
+        }
+        let is_new = status != self.status;
+        if is_new {
+            self.send(Note::Status(status.clone()));
+            self.status = status;
+        }
+        is_new
+    }
+
+    fn send(&self, note: Note) {
+        if let Some((queue, _)) = &self.thread {
+            // If the queue is full, the service manager hangs.
+            let _ = queue.try_send(note);
+        }
+    }
+}
+
+impl Drop for Notifier {
+    fn drop(&mut self) {
+        if let Some((queue, ended)) = self.thread.take() {
+            drop(queue);
+            let _ = ended.recv_timeout(LAST_TIMEOUT);
+        }
+    }
+}
+
+fn start_thread() -> std::io::Result<(SyncSender<Note>, Receiver<()>)> {
+    let (end, ended) = channel();
+    let (send, receive) = sync_channel::<Note>(WAITING_MAX);
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    let tell = move || {
+        for note in receive {
+            let _ = match &note {
+                Note::Ready => sd_notify::notify(&[NotifyState::Ready]),
+                Note::Stopping => sd_notify::notify(&[NotifyState::Stopping]),
+                Note::Watchdog => sd_notify::notify(&[NotifyState::Watchdog]),
+                Note::Status(status) => sd_notify::notify(&[NotifyState::Status(status)]),
+                Note::Reloading => NotifyState::monotonic_usec_now()
+                    .and_then(|now| sd_notify::notify(&[NotifyState::Reloading, now])),
+            };
+        }
+        drop(end);
+    };
+    let started = std::thread::Builder::new().name("notify".to_owned()).spawn(tell);
+    let _ = before.thread_set_mask();
+    started.map(|_| (send, ended))
+}

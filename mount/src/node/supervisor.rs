@@ -1,0 +1,443 @@
+//! The supervisor of `tensorfs serve`: starts a worker per mount, replaces those that end, reloads
+//! the config, and tells the service manager about it.
+//!
+//! One thread, which waits for no worker, no mount and no source: it polls, and processes of their
+//! own touch the file systems. So a mount that hangs cannot stop the others.
+
+use std::io::{self, PipeReader};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::mountinfo;
+
+use super::config::{Config, ConfigError, MountConfig};
+use super::mounts::ServiceMount;
+use super::notifier::Notifier;
+use super::worker_process::{WorkerProcess, start_umount};
+
+/// Time between two checks of the workers.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Time between two looks at the mount table while a target is not free.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Ticks that a worker has to unmount and to serve open files. It needs up to 11.
+const LEAVING_TICKS: u32 = 15;
+
+/// Ticks after which the mount of a killed worker that still exists is aborted.
+const KILLED_TICKS: u32 = 2;
+
+/// Ticks after which a killed worker is left to itself: it waits for a file system.
+const STUCK_TICKS: u32 = 10;
+
+/// Ticks that programs which take mounts off have at the end.
+const HELPER_TICKS: u32 = 5;
+
+/// Ticks after which the service is ready although mounts are still starting.
+const READY_TICKS: u32 = 240;
+
+/// A worker that has to end.
+struct Leaving {
+    worker: WorkerProcess,
+    name: String,
+    /// Ticks since it was told to.
+    ticks: u32,
+    is_killed: bool,
+}
+
+/// A config that a thread reads.
+struct Reading {
+    /// Ends with the thread.
+    done: PipeReader,
+    config: Receiver<Result<Config, ConfigError>>,
+    /// Whether another reload was requested meanwhile.
+    again: bool,
+}
+
+/// The state of the service.
+pub(crate) struct Supervisor {
+    file: PathBuf,
+    config: Config,
+    verbose: u8,
+    mounts: Vec<ServiceMount>,
+    leaving: Vec<Leaving>,
+    /// Programs that take dead mounts off.
+    helpers: Vec<Child>,
+    reading: Option<Reading>,
+    notifier: Notifier,
+    /// Why the last reload was refused.
+    refusal: Option<String>,
+    /// Ticks since the start, or the last reload.
+    ticks: u32,
+    is_ready: bool,
+    is_first: bool,
+    /// Ticks since the signal to end.
+    stopping: Option<u32>,
+}
+
+/// Blocks the signals that the supervisor takes. Call it before the first thread starts.
+///
+/// # Errors
+/// If the system refuses it.
+pub(crate) fn take_signals() -> io::Result<SignalFd> {
+    let signals = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD];
+    let signals = SigSet::from_iter(signals);
+    signals.thread_block()?;
+    let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+    Ok(SignalFd::with_flags(&signals, flags)?)
+}
+
+impl Supervisor {
+    pub(crate) fn new(file: &Path, config: Config, verbose: u8) -> Supervisor {
+        let mounts = config.mounts.iter().cloned().map(ServiceMount::new).collect();
+        Supervisor {
+            file: file.to_owned(),
+            config,
+            verbose,
+            mounts,
+            leaving: Vec::new(),
+            helpers: Vec::new(),
+            reading: None,
+            notifier: Notifier::start(),
+            refusal: None,
+            ticks: 0,
+            is_ready: false,
+            is_first: true,
+            stopping: None,
+        }
+    }
+
+    /// Runs the service until a signal ends it.
+    ///
+    /// # Errors
+    /// If no mount of the config can be made at the start.
+    pub(crate) fn run(mut self, signals: &SignalFd) -> Result<(), String> {
+        self.remove_dead_mounts();
+        let mut last_tick = Instant::now();
+        loop {
+            self.take_signals(signals);
+            self.take_config();
+            if last_tick.elapsed() >= TICK {
+                last_tick = Instant::now();
+                self.tick();
+            }
+            self.advance();
+            if self.stopping.is_some() {
+                if self.leaving.is_empty() && self.helpers.is_empty() {
+                    return Ok(());
+                }
+            } else if let Some(failure) = self.announce() {
+                return Err(failure);
+            }
+            self.wait(signals, last_tick + TICK);
+        }
+    }
+
+    /// Takes off the dead mounts that no worker will replace: those of an earlier config, of a
+    /// service that was killed.
+    fn remove_dead_mounts(&mut self) {
+        for there in mountinfo::ours().unwrap_or_default() {
+            if !self.mounts.iter().any(|mount| mount.config.target == there.target) {
+                self.help("--dead", &there.target);
+            }
+        }
+    }
+
+    fn help(&mut self, how: &str, target: &Path) {
+        match start_umount(target, how) {
+            Ok(helper) => self.helpers.push(helper),
+            Err(e) => tracing::warn!("{}: cannot unmount: {e}", shown_path(target)),
+        }
+    }
+
+    /// Waits for an event, until `tick` at most.
+    fn wait(&self, signals: &SignalFd, tick: Instant) {
+        let workers = self.mounts.iter().filter_map(ServiceMount::worker);
+        let channels = workers.filter_map(WorkerProcess::fd);
+        let reading = self.reading.iter().map(|reading| reading.done.as_fd());
+        let fds = std::iter::once(signals.as_fd()).chain(channels).chain(reading);
+        let mut polled: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        let now = Instant::now();
+        let starts = self.mounts.iter().filter_map(ServiceMount::starts_at);
+        // A mount that is due has no free target.
+        let starts = starts.map(|at| if at <= now { now + LOOK } else { at });
+        let next = starts.chain([tick]).min().unwrap_or(tick);
+        let rest = next.saturating_duration_since(now) + Duration::from_millis(1);
+        let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::ZERO);
+        if let Err(e) = poll(&mut polled, timeout)
+            && e != Errno::EINTR
+        {
+            tracing::error!("cannot poll: {e}");
+            std::thread::sleep(TICK);
+        }
+    }
+
+    fn take_signals(&mut self, signals: &SignalFd) {
+        while let Ok(Some(info)) = signals.read_signal() {
+            match i32::try_from(info.ssi_signo).map(Signal::try_from) {
+                Ok(Ok(Signal::SIGHUP)) => self.reload(),
+                Ok(Ok(signal @ (Signal::SIGTERM | Signal::SIGINT))) => self.stop(signal),
+                // A child has ended; `advance` finds it.
+                _ => {}
+            }
+        }
+    }
+
+    /// Stops all mounts. A second signal ends workers that serve open files.
+    fn stop(&mut self, signal: Signal) {
+        if self.stopping.is_some() {
+            self.leaving.iter().for_each(|leaving| leaving.worker.signal(Signal::SIGTERM));
+            return;
+        }
+        tracing::info!("{signal}: stopping {} mounts", self.mounts.len());
+        self.stopping = Some(0);
+        self.notifier.stopping();
+        self.notifier.status("stopping".to_owned());
+        for mut mount in std::mem::take(&mut self.mounts) {
+            self.end_mount(&mut mount);
+        }
+    }
+
+    /// Ends the worker of a mount that leaves the config.
+    fn end_mount(&mut self, mount: &mut ServiceMount) {
+        let name = mount.config.name.clone();
+        match mount.take_worker() {
+            Some(worker) => {
+                worker.stop();
+                self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: false });
+            }
+            // A worker that crashed may have left a dead mount.
+            None => self.remove_rest_of(mount.target()),
+        }
+    }
+
+    /// Takes a dead mount off `target`, if there is one.
+    fn remove_rest_of(&mut self, target: &Path) {
+        if mountinfo::ours_at(target).is_ok_and(|mount| mount.is_some()) {
+            self.help("--dead", target);
+        }
+    }
+
+    /// Starts to read the config again.
+    fn reload(&mut self) {
+        if self.stopping.is_some() {
+            return;
+        }
+        if let Some(reading) = &mut self.reading {
+            reading.again = true;
+            return;
+        }
+        self.notifier.reloading();
+        match self.start_reading() {
+            Ok(reading) => self.reading = Some(reading),
+            Err(e) => self.refuse(format!("cannot start a thread: {e}")),
+        }
+    }
+
+    /// Reads the config on a thread, because its file system may not answer.
+    fn start_reading(&self) -> io::Result<Reading> {
+        let (done, ends) = io::pipe()?;
+        let (send, config) = channel();
+        let file = self.file.clone();
+        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+        let started = std::thread::Builder::new().name("config".to_owned()).spawn(move || {
+            let _ = send.send(Config::read(&file));
+            drop(ends);
+        });
+        let _ = before.thread_set_mask();
+        started.map(|_| Reading { done, config, again: false })
+    }
+
+    /// Applies the config that a thread has read.
+    fn take_config(&mut self) {
+        let Some(reading) = &self.reading else { return };
+        let Ok(read) = reading.config.try_recv() else { return };
+        let again = reading.again;
+        self.reading = None;
+        if self.stopping.is_some() {
+            return;
+        }
+        match read {
+            Ok(config) => self.apply(config),
+            Err(error) => self.refuse(error.message().to_owned()),
+        }
+        if again {
+            self.reload();
+        }
+    }
+
+    fn refuse(&mut self, reason: String) {
+        tracing::error!("{reason}; the config is not reloaded");
+        self.refusal = Some(reason);
+        (self.is_ready, self.ticks) = (false, 0);
+    }
+
+    /// Ends the mounts that are not in `config`, and starts those that are new. A mount with another
+    /// source, target or option is both.
+    fn apply(&mut self, config: Config) {
+        let mut old = std::mem::take(&mut self.mounts);
+        let mut find = |wanted: &MountConfig| {
+            let index = old.iter().position(|mount| mount.config == *wanted)?;
+            Some(old.remove(index))
+        };
+        let mut mounts = Vec::new();
+        let mut kept = 0;
+        for wanted in &config.mounts {
+            match find(wanted) {
+                Some(mut mount) => {
+                    kept += 1;
+                    mount.worker().into_iter().for_each(WorkerProcess::reopen_log);
+                    mount.retry();
+                    mounts.push(mount);
+                }
+                None => mounts.push(ServiceMount::new(wanted.clone())),
+            }
+        }
+        let (ended, new) = (old.len(), mounts.len() - kept);
+        tracing::info!("config reloaded: {kept} mounts stay, {new} start, {ended} end");
+        for mut mount in old {
+            self.end_mount(&mut mount);
+        }
+        (self.mounts, self.config, self.refusal) = (mounts, config, None);
+        (self.is_ready, self.ticks) = (false, 0);
+    }
+
+    /// Counts a second: replaces silent workers, and kills those that do not end.
+    fn tick(&mut self) {
+        self.notifier.alive();
+        self.ticks = self.ticks.saturating_add(1);
+        let limit = self
+            .config
+            .service
+            .watchdog
+            .map_or(u32::MAX, |limit| u32::try_from(limit.as_secs()).unwrap_or(u32::MAX));
+        for mount in &mut self.mounts {
+            if let Some(worker) = mount.tick(limit) {
+                worker.signal(Signal::SIGKILL);
+                let name = mount.config.name.clone();
+                self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: true });
+            }
+        }
+        let mut aborted = Vec::new();
+        for Leaving { worker, name, ticks, is_killed } in &mut self.leaving {
+            *ticks += 1;
+            if *is_killed && *ticks == KILLED_TICKS {
+                aborted.push(worker.target.clone());
+            }
+            if !*is_killed && *ticks >= LEAVING_TICKS {
+                tracing::error!("mount {name}: worker {} does not end; killed", worker.pid());
+                worker.signal(Signal::SIGKILL);
+                (*ticks, *is_killed) = (0, true);
+            }
+        }
+        for target in aborted {
+            if mountinfo::ours_at(&target).is_ok_and(|mount| mount.is_some()) {
+                self.help("--force", &target);
+            }
+        }
+        if let Some(ticks) = &mut self.stopping {
+            *ticks += 1;
+        }
+    }
+
+    /// Takes the messages and the ends of all children, and starts the workers that are due.
+    fn advance(&mut self) {
+        self.mounts.iter_mut().for_each(ServiceMount::advance);
+        let mut ended = Vec::new();
+        self.leaving.retain_mut(|Leaving { worker, name, ticks, is_killed }| {
+            worker.receive();
+            let is_stuck = *is_killed && *ticks >= STUCK_TICKS;
+            if is_stuck {
+                let pid = worker.pid();
+                tracing::error!("mount {name}: killed worker {pid} waits for a file system");
+            }
+            let has_ended = worker.ended().is_some();
+            if has_ended {
+                ended.push((worker.place.clone(), worker.target.clone()));
+            }
+            !has_ended && !is_stuck
+        });
+        for (place, target) in ended {
+            if !self.mounts.iter().any(|mount| mount.config.target == place) {
+                self.remove_rest_of(&target);
+            }
+        }
+        let out_of_time = self.stopping.is_some_and(|_| self.leaving.is_empty())
+            && self
+                .stopping
+                .is_some_and(|ticks| ticks > LEAVING_TICKS + STUCK_TICKS + HELPER_TICKS);
+        self.helpers.retain_mut(|helper| {
+            if out_of_time {
+                let _ = helper.kill();
+                return false;
+            }
+            matches!(helper.try_wait(), Ok(None))
+        });
+        let now = Instant::now();
+        for index in 0..self.mounts.len() {
+            let is_due = self.mounts[index].starts_at().is_some_and(|at| at <= now);
+            if is_due && self.is_free(&self.mounts[index].config.target) {
+                self.mounts[index].start(self.verbose);
+            }
+        }
+    }
+
+    /// Whether no worker that has to end still has its mount on `place`.
+    fn is_free(&self, place: &Path) -> bool {
+        let mut there = self.leaving.iter().map(|leaving| &leaving.worker);
+        there.all(|worker| {
+            let is_off = || mountinfo::ours_at(&worker.target).is_ok_and(|mount| mount.is_none());
+            worker.place != place || (worker.is_mounted && is_off())
+        })
+    }
+
+    /// Tells the service manager the state. Returns the failure that ends the service: no mount can
+    /// be made at its start.
+    fn announce(&mut self) -> Option<String> {
+        let are_decided = self.mounts.iter().all(|mount| mount.has_outcome);
+        let serving = self.mounts.iter().filter(|mount| mount.is_serving()).count();
+        let status = self.status(serving);
+        if self.notifier.status(status.clone()) {
+            tracing::debug!("{status}");
+        }
+        if self.is_ready || !(are_decided || self.ticks >= READY_TICKS) || self.reading.is_some() {
+            return None;
+        }
+        if self.is_first && are_decided && serving == 0 && !self.mounts.is_empty() {
+            let file = shown_path(&self.file);
+            return Some(format!("no mount of {file} serves ({})", self.mounts.len()));
+        }
+        (self.is_ready, self.is_first) = (true, false);
+        self.notifier.ready();
+        tracing::info!("{status}");
+        None
+    }
+
+    /// The state in one line.
+    fn status(&self, serving: usize) -> String {
+        let mut parts = vec![match self.mounts.len() {
+            0 => format!("no mounts in {}", shown_path(&self.file)),
+            total => format!("serving {serving} of {total} mounts"),
+        }];
+        for mount in &self.mounts {
+            let name = &mount.config.name;
+            match mount.state() {
+                ("serving", _) => {}
+                (state, Some(reason)) => parts.push(format!("{name} {state}: {reason}")),
+                (state, None) => parts.push(format!("{name} {state}")),
+            }
+        }
+        if let Some(refusal) = &self.refusal {
+            parts.push(format!("config not reloaded: {refusal}"));
+        }
+        parts.join("; ")
+    }
+}

@@ -34,6 +34,8 @@ impl Counter {
 #[derive(Debug, Default)]
 pub struct Latency {
     classes: [Counter; LATENCY_CLASSES],
+    /// Sum of all durations, in microseconds.
+    sum_us: Counter,
 }
 
 impl Latency {
@@ -42,6 +44,16 @@ impl Latency {
         let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let class = (u64::BITS - micros.leading_zeros()) as usize;
         self.classes[class.min(LATENCY_CLASSES - 1)].add(1);
+        self.sum_us.add(micros);
+    }
+
+    /// The histogram as JSON: `below_us` has a pair for each class that is not empty, its upper
+    /// bound in microseconds and the number of durations in it.
+    pub fn to_json(&self) -> Value {
+        let counts = self.classes.iter().map(Counter::get).enumerate();
+        let rows = counts.filter(|(_, count)| *count > 0);
+        let rows: Vec<_> = rows.map(|(class, count)| json!([1_u64 << class, count])).collect();
+        json!({ "sum_us": self.sum_us.get(), "below_us": rows })
     }
 
     /// The least power of two of microseconds that at least `percent` of the durations stay
@@ -81,6 +93,7 @@ macro_rules! counters {
                     "p50": self.wait.percentile_us(50),
                     "p99": self.wait.percentile_us(99),
                     "max": self.wait.percentile_us(100),
+                    "histogram": self.wait.to_json(),
                 }));
                 Value::Object(all)
             }
@@ -128,6 +141,10 @@ counters! {
     prefetch_wasted_bytes,
     /// Times that read-ahead was cut because there was no memory for it.
     prefetch_cuts,
+    /// Opens of files that the daemon serves.
+    opens,
+    /// Opens of files that the kernel serves by itself (passthrough). Their reads are not counted.
+    opens_passthrough,
     /// Bytes put into the kernel's page cache before they were requested.
     stored_bytes,
     /// Bytes of sources that were compared with their checksums (`verify=read`).

@@ -43,6 +43,10 @@ pub(crate) enum Command {
     Status(StatusArgs),
     /// Watch the running mounts
     Top(TopArgs),
+    /// Show which tensors of a mount were read, how much, how often and by which programs
+    Heat(HeatArgs),
+    /// Read a mount or a source into the page cache
+    Warm(WarmArgs),
     /// List the checkpoints of a source and their tensors
     Ls(LsArgs),
     /// Show where the data of tensors lies
@@ -196,6 +200,34 @@ pub(crate) struct TopArgs {
 fn interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected 0.1 to 3600".to_owned())
+}
+
+/// Arguments of `heat`.
+#[derive(Debug, Args)]
+pub(crate) struct HeatArgs {
+    /// Folder that is mounted on
+    #[arg(value_name = "MNT")]
+    pub target: PathBuf,
+    /// Most tensors that are shown of each file
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 20)]
+    pub lines: usize,
+    /// Print JSON, which `warm --heat` reads
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `warm`.
+#[derive(Debug, Args)]
+pub(crate) struct WarmArgs {
+    /// A mount or a path on one, whose files are read, or a source, whose shards are read.
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// Read only the tensors of this output of `tensorfs heat MNT --json`
+    #[arg(long, value_name = "FILE")]
+    pub heat: Option<PathBuf>,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
 }
 
 /// Arguments of `ls`.

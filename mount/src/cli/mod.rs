@@ -5,6 +5,7 @@ mod bench;
 mod convert;
 mod demo;
 mod doctor;
+mod heat;
 mod index;
 pub(crate) mod internal;
 mod load;
@@ -19,6 +20,7 @@ mod status;
 mod top;
 mod umount;
 mod verify;
+mod warm;
 
 use std::io;
 use std::path::Path;
@@ -57,6 +59,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Top(args) => top::run(&args),
+        Command::Heat(args) => heat::run(&args),
+        Command::Warm(args) => in_json(&args.source, warm::run(&args)),
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),
         Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
         Command::Index(args) => in_json(&args.source, index::run(&args)),

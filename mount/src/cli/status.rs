@@ -16,7 +16,7 @@ use tensorfs::internal::source::mountinfo::{self, Mount};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use crate::daemon::control::{self, Reply};
+use crate::daemon::control::{self, Question, Reply};
 use crate::fs::tails::REMEDY;
 use crate::log;
 
@@ -125,7 +125,7 @@ pub(super) fn run(args: &args::StatusArgs) -> Outcome {
 }
 
 /// The tensorfs mount on `path`, which may be a link to it. Does not access the mount point.
-fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
+pub(super) fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
     // `components` drops trailing slashes and dots.
     let mut path = PathBuf::from_iter(std::path::absolute(path).ok()?.components());
     // The kernel follows 40 links too.
@@ -154,7 +154,7 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
     let mut seen = ask(mounts, limit, probe);
     let deadline = Instant::now() + limit;
     for (minor, path) in sockets {
-        if let Reply::Status(pid, said) = control::ask(owner, &[path], deadline) {
+        if let Reply::Status(pid, said) = control::ask(owner, &[path], Question::Status, deadline) {
             let target = said.get("target").and_then(Value::as_str).unwrap_or_default().into();
             let mount = Mount { minor, target, owner: Some(owner), ..Mount::default() };
             seen.push(describe(mount, MountState::Detached, pid, said));
@@ -208,7 +208,7 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     if !is_ours && !user.is_root() {
         return describe(mount, MountState::NotYours, 0, Value::Null);
     }
-    let state = match control::ask(owner, sockets, deadline) {
+    let state = match control::ask(owner, sockets, Question::Status, deadline) {
         Reply::Status(pid, said) => return describe(mount, MountState::Running, pid, said),
         Reply::Silence(pid) => return describe(mount, MountState::NoAnswer, pid, Value::Null),
         Reply::Leftover => MountState::Dead,
@@ -305,6 +305,7 @@ fn block(seen: &Seen) -> String {
     line("source", word("source"));
     line("options", options_text(facts.get("options")));
     line("tail", tail_text(seen));
+    line("requests", requests_text(facts.get("requests")));
     for (label, said) in counter_lines(seen) {
         line(label, said);
     }
@@ -357,6 +358,19 @@ fn options_text(options: Option<&Value>) -> String {
         value => vec![format!("{key}={}", compact(value))],
     });
     words.collect::<Vec<_>>().join(" ")
+}
+
+/// Requests of the kernel by operation, with the mean time of each.
+fn requests_text(requests: Option<&Value>) -> String {
+    let requests = requests.and_then(Value::as_object).into_iter().flatten();
+    let parts = requests.filter_map(|(operation, row)| {
+        let number = |pointer: &str| row.pointer(pointer).and_then(Value::as_u64).unwrap_or(0);
+        let (ok, errors) = (number("/ok"), number("/errors"));
+        let mean = number("/time/sum_us").checked_div(ok + errors)?;
+        let failed = if errors > 0 { format!(", {errors} errors") } else { String::new() };
+        Some(format!("{ok} {operation} ({}{failed})", duration(mean)))
+    });
+    parts.collect::<Vec<_>>().join(", ")
 }
 
 /// The counters, in words. Counters that the daemon does not have are left out.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::sync::Mutex;
+use tensorfs::{UnknownWord, words};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -40,6 +41,17 @@ const REPLY_MAX: usize = 16 << 20;
 
 /// Age from which a socket that refuses connections is stale: a younger one may not listen yet.
 const MAKING_TIME: Duration = Duration::from_secs(1);
+
+/// The word of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Question {
+    /// The report of the mount.
+    Status,
+    /// The tensors that are read.
+    Heat,
+}
+
+words!(Question { Status = "status", Heat = "heat" });
 
 /// Facts about a mount: they name its socket and begin every reply.
 pub(crate) struct MountFacts {
@@ -79,18 +91,18 @@ pub(crate) fn exit() -> ! {
     std::process::exit(0)
 }
 
-/// Answers requests about `mount` with the result of `status`, which must not block.
+/// Answers requests about `mount` with the result of `reply`, which must not block.
 ///
 /// # Errors
 /// The reason why there is no socket.
 pub(crate) fn serve(
     mount: MountFacts,
-    status: impl Fn() -> Value + Send + Sync + 'static,
+    reply: impl Fn(Question) -> Value + Send + Sync + 'static,
 ) -> io::Result<Control> {
     let mut failure = io::ErrorKind::NotFound.into();
     for folder in folders(geteuid().as_raw()) {
         match make_folder(&folder).and_then(|()| listen(&folder, mount.minor)) {
-            Ok((path, listener)) => return start(mount, status, path, listener),
+            Ok((path, listener)) => return start(mount, reply, path, listener),
             Err(e) => failure = io::Error::new(e.kind(), format!("{}: {e}", shown_path(&folder))),
         }
     }
@@ -189,7 +201,7 @@ fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
 
 fn start(
     mount: MountFacts,
-    status: impl Fn() -> Value + Send + Sync + 'static,
+    reply: impl Fn(Question) -> Value + Send + Sync + 'static,
     path: PathBuf,
     listener: UnixListener,
 ) -> io::Result<Control> {
@@ -199,9 +211,10 @@ fn start(
     let since = (SystemTime::now(), Instant::now());
     let answer = move |request: &[u8]| {
         let request: Value = serde_json::from_slice(request).unwrap_or_default();
-        match request.get("do").and_then(Value::as_str) {
-            Some("status") => with_facts(&mount, since, status()),
-            _ => json!({ "error": "expected {\"do\":\"status\"}" }),
+        let question = request.get("do").and_then(Value::as_str).unwrap_or_default();
+        match question.parse() {
+            Ok(question) => with_facts(&mount, since, reply(question)),
+            Err(UnknownWord(_)) => json!({ "error": "expected {\"do\":\"status\"}" }),
         }
     };
     let thread = std::thread::Builder::new().name("control".to_owned());
@@ -210,9 +223,9 @@ fn start(
     Ok(control)
 }
 
-/// Adds the facts that `status` leaves out.
-fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut status: Value) -> Value {
-    let Some(object) = status.as_object_mut() else { return status };
+/// Adds the facts that the reply leaves out.
+fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut reply: Value) -> Value {
+    let Some(object) = reply.as_object_mut() else { return reply };
     let started = since.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
     for (key, value) in [
         ("target", json!(real_name(&mount.target))),
@@ -223,7 +236,7 @@ fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut status: Valu
     ] {
         object.entry(key).or_insert(value);
     }
-    status
+    reply
 }
 
 /// Makes the reply to a request.
@@ -367,12 +380,12 @@ pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
     folders.filter(|folder| is_private(folder, owner).is_ok()).flat_map(|f| sockets(&f)).collect()
 }
 
-/// Requests the status of a mount of user `owner` from the sockets at `paths`, until `deadline`.
+/// Puts `question` to a mount of user `owner` at the sockets `paths`, until `deadline`.
 /// Removes sockets of this user that killed daemons have left.
-pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Reply {
+pub(crate) fn ask(owner: u32, paths: &[PathBuf], question: Question, deadline: Instant) -> Reply {
     let mut found = Reply::Nothing;
     for path in paths {
-        match ask_at(path, owner, deadline) {
+        match ask_at(path, owner, question, deadline) {
             Reply::Status(pid, status) => return Reply::Status(pid, status),
             Reply::Silence(pid) => found = Reply::Silence(pid),
             Reply::Leftover => {
@@ -387,7 +400,7 @@ pub(crate) fn ask(owner: u32, paths: &[PathBuf], deadline: Instant) -> Reply {
     found
 }
 
-fn ask_at(path: &Path, owner: u32, deadline: Instant) -> Reply {
+fn ask_at(path: &Path, owner: u32, question: Question, deadline: Instant) -> Reply {
     loop {
         let (stream, peer) = match reach(path, rest_until(deadline)) {
             Ok(reached) => reached,
@@ -399,7 +412,7 @@ fn ask_at(path: &Path, owner: u32, deadline: Instant) -> Reply {
         if peer.uid() != owner {
             return Reply::Nothing;
         }
-        match converse(stream, deadline) {
+        match converse(stream, question, deadline) {
             Ok(status) => return Reply::Status(peer.pid(), status),
             // Too many clients, or the daemon is ending: another attempt decides.
             Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
@@ -420,8 +433,8 @@ fn rest_until(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
 
-fn converse(mut stream: UnixStream, deadline: Instant) -> io::Result<Value> {
-    stream.write_all(b"{\"do\":\"status\"}\n")?;
+fn converse(mut stream: UnixStream, question: Question, deadline: Instant) -> io::Result<Value> {
+    stream.write_all(format!("{{\"do\":\"{question}\"}}\n").as_bytes())?;
     let mut reply = Vec::new();
     let mut piece = vec![0; 64 << 10];
     while reply.last() != Some(&b'\n') {
@@ -461,12 +474,12 @@ mod tests {
     fn serve_in(folder: &Path, minor: u32) -> Control {
         let (path, listener) = listen(folder, minor).unwrap();
         let facts = MountFacts { target: "/mnt/a".into(), source: "/data".into(), minor };
-        start(facts, || json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
+        start(facts, |_| json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
     }
 
     fn ask_in(folder: &Path) -> Reply {
         let paths: Vec<_> = sockets(folder).into_iter().map(|(_, path)| path).collect();
-        ask(euid(), &paths, Instant::now() + CLIENT_TIMEOUT)
+        ask(euid(), &paths, Question::Status, Instant::now() + CLIENT_TIMEOUT)
     }
 
     fn said(stream: &mut UnixStream) -> String {

@@ -20,7 +20,7 @@ use tensorfs::internal::source::{mountinfo, resolve_mount};
 use tensorfs::internal::sync::Mutex;
 
 use super::attach::{self, Attached, Detach};
-use super::control::{self, Control};
+use super::control::{self, Control, Question};
 use super::ending::Ending;
 use super::place;
 use super::stalled::{probe_path, unless_stalled};
@@ -372,7 +372,11 @@ fn control(
 ) -> Option<Control> {
     let facts = control::MountFacts { target: target.to_owned(), source, minor };
     let service = service.clone();
-    control::serve(facts, move || service.status(nodes.index_status(), nodes.tails().status()))
+    let reply = move |question| match question {
+        Question::Status => service.status(nodes.index_status(), nodes.tails().status()),
+        Question::Heat => service.heat.to_json(),
+    };
+    control::serve(facts, reply)
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
         .ok()
 }

@@ -5,7 +5,7 @@
 //! thread.
 
 use std::collections::HashMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -25,15 +25,18 @@ use tensorfs::internal::sync::{Mutex, RwLock};
 use tracing::{Span, trace_span};
 
 use super::attributes::{self, Common};
+use super::entries::entries;
 use super::inodes::{NameEntry, Nodes};
 use super::node::Node;
 use super::open_file::{Current, OpenContent, OpenFile};
 use super::open_mode::OpenModes;
-use super::replies::{KnownAttr, TTL, attr_of, logged, logged_as_eio, reply_xattr};
+use super::replies::{KnownAttr, TTL, Timed, attr_of, logged, logged_as_eio, reply_xattr};
 use crate::serve::blocking::{PendingReply, current_span, guarded, offload};
 use crate::serve::change_watcher::Watcher;
+use crate::serve::heat::HandleHeat;
 use crate::serve::kernel::{Feature, Init};
 use crate::serve::page_cache_store::StoreQueue;
+use crate::serve::requests::Operation;
 use crate::serve::service::Service;
 
 /// Most files of the source that getattr checks at once.
@@ -67,6 +70,7 @@ struct Handle {
     opened: Arc<OpenFile>,
     /// The registered file, while the kernel serves reads by passthrough.
     backing: Option<Arc<BackingId>>,
+    heat: Option<HandleHeat>,
 }
 
 /// A file that is opened and can be returned to the kernel.
@@ -125,15 +129,23 @@ impl TensorFs {
 }
 
 impl FsState {
+    /// Begins the clock of a request.
+    fn timed<R>(&self, operation: Operation, reply: R) -> Timed<R> {
+        Timed { reply, timer: self.service.requests.asked(operation) }
+    }
+
     fn handle(
         &self,
         node: Arc<Node>,
         opened: Arc<OpenFile>,
         backing: Option<Arc<BackingId>>,
+        caller: (u32, u32),
     ) -> FileHandle {
         self.service.opened(node.ino, &node.path, opened.current().file.cached());
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        let handle = Arc::new(Handle { node, opened, backing });
+        let (heat, counters) = (node.heat(&self.service.heat, caller), &self.service.counters);
+        if backing.is_some() { &counters.opens_passthrough } else { &counters.opens }.add(1);
+        let handle = Arc::new(Handle { node, opened, backing, heat });
         self.handles.write().insert(fh, handle);
         FileHandle(fh)
     }
@@ -183,7 +195,12 @@ impl FsState {
         Ok(Ready { opened, current, unchanged, whole })
     }
 
-    fn reply_open(&self, node: Arc<Node>, pending: PendingReply<ReplyOpen>) {
+    fn reply_open(
+        &self,
+        node: Arc<Node>,
+        caller: (u32, u32),
+        pending: PendingReply<Timed<ReplyOpen>>,
+    ) {
         let ready = self.open_file(&node);
         // After the deadline the opened file is dropped.
         let Some(reply) = pending.take() else { return };
@@ -203,24 +220,26 @@ impl FsState {
         // handle too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
-            (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file, &reply),
+            (None, Some(file)) if !serving.is_by_us(ino) => {
+                self.backing(&node, &file, &reply.reply)
+            }
             _ => None,
         };
         match by_kernel {
             Some(backing) => {
                 serving.opened_by_kernel(ino, &backing);
-                let fh = self.handle(node, opened, Some(backing.clone()));
-                reply.opened_passthrough(fh, FopenFlags::empty(), &backing);
+                let fh = self.handle(node, opened, Some(backing.clone()), caller);
+                reply.ok().opened_passthrough(fh, FopenFlags::empty(), &backing);
             }
             None => {
                 serving.opened_by_us(ino);
                 if let OpenContent::Virtual(file) = &current.file {
                     self.service.read_by_us(node.listed_version(), file, None);
                 }
-                let fh = self.handle(node, opened, None);
+                let fh = self.handle(node, opened, None, caller);
                 // Without the flag the kernel drops its cached pages.
                 let keep = FopenFlags::FOPEN_KEEP_CACHE;
-                reply.opened(fh, if unchanged { keep } else { FopenFlags::empty() });
+                reply.ok().opened(fh, if unchanged { keep } else { FopenFlags::empty() });
             }
         }
     }
@@ -248,7 +267,7 @@ impl FsState {
         }
     }
 
-    fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: ReplyData) {
+    fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: Timed<ReplyData>) {
         let handles = self.handles.read();
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
         drop(handles);
@@ -258,7 +277,7 @@ impl FsState {
             OpenContent::Text(text) => {
                 let start = offset.min(text.len() as u64) as usize;
                 let end = (start + size as usize).min(text.len());
-                return reply.data(&text[start..end]);
+                return reply.ok().data(&text[start..end]);
             }
         };
         let range = offset..offset.saturating_add(u64::from(size));
@@ -276,7 +295,10 @@ impl FsState {
                     let waited_us = asked.elapsed().as_micros() as u64;
                     tracing::trace!(parent: &span, waited_us, "answered");
                 }
-                reply.data(bytes);
+                reply.ok().data(bytes);
+                if let Some(heat) = &handle.heat {
+                    heat.read(wanted.start..wanted.start + bytes.len() as u64);
+                }
                 if let OpenContent::Virtual(file) = &opened.file {
                     let version = handle.node.listed_version();
                     shared.service.read_by_us(version, file, Some(bytes.len()));
@@ -294,7 +316,12 @@ impl FsState {
     }
 
     /// Reads a file that follows its source without the cache, because it has changed or may have.
-    fn read_as_it_is(self: &Arc<Self>, handle: Arc<Handle>, range: Range<u64>, reply: ReplyData) {
+    fn read_as_it_is(
+        self: &Arc<Self>,
+        handle: Arc<Handle>,
+        range: Range<u64>,
+        reply: Timed<ReplyData>,
+    ) {
         let pending = self.service.blocking.pending(&handle.node.path, reply);
         let shared = self.clone();
         self.service.blocking.spawn(pending, move |pending| {
@@ -307,7 +334,7 @@ impl FsState {
             let Some(reply) = pending.take() else { return };
             match outcome {
                 Ok((bytes, changed)) => {
-                    reply.data(&bytes);
+                    reply.ok().data(&bytes);
                     // This waits for the answer, so it comes after it.
                     if changed {
                         shared.watcher.forget(handle.node.ino);
@@ -346,11 +373,11 @@ impl FsState {
         }
     }
 
-    fn reply_entry(&self, node: Option<&Node>, reply: ReplyEntry) {
+    fn reply_entry(&self, node: Option<&Node>, reply: Timed<ReplyEntry>) {
         match node {
             Some(node) => {
                 self.nodes.looked_up(node);
-                reply.entry(&TTL, &attr_of(&self.common, node), Generation(0));
+                reply.ok().entry(&TTL, &attr_of(&self.common, node), Generation(0));
             }
             None => reply.error(Errno::ENOENT),
         }
@@ -362,8 +389,9 @@ impl FsState {
         req: &Request,
         ino: INodeNo,
         reply: ReplyXattr,
-        then: impl FnOnce(&[(&'static str, String)], ReplyXattr) + Send + 'static,
+        then: impl FnOnce(&[(&'static str, String)], Timed<ReplyXattr>) + Send + 'static,
     ) {
+        let reply = self.timed(Operation::Xattr, reply);
         traced(trace_span!("xattr", ino = ino.0), || {
             let (shared, uid, gid) = (self.clone(), req.uid(), req.gid());
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
@@ -408,6 +436,7 @@ impl Filesystem for TensorFs {
     }
 
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let reply = self.0.timed(Operation::Lookup, reply);
         traced(trace_span!("lookup", parent = parent.0, ?name), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
@@ -436,17 +465,18 @@ impl Filesystem for TensorFs {
     }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
+        let reply = self.0.timed(Operation::Getattr, reply);
         traced(trace_span!("getattr", ino = ino.0), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             if !node.follows() {
-                return reply.attr(&TTL, &attr_of(&shared.common, &node));
+                return reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
             }
             let known = attr_of(&shared.common, &node);
             // Stalled files must not take all threads, so beyond the limit the known attributes are
             // the answer.
             let Some(looking) = Looking::begin(&shared) else {
-                return reply.attr(&TTL, &known);
+                return reply.ok().attr(&TTL, &known);
             };
             let pending = shared.service.blocking.pending(&node.path, KnownAttr { reply, known });
             self.0.service.blocking.spawn(pending, move |pending| {
@@ -456,18 +486,21 @@ impl Filesystem for TensorFs {
                     node.set_attributes(&now);
                 }
                 if let Some(KnownAttr { reply, .. }) = pending.take() {
-                    reply.attr(&TTL, &attr_of(&shared.common, &node));
+                    reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
                 }
             });
         });
     }
 
-    fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+    fn open(&self, req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let reply = self.0.timed(Operation::Open, reply);
         traced(trace_span!("open", ino = ino.0), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.0.service.blocking.pending(&node.path, reply);
-            self.0.service.blocking.spawn(pending, move |pending| shared.reply_open(node, pending));
+            let caller = (req.uid(), req.pid());
+            let open = move |pending| shared.reply_open(node, caller, pending);
+            self.0.service.blocking.spawn(pending, open);
         });
     }
 
@@ -483,6 +516,7 @@ impl Filesystem for TensorFs {
         reply: ReplyData,
     ) {
         traced(trace_span!("read", ino = ino.0, offset, len = size), || {
+            let reply = self.0.timed(Operation::Read, reply);
             self.0.read_file(fh.0, offset, size, reply);
         });
     }
@@ -550,6 +584,7 @@ impl Filesystem for TensorFs {
         offset: u64,
         reply: ReplyDirectory,
     ) {
+        let reply = self.0.timed(Operation::Readdir, reply);
         traced(trace_span!("readdir", ino = ino.0, offset), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
@@ -558,11 +593,11 @@ impl Filesystem for TensorFs {
                 let Some(mut reply) = pending.take() else { return };
                 for (next, name, node) in entries(nodes, &node, offset) {
                     let kind = attr_of(&shared.common, &node).kind;
-                    if reply.add(INodeNo(node.ino), next, kind, name) {
+                    if reply.reply.add(INodeNo(node.ino), next, kind, name) {
                         break;
                     }
                 }
-                reply.ok();
+                reply.ok().ok();
             });
         });
     }
@@ -575,6 +610,7 @@ impl Filesystem for TensorFs {
         offset: u64,
         reply: ReplyDirectoryPlus,
     ) {
+        let reply = self.0.timed(Operation::Readdirplus, reply);
         traced(trace_span!("readdirplus", ino = ino.0, offset), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
@@ -583,7 +619,7 @@ impl Filesystem for TensorFs {
                 let Some(mut reply) = pending.take() else { return };
                 for (next, name, node) in entries(nodes, &node, offset) {
                     let attr = attr_of(&shared.common, &node);
-                    if reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
+                    if reply.reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
                         break;
                     }
                     // The kernel counts a lookup for every entry but `.` and `..`.
@@ -591,12 +627,13 @@ impl Filesystem for TensorFs {
                         nodes.looked_up(&node);
                     }
                 }
-                reply.ok();
+                reply.ok().ok();
             });
         });
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let reply = self.0.timed(Operation::Statfs, reply);
         traced(trace_span!("statfs"), || {
             let source = self.0.common.source.clone();
             let pending = self.0.service.blocking.pending(&source, reply);
@@ -607,9 +644,18 @@ impl Filesystem for TensorFs {
                     Ok(fs) => {
                         // Nothing can be written, so nothing is free.
                         let frsize = fs.fragment_size();
-                        reply.statfs(fs.blocks(), 0, 0, fs.files(), 0, 4096, 255, frsize as u32);
+                        reply.ok().statfs(
+                            fs.blocks(),
+                            0,
+                            0,
+                            fs.files(),
+                            0,
+                            4096,
+                            255,
+                            frsize as u32,
+                        );
                     }
-                    Err(_) => reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
+                    Err(_) => reply.ok().statfs(0, 0, 0, 0, 0, 4096, 255, 4096),
                 }
             });
         });
@@ -634,23 +680,4 @@ impl Filesystem for TensorFs {
 /// Runs the handler of a request in its span.
 fn traced(span: Span, handler: impl FnOnce()) {
     guarded(|| span.in_scope(handler));
-}
-
-/// The entries of `folder` from position `offset` on, each with the position after it.
-fn entries(
-    nodes: &Nodes,
-    folder: &Arc<Node>,
-    offset: u64,
-) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
-    let listing = nodes.listing(folder.folder).unwrap_or_default();
-    let tree = nodes.tree();
-    let parent = tree.folder(folder.folder).parent.unwrap_or_default();
-    let dots = [(OsString::from("."), folder.clone()), ("..".into(), nodes.folder(parent))];
-    (offset..).map_while(move |index| {
-        let (name, node) = match dots.get(index as usize) {
-            Some(dot) => dot.clone(),
-            None => listing.get(index as usize - dots.len())?.clone(),
-        };
-        Some((index + 1, name, node))
-    })
 }

@@ -17,6 +17,7 @@ use tensorfs::{Error, Result};
 
 use super::open_file::{Current, OpenContent, OpenFile, open_file};
 use crate::serve::change_watcher::Watcher;
+use crate::serve::heat::{HandleHeat, Heat};
 use crate::serve::service::Service;
 
 /// Inode number of the root.
@@ -293,6 +294,18 @@ impl Node {
         Current::hold(file, &self.path, &service.blocking, |sources| {
             watcher.watch(self.ino, sources, self.is_unread())
         })
+    }
+
+    /// Notes an open by process and user `caller`, and returns what notes the reads. `None` for
+    /// files that no checkpoint depends on, and text.
+    pub(crate) fn heat(&self, heat: &Heat, caller: (u32, u32)) -> Option<HandleHeat> {
+        let NodeKind::File { content, version, .. } = &self.kind else { return None };
+        let file = match content {
+            Content::Virtual(file) => Some(file),
+            Content::Whole { proved: Some(_), .. } => None,
+            Content::Whole { proved: None, .. } | Content::Text(_) => return None,
+        };
+        heat.opened(self.ino, (&self.path, version), file, caller)
     }
 
     /// The open file, if a program has it open.

@@ -11,21 +11,55 @@ use tensorfs::Error;
 use super::attributes::Common;
 use super::node::{Node, NodeKind};
 use crate::serve::blocking::Fail;
+use crate::serve::requests::RequestTimer;
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
 pub(super) const TTL: Duration = Duration::from_secs(1);
 
+/// A reply to a request that is counted and timed.
+pub(super) struct Timed<R> {
+    pub(super) reply: R,
+    pub(super) timer: RequestTimer,
+}
+
+impl<R> Timed<R> {
+    /// The reply, for an answer that is not an error.
+    pub(super) fn ok(self) -> R {
+        self.timer.succeeded();
+        self.reply
+    }
+}
+
+/// Whether an error is a true answer: there is no such name or attribute, or it does not fit.
+fn is_answer(errno: Errno) -> bool {
+    [Errno::ENOENT, Errno::NO_XATTR, Errno::ERANGE].iter().any(|known| known.code() == errno.code())
+}
+
 macro_rules! fail {
     ($($reply:ty),*) => {
-        $(impl Fail for $reply {
-            fn fail(self) {
-                self.error(Errno::EIO);
+        $(
+            impl Timed<$reply> {
+                /// Replies with an error.
+                pub(super) fn error(self, errno: Errno) {
+                    if is_answer(errno) {
+                        return self.ok().error(errno);
+                    }
+                    drop(self.timer);
+                    self.reply.error(errno);
+                }
             }
-        })*
+
+            impl Fail for Timed<$reply> {
+                fn fail(self) {
+                    self.error(Errno::EIO);
+                }
+            }
+        )*
     };
 }
 
 fail!(
+    ReplyAttr,
     ReplyData,
     ReplyEntry,
     ReplyOpen,
@@ -37,13 +71,15 @@ fail!(
 
 /// A getattr reply, with the known attributes as the answer if the source does not answer.
 pub(super) struct KnownAttr {
-    pub(super) reply: ReplyAttr,
+    pub(super) reply: Timed<ReplyAttr>,
     pub(super) known: FileAttr,
 }
 
 impl Fail for KnownAttr {
     fn fail(self) {
-        self.reply.attr(&TTL, &self.known);
+        // An old answer in place of one that does not come counts as an error.
+        drop(self.reply.timer);
+        self.reply.reply.attr(&TTL, &self.known);
     }
 }
 
@@ -94,11 +130,11 @@ pub(super) fn logged_as_eio(error: &Error) -> Errno {
     Errno::EIO
 }
 
-pub(super) fn reply_xattr(value: Option<&[u8]>, size: u32, reply: ReplyXattr) {
+pub(super) fn reply_xattr(value: Option<&[u8]>, size: u32, reply: Timed<ReplyXattr>) {
     match value {
         None => reply.error(Errno::NO_XATTR),
-        Some(value) if size == 0 => reply.size(value.len() as u32),
+        Some(value) if size == 0 => reply.ok().size(value.len() as u32),
         Some(value) if value.len() > size as usize => reply.error(Errno::ERANGE),
-        Some(value) => reply.data(value),
+        Some(value) => reply.ok().data(value),
     }
 }

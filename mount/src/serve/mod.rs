@@ -5,6 +5,8 @@ pub(crate) mod assemble;
 pub(crate) mod blocking;
 pub(crate) mod change_watcher;
 mod file_events;
+pub(crate) mod heat;
 pub(crate) mod kernel;
 pub(crate) mod page_cache_store;
+pub(crate) mod requests;
 pub(crate) mod service;

@@ -19,7 +19,9 @@ use tensorfs::internal::sync::Mutex;
 
 use super::assemble::Assembler;
 use super::blocking::BlockingPool;
+use super::heat::Heat;
 use super::kernel::{Init, KernelReport};
+use super::requests::Requests;
 use crate::log;
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
@@ -29,6 +31,10 @@ const FILES_SHOWN: usize = 20;
 /// The parts that serve the reads of one mount.
 pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
+    /// Requests of the kernel, by operation.
+    pub(crate) requests: Arc<Requests>,
+    /// Which tensors are read.
+    pub(crate) heat: Heat,
     pub(crate) cache: Cache,
     /// Runs calls to the source other than reads.
     pub(crate) blocking: BlockingPool,
@@ -158,6 +164,8 @@ impl Service {
             BlockingPool::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
         Ok(Arc::new(Service {
             counters,
+            requests: Arc::default(),
+            heat: Heat::default(),
             cache,
             blocking,
             engine,
@@ -254,6 +262,7 @@ impl Service {
         json!({
             "options": self.options,
             "counters": self.counters.to_json(),
+            "requests": self.requests.to_json(),
             "cache": { "budget": budget, "used": used },
             "kernel": self.kernel.get(),
             "engine": self.engine.describe(),

@@ -1,0 +1,400 @@
+//! `tensorfs warm`: reads files, or the tensors that `tensorfs heat` has listed, into the page
+//! cache.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use indicatif::ProgressBar;
+use serde_json::{Value, json};
+use tensorfs::internal::checkpoint::ERROR_FILE;
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::format::{InputFormat, RangeReader};
+use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::sync::Mutex;
+
+use super::args;
+use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::sources::{FoundSet, open_source, prove_all, query_options};
+use super::verify::bar;
+use crate::log;
+
+/// Bytes that a thread reads before it takes the next part.
+const PART_LEN: u64 = 8 << 20;
+
+/// Bytes of one read.
+const READ_LEN: usize = 1 << 20;
+
+/// Number of threads that read.
+const THREADS: usize = 4;
+
+/// Bytes between two tensors that are read with them.
+const GAP: u64 = 64 << 10;
+
+/// Longest file of `--heat`, in bytes.
+const HEAT_MAX: u64 = 64 << 20;
+
+/// A file and the bytes of it to read.
+struct WarmFile {
+    path: PathBuf,
+    ranges: Vec<Range<u64>>,
+}
+
+pub(super) fn run(args: &args::WarmArgs) -> Outcome {
+    let options = query_options(&args.source)?;
+    let heat = args.heat.as_deref().map(HeatFile::read).transpose()?;
+    let path = &args.source.source;
+    let absolute = std::fs::canonicalize(path).map_err(|e| cannot(path, &e))?;
+    let on_mount = mountinfo::ours()
+        .map_err(|e| cannot(Path::new("/proc/self/mountinfo"), &e))?
+        .into_iter()
+        .map(|mount| mount.target)
+        .filter(|target| absolute.starts_with(target))
+        .max_by_key(|target| target.components().count());
+    let mut missing = 0;
+    let files = match (&on_mount, &heat) {
+        (Some(_), None) => files_below(&absolute)?,
+        (Some(mount), Some(heat)) => heat.on_mount(mount, &absolute, &mut missing)?,
+        (None, _) => {
+            let (found, _) = prove_all(&open_source(&args.source, options)?)?;
+            of_source(&found, heat.as_ref(), &mut missing)?
+        }
+    };
+    if missing > 0 {
+        log::say(&format!("{missing} tensors of the heat are not in {}", shown_path(path)));
+    }
+    let total: u64 = files.iter().flat_map(|file| &file.ranges).map(len_of).sum();
+    let available = available_memory();
+    if available.is_some_and(|available| total > available) {
+        log::say(&format!(
+            "{} to read, but only {} of memory are free for the page cache: the first bytes will \
+             be dropped again",
+            human(total),
+            human(available.unwrap_or_default())
+        ));
+    }
+    let bar = bar(args.progress, total);
+    let started = Instant::now();
+    let outcome = read_all(&files, &bar);
+    bar.finish_and_clear();
+    outcome?;
+    let seconds = started.elapsed().as_secs_f64();
+    if args.source.json {
+        return print_json(&json!({
+            "ok": true,
+            "source": real_name(path),
+            "mount": on_mount.is_some(),
+            "files": files.len(),
+            "bytes": total,
+            "tensors_missing": missing,
+            "seconds": seconds,
+        }));
+    }
+    let count = match files.len() {
+        1 => "1 file".to_owned(),
+        count => format!("{count} files"),
+    };
+    let rate = human((total as f64 / seconds.max(1e-9)) as u64);
+    print_text(&format!("warmed {} of {count} in {seconds:.3} s at {rate}/s\n", human(total)))
+}
+
+fn cannot(path: &Path, error: &io::Error) -> Failure {
+    Failure::Failed(format!("{}: {error}", shown_path(path)))
+}
+
+fn len_of(range: &Range<u64>) -> u64 {
+    range.end - range.start
+}
+
+/// All files of a mount below `path`, or the file at it, whole.
+fn files_below(path: &Path) -> Result<Vec<WarmFile>, Failure> {
+    let meta = std::fs::symlink_metadata(path).map_err(|e| cannot(path, &e))?;
+    if meta.is_file() {
+        let ranges = Vec::from_iter((meta.len() > 0).then_some(0..meta.len()));
+        return Ok(vec![WarmFile { path: path.to_owned(), ranges }]);
+    }
+    let mut files = Vec::new();
+    if meta.is_dir() {
+        for entry in std::fs::read_dir(path).map_err(|e| cannot(path, &e))? {
+            let entry = entry.map_err(|e| cannot(path, &e))?;
+            if entry.file_name() != ERROR_FILE {
+                files.extend(files_below(&entry.path())?);
+            }
+        }
+    }
+    files.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(files)
+}
+
+/// The shards of `found`, whole or as far as `heat` lists them.
+fn of_source(
+    found: &[FoundSet],
+    heat: Option<&HeatFile>,
+    missing: &mut usize,
+) -> Result<Vec<WarmFile>, Failure> {
+    let mut files = Vec::new();
+    for FoundSet { directory, set } in found {
+        let Ok(checkpoint) = &set.outcome else { continue };
+        let catalog = checkpoint.catalog();
+        let mut ranges: Vec<Vec<Range<u64>>> = vec![Vec::new(); catalog.shards.len()];
+        match heat {
+            None => {
+                for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
+                    ranges.push(0..shard.file_len);
+                }
+            }
+            Some(heat) => {
+                let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
+                let names: BTreeSet<String> = shown.chain([set.name.clone()]).collect();
+                for name in names {
+                    for tensor in heat.tensors_of(&directory.join(name)) {
+                        match catalog.tensor(tensor) {
+                            Some(tensor) => tensor.pieces().for_each(|piece| {
+                                ranges[piece.shard.0 as usize].push(piece.range.clone());
+                            }),
+                            None => *missing += 1,
+                        }
+                    }
+                }
+                for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
+                    if heat.is_read_whole(&directory.join(&shard.name)) {
+                        ranges.push(0..shard.file_len);
+                    }
+                }
+            }
+        }
+        for (shard, ranges) in catalog.shards.iter().zip(ranges) {
+            let path = checkpoint.directory.join(&shard.name);
+            files.extend(WarmFile::joined(path, ranges));
+        }
+    }
+    Ok(files)
+}
+
+impl WarmFile {
+    /// The ranges, joined where they are close. `None` without any.
+    fn joined(path: PathBuf, mut ranges: Vec<Range<u64>>) -> Option<WarmFile> {
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_by_key(|range| range.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for range in ranges {
+            match joined.last_mut() {
+                Some(last) if range.start <= last.end.saturating_add(GAP) => {
+                    last.end = last.end.max(range.end);
+                }
+                _ => joined.push(range),
+            }
+        }
+        (!joined.is_empty()).then_some(WarmFile { path, ranges: joined })
+    }
+}
+
+/// The output of `tensorfs heat --json`: the tensors that were read, by file of the mount. Files
+/// without tensors were read as a whole.
+struct HeatFile(BTreeMap<PathBuf, Vec<String>>);
+
+impl HeatFile {
+    fn read(path: &Path) -> Result<HeatFile, Failure> {
+        let file = File::open(path).map_err(|e| cannot(path, &e))?;
+        let len = file.metadata().map_err(|e| cannot(path, &e))?.len();
+        if len > HEAT_MAX {
+            let message = format!("has {len} bytes; expected at most {HEAT_MAX}");
+            return Err(Failure::Failed(format!("{}: {message}", shown_path(path))));
+        }
+        let read: Result<Value, _> = serde_json::from_reader(io::BufReader::new(file));
+        let heat = read.ok().and_then(|json| HeatFile::of_json(&json)).ok_or_else(|| {
+            let message = "expected the output of `tensorfs heat MNT --json`";
+            Failure::Failed(format!("{}: {message}", shown_path(path)))
+        })?;
+        if heat.0.is_empty() {
+            return Err(Failure::Failed(format!("{}: lists no file", shown_path(path))));
+        }
+        Ok(heat)
+    }
+
+    fn of_json(json: &Value) -> Option<HeatFile> {
+        let mut files = BTreeMap::new();
+        for file in json.get("files")?.as_array()? {
+            let name = PathBuf::from(file.get("path")?.as_str()?);
+            let tensors = file.get("tensors").map(|tensors| {
+                let names = tensors.as_array()?.iter();
+                names.map(|row| row.get("name")?.as_str().map(str::to_owned)).collect()
+            });
+            let tensors: Vec<String> = tensors.unwrap_or(Some(Vec::new()))?;
+            let was_read = file.get("bytes")?.as_u64()? > 0;
+            if was_read && (file.get("tensors").is_none() || !tensors.is_empty()) {
+                files.insert(name, tensors);
+            }
+        }
+        Some(HeatFile(files))
+    }
+
+    fn tensors_of(&self, file: &Path) -> impl Iterator<Item = &str> {
+        self.0.get(file).into_iter().flatten().map(String::as_str)
+    }
+
+    fn is_read_whole(&self, file: &Path) -> bool {
+        self.0.get(file).is_some_and(Vec::is_empty)
+    }
+
+    /// The files of the mount on `mount` that lie below `path`.
+    fn on_mount(
+        &self,
+        mount: &Path,
+        path: &Path,
+        missing: &mut usize,
+    ) -> Result<Vec<WarmFile>, Failure> {
+        let mut files = Vec::new();
+        for (name, tensors) in &self.0 {
+            let file_path = mount.join(name);
+            let is_inside = name.components().all(|c| matches!(c, std::path::Component::Normal(_)));
+            if !is_inside || !file_path.starts_with(path) {
+                continue;
+            }
+            let file = match File::open(&file_path) {
+                Ok(file) => file,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    *missing += tensors.len();
+                    continue;
+                }
+                Err(e) => return Err(cannot(&file_path, &e)),
+            };
+            let len = file.metadata().map_err(|e| cannot(&file_path, &e))?.len();
+            let ranges = match tensors.as_slice() {
+                [] => std::iter::once(0..len).collect(),
+                tensors => {
+                    let found = ranges_of(&file_path, file, len, tensors, missing);
+                    found.map_err(|why| {
+                        Failure::Failed(format!("{}: {why}", shown_path(&file_path)))
+                    })?
+                }
+            };
+            files.extend(WarmFile::joined(file_path, ranges));
+        }
+        Ok(files)
+    }
+}
+
+/// The bytes of `tensors` in the weights file at `path`, and those of its header.
+fn ranges_of(
+    path: &Path,
+    file: File,
+    len: u64,
+    tensors: &[String],
+    missing: &mut usize,
+) -> Result<Vec<Range<u64>>, String> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut reader = OpenWeights { file, len };
+    let detected = InputFormat::detect(&name, &mut reader).map_err(|e| e.to_string())?;
+    let detected = detected.map_err(|fault| fault.to_string())?;
+    let parsed = detected.parse(&mut reader).map_err(|e| e.to_string())?;
+    let description = parsed.map_err(|fault| fault.to_string())?;
+    let mut places: BTreeMap<&str, Range<u64>> = BTreeMap::new();
+    let mut all: Vec<_> = description.tensors().map(|tensor| (tensor.start, tensor.name)).collect();
+    all.sort_unstable();
+    for (index, &(start, tensor)) in all.iter().enumerate() {
+        // Bytes between two tensors are none of either, and do no harm here.
+        let end = all[index..].iter().map(|(next, _)| *next).find(|next| *next > start);
+        places.insert(tensor, start..end.unwrap_or(len));
+    }
+    let mut ranges = description.described.clone();
+    for tensor in tensors {
+        match places.get(tensor.as_str()) {
+            Some(range) => ranges.push(range.clone()),
+            None => *missing += 1,
+        }
+    }
+    Ok(ranges)
+}
+
+struct OpenWeights {
+    file: File,
+    len: u64,
+}
+
+impl RangeReader for OpenWeights {
+    fn file_len(&self) -> u64 {
+        self.len
+    }
+
+    fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(buf, offset)
+    }
+}
+
+/// Reads all ranges with some threads. The first error ends all.
+fn read_all(files: &[WarmFile], bar: &ProgressBar) -> Outcome {
+    let parts: Vec<(&Path, Range<u64>)> = files
+        .iter()
+        .flat_map(|file| file.ranges.iter().map(move |range| (file.path.as_path(), range)))
+        .flat_map(|(path, range)| {
+            let end = range.end;
+            let starts = range.clone().step_by(PART_LEN as usize);
+            starts.map(move |start| (path, start..end.min(start + PART_LEN)))
+        })
+        .collect();
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let failure: Mutex<Option<Failure>> = Mutex::default();
+    let work = || {
+        let mut buffer = vec![0; READ_LEN];
+        let mut open: Option<(&Path, File)> = None;
+        while !failed.load(Ordering::Relaxed) {
+            let Some((path, range)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                return;
+            };
+            if let Err(e) = read_part(&mut open, path, range, &mut buffer, bar) {
+                failed.store(true, Ordering::Relaxed);
+                failure.lock().get_or_insert_with(|| cannot(path, &e));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS.min(parts.len()) {
+            scope.spawn(work);
+        }
+    });
+    let failure = failure.lock().take();
+    failure.map_or(Ok(()), Err)
+}
+
+fn read_part<'a>(
+    open: &mut Option<(&'a Path, File)>,
+    path: &'a Path,
+    range: &Range<u64>,
+    buffer: &mut [u8],
+    bar: &ProgressBar,
+) -> io::Result<()> {
+    if open.as_ref().is_none_or(|(opened, _)| *opened != path) {
+        *open = Some((path, File::open(path)?));
+    }
+    let Some((_, file)) = open else { return Ok(()) };
+    let mut offset = range.start;
+    while offset < range.end {
+        let len = buffer.len().min((range.end - offset) as usize);
+        match file.read_at(&mut buffer[..len], offset) {
+            Ok(0) => {
+                let message = format!("ends at {offset}, expected {} bytes", range.end);
+                return Err(io::Error::other(message));
+            }
+            Ok(read) => {
+                offset += read as u64;
+                bar.inc(read as u64);
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Memory that the page cache may take, in bytes.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
+}

@@ -1,0 +1,124 @@
+//! Requests of the kernel, counted and timed by operation. No lock is taken.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Map, Value, json};
+use tensorfs::internal::counters::{Counter, Latency};
+use tensorfs::words;
+
+/// A request of the kernel that has an answer. Others (forget, release, flush) are not counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Operation {
+    /// Find a name in a folder.
+    Lookup,
+    /// Ask for attributes.
+    Getattr,
+    /// Open a file.
+    Open,
+    /// Read bytes.
+    Read,
+    /// List a folder.
+    Readdir,
+    /// List a folder with attributes.
+    Readdirplus,
+    /// Ask for the size of the file system.
+    Statfs,
+    /// Read or list extended attributes.
+    Xattr,
+}
+
+words!(Operation {
+    Lookup = "lookup",
+    Getattr = "getattr",
+    Open = "open",
+    Read = "read",
+    Readdir = "readdir",
+    Readdirplus = "readdirplus",
+    Statfs = "statfs",
+    Xattr = "xattr",
+});
+
+/// All operations, in the order of their numbers.
+const ALL: [Operation; 8] = [
+    Operation::Lookup,
+    Operation::Getattr,
+    Operation::Open,
+    Operation::Read,
+    Operation::Readdir,
+    Operation::Readdirplus,
+    Operation::Statfs,
+    Operation::Xattr,
+];
+
+/// The requests of one operation.
+#[derive(Debug, Default)]
+struct OperationCounters {
+    ok: Counter,
+    errors: Counter,
+    /// Time from the request to its answer.
+    time: Latency,
+}
+
+/// The requests of a mount.
+#[derive(Debug, Default)]
+pub(crate) struct Requests([OperationCounters; ALL.len()]);
+
+impl Requests {
+    /// Begins the clock of a request.
+    pub(crate) fn asked(self: &Arc<Self>, operation: Operation) -> RequestTimer {
+        RequestTimer { requests: self.clone(), operation, since: Instant::now(), ok: false }
+    }
+
+    /// All numbers, by operation. Times are microseconds.
+    pub(crate) fn to_json(&self) -> Value {
+        let rows = ALL.iter().zip(&self.0).map(|(operation, counters)| {
+            let mut row = json!({ "ok": counters.ok.get(), "errors": counters.errors.get() });
+            row["time"] = counters.time.to_json();
+            (operation.as_str().to_owned(), row)
+        });
+        Value::Object(Map::from_iter(rows))
+    }
+}
+
+/// The clock of one request. A request that is dropped without an answer counts as failed.
+pub(crate) struct RequestTimer {
+    requests: Arc<Requests>,
+    operation: Operation,
+    since: Instant,
+    ok: bool,
+}
+
+impl RequestTimer {
+    /// Notes that the request is answered as it should be.
+    pub(crate) fn succeeded(mut self) {
+        self.ok = true;
+    }
+}
+
+impl Drop for RequestTimer {
+    fn drop(&mut self) {
+        let counters = &self.requests.0[self.operation as usize];
+        let outcome = if self.ok { &counters.ok } else { &counters.errors };
+        outcome.add(1);
+        counters.time.add(self.since.elapsed());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_counts_once_and_one_without_an_answer_as_an_error() {
+        let requests = Arc::new(Requests::default());
+        requests.asked(Operation::Read).succeeded();
+        drop(requests.asked(Operation::Read));
+        let all = requests.to_json();
+        assert_eq!((&all["read"]["ok"], &all["read"]["errors"]), (&json!(1), &json!(1)));
+        let counts = all["read"]["time"]["below_us"].as_array().unwrap();
+        let counted: u64 = counts.iter().map(|row| row[1].as_u64().unwrap()).sum();
+        assert_eq!(counted, 2);
+        assert_eq!(all["open"]["ok"], 0);
+    }
+}

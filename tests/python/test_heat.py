@@ -1,0 +1,210 @@
+"""`tensorfs heat`, which says what was read of a mount, and `tensorfs warm`, which reads it again."""
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+
+from safetensors import safe_open
+
+from checkpoints import hf_set
+from mounts import Mount, TestCase, needs_root, tensorfs, wait_until
+
+FILE = "model.safetensors"
+READ = "import os, sys; fd = os.open(sys.argv[1], os.O_RDONLY); os.pread(fd, int(sys.argv[3]), int(sys.argv[2]))"
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def drop_from_page_cache(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def cached_pages(path):
+    """How many pages of a file the page cache holds, and how many it has."""
+    length = os.stat(path).st_size
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE) as mapped:
+        pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        if LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages):
+            raise OSError(ctypes.get_errno(), "mincore")
+        return sum(page & 1 for page in pages), len(pages)
+
+
+def heat_of(path, **kwargs):
+    outcome = tensorfs("heat", path, "--json", **kwargs)
+    return outcome.json()
+
+
+def file_of(heat, name=FILE):
+    (found,) = (file for file in heat["files"] if file["path"] == name)
+    return found
+
+
+def places(path):
+    """Name -> first and last byte of each tensor of a file, by its header."""
+    with open(path, "rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
+    return {name: tuple(start + at for at in entry["data_offsets"]) for name, entry in header.items()}
+
+
+class Heat(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = hf_set(self.tmp / "source", megabytes=12)
+
+    def mount(self, *options, **kwargs):
+        # No readahead of the kernel: only what the test reads is read.
+        return Mount(self.source, "readahead=0", *options, **kwargs)
+
+    @needs_root
+    def test_the_tensors_that_a_program_reads_are_counted_and_others_are_not(self):
+        with self.mount() as m:
+            found = places(m.path / FILE)
+            before = file_of(heat_of(m.path))
+            name, (start, end) = max(found.items(), key=lambda item: item[1][1] - item[1][0])
+            process = subprocess.run([sys.executable, "-S", "-E", "-c", READ, m.path / FILE, str(start), str(end - start)])
+            self.assertEqual(process.returncode, 0)
+            heat = heat_of(m.path)
+            rows = {row["name"]: row for row in file_of(heat)["tensors"]}
+            self.assertEqual((rows[name]["offset"], rows[name]["len"]), (start, end - start))
+            # The daemon puts a part into the page cache by itself, once single pages are requested.
+            self.assertGreater(rows[name]["bytes"], 0)
+            self.assertLessEqual(rows[name]["bytes"], end - start)
+            # Whole pages are read, which the neighbours have a part of.
+            seen_before = {row["name"] for row in before["tensors"]}
+            new = set(rows) - seen_before - {name}
+            for other in new:
+                self.assertLess(rows[other]["bytes"], 2 * 4096, other)
+            self.assertLess(len(rows), len(found))
+            (by,) = rows[name]["by"]
+            reader = heat["readers"][by]
+            self.assertEqual(reader["uid"], os.geteuid())
+            self.assertTrue(reader["program"].startswith("python"), reader)
+            self.assertEqual(file_of(heat)["tensors_total"], len(found))
+
+    def test_a_mount_that_nobody_read_has_no_heat_and_says_so(self):
+        with self.mount() as m:
+            self.assertEqual(heat_of(m.path)["files"], [])
+            self.assertIn("nothing was read", tensorfs("heat", m.path).stdout)
+
+    def test_people_see_the_tensors_and_a_limit_holds(self):
+        with self.mount() as m:
+            (m.path / FILE).read_bytes()
+            text = tensorfs("heat", m.path, "-n", "2").stdout
+            self.assertEqual(text.count("of user"), 2 + 1, text)
+            self.assertIn("more; see --lines", text)
+
+    def test_what_is_no_mount_is_refused_in_one_line(self):
+        outcome = tensorfs("heat", self.tmp)
+        self.assertEqual((outcome.code, outcome.stderr), (1, f"tensorfs: {self.tmp}: not a tensorfs mount\n"))
+
+    def test_a_replaced_model_has_heat_of_its_new_version_only(self):
+        with self.mount() as m:
+            (m.path / FILE).read_bytes()
+            old = file_of(heat_of(m.path))
+            new = hf_set(self.tmp / "new", megabytes=12, seed=2)
+            for path in new.iterdir():
+                os.replace(path, self.source / path.name)
+
+            def is_new():
+                (m.path / FILE).read_bytes()
+                files = [file for file in heat_of(m.path)["files"] if file["path"] == FILE]
+                return any(file["version"] != old["version"] and file["bytes"] > 0 for file in files)
+
+            wait_until(is_new, 30, "heat of the new version")
+
+
+class Warm(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = hf_set(self.tmp / "source", megabytes=12)
+        self.shards = sorted(self.source.glob("*.safetensors"))
+
+    def cold(self):
+        for path in self.shards:
+            drop_from_page_cache(path)
+
+    def test_a_source_is_read_into_the_page_cache(self):
+        self.cold()
+        outcome = tensorfs("warm", self.source, "--json")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.json()["bytes"], sum(path.stat().st_size for path in self.shards))
+        for path in self.shards:
+            cached, total = cached_pages(path)
+            self.assertEqual(cached, total, path)
+
+    def test_the_files_of_a_mount_are_read_through_the_mount(self):
+        with Mount(self.source) as m:
+            outcome = tensorfs("warm", m.path, "--json")
+            self.assert_done(outcome)
+            self.assertTrue(outcome.json()["mount"])
+            cached, total = cached_pages(m.path / FILE)
+            self.assertEqual(cached, total)
+            self.assertEqual(file_of(heat_of(m.path))["bytes"] // 4096 * 4096, (m.path / FILE).stat().st_size // 4096 * 4096)
+
+    @needs_root
+    def test_the_tensors_of_a_heat_are_read_and_no_others(self):
+        file = self.tmp / "heat.json"
+        with Mount(self.source, "readahead=0") as m:
+            found = places(m.path / FILE)
+            name, (start, end) = max(found.items(), key=lambda item: item[1][1] - item[1][0])
+            with safe_open(m.path / FILE, "np") as opened:
+                opened.get_tensor(name)
+            outcome = tensorfs("heat", m.path, "--json")
+            heat = outcome.json()
+            file_of(heat)["tensors"] = [row for row in file_of(heat)["tensors"] if row["name"] == name]
+            file.write_text(json.dumps(heat))
+        self.cold()
+        outcome = tensorfs("warm", self.source, "--heat", file, "--json")
+        self.assert_done(outcome)
+        self.assertEqual((outcome.json()["bytes"], outcome.json()["tensors_missing"]), (end - start, 0))
+        with Mount(self.source, "readahead=0") as m:
+            outcome = tensorfs("warm", m.path, "--heat", file, "--json")
+            self.assert_done(outcome)
+            # The header of the file comes with it, and what lies between.
+            self.assertGreaterEqual(outcome.json()["bytes"], end - start)
+            self.assertLess(outcome.json()["bytes"], (m.path / FILE).stat().st_size)
+            self.assertIn(name, {row["name"] for row in file_of(heat_of(m.path))["tensors"]})
+
+    def test_a_heat_of_other_tensors_is_told(self):
+        heat = {"files": [{"path": FILE, "bytes": 1, "tensors": [{"name": "gone"}]}]}
+        (self.tmp / "heat.json").write_text(json.dumps(heat))
+        outcome = tensorfs("warm", self.source, "--heat", self.tmp / "heat.json")
+        self.assert_done(outcome)
+        self.assertIn("1 tensors of the heat are not in", outcome.stderr)
+
+    def test_a_file_that_is_no_heat_is_refused_in_one_line(self):
+        for text in ("", "{}", "[1]", '{"files": 3}', '{"files": []}', '{"files": [{"path": 3}]}'):
+            with self.subTest(text):
+                (self.tmp / "heat.json").write_text(text)
+                outcome = tensorfs("warm", self.source, "--heat", self.tmp / "heat.json")
+                self.assertEqual(outcome.code, 1)
+                self.assertEqual(len(outcome.stderr.splitlines()), 1)
+                self.assertIn("heat.json", outcome.stderr)
+
+    def test_a_heat_leads_to_no_file_outside_of_the_mount(self):
+        secret = self.tmp / "secret"
+        secret.write_bytes(bytes(100_000))
+        drop_from_page_cache(secret)
+        heat = {"files": [{"path": p, "bytes": 1} for p in (str(secret), "../secret", "../../../../../../etc/passwd")]}
+        (self.tmp / "heat.json").write_text(json.dumps(heat))
+        with Mount(self.source) as m:
+            outcome = tensorfs("warm", m.path, "--heat", self.tmp / "heat.json", "--json")
+            self.assert_done(outcome)
+            self.assertEqual(outcome.json()["files"], 0)
+
+    def test_a_source_that_is_not_there_is_refused_in_one_line(self):
+        outcome = tensorfs("warm", self.tmp / "gone")
+        self.assertEqual(outcome.code, 1)
+        self.assertEqual(len(outcome.stderr.splitlines()), 1)

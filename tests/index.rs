@@ -159,7 +159,7 @@ fn a_folder_without_weights_has_no_index() {
     File::create(home.path().join("logs/train.log")).unwrap();
     let view = view(home.path());
     let tree = Tree::scan(home.path(), &view).unwrap();
-    for id in 0..tree.len() {
+    for id in tree.ids() {
         let proved = tree.prove(id);
         let with_sets = tree.folder(id).path.ends_with("model");
         assert_eq!(proved[0].1.sets.len(), usize::from(with_sets));

@@ -10,8 +10,8 @@ use crate::error::shown_path;
 use crate::format::{OutputFormat, manifest, names};
 use crate::hash::Digest;
 use crate::index::{
-    EXTENSION, FileRecord, Fingerprint, Index, IndexStore, SetRecord, VirtualFileRecord, file_name,
-    now,
+    EXTENSION, FileRecord, Fingerprint, Index, IndexStore, SETTLED, SetRecord, VirtualFileRecord,
+    file_name, now,
 };
 use crate::open_options::Prefer;
 use crate::source::{Identity, Source};
@@ -22,10 +22,6 @@ use super::openers::map_files;
 use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
 use super::tree::{File, Folder, FolderId, Tree};
 use super::virtual_file::{FileSummary, VirtualFile, present};
-
-/// Seconds that a file must have been unchanged when the index is made, so that a later write
-/// cannot have the same times. Some file systems store times in steps of two seconds.
-const SETTLED: i64 = 2;
 
 /// Maximum bytes of headers for which an index is kept, because it is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;

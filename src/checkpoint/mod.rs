@@ -4,6 +4,7 @@
 mod discover;
 mod entries;
 mod files;
+mod folders;
 mod header_memory;
 mod indexed;
 mod load;
@@ -12,6 +13,7 @@ mod prove;
 mod scan;
 mod set;
 mod tree;
+mod update;
 mod virtual_file;
 
 use std::path::{Path, PathBuf};
@@ -32,6 +34,7 @@ pub(crate) use indexed::fingerprint;
 pub use scan::LeftOut;
 pub use set::{IndexState, Origin, Proved, Set};
 pub use tree::{File, Folder, FolderId, Misfit, Tree};
+pub use update::{FolderChange, TreeChange};
 use virtual_file::ArrangedFile;
 pub use virtual_file::{FileSummary, VirtualFile};
 

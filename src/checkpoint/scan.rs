@@ -4,13 +4,14 @@
 //! on. So a tree within the limits is scanned whole before links multiply it. If a limit is
 //! exceeded, the largest part is left out, and its folder shows the reason. Its neighbours stay.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Result, shown_path};
 use crate::format::names;
+use crate::index::now;
 use crate::source::{Identity, Version};
 use crate::store::Store;
 use crate::store::resolve::{LinkBounds, Unusable};
@@ -79,21 +80,42 @@ impl LeftOut {
 }
 
 /// The entries of a folder, which all paths to it share.
-struct Listing {
-    identity: Identity,
-    files: Arc<[File]>,
-    misfits: Arc<[Misfit]>,
-    folders: Vec<Arc<Subfolder>>,
+pub(super) struct Listing {
+    pub(super) identity: Identity,
+    pub(super) files: Arc<[File]>,
+    pub(super) misfits: Arc<[Misfit]>,
+    pub(super) folders: Vec<Arc<Subfolder>>,
+    /// Real paths of other folders whose entries decide where the links lead.
+    pub(super) targets: Arc<[PathBuf]>,
+    /// Time at which the listing began, in seconds since 1970.
+    pub(super) begun: i64,
     /// Number of entries.
-    len: usize,
+    pub(super) len: usize,
 }
 
 /// A folder in a folder, or a link to one.
-struct Subfolder {
-    name: OsString,
-    real: PathBuf,
-    inode: (u64, u64),
-    is_link: bool,
+pub(super) struct Subfolder {
+    pub(super) name: OsString,
+    pub(super) real: PathBuf,
+    pub(super) identity: Identity,
+    pub(super) is_link: bool,
+}
+
+impl Subfolder {
+    fn inode(&self) -> (u64, u64) {
+        (self.identity.dev, self.identity.ino)
+    }
+}
+
+/// The place of a scan in a tree.
+#[derive(Default)]
+pub(super) struct Graft {
+    /// Path of the scanned folder below the source.
+    pub(super) relative: PathBuf,
+    /// The inodes of the folders above it.
+    pub(super) above: Vec<(u64, u64)>,
+    /// Whether a link leads to it, or to a folder that it lies in.
+    pub(super) linked: bool,
 }
 
 /// A folder that becomes part of the tree.
@@ -133,6 +155,7 @@ pub(super) struct Scan<'a> {
     linked: usize,
     linked_entries: usize,
     left_out: LeftOut,
+    graft: Graft,
 }
 
 impl<'a> Scan<'a> {
@@ -151,24 +174,26 @@ impl<'a> Scan<'a> {
             linked: 0,
             linked_entries: 0,
             left_out: LeftOut::default(),
+            graft: Graft::default(),
         }
     }
 
     /// The folders of the source at `root`, parents before children and siblings by name, and the
-    /// names left out.
+    /// names left out. Parent and children of a folder are positions in the result.
     ///
     /// # Errors
     /// Fails if the source itself cannot be read, or holds too many files of its own.
-    pub(super) fn run(mut self, root: PathBuf) -> Result<(Vec<Folder>, LeftOut)> {
+    pub(super) fn run(mut self, root: PathBuf, graft: Graft) -> Result<(Vec<Folder>, LeftOut)> {
         let version = Store::Local.version_behind_links(&root);
         let Version::Inode(identity) = version.map_err(|e| Error::io(&root, "read", e))?;
-        let inode = (identity.dev, identity.ino);
-        let root = Subfolder { name: OsString::new(), real: root, inode, is_link: false };
+        let root = Subfolder { name: OsString::new(), real: root, identity, is_link: false };
+        self.graft = graft;
+        self.linked = usize::from(self.graft.linked);
         self.places.push(ScanPlace {
             folder: Arc::new(root),
             parent: None,
-            depth: 0,
-            linked: false,
+            depth: self.graft.above.len(),
+            linked: self.graft.linked,
             listing: None,
             children: Vec::new(),
             closed: None,
@@ -222,7 +247,7 @@ impl<'a> Scan<'a> {
         *(if linked { &mut self.linked_entries } else { &mut self.entries }) += listing.len;
         let deep = self.deep;
         for folder in listing.folders.iter().filter(|_| deep) {
-            let why = if above.contains(&folder.inode) {
+            let why = if above.contains(&folder.inode()) {
                 Unusable::Above
             } else if depth >= self.limits.depth {
                 Unusable::TooDeep
@@ -255,14 +280,16 @@ impl<'a> Scan<'a> {
     /// The inodes of the folder at `index` and of all folders above it.
     fn above(&self, index: usize) -> Vec<(u64, u64)> {
         let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
-        parents.map(|index| self.places[index].folder.inode).collect()
+        let scanned = parents.map(|index| self.places[index].folder.inode());
+        scanned.chain(self.graft.above.iter().copied()).collect()
     }
 
     /// Path of the folder at `index` below the source.
     fn relative(&self, index: usize) -> PathBuf {
         let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
-        let names: Vec<&OsStr> =
-            parents.map(|index| self.places[index].folder.name.as_os_str()).collect();
+        let names = parents.map(|index| self.places[index].folder.name.as_os_str());
+        let mut names: Vec<&OsStr> = names.filter(|name| !name.is_empty()).collect();
+        names.push(self.graft.relative.as_os_str());
         names.iter().rev().collect()
     }
 
@@ -412,7 +439,8 @@ impl<'a> Scan<'a> {
 
     fn finish(self) -> (Vec<Folder>, LeftOut) {
         let mut folders: Vec<Folder> = Vec::new();
-        let mut next: Vec<(usize, Option<FolderId>, PathBuf)> = vec![(0, None, PathBuf::new())];
+        let mut next: Vec<(usize, Option<FolderId>, PathBuf)> =
+            vec![(0, None, self.graft.relative.clone())];
         while let Some((index, parent, relative)) = next.pop() {
             let place = &self.places[index];
             let Some(folder) = self.folder(index, parent, &relative) else { continue };
@@ -435,19 +463,15 @@ impl<'a> Scan<'a> {
     /// The folder at `index` as part of the tree, `None` if it cannot be read.
     fn folder(&self, index: usize, parent: Option<FolderId>, relative: &Path) -> Option<Folder> {
         let place = &self.places[index];
-        let (identity, files, misfits) = match (&place.listing, place.closed) {
-            (Some(listing), _) => {
-                (listing.identity, listing.files.clone(), listing.misfits.clone())
-            }
+        let shown = match (&place.listing, place.closed) {
+            (Some(listing), _) => listing.folder(),
             (None, Some(_)) => {
                 let Version::Inode(identity) = Store::Local.version(&place.folder.real).ok()?;
-                (identity, [].into(), [].into())
+                Folder { identity: Some(identity), ..Folder::default() }
             }
             (None, None) => return None,
         };
-        let is = |name: &str, why: Unusable| {
-            format!("{name} is not shown: it is {}; {}", why.text(), why.advice())
-        };
+        let is = left_out;
         let mut lacks = Vec::from_iter(place.closed.map(|why| is("this folder", why)));
         if place.trimmed {
             let advice = Unusable::TooManyLinks.advice();
@@ -464,14 +488,30 @@ impl<'a> Scan<'a> {
         Some(Folder {
             relative: relative.to_owned(),
             path: place.folder.real.clone(),
-            identity,
             parent,
-            children: Vec::new(),
-            files,
-            misfits,
             lacks,
-            gone: Vec::new(),
+            linked: place.linked,
+            ..shown
         })
+    }
+}
+
+/// The line about a folder that is left out.
+pub(super) fn left_out(name: &str, why: Unusable) -> String {
+    format!("{name} is not shown: it is {}; {}", why.text(), why.advice())
+}
+
+impl Listing {
+    /// A folder with these entries, without a place in the tree.
+    pub(super) fn folder(&self) -> Folder {
+        Folder {
+            identity: Some(self.identity),
+            files: self.files.clone(),
+            misfits: self.misfits.clone(),
+            targets: self.targets.clone(),
+            listed: self.begun,
+            ..Folder::default()
+        }
     }
 }
 
@@ -483,18 +523,27 @@ impl ScanPlace {
 }
 
 /// Reads the folder at `path`.
-fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
+pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
     let read_error = |e| Error::io(path, "read", e);
     let store = Store::Local;
+    let begun = now();
     let Version::Inode(identity) = store.version_behind_links(path).map_err(read_error)?;
     let names = store.list(path).map_err(read_error)?;
     let (mut files, mut misfits, mut folders) = (Vec::new(), Vec::new(), Vec::new());
+    let mut targets = BTreeSet::new();
     let len = names.len();
     for name in names {
         let here = path.join(&name);
         let Ok(Version::Inode(identity)) = store.version(&here) else { continue };
         let is_link = identity.is_link();
-        let found = if is_link { bounds.resolve(&here) } else { Ok((here, identity)) };
+        let found = if is_link {
+            let found = bounds.resolve(&here);
+            let real = found.as_ref().ok().map(|(real, _)| real.as_path());
+            targets.extend(store.folders_on_the_way(&here, real));
+            found
+        } else {
+            Ok((here, identity))
+        };
         let (real, identity) = match found {
             Ok(found) => found,
             Err(why) => {
@@ -507,13 +556,21 @@ fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
         } else if identity.is_file() {
             files.push(File { name, path: real, identity });
         } else if identity.is_folder() {
-            let inode = (identity.dev, identity.ino);
-            folders.push(Arc::new(Subfolder { name, real, inode, is_link }));
+            folders.push(Arc::new(Subfolder { name, real, identity, is_link }));
         } else {
             misfits.push(Misfit { name, why: Unusable::Special });
         }
     }
-    Ok(Listing { identity, files: files.into(), misfits: misfits.into(), folders, len })
+    targets.remove(path);
+    Ok(Listing {
+        identity,
+        files: files.into(),
+        misfits: misfits.into(),
+        folders,
+        targets: targets.into_iter().collect(),
+        begun,
+        len,
+    })
 }
 
 fn is_weight_file(name: &OsStr) -> bool {
@@ -538,7 +595,7 @@ mod tests {
     fn scan(root: &Path) -> Result<(Vec<Folder>, LeftOut)> {
         let root = std::fs::canonicalize(root).unwrap();
         let bounds = LinkBounds::new(root.clone(), Vec::new(), Links::Inside);
-        Scan::new(&bounds, LIMITS, true).run(root)
+        Scan::new(&bounds, LIMITS, true).run(root, Graft::default())
     }
 
     fn shape(folders: &[Folder]) -> Vec<(String, usize, bool)> {

@@ -1,4 +1,5 @@
-//! The tree of folders and files of a source at the time of its scan.
+//! The tree of folders and files of a source, as its scan and later looks at single folders found
+//! them.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -13,12 +14,13 @@ use crate::store::Store;
 use crate::store::resolve::{LinkBounds, Unusable};
 use crate::sync::RwLock;
 
-use super::scan::{LIMITS, LeftOut, Scan};
+use super::folders::Folders;
+use super::scan::{Graft, LIMITS, LeftOut, Scan};
 
 /// Names of subfolders that hold the checkpoint of their parent in another form.
 const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
 
-/// Position of a folder in its tree.
+/// Number of a folder in its tree. It is never used again for another folder.
 pub type FolderId = usize;
 
 /// A regular file of the source.
@@ -42,14 +44,14 @@ pub struct Misfit {
 }
 
 /// A folder of the source.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Folder {
     /// Path below the source, empty for the source itself.
     pub relative: PathBuf,
     /// Its real path.
     pub path: PathBuf,
-    /// Its identity when it was last examined.
-    pub identity: Identity,
+    /// Its identity when it was last examined, `None` if it is gone.
+    pub identity: Option<Identity>,
     /// Its parent folder.
     pub parent: Option<FolderId>,
     /// Folders in it, by name.
@@ -62,9 +64,16 @@ pub struct Folder {
     pub lacks: Vec<String>,
     /// Names of files that existed at the scan and are missing now.
     pub(super) gone: Vec<OsString>,
+    /// Whether a link leads to it, or to a folder that it lies in.
+    pub(super) linked: bool,
+    /// Real paths of other folders whose entries decide where its links lead.
+    pub(super) targets: Arc<[PathBuf]>,
+    /// Time of its listing in seconds since 1970.
+    pub(super) listed: i64,
 }
 
-/// A scanned source. The scan fixes the names. Contents are proved folder by folder.
+/// A scanned source. Contents are proved folder by folder. Names stay as they were scanned, until
+/// `look_again` is called for a folder.
 #[derive(Debug)]
 pub struct Tree {
     /// The absolute path of the source, without symbolic links. If the source is one file, it keeps
@@ -76,10 +85,12 @@ pub struct Tree {
     pub only: Option<String>,
     /// The names that were left out.
     pub left_out: LeftOut,
-    /// Folders, parents before children. Each is replaced as a whole when it is examined again, so
-    /// that a change costs only the work for its own folder.
-    folders: Vec<RwLock<Arc<Folder>>>,
-    bounds: LinkBounds,
+    /// Each folder is replaced as a whole when it is examined again, so that a change costs only
+    /// the work for its own folder.
+    pub(super) folders: RwLock<Folders>,
+    pub(super) bounds: LinkBounds,
+    /// Stands for each folder that is gone.
+    nothing: Arc<Folder>,
 }
 
 impl Tree {
@@ -99,7 +110,8 @@ impl Tree {
             options: options.clone(),
             only: None,
             left_out: LeftOut::default(),
-            folders: Vec::new(),
+            folders: RwLock::default(),
+            nothing: Arc::default(),
             bounds: LinkBounds::new(root.clone(), follow, options.links),
         };
         if identity.is_folder() {
@@ -144,27 +156,26 @@ impl Tree {
     fn scan_folders(&mut self, root: PathBuf) -> Result<()> {
         // If the source is one file, folders beside it do not matter.
         let scan = Scan::new(&self.bounds, LIMITS, self.only.is_none());
-        let (folders, left_out) = scan.run(root)?;
-        let slot = |folder| RwLock::new(Arc::new(folder));
-        self.folders = folders.into_iter().map(slot).collect();
+        let (folders, left_out) = scan.run(root, Graft::default())?;
+        self.folders.write().graft(None, folders);
         // If the source is one file, names beside it are not reported.
         self.left_out = if self.only.is_none() { left_out } else { LeftOut::default() };
         Ok(())
     }
 
-    /// Number of folders; each number below it is a `FolderId`.
-    pub fn len(&self) -> usize {
-        self.folders.len()
+    /// The numbers of all folders, parents before children.
+    pub fn ids(&self) -> Vec<FolderId> {
+        self.folders.read().ids().collect()
     }
 
-    /// Whether there are no folders. It is always false, because a scanned tree has its root.
-    pub fn is_empty(&self) -> bool {
-        self.folders.is_empty()
+    /// Whether the folder `id` is there.
+    pub fn contains(&self, id: FolderId) -> bool {
+        self.folders.read().get(id).is_some()
     }
 
-    /// The folder `id` as it was last examined.
+    /// The folder `id` as it was last examined. A folder that is gone is empty, and has no path.
     pub fn folder(&self, id: FolderId) -> Arc<Folder> {
-        self.folders[id].read().clone()
+        self.folders.read().get(id).unwrap_or(&self.nothing).clone()
     }
 
     /// The message that the source holds no checkpoint, with a summary of the skipped names.
@@ -177,37 +188,44 @@ impl Tree {
         )
     }
 
-    fn all(&self) -> impl Iterator<Item = Arc<Folder>> {
-        (0..self.len()).map(|id| self.folder(id))
-    }
-
     /// Examines the files of the family of `head` again. Names stay as they were scanned: a missing
     /// file is remembered, and may return. Other threads continue meanwhile. A caller that holds a
     /// folder of the family keeps its previous state.
     pub fn rescan(&self, head: FolderId) {
         for id in self.family(head) {
-            let before = self.folder(id);
-            let mut folder = Folder::clone(&before);
-            if let Ok(Version::Inode(now)) = Store::Local.version_behind_links(&folder.path) {
-                folder.identity = now;
-            }
-            let names = before.files.iter().map(|file| &file.name);
-            let mut names: Vec<&OsString> = names.chain(&before.gone).collect();
-            names.sort();
-            let mut files = Vec::with_capacity(names.len());
-            folder.gone.clear();
-            for name in names {
-                match look_at(&self.bounds, &folder.path.join(name)) {
-                    Some((path, identity)) => {
-                        files.push(File { name: name.clone(), path, identity });
-                    }
-                    None => folder.gone.push(name.clone()),
-                }
-            }
-            folder.files = files.into();
-            let mut slot = self.folders[id].write();
-            *slot = Arc::new(folder);
+            while !self.rescan_folder(id) {}
         }
+    }
+
+    /// Examines the files of folder `id` again. Returns false if another thread has replaced the
+    /// folder meanwhile.
+    fn rescan_folder(&self, id: FolderId) -> bool {
+        let before = self.folder(id);
+        let mut folder = Folder::clone(&before);
+        if let Ok(Version::Inode(now)) = Store::Local.version_behind_links(&folder.path) {
+            folder.identity = Some(now);
+        }
+        let names = before.files.iter().map(|file| &file.name);
+        let mut names: Vec<&OsString> = names.chain(&before.gone).collect();
+        names.sort();
+        let mut files = Vec::with_capacity(names.len());
+        folder.gone.clear();
+        for name in names {
+            match look_at(&self.bounds, &folder.path.join(name)) {
+                Some((path, identity)) => {
+                    files.push(File { name: name.clone(), path, identity });
+                }
+                None => folder.gone.push(name.clone()),
+            }
+        }
+        folder.files = files.into();
+        let mut folders = self.folders.write();
+        let Some(now) = folders.get(id) else { return true };
+        let same = Arc::ptr_eq(now, &before);
+        if same {
+            folders.replace(id, folder);
+        }
+        same
     }
 
     /// The file `name` of `folder` as it is now, `None` if it is not a file that may be read.
@@ -232,8 +250,9 @@ impl Tree {
 
     /// Whether anything in the tree lies at or below `path`, or is the folder `inode`.
     pub fn reaches(&self, path: &Path, inode: (u64, u64)) -> bool {
-        self.all().any(|folder| {
-            (folder.identity.dev, folder.identity.ino) == inode
+        let folders = self.folders.read();
+        folders.all().any(|folder| {
+            folder.identity.is_some_and(|identity| (identity.dev, identity.ino) == inode)
                 || folder.path.starts_with(path)
                 || folder.files.iter().any(|file| file.path.starts_with(path))
         })
@@ -242,7 +261,7 @@ impl Tree {
     /// The top folders of all families with weight files. A family is a folder with its `sharded/`
     /// or `consolidated/` child. Its folders are proved together.
     pub fn families(&self) -> Vec<FolderId> {
-        let with_weights = (0..self.len()).filter(|&id| self.folder(id).has_weights(self));
+        let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(self));
         let heads: BTreeSet<FolderId> = with_weights.map(|id| self.family_of(id)).collect();
         heads.into_iter().collect()
     }
@@ -293,7 +312,7 @@ impl Folder {
     /// The latest modification time of the folder and its files.
     pub fn newest(&self) -> (i64, i64) {
         let times = self.files.iter().map(|file| file.identity.mtime);
-        times.chain([self.identity.mtime]).max().unwrap_or_default()
+        times.chain(self.identity.map(|identity| identity.mtime)).max().unwrap_or_default()
     }
 
     fn has_weights(&self, tree: &Tree) -> bool {

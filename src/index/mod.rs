@@ -111,6 +111,10 @@ pub struct Index {
     pub sets: Vec<SetRecord>,
 }
 
+/// Seconds that a file must have been unchanged when it is examined, so that a later write cannot
+/// have the same times. Some file systems store times in steps of two seconds.
+pub(crate) const SETTLED: i64 = 2;
+
 /// Seconds since 1970, as indexes and checksums record them.
 pub(crate) fn now() -> i64 {
     std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64)

@@ -1,6 +1,7 @@
 //! Where symbolic links may lead: inside the source, into the blobs of the same hub folder, or
 //! into folders that the user named; for a library, to any file that its caller may read.
 
+use std::ffi::OsString;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
@@ -162,6 +163,70 @@ impl LinkBounds {
             || self.follow.iter().any(|folder| real.starts_with(folder));
         inside || is_own_blob(link, real)
     }
+}
+
+/// Most links on the way of one link, as the kernel follows.
+const LINKS_MAX: usize = 40;
+
+impl Store {
+    /// The real paths of the folders whose entries decide where the link at `link` leads. `real` is
+    /// the path that it leads to. The folder of `link`, which is a real path, may be among them.
+    pub fn folders_on_the_way(self, link: &Path, real: Option<&Path>) -> Vec<PathBuf> {
+        let Store::Local = self;
+        let Some(folder) = link.parent() else { return Vec::new() };
+        let Ok(target) = std::fs::read_link(link) else { return Vec::new() };
+        // Most links lead straight to their target.
+        if let Some(real) = real.filter(|real| without_dots(&folder.join(&target)) == **real) {
+            return real.parent().map(Path::to_owned).into_iter().collect();
+        }
+        let mut folders = Vec::new();
+        let mut here = folder.to_owned();
+        let mut left: Vec<OsString> = names_of(&target);
+        let mut links = 0;
+        while let Some(name) = left.pop() {
+            if name == "/" {
+                here = PathBuf::from("/");
+            } else if name == ".." {
+                here.pop();
+            } else {
+                let next = here.join(&name);
+                let found = std::fs::symlink_metadata(&next).ok();
+                if found.as_ref().is_some_and(std::fs::Metadata::is_symlink) && links < LINKS_MAX {
+                    links += 1;
+                    folders.push(here.clone());
+                    left.extend(
+                        std::fs::read_link(&next).iter().flat_map(|target| names_of(target)),
+                    );
+                    continue;
+                }
+                if left.is_empty() || found.is_none() {
+                    folders.push(here);
+                    break;
+                }
+                here = next;
+            }
+        }
+        folders
+    }
+}
+
+/// The names of a path, the last one first.
+fn names_of(path: &Path) -> Vec<OsString> {
+    let names = path.components().filter(|part| !matches!(part, Component::CurDir));
+    names.rev().map(|part| part.as_os_str().to_owned()).collect()
+}
+
+/// `path` with each `..` taken for the folder above, which is wrong behind links.
+fn without_dots(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(plain.pop()),
+            Component::CurDir => {}
+            part => plain.push(part),
+        }
+    }
+    plain
 }
 
 fn reason(error: &io::Error) -> Unusable {

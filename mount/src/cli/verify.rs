@@ -80,7 +80,7 @@ impl VerifyReport {
             "kind": set.kind.as_str(),
         });
         let judged = set.outcome.and_then(|checkpoint| {
-            let id = (0..tree.len()).find(|&id| tree.folder(id).relative == directory);
+            let id = tree.ids().into_iter().find(|&id| tree.folder(id).relative == directory);
             judge(args, tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
         });
         let mut notes = Vec::new();

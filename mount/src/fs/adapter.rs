@@ -440,7 +440,7 @@ impl Filesystem for TensorFs {
         traced(trace_span!("lookup", parent = parent.0, ?name), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
-            let (folder, name) = (node.folder, name.to_owned());
+            let (folder, name) = (node.folder(), name.to_owned());
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path.join(&name), reply);
             self.0.nodes.when_listed(&self.0.service.blocking, folder, move |_| {
@@ -589,7 +589,7 @@ impl Filesystem for TensorFs {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.0.service.blocking.pending(&node.path, reply);
-            self.0.nodes.when_listed(&self.0.service.blocking, node.folder, move |nodes| {
+            self.0.nodes.when_listed(&self.0.service.blocking, node.folder(), move |nodes| {
                 let Some(mut reply) = pending.take() else { return };
                 for (next, name, node) in entries(nodes, &node, offset) {
                     let kind = attr_of(&shared.common, &node).kind;
@@ -615,7 +615,7 @@ impl Filesystem for TensorFs {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pending = self.0.service.blocking.pending(&node.path, reply);
-            self.0.nodes.when_listed(&self.0.service.blocking, node.folder, move |nodes| {
+            self.0.nodes.when_listed(&self.0.service.blocking, node.folder(), move |nodes| {
                 let Some(mut reply) = pending.take() else { return };
                 for (next, name, node) in entries(nodes, &node, offset) {
                     let attr = attr_of(&shared.common, &node);

@@ -25,7 +25,7 @@ pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, Strin
         NodeKind::File { content: Content::Whole { proved, .. }, .. } => proved.is_some(),
         _ => false,
     };
-    let tail = weights.then(|| nodes.tails().of(node.folder, name))??;
+    let tail = weights.then(|| nodes.tails().of(node.folder(), name))??;
     Some((XATTR_TAIL, tail.as_str().to_owned()))
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn of(
     (uid, gid): (u32, u32),
 ) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
-    let folder = tree.folder(node.folder).path.clone();
+    let folder = tree.folder(node.folder()).path.clone();
     let may_read_files = || match &node.kind {
         NodeKind::File { content: Content::Virtual(file), .. } => {
             let mut sources = file.sources().iter();
@@ -78,7 +78,7 @@ pub(crate) fn of(
 
 /// The value of `XATTR_SOURCE`.
 fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<String> {
-    let mut folder = tree.folder(node.folder).path.clone();
+    let mut folder = tree.folder(node.folder()).path.clone();
     let mut member = None;
     match &node.kind {
         NodeKind::Folder => {

@@ -12,10 +12,11 @@ pub(super) fn entries(
     folder: &Arc<Node>,
     offset: u64,
 ) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
-    let listing = nodes.listing(folder.folder).unwrap_or_default();
+    let listing = nodes.listing(folder.folder()).unwrap_or_default();
     let tree = nodes.tree();
-    let parent = tree.folder(folder.folder).parent.unwrap_or_default();
-    let dots = [(OsString::from("."), folder.clone()), ("..".into(), nodes.folder(parent))];
+    let parent = tree.folder(folder.folder()).parent.unwrap_or_default();
+    let parent = nodes.folder(parent).unwrap_or_else(|| folder.clone());
+    let dots = [(OsString::from("."), folder.clone()), ("..".into(), parent)];
     (offset..).map_while(move |index| {
         let (name, node) = match dots.get(index as usize) {
             Some(dot) => dot.clone(),

@@ -15,7 +15,7 @@ use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::sync::{Mutex, RwLock};
 use tensorfs::{Error, ErrorKind, Fault, Result};
 
-use super::node::{Node, NodeKind, file_node, folder_node, renumbered, reversioned, same_file};
+use super::node::{Node, file_node, folder_node, renumbered, reversioned, same_file, same_place};
 use super::tails::Tails;
 use super::verify_policy::{self, ChecksumGates};
 use crate::serve::blocking::BlockingPool;
@@ -31,6 +31,13 @@ struct Listed {
     refused: Option<Refusal>,
     /// Time of the last check whether a refused set has become whole.
     asked: Instant,
+}
+
+/// A folder of the tree.
+struct FolderState {
+    node: Arc<Node>,
+    /// Its entries; `None` until it is proved.
+    listed: Option<Listed>,
 }
 
 /// Why sets of a folder are refused.
@@ -92,15 +99,13 @@ pub(crate) enum NameEntry {
 /// All nodes of a mount.
 pub(crate) struct Nodes {
     tree: Arc<Tree>,
-    /// Locks by the top folder of a family, each held while its replaced files are proved again.
-    refresh: Vec<Mutex<()>>,
+    /// Locks by the top folder of a family, each held while it is proved.
+    refresh: Mutex<HashMap<FolderId, Arc<Mutex<()>>>>,
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
-    /// Folder nodes, by folder.
-    folders: Vec<Arc<Node>>,
-    /// Listings, by folder; `None` until the folder is proved.
-    listings: RwLock<Vec<Option<Listed>>>,
+    /// The folders that were asked for.
+    folders: RwLock<HashMap<FolderId, FolderState>>,
     /// Number of shards of each set with an unproven tail or recorded shapes, by folder and name.
-    shards_proved: Mutex<HashMap<(FolderId, String), usize>>,
+    shards_proved: Mutex<HashMap<FolderId, HashMap<String, usize>>>,
     /// Whether the last pieces of the sets that are shown are proved.
     tails: Tails,
     /// Progress of each proof, by the top folder of a family.
@@ -118,22 +123,20 @@ impl Nodes {
     /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums
     /// as they are read.
     pub(crate) fn new(tree: Tree, checked: bool) -> Nodes {
-        let folders: Vec<Arc<Node>> =
-            (0..tree.len()).map(|id| Arc::new(folder_node(&tree, id))).collect();
-        let by_ino = folders.iter().map(|node| (node.ino, node.clone())).collect();
-        let listings = vec![None; folders.len()];
-        Nodes {
+        let nodes = Nodes {
             tree: Arc::new(tree),
-            refresh: folders.iter().map(|_| Mutex::default()).collect(),
-            by_ino: RwLock::new(by_ino),
-            folders,
-            listings: RwLock::new(listings),
+            refresh: Mutex::default(),
+            by_ino: RwLock::default(),
+            folders: RwLock::default(),
             shards_proved: Mutex::default(),
             tails: Tails::default(),
             progress: Mutex::new(HashMap::new()),
             indexed: Default::default(),
             checked,
-        }
+        };
+        // The kernel knows the root without a lookup.
+        nodes.folder(0);
+        nodes
     }
 
     /// The source. Its folders are replaced when they are scanned again.
@@ -146,14 +149,35 @@ impl Nodes {
         self.by_ino.read().get(&ino).cloned()
     }
 
-    /// The node of a folder.
-    pub(crate) fn folder(&self, id: FolderId) -> Arc<Node> {
-        self.folders[id].clone()
+    /// The node of a folder, `None` if the folder is gone.
+    pub(crate) fn folder(&self, id: FolderId) -> Option<Arc<Node>> {
+        if let Some(known) = self.folders.read().get(&id) {
+            return Some(known.node.clone());
+        }
+        if !self.tree.contains(id) {
+            return None;
+        }
+        let mut folders = self.folders.write();
+        let known = folders.entry(id).or_insert_with(|| {
+            let node = self.registered_folder(folder_node(&self.tree, id));
+            FolderState { node, listed: None }
+        });
+        let node = known.node.clone();
+        drop(folders);
+        // A folder is forgotten after it has left the tree, so it is not forgotten too early.
+        if !self.tree.contains(id) {
+            self.forget_folder(id);
+        }
+        Some(node)
     }
 
     /// The entries of `folder`, if they are known already.
     pub(crate) fn listing(&self, folder: FolderId) -> Option<Arc<Listing>> {
-        self.listings.read()[folder].as_ref().map(|listed| listed.entries.clone())
+        self.listed(folder).map(|listed| listed.entries)
+    }
+
+    fn listed(&self, folder: FolderId) -> Option<Listed> {
+        self.folders.read().get(&folder)?.listed.clone()
     }
 
     /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so that a
@@ -179,7 +203,10 @@ impl Nodes {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
                 let proving = Proving { nodes: self.clone(), head };
-                pool.spawn_detached(&self.folders[head].path, move || {
+                let place = self.tree.folder(head).relative.clone();
+                pool.spawn_detached(&place, move || {
+                    let lock = proving.nodes.family_lock(head);
+                    let _one_at_a_time = lock.lock();
                     log_refusals(proving.nodes.prove(proving.head));
                 });
             }
@@ -216,10 +243,18 @@ impl Nodes {
             }
         }
         let waiters = self.progress.lock().insert(head, Progress::Proved);
+        if !tree.contains(head) {
+            self.forget_folder(head);
+        }
         if let Some(Progress::Proving(waiters)) = waiters {
             waiters.into_iter().for_each(|then| then(self));
         }
         outcomes
+    }
+
+    /// The lock that is held while the family of `head` is proved.
+    pub(super) fn family_lock(&self, head: FolderId) -> Arc<Mutex<()>> {
+        self.refresh.lock().entry(head).or_default().clone()
     }
 
     /// Makes the indexes of all families in the background, so that the first access to a folder
@@ -277,7 +312,7 @@ impl Nodes {
         }
         let now = checkpoint.catalog().shards.len();
         let mut proved = self.shards_proved.lock();
-        let before = proved.entry((folder, set.name.clone())).or_insert(now);
+        let before = proved.entry(folder).or_default().entry(set.name.clone()).or_insert(now);
         if now >= *before {
             *before = now;
             return;
@@ -311,29 +346,64 @@ impl Nodes {
         let found = tree.folder(folder);
         let children = found.children.iter();
         for (name, child) in children.filter(|(_, child)| !emptied.contains(child)) {
-            listing.push((name.clone(), self.folders[*child].clone()));
+            listing.extend(self.folder(*child).map(|node| (name.clone(), node)));
         }
         listing.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut hidden = Vec::new();
         listing.dedup_by(|a, b| {
             let same = a.0 == b.0;
             if same {
-                tracing::warn!(
-                    "{}: a file and a folder of this name; one is hidden",
-                    shown_path(a.0.as_ref())
-                );
+                let name = shown_path(a.0.as_ref());
+                tracing::warn!("{name}: a file and a folder of this name; one is hidden");
+                hidden.push(a.clone());
             }
             same
         });
-        self.folders[folder].set_mtime(tree.folder(folder).newest());
-        let listed = Listed { entries: Arc::new(listing), refused, asked: Instant::now() };
-        let before = self.listings.write()[folder].replace(listed.clone());
-        for (_, node) in before.iter().flat_map(|before| before.entries.iter()) {
-            let stays = listed.entries.iter().any(|(_, new)| Arc::ptr_eq(new, node));
-            if !stays && matches!(node.kind, NodeKind::File { .. }) {
-                node.listed.store(false, Ordering::Relaxed);
-                self.drop_if_unused(node);
+        self.unlist(&hidden);
+        let entries = Arc::new(listing);
+        let listed = Listed { entries: entries.clone(), refused, asked: Instant::now() };
+        let node = self.folder(folder);
+        let mut folders = self.folders.write();
+        let before = match folders.get_mut(&folder).filter(|_| node.is_some()) {
+            Some(state) => {
+                state.node.set_mtime(found.newest());
+                state.listed.replace(listed)
             }
+            // The folder was removed meanwhile.
+            None => Some(listed),
+        };
+        drop(folders);
+        self.unlist(before.iter().flat_map(|before| before.entries.iter()));
+        if !tree.contains(folder) {
+            self.forget_folder(folder);
         }
+    }
+
+    /// Notes that a listing no longer has these entries.
+    fn unlist<'a>(&self, entries: impl IntoIterator<Item = &'a (OsString, Arc<Node>)>) {
+        for (_, node) in entries.into_iter().filter(|(_, node)| !node.is_folder()) {
+            node.listings.fetch_sub(1, Ordering::Relaxed);
+            self.drop_if_unused(node);
+        }
+    }
+
+    /// Forgets a folder that the tree no longer has. Its nodes live on while the kernel knows them
+    /// or programs have them open.
+    pub(crate) fn forget_folder(&self, id: FolderId) {
+        let state = self.folders.write().remove(&id);
+        let mut progress = self.progress.lock();
+        // The thread that proves it now calls the waiters, and forgets it after that.
+        if matches!(progress.get(&id), Some(Progress::Proved | Progress::Unproved)) {
+            progress.remove(&id);
+        }
+        drop(progress);
+        self.refresh.lock().remove(&id);
+        self.shards_proved.lock().remove(&id);
+        self.tails.forget(id);
+        let Some(FolderState { node, listed }) = state else { return };
+        self.unlist(listed.iter().flat_map(|listed| listed.entries.iter()));
+        node.listings.fetch_sub(1, Ordering::Relaxed);
+        self.drop_if_unused(&node);
     }
 
     /// Counts a lookup of `node` by the kernel.
@@ -355,15 +425,14 @@ impl Nodes {
         // The lock keeps a listing from taking up the node again meanwhile.
         let mut by_ino = self.by_ino.write();
         let unused = node.lookups.load(Ordering::Relaxed) == 0
-            && !node.listed.load(Ordering::Relaxed)
-            && matches!(node.kind, NodeKind::File { .. })
+            && node.listings.load(Ordering::Relaxed) == 0
             && by_ino.get(&node.ino).is_some_and(|known| std::ptr::eq(known.as_ref(), node));
         unused && by_ino.remove(&node.ino).is_some()
     }
 
     /// The entry `name` of `folder`, which is listed. Accesses the source, which may be slow.
     pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> NameEntry {
-        let Some(listed) = self.listings.read()[folder].clone() else { return NameEntry::Absent };
+        let Some(listed) = self.listed(folder) else { return NameEntry::Absent };
         let found = find(&listed.entries, name);
         match found {
             Some(node) if node.is_outdated() => {
@@ -394,8 +463,10 @@ impl Nodes {
 
     /// Whether the next check whether a refused set of `folder` has become whole is due.
     fn may_ask(&self, folder: FolderId) -> bool {
-        let mut listings = self.listings.write();
-        let Some(listed) = &mut listings[folder] else { return false };
+        let mut folders = self.folders.write();
+        let Some(listed) = folders.get_mut(&folder).and_then(|state| state.listed.as_mut()) else {
+            return false;
+        };
         let due = listed.asked.elapsed() >= ASK_INTERVAL;
         if due {
             listed.asked = Instant::now();
@@ -411,16 +482,16 @@ impl Nodes {
             return if node.is_outdated() { self.renew(folder, name) } else { Some(node) };
         }
         let head = self.tree().family_of(folder);
-        let _one_at_a_time = self.refresh[head].lock();
+        let lock = self.family_lock(head);
+        let _one_at_a_time = lock.lock();
         let listing = self.listing(folder)?;
         let outdated = |node: Arc<Node>| {
             node.is_outdated()
                 || (node.is_text()
                     && listing.iter().any(|(_, n)| n.is_virtual() && n.is_outdated()))
         };
-        let unsettled = self.listings.read()[folder]
-            .as_ref()
-            .is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
+        let unsettled =
+            self.listed(folder).is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
         let outdated = find(&listing, name).is_some_and(outdated);
         if outdated || unsettled || self.tree().is_stale(folder) {
             self.tree.rescan(head);
@@ -441,23 +512,41 @@ impl Nodes {
         let shown = MountEntry { name: name.to_owned(), content };
         let node = file_node(&tree, folder, None, shown);
         let node = self.registered(node);
-        let old = {
-            let mut listings = self.listings.write();
-            let listed = listings[folder].as_mut()?;
+        let entry = (name.to_owned(), node.clone());
+        let replaced = |folders: &mut HashMap<FolderId, FolderState>| {
+            let listed = folders.get_mut(&folder)?.listed.as_mut()?;
             let mut shown: Listing = listed.entries.to_vec();
-            let entry = shown.iter_mut().find(|(other, _)| other == name)?;
-            let old = std::mem::replace(&mut entry.1, node.clone());
+            let known = shown.iter_mut().find(|(other, _)| other == name)?;
+            let old = std::mem::replace(known, entry.clone());
             listed.entries = Arc::new(shown);
-            old
+            Some(old)
         };
-        if !Arc::ptr_eq(&old, &node) {
-            old.listed.store(false, Ordering::Relaxed);
-            self.drop_if_unused(&old);
-        }
-        Some(node)
+        let old = replaced(&mut self.folders.write());
+        let found = old.is_some();
+        self.unlist([&old.unwrap_or(entry)]);
+        found.then_some(node)
     }
 
-    /// Registers `node` by its inode number. Returns the known node if it is the same file in the
+    /// Registers the node of a folder. Returns the known node of its path, which the kernel may
+    /// know, if there is one: then it stands for the new folder.
+    fn registered_folder(&self, mut node: Node) -> Arc<Node> {
+        let mut by_ino = self.by_ino.write();
+        let node = loop {
+            match by_ino.get(&node.ino) {
+                None => break Arc::new(node),
+                Some(other) if other.is_folder() && other.path == node.path => {
+                    other.set_folder(node.folder());
+                    break other.clone();
+                }
+                Some(_) => node = renumbered(&node),
+            }
+        };
+        node.listings.fetch_add(1, Ordering::Relaxed);
+        by_ino.insert(node.ino, node.clone());
+        node
+    }
+
+    /// Registers `node` by its inode number, for one more listing. Returns the known node if it is the same file in the
     /// same version. Takes the next free number if another file has this one, and a new version if
     /// the known one was found outdated.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
@@ -465,14 +554,15 @@ impl Nodes {
         while let Some(other) = by_ino.get(&node.ino) {
             if !same_file(other, &node) {
                 node = Arc::new(renumbered(&node));
-            } else if other.is_known_to_be_outdated() {
+            } else if other.is_known_to_be_outdated() || !same_place(other, &node) {
                 node = Arc::new(reversioned(&node));
             } else {
+                other.set_folder(node.folder());
                 node = other.clone();
                 break;
             }
         }
-        node.listed.store(true, Ordering::Relaxed);
+        node.listings.fetch_add(1, Ordering::Relaxed);
         by_ino.insert(node.ino, node.clone());
         node
     }

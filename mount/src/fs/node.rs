@@ -1,7 +1,7 @@
 //! A file or folder of the mount: its content, its version, and whether its source has changed.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -28,8 +28,8 @@ pub(crate) const ROOT: u64 = 1;
 pub(crate) struct Node {
     /// Inode number.
     pub(crate) ino: u64,
-    /// Folder of the source that it is, or lies in.
-    pub(crate) folder: FolderId,
+    /// Folder of the source that it is, or lies in. Another folder may take its place.
+    folder: AtomicUsize,
     /// Path in the mount.
     pub(crate) path: PathBuf,
     /// Folder or file.
@@ -42,8 +42,9 @@ pub(crate) struct Node {
     was_opened: AtomicBool,
     /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
-    /// Whether a folder lists it. Otherwise it lives only while it is open or the kernel knows it.
-    pub(crate) listed: AtomicBool,
+    /// Number of listings that have it, 1 for a folder of the tree. Without one it lives only while
+    /// it is open or the kernel knows it.
+    pub(crate) listings: AtomicUsize,
 }
 
 /// The kind of a node.
@@ -78,15 +79,30 @@ impl Node {
     ) -> Node {
         Node {
             ino,
-            folder,
+            folder: AtomicUsize::new(folder),
             path,
             kind,
             attributes: Mutex::new((len, system_time(mtime))),
             lookups: AtomicU64::new(0),
             was_opened: AtomicBool::new(false),
             outdated: AtomicBool::new(false),
-            listed: AtomicBool::new(false),
+            listings: AtomicUsize::new(0),
         }
+    }
+
+    /// Folder of the source that it is, or lies in.
+    pub(crate) fn folder(&self) -> FolderId {
+        self.folder.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the folder has been replaced by another one at the same path.
+    pub(crate) fn set_folder(&self, folder: FolderId) {
+        self.folder.store(folder, Ordering::Relaxed);
+    }
+
+    /// Whether it is a folder.
+    pub(crate) fn is_folder(&self) -> bool {
+        matches!(self.kind, NodeKind::Folder)
     }
 
     /// Content version in hexadecimal; folders have none.
@@ -403,6 +419,24 @@ pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
     }
 }
 
+/// Whether the bytes of both come from files at the same paths.
+pub(crate) fn same_place(a: &Node, b: &Node) -> bool {
+    let (NodeKind::File { content: a, .. }, NodeKind::File { content: b, .. }) = (&a.kind, &b.kind)
+    else {
+        return false;
+    };
+    match (a, b) {
+        (Content::Whole { file: a, .. }, Content::Whole { file: b, .. }) => a.path == b.path,
+        (Content::Virtual(a), Content::Virtual(b)) => {
+            let paths = |sources: &[Arc<Source>]| -> Vec<PathBuf> {
+                sources.iter().map(|source| source.path().to_owned()).collect()
+            };
+            paths(a.sources()) == paths(b.sources())
+        }
+        _ => true,
+    }
+}
+
 /// Copies the node with the next inode number, because another file has its number.
 pub(crate) fn renumbered(node: &Node) -> Node {
     let version = match &node.kind {
@@ -447,7 +481,7 @@ fn numbered(node: &Node, ino: u64, version: String) -> Node {
     };
     Node {
         attributes: Mutex::new(*node.attributes.lock()),
-        ..Node::new(ino, node.folder, node.path.clone(), 0, (0, 0), kind)
+        ..Node::new(ino, node.folder(), node.path.clone(), 0, (0, 0), kind)
     }
 }
 

@@ -63,6 +63,11 @@ impl Tails {
         }
     }
 
+    /// Forgets a folder that is gone.
+    pub(crate) fn forget(&self, id: FolderId) {
+        self.0.lock().remove(&id);
+    }
+
     /// The warnings given so far.
     pub(crate) fn warnings(&self, tree: &Tree) -> Vec<String> {
         let folders = self.0.lock();

@@ -1,0 +1,151 @@
+//! The folders of a tree, with the indexes that a change of one folder needs: by its real path, and
+//! by the folders that its links lead into.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::tree::{Folder, FolderId};
+
+/// The folders of a tree. A number is never used again, so that a late result about a folder that
+/// is gone finds nothing.
+#[derive(Debug, Default)]
+pub(super) struct Folders {
+    by_id: BTreeMap<FolderId, Arc<Folder>>,
+    /// A folder that several links lead to has several places in the tree.
+    by_path: HashMap<PathBuf, Vec<FolderId>>,
+    /// Folders whose links lead into a folder, by the real path of the latter.
+    by_target: HashMap<PathBuf, BTreeSet<FolderId>>,
+    next: FolderId,
+    pub(super) weight: Weight,
+}
+
+/// The parts of a tree that have limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Weight {
+    /// Entries of folders in the source itself.
+    pub(super) entries: usize,
+    /// Folders behind links.
+    pub(super) linked: usize,
+    /// Entries of folders behind links.
+    pub(super) linked_entries: usize,
+}
+
+impl Weight {
+    fn of(folder: &Folder) -> Weight {
+        let entries = folder.files.len() + folder.misfits.len() + folder.children.len();
+        match folder.linked {
+            true => Weight { entries: 0, linked: 1, linked_entries: entries },
+            false => Weight { entries, ..Weight::default() },
+        }
+    }
+
+    fn add(&mut self, other: Weight) {
+        self.entries += other.entries;
+        self.linked += other.linked;
+        self.linked_entries += other.linked_entries;
+    }
+
+    fn take(&mut self, other: Weight) {
+        self.entries -= other.entries;
+        self.linked -= other.linked;
+        self.linked_entries -= other.linked_entries;
+    }
+}
+
+impl Folders {
+    pub(super) fn get(&self, id: FolderId) -> Option<&Arc<Folder>> {
+        self.by_id.get(&id)
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = FolderId> {
+        self.by_id.keys().copied()
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = &Arc<Folder>> {
+        self.by_id.values()
+    }
+
+    /// The places of the folder at the real path `path`.
+    pub(super) fn at(&self, path: &Path) -> &[FolderId] {
+        self.by_path.get(path).map_or(&[], Vec::as_slice)
+    }
+
+    /// The real paths of the folders whose links lead into the folder `path`.
+    pub(super) fn leading_into(&self, path: &Path) -> BTreeSet<PathBuf> {
+        let ids = self.by_target.get(path).into_iter().flatten();
+        ids.filter_map(|id| self.get(*id)).map(|folder| folder.path.clone()).collect()
+    }
+
+    /// Real paths of all folders whose changes matter: those of the tree, and those that links lead
+    /// into.
+    pub(super) fn paths(&self) -> BTreeSet<PathBuf> {
+        self.by_path.keys().chain(self.by_target.keys()).cloned().collect()
+    }
+
+    /// Whether changes of the folder `path` matter.
+    pub(super) fn matters(&self, path: &Path) -> bool {
+        self.by_path.contains_key(path) || self.by_target.contains_key(path)
+    }
+
+    /// Adds `folders`, in which parents come before their children and refer to them by position,
+    /// below `parent`. Returns the number of the first one.
+    pub(super) fn graft(&mut self, parent: Option<FolderId>, folders: Vec<Folder>) -> FolderId {
+        let first = self.next;
+        self.next += folders.len();
+        for (position, mut folder) in folders.into_iter().enumerate() {
+            folder.parent = folder.parent.map(|position| first + position).or(parent);
+            folder.children.iter_mut().for_each(|(_, child)| *child += first);
+            self.insert(first + position, folder);
+        }
+        first
+    }
+
+    fn insert(&mut self, id: FolderId, folder: Folder) {
+        self.weight.add(Weight::of(&folder));
+        self.by_path.entry(folder.path.clone()).or_default().push(id);
+        for target in folder.targets.iter() {
+            self.by_target.entry(target.clone()).or_default().insert(id);
+        }
+        self.by_id.insert(id, Arc::new(folder));
+    }
+
+    /// Replaces the folder `id`, unless it is gone.
+    pub(super) fn replace(&mut self, id: FolderId, folder: Folder) {
+        if self.unlink(id).is_some() {
+            self.insert(id, folder);
+        }
+    }
+
+    /// Removes the folder `id` with all below it, and returns them, parents first.
+    pub(super) fn remove(&mut self, id: FolderId) -> Vec<(FolderId, Arc<Folder>)> {
+        let mut removed = Vec::new();
+        let mut next = vec![id];
+        while let Some(id) = next.pop() {
+            if let Some(folder) = self.unlink(id) {
+                next.extend(folder.children.iter().map(|&(_, child)| child));
+                removed.push((id, folder));
+            }
+        }
+        removed
+    }
+
+    fn unlink(&mut self, id: FolderId) -> Option<Arc<Folder>> {
+        let folder = self.by_id.remove(&id)?;
+        self.weight.take(Weight::of(&folder));
+        if let Some(places) = self.by_path.get_mut(&folder.path) {
+            places.retain(|place| *place != id);
+            if places.is_empty() {
+                self.by_path.remove(&folder.path);
+            }
+        }
+        for target in folder.targets.iter() {
+            let Some(leading) = self.by_target.get_mut(target) else { continue };
+            leading.remove(&id);
+            if leading.is_empty() {
+                self.by_target.remove(target);
+            }
+        }
+        Some(folder)
+    }
+}

@@ -1,0 +1,563 @@
+//! Looks at a folder of a tree again: new, changed and removed names of this folder only.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::error::{Error, Result, shown_path};
+use crate::format::{manifest, names};
+use crate::index::SETTLED;
+use crate::source::{Identity, Version};
+use crate::store::Store;
+use crate::store::resolve::Unusable;
+
+use super::folders::Weight;
+use super::scan::{Graft, LIMITS, Listing, Scan, ScanLimits, Subfolder, left_out, read};
+use super::tree::{File, Folder, FolderId, Tree};
+
+/// The difference that a look at a folder has found, at all places of the folder in the tree.
+#[derive(Debug, Default)]
+pub struct TreeChange {
+    /// Folders with other entries.
+    pub changed: Vec<FolderChange>,
+    /// Folders that are new, parents before children.
+    pub added: Vec<FolderId>,
+    /// Folders that are gone.
+    pub removed: Vec<FolderId>,
+    /// Real paths of folders whose links lead into the folder: they may have changed too.
+    pub leading_here: BTreeSet<PathBuf>,
+    /// Real paths of folders whose changes begin to matter.
+    pub to_watch: BTreeSet<PathBuf>,
+    /// Real paths of folders whose changes no longer matter.
+    pub to_leave: BTreeSet<PathBuf>,
+}
+
+/// The difference between two listings of one folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FolderChange {
+    /// The folder.
+    pub id: FolderId,
+    /// Whether it has other folders.
+    pub folders: bool,
+    /// Whether files differ that can be part of a set.
+    pub weights: bool,
+    /// Names of the other files that are new, changed or gone.
+    pub plain: Vec<OsString>,
+}
+
+impl TreeChange {
+    fn note_removed(&mut self, removed: Vec<(FolderId, Arc<Folder>)>) {
+        for (id, folder) in removed {
+            self.removed.push(id);
+            self.to_leave.extend(folder.targets.iter().chain([&folder.path]).cloned());
+        }
+    }
+}
+
+impl FolderChange {
+    fn is_empty(&self) -> bool {
+        !self.folders && !self.weights && self.plain.is_empty()
+    }
+}
+
+impl Tree {
+    /// The real paths of all folders whose changes matter to the tree.
+    pub fn paths(&self) -> BTreeSet<PathBuf> {
+        self.folders.read().paths()
+    }
+
+    /// Whether changes of the folder at the real path `path` matter to the tree.
+    pub fn matters(&self, path: &Path) -> bool {
+        self.folders.read().matters(path)
+    }
+
+    /// Whether the folder at the real path `path` may have other names than it had when it was
+    /// listed. Asks the source. A change so shortly before the listing that a later one may have
+    /// the same time counts as one.
+    pub fn may_have_changed(&self, path: &Path) -> bool {
+        let folders = self.folders.read();
+        let Some(known) = folders.at(path).first().and_then(|&id| folders.get(id)).cloned() else {
+            return true;
+        };
+        drop(folders);
+        let Ok(Version::Inode(now)) = Store::Local.fresh_version(path) else { return true };
+        let Some(then) = known.identity else { return true };
+        let changed = now.mtime.0.max(now.ctime().0);
+        (now.mtime, now.ctime(), now.ino, now.dev) != (then.mtime, then.ctime(), then.ino, then.dev)
+            || changed >= known.listed.saturating_sub(SETTLED)
+    }
+
+    /// Lists the folder at the real path `path` again, and the folders in it that are new.
+    ///
+    /// # Errors
+    /// If the folder cannot be read. Then it stays as it was. A folder that is gone or forbidden is
+    /// no error: it leaves the tree, unless it is the source.
+    pub fn look_again(&self, path: &Path) -> Result<TreeChange> {
+        let mut change = TreeChange::default();
+        loop {
+            let places = self.places(path);
+            let listing = match read(&self.bounds, path) {
+                _ if places.is_empty() => None,
+                Ok(listing) => Some(listing),
+                Err(error) if is_gone(&error) && places.iter().all(|(id, _)| *id != 0) => None,
+                Err(error) => return Err(error),
+            };
+            let done = match &listing {
+                Some(listing) => {
+                    places.iter().all(|(id, before)| self.update(*id, before, listing, &mut change))
+                }
+                None => {
+                    places.iter().for_each(|(id, before)| self.take_out(*id, before, &mut change));
+                    true
+                }
+            };
+            if done {
+                self.settle(path, &mut change);
+                return Ok(change);
+            }
+        }
+    }
+
+    /// The folder at the real path `path` at each of its places.
+    fn places(&self, path: &Path) -> Vec<(FolderId, Arc<Folder>)> {
+        let folders = self.folders.read();
+        let places = folders.at(path).iter();
+        places.filter_map(|&id| Some((id, folders.get(id)?.clone()))).collect()
+    }
+
+    /// Completes the change of the folder at `path` by its effects on other folders.
+    fn settle(&self, path: &Path, change: &mut TreeChange) {
+        change.changed.retain(|change| !change.is_empty());
+        let folders = self.folders.read();
+        // The tree does not know what has changed in a folder outside of it.
+        if !change.changed.is_empty() || folders.at(path).is_empty() {
+            change.leading_here = folders.leading_into(path);
+            change.leading_here.remove(path);
+        }
+        change.to_watch.retain(|path| folders.matters(path));
+        change.to_leave.retain(|path| !folders.matters(path));
+    }
+
+    /// Removes a folder from the tree, and from its parent.
+    fn take_out(&self, id: FolderId, before: &Folder, change: &mut TreeChange) {
+        let mut folders = self.folders.write();
+        change.note_removed(folders.remove(id));
+        let Some(parent) = before.parent else { return };
+        let Some(mut above) = folders.get(parent).map(|above| Folder::clone(above)) else { return };
+        above.children.retain(|(_, child)| *child != id);
+        folders.replace(parent, above);
+        change.changed.push(FolderChange { id: parent, folders: true, ..FolderChange::default() });
+    }
+
+    /// Gives the folder `id` the entries of `listing`. Returns false if another thread has replaced
+    /// the folder since it was `before`.
+    fn update(
+        &self,
+        id: FolderId,
+        before: &Arc<Folder>,
+        listing: &Listing,
+        change: &mut TreeChange,
+    ) -> bool {
+        let mut folder = Folder {
+            relative: before.relative.clone(),
+            path: before.path.clone(),
+            parent: before.parent,
+            linked: before.linked,
+            ..listing.folder()
+        };
+        let left = self.limits_without(before);
+        let entries = if before.linked { left.linked_entries } else { left.entries };
+        let mut subfolders: &[Arc<Subfolder>] = &listing.folders;
+        if listing.len > entries {
+            let linked = before.linked;
+            let why = if linked { Unusable::TooManyLinks } else { Unusable::TooManyFiles };
+            (folder.files, folder.misfits) = Default::default();
+            folder.lacks.push(left_out("this folder", why));
+            subfolders = &[];
+        }
+        let (kept, new) = self.compare_children(before, subfolders);
+        let mut grafts = Vec::new();
+        for child in new {
+            match self.scan_child(before, child) {
+                Ok(found) => grafts.push((child.name.clone(), found)),
+                Err(Some(lack)) => folder.lacks.push(lack),
+                Err(None) => {}
+            }
+        }
+        let mut found = compare(before, &folder, self.only.as_deref());
+        found.id = id;
+        let mut folders = self.folders.write();
+        match folders.get(id) {
+            // It was removed meanwhile, with all that is in it.
+            None => return true,
+            Some(now) if !Arc::ptr_eq(now, before) => return false,
+            Some(_) => {}
+        }
+        for (name, child) in &before.children {
+            if kept.contains(name) {
+                folder.children.push((name.clone(), *child));
+            } else {
+                found.folders = true;
+                change.note_removed(folders.remove(*child));
+            }
+        }
+        for (name, scanned) in grafts {
+            found.folders = true;
+            let paths = scanned.iter().flat_map(|new| new.targets.iter().chain([&new.path]));
+            change.to_watch.extend(paths.cloned());
+            let len = scanned.len();
+            let first = folders.graft(Some(id), scanned);
+            folder.children.push((name, first));
+            change.added.extend(first..first + len);
+        }
+        folder.children.sort();
+        change.to_watch.extend(folder.targets.iter().cloned());
+        change.to_leave.extend(before.targets.iter().cloned());
+        let misfits = folder.misfits.clone();
+        folders.replace(id, folder);
+        drop(folders);
+        for new in misfits.iter().filter(|new| !before.misfits.contains(new)) {
+            let path = shown_path(&before.relative.join(&new.name));
+            tracing::warn!("{path}: not shown: {}; {}", new.why.text(), new.why.advice());
+        }
+        change.changed.push(found);
+        true
+    }
+
+    /// The rest of the limits for `folder` and its new entries.
+    fn limits_without(&self, folder: &Folder) -> ScanLimits {
+        let folders = self.folders.read();
+        let Weight { entries, linked, linked_entries } = folders.weight;
+        let own = folder.files.len() + folder.misfits.len() + folder.children.len();
+        let (own_entries, own_linked) = if folder.linked { (0, own) } else { (own, 0) };
+        ScanLimits {
+            depth: LIMITS.depth,
+            entries: LIMITS.entries.saturating_sub(entries - own_entries),
+            linked: LIMITS.linked.saturating_sub(linked),
+            linked_entries: LIMITS.linked_entries.saturating_sub(linked_entries - own_linked),
+        }
+    }
+
+    /// The names of folders in `before` that stay, and the folders that are new or replaced.
+    fn compare_children<'a>(
+        &self,
+        before: &Folder,
+        now: &'a [Arc<Subfolder>],
+    ) -> (BTreeSet<OsString>, Vec<&'a Subfolder>) {
+        let known: BTreeMap<&OsStr, FolderId> =
+            before.children.iter().map(|(name, id)| (name.as_os_str(), *id)).collect();
+        let (mut kept, mut new) = (BTreeSet::new(), Vec::new());
+        for subfolder in now.iter().filter(|_| self.only.is_none()) {
+            let child = known.get(subfolder.name.as_os_str()).map(|id| self.folder(*id));
+            let same = |child: &Folder| {
+                let inode = child.identity.is_some_and(|id| id.same_inode(&subfolder.identity));
+                inode && child.path == subfolder.real
+            };
+            if child.is_some_and(|child| same(&child)) {
+                kept.insert(subfolder.name.clone());
+            } else {
+                new.push(&**subfolder);
+            }
+        }
+        (kept, new)
+    }
+
+    /// Scans a folder that is new in `parent`. The error is the line that says why it is left out,
+    /// if there is one.
+    fn scan_child(
+        &self,
+        parent: &Folder,
+        child: &Subfolder,
+    ) -> std::result::Result<Vec<Folder>, Option<String>> {
+        let above = self.inodes_to(parent);
+        let relative = parent.relative.join(&child.name);
+        let shown = shown_path(&relative);
+        if above.contains(&(child.identity.dev, child.identity.ino)) || above.len() >= LIMITS.depth
+        {
+            let is_above = above.len() < LIMITS.depth;
+            let why = if is_above { Unusable::Above } else { Unusable::TooDeep };
+            tracing::debug!("{shown}: not shown: {}; {}", why.text(), why.advice());
+            return Err(None);
+        }
+        let linked = parent.linked || child.is_link;
+        let limits = self.limits_without(&Folder::default());
+        if linked && limits.linked == 0 {
+            return Err(Some(left_out(&shown_path(child.name.as_ref()), Unusable::TooManyLinks)));
+        }
+        let scan = Scan::new(&self.bounds, limits, true);
+        match scan.run(child.real.clone(), Graft { relative, above, linked }) {
+            Ok((folders, left_out)) => {
+                left_out.lines.iter().for_each(|line| tracing::warn!("{line}"));
+                Ok(folders)
+            }
+            Err(error @ Error::Usage { .. }) => {
+                tracing::warn!("{error}");
+                Err(Some(left_out(&shown_path(child.name.as_ref()), Unusable::TooManyFiles)))
+            }
+            Err(error) => {
+                tracing::warn!("{shown}: not shown: {error}");
+                Err(None)
+            }
+        }
+    }
+
+    /// The inodes of `folder` and of all folders above it.
+    fn inodes_to(&self, folder: &Folder) -> Vec<(u64, u64)> {
+        let inode = |identity: Identity| (identity.dev, identity.ino);
+        let mut inodes: Vec<_> = folder.identity.map(inode).into_iter().collect();
+        let mut next = folder.parent;
+        while let Some(id) = next {
+            let folder = self.folder(id);
+            inodes.extend(folder.identity.map(inode));
+            next = folder.parent;
+        }
+        inodes
+    }
+}
+
+/// Whether the folder of a failed listing is gone, or the caller may not read it any more.
+fn is_gone(error: &Error) -> bool {
+    let Error::Io { source, .. } = error else { return false };
+    let gone = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
+    gone.contains(&source.kind()) || source.kind() == io::ErrorKind::PermissionDenied
+}
+
+/// The difference between the files of two listings of one folder.
+fn compare(before: &Folder, now: &Folder, only: Option<&str>) -> FolderChange {
+    let mut change = FolderChange::default();
+    let same_misfits = before.misfits == now.misfits;
+    change.weights = !same_misfits || before.lacks != now.lacks;
+    let known: BTreeMap<&OsStr, &File> =
+        before.files.iter().map(|file| (file.name.as_os_str(), file)).collect();
+    let mut changed = |name: &OsString| {
+        if is_of_sets(name, only) {
+            change.weights = true;
+        } else {
+            change.plain.push(name.clone());
+        }
+    };
+    let mut left = known.len();
+    for file in now.files.iter() {
+        match known.get(file.name.as_os_str()) {
+            Some(known) => {
+                left -= 1;
+                if known.path != file.path || !known.identity.same_bytes(&file.identity) {
+                    changed(&file.name);
+                }
+            }
+            None => changed(&file.name),
+        }
+    }
+    if left > 0 {
+        let names: BTreeSet<&OsStr> = now.files.iter().map(|file| file.name.as_os_str()).collect();
+        let gone = before.files.iter().filter(|file| !names.contains(file.name.as_os_str()));
+        gone.for_each(|file| changed(&file.name));
+    }
+    change
+}
+
+/// Whether a file of this name can be part of a set, or decides about one.
+fn is_of_sets(name: &OsStr, only: Option<&str>) -> bool {
+    let Some(name) = name.to_str() else { return false };
+    names::is_weights(name)
+        || names::weight_map_output(name).is_some()
+        || name.ends_with(manifest::SUFFIX)
+        || only == Some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Misfit;
+    use super::*;
+    use crate::open_options::OpenOptions;
+
+    struct Store(tempfile::TempDir);
+
+    impl Store {
+        fn new(files: &[&str]) -> (Store, Tree) {
+            let store = Store(tempfile::tempdir().unwrap());
+            files.iter().for_each(|file| store.write(file));
+            let tree = Tree::scan(store.0.path(), &OpenOptions::default()).unwrap();
+            (store, tree)
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            std::fs::canonicalize(self.0.path()).unwrap().join(name)
+        }
+
+        fn write(&self, name: &str) {
+            let path = self.path(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, name).unwrap();
+        }
+
+        fn link(&self, to: &str, name: &str) {
+            std::os::unix::fs::symlink(to, self.path(name)).unwrap();
+        }
+    }
+
+    /// The paths of all folders, each with the names of its files.
+    fn shape(tree: &Tree) -> Vec<String> {
+        let mut lines: Vec<String> = tree
+            .ids()
+            .into_iter()
+            .map(|id| {
+                let folder = tree.folder(id);
+                let names = folder.files.iter().map(|file| file.name.to_str().unwrap());
+                let names: Vec<&str> = names.collect();
+                format!("{}: {}", folder.relative.display(), names.join(" "))
+            })
+            .collect();
+        lines.sort();
+        lines
+    }
+
+    /// A tree that was updated, in which every folder agrees with its parent, is as a new scan.
+    fn assert_as_scanned(store: &Store, tree: &Tree) {
+        let scanned = Tree::scan(store.0.path(), &OpenOptions::default()).unwrap();
+        assert_eq!(shape(tree), shape(&scanned));
+        assert_eq!(tree.folders.read().weight, scanned.folders.read().weight);
+        assert_eq!(tree.paths(), scanned.paths());
+        for id in tree.ids() {
+            let folder = tree.folder(id);
+            let child = |(_, child): &(OsString, FolderId)| tree.folder(*child).parent == Some(id);
+            assert!(folder.children.iter().all(child) && folder.children.is_sorted());
+            let known = |parent| tree.folder(parent).children.iter().any(|(_, at)| *at == id);
+            assert!(folder.parent.is_none_or(known));
+        }
+    }
+
+    #[test]
+    fn a_look_at_a_folder_finds_what_a_new_scan_finds() {
+        let (store, tree) = Store::new(&["a/x", "a/deep/y", "b/z"]);
+        let a = tree.ids().into_iter().find(|&id| tree.folder(id).relative == Path::new("a"));
+        store.write("new/in/here");
+        std::fs::remove_dir_all(store.path("b")).unwrap();
+        std::fs::remove_file(store.path("a/x")).unwrap();
+        let change = tree.look_again(&store.path("")).unwrap();
+        assert_eq!((change.added.len(), change.removed.len()), (2, 1));
+        let root = FolderChange { folders: true, ..FolderChange::default() };
+        assert_eq!(change.changed, [root]);
+        let change = tree.look_again(&store.path("a")).unwrap();
+        let expected =
+            FolderChange { id: a.unwrap(), plain: vec!["x".into()], ..change.changed[0].clone() };
+        assert_eq!(change.changed, [expected]);
+        assert_as_scanned(&store, &tree);
+        assert!(tree.look_again(&store.path("")).unwrap().changed.is_empty());
+    }
+
+    #[test]
+    fn a_folder_that_is_replaced_has_a_new_number_and_the_old_one_is_empty() {
+        let (store, tree) = Store::new(&["a/x", "b/y"]);
+        let id = |tree: &Tree| tree.folder(0).children[0].1;
+        let before = id(&tree);
+        std::fs::rename(store.path("a"), store.path("away")).unwrap();
+        std::fs::rename(store.path("b"), store.path("a")).unwrap();
+        tree.look_again(&store.path("")).unwrap();
+        assert_ne!(id(&tree), before);
+        assert!(!tree.contains(before) && tree.folder(before).files.is_empty());
+        assert!(tree.prove(before).iter().all(|(_, proved)| proved.sets.is_empty()));
+        assert_as_scanned(&store, &tree);
+    }
+
+    #[test]
+    fn a_file_takes_the_place_of_a_folder_and_gives_it_back() {
+        let (store, tree) = Store::new(&["a/x"]);
+        std::fs::remove_dir_all(store.path("a")).unwrap();
+        store.write("a");
+        // The folder itself is looked at first, as its events come first.
+        tree.look_again(&store.path("a")).unwrap();
+        tree.look_again(&store.path("")).unwrap();
+        assert_as_scanned(&store, &tree);
+        std::fs::remove_file(store.path("a")).unwrap();
+        store.write("a/x");
+        tree.look_again(&store.path("")).unwrap();
+        assert_as_scanned(&store, &tree);
+    }
+
+    #[test]
+    fn links_name_the_folders_that_decide_where_they_lead() {
+        let (store, tree) = Store::new(&["blobs/1", "v1/w", "v2/w", "model/config"]);
+        store.link("../blobs/1", "model/direct");
+        store.link("../current/w", "model/chain");
+        store.link("../nowhere/w", "model/broken");
+        store.link("v1", "current");
+        tree.look_again(&store.path("")).unwrap();
+        tree.look_again(&store.path("model")).unwrap();
+        assert_as_scanned(&store, &tree);
+        let leads = |name: &str| tree.folders.read().leading_into(&store.path(name));
+        let model = BTreeSet::from([store.path("model")]);
+        assert_eq!(leads("blobs"), model);
+        assert_eq!(leads("v1"), model);
+        assert!(leads("v2").is_empty());
+        assert!(leads("").is_superset(&model));
+        // The link is switched: the folder that it leads to is another one.
+        store.link("v2", "next");
+        std::fs::rename(store.path("next"), store.path("current")).unwrap();
+        let change = tree.look_again(&store.path("")).unwrap();
+        assert!(change.leading_here.contains(&store.path("model")));
+        let change = tree.look_again(&store.path("model")).unwrap();
+        assert_eq!(change.changed[0].plain, ["chain"]);
+        assert_as_scanned(&store, &tree);
+        store.write("nowhere/w");
+        assert!(
+            tree.look_again(&store.path("")).unwrap().leading_here.contains(&store.path("model"))
+        );
+        assert!(tree.look_again(&store.path("model")).unwrap().changed[0].weights);
+        assert_as_scanned(&store, &tree);
+    }
+
+    #[test]
+    fn a_folder_with_several_places_changes_in_all_of_them() {
+        let (store, tree) = Store::new(&["real/x"]);
+        store.link("real", "one");
+        store.link("real", "two");
+        tree.look_again(&store.path("")).unwrap();
+        store.write("real/sub/y");
+        let change = tree.look_again(&store.path("real")).unwrap();
+        assert_eq!((change.changed.len(), change.added.len()), (3, 3));
+        assert_as_scanned(&store, &tree);
+        std::fs::remove_dir_all(store.path("real")).unwrap();
+        tree.look_again(&store.path("real")).unwrap();
+        tree.look_again(&store.path("")).unwrap();
+        assert_as_scanned(&store, &tree);
+        assert_eq!(tree.folders.read().weight, Weight { entries: 2, ..Weight::default() });
+    }
+
+    #[test]
+    fn a_link_into_a_folder_above_is_left_out() {
+        let (store, tree) = Store::new(&["a/b/x"]);
+        store.link("..", "a/b/up");
+        tree.look_again(&store.path("a/b")).unwrap();
+        assert_eq!(tree.ids().len(), 3);
+        store.link("../a", "a/self");
+        tree.look_again(&store.path("a")).unwrap();
+        assert_eq!(tree.ids().len(), 3);
+    }
+
+    #[test]
+    fn only_names_that_sets_are_made_of_ask_for_a_new_proof() {
+        let (store, tree) = Store::new(&["config.json"]);
+        store.write("config.json.new");
+        let change = tree.look_again(&store.path("")).unwrap();
+        assert!(!change.changed[0].weights && change.changed[0].plain == ["config.json.new"]);
+        store.write("model.safetensors");
+        assert!(tree.look_again(&store.path("")).unwrap().changed[0].weights);
+        store.write("model.safetensors.index.json");
+        assert!(tree.look_again(&store.path("")).unwrap().changed[0].weights);
+        assert!(tree.look_again(&store.path("")).unwrap().changed.is_empty());
+    }
+
+    #[test]
+    fn misfits_are_compared_by_name_and_reason() {
+        let misfit = |why| Folder {
+            misfits: [Misfit { name: "a".into(), why }].into(),
+            ..Folder::default()
+        };
+        let (nowhere, special) = (misfit(Unusable::Nowhere), misfit(Unusable::Special));
+        assert!(compare(&nowhere, &special, None).weights);
+        assert!(compare(&nowhere, &nowhere, None).is_empty());
+    }
+}

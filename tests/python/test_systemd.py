@@ -1,5 +1,6 @@
 """The unit files, checked by systemd itself."""
 
+import re
 import shutil
 import unittest
 
@@ -18,12 +19,15 @@ class Units(TestCase):
                 self.assert_done(outcome)
                 self.assertNotIn(unit.name.partition("@")[0], outcome.stderr)
 
+    def test_no_unit_file_says_where_the_program_is(self):
+        # Packages install it in /usr/bin, and `sudo install` puts it into /usr/local/bin: systemd finds both.
+        for unit in UNITS:
+            with self.subTest(unit=unit.name):
+                self.assertNotRegex(unit.read_text(), r"bin/tensorfs\b")
+
     def installed(self, unit):
         """A copy that names the binary under test, as an instance when the unit is a template."""
         name = unit.name.replace("@.", "@test.")
-        text = unit.read_text()
-        for place in ("/usr/local/bin/tensorfs", "/usr/bin/tensorfs"):
-            text = text.replace(place, str(BIN))
         path = self.tmp / name
-        path.write_text(text)
+        path.write_text(re.sub(r"(?m)^(Exec\w+=[-@:+!|]*)tensorfs ", rf"\g<1>{BIN} ", unit.read_text()))
         return path

@@ -1,0 +1,48 @@
+"""Runs in the guest: keeps a map and a descriptor of one file, and compares their bytes with the expected file.
+
+guest_reader.py FILE EXPECTED STATE [once]: writes its progress to STATE as JSON after every round, for ever, or for
+one round. Ends with status 1 at the first wrong byte or failed read. A read of a map that fails ends it by SIGBUS.
+"""
+
+import json
+import mmap
+import os
+import sys
+import time
+
+STEP = 1 << 20
+
+
+def main():
+    path, expected_path, state_path = sys.argv[1:4]
+    once = sys.argv[4:] == ["once"]
+    with open(expected_path, "rb") as file:
+        expected = file.read()
+    file = os.open(path, os.O_RDONLY)
+    state = {"pid": os.getpid(), "rounds": 0, "bytes": 0, "longest_ms": 0.0}
+    length = os.fstat(file).st_size
+    if length != len(expected):
+        sys.exit(f"{path}: {length} bytes, {len(expected)} expected")
+    mapped = mmap.mmap(file, length, prot=mmap.PROT_READ)
+    while True:
+        for start in range(0, length, STEP):
+            end = min(start + STEP, length)
+            begin = time.monotonic()
+            same = mapped[start:end] == expected[start:end] and os.pread(file, 4096, start) == expected[start:][:4096]
+            state["longest_ms"] = max(state["longest_ms"], (time.monotonic() - begin) * 1e3)
+            if not same:
+                sys.exit(f"{path}: wrong bytes between {start} and {end}")
+            state["bytes"] += end - start
+        state["rounds"] += 1
+        with open(state_path + ".new", "w") as report:
+            json.dump(state, report)
+        os.rename(state_path + ".new", state_path)
+        if once:
+            return
+        # The next round must ask the daemon again.
+        mapped.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        time.sleep(0.01)
+
+
+main()

@@ -19,6 +19,8 @@ MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)(?=[/\s]|$)")
 # Beginnings of lines that no test can run, each with the reason. A command that is not listed has to work.
 NOT_RUN = {
     "cargo ": "builds what is built already, or takes tools that not everybody has",
+    "lintian ": "checks a package that no test builds",
+    "packaging/deb/build ": "takes cargo-deb",
     "git ": "changes this repository",
     "pip install ": "takes packages of the network",
     "python tests/bench/loaders.py ": "measures, and takes other loaders",

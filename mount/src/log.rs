@@ -4,21 +4,26 @@
 //! A command writes its lines itself. A daemon queues them for a thread: a blocked stream (a full
 //! pipe, a stopped terminal, a stalled disk) must not block the threads that answer readers.
 
+mod events;
+mod journal;
 mod line;
 mod output;
 mod queue;
 
 use std::io::{self, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tensorfs::internal::error::{shown, shown_path};
 
-use tracing::{Level, Metadata};
+use tracing::Level;
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
+use events::{Events, severity};
 use line::Line;
 use output::{Destination, Output};
 use queue::Queue;
@@ -32,6 +37,22 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 /// The queue of a daemon; a command has none.
 static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
 
+/// The mount point, for the lines that machines read.
+static MOUNT: OnceLock<String> = OnceLock::new();
+
+/// Whether lines are JSON.
+static JSON: AtomicBool = AtomicBool::new(false);
+
+/// Writes all further lines as JSON objects, one a line.
+pub(crate) fn write_json() {
+    JSON.store(true, Ordering::Relaxed);
+}
+
+/// Names the mount that this process serves.
+pub(crate) fn set_mount(target: &Path) {
+    let _ = MOUNT.set(tensorfs::internal::error::real_name(target));
+}
+
 /// Starts logging to standard error: warnings, more with each `verbose`, or what
 /// `TENSORFS_LOG` says.
 pub(crate) fn start(verbose: u8) {
@@ -43,14 +64,8 @@ pub(crate) fn start(verbose: u8) {
         _ => "trace",
     };
     let filter = EnvFilter::try_from_env(FILTER).unwrap_or_else(|_| EnvFilter::new(default));
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_target(false)
-        .with_ansi(false)
-        .without_time()
-        .with_writer(Lines);
     // A second call, as tests make, changes nothing.
-    let _ = subscriber.try_init();
+    let _ = tracing_subscriber::registry().with(filter).with(Events).try_init();
 }
 
 /// Makes the log non-blocking for all threads: lines are queued, or dropped and counted if the
@@ -63,7 +78,9 @@ pub(crate) fn never_wait() -> io::Result<()> {
     queue.write_to(Destination::Stderr, Output::stderr())?;
     if QUEUE.set(queue).is_ok() {
         // The default hook writes to standard error, which may block.
-        std::panic::set_hook(Box::new(|panic| send(&panic.to_string(), severity(Level::ERROR))));
+        std::panic::set_hook(Box::new(|panic| {
+            send(Line::new(&panic.to_string(), severity(Level::ERROR)), false);
+        }));
     }
     Ok(())
 }
@@ -74,6 +91,23 @@ pub(crate) fn never_wait() -> io::Result<()> {
 /// If it cannot be opened.
 pub(crate) fn to_file(file: &Path) -> io::Result<()> {
     write_to(Destination::File(file.to_owned()))
+}
+
+/// Sends all further lines to the journal, with their fields.
+///
+/// # Errors
+/// If there is no journal.
+pub(crate) fn to_journal() -> io::Result<()> {
+    write_to(Destination::Journal)
+}
+
+/// Sends all further lines to the journal if standard error goes there anyway, as that of a service
+/// does.
+pub(crate) fn to_journal_of_service() {
+    if journal::is_stderr() {
+        // Otherwise the lines go there as text.
+        let _ = to_journal();
+    }
 }
 
 /// The target of a daemon's log.
@@ -87,13 +121,16 @@ pub(crate) enum LogTarget {
     Nowhere(String),
 }
 
-/// Sends all further lines to the system log; if there is none, to the first fallback file that can
-/// be opened. Each candidate gets `limit` to answer. If no candidate works, lines are lost until a
+/// Sends all further lines to the system log, in the native form of the journal if `with_fields`
+/// and if there is one. If there is no system log, to the first fallback file that can be opened. Each candidate gets `limit` to answer. If no candidate works, lines are lost until a
 /// system log appears.
 ///
 /// # Errors
 /// If the thread that writes them cannot be started.
-pub(crate) fn to_system_log(limit: Duration) -> io::Result<LogTarget> {
+pub(crate) fn to_system_log(limit: Duration, with_fields: bool) -> io::Result<LogTarget> {
+    if with_fields && to_journal().is_ok() {
+        return Ok(LogTarget::System);
+    }
     if write_to(Destination::SystemLog).is_ok() {
         return Ok(LogTarget::System);
     }
@@ -157,6 +194,11 @@ pub(crate) fn flush() {
     }
 }
 
+/// Number of lines about requests that were not written because there were too many.
+pub(crate) fn limited() -> u64 {
+    QUEUE.get().map_or(0, |queue| queue.limited())
+}
+
 /// Number of lines dropped because the queue was full or writing failed.
 pub(crate) fn dropped() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.dropped())
@@ -170,7 +212,10 @@ pub(crate) fn say(message: &str) {
 
 /// Writes one line like `say`, as the program `name`.
 pub(crate) fn say_as(name: &str, message: &str) {
-    let line = format!("{name}: {}\n", shown(message));
+    let line = match as_json(&Line::new(message, severity(Level::ERROR))) {
+        Some(json) => format!("{json}\n"),
+        None => format!("{name}: {}\n", shown(message)),
+    };
     if QUEUE.get().is_some() {
         flush();
         output::write_in_time(&line, FLUSH_LIMIT);
@@ -180,62 +225,26 @@ pub(crate) fn say_as(name: &str, message: &str) {
     }
 }
 
-/// Makes writers of one line each.
-struct Lines;
-
-impl<'a> MakeWriter<'a> for Lines {
-    type Writer = Collected;
-
-    fn make_writer(&'a self) -> Collected {
-        Collected { text: Vec::new(), severity: severity(Level::INFO) }
-    }
-
-    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> Collected {
-        Collected { text: Vec::new(), severity: severity(*meta.level()) }
-    }
-}
-
-/// The severity of a level, in the numbers of syslog and the journal.
-fn severity(level: Level) -> u32 {
-    match level {
-        Level::ERROR => 3,
-        Level::WARN => 4,
-        Level::INFO => 6,
-        _ => 7,
-    }
-}
-
-/// One line, sent when it is dropped.
-struct Collected {
-    text: Vec<u8>,
-    severity: u32,
-}
-
-impl Write for Collected {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.text.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Drop for Collected {
-    fn drop(&mut self) {
-        send(&String::from_utf8_lossy(&self.text), self.severity);
-    }
-}
-
-/// Queues a line, or writes it to standard error if there is no queue.
-fn send(text: &str, severity: u32) {
-    let line = Line::new(text, severity);
+/// Queues a line, or writes it to standard error if there is no queue. Lines about requests are
+/// limited in number.
+fn send(line: Line, is_request: bool) {
     match QUEUE.get() {
-        Some(queue) => queue.push(line),
+        Some(queue) => queue.push(line, is_request),
         None => {
             // There is no other place to report a failure to write.
             let _ = io::stderr().write_all(output::on_stderr(&line).as_bytes());
         }
     }
+}
+
+/// `line` as JSON, if lines are JSON.
+fn as_json(line: &Line) -> Option<String> {
+    let is_json = JSON.load(Ordering::Relaxed);
+    is_json.then(|| line.to_json(&output::now(), MOUNT.get().map(String::as_str)))
+}
+
+/// The native form of a line for the journal.
+fn for_journal(line: &Line) -> Vec<u8> {
+    let message = as_json(line).map(|json| Line::new(&json, line.severity));
+    message.as_ref().unwrap_or(line).to_journal(MOUNT.get().map(String::as_str))
 }

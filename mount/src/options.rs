@@ -43,6 +43,22 @@ pub enum Verify {
 
 words!(Verify { None = "none", Read = "read" });
 
+/// The form of log lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Fields where the journal takes them, text elsewhere.
+    #[default]
+    Auto,
+    /// Text.
+    Human,
+    /// One JSON object a line.
+    Json,
+    /// Fields, to the journal only.
+    Journal,
+}
+
+words!(LogFormat { Auto = "auto", Human = "human", Json = "json", Journal = "journal" });
+
 /// The place of the indexes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum IndexDir {
@@ -99,6 +115,8 @@ pub struct Options {
     pub fsname: Option<String>,
     /// File that the daemon logs to.
     pub log: Option<PathBuf>,
+    /// The form of log lines.
+    pub log_format: LogFormat,
     /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: Passthrough,
     /// Whether this flag of mount(2) is requested.
@@ -143,6 +161,7 @@ impl Default for Options {
             allow_other: false,
             fsname: None,
             log: None,
+            log_format: LogFormat::Auto,
             passthrough: Passthrough::default(),
             noexec: false,
             noatime: false,
@@ -226,6 +245,9 @@ impl Options {
         if original && options.open.view.format == OutputFormat::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
+        }
+        if options.log_format == LogFormat::Journal && options.log.is_some() {
+            return Err("log-format=journal and log=FILE exclude each other".to_owned());
         }
         if options.assemble_size.is_some() && options.assemble.is_none() {
             return Err("option assemble-size needs assemble=DIR".to_owned());

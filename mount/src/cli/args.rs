@@ -126,6 +126,9 @@ pub(crate) struct MountArgs {
     /// Serve from this process instead of the background
     #[arg(short, long)]
     pub foreground: bool,
+    /// Form of log lines, as -o log-format=
+    #[arg(long, value_name = "FORMAT", value_parser = ["auto", "human", "json", "journal"])]
+    pub log_format: Option<String>,
     /// Ignore unknown options
     #[arg(short, long)]
     pub sloppy: bool,

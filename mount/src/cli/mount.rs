@@ -31,6 +31,7 @@ fn start(args: &args::MountArgs) -> Result<(Vec<String>, Options), Failure> {
     log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
     let mut words = args.options.clone();
     words.extend(index_option(args.index_dir.as_deref()));
+    words.extend(args.log_format.as_ref().map(|format| format!("log-format={format}")));
     let options = Options::parse(&words, args.sloppy).map_err(Failure::Usage)?;
     log::start(args.verbose);
     Ok((words, options))

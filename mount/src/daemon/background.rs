@@ -16,7 +16,7 @@ use super::stalled::unless_stalled;
 use super::{ending, inherited, session};
 use crate::log;
 use crate::log::LogTarget;
-use crate::options::Options;
+use crate::options::{LogFormat, Options};
 
 /// Arguments that make a process the child: it serves and reports on its standard output, which is
 /// a pipe to the parent.
@@ -100,10 +100,12 @@ pub(crate) fn run(
         inherited::restore_ignored();
     }
     let limit = options.io_timeout.map_or(LOG_LIMIT, |limit| limit.min(LOG_LIMIT));
-    let limit = options.log.is_none().then_some(limit);
+    let format = options.log_format;
+    let limit = (options.log.is_none() && format != LogFormat::Journal).then_some(limit);
+    let log = limit.map(|limit| (limit, format == LogFormat::Auto));
     serve(source, target, options, |plan| {
         if is_child {
-            detach_from_parent(limit, &plan.warnings)
+            detach_from_parent(log, &plan.warnings)
                 .map_err(|e| format!("cannot go to the background: {e}"))?;
         } else {
             log::flush();
@@ -144,6 +146,8 @@ pub(crate) fn serve(
             .and_then(|opened| opened.map_err(|e| format!("cannot log there: {e}")))
             .map_err(|why| format!("log={}: {why}", shown_path(file)))?;
     }
+    log_in(options.log_format, log_file.is_some())?;
+    log::set_mount(target);
     let mut plan = session::plan(source, target, options)?;
     plan.open_assembler()?;
     let warnings = plan.warnings();
@@ -161,14 +165,31 @@ pub(crate) fn serve(
     running.serve()
 }
 
+/// Chooses the form of further log lines.
+///
+/// # Errors
+/// One line with the reason why they cannot have it.
+pub(crate) fn log_in(format: LogFormat, is_file: bool) -> Result<(), String> {
+    match format {
+        LogFormat::Json => log::write_json(),
+        LogFormat::Journal => log::to_journal().map_err(|e| format!("log-format=journal: {e}"))?,
+        LogFormat::Auto if !is_file => log::to_journal_of_service(),
+        LogFormat::Auto | LogFormat::Human => {}
+    }
+    Ok(())
+}
+
 /// Leaves terminal, session and working directory, closes the caller's descriptors, and reports
-/// success to the parent. With `log_limit` the log goes to the system log from now on, or to a file
-/// that answers in that time. `warnings` were printed on standard error, and go to the log too.
-fn detach_from_parent(log_limit: Option<Duration>, warnings: &[String]) -> std::io::Result<()> {
+/// success to the parent. With `system_log` the log goes to the system log from now on, or to a file
+/// that answers in that time; with fields if that is wanted too. `warnings` were printed on standard error, and go to the log too.
+fn detach_from_parent(
+    system_log: Option<(Duration, bool)>,
+    warnings: &[String],
+) -> std::io::Result<()> {
     setsid()?;
     std::env::set_current_dir("/")?;
-    if let Some(limit) = log_limit {
-        match log::to_system_log(limit)? {
+    if let Some((limit, with_fields)) = system_log {
+        match log::to_system_log(limit, with_fields)? {
             LogTarget::System => {}
             // In a container every mount logs to such a file, so this is no warning.
             LogTarget::Fallback(note) if tracing::enabled!(tracing::Level::INFO) => log::say(&note),

@@ -175,7 +175,7 @@ impl FsState {
         let opened = node.open(&self.watcher, &self.service, on_fault_storm);
         let (opened, unchanged) = opened.map_err(|error| match error {
             Error::Changed { .. } => Errno::ESTALE,
-            _ => logged(&error),
+            _ => logged(Operation::Open, node, &error),
         })?;
         let current = opened.current();
         let whole = match &current.file {
@@ -306,7 +306,7 @@ impl FsState {
             }
             Err(Error::Changed { .. }) if follows => shared.read_as_it_is(handle, wanted, reply),
             Err(error) => {
-                reply.error(logged_as_eio(error));
+                reply.error(logged_as_eio(&handle.node, error));
                 if matches!(error, Error::Changed { .. }) {
                     shared.sweep();
                 }
@@ -340,7 +340,7 @@ impl FsState {
                         shared.watcher.forget(handle.node.ino);
                     }
                 }
-                Err(error) => reply.error(logged(&error)),
+                Err(error) => reply.error(logged(Operation::Read, &handle.node, &error)),
             }
         });
     }

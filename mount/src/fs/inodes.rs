@@ -571,7 +571,7 @@ impl Nodes {
 fn log_refusals(outcomes: Vec<(String, Result<()>)>) {
     for (name, outcome) in outcomes {
         if let Err(error) = outcome {
-            tracing::error!("{name} is not shown: {error}");
+            tracing::error!(model = name, "{name} is not shown: {error}");
         }
     }
 }

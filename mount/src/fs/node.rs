@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use tensorfs::internal::cache::OnStorm;
 use tensorfs::internal::cache::verify_on_read::ChecksumGate;
 use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Tree};
+use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::{manifest, names};
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::source::{Identity, LocalFile, Source};
@@ -310,6 +311,12 @@ impl Node {
         Current::hold(file, &self.path, &service.blocking, |sources| {
             watcher.watch(self.ino, sources, self.is_unread())
         })
+    }
+
+    /// Its path in the mount and that of its folder, for the log.
+    pub(crate) fn log_names(&self) -> (String, String) {
+        let folder = self.path.parent().map(real_name).filter(|folder| !folder.is_empty());
+        (real_name(&self.path), folder.unwrap_or_else(|| ".".to_owned()))
     }
 
     /// Notes an open by process and user `caller`, and returns what notes the reads. `None` for

@@ -11,7 +11,7 @@ use tensorfs::Error;
 use super::attributes::Common;
 use super::node::{Node, NodeKind};
 use crate::serve::blocking::Fail;
-use crate::serve::requests::RequestTimer;
+use crate::serve::requests::{Operation, RequestTimer};
 
 /// How long the kernel keeps names and attributes: files of the source may be replaced.
 pub(super) const TTL: Duration = Duration::from_secs(1);
@@ -109,9 +109,10 @@ pub(super) fn attr_of(common: &Common, node: &Node) -> FileAttr {
     }
 }
 
-/// The errno of a failed operation, after a line in the log.
-pub(super) fn logged(error: &Error) -> Errno {
-    tracing::error!("{error}");
+/// The errno of a failed operation on `node`, after a line in the log.
+pub(super) fn logged(operation: Operation, node: &Node, error: &Error) -> Errno {
+    let (file, model) = node.log_names();
+    tracing::error!(op = operation.as_str(), file, model, "{error}");
     match error {
         Error::Io { source, .. } => source.raw_os_error().map_or(Errno::EIO, Errno::from_i32),
         Error::Usage { .. } => Errno::EINVAL,
@@ -122,10 +123,10 @@ pub(super) fn logged(error: &Error) -> Errno {
 
 /// Every failed read returns EIO. A changed source and a checksum mismatch were logged when they
 /// were first seen.
-pub(super) fn logged_as_eio(error: &Error) -> Errno {
+pub(super) fn logged_as_eio(node: &Node, error: &Error) -> Errno {
     match error {
         Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),
-        _ => tracing::error!("{error}"),
+        _ => drop(logged(Operation::Read, node, error)),
     }
     Errno::EIO
 }

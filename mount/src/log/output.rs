@@ -18,6 +18,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use super::line::Line;
+use super::{as_json, for_journal, journal};
 
 /// The socket of the system log; journald listens there too.
 const SYSLOG: &str = "/dev/log";
@@ -34,6 +35,8 @@ pub(super) enum Destination {
     #[default]
     Stderr,
     SystemLog,
+    /// The journal, in its native form.
+    Journal,
     File(PathBuf),
     /// A file in a folder that only this user can write to. The folder is made if it does not
     /// exist.
@@ -55,11 +58,14 @@ impl Destination {
         match self {
             Destination::Stderr => Ok(Output::stderr()),
             Destination::SystemLog => connect().map(|socket| Output::SystemLog(Some(socket))),
+            Destination::Journal => journal::connect().map(|socket| Output::Journal(Some(socket))),
             Destination::Nowhere => Ok(Output::SystemLog(None)),
             Destination::File(path) => {
                 // O_NOCTTY: a terminal must not become the daemon's controlling terminal.
                 let mut options = File::options();
                 options.append(true).create(true).custom_flags(libc::O_NOCTTY);
+                // Lines name files of the source, which not everybody may know.
+                options.mode(0o640);
                 options.open(path).map(Output::File)
             }
             Destination::Private { folder, home } => {
@@ -73,7 +79,10 @@ impl Destination {
         match self {
             Destination::File(path) => Some(path.clone()),
             Destination::Private { folder, .. } => Some(folder.join(FILE_NAME)),
-            Destination::Stderr | Destination::SystemLog | Destination::Nowhere => None,
+            Destination::Stderr
+            | Destination::SystemLog
+            | Destination::Journal
+            | Destination::Nowhere => None,
         }
     }
 }
@@ -154,6 +163,8 @@ pub(super) enum Output {
     Stderr,
     /// The socket of the system log, if there was one.
     SystemLog(Option<UnixDatagram>),
+    /// The socket of the journal, if there was one.
+    Journal(Option<UnixDatagram>),
     File(File),
 }
 
@@ -166,7 +177,7 @@ impl Output {
     pub(super) fn identity(&self) -> Option<(u64, u64)> {
         match self {
             Output::File(file) => file.metadata().ok().map(|meta| (meta.dev(), meta.ino())),
-            Output::Stderr | Output::SystemLog(_) => None,
+            Output::Stderr | Output::SystemLog(_) | Output::Journal(_) => None,
         }
     }
 
@@ -180,11 +191,16 @@ impl Output {
             // `std::io::Stderr` is avoided: its lock would block other threads.
             Output::Stderr => write_all(io::stderr().as_fd(), on_stderr(line).as_bytes()),
             Output::File(file) => {
-                let text = format!("{} tensorfs[{pid}]: {}\n", now(), line.text);
+                let text = match as_json(line) {
+                    Some(json) => format!("{json}\n"),
+                    None => format!("{} tensorfs[{pid}]: {}\n", now(), line.text),
+                };
                 write_all(file.as_fd(), text.as_bytes())
             }
             Output::SystemLog(socket) => {
-                let text = format!("<{}>tensorfs[{pid}]: {}", FACILITY | line.severity, line.text);
+                let json = as_json(line);
+                let text = json.as_ref().unwrap_or(&line.text);
+                let text = format!("<{}>tensorfs[{pid}]: {text}", FACILITY | line.severity);
                 if let Some(open) = socket
                     && open.send(text.as_bytes()).is_ok()
                 {
@@ -194,14 +210,26 @@ impl Output {
                 *socket = None;
                 socket.insert(connect()?).send(text.as_bytes()).map(|_| ())
             }
+            Output::Journal(socket) => {
+                let message = for_journal(line);
+                if let Some(open) = socket
+                    && journal::send(open, &message).is_ok()
+                {
+                    return Ok(());
+                }
+                *socket = None;
+                journal::send(socket.insert(journal::connect()?), &message)
+            }
         }
     }
 }
 
 /// The text of a line for standard error.
 pub(super) fn on_stderr(line: &Line) -> String {
+    if let Some(json) = as_json(line) {
+        format!("{json}\n")
     // The journal reads the severity off the line.
-    if std::env::var_os("JOURNAL_STREAM").is_some() {
+    } else if std::env::var_os("JOURNAL_STREAM").is_some() {
         format!("<{}>{}\n", line.severity, line.text)
     } else {
         format!("tensorfs: {}\n", line.text)
@@ -242,7 +270,7 @@ fn connect() -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-fn now() -> String {
+pub(super) fn now() -> String {
     let mut text = String::new();
     let _ = SystemTime.format_time(&mut Writer::new(&mut text));
     text

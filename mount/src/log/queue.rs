@@ -19,6 +19,12 @@ const LINES_MAX: usize = 1024;
 /// Most bytes that wait.
 const BYTES_MAX: usize = 1 << 20;
 
+/// Most lines about requests in `LIMIT_TIME`: a reader that fails may try again at once, for ever.
+const REQUESTS_MAX: u32 = 20;
+
+/// Time after which lines about requests are written again, with the number of those that were not.
+const LIMIT_TIME: Duration = Duration::from_secs(5);
+
 /// The queue between the threads that log and the one that writes.
 #[derive(Default)]
 pub(super) struct Queue {
@@ -35,6 +41,11 @@ struct State {
     told: u64,
     /// Lines queued before the first dropped one.
     before_loss: usize,
+    /// Lines about requests since this time.
+    requests: (Option<Instant>, u32),
+    /// Lines about requests that were not written, and those of them since `requests` began.
+    limited: u64,
+    limited_now: u64,
     /// Number of the thread that writes. Threads with lower numbers end once their write returns.
     writer: u64,
     /// Whether it writes a line.
@@ -49,10 +60,19 @@ struct State {
 }
 
 impl Queue {
-    /// Queues a line, or drops it if the queue is full. Never waits for the log.
-    pub(super) fn push(&self, line: Line) {
+    /// Queues a line, or drops it if the queue is full, or if it is one of too many about requests.
+    /// Never waits for the log.
+    pub(super) fn push(&self, line: Line, is_request: bool) {
         let mut state = self.state.lock();
-        let len = line.text.len();
+        if is_request && !state.may_log_request(Instant::now()) {
+            // The thread that writes notes the number later.
+            if state.limited_now == 1 {
+                drop(state);
+                self.changed.notify_all();
+            }
+            return;
+        }
+        let len = line.len();
         if state.lines.len() >= LINES_MAX || state.bytes + len > BYTES_MAX {
             return state.lose();
         }
@@ -60,6 +80,11 @@ impl Queue {
         state.lines.push_back(line);
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Number of lines about requests that were not written.
+    pub(super) fn limited(&self) -> u64 {
+        self.state.lock().limited
     }
 
     /// Number of lines that were dropped.
@@ -71,6 +96,8 @@ impl Queue {
     pub(super) fn flush(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         let mut state = self.state.lock();
+        state.note_limited();
+        self.changed.notify_all();
         while state.has_work() || state.writing {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -149,8 +176,17 @@ impl Queue {
     fn write(&self, number: u64, mut output: Output) {
         let mut state = self.state.lock();
         while state.writer == number {
+            if state.limit_ends().is_some_and(|end| end <= Instant::now()) {
+                state.note_limited();
+            }
             let Some((line, lost)) = state.next() else {
-                state = self.changed.wait(state);
+                state = match state.limit_ends() {
+                    Some(end) => {
+                        let left = end.saturating_duration_since(Instant::now());
+                        self.changed.wait_timeout(state, left)
+                    }
+                    None => self.changed.wait(state),
+                };
                 continue;
             };
             state.writing = true;
@@ -186,6 +222,37 @@ impl State {
         number
     }
 
+    /// Whether a line about a request may be written now. Counts it.
+    fn may_log_request(&mut self, now: Instant) -> bool {
+        let (since, count) = &mut self.requests;
+        if since.is_none_or(|since| now.duration_since(since) >= LIMIT_TIME) {
+            (*since, *count) = (Some(now), 0);
+        }
+        *count += 1;
+        let is_allowed = *count <= REQUESTS_MAX;
+        if !is_allowed {
+            self.limited += 1;
+            self.limited_now += 1;
+        }
+        is_allowed
+    }
+
+    /// The time for the note about lines that were not written, if there are any.
+    fn limit_ends(&self) -> Option<Instant> {
+        self.requests.0.filter(|_| self.limited_now > 0).map(|since| since + LIMIT_TIME)
+    }
+
+    /// Queues the note about lines that were not written, if there are any.
+    fn note_limited(&mut self) {
+        let count = std::mem::take(&mut self.limited_now);
+        if count > 0 {
+            let line =
+                Line::new(&format!(" WARN {count} more errors of requests were not logged"), 4);
+            self.bytes += line.len();
+            self.lines.push_back(line);
+        }
+    }
+
     /// Counts a line that is dropped.
     fn lose(&mut self) {
         if self.dropped == self.told {
@@ -210,10 +277,10 @@ impl State {
         if self.has_losses() && self.before_loss == 0 {
             let lost = self.dropped - self.told;
             let text = format!("{lost} lines of the log were dropped: it was blocked or full");
-            return Some((Line { text, severity: 4 }, Some(self.dropped)));
+            return Some((Line::new(&text, 4), Some(self.dropped)));
         }
         let line = self.lines.pop_front()?;
-        self.bytes -= line.text.len();
+        self.bytes -= line.len();
         self.before_loss = self.before_loss.saturating_sub(1);
         Some((line, None))
     }
@@ -262,7 +329,7 @@ mod tests {
     fn a_stream_that_takes_nothing_holds_up_nobody_and_lines_are_dropped_and_counted() {
         let (queue, _reader) = blocked();
         for number in 0..LINES_MAX + 500 {
-            queue.push(Line::new(&format!("line {number}"), 4));
+            queue.push(Line::new(&format!("line {number}"), 4), false);
         }
         // The writer may hold one line.
         assert!((499..=500).contains(&queue.dropped()), "{}", queue.dropped());
@@ -273,7 +340,7 @@ mod tests {
     fn bytes_that_wait_are_bounded_and_so_is_a_line() {
         let (queue, _reader) = blocked();
         for _ in 0..BYTES_MAX / LINE_MAX + 10 {
-            queue.push(Line::new(&"\u{e9}".repeat(LINE_MAX), 4));
+            queue.push(Line::new(&"\u{e9}".repeat(LINE_MAX), 4), false);
         }
         let state = queue.state.lock();
         assert!(state.bytes <= BYTES_MAX && state.dropped > 0);
@@ -284,13 +351,13 @@ mod tests {
     fn another_stream_takes_what_the_blocked_one_did_not_and_says_how_much_was_lost() {
         let folder = tempfile::tempdir().unwrap();
         let (queue, _reader) = blocked();
-        (0..LINES_MAX + 100).for_each(|n| queue.push(Line::new(&format!("line {n}"), 4)));
+        (0..LINES_MAX + 100).for_each(|n| queue.push(Line::new(&format!("line {n}"), 4), false));
         let lost = queue.dropped();
         let (destination, path) = file(&folder);
         let output = destination.open().unwrap();
         queue.write_to(destination, output).unwrap();
         queue.flush(LONG);
-        queue.push(Line::new("after it", 4));
+        queue.push(Line::new("after it", 4), false);
         queue.flush(LONG);
         let text = std::fs::read_to_string(path).unwrap();
         let lines: Vec<&str> = text.lines().collect();
@@ -308,7 +375,7 @@ mod tests {
         let queue = Arc::new(Queue::default());
         let output = destination.open().unwrap();
         queue.write_to(destination, output).unwrap();
-        queue.push(Line::new("before", 4));
+        queue.push(Line::new("before", 4), false);
         queue.flush(LONG);
         let old = folder.path().join("log.1");
         std::fs::rename(&path, &old).unwrap();
@@ -318,7 +385,7 @@ mod tests {
             assert!(started.elapsed() < LONG);
             std::thread::yield_now();
         }
-        queue.push(Line::new("after", 4));
+        queue.push(Line::new("after", 4), false);
         queue.flush(LONG);
         assert!(std::fs::read_to_string(old).unwrap().ends_with("before\n"));
         assert!(std::fs::read_to_string(path).unwrap().ends_with("after\n"));
@@ -335,7 +402,7 @@ mod tests {
         let queue = Arc::new(Queue::default());
         queue.write_to(destination, output).unwrap();
         for _ in 0..3 {
-            queue.push(Line::new(&"x".repeat(LINE_MAX), 4));
+            queue.push(Line::new(&"x".repeat(LINE_MAX), 4), false);
             queue.reopen();
             let started = Instant::now();
             while queue.state.lock().reopening {
@@ -362,5 +429,33 @@ mod tests {
         assert!(note.text.starts_with("2 lines"), "{}", note.text);
         state.told = lost.unwrap();
         assert!(state.next().is_none());
+    }
+
+    #[test]
+    fn of_many_errors_of_requests_some_are_written_and_the_others_are_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let (destination, path) = file(&folder);
+        let queue = Arc::new(Queue::default());
+        let output = destination.open().unwrap();
+        queue.write_to(destination, output).unwrap();
+        (0..100).for_each(|n| queue.push(Line::new(&format!("request {n}"), 3), true));
+        queue.push(Line::new("another line", 4), false);
+        queue.flush(LONG);
+        let text = std::fs::read_to_string(path).unwrap();
+        assert_eq!(text.matches("request ").count(), REQUESTS_MAX as usize, "{text}");
+        assert!(text.contains("another line") && text.contains("80 more errors"), "{text}");
+        assert_eq!(queue.limited(), 80);
+    }
+
+    #[test]
+    fn errors_of_requests_are_written_again_after_a_while() {
+        let mut state = State::default();
+        let now = Instant::now();
+        let allowed = (0..100).filter(|_| state.may_log_request(now)).count();
+        assert_eq!(allowed, REQUESTS_MAX as usize);
+        assert_eq!(state.limit_ends(), Some(now + LIMIT_TIME));
+        assert!(state.may_log_request(now + LIMIT_TIME));
+        state.note_limited();
+        assert!(state.limit_ends().is_none());
     }
 }

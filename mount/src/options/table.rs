@@ -295,6 +295,15 @@ const TABLE: &[OptionRow] = &[
         &[("FILE", "where the daemon logs (default: the system log); SIGHUP opens it anew")],
     ),
     OptionRow::value(
+        "log-format",
+        |options, value| word(&mut options.log_format, value),
+        &[(
+            "auto|human|json|journal",
+            "form of log lines: fields for the journal where it is reached and text elsewhere \
+             (auto), text, a JSON object a line, or the journal and nothing else",
+        )],
+    ),
+    OptionRow::value(
         "passthrough",
         |options, value| word(&mut options.passthrough, value),
         &[("auto|never", "whether the kernel may serve whole files by itself")],

@@ -282,7 +282,10 @@ impl PoolShared {
             let root = due.place.as_os_str().is_empty();
             let path = shown_path(if root { Path::new(".") } else { &due.place });
             let seconds = timeout.as_secs_f64();
-            tracing::error!("{path}: the source has not answered within {seconds} seconds");
+            tracing::error!(
+                file = path,
+                "{path}: the source has not answered within {seconds} seconds"
+            );
         }
     }
 }

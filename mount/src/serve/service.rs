@@ -271,6 +271,7 @@ impl Service {
             "tail": tail,
             "assemble": self.assembler.as_ref().map(Assembler::status),
             "log_lines_dropped": log::dropped(),
+            "log_lines_limited": log::limited(),
             "open_files": open,
             "files": shown.collect::<Vec<_>>(),
         })

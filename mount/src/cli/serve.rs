@@ -2,7 +2,7 @@
 
 use super::args;
 use super::output::{Failure, Outcome, print_text};
-use crate::daemon::inherited;
+use crate::daemon::{background, inherited};
 use crate::log;
 use crate::node::config::{Config, ConfigError};
 use crate::node::supervisor::{Supervisor, take_signals};
@@ -24,6 +24,7 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     let signals = take_signals().map_err(failed)?;
     log::never_wait().map_err(failed)?;
     log::start(args.verbose.saturating_add(1));
+    background::log_in(config.service.log_format, false).map_err(Failure::Failed)?;
     Supervisor::new(&file, config, args.verbose).run(&signals).map_err(Failure::Failed)
 }
 

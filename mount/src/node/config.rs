@@ -1,25 +1,30 @@
 //! The config of `tensorfs serve`: a TOML file with one table per mount. Errors name the file, the
 //! line and the key.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::io::Read;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use nix::libc;
+use tensorfs::UnknownWord;
 use tensorfs::internal::error::{quoted, shown_path};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::options::Options;
+use crate::options::{LogFormat, Options};
 
 /// Longest config file, in bytes.
 const LEN_MAX: u64 = 4 << 20;
 
 /// Longest name of a mount.
 const NAME_MAX: usize = 64;
+
+/// Longest path of a socket, in bytes.
+const SOCKET_PATH_MAX: usize = 107;
 
 /// Default of `watchdog`.
 const WATCHDOG: Duration = Duration::from_secs(30);
@@ -33,9 +38,31 @@ pub(crate) struct Config {
     pub mounts: Vec<MountConfig>,
 }
 
+/// The place where metrics are served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum MetricsAddress {
+    /// A port of this machine.
+    Tcp(SocketAddr),
+    /// A socket file.
+    Unix(PathBuf),
+}
+
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            MetricsAddress::Tcp(address) => address.fmt(f),
+            MetricsAddress::Unix(path) => write!(f, "unix:{}", shown_path(path)),
+        }
+    }
+}
+
 /// Settings of the service: the table `[service]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ServiceConfig {
+    /// Where metrics are served, if they are.
+    pub metrics: Option<MetricsAddress>,
+    /// The form of log lines of the supervisor, and of workers whose mount gives none.
+    pub log_format: LogFormat,
     /// How long a worker may stay silent before it is replaced. `None`: for ever.
     pub watchdog: Option<Duration>,
 }
@@ -93,7 +120,11 @@ impl Config {
         root.check_keys(&["service", "defaults", "mount"])?;
         let service = match root.table("service")? {
             Some(section) => section.service()?,
-            None => ServiceConfig { watchdog: Some(WATCHDOG) },
+            None => ServiceConfig {
+                metrics: None,
+                log_format: LogFormat::Auto,
+                watchdog: Some(WATCHDOG),
+            },
         };
         let mut defaults = String::new();
         if let Some(section) = root.table("defaults")? {
@@ -314,8 +345,52 @@ impl<'a> Section<'a> {
 
     /// This table as `[service]`.
     fn service(&self) -> Result<ServiceConfig, String> {
-        self.check_keys(&["watchdog"])?;
-        Ok(ServiceConfig { watchdog: self.seconds("watchdog", WATCHDOG)? })
+        self.check_keys(&["watchdog", "metrics", "metrics-public", "log-format"])?;
+        let log_format = match self.string("log-format")? {
+            Some((word, span)) => word.parse().map_err(|known: UnknownWord| {
+                let message = format!("expected {known}, found {}", quoted(&word));
+                self.wrong("log-format", span, &message)
+            })?,
+            None => LogFormat::Auto,
+        };
+        Ok(ServiceConfig {
+            metrics: self.metrics()?,
+            log_format,
+            watchdog: self.seconds("watchdog", WATCHDOG)?,
+        })
+    }
+
+    /// The address of metrics. They show names of mounts, so a port for other machines must be
+    /// asked for by name.
+    fn metrics(&self) -> Result<Option<MetricsAddress>, String> {
+        let is_public = match self.value("metrics-public").map(|value| (value, value.get_ref())) {
+            None => false,
+            Some((_, DeValue::Boolean(is_public))) => *is_public,
+            Some((value, _)) => return Err(self.mistyped("metrics-public", value, "a boolean")),
+        };
+        let Some((text, span)) = self.string("metrics")? else { return Ok(None) };
+        let wrong = |message: &str| {
+            self.wrong("metrics", span.clone(), &format!("{}: {message}", quoted(&text)))
+        };
+        if let Some(path) = text.strip_prefix("unix:") {
+            let path = Path::new(path);
+            if path.is_relative() || path.as_os_str().len() > SOCKET_PATH_MAX {
+                let message =
+                    format!("expected an absolute path of at most {SOCKET_PATH_MAX} bytes");
+                return Err(wrong(&message));
+            }
+            return Ok(Some(MetricsAddress::Unix(path.to_owned())));
+        }
+        let numeric = text.replace("localhost:", "127.0.0.1:");
+        let address: SocketAddr = numeric.parse().map_err(|_| {
+            wrong("expected an address and a port as 127.0.0.1:9469, or unix:/run/tensorfs/metrics.sock")
+        })?;
+        if !address.ip().is_loopback() && !is_public {
+            return Err(wrong(
+                "other machines could reach it; add metrics-public = true to allow that",
+            ));
+        }
+        Ok(Some(MetricsAddress::Tcp(address)))
     }
 
     /// This table as `[[mount]]`.
@@ -438,6 +513,39 @@ mod tests {
         }
         assert!(refused("[[mount]\n").contains("/etc/c.toml:1: not TOML: "));
         assert!(refused("a = 1\na = 2").contains("/etc/c.toml:2: not TOML: "));
+    }
+
+    #[test]
+    fn metrics_are_for_this_machine_unless_the_config_says_otherwise() {
+        let metrics = |lines: &str| {
+            let config = parse(&format!("[service]\n{lines}"))?;
+            Ok::<_, String>(config.service.metrics.map(|address| address.to_string()))
+        };
+        assert_eq!(metrics(""), Ok(None));
+        for (line, shown) in [
+            ("metrics = '127.0.0.1:9469'", "127.0.0.1:9469"),
+            ("metrics = 'localhost:9469'", "127.0.0.1:9469"),
+            ("metrics = '[::1]:9469'", "[::1]:9469"),
+            ("metrics = 'unix:/run/m.sock'", "unix:/run/m.sock"),
+            ("metrics = '0.0.0.0:9469'\nmetrics-public = true", "0.0.0.0:9469"),
+        ] {
+            assert_eq!(metrics(line), Ok(Some(shown.to_owned())), "{line}");
+        }
+        for (line, part) in [
+            ("metrics = '0.0.0.0:9469'", "metrics-public = true"),
+            ("metrics = '[::]:9469'\nmetrics-public = false", "metrics-public = true"),
+            ("metrics = '9469'", "expected an address and a port"),
+            ("metrics = 'unix:m.sock'", "an absolute path"),
+            ("metrics = 9469", "expected a string"),
+            ("metrics-public = 1", "expected a boolean"),
+            ("log-format = 'xml'", "expected auto, human, json or journal"),
+        ] {
+            let error = parse(&format!("[service]\n{line}")).unwrap_err();
+            assert!(
+                error.starts_with("/etc/c.toml:2: service.") && error.contains(part),
+                "{error}"
+            );
+        }
     }
 
     #[test]

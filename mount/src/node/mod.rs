@@ -2,6 +2,7 @@
 
 mod channel;
 pub(crate) mod config;
+mod metrics;
 mod mounts;
 pub(crate) mod notifier;
 pub(crate) mod supervisor;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tensorfs::internal::error::shown_path;
 
 use super::config::MountConfig;
+use super::metrics::PostedMount;
 use super::worker_process::{End, WorkerProcess};
 
 /// Time before the second start after a failure. It doubles with each further one.
@@ -174,6 +175,18 @@ impl ServiceMount {
     }
 
     /// Its state in one word, and the reason if it fails.
+    /// Its facts for the metrics.
+    pub(super) fn posted(&self) -> PostedMount {
+        PostedMount {
+            name: self.config.name.clone(),
+            pid: self.worker().map(WorkerProcess::pid),
+            is_serving: self.is_serving(),
+            state: self.state().0,
+            failures: self.failures,
+        }
+    }
+
+    /// Its state in a word, and the reason of its last failure.
     pub(super) fn state(&self) -> (&'static str, Option<&str>) {
         match &self.phase {
             Phase::Serving(..) => ("serving", None),

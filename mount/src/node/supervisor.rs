@@ -8,6 +8,7 @@ use std::io::{self, PipeReader};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use tensorfs::internal::error::shown_path;
 use tensorfs::internal::source::mountinfo;
 
 use super::config::{Config, ConfigError, MountConfig};
+use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
 use super::notifier::Notifier;
 use super::worker_process::{WorkerProcess, start_umount};
@@ -73,6 +75,9 @@ pub(crate) struct Supervisor {
     helpers: Vec<Child>,
     reading: Option<Reading>,
     notifier: Notifier,
+    /// Facts for the metrics, and their server.
+    board: Arc<Board>,
+    exporter: Option<Exporter>,
     /// Why the last reload was refused.
     refusal: Option<String>,
     /// Ticks since the start, or the last reload.
@@ -107,6 +112,8 @@ impl Supervisor {
             helpers: Vec::new(),
             reading: None,
             notifier: Notifier::start(),
+            board: Arc::default(),
+            exporter: None,
             refusal: None,
             ticks: 0,
             is_ready: false,
@@ -121,6 +128,7 @@ impl Supervisor {
     /// If no mount of the config can be made at the start.
     pub(crate) fn run(mut self, signals: &SignalFd) -> Result<(), String> {
         self.remove_dead_mounts();
+        self.serve_metrics();
         let mut last_tick = Instant::now();
         loop {
             self.take_signals(signals);
@@ -138,6 +146,20 @@ impl Supervisor {
                 return Err(failure);
             }
             self.wait(signals, last_tick + TICK);
+        }
+    }
+
+    /// Serves metrics where the config says so. The mounts go on without it.
+    fn serve_metrics(&mut self) {
+        let wanted = self.config.service.metrics.as_ref();
+        if self.exporter.as_ref().map(|exporter| &exporter.address) == wanted {
+            return;
+        }
+        self.exporter = None;
+        let started = wanted.map(|address| Exporter::start(address, self.board.clone()));
+        match started.transpose() {
+            Ok(exporter) => self.exporter = exporter,
+            Err(e) => tracing::error!("{e}; there are no metrics until a reload"),
         }
     }
 
@@ -308,6 +330,7 @@ impl Supervisor {
         }
         (self.mounts, self.config, self.refusal) = (mounts, config, None);
         (self.is_ready, self.ticks) = (false, 0);
+        self.serve_metrics();
     }
 
     /// Counts a second: replaces silent workers, and kills those that do not end.
@@ -404,6 +427,8 @@ impl Supervisor {
     fn announce(&mut self) -> Option<String> {
         let are_decided = self.mounts.iter().all(|mount| mount.has_outcome);
         let serving = self.mounts.iter().filter(|mount| mount.is_serving()).count();
+        let posted = self.mounts.iter().map(ServiceMount::posted).collect();
+        self.board.post(posted, self.refusal.is_none());
         let status = self.status(serving);
         if self.notifier.status(status.clone()) {
             tracing::debug!("{status}");

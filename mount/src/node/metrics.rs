@@ -1,0 +1,175 @@
+//! Metrics and health of the service, by HTTP.
+//!
+//! The supervisor posts its facts on a board and never waits. A thread of the exporter takes them
+//! from there, and asks the control sockets of the workers, each for a bounded time. A worker that
+//! does not answer is told as such.
+
+mod http;
+mod page;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::unistd::geteuid;
+use serde_json::Value;
+use tensorfs::internal::sync::Mutex;
+
+use super::config::MetricsAddress;
+use crate::daemon::control::{self, Question, Reply};
+use http::{HttpReply, HttpServer};
+
+/// How long the workers have for their answers. Prometheus waits for ten seconds.
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// Workers that are asked at once.
+const ASKED_MAX: usize = 32;
+
+/// Age from which a page is made anew: many clients at once cost the workers one question.
+const PAGE_AGE: Duration = Duration::from_millis(500);
+
+/// Time without news of the supervisor after which the service is not healthy.
+const STALE: Duration = Duration::from_secs(30);
+
+/// The facts about a mount that the supervisor knows.
+#[derive(Clone, Debug)]
+pub(super) struct PostedMount {
+    pub name: String,
+    /// Process of its worker.
+    pub pid: Option<u32>,
+    pub is_serving: bool,
+    /// Its state in one word.
+    pub state: &'static str,
+    /// Number of failed starts since it served.
+    pub failures: u32,
+}
+
+/// The facts about the service that the supervisor knows.
+#[derive(Clone, Debug)]
+struct Posted {
+    at: Instant,
+    mounts: Vec<PostedMount>,
+    /// Whether the last config that was read is in force.
+    is_config_good: bool,
+}
+
+/// The place where the supervisor leaves its facts.
+pub(super) struct Board(Mutex<Posted>);
+
+impl Default for Board {
+    fn default() -> Board {
+        let posted = Posted { at: Instant::now(), mounts: Vec::new(), is_config_good: true };
+        Board(Mutex::new(posted))
+    }
+}
+
+impl Board {
+    /// Posts the present facts.
+    pub(super) fn post(&self, mounts: Vec<PostedMount>, is_config_good: bool) {
+        *self.0.lock() = Posted { at: Instant::now(), mounts, is_config_good };
+    }
+}
+
+/// The server of metrics; it ends when this is dropped.
+pub(super) struct Exporter {
+    pub address: MetricsAddress,
+    _server: HttpServer,
+}
+
+impl Exporter {
+    /// Starts to serve at `address`.
+    ///
+    /// # Errors
+    /// One line with the reason.
+    pub(super) fn start(address: &MetricsAddress, board: Arc<Board>) -> Result<Exporter, String> {
+        let pages = Pages { board, last: Mutex::default() };
+        let server = HttpServer::start(address, move |path| pages.answer(path));
+        let server = server.map_err(|e| format!("service.metrics: {address}: {e}"))?;
+        tracing::info!("metrics at {address}");
+        Ok(Exporter { address: address.clone(), _server: server })
+    }
+}
+
+struct Pages {
+    board: Arc<Board>,
+    /// The last page of metrics.
+    last: Mutex<Option<(Instant, Arc<str>)>>,
+}
+
+impl Pages {
+    fn answer(&self, path: &str) -> HttpReply {
+        match path {
+            "/metrics" => HttpReply::new(200, page::TYPE, &self.metrics()),
+            "/healthz" => self.health(),
+            "/readyz" => self.readiness(),
+            "/" => HttpReply::text(200, "tensorfs: /metrics, /healthz and /readyz\n"),
+            _ => HttpReply::text(404, "expected /metrics, /healthz or /readyz\n"),
+        }
+    }
+
+    fn health(&self) -> HttpReply {
+        let age = self.board.0.lock().at.elapsed();
+        if age < STALE {
+            return HttpReply::text(200, "ok\n");
+        }
+        HttpReply::text(503, &format!("the supervisor is stuck for {} s\n", age.as_secs()))
+    }
+
+    /// Whether all mounts serve. Reasons are left out: they name files of the sources.
+    fn readiness(&self) -> HttpReply {
+        let posted = self.board.0.lock().clone();
+        let missing = posted.mounts.iter().filter(|mount| !mount.is_serving);
+        let lines: String =
+            missing.map(|mount| format!("{}: {}\n", mount.name, mount.state)).collect();
+        match lines.as_str() {
+            "" if posted.at.elapsed() < STALE => HttpReply::text(200, "ok\n"),
+            "" => HttpReply::text(503, "the supervisor is stuck\n"),
+            lines => HttpReply::text(503, lines),
+        }
+    }
+
+    fn metrics(&self) -> Arc<str> {
+        // The lock makes clients that ask at once wait for one page.
+        let mut last = self.last.lock();
+        if let Some((made, page)) = &*last
+            && made.elapsed() < PAGE_AGE
+        {
+            return page.clone();
+        }
+        let posted = self.board.0.lock().clone();
+        let answers = ask_all(&posted.mounts);
+        let page: Arc<str> = page::write(&posted.mounts, &answers, posted.is_config_good).into();
+        *last = Some((Instant::now(), page.clone()));
+        page
+    }
+}
+
+/// The answers of all workers, in the order of `mounts`.
+fn ask_all(mounts: &[PostedMount]) -> Vec<Option<Value>> {
+    let owner = geteuid().as_raw();
+    let deadline = Instant::now() + LIMIT;
+    let sockets: Vec<PathBuf> =
+        control::sockets_of(owner).into_iter().map(|(_, path)| path).collect();
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let answers: Mutex<Vec<Option<Value>>> = Mutex::new(vec![None; mounts.len()]);
+    let work = || loop {
+        let index = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let Some(mount) = mounts.get(index) else { return };
+        let Some(pid) = mount.pid.filter(|_| Instant::now() < deadline) else { continue };
+        let ending = format!("-{pid}.sock");
+        let of_pid = |path: &&PathBuf| path.to_str().is_some_and(|path| path.ends_with(&ending));
+        let paths: Vec<PathBuf> = sockets.iter().filter(of_pid).cloned().collect();
+        let reply = control::ask(owner, &paths, Question::Status, deadline);
+        if let Reply::Status(_, status) = reply {
+            answers.lock()[index] = Some(status);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..mounts.len().min(ASKED_MAX) {
+            let thread = std::thread::Builder::new().name("scrape".to_owned());
+            // Without a thread the mounts that are left count as silent.
+            let _ = thread.spawn_scoped(scope, work);
+        }
+    });
+    answers.into_inner()
+}

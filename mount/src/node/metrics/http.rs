@@ -1,0 +1,290 @@
+//! A small HTTP server for pages of text. Clients are bounded in number, time and length of their
+//! requests: the oldest makes room for a new one.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, SigmaskHow};
+use tensorfs::internal::sync::Mutex;
+
+use crate::node::config::MetricsAddress;
+
+/// Most clients at once.
+const CLIENTS_MAX: usize = 16;
+
+/// How long a client may take for its request and to take the reply.
+const CLIENT_TIME: Duration = Duration::from_secs(10);
+
+/// Longest request, in bytes.
+const REQUEST_MAX: usize = 8 << 10;
+
+/// Time between two looks whether the server has to end.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// A reply.
+pub(super) struct HttpReply {
+    status: u16,
+    kind: &'static str,
+    body: String,
+}
+
+impl HttpReply {
+    pub(super) fn new(status: u16, kind: &'static str, body: &str) -> HttpReply {
+        HttpReply { status, kind, body: body.to_owned() }
+    }
+
+    pub(super) fn text(status: u16, body: &str) -> HttpReply {
+        HttpReply::new(status, "text/plain; charset=utf-8", body)
+    }
+
+    fn to_bytes(&self, with_body: bool) -> Vec<u8> {
+        let reason = match self.status {
+            200 => "OK",
+            400 => "Bad Request",
+            404 => "Not Found",
+            405 => "Method Not Allowed",
+            431 => "Request Header Fields Too Large",
+            _ => "Service Unavailable",
+        };
+        let mut text = format!(
+            "HTTP/1.1 {} {reason}\r\nContent-Type: {}\r\nContent-Length: {}\r\n\
+             Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n",
+            self.status,
+            self.kind,
+            self.body.len()
+        );
+        if with_body {
+            text.push_str(&self.body);
+        }
+        text.into_bytes()
+    }
+}
+
+/// A running server. It ends when this is dropped.
+pub(super) struct HttpServer {
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+    /// The socket, if it is a file.
+    file: Option<PathBuf>,
+}
+
+impl Drop for HttpServer {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        if let Some(file) = &self.file {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+enum HttpListener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+/// A connection. Reads and writes wait for a bounded time.
+enum HttpStream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+type Answer = Arc<dyn Fn(&str) -> HttpReply + Send + Sync>;
+
+impl HttpServer {
+    /// Serves the replies of `answer` to paths.
+    ///
+    /// # Errors
+    /// If the address cannot be used.
+    pub(super) fn start(
+        address: &MetricsAddress,
+        answer: impl Fn(&str) -> HttpReply + Send + Sync + 'static,
+    ) -> io::Result<HttpServer> {
+        let (listener, file) = match address {
+            MetricsAddress::Tcp(address) => (HttpListener::Tcp(TcpListener::bind(address)?), None),
+            MetricsAddress::Unix(path) => {
+                (HttpListener::Unix(bind_file(path)?), Some(path.clone()))
+            }
+        };
+        listener.set_nonblocking()?;
+        let ends = Arc::new(AtomicBool::new(false));
+        let (answer, ending): (Answer, _) = (Arc::new(answer), ends.clone());
+        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+        let thread = std::thread::Builder::new().name("metrics".to_owned());
+        let thread = thread.spawn(move || accept(&listener, &answer, &ending));
+        let _ = before.thread_set_mask();
+        Ok(HttpServer { ends, thread: Some(thread?), file })
+    }
+}
+
+/// Listens on a socket file. A socket that nobody listens on is replaced.
+fn bind_file(path: &Path) -> io::Result<UnixListener> {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    if is_socket
+        && let Err(e) = UnixStream::connect(path)
+        && e.kind() == io::ErrorKind::ConnectionRefused
+    {
+        std::fs::remove_file(path)?;
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))?;
+    Ok(listener)
+}
+
+fn accept(listener: &HttpListener, answer: &Answer, ends: &AtomicBool) {
+    let clients: Arc<Mutex<VecDeque<(u64, HttpStream)>>> = Arc::default();
+    let mut number = 0;
+    while !ends.load(Ordering::Relaxed) {
+        let mut polled = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+        let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::ZERO);
+        if poll(&mut polled, timeout).is_ok_and(|ready| ready == 0) {
+            continue;
+        }
+        let Ok((stream, kept)) = listener.accept().and_then(|s| s.twice()) else {
+            // Another error, such as too many open files, may last.
+            std::thread::sleep(Duration::from_millis(10));
+            continue;
+        };
+        number += 1;
+        let mut open = clients.lock();
+        if open.len() >= CLIENTS_MAX
+            && let Some((_, oldest)) = open.pop_front()
+        {
+            oldest.end();
+        }
+        open.push_back((number, kept));
+        drop(open);
+        let (answer, others, this) = (answer.clone(), clients.clone(), number);
+        let serve = move || {
+            let _ = serve(stream, &answer);
+            others.lock().retain(|(number, _)| *number != this);
+        };
+        let thread = std::thread::Builder::new().name("http".to_owned());
+        if thread.spawn(serve).is_err() {
+            clients.lock().retain(|(other, _)| *other != number);
+        }
+    }
+    clients.lock().iter().for_each(|(_, stream)| stream.end());
+}
+
+/// Answers one request.
+fn serve(mut stream: HttpStream, answer: &Answer) -> io::Result<()> {
+    let deadline = Instant::now() + CLIENT_TIME;
+    let mut request = Vec::new();
+    let mut piece = [0; 1024];
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        if request.len() > REQUEST_MAX {
+            let reply = HttpReply::text(431, "the request is too long\n");
+            return stream.send(&reply.to_bytes(true), deadline);
+        }
+        stream.set_timeout(deadline)?;
+        match stream.read(&mut piece)? {
+            0 => return Ok(()),
+            len => request.extend_from_slice(&piece[..len]),
+        }
+    }
+    let line = request.split(|&byte| byte == b'\r').next().unwrap_or_default();
+    let words: Vec<&str> = str::from_utf8(line).unwrap_or_default().split(' ').collect();
+    let (reply, with_body) = match words.as_slice() {
+        [method @ ("GET" | "HEAD"), target, version] if version.starts_with("HTTP/1.") => {
+            let path = target.split(['?', '#']).next().unwrap_or_default();
+            (answer(path), *method == "GET")
+        }
+        [_, _, version] if version.starts_with("HTTP/1.") => {
+            (HttpReply::text(405, "expected GET or HEAD\n"), true)
+        }
+        _ => (HttpReply::text(400, "expected a request of HTTP/1.1\n"), true),
+    };
+    stream.send(&reply.to_bytes(with_body), deadline)
+}
+
+impl HttpListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            HttpListener::Tcp(listener) => listener.as_fd(),
+            HttpListener::Unix(listener) => listener.as_fd(),
+        }
+    }
+
+    fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            HttpListener::Tcp(listener) => listener.set_nonblocking(true),
+            HttpListener::Unix(listener) => listener.set_nonblocking(true),
+        }
+    }
+
+    fn accept(&self) -> io::Result<HttpStream> {
+        Ok(match self {
+            HttpListener::Tcp(listener) => HttpStream::Tcp(listener.accept()?.0),
+            HttpListener::Unix(listener) => HttpStream::Unix(listener.accept()?.0),
+        })
+    }
+}
+
+impl HttpStream {
+    /// This stream, and another handle of it.
+    fn twice(self) -> io::Result<(HttpStream, HttpStream)> {
+        let other = match &self {
+            HttpStream::Tcp(stream) => HttpStream::Tcp(stream.try_clone()?),
+            HttpStream::Unix(stream) => HttpStream::Unix(stream.try_clone()?),
+        };
+        Ok((self, other))
+    }
+
+    /// Ends the connection; reads and writes of its other handle fail.
+    fn end(&self) {
+        let _ = match self {
+            HttpStream::Tcp(stream) => stream.shutdown(Shutdown::Both),
+            HttpStream::Unix(stream) => stream.shutdown(Shutdown::Both),
+        };
+    }
+
+    /// Makes the next read and write fail at `deadline`.
+    fn set_timeout(&self, deadline: Instant) -> io::Result<()> {
+        let rest = deadline.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        match self {
+            HttpStream::Tcp(stream) => {
+                stream.set_read_timeout(Some(rest))?;
+                stream.set_write_timeout(Some(rest))
+            }
+            HttpStream::Unix(stream) => {
+                stream.set_read_timeout(Some(rest))?;
+                stream.set_write_timeout(Some(rest))
+            }
+        }
+    }
+
+    fn read(&mut self, piece: &mut [u8]) -> io::Result<usize> {
+        match self {
+            HttpStream::Tcp(stream) => stream.read(piece),
+            HttpStream::Unix(stream) => stream.read(piece),
+        }
+    }
+
+    fn send(&mut self, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+        while !bytes.is_empty() {
+            self.set_timeout(deadline)?;
+            let sent = match self {
+                HttpStream::Tcp(stream) => stream.write(bytes)?,
+                HttpStream::Unix(stream) => stream.write(bytes)?,
+            };
+            bytes = &bytes[sent..];
+        }
+        Ok(())
+    }
+}

@@ -1,5 +1,6 @@
 //! Mount options (`-o`): those of tensorfs, and those that mount(8), systemd and SELinux add.
 
+mod access;
 mod table;
 
 use std::ffi::OsStr;
@@ -15,6 +16,7 @@ use tensorfs::internal::open_options::{Links, OpenOptions};
 use tensorfs::internal::view::Files;
 use tensorfs::words;
 
+pub(crate) use access::AccessRule;
 pub(crate) use table::{help, query_names};
 
 use table::OptionRow;
@@ -111,6 +113,8 @@ pub struct Options {
     pub umask: u32,
     /// Whether other users may access the mount.
     pub allow_other: bool,
+    /// Rules that give parts of the mount to users and groups; the first that matches counts.
+    pub(crate) access: Vec<AccessRule>,
     /// Device name in the mount table.
     pub fsname: Option<String>,
     /// File that the daemon logs to.
@@ -159,6 +163,7 @@ impl Default for Options {
             gid: None,
             umask: 0,
             allow_other: false,
+            access: Vec::new(),
             fsname: None,
             log: None,
             log_format: LogFormat::Auto,
@@ -245,6 +250,9 @@ impl Options {
         if original && options.open.view.format == OutputFormat::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
+        }
+        if !options.access.is_empty() && !options.allow_other {
+            return Err("option access= needs allow_other: it lets other users in".to_owned());
         }
         if options.log_format == LogFormat::Journal && options.log.is_some() {
             return Err("log-format=journal and log=FILE exclude each other".to_owned());

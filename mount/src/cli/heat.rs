@@ -34,6 +34,11 @@ fn heat_of(target: &Path) -> Result<Value, Failure> {
     let paths: Vec<_> = sockets.map(|(_, path)| path).collect();
     let why = match control::ask(owner, &paths, Question::Heat, Instant::now() + LIMIT) {
         Reply::Status(_, heat) if heat.get("files").is_some() => return Ok(heat),
+        Reply::Status(_, said)
+            if said.get("error").is_some_and(|e| e.to_string().contains("owner")) =>
+        {
+            "only the owner of a mount and root may ask"
+        }
         Reply::Status(..) => "its daemon does not count tensors; mount it again with this version",
         Reply::Silence(_) => "its daemon does not answer",
         Reply::Leftover => "its daemon is gone",

@@ -206,7 +206,12 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     let (user, owner) = (geteuid(), mount.owner.unwrap_or_default());
     let is_ours = owner == user.as_raw();
     if !is_ours && !user.is_root() {
-        return describe(mount, MountState::NotYours, 0, Value::Null);
+        // Its daemon may tell the names of models that this user may list.
+        let said = match control::ask(owner, sockets, Question::Status, deadline) {
+            Reply::Status(_, said) => said,
+            _ => Value::Null,
+        };
+        return describe(mount, MountState::NotYours, 0, said);
     }
     let state = match control::ask(owner, sockets, Question::Status, deadline) {
         Reply::Status(pid, said) => return describe(mount, MountState::Running, pid, said),
@@ -267,7 +272,11 @@ fn describe(mount: Mount, state: MountState, pid: i32, said: Value) -> Seen {
         Value::Object(said) => said,
         _ => Map::new(),
     };
-    facts.entry("source").or_insert_with(|| mount.source.clone().into());
+    if state == MountState::NotYours {
+        facts.insert("source".into(), Value::Null);
+    } else {
+        facts.entry("source").or_insert_with(|| mount.source.clone().into());
+    }
     facts.insert("target".into(), real_name(&mount.target).into());
     facts.insert("state".into(), state.key().into());
     facts.insert("owner".into(), json!(mount.owner));
@@ -303,6 +312,9 @@ fn block(seen: &Seen) -> String {
     let word = |key: &str| facts.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     line("state", state_text(seen));
     line("source", word("source"));
+    if let Some(models) = facts.get("models") {
+        line("models", compact(models));
+    }
     line("options", options_text(facts.get("options")));
     line("tail", tail_text(seen));
     line("requests", requests_text(facts.get("requests")));

@@ -33,6 +33,9 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most connections at once. One more ends the oldest, so that silent clients do not block others.
 const CLIENTS_MAX: usize = 16;
 
+/// Most connections of users who are neither root nor the owner.
+const OTHERS_MAX: usize = 8;
+
 /// Longest request, in bytes.
 const REQUEST_MAX: usize = 4096;
 
@@ -53,6 +56,37 @@ pub(crate) enum Question {
 
 words!(Question { Status = "status", Heat = "heat" });
 
+/// The user at the other end of a connection.
+#[derive(Clone, Debug)]
+pub(crate) struct ControlPeer {
+    pub uid: u32,
+    /// Primary and further groups.
+    pub gids: Vec<u32>,
+}
+
+impl ControlPeer {
+    fn of(stream: &UnixStream) -> nix::Result<ControlPeer> {
+        let peer = getsockopt(stream, PeerCredentials)?;
+        let mut gids = vec![peer.gid()];
+        // Further groups stand in /proc only, and count if the process is still that of the user.
+        let status = std::fs::read_to_string(format!("/proc/{}/status", peer.pid()));
+        let status = status.unwrap_or_default();
+        let numbers = |key: &str| -> Vec<u32> {
+            let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
+            line.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+        };
+        if numbers("Uid:").get(1) == Some(&peer.uid()) {
+            gids.extend(numbers("Groups:"));
+        }
+        Ok(ControlPeer { uid: peer.uid(), gids })
+    }
+
+    /// Whether it may know everything: root, and the user of this process.
+    pub(crate) fn is_trusted(&self) -> bool {
+        self.uid == 0 || self.uid == euid()
+    }
+}
+
 /// Facts about a mount: they name its socket and begin every reply.
 pub(crate) struct MountFacts {
     /// The mount point.
@@ -61,6 +95,8 @@ pub(crate) struct MountFacts {
     pub source: PathBuf,
     /// Minor number of its device.
     pub minor: u32,
+    /// Whether other users may ask.
+    pub is_public: bool,
 }
 
 /// The sockets of this process, for `exit`, which drops nothing.
@@ -91,17 +127,21 @@ pub(crate) fn exit() -> ! {
     std::process::exit(0)
 }
 
-/// Answers requests about `mount` with the result of `reply`, which must not block.
+/// Answers requests about `mount` with the result of `reply`, which must not block. Users that are
+/// not trusted reach it only if the mount is public, and `reply` must know what they may know.
 ///
 /// # Errors
 /// The reason why there is no socket.
 pub(crate) fn serve(
     mount: MountFacts,
-    reply: impl Fn(Question) -> Value + Send + Sync + 'static,
+    reply: impl Fn(Question, &ControlPeer) -> Value + Send + Sync + 'static,
 ) -> io::Result<Control> {
     let mut failure = io::ErrorKind::NotFound.into();
     for folder in folders(geteuid().as_raw()) {
-        match make_folder(&folder).and_then(|()| listen(&folder, mount.minor)) {
+        // Others can reach sockets of root only.
+        let is_public = mount.is_public && euid() == 0;
+        let made = make_folder(&folder, is_public);
+        match made.and_then(|()| listen(&folder, mount.minor, is_public)) {
             Ok((path, listener)) => return start(mount, reply, path, listener),
             Err(e) => failure = io::Error::new(e.kind(), format!("{}: {e}", shown_path(&folder))),
         }
@@ -127,32 +167,40 @@ fn folders(uid: u32) -> Vec<PathBuf> {
     folders
 }
 
-fn make_folder(folder: &Path) -> io::Result<()> {
+fn make_folder(folder: &Path, is_public: bool) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
-        _ => is_private(folder, geteuid().as_raw()),
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+        _ => is_private(folder, euid())?,
     }
+    if is_public {
+        // The names in it are numbers, and each socket has its own mode.
+        std::fs::set_permissions(folder, Permissions::from_mode(0o755))?;
+    }
+    Ok(())
 }
 
-/// Whether `folder` is a folder, not a link to one, where only user `uid` gets in.
+/// Whether `folder` is a folder, not a link to one, where only user `uid` gets in. Others may enter
+/// that of root, and change nothing.
 fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
     let meta = std::fs::symlink_metadata(folder)?;
     let problem = match () {
         () if !meta.is_dir() => "not a folder",
         () if meta.uid() != uid => "belongs to another user",
+        () if uid == 0 && meta.mode() & 0o022 == 0 => return Ok(()),
         () if meta.mode() & 0o077 != 0 => "open to other users; its mode should be 0700",
         () => return Ok(()),
     };
     Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
 }
 
-fn listen(folder: &Path, minor: u32) -> io::Result<(PathBuf, UnixListener)> {
+fn listen(folder: &Path, minor: u32, is_public: bool) -> io::Result<(PathBuf, UnixListener)> {
     sweep(folder);
     let path = folder.join(format!("{minor}-{}.sock", std::process::id()));
     // No other running mount has this device and this pid.
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path)?;
-    let ready = std::fs::set_permissions(&path, Permissions::from_mode(0o600))
+    let mode = if is_public { 0o666 } else { 0o600 };
+    let ready = std::fs::set_permissions(&path, Permissions::from_mode(mode))
         .and_then(|()| listener.set_nonblocking(true));
     if let Err(e) = ready {
         let _ = std::fs::remove_file(&path);
@@ -201,7 +249,7 @@ fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
 
 fn start(
     mount: MountFacts,
-    reply: impl Fn(Question) -> Value + Send + Sync + 'static,
+    reply: impl Fn(Question, &ControlPeer) -> Value + Send + Sync + 'static,
     path: PathBuf,
     listener: UnixListener,
 ) -> io::Result<Control> {
@@ -209,11 +257,12 @@ fn start(
     let control = Control { path, listener: Arc::new(listener) };
     let listener = control.listener.clone();
     let since = (SystemTime::now(), Instant::now());
-    let answer = move |request: &[u8]| {
+    let answer = move |request: &[u8], peer: &ControlPeer| {
         let request: Value = serde_json::from_slice(request).unwrap_or_default();
         let question = request.get("do").and_then(Value::as_str).unwrap_or_default();
         match question.parse() {
-            Ok(question) => with_facts(&mount, since, reply(question)),
+            Ok(question) if peer.is_trusted() => with_facts(&mount, since, reply(question, peer)),
+            Ok(question) => reply(question, peer),
             Err(UnknownWord(_)) => json!({ "error": "expected {\"do\":\"status\"}" }),
         }
     };
@@ -240,7 +289,7 @@ fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut reply: Value
 }
 
 /// Makes the reply to a request.
-type StatusSource = Box<dyn Fn(&[u8]) -> Value + Send>;
+type StatusSource = Box<dyn Fn(&[u8], &ControlPeer) -> Value + Send>;
 
 /// One thread for all clients. No client can make it wait.
 struct Server {
@@ -253,6 +302,7 @@ struct Server {
 /// A connection: the request as far as it has come, then the reply as far as it is not sent.
 struct Client {
     stream: UnixStream,
+    peer: ControlPeer,
     deadline: Instant,
     request: Vec<u8>,
     reply: Option<Vec<u8>>,
@@ -315,17 +365,21 @@ impl Server {
                 Err(e) if waits(&e) => return Ok(()),
                 Err(e) => return Err(e),
             };
-            let peer = getsockopt(&stream, PeerCredentials);
-            if !peer.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == euid()) {
-                continue;
-            }
+            // The mode of the socket decides who gets here.
+            let Ok(peer) = ControlPeer::of(&stream) else { continue };
             stream.set_nonblocking(true)?;
-            if self.clients.len() == CLIENTS_MAX {
+            // Other users take no room from the owner and from root.
+            let is_trusted = peer.is_trusted();
+            let most = if is_trusted { CLIENTS_MAX } else { OTHERS_MAX };
+            let mut alike = (0..self.clients.len())
+                .filter(|index| self.clients[*index].peer.is_trusted() == is_trusted);
+            let oldest = alike.next().filter(|_| alike.count() + 1 >= most);
+            if let Some(oldest) = oldest {
                 // It may have sent its request already: then it gets its reply first.
-                let _ = self.clients.remove(0).advance(&self.answer);
+                let _ = self.clients.remove(oldest).advance(&self.answer);
             }
             let deadline = Instant::now() + CLIENT_TIMEOUT;
-            self.clients.push(Client { stream, deadline, request: Vec::new(), reply: None });
+            self.clients.push(Client { stream, peer, deadline, request: Vec::new(), reply: None });
         }
     }
 }
@@ -349,7 +403,7 @@ impl Client {
                 return Ok(());
             }
             if is_whole {
-                self.reply = Some(format!("{}\n", answer(line)).into_bytes());
+                self.reply = Some(format!("{}\n", answer(line, &self.peer)).into_bytes());
             }
         }
         let reply = self.reply.get_or_insert_default();
@@ -472,9 +526,10 @@ mod tests {
     use super::*;
 
     fn serve_in(folder: &Path, minor: u32) -> Control {
-        let (path, listener) = listen(folder, minor).unwrap();
-        let facts = MountFacts { target: "/mnt/a".into(), source: "/data".into(), minor };
-        start(facts, |_| json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
+        let (path, listener) = listen(folder, minor, false).unwrap();
+        let (target, source) = ("/mnt/a".into(), "/data".into());
+        let facts = MountFacts { target, source, minor, is_public: false };
+        start(facts, |_, _| json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
     }
 
     fn ask_in(folder: &Path) -> Reply {
@@ -518,8 +573,8 @@ mod tests {
     #[test]
     fn clients_that_ask_at_once_are_all_answered() {
         let folder = tempfile::tempdir().unwrap();
-        let (path, listener) = listen(folder.path(), 51).unwrap();
-        let answer: StatusSource = Box::new(|_| json!(7));
+        let (path, listener) = listen(folder.path(), 51, false).unwrap();
+        let answer: StatusSource = Box::new(|_, _| json!(7));
         let mut server = Server { listener: Arc::new(listener), clients: Vec::new(), answer };
         let asking = (0..3 * CLIENTS_MAX).map(|_| {
             let mut stream = UnixStream::connect(&path).unwrap();
@@ -570,12 +625,12 @@ mod tests {
     fn a_folder_that_others_may_enter_or_a_link_to_one_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
-        make_folder(&path).unwrap();
-        make_folder(&path).unwrap();
+        make_folder(&path, false).unwrap();
+        make_folder(&path, false).unwrap();
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        assert!(make_folder(&link).unwrap_err().to_string().contains("not a folder"));
-        std::fs::set_permissions(&path, Permissions::from_mode(0o750)).unwrap();
-        assert!(make_folder(&path).unwrap_err().to_string().contains("0700"));
+        assert!(make_folder(&link, false).unwrap_err().to_string().contains("not a folder"));
+        std::fs::set_permissions(&path, Permissions::from_mode(0o770)).unwrap();
+        assert!(make_folder(&path, false).unwrap_err().to_string().contains("0700"));
     }
 }

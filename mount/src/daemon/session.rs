@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use fuser::{Config, INodeNo, Session, SessionACL};
 use nix::libc;
 use nix::unistd::{getegid, geteuid};
+use serde_json::json;
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::open_options::OpenOptions;
@@ -20,7 +21,7 @@ use tensorfs::internal::source::{mountinfo, resolve_mount};
 use tensorfs::internal::sync::Mutex;
 
 use super::attach::{self, Attached, Detach};
-use super::control::{self, Control, Question};
+use super::control::{self, Control, ControlPeer, Question};
 use super::ending::Ending;
 use super::place;
 use super::stalled::{probe_path, unless_stalled};
@@ -308,6 +309,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
         gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
         umask: options.umask,
+        access: options.access.clone(),
         passthrough: options.passthrough == Passthrough::Auto,
         is_root: !by_fusermount,
         max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
@@ -315,7 +317,9 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         source: nodes.tree().folder(0).path.clone(),
     };
     let (store_queue, store_worker) = page_cache_store::store_queue();
-    let fs = TensorFs::new(nodes.clone(), common, watcher.clone(), service.clone(), store_queue);
+    let common = Arc::new(common);
+    let fs =
+        TensorFs::new(nodes.clone(), common.clone(), watcher.clone(), service.clone(), store_queue);
     let connection = fd.try_clone().map_err(undo)?;
     let server = serve(fs, fd, &watcher, &service, store_worker).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
@@ -331,7 +335,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     }
     nodes.index_rest();
     running.control =
-        minor.and_then(|minor| control(&running.target, source, minor, &running.service, nodes));
+        minor.and_then(|minor| control(&running, minor, &common, nodes, options.allow_other));
     Ok(running)
 }
 
@@ -364,16 +368,29 @@ fn serve(
 
 /// The control socket. The mount works without it.
 fn control(
-    target: &Path,
-    source: PathBuf,
+    running: &Running,
     minor: u32,
-    service: &Arc<Service>,
+    common: &Arc<Common>,
     nodes: Arc<Nodes>,
+    is_public: bool,
 ) -> Option<Control> {
-    let facts = control::MountFacts { target: target.to_owned(), source, minor };
-    let service = service.clone();
-    let reply = move |question| match question {
+    let (target, source) = (running.target.clone(), nodes.tree().source.clone());
+    let facts = control::MountFacts { target, source, minor, is_public };
+    let (service, common) = (running.service.clone(), common.clone());
+    let reply = move |question, peer: &ControlPeer| match question {
+        // Others learn the names of the models that they may list.
+        Question::Status if !peer.is_trusted() => {
+            let models = common.models_of(&nodes.tree(), peer.uid, &peer.gids);
+            let name = |path: &PathBuf| match path.as_os_str().is_empty() {
+                true => ".".to_owned(),
+                false => real_name(path),
+            };
+            json!({ "models": models.iter().map(name).collect::<Vec<_>>() })
+        }
         Question::Status => service.status(nodes.index_status(), nodes.tails().status()),
+        Question::Heat if !peer.is_trusted() => {
+            json!({ "error": "only the owner of the mount and root may ask" })
+        }
         Question::Heat => service.heat.to_json(),
     };
     control::serve(facts, reply)

@@ -89,7 +89,7 @@ pub(crate) struct TensorFs(Arc<FsState>);
 /// State of the file system, shared by handlers and the threads that answer for them.
 struct FsState {
     nodes: Arc<Nodes>,
-    common: Common,
+    common: Arc<Common>,
     watcher: Arc<Watcher>,
     service: Arc<Service>,
     store_queue: StoreQueue,
@@ -107,7 +107,7 @@ impl TensorFs {
     /// A file system that shows `nodes`.
     pub(crate) fn new(
         nodes: Arc<Nodes>,
-        common: Common,
+        common: Arc<Common>,
         watcher: Arc<Watcher>,
         service: Arc<Service>,
         store_queue: StoreQueue,

@@ -1,7 +1,7 @@
 //! Attributes that all files of a mount share, and extended attributes that name the source of a
 //! file.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tensorfs::internal::checkpoint::{Content, Tree};
 use tensorfs::internal::source::XATTR_SOURCE;
@@ -9,6 +9,10 @@ use tensorfs::internal::source::XATTR_SOURCE;
 use super::access;
 use super::inodes::Nodes;
 use super::node::{Node, NodeKind};
+use crate::options::AccessRule;
+
+/// Most folders that another user is told of.
+const MODELS_MAX: usize = 10_000;
 
 /// Extended attribute with the version of a file's content.
 pub(crate) const XATTR_VERSION: &str = "user.tensorfs.version";
@@ -38,6 +42,8 @@ pub(crate) struct Common {
     pub gid: u32,
     /// Permission bits taken away.
     pub umask: u32,
+    /// Rules that give parts of the mount to users and groups.
+    pub access: Vec<AccessRule>,
     /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: bool,
     /// Whether it was mounted as root, which passthrough requires.
@@ -48,6 +54,47 @@ pub(crate) struct Common {
     pub view: serde_json::Value,
     /// The source.
     pub source: PathBuf,
+}
+
+/// Owner, group and permission bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Rights {
+    pub uid: u32,
+    pub gid: u32,
+    pub mode: u32,
+}
+
+impl Common {
+    /// The rights of the file or folder at `path` in the mount.
+    pub(crate) fn rights(&self, path: &Path, is_folder: bool) -> Rights {
+        // Nothing can be written.
+        let bits = if is_folder { 0o555 } else { 0o444 };
+        let rule = self.access.iter().find(|rule| rule.matches(path));
+        let mode = rule.and_then(|rule| rule.mode).unwrap_or(!self.umask);
+        Rights {
+            uid: rule.and_then(|rule| rule.owner).unwrap_or(self.uid),
+            gid: rule.and_then(|rule| rule.group).unwrap_or(self.gid),
+            mode: mode & bits,
+        }
+    }
+
+    /// The folders of checkpoints that a user of these groups may list.
+    pub(crate) fn models_of(&self, tree: &Tree, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
+        let may = |path: &Path, wanted: u32| {
+            let rights = self.rights(path, true);
+            let shift = match () {
+                () if rights.uid == uid => 6,
+                () if gids.contains(&rights.gid) => 3,
+                () => 0,
+            };
+            rights.mode >> shift & wanted == wanted
+        };
+        let heads = tree.families().into_iter().filter(|head| tree.contains(*head));
+        let folders = heads.map(|head| tree.folder(head).relative.clone());
+        let readable = folders
+            .filter(|path| may(path, 0o5) && path.ancestors().skip(1).all(|above| may(above, 0o1)));
+        readable.take(MODELS_MAX).collect()
+    }
 }
 
 /// The extended attributes of `node` that the caller may see.

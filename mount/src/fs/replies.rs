@@ -85,10 +85,11 @@ impl Fail for KnownAttr {
 
 /// The attributes of `node`.
 pub(super) fn attr_of(common: &Common, node: &Node) -> FileAttr {
-    let (kind, bits) = match node.kind {
-        NodeKind::Folder => (FileType::Directory, 0o555),
-        NodeKind::File { .. } => (FileType::RegularFile, 0o444),
+    let kind = match node.kind {
+        NodeKind::Folder => FileType::Directory,
+        NodeKind::File { .. } => FileType::RegularFile,
     };
+    let rights = common.rights(&node.path, kind == FileType::Directory);
     let mtime = node.mtime();
     FileAttr {
         ino: INodeNo(node.ino),
@@ -99,10 +100,10 @@ pub(super) fn attr_of(common: &Common, node: &Node) -> FileAttr {
         ctime: mtime,
         crtime: mtime,
         kind,
-        perm: (bits & !common.umask) as u16,
+        perm: rights.mode as u16,
         nlink: if kind == FileType::Directory { 2 } else { 1 },
-        uid: common.uid,
-        gid: common.gid,
+        uid: rights.uid,
+        gid: rights.gid,
         rdev: 0,
         blksize: 4096,
         flags: 0,

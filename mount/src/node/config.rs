@@ -15,7 +15,7 @@ use tensorfs::internal::error::{quoted, shown_path};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::options::{LogFormat, Options};
+use crate::options::{LogFormat, Options, escape};
 
 /// Longest config file, in bytes.
 const LEN_MAX: u64 = 4 << 20;
@@ -318,7 +318,8 @@ impl<'a> Section<'a> {
         };
         let section = |item: &'a Spanned<DeValue<'a>>| match item.get_ref() {
             DeValue::Table(table) => {
-                Ok(Section { document: self.document, name: key, table, span: item.span() })
+                let name = if key == "access" { "mount.access" } else { key };
+                Ok(Section { document: self.document, name, table, span: item.span() })
             }
             _ => Err(self.mistyped(key, item, &expected)),
         };
@@ -393,9 +394,24 @@ impl<'a> Section<'a> {
         Ok(Some(MetricsAddress::Tcp(address)))
     }
 
+    /// This table as `[[mount.access]]`, in the form of a mount option.
+    fn access(&self) -> Result<String, String> {
+        self.check_keys(&["path", "owner", "group", "mode"])?;
+        let (path, _) = self.required("path")?;
+        let mut rule = format!("access={path}");
+        for key in ["owner", "group", "mode"] {
+            let (value, span) = self.string(key)?.unwrap_or_default();
+            if value.contains(':') {
+                return Err(self.wrong(key, span, &format!("{}: has a colon", quoted(&value))));
+            }
+            rule = format!("{rule}:{value}");
+        }
+        Ok(escape(&rule))
+    }
+
     /// This table as `[[mount]]`.
     fn mount(&self, defaults: &str) -> Result<MountConfig, String> {
-        self.check_keys(&["name", "source", "target", "options"])?;
+        self.check_keys(&["name", "source", "target", "options", "access"])?;
         let (name, span) = self.required("name")?;
         let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
         if name.is_empty() || name.len() > NAME_MAX || !name.chars().all(is_plain) {
@@ -407,8 +423,15 @@ impl<'a> Section<'a> {
         }
         let (source, target) = (self.path("source")?, self.path("target")?);
         let (own, span) = self.string("options")?.unwrap_or((String::new(), self.span.clone()));
-        let options = Options::merge(defaults, &own);
+        // The mount table shows the device name to all users, so it is not the source.
+        let defaults = Options::merge(&format!("fsname={name}"), defaults);
+        let mut options = Options::merge(&defaults, &own);
         self.document.options(&options, span, "mount.options")?;
+        for section in self.tables("access")? {
+            let rule = section.access()?;
+            options = [options.as_str(), &rule].join(",");
+            self.document.options(&options, section.span.clone(), "mount.access")?;
+        }
         Ok(MountConfig { name, source, target, options })
     }
 }
@@ -513,6 +536,29 @@ mod tests {
         }
         assert!(refused("[[mount]\n").contains("/etc/c.toml:1: not TOML: "));
         assert!(refused("a = 1\na = 2").contains("/etc/c.toml:2: not TOML: "));
+    }
+
+    #[test]
+    fn rules_of_access_are_options_of_the_mount_and_checked_with_their_line() {
+        let rules = |lines: &str, options: &str| {
+            let text = format!("{ONE}options = '{options}'\n[[mount.access]]\n{lines}");
+            parse(&text).map(|config| config.mounts[0].options.clone())
+        };
+        let found = rules("path = 'a/**'\nowner = 'root'\nmode = '0750'", "allow_other").unwrap();
+        assert_eq!(found, "fsname=a,allow_other,access=a/**:root::0750");
+        assert!(rules("path = 'a,b'\nmode = '0700'", "allow_other").is_ok());
+        for (lines, options, part) in [
+            ("path = 'a'", "", "needs allow_other"),
+            ("mode = '0750'", "allow_other", "mount.access.path: the key is missing"),
+            ("path = '/a'", "allow_other", "a path in the mount"),
+            ("path = 'a'\nmode = 'rwx'", "allow_other", "octal"),
+            ("path = 'a'\nmode = 750", "allow_other", "expected a string"),
+            ("path = 'a'\ngruop = 'x'", "allow_other", "did you mean `group`?"),
+            ("path = 'a'\ngroup = 'no-such-group'", "allow_other", "a group that exists"),
+        ] {
+            let error = rules(lines, options).unwrap_err();
+            assert!(error.starts_with("/etc/c.toml:") && error.contains(part), "{error}");
+        }
     }
 
     #[test]

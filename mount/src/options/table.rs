@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
 use tensorfs::internal::words::UnknownWord;
 
+use super::access::AccessRule;
 use super::{CACHE_DEFAULT, IndexDir, Options, size};
 
 /// Largest cache: a larger value is a typing error.
@@ -278,6 +279,19 @@ const TABLE: &[OptionRow] = &[
         |options| options.allow_other = true,
         &[("", "let other users in")],
     ),
+    OptionRow::value(
+        "access",
+        |options, value| {
+            options.access.push(AccessRule::parse(value)?);
+            Ok(())
+        },
+        &[(
+            "GLOB:OWNER:GROUP:MODE",
+            "owner, group and octal mode of what GLOB matches in the mount, files without x; may be \
+             given more than once, the first that matches counts; needs allow_other",
+        )],
+    )
+    .repeats(),
     OptionRow::value(
         "fsname",
         |options, value| {

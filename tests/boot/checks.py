@@ -253,7 +253,7 @@ def automount_waits(guest):
 
 def automount_idles(guest):
     guest.wait("! grep -q ' /mnt/auto fuse.tensorfs ' /proc/self/mounts", 90, "the automount goes away")
-    guest.wait("! pgrep -f 'mnt/auto'", 30, "its daemon ends")
+    guest.wait("! pgrep -f '[m]nt/auto'", 30, "its daemon ends")
     guest.compare("/mnt/auto", "step-9000")
 
 
@@ -272,8 +272,13 @@ def killed(guest, target, model, unit):
     begin = time.monotonic()
     guest.run(f"kill -9 {pid}")
     note = ""
+    if target == AUTOMOUNT[0]:
+        # Nothing accesses it: systemd takes the idle mount off, and the next access mounts it again.
+        guest.wait(f"! grep -q ' {target} fuse.tensorfs ' /proc/self/mounts", 60, "the idle mount goes away")
+        note = ", after its idle time"
     try:
-        guest.wait(f"test \"$(timeout 5 head -c 8 {target}/model.safetensors | wc -c)\" = 8", 20, "a new open works")
+        seconds = 2 if unit.endswith(".mount") else 20
+        guest.wait(f"test \"$(timeout 5 head -c 8 {target}/model.safetensors | wc -c)\" = 8", seconds, "a new open works")
     except AssertionError:
         if not unit.endswith(".mount"):
             raise
@@ -332,7 +337,7 @@ def remove(guest, mounts):
         guest.compare(target, model)
     output = guest.run("DEBIAN_FRONTEND=noninteractive dpkg --remove tensorfs", 120)
     equal(guest.run("grep fuse.tensorfs /proc/self/mounts", whatever=True), "", f"mounts left: {output}")
-    guest.wait("! pgrep -x tensorfs", 20, "every daemon ends")
+    guest.wait("! pgrep -x '(mount.)?tensorfs'", 20, "every daemon ends")
     guest.run("test -e /etc/tensorfs/config.toml")
     guest.run("test ! -e /usr/bin/tensorfs")
     equal(guest.active("tensorfs.service"), "inactive", "tensorfs.service")
@@ -351,7 +356,7 @@ def purge(guest):
     output = guest.run("DEBIAN_FRONTEND=noninteractive dpkg --purge tensorfs", 120)
     equal(guest.run("grep fuse.tensorfs /proc/self/mounts", whatever=True), "", f"mounts left: {output}")
     note = guest.end_reader("last")
-    guest.wait("! pgrep -x tensorfs", 20, "the daemon ends after its last reader")
+    guest.wait("! pgrep -x '(mount.)?tensorfs'", 20, "the daemon ends after its last reader")
     left = guest.run(
         "find / -xdev -name '*tensorfs*' -not -path '/root/*' -not -path '/proc/*' -not -path '/var/log/journal/*'"
     )

@@ -19,6 +19,8 @@ MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)(?=[/\s]|$)")
 # Beginnings of lines that no test can run, each with the reason. A command that is not listed has to work.
 NOT_RUN = {
     "cargo ": "builds what is built already, or takes tools that not everybody has",
+    "kubectl ": "takes a cluster",
+    "kubernetes-validate ": "takes a package that the tests do not need",
     "lintian ": "checks a package that no test builds",
     "packaging/deb/build ": "takes cargo-deb",
     "git ": "changes this repository",

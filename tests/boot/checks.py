@@ -240,7 +240,7 @@ def configure(guest):
 def reboot(guest):
     seconds = guest.machine.reboot()
     equal(guest.run("systemctl --failed --no-legend --plain"), "", "failed units")
-    bad = guest.run("journalctl -b -1 -q --no-pager | grep -E 'Failed unmounting|Failed to unmount|timed out|SIGKILL'",
+    bad = guest.run("journalctl -b -1 -q --no-pager -t systemd -t systemd-shutdown | grep -E 'Failed unmounting|Failed to unmount|timed out|SIGKILL'",
                     whatever=True)
     equal(bad, "", "the journal of the shutdown")
     return f"down in {seconds:.1f} s, {guest.run('systemd-analyze time | head -1', whatever=True)}"
@@ -293,7 +293,6 @@ def killed(guest, target, model, unit):
 
 
 def upgrade(guest, mounts):
-    # Held open, so that its daemon does not end as idle.
     names = [(f"r{number}", *mount) for number, mount in enumerate(mounts)]
     for name, target, model, _ in names:
         guest.read(name, target, model)
@@ -301,11 +300,12 @@ def upgrade(guest, mounts):
     output = guest.run("DEBIAN_FRONTEND=noninteractive dpkg -i /root/debs/next.deb", 120)
     after = guest.run("dpkg-query -W -f '${Version}' tensorfs")
     equal(before == after, False, "the version is the old one")
-    notes = [f"{before} to {after}"]
-    for name, target, _, _ in names:
-        notes.append(f"{target} {guest.end_reader(name)}")
+    for name, *_ in names:
+        guest.goes_on(name)
     for _, _, unit in mounts:
         equal(guest.active(unit), "active", unit)
+    # An automount goes away once nobody reads.
+    notes = [f"{before} to {after}"] + [f"{target} {guest.end_reader(name)}" for name, target, _, _ in names]
     program = guest.run(f"readlink /proc/{guest.main_pid('tensorfs.service')}/exe")
     equal(program, "/usr/bin/tensorfs", f"the program of the service after the upgrade ({output})")
     return "\n         ".join(notes)
@@ -335,6 +335,8 @@ def power_cut(guest, mounts):
 def remove(guest, mounts):
     for target, model, _ in mounts:
         guest.compare(target, model)
+    # A name that the table of mounts escapes.
+    guest.run("mkdir -p '/srv/a b\\c' && tensorfs mount /data/checkpoints/step-9000 '/srv/a b\\c'")
     output = guest.run("DEBIAN_FRONTEND=noninteractive dpkg --remove tensorfs", 120)
     equal(guest.run("grep fuse.tensorfs /proc/self/mounts", whatever=True), "", f"mounts left: {output}")
     guest.wait("! pgrep -x '(mount.)?tensorfs'", 20, "every daemon ends")

@@ -180,11 +180,10 @@ impl Cache {
             ReadRequest { file: file.clone(), reader, range, since: Instant::now(), answer };
         let known = inner.state.lock().of(file).end_of_overlap(&request.range).is_some();
         let range = request.range.clone();
-        let request = if known { Some(request) } else { inner.answer_from_page_cache(request) };
-        if request.is_none() {
-            inner.watch_storm(file, range);
-        }
-        if let Some(waiting) = request.and_then(|request| inner.admit(request)) {
+        let left =
+            if known { Some((request, None)) } else { inner.answer_from_page_cache(request) };
+        let Some((request, plan)) = left else { return inner.watch_storm(file, range) };
+        if let Some(waiting) = inner.admit(request, plan) {
             inner.enqueue(waiting);
         }
     }
@@ -202,22 +201,27 @@ impl Drop for CacheInner {
 }
 
 impl CacheInner {
-    /// Answers a read whose bytes are in the kernel's page cache, else returns it.
-    fn answer_from_page_cache(&self, request: ReadRequest) -> Option<ReadRequest> {
+    /// Answers a read whose bytes are in the kernel's page cache. Otherwise returns it and the
+    /// reads of sources that it takes.
+    fn answer_from_page_cache(
+        &self,
+        request: ReadRequest,
+    ) -> Option<(ReadRequest, Option<BlockPlan>)> {
+        let mut plan = request.file.reader.plan_block(request.range.clone());
         BUFFER.with_borrow_mut(|buffer| {
             let len = (request.range.end - request.range.start) as usize;
             if buffer.len() < len {
                 buffer.resize(len, 0);
             }
             let bytes = &mut buffer[..len];
-            match request.file.reader.read_cached(&self.engine, request.range.start, bytes) {
+            match plan.read_cached(&self.engine, bytes) {
                 Ok(true) => {
                     self.counters.hits.add(1);
                     self.counters.bytes_from_page_cache.add(len as u64);
                     self.answer(request, Ok(bytes));
                     None
                 }
-                Ok(false) => Some(request),
+                Ok(false) => Some((request, Some(plan))),
                 Err(error) => {
                     self.answer(request, Err(&error));
                     None
@@ -239,11 +243,15 @@ impl CacheInner {
     }
 
     /// Answers a read, or lets it wait for blocks that are being read. Returns the read if it has
-    /// to wait in the queue.
-    fn admit(self: &Arc<Self>, request: ReadRequest) -> Option<QueuedRead> {
+    /// to wait in the queue. `plan` are its reads of sources, if they are known.
+    fn admit(
+        self: &Arc<Self>,
+        request: ReadRequest,
+        plan: Option<BlockPlan>,
+    ) -> Option<QueuedRead> {
         let (file, reader, range) = (request.file.clone(), request.reader, request.range.clone());
         self.drop_outdated(&file, &range);
-        let (mut state, covers, plans) = self.plan(&file, &range);
+        let (mut state, covers, plans) = self.plan(&file, &range, plan);
         let mut holes = Vec::new();
         for (start, plan) in plans {
             let need = plan.memory();
@@ -296,13 +304,16 @@ impl CacheInner {
     }
 
     /// Returns the blocks and holes that cover `range`, and for each hole, by its start, the reads
-    /// that fill it. The reads are planned without the lock, until nothing has changed meanwhile.
+    /// that fill it: `known` ones of the whole range, or new ones. They are planned without the lock,
+    /// until nothing has changed meanwhile.
     fn plan(
         &self,
         file: &CachedFile,
         range: &Range<u64>,
+        known: Option<BlockPlan>,
     ) -> (MutexGuard<'_, State>, Vec<Cover>, Vec<(u64, BlockPlan)>) {
-        let (mut planned, mut plans) = (Vec::new(), Vec::new());
+        let mut planned = Vec::from_iter(known.is_some().then(|| range.clone()));
+        let mut plans = Vec::from_iter(known.map(|plan| (range.start, plan)));
         loop {
             let mut state = self.state.lock();
             let covers = state.of(file).covers(range);
@@ -419,7 +430,7 @@ impl CacheInner {
             plan.sources().map(|(source, len)| (source.clone(), len)).collect();
         let (this, of) = (self.clone(), file.clone());
         let done = Box::new(move |outcome| this.loaded(&of, start, outcome, charges));
-        let tickets = file.reader.fetch_block(&self.engine, plan, priority, reservation, done);
+        let tickets = plan.fetch(&self.engine, priority, reservation, done);
         if matches!(priority, Priority::Prefetch) {
             let mut state = self.state.lock();
             let block = state.files.get_mut(&file.id).and_then(|f| f.blocks.get_mut(&start));
@@ -571,7 +582,7 @@ impl CacheInner {
         let mut index = 0;
         while self.budget.used() < self.budget.limit() {
             let Some(request) = self.state.lock().queue.take(index) else { return };
-            match self.admit(request) {
+            match self.admit(request, None) {
                 None => self.counters.reads_queued_now.sub(1),
                 // A read of another source may fit.
                 Some(waiting) => {

@@ -8,6 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
@@ -67,7 +68,7 @@ struct PlacedPiece {
     /// Largest end of this piece and the earlier pieces of its tensor, to find pieces by range.
     reach: u64,
     /// `None` if all bytes of the tensor are one run.
-    runs: Option<Box<StridedCopy>>,
+    runs: Option<Arc<StridedCopy>>,
 }
 
 /// Some bytes of a virtual file and their source.
@@ -98,7 +99,7 @@ pub enum Extent<'a> {
         /// The bytes of the shard.
         range: Range<u64>,
         /// The runs of the piece in the tensor.
-        runs: &'a StridedCopy,
+        runs: &'a Arc<StridedCopy>,
         /// The part of the runs.
         part: RunRange,
     },
@@ -348,7 +349,7 @@ fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault
                 tensor.dtype.bits(),
             )?;
             let reach = runs.target_span().end;
-            (Some(Box::new(runs)), reach)
+            (Some(Arc::new(runs)), reach)
         };
         placed.push(PlacedPiece { shard: piece.shard, source: piece.range.start, reach, runs });
     }

@@ -141,7 +141,15 @@ fn the_engine_reads_the_same_bytes(kind: &impl StoreKind) {
     let target = budget.try_reserve(Buffer::len_for(&range)).unwrap().into();
     let done = Box::new(move |result| drop(sender.send(result)));
     let (priority, effort) = (Priority::Demand, Effort::Short);
-    engine.submit(Fetch { source, range: range.clone(), priority, effort, target, done });
+    engine.submit(Fetch {
+        source,
+        range: range.clone(),
+        cached: None,
+        priority,
+        effort,
+        target,
+        done,
+    });
     let read = receiver.recv().unwrap().unwrap();
     assert!(*read == all[1000..299_000]);
 }

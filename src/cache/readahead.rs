@@ -101,8 +101,8 @@ impl CacheInner {
     ) -> Result<(), Refused> {
         let mut offset = range.start;
         while offset < range.end {
-            let end = (offset + file.reader.block_len(offset)).min(range.end);
-            let plan = file.reader.plan_block(offset..end);
+            let mut plan = file.reader.plan_first_block(offset..range.end);
+            let end = offset + plan.len();
             // The read itself copies these bytes from the page cache, with one copy less.
             if plan.is_cached(&self.engine) {
                 offset = end;

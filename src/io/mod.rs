@@ -29,7 +29,7 @@ pub use limiter::{PerSourceLimiter, SourceKey};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::FreeList;
 pub use memory::{Budget, Buffer, LoadedBytes, ReadBuffer, ReadTarget, Region, Reservation};
-pub use page_cache::{cached_pages, probe_cachestat};
+pub use page_cache::{CachedPages, cached_pages, probe_cachestat};
 #[cfg(test)]
 pub(crate) use uring::tests::refuse;
 
@@ -160,6 +160,9 @@ pub struct Fetch {
     pub source: Arc<Source>,
     /// The range of the bytes; not empty.
     pub range: Range<u64>,
+    /// How much of them the page cache held when the caller asked, which decides whether they are
+    /// read past it. `None` if the caller did not ask.
+    pub cached: Option<CachedPages>,
     /// The urgency.
     pub priority: Priority,
     /// Cost of `done`.
@@ -250,24 +253,32 @@ impl Engine {
     /// # Errors
     /// `Error::Changed` if a source has changed.
     pub fn read_cached(&self, reads: &mut [Read<'_>]) -> Result<bool> {
-        if self.0.settings.direct == DirectIo::Always {
-            return Ok(false);
-        }
-        let mut files = Vec::with_capacity(reads.len());
+        // All ranges are checked before the first is copied, because RWF_NOWAIT itself starts
+        // readahead.
         for read in reads.iter() {
             read.source.check_known()?;
             let range = read.offset..read.offset + read.target.len() as u64;
-            // All ranges are checked before the first is copied, because RWF_NOWAIT itself starts
-            // readahead.
-            match open_if_cached(read.source, &range) {
-                Some(file) => files.push(file),
-                None => return Ok(false),
-            }
-        }
-        for (read, file) in reads.iter_mut().zip(&files) {
-            if !page_cache::copy_cached(file, read.offset, read.target) {
+            if !self.is_cached(read.source, &range) {
                 return Ok(false);
             }
+        }
+        self.copy_reads(reads)
+    }
+
+    /// Carries out reads whose bytes the kernel's page cache was found to hold, like `read_cached`.
+    ///
+    /// # Errors
+    /// `Error::Changed` if a source has changed.
+    pub(crate) fn copy_reads(&self, reads: &mut [Read<'_>]) -> Result<bool> {
+        let mut files = Vec::with_capacity(reads.len());
+        for Read { source, offset, target } in reads.iter_mut() {
+            source.check_known()?;
+            let Source::Local(local) = &***source;
+            let Some(file) = local.open_file() else { return Ok(false) };
+            if !page_cache::copy_cached(&file, *offset, target) {
+                return Ok(false);
+            }
+            files.push(file);
         }
         let mut last: Option<&Arc<Source>> = None;
         for (read, file) in reads.iter().zip(&files) {
@@ -293,21 +304,33 @@ impl Engine {
         range: &Range<u64>,
         copy: impl FnOnce(&dyn Fn(u64, &mut [u8]) -> bool) -> bool,
     ) -> Result<bool> {
-        if self.0.settings.direct == DirectIo::Always {
-            return Ok(false);
-        }
         source.check_known()?;
-        let Some(file) = open_if_cached(source, range) else { return Ok(false) };
+        let Source::Local(local) = &**source;
+        let file = if self.is_cached(source, range) { local.open_file() } else { None };
+        let Some(file) = file else { return Ok(false) };
         if !copy(&|offset, target| page_cache::copy_cached(&file, offset, target)) {
             return Ok(false);
         }
-        let Source::Local(local) = &**source;
         local.check_open(&file).map(|()| true)
     }
 
     /// Whether the kernel reports that its page cache holds all of `range`. Never waits.
     pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
-        self.0.settings.direct != DirectIo::Always && open_if_cached(source, range).is_some()
+        self.cached_pages(source, range).is_some_and(CachedPages::is_all)
+    }
+
+    /// How much of `range` the kernel's page cache holds. `None` if the kernel does not tell, and
+    /// where reads do not depend on it. Never waits.
+    pub(crate) fn cached_pages(
+        &self,
+        source: &Arc<Source>,
+        range: &Range<u64>,
+    ) -> Option<CachedPages> {
+        if self.0.settings.direct == DirectIo::Always || source.may_block() {
+            return None;
+        }
+        let Source::Local(local) = &**source;
+        page_cache::cached_pages(&*local.open_file()?, range)
     }
 
     /// Queues a fetch. Never waits for a source. `done` is called exactly once, also if the engine
@@ -361,12 +384,4 @@ impl Engine {
 /// The kernel's error if io_uring cannot be used.
 pub fn probe_uring() -> std::io::Result<()> {
     uring::probe()
-}
-
-/// The open file of `source`, if the source is local and the page cache holds all of `range`.
-fn open_if_cached(source: &Arc<Source>, range: &Range<u64>) -> Option<Arc<std::fs::File>> {
-    let Source::Local(local) = &**source;
-    let file = if source.may_block() { None } else { local.open_file() }?;
-    let (cached, pages) = page_cache::cached_pages(&file, range)?;
-    (cached >= pages).then_some(file)
 }

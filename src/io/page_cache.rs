@@ -47,14 +47,39 @@ fn page_len() -> u64 {
 /// Set once the kernel has refused cachestat(2) as unknown.
 static NO_CACHESTAT: AtomicBool = AtomicBool::new(false);
 
-/// Number of pages of `range` in the page cache, and number of pages of `range`. `None` if the
-/// kernel does not tell, as for files that the caller neither owns nor may write.
-pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
+/// One of this many parts of a range may be absent from the page cache, and most of the range still
+/// counts as cached.
+const CACHED_PARTS: u64 = 8;
+
+/// How much of a range the page cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedPages {
+    /// Number of pages that it holds.
+    pub cached: u64,
+    /// Number of pages of the range.
+    pub all: u64,
+}
+
+impl CachedPages {
+    /// Whether it holds the whole range.
+    pub fn is_all(self) -> bool {
+        self.cached >= self.all
+    }
+
+    /// Whether it holds so much of the range that a read past it is not worth it.
+    pub(super) fn is_most(self) -> bool {
+        self.all.saturating_sub(self.cached) * CACHED_PARTS <= self.all
+    }
+}
+
+/// How much of `range` the page cache holds. `None` if the kernel does not tell, as for files that
+/// the caller neither owns nor may write.
+pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
     let page = page_len();
     let around = pages_around(range);
     if around.is_empty() {
         // For cachestat(2) a length of zero means up to the end of the file.
-        return Some((0, 0));
+        return Some(CachedPages { cached: 0, all: 0 });
     }
     let pages = around.start / page..around.end.div_ceil(page);
     let cached = if NO_CACHESTAT.load(Ordering::Relaxed) {
@@ -62,7 +87,7 @@ pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<(u64, u64)> {
     } else {
         cachestat_pages(file, &around).or_else(|| mincore_pages(file, &pages))
     };
-    cached.map(|cached| (cached, pages.end - pages.start))
+    cached.map(|cached| CachedPages { cached, all: pages.end - pages.start })
 }
 
 /// The number that cachestat(2) reports.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::limiter::{PerSourceLimiter, SourceKey};
 use super::memory::{ReadTarget, ReservedBytes};
-use super::{Effort, Fetch, FetchCallback, Priority};
+use super::{CachedPages, Effort, Fetch, FetchCallback, Priority};
 use crate::source::Source;
 
 /// Most reads of a device that the kernel has at a time, overdue ones included.
@@ -31,6 +31,7 @@ pub(super) struct ReadJob {
     pub(super) source: Arc<Source>,
     pub(super) range: Range<u64>,
     pub(super) target: ReadTarget,
+    pub(super) cached: Option<CachedPages>,
 }
 
 /// A fetch that is answered with an error.
@@ -49,6 +50,7 @@ struct Flight {
     since: Instant,
     /// Cost of the answer, as far as is known: it may grow once a reader waits.
     effort: Effort,
+    cached: Option<CachedPages>,
     stage: FlightStage,
     /// `None` if the fetch was answered before its read came back.
     done: Option<FetchCallback>,
@@ -98,7 +100,7 @@ impl Default for FetchQueue {
 impl FetchQueue {
     /// Queues a fetch and returns its number.
     pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
-        let Fetch { source, range, priority, effort, target, done } = fetch;
+        let Fetch { source, range, cached, priority, effort, target, done } = fetch;
         let effort = if priority == Priority::Demand { effort.awaited() } else { effort };
         let id = self.next_id;
         self.next_id += 1;
@@ -106,7 +108,8 @@ impl FetchQueue {
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
-        self.flights.insert(id, Flight { source, range, since: now, effort, stage, done });
+        let flight = Flight { source, range, since: now, effort, cached, stage, done };
+        self.flights.insert(id, flight);
         self.refresh(key);
         id
     }
@@ -144,7 +147,7 @@ impl FetchQueue {
         }
         let id = *self.ready.iter().find_map(|ready| ready.first())?;
         let flight = self.flights.get_mut(&id)?;
-        let (source, range) = (flight.source.clone(), flight.range.clone());
+        let (source, range, cached) = (flight.source.clone(), flight.range.clone(), flight.cached);
         let (key, priority) = match &flight.stage {
             FlightStage::Queued(priority, _) => (SourceKey::of(&source), *priority),
             FlightStage::Sent(_) => return None,
@@ -163,7 +166,7 @@ impl FetchQueue {
             return None;
         };
         self.refresh(key);
-        Some(ReadJob { id, source, range, target })
+        Some(ReadJob { id, source, range, target, cached })
     }
 
     /// Whether the answer to a fetch has `Effort::Long`.

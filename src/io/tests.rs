@@ -86,7 +86,7 @@ fn fetch(
     let done: FetchCallback = Box::new(move |result| drop(sender.send(result)));
     let (source, effort) = (source.clone(), Effort::AsAwaited);
     let target = reservation.into();
-    (Fetch { source, range, priority, effort, target, done }, receiver)
+    (Fetch { source, range, cached: None, priority, effort, target, done }, receiver)
 }
 
 fn get(engine: &Engine, source: &Arc<Source>, range: Range<u64>) -> Result<ReadBuffer> {
@@ -167,7 +167,9 @@ fn cold_bytes_are_read_past_the_page_cache_and_leave_it_cold() {
     make_cold(&path);
     let (engine, counters) = engine(Backend::Auto, DirectIo::Auto);
     let range = 0..contents.len() as u64;
-    if page_cache::cached_pages(&File::open(&path).unwrap(), &range).is_none_or(|(n, _)| n > 0) {
+    if page_cache::cached_pages(&File::open(&path).unwrap(), &range)
+        .is_none_or(|found| found.cached > 0)
+    {
         eprintln!("skipped: the kernel keeps or does not tell what it caches");
         return;
     }
@@ -180,8 +182,31 @@ fn cold_bytes_are_read_past_the_page_cache_and_leave_it_cold() {
     assert!(counters.source_reads_direct.get() > 0);
     assert_eq!(
         page_cache::cached_pages(&source.local().unwrap().file().unwrap(), &range),
-        Some((0, 1024))
+        Some(CachedPages { cached: 0, all: 1024 })
     );
+}
+
+#[test]
+fn a_read_goes_by_what_its_caller_was_told_of_the_page_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    let contents = bytes(1 << 20, 5);
+    let (_, source) = file(&folder, "a", &contents);
+    let (engine, counters) = engine(Backend::Auto, DirectIo::Auto);
+    let open = source.local().unwrap().file().unwrap();
+    if source.local().unwrap().direct_file(&open).is_none() {
+        eprintln!("skipped: no O_DIRECT here");
+        return;
+    }
+    // The file was just written, so the page cache holds it, whatever the caller says.
+    for (cached, direct) in [(0, 1), (256, 0), (230, 0), (200, 1)] {
+        let before = counters.source_reads_direct.get();
+        let range = 0..contents.len() as u64;
+        let (fetch, receiver) = fetch(&source, range, Priority::Demand, &budget(64 << 20));
+        let cached = Some(CachedPages { cached, all: 256 });
+        engine.submit(Fetch { cached, ..fetch });
+        assert_eq!(*receiver.recv_timeout(PATIENCE).unwrap().unwrap(), *contents);
+        assert_eq!(counters.source_reads_direct.get() - before, direct, "{cached:?}");
+    }
 }
 
 #[test]
@@ -212,7 +237,7 @@ fn cached_bytes_are_copied_at_once_and_cold_ones_are_neither_read_nor_waited_for
     let mut reads = [Read { source: &source, offset: 0, target: &mut b }];
     assert!(!engine.read_cached(&mut reads).unwrap());
     let file = source.local().unwrap().file().unwrap();
-    assert_eq!(page_cache::cached_pages(&file, &range).unwrap().0, 0, "readahead was started");
+    assert_eq!(page_cache::cached_pages(&file, &range).unwrap().cached, 0, "readahead was started");
 }
 
 #[test]
@@ -270,7 +295,15 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
             let source = sources[n % sources.len()].clone();
             let target = reservation.expect("just got").into();
             let effort = Effort::AsAwaited;
-            let ticket = engine.submit(Fetch { source, range, priority, effort, target, done });
+            let ticket = engine.submit(Fetch {
+                source,
+                range,
+                cached: None,
+                priority,
+                effort,
+                target,
+                done,
+            });
             if n % 7 == 0 {
                 engine.promote(&ticket);
             }

@@ -11,13 +11,9 @@ use nix::libc;
 
 use super::memory::{ALIGN, Buffer, ReadBuffer, pages_around};
 use super::queue::ReadJob;
-use super::{DirectIo, page_cache};
+use super::{CachedPages, DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
 use crate::source::Source;
-
-/// One of this many parts of a range may be absent from the page cache, and it is still read
-/// through the cache.
-const CACHED_PARTS: u64 = 8;
 
 /// Most EAGAIN results that are retried, and the pause after each but the first.
 const AGAIN_MAX: u32 = 100;
@@ -55,7 +51,7 @@ pub(super) enum Next {
 impl Transfer {
     /// Opens what is needed and decides how to read. May wait for the file system.
     pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
-        let ReadJob { source, range, target, .. } = job;
+        let ReadJob { source, range, target, cached, .. } = job;
         source.check_known()?;
         let Source::Local(local) = &*source;
         let file = local.file()?;
@@ -63,7 +59,10 @@ impl Transfer {
             DirectIo::Never => false,
             DirectIo::Always => true,
             DirectIo::Auto if source.may_block() => false,
-            DirectIo::Auto => !is_mostly_cached(&file, &range),
+            DirectIo::Auto => {
+                let cached = cached.or_else(|| page_cache::cached_pages(&file, &range));
+                !cached.is_some_and(CachedPages::is_most)
+            }
         };
         let direct = if past_cache { local.direct_file(&file) } else { None };
         let refused = past_cache && direct.is_none();
@@ -156,9 +155,4 @@ impl Transfer {
         filled.began = self.began;
         Ok(filled)
     }
-}
-
-fn is_mostly_cached(file: &File, range: &Range<u64>) -> bool {
-    let cached = page_cache::cached_pages(file, range);
-    cached.is_some_and(|(cached, of)| of.saturating_sub(cached) * CACHED_PARTS <= of)
 }

@@ -321,7 +321,7 @@ impl Load<'_> {
         };
         let range = chunk.range.clone();
         let (priority, effort) = (Priority::Demand, Effort::Short);
-        self.engine.submit(Fetch { source, range, priority, effort, target, done });
+        self.engine.submit(Fetch { source, range, cached: None, priority, effort, target, done });
     }
 }
 

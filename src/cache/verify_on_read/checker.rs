@@ -143,7 +143,15 @@ impl CheckerInner {
             let done = move |outcome| this.step_done(&job, &step, (&of, begun), outcome);
             let target = reservation.into();
             let (priority, effort, done) = (Priority::Demand, Effort::Long, Box::new(done));
-            self.engine.submit(Fetch { source, range, priority, effort, target, done });
+            self.engine.submit(Fetch {
+                source,
+                range,
+                cached: None,
+                priority,
+                effort,
+                target,
+                done,
+            });
         }
     }
 

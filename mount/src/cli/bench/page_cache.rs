@@ -78,8 +78,8 @@ pub(super) fn cached_part(files: &[PathBuf]) -> Option<f64> {
     let (mut cached, mut all) = (0, 0);
     for path in files {
         let file = File::open(path).ok()?;
-        let (found, pages) = cached_pages(&file, &(0..file.metadata().ok()?.len()))?;
-        (cached, all) = (cached + found, all + pages);
+        let found = cached_pages(&file, &(0..file.metadata().ok()?.len()))?;
+        (cached, all) = (cached + found.cached, all + found.all);
     }
     Some(cached as f64 / all.max(1) as f64)
 }

@@ -1,0 +1,275 @@
+//! The reads that a stretch of a virtual file takes: planned once, and then carried out from the
+//! kernel's page cache, on the calling thread, or by the engine.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::block::{Block, BlockAssembly, BlockPlace, BlockUse, Done};
+use crate::coalesce::coalesce;
+use crate::error::Result;
+use crate::io::{
+    Buffer, CachedPages, Effort, Engine, Fetch, Priority, Read, ReadBuffer, Reservation, Ticket,
+};
+use crate::layout::{Extent, Layout};
+use crate::source::Source;
+
+/// Most bytes of a source between two wanted ranges that are read rather than skipped.
+const GAP_MAX: u64 = 64 << 10;
+
+/// Longest read that wanted ranges are merged into.
+const MERGED_LEN_MAX: u64 = 8 << 20;
+
+/// Usual length of a block.
+pub(super) const BLOCK_LEN: u64 = 1 << 20;
+
+/// Longest block, if many shards have a part in it.
+const BLOCK_LEN_MAX: u64 = 8 << 20;
+
+/// Shortest read of a shard that is worth its own disk access.
+const PART_LEN: u64 = 1 << 20;
+
+thread_local! {
+    /// Bytes of column pieces on their way to their places.
+    static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
+
+/// The reads that a block takes.
+#[derive(Debug)]
+pub struct BlockPlan {
+    /// Length of the block.
+    len: u64,
+    header: Option<HeaderUse>,
+    fetches: Vec<Planned>,
+}
+
+/// Bytes `range` of the header, which lie at `offset` in the block.
+#[derive(Debug)]
+struct HeaderUse {
+    offset: u64,
+    range: Range<usize>,
+    layout: Arc<Layout>,
+}
+
+/// One read of a source and the uses of its bytes.
+#[derive(Debug)]
+struct Planned {
+    source: Arc<Source>,
+    range: Range<u64>,
+    /// How much of it the page cache holds, once that was asked.
+    cached: Option<CachedPages>,
+    uses: Vec<BlockUse>,
+}
+
+/// Carries out reads of sources. Returns `false` if it did not, because that needs the disk.
+type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
+
+impl BlockPlan {
+    /// The reads of bytes `range` of a whole file.
+    pub(super) fn of_source(source: &Arc<Source>, range: Range<u64>) -> BlockPlan {
+        let len = range.end - range.start;
+        let uses = vec![BlockUse { range: range.clone(), place: BlockPlace::Run(0) }];
+        let fetch = Planned { source: source.clone(), range, cached: None, uses };
+        BlockPlan { len, header: None, fetches: vec![fetch] }
+    }
+
+    /// The reads of bytes `range` of a virtual file, whose shards are `sources`.
+    pub(super) fn of_layout(
+        layout: &Arc<Layout>,
+        sources: &[Arc<Source>],
+        range: Range<u64>,
+    ) -> BlockPlan {
+        let mut plan =
+            BlockPlan { len: range.end - range.start, header: None, fetches: Vec::new() };
+        let mut wanted: Vec<(usize, BlockUse)> = Vec::new();
+        let start = range.start;
+        layout.extents(range, &mut |extent| match extent {
+            Extent::Header { offset, bytes } => {
+                let range = offset as usize..offset as usize + bytes.len();
+                let layout = layout.clone();
+                plan.header = Some(HeaderUse { offset: offset - start, range, layout });
+            }
+            Extent::Run { offset, shard, range } => {
+                let place = BlockPlace::Run(offset - start);
+                wanted.push((shard.0 as usize, BlockUse { range, place }));
+            }
+            Extent::Scatter { tensor_at, shard, range, runs, part } => {
+                let before = tensor_at.saturating_sub(start);
+                let after = start.saturating_sub(tensor_at);
+                let place = BlockPlace::Scatter { before, after, runs: runs.clone(), part };
+                wanted.push((shard.0 as usize, BlockUse { range, place }));
+            }
+        });
+        wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
+        let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
+        let reads = coalesce(&wanted, |one| &one.1.range, same_shard, GAP_MAX, MERGED_LEN_MAX);
+        let reads: Vec<_> = reads.map(|(range, group)| (group[0].0, range, group.len())).collect();
+        let mut wanted = wanted.into_iter().map(|(_, wanted)| wanted);
+        for (shard, range, count) in reads {
+            let mut uses = Vec::new();
+            wanted.by_ref().take(count).for_each(|wanted| add_use(&mut uses, wanted));
+            let source = sources[shard].clone();
+            plan.fetches.push(Planned { source, range, cached: None, uses });
+        }
+        plan
+    }
+
+    /// Length of the block.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// A good length for a block that begins like this one, which has the usual length.
+    pub(super) fn good_len(&self) -> u64 {
+        let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
+        let scattered = uses.filter(|one| matches!(one.place, BlockPlace::Scatter { .. }));
+        let (parts, bytes) = scattered.fold((0, 0), |(parts, bytes), one| {
+            (parts + 1, bytes + (one.range.end - one.range.start))
+        });
+        if bytes < BLOCK_LEN / 2 {
+            return BLOCK_LEN;
+        }
+        (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
+    }
+
+    /// Memory that the reads take, in bytes.
+    pub fn memory(&self) -> u64 {
+        let reads: u64 = self.fetches.iter().map(|fetch| Buffer::len_for(&fetch.range)).sum();
+        if self.is_one_read() { reads } else { reads + self.len }
+    }
+
+    /// Whether the bytes of the block are those of one read.
+    fn is_one_read(&self) -> bool {
+        let [Planned { range, uses, .. }] = self.fetches.as_slice() else { return false };
+        let [BlockUse { place: BlockPlace::Run(0), .. }] = uses.as_slice() else { return false };
+        range.end - range.start == self.len
+    }
+
+    /// The sources and how many bytes of each are read.
+    pub fn sources(&self) -> impl Iterator<Item = (&Arc<Source>, u64)> {
+        self.fetches.iter().map(|fetch| (&fetch.source, fetch.range.end - fetch.range.start))
+    }
+
+    /// Asks the kernel about each read until the page cache does not hold one. Returns whether it
+    /// holds all. The reads that are carried out later go by the answers.
+    pub fn is_cached(&mut self, engine: &Engine) -> bool {
+        self.fetches.iter_mut().all(|fetch| {
+            fetch.cached = engine.cached_pages(&fetch.source, &fetch.range);
+            fetch.cached.is_some_and(CachedPages::is_all)
+        })
+    }
+
+    /// Fills `block` from the kernel's page cache and never waits. Returns `false` if the cache
+    /// does not hold all bytes.
+    ///
+    /// # Errors
+    /// The errors of the sources; the content of `block` is then undefined.
+    pub fn read_cached(&mut self, engine: &Engine, block: &mut [u8]) -> Result<bool> {
+        Ok(self.is_cached(engine) && self.fill(block, &|reads| engine.copy_reads(reads))?)
+    }
+
+    /// Fills `block` with the bytes that `carry` reads. Runs are read to their places, the bytes of
+    /// column pieces go through memory of this thread.
+    pub(super) fn fill(&self, block: &mut [u8], carry: Carry<'_>) -> Result<bool> {
+        self.put_header(block);
+        let uses = self.fetches.iter().flat_map(|fetch| {
+            let source = &fetch.source;
+            fetch.uses.iter().map(move |one| (source, one))
+        });
+        let (mut runs, mut scattered) = (Vec::new(), Vec::new());
+        for (source, one) in uses {
+            match &one.place {
+                BlockPlace::Run(offset) => runs.push((*offset, source, &one.range)),
+                BlockPlace::Scatter { .. } => scattered.push((source, one)),
+            }
+        }
+        let len = |range: &Range<u64>| (range.end - range.start) as usize;
+        let scratch_len = scattered.iter().map(|(_, one)| len(&one.range)).sum();
+        let mut scratch = SCRATCH.take();
+        // The buffer never shrinks, because fresh memory costs more than the copies through it.
+        if scratch.len() < scratch_len {
+            scratch.resize(scratch_len, 0);
+        }
+        let mut reads = Vec::with_capacity(runs.len() + scattered.len());
+        runs.sort_unstable_by_key(|(offset, ..)| *offset);
+        let (mut rest, mut end) = (&mut block[..], 0);
+        for (offset, source, range) in runs {
+            let (_, from) = std::mem::take(&mut rest).split_at_mut((offset - end) as usize);
+            let (target, after) = from.split_at_mut(len(range));
+            (rest, end) = (after, offset + target.len() as u64);
+            reads.push(Read { source, offset: range.start, target });
+        }
+        let mut free = scratch.as_mut_slice();
+        for (source, one) in &scattered {
+            let (target, after) = free.split_at_mut(len(&one.range));
+            free = after;
+            reads.push(Read { source, offset: one.range.start, target });
+        }
+        let there = reads.is_empty() || carry(&mut reads)?;
+        let mut rest = scratch.as_slice();
+        for (_, one) in scattered.iter().filter(|_| there) {
+            let (bytes, after) = rest.split_at(len(&one.range));
+            rest = after;
+            one.copy(bytes, one.range.start, block);
+        }
+        SCRATCH.set(scratch);
+        Ok(there)
+    }
+
+    fn put_header(&self, block: &mut [u8]) {
+        if let Some(HeaderUse { offset, range, layout }) = &self.header {
+            let bytes = &layout.header()[range.clone()];
+            block[*offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Reads the block without waiting; `done` is called with all its bytes, or with the first
+    /// error. `reservation` holds the memory that the plan takes.
+    pub fn fetch(
+        mut self,
+        engine: &Engine,
+        priority: Priority,
+        mut reservation: Reservation,
+        done: Done,
+    ) -> Vec<Ticket> {
+        if self.is_one_read()
+            && let Some(Planned { source, range, cached, .. }) = self.fetches.pop()
+        {
+            let target = reservation.split(reservation.len()).into();
+            let (effort, done) = (
+                Effort::AsAwaited,
+                Box::new(move |outcome: Result<ReadBuffer>| done(outcome.map(Block::Read))),
+            );
+            let fetch = Fetch { source, range, cached, priority, effort, target, done };
+            return vec![engine.submit(fetch)];
+        }
+        let mut buffer = Buffer::new(self.len as usize, reservation.split(self.len));
+        self.put_header(&mut buffer);
+        if self.fetches.is_empty() {
+            done(Ok(Block::Gathered(buffer)));
+            return Vec::new();
+        }
+        let block = BlockAssembly::new(buffer, self.fetches.len(), done);
+        let submit = |Planned { source, range, cached, uses }: Planned| {
+            let target = reservation.split(Buffer::len_for(&range)).into();
+            let (block, start) = (block.clone(), range.start);
+            let done = Box::new(move |outcome| BlockAssembly::add(&block, outcome, start, uses));
+            let effort = Effort::Long;
+            engine.submit(Fetch { source, range, cached, priority, effort, target, done })
+        };
+        self.fetches.into_iter().map(submit).collect()
+    }
+}
+
+/// Adds bytes to `uses`. If they follow the last ones in the file as in the source, both are one.
+fn add_use(uses: &mut Vec<BlockUse>, wanted: BlockUse) {
+    if let (Some(last), BlockPlace::Run(offset)) = (uses.last_mut(), &wanted.place)
+        && let BlockPlace::Run(before) = last.place
+        && last.range.end == wanted.range.start
+        && before + (last.range.end - last.range.start) == *offset
+    {
+        last.range.end = wanted.range.end;
+        return;
+    }
+    uses.push(wanted);
+}

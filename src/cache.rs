@@ -9,25 +9,28 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use lru::LruCache;
 
 use self::blocks::{CachedBlock, Cover, Data, FileBlocks, Pending, ReadPiece, Waiter};
+pub use self::file::{CachedFile, OnStorm};
 use self::loading::Loading;
 use self::queue::{QueuedRead, WaitQueue, WaitReason};
+use self::readahead::Readahead;
 use self::uncached::UncachedRead;
 use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
 use crate::io::{Budget, Deadlines, Engine, Priority, Reservation};
 use crate::prefetch::Planner;
 use crate::reader::{Block, BlockPlan, Reader};
-use crate::source::{Source, release_unpinned};
+use crate::source::Source;
 use crate::sync::{Mutex, MutexGuard};
 
 mod blocks;
+mod file;
 mod loading;
 mod queue;
 mod readahead;
@@ -45,6 +48,9 @@ const IDLE_TIME: Duration = Duration::from_secs(5);
 /// Ticks without held memory after which free memory is returned to the system: fresh memory costs
 /// more than keeping some for a while.
 const QUIET_TICKS: u32 = 20;
+
+/// Most blocks that are examined to find one to evict.
+const LOOKED_AT_MAX: usize = 128;
 
 /// Smallest budget: a few of the largest blocks.
 pub const BUDGET_MIN: u64 = 16 << 20;
@@ -96,20 +102,6 @@ struct Hole {
     plan: BlockPlan,
     reservation: Reservation,
 }
-
-/// An open file whose reads go through a cache. Its blocks are dropped with it.
-pub struct CachedFile {
-    id: u64,
-    reader: Reader,
-    planner: Arc<Mutex<Planner>>,
-    cache: Weak<CacheInner>,
-    /// Bytes that were served in answers.
-    pub bytes_served: Counter,
-    on_storm: Option<OnStorm>,
-}
-
-/// Called with a file and the range of a tensor that is requested page by page; must not wait.
-pub type OnStorm = Box<dyn Fn(&Arc<CachedFile>, Range<u64>) + Send + Sync>;
 
 thread_local! {
     /// Bytes from the kernel's page cache on their way to an answer.
@@ -182,7 +174,9 @@ impl Cache {
         let range = request.range.clone();
         let left =
             if known { Some((request, None)) } else { inner.answer_from_page_cache(request) };
-        let Some((request, plan)) = left else { return inner.watch_storm(file, range) };
+        let Some((request, plan)) = left else {
+            return Readahead { cache: inner, file }.watch_storm(range);
+        };
         if let Some(waiting) = inner.admit(request, plan) {
             inner.enqueue(waiting);
         }
@@ -201,6 +195,16 @@ impl Drop for CacheInner {
 }
 
 impl CacheInner {
+    /// Milliseconds since the cache was started.
+    fn now(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Most memory for readahead; the rest is for waiting readers.
+    fn ahead_max(&self) -> u64 {
+        self.budget.limit() / 4 * 3
+    }
+
     /// Answers a read whose bytes are in the kernel's page cache. Otherwise returns it and the
     /// reads of sources that it takes.
     fn answer_from_page_cache(
@@ -256,9 +260,9 @@ impl CacheInner {
         for (start, plan) in plans {
             let need = plan.memory();
             if need > self.budget.limit() / 2 {
-                let taken = state.take_uncached(request);
+                let taken = UncachedRead::take_in(&mut state.uncached, request);
                 drop(state);
-                let refused = taken.map(|uncached| self.read_uncached(uncached)).err();
+                let refused = taken.map(|uncached| uncached.start(self)).err();
                 return refused.map(|request| QueuedRead { request, reason: WaitReason::Fairness });
             }
             match self.reserve_in_turn(&mut state, &request, &plan) {
@@ -281,7 +285,7 @@ impl CacheInner {
         for hole in holes {
             self.fetch(&file, hole, Priority::Demand);
         }
-        self.look_ahead(&file, reader, &range, late);
+        Readahead { cache: self, file: &file }.look_ahead(reader, &range, late);
         None
     }
 
@@ -562,6 +566,48 @@ impl CacheInner {
         }
     }
 
+    /// Evicts a block without requests for `age`, if there is one among the oldest. Blocks that
+    /// were read ahead stay longer while their file is read.
+    fn evict_stale(&self, state: &mut State, age: Duration) -> bool {
+        let State { files, idle, .. } = state;
+        let is_stale = |(&(id, start), since): (&(u64, u64), &Instant)| {
+            let Some(file) = files.get(&id) else { return true };
+            let is_partly_read = file.blocks.get(&start).is_none_or(|block| block.asked > 0);
+            let is_left = file.last_read.elapsed() >= age || since.elapsed() >= 5 * age;
+            since.elapsed() >= age && (is_partly_read || is_left)
+        };
+        let stale = idle.iter().rev().take(LOOKED_AT_MAX).find(|&entry| is_stale(entry));
+        let Some(key) = stale.map(|(key, _)| *key) else { return false };
+        self.evict_block(state, key);
+        true
+    }
+
+    /// Drops the blocks in `range` without planned bytes. Blocks that are being read are dropped
+    /// once they are loaded.
+    fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
+        let State { files, idle, .. } = state;
+        let Some(blocks) = files.get_mut(&file.id).map(|file| &mut file.blocks) else { return };
+        let mut dropped = Vec::new();
+        let before = blocks.range(..range.start).next_back();
+        let first = before.filter(|(_, block)| block.end > range.start).map(|(&start, _)| start);
+        let planner = file.planner.lock();
+        for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
+            match &block.data {
+                // Another reader may still need the other part of the block.
+                _ if planner.is_planned(&(start..block.end)) => {}
+                Data::Ready(..) => dropped.push(start),
+                Data::Loading { waiters, .. } => block.left = waiters.is_empty(),
+            }
+        }
+        drop(planner);
+        for start in dropped {
+            idle.pop(&(file.id, start));
+            if let Some(block) = blocks.remove(&start) {
+                self.waste(&file.planner, start, &block);
+            }
+        }
+    }
+
     /// Counts the bytes of a block that were read ahead but not requested.
     fn waste(&self, planner: &Mutex<Planner>, start: u64, block: &CachedBlock) {
         let wasted = (block.end - start).saturating_sub(block.asked);
@@ -609,7 +655,8 @@ impl CacheInner {
             let error = too_late(&request, reason);
             self.answer(request, Err(&error));
         }
-        self.expire_uncached();
+        let uncached = self.state.lock().uncached.clone();
+        uncached.iter().for_each(|read| read.expire(self));
         self.pump();
         let state = self.state.lock();
         let waits = !state.queue.is_empty() || !state.uncached.is_empty();
@@ -629,37 +676,13 @@ impl CacheInner {
 
 /// The error of a read that is not answered in time.
 fn too_late(request: &ReadRequest, reason: &str) -> Error {
-    let path = request.file.reader.sources()[0].path().to_owned();
-    let source = io::Error::new(io::ErrorKind::TimedOut, reason);
-    Error::Io { path, action: "read", source }
+    let uri = request.file.reader.sources()[0].uri();
+    Error::io(uri, "read", io::Error::new(io::ErrorKind::TimedOut, reason))
 }
 
 impl State {
     /// The blocks of `file`.
     fn of(&mut self, file: &CachedFile) -> &mut FileBlocks {
         self.files.entry(file.id).or_insert_with(|| FileBlocks::new(file.planner.clone()))
-    }
-}
-
-impl CachedFile {
-    /// The reader of the file.
-    pub fn reader(&self) -> &Reader {
-        &self.reader
-    }
-}
-
-impl Drop for CachedFile {
-    fn drop(&mut self) {
-        if let Some(cache) = self.cache.upgrade() {
-            let mut state = cache.state.lock();
-            if let Some(file) = state.files.remove(&self.id) {
-                for (start, block) in file.blocks {
-                    state.idle.pop(&(self.id, start));
-                    cache.waste(&file.planner, start, &block);
-                }
-            }
-        }
-        // Read-ahead may have opened the sources again after their last pin was gone.
-        release_unpinned(self.reader.sources());
     }
 }

@@ -164,7 +164,7 @@ impl fmt::Display for ErrorKind {
 /// use tensorfs::{Checkpoint, Error};
 ///
 /// match Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()) {
-///     Err(Error::Refused { path, fault }) => eprintln!("{}: {}", path.display(), fault.message),
+///     Err(Error::Refused { uri, fault }) => eprintln!("{uri}: {}", fault.message),
 ///     other => panic!("{other:?}"),
 /// }
 /// ```
@@ -208,6 +208,43 @@ impl fmt::Display for Fault {
     }
 }
 
+/// Where a source of bytes, or a folder of sources, lies.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Error};
+///
+/// match Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()) {
+///     Err(Error::Refused { uri, .. }) => eprintln!("{uri} is refused"),
+///     other => panic!("{other:?}"),
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SourceUri {
+    /// A file or folder of this machine.
+    Path(PathBuf),
+}
+
+impl SourceUri {
+    /// The path, where it is one.
+    pub fn path(&self) -> Option<&Path> {
+        let SourceUri::Path(path) = self;
+        Some(path)
+    }
+}
+
+impl<P: AsRef<Path>> From<P> for SourceUri {
+    fn from(path: P) -> SourceUri {
+        SourceUri::Path(path.as_ref().to_owned())
+    }
+}
+
+impl fmt::Display for SourceUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let SourceUri::Path(path) = self;
+        f.write_str(&shown_path(path))
+    }
+}
+
 /// Everything that an operation of this crate can fail with.
 ///
 /// ```
@@ -220,28 +257,28 @@ impl fmt::Display for Fault {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The input is not a checkpoint that can be served right.
-    #[error("{}: {fault}", shown_path(path))]
+    #[error("{uri}: {fault}")]
     Refused {
         /// The file or directory at fault.
-        path: PathBuf,
+        uri: SourceUri,
         /// The fault that was found.
         fault: Fault,
     },
     /// A system call failed.
-    #[error("{}: cannot {action}: {}", shown_path(path), shown(&source.to_string()))]
+    #[error("{uri}: cannot {action}: {}", shown(&source.to_string()))]
     Io {
         /// The file or directory.
-        path: PathBuf,
+        uri: SourceUri,
         /// The failed action as a verb: `open`, `read`.
         action: &'static str,
         /// The reason given by the operating system.
         source: io::Error,
     },
     /// A file is no longer the one that was opened.
-    #[error("{}: {}", shown_path(path), shown(detail))]
+    #[error("{uri}: {}", shown(detail))]
     Changed {
         /// The file.
-        path: PathBuf,
+        uri: SourceUri,
         /// The difference, with both values.
         detail: String,
     },
@@ -303,16 +340,21 @@ pub struct DriverCall {
 impl Error {
     /// `fault` found in the directory or file `path`; a file that the fault names is appended.
     pub fn refused(path: &Path, fault: Fault) -> Self {
-        let path = match &fault.file {
-            Some(name) => path.join(name),
-            None => path.to_owned(),
+        let uri = match &fault.file {
+            Some(name) => path.join(name).into(),
+            None => path.into(),
         };
-        Error::Refused { path, fault }
+        Error::Refused { uri, fault }
     }
 
-    /// A failed system call on `path`.
-    pub fn io(path: &Path, action: &'static str, source: io::Error) -> Self {
-        Error::Io { path: path.to_owned(), action, source }
+    /// A failed system call on the file or folder `uri`.
+    pub fn io(uri: impl Into<SourceUri>, action: &'static str, source: io::Error) -> Self {
+        Error::Io { uri: uri.into(), action, source }
+    }
+
+    /// The file `uri` is no longer the one that was opened.
+    pub fn changed(uri: impl Into<SourceUri>, detail: impl Into<String>) -> Self {
+        Error::Changed { uri: uri.into(), detail: detail.into() }
     }
 
     /// A request that makes no sense.
@@ -333,18 +375,18 @@ impl Error {
     /// A copy of the error, for each set that a file belongs to.
     pub(crate) fn copied(&self) -> Error {
         match self {
-            Error::Refused { path, fault } => {
-                Error::Refused { path: path.clone(), fault: fault.clone() }
+            Error::Refused { uri, fault } => {
+                Error::Refused { uri: uri.clone(), fault: fault.clone() }
             }
-            Error::Io { path, action, source } => {
+            Error::Io { uri, action, source } => {
                 let source = match source.raw_os_error() {
                     Some(errno) => io::Error::from_raw_os_error(errno),
                     None => io::Error::new(source.kind(), source.to_string()),
                 };
-                Error::Io { path: path.clone(), action, source }
+                Error::Io { uri: uri.clone(), action, source }
             }
-            Error::Changed { path, detail } => {
-                Error::Changed { path: path.clone(), detail: detail.clone() }
+            Error::Changed { uri, detail } => {
+                Error::Changed { uri: uri.clone(), detail: detail.clone() }
             }
             Error::Device { device, message, call } => Error::Device {
                 device: device.clone(),
@@ -375,11 +417,11 @@ impl Error {
         }
     }
 
-    /// The file or directory at fault.
+    /// The file or directory at fault, if there is one and it has a path.
     pub fn path(&self) -> Option<&Path> {
         match self {
-            Error::Refused { path, .. } | Error::Io { path, .. } | Error::Changed { path, .. } => {
-                Some(path)
+            Error::Refused { uri, .. } | Error::Io { uri, .. } | Error::Changed { uri, .. } => {
+                uri.path()
             }
             Error::Device { .. }
             | Error::Usage { .. }
@@ -467,7 +509,7 @@ mod tests {
         let errors = [
             Error::refused(&path, fault),
             Error::io(&path, "open", io::Error::other(bad)),
-            Error::Changed { path, detail: bad.to_owned() },
+            Error::changed(&path, bad),
             Error::Device { device: bad.to_owned(), message: bad.to_owned(), call: None },
             Error::usage(bad),
             Error::cancelled(bad),

@@ -19,6 +19,8 @@ mod index;
 mod io;
 mod layout;
 mod loader;
+mod mount_origin;
+mod mountinfo;
 mod open_options;
 mod plan;
 mod prefetch;
@@ -39,7 +41,7 @@ pub use checkpoint::{Checkpoint, FileSummary, SetKind, Tail, VirtualFile};
 pub use device::DeviceRegion;
 pub use device::Gpu;
 pub use dtype::Dtype;
-pub use error::{DriverCall, Error, ErrorKind, Fault, Result};
+pub use error::{DriverCall, Error, ErrorKind, Fault, Result, SourceUri};
 pub use format::OutputFormat;
 pub use hash::Digest;
 pub use io::LoadedBytes;
@@ -64,5 +66,5 @@ pub mod internal {
     macro_rules! reexport {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
     }
-    reexport! { atomic_file cache cast catalog checkpoint coalesce consolidate counters device dtype error format hash index io layout loader open_options plan prefetch process reader source store strided sync verify view walk words }
+    reexport! { atomic_file cache cast catalog checkpoint coalesce consolidate counters device dtype error format hash index io layout loader mount_origin mountinfo open_options plan prefetch process reader source store strided sync verify view walk words }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier};
 use tensorfs::ErrorKind;
 use tensorfs::internal::checkpoint::{Checkpoint, SetKind};
 use tensorfs::internal::loader::{Loader, LoaderConfig};
-use tensorfs::internal::source::Source;
+use tensorfs::internal::store::Store;
 
 fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
@@ -136,7 +136,7 @@ fn a_new_name_is_found_harmless_by_every_thread_that_looks_at_once() {
     for round in 0..100 {
         let file = root.path().join(format!("{round}.safetensors"));
         std::fs::write(&file, "weights").unwrap();
-        let source = Source::open(&file).unwrap();
+        let source = Store::Local.open(&file).unwrap();
         std::fs::rename(&file, root.path().join("elsewhere")).unwrap();
         let start = Barrier::new(8);
         std::thread::scope(|scope| {

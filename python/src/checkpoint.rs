@@ -12,9 +12,9 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::names::is_weights;
 use tensorfs::internal::format::safetensors::Header;
 use tensorfs::internal::index::IndexStore;
+use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
-use tensorfs::internal::source::{MountOrigin, resolve_mount};
 use tensorfs::internal::view::{Files, View};
 
 use crate::errors::raised;

@@ -5,75 +5,71 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::{CacheInner, ReadRequest, State, too_late};
+use super::{CacheInner, ReadRequest, too_late};
 use crate::sync::Mutex;
 
 /// Most such reads, including those whose thread still waits for the source after the answer.
 const UNCACHED_MAX: usize = 4;
 
 /// A read whose thread has not ended; `None` once it is answered.
-pub(super) type UncachedRead = Arc<Mutex<Option<ReadRequest>>>;
+#[derive(Clone)]
+pub(super) struct UncachedRead(Arc<Mutex<Option<ReadRequest>>>);
 
-impl State {
-    /// Takes a read in, or returns it if there are too many.
-    pub(super) fn take_uncached(
-        &mut self,
+impl UncachedRead {
+    /// Takes a read in among `others`, or returns it if there are too many.
+    pub(super) fn take_in(
+        others: &mut Vec<UncachedRead>,
         request: ReadRequest,
     ) -> Result<UncachedRead, ReadRequest> {
-        if self.uncached.len() >= UNCACHED_MAX {
+        if others.len() >= UNCACHED_MAX {
             return Err(request);
         }
-        let uncached = Arc::new(Mutex::new(Some(request)));
-        self.uncached.push(uncached.clone());
-        Ok(uncached)
+        let read = UncachedRead(Arc::new(Mutex::new(Some(request))));
+        others.push(read.clone());
+        Ok(read)
     }
-}
 
-impl CacheInner {
-    /// Starts the thread of a read.
-    pub(super) fn read_uncached(self: &Arc<Self>, uncached: UncachedRead) {
-        self.deadlines.added();
-        let (this, known) = (self.clone(), uncached.clone());
-        let read = move || this.answer_uncached(&known);
+    /// Starts the thread of the read.
+    pub(super) fn start(self, cache: &Arc<CacheInner>) {
+        cache.deadlines.added();
+        let (of, this) = (cache.clone(), self.clone());
+        let read = move || this.carry_out(&of);
         // If no thread can be started, the read is dropped, which answers it with an error.
         if let Err(e) = std::thread::Builder::new().name("read".to_owned()).spawn(read) {
             tracing::error!("cannot start a thread: {e}");
-            self.strike_out(&uncached);
+            self.strike_out(cache);
         }
     }
 
-    fn answer_uncached(self: &Arc<Self>, uncached: &UncachedRead) {
+    fn carry_out(&self, cache: &Arc<CacheInner>) {
         let asked =
-            uncached.lock().as_ref().map(|request| (request.file.clone(), request.range.clone()));
+            self.0.lock().as_ref().map(|request| (request.file.clone(), request.range.clone()));
         if let Some((file, range)) = asked {
             let mut bytes = vec![0; (range.end - range.start) as usize];
             let read = || file.reader.read_at(range.start, &mut bytes);
             let outcome = catch_unwind(AssertUnwindSafe(read));
-            let request = uncached.lock().take();
+            let request = self.0.lock().take();
             // After a panic the read is dropped, which answers it with an error.
             if let (Some(request), Ok(outcome)) = (request, outcome) {
-                self.answer(request, outcome.as_ref().map(|_| bytes.as_slice()));
+                cache.answer(request, outcome.as_ref().map(|_| bytes.as_slice()));
             }
         }
-        self.strike_out(uncached);
-        self.pump();
+        self.strike_out(cache);
+        cache.pump();
     }
 
-    fn strike_out(&self, uncached: &UncachedRead) {
-        self.state.lock().uncached.retain(|other| !Arc::ptr_eq(other, uncached));
+    fn strike_out(&self, cache: &CacheInner) {
+        cache.state.lock().uncached.retain(|other| !Arc::ptr_eq(&other.0, &self.0));
     }
 
-    /// Fails the reads that are overdue.
-    pub(super) fn expire_uncached(&self) {
-        let Some(timeout) = self.timeout else { return };
-        let all = self.state.lock().uncached.clone();
-        for uncached in all {
-            let late = uncached.lock().take_if(|request| request.since.elapsed() >= timeout);
-            if let Some(request) = late {
-                self.counters.source_timeouts.add(1);
-                let error = too_late(&request, "its bytes did not come within the deadline");
-                self.answer(request, Err(&error));
-            }
+    /// Fails the read if it is overdue.
+    pub(super) fn expire(&self, cache: &CacheInner) {
+        let Some(timeout) = cache.timeout else { return };
+        let late = self.0.lock().take_if(|request| request.since.elapsed() >= timeout);
+        if let Some(request) = late {
+            cache.counters.source_timeouts.add(1);
+            let error = too_late(&request, "its bytes did not come within the deadline");
+            cache.answer(request, Err(&error));
         }
     }
 }

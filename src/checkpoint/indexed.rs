@@ -15,6 +15,7 @@ use crate::index::{
 };
 use crate::open_options::Prefer;
 use crate::source::{Identity, Source};
+use crate::store::Store;
 
 use super::Checkpoint;
 use super::discover::{SetKind, Weights, is_noted};
@@ -277,7 +278,7 @@ impl<'a> FolderIndex<'a> {
             names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
         });
         let look = |file: &File| {
-            let source = Source::open(&file.path)?;
+            let source = Store::Local.open(&file.path)?;
             let hash = source.hash_ranges(std::slice::from_ref(&(0..source.len())))?;
             source.check()?;
             Ok((fingerprint(&source.identity()), hash))
@@ -421,7 +422,7 @@ fn not_as_it_is(record: &FileRecord) -> String {
 /// Whether the file is unchanged since the scan and has the first bytes of its record.
 fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
-        let source = Source::open(&file.path).ok()?;
+        let source = Store::Local.open(&file.path).ok()?;
         let same = source.identity() == file.identity;
         let hash = source.hash_ranges(&record.described).ok()?;
         source.check().ok()?;

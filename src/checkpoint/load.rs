@@ -42,7 +42,7 @@ pub(super) struct Unread {
 impl Unread {
     /// Opens the weight file at `path`, called `name` in its checkpoint.
     pub(super) fn open(name: &str, path: &Path) -> Result<Unread> {
-        let source = Source::open(path)?;
+        let source = Store::Local.open(path)?;
         let detected =
             SourceReader::new(&source).run(|reader| InputFormat::detect(name, reader))?;
         Ok(Unread { source, detected })
@@ -109,7 +109,7 @@ pub(super) fn open_links(
     };
     let identity = unread.source.identity();
     let link = |name: &str, path: &Path| {
-        let source = Source::open(path).map_err(|error| named_in(folder, name, error))?;
+        let source = Store::Local.open(path).map_err(|error| named_in(folder, name, error))?;
         // The link leads to another file by now, or its name means another format.
         if source.identity() != identity
             || InputFormat::of_name(name) != InputFormat::of_name(first)
@@ -177,7 +177,7 @@ impl<'a> SourceReader<'a> {
     fn run<T>(&mut self, work: impl FnOnce(&mut dyn RangeReader) -> io::Result<T>) -> Result<T> {
         work(self).map_err(|error| {
             let failed = self.failed.take();
-            failed.unwrap_or_else(|| Error::io(self.source.path(), "read", error))
+            failed.unwrap_or_else(|| Error::io(self.source.uri(), "read", error))
         })
     }
 }
@@ -202,7 +202,7 @@ impl RangeReader for SourceReader<'_> {
 
 /// Reads a whole text file of at most `max` bytes.
 pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
-    let source = Source::open(path)?;
+    let source = Store::Local.open(path)?;
     if source.len() > max {
         let len = source.len();
         let message = format!("has {len} bytes, more than the {max} that such a file may have");

@@ -482,7 +482,7 @@ impl DeviceQueue {
             let failed = self.state.lock().queue.fail_queued();
             for Failed { source, done, .. } in failed {
                 let e = io::Error::other(format!("no thread can be started: {reason}"));
-                answer(done, Err(Error::io(source.path(), "read", e)));
+                answer(done, Err(Error::io(source.uri(), "read", e)));
             }
         }
         let timeout = self.settings.timeout?;
@@ -504,7 +504,7 @@ impl DeviceQueue {
             }
             let message = format!("the bytes at {offset} did not come within {seconds} s");
             let e = io::Error::new(io::ErrorKind::TimedOut, message);
-            answer(done, Err(Error::io(source.path(), "read", e)));
+            answer(done, Err(Error::io(source.uri(), "read", e)));
         }
         // Readers are answered first, because logging may have to wait.
         for (source, offset) in stalled {
@@ -534,7 +534,7 @@ impl DeviceQueue {
         self.work.notify_all();
         for Failed { source, done, .. } in failed {
             let e = io::Error::other("the reader was closed");
-            answer(done, Err(Error::io(source.path(), "read", e)));
+            answer(done, Err(Error::io(source.uri(), "read", e)));
         }
     }
 

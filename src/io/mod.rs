@@ -339,7 +339,7 @@ impl Engine {
         let queues = self.0.queues.clone();
         if let Err(e) = self.0.deadlines.start("tensorfs-watch", move || queues.expire()) {
             tracing::error!("cannot start the thread that keeps deadlines: {e}");
-            device_queue::answer(fetch.done, Err(Error::io(fetch.source.path(), "read", e)));
+            device_queue::answer(fetch.done, Err(Error::io(fetch.source.uri(), "read", e)));
             return Ticket { queue: Weak::new(), id: 0 };
         }
         let queue = self.queue_of(&fetch.source);

@@ -70,7 +70,7 @@ impl Transfer {
         let start = around.start;
         let len = (around.end - start) as usize;
         let buffer =
-            Buffer::try_new(len, target).map_err(|e| Error::io(source.path(), "read", e))?;
+            Buffer::try_new(len, target).map_err(|e| Error::io(source.uri(), "read", e))?;
         let wanted = (range.start - start) as usize..(range.end - start) as usize;
         let have = if direct.is_some() { 0 } else { wanted.start };
         let began = Instant::now();
@@ -134,7 +134,7 @@ impl Transfer {
                     self.have = self.have.max(self.wanted.start);
                     Next::Read
                 }
-                _ => Next::End(Err(Error::io(self.source.path(), "read", e))),
+                _ => Next::End(Err(Error::io(self.source.uri(), "read", e))),
             },
         }
     }

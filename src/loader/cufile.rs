@@ -335,7 +335,7 @@ fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     let offset = job.parts.first().map_or(0, |part| part.offset);
     let seconds = timeout.as_secs_f64();
     let message = format!("the bytes at {offset} did not come within {seconds} s");
-    Error::io(job.source.path(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
+    Error::io(job.source.uri(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
 }
 
 /// The regions, and whether their memory may be registered. Caller-provided memory may not, because

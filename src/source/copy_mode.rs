@@ -43,7 +43,7 @@ impl CopyMode {
         for source in sources {
             let Source::Local(local) = &**source;
             let file = local.file()?;
-            let meta = file.metadata().map_err(|e| Error::io(source.path(), "look at", e))?;
+            let meta = file.metadata().map_err(|e| Error::io(source.uri(), "look at", e))?;
             all.add(&meta, source.path());
         }
         Ok(all)

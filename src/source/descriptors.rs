@@ -134,12 +134,9 @@ impl ReopenableFile {
                 "{}: replaced while it was closed, because there were too few file descriptors; raise the limit",
                 shown_path(&self.path)
             );
-            return Err(Error::Changed {
-                path: self.path.clone(),
-                detail:
-                    "was replaced while it was closed, because there were too few file descriptors"
-                        .to_owned(),
-            });
+            let detail =
+                "was replaced while it was closed, because there were too few file descriptors";
+            return Err(Error::changed(&self.path, detail));
         }
         let file = Arc::new(file);
         self.descriptors.write().file = Some(file.clone());

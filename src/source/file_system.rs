@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::mountinfo;
+use crate::mountinfo;
 use crate::process::PerProcess;
 use crate::sync::Mutex;
 

@@ -365,7 +365,7 @@ impl LocalFile {
     }
 
     fn changed_error(&self, detail: &str) -> Error {
-        Error::Changed { path: self.path().to_owned(), detail: detail.to_owned() }
+        Error::changed(self.path(), detail)
     }
 
     /// Whether the file is known to have changed, or a check on a local file system finds a change.

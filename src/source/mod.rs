@@ -5,8 +5,6 @@ mod descriptors;
 mod file_system;
 mod identity;
 mod local;
-mod mounted;
-pub mod mountinfo;
 mod without_proc;
 
 use std::fmt;
@@ -19,9 +17,8 @@ pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
 pub use identity::Identity;
 pub use local::{LocalFile, WriteWitness};
-pub use mounted::{MountOrigin, XATTR_SOURCE, resolve_mount};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SourceUri};
 use crate::hash::Digest;
 
 /// A source of bytes that must stay what it was when it was opened.
@@ -57,7 +54,7 @@ impl Source {
     ///
     /// # Errors
     /// `Error::Io` where it cannot be opened, or is no regular file.
-    pub fn open(path: &Path) -> Result<Arc<Source>> {
+    pub(crate) fn open(path: &Path) -> Result<Arc<Source>> {
         LocalFile::open(path).map(|file| Arc::new(Source::Local(file)))
     }
 
@@ -87,6 +84,12 @@ impl Source {
     pub fn local(&self) -> Option<&LocalFile> {
         let Source::Local(file) = self;
         Some(file)
+    }
+
+    /// Where it lies, for errors.
+    pub fn uri(&self) -> SourceUri {
+        let Source::Local(file) = self;
+        file.path().into()
     }
 
     /// The path that was opened.

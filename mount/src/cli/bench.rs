@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
-use tensorfs::internal::source::resolve_mount;
+use tensorfs::internal::mount_origin::resolve_mount;
 use tensorfs::internal::view::Files;
 
 use super::output::{Failure, Outcome, human, print_json, print_text};

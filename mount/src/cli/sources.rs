@@ -7,8 +7,8 @@ use std::sync::Arc;
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
-use tensorfs::internal::source::{MountOrigin, resolve_mount};
 use tensorfs::internal::view::{Files, View};
 
 use super::args;

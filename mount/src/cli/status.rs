@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::unistd::geteuid;
 use serde_json::{Map, Value, json};
 use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::source::mountinfo::{self, Mount};
+use tensorfs::internal::mountinfo::{self, Mount};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};

@@ -12,7 +12,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use serde_json::Value;
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::mountinfo;
 
 use super::args;
 use super::output::{Failure, Outcome, print_text};

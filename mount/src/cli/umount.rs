@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::libc;
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::mountinfo;
 
 use super::args;
 use super::output::{Failure, Outcome};

@@ -14,7 +14,7 @@ use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::mountinfo::{self, Mount};
+use tensorfs::internal::mountinfo::{self, Mount};
 
 use super::attach::{self, Detach};
 

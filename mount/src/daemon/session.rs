@@ -16,8 +16,9 @@ use nix::unistd::{getegid, geteuid};
 use serde_json::json;
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::mount_origin::resolve_mount;
+use tensorfs::internal::mountinfo;
 use tensorfs::internal::open_options::OpenOptions;
-use tensorfs::internal::source::{mountinfo, resolve_mount};
 use tensorfs::internal::sync::Mutex;
 
 use super::attach::{self, Attached, Detach};

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use tensorfs::internal::checkpoint::{Content, Tree};
-use tensorfs::internal::source::XATTR_SOURCE;
+use tensorfs::internal::mount_origin::XATTR_SOURCE;
 
 use super::access;
 use super::inodes::Nodes;

@@ -257,7 +257,7 @@ impl Node {
         let mut unchanged = current.is_unchanged();
         if !unchanged && !self.follows() {
             let detail = "was changed while it was opened".to_owned();
-            return Err(Error::Changed { path: self.path.clone(), detail });
+            return Err(Error::changed(&self.path, detail));
         }
         if let OpenContent::Whole(file) = &current.file {
             let now = file.reader().sources()[0].identity();

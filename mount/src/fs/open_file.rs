@@ -10,6 +10,7 @@ use tensorfs::internal::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::internal::checkpoint::Content;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::source::{Pin, Source};
+use tensorfs::internal::store::Store;
 use tensorfs::internal::sync::RwLock;
 use tensorfs::{Error, Result};
 
@@ -111,7 +112,7 @@ impl Current {
                 Ok(0) => break,
                 Ok(n) => have += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Error::io(source.path(), "read", e)),
+                Err(e) => return Err(Error::io(source.uri(), "read", e)),
             }
         }
         bytes.truncate(have);
@@ -170,10 +171,10 @@ pub(super) fn open_file(
         }
         Content::Whole { proved: Some(source), .. } => whole(source.clone()),
         Content::Whole { file, proved: None } => {
-            let source = Source::open(&file.path)?;
+            let source = Store::Local.open(&file.path)?;
             if !source.identity().same_inode(&file.identity) {
                 let detail = "was replaced since it was looked at".to_owned();
-                return Err(Error::Changed { path: file.path.clone(), detail });
+                return Err(Error::changed(&file.path, detail));
             }
             source.set_followed();
             whole(source)

@@ -262,5 +262,5 @@ fn late(source: &Source, timeout: Duration) -> Error {
     let seconds = timeout.as_secs_f64();
     let message =
         format!("its bytes to compare with the checksums did not come within {seconds} s");
-    Error::io(source.path(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
+    Error::io(source.uri(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
 }

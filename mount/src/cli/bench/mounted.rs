@@ -14,7 +14,7 @@ use nix::libc;
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
 use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::mountinfo;
 
 use super::worker::{Trouble, check_stopped, wait};
 use crate::cli::status;

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::mountinfo;
 
 use super::Check;
 use crate::daemon::attach::{self, Attached, Detach};

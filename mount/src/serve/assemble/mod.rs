@@ -424,11 +424,8 @@ impl AssemblerState {
         }
         if fingerprint(reader).map_err(CopyFailure::Source)? != sources {
             let path = reader.sources().first().map(|source| source.path().to_owned());
-            let detail = "was touched while it was assembled".to_owned();
-            return Err(CopyFailure::Source(Error::Changed {
-                path: path.unwrap_or_default(),
-                detail,
-            }));
+            let detail = "was touched while it was assembled";
+            return Err(CopyFailure::Source(Error::changed(path.unwrap_or_default(), detail)));
         }
         let source = reader.sources().first().and_then(|source| source.path().parent());
         let source = source.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();

@@ -109,7 +109,7 @@ pub(super) fn fingerprint(reader: &Reader) -> tensorfs::Result<String> {
         source.check()?;
         let Source::Local(local) = &**source;
         let meta = local.file()?.metadata();
-        let meta = meta.map_err(|e| tensorfs::Error::io(source.path(), "stat", e))?;
+        let meta = meta.map_err(|e| tensorfs::Error::io(source.uri(), "stat", e))?;
         for number in [meta.size(), meta.ino()] {
             hash.update(number.to_le_bytes());
         }

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use nix::libc;
 use serde_json::Value;
 
-use super::mountinfo;
 use crate::format::names;
+use crate::mountinfo;
 use crate::open_options::OpenOptions;
 
 /// Extended attribute of the files and folders of a mount, with the source of each.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 use tensorfs::internal::error::{shown, shown_path};
-use tensorfs::internal::source::mountinfo::{self, Mount};
+use tensorfs::internal::mountinfo::{self, Mount};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::ERROR_FILE;
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
-use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::mountinfo;
 use tensorfs::internal::sync::Mutex;
 
 use super::args;

@@ -17,7 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::mountinfo;
+use tensorfs::internal::mountinfo;
 
 use super::config::{Config, ConfigError, MountConfig};
 use super::metrics::{Board, Exporter};

@@ -7,11 +7,13 @@
 //! A process number does not identify a process: in a PID namespace of its own a child may have the
 //! number that its parent has outside. `token` identifies it.
 
+use std::num::NonZeroUsize;
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use nix::libc;
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// A number that no ancestor of this process by fork has. It stays the same while the process
 /// lives.
@@ -71,20 +73,16 @@ impl Token {
 /// A page of zeros, which a child finds full of zeros again. `None` if the kernel has no such
 /// memory: some sandboxes emulate a kernel without it.
 fn wiped_page() -> Option<NonNull<AtomicU64>> {
-    const LEN: usize = 4096;
-    let (protection, kind) =
-        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    const LEN: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: the mapping is new, and no other code refers to it. It stays, or is unmapped at once.
     unsafe {
-        let page = libc::mmap(ptr::null_mut(), LEN, protection, kind, -1, 0);
-        if page == libc::MAP_FAILED {
+        let page = mmap_anonymous(None, LEN, protection, MapFlags::MAP_PRIVATE).ok()?;
+        if madvise(page, LEN.get(), MmapAdvise::MADV_WIPEONFORK).is_err() {
+            let _ = munmap(page, LEN.get());
             return None;
         }
-        if libc::madvise(page, LEN, libc::MADV_WIPEONFORK) != 0 {
-            libc::munmap(page, LEN);
-            return None;
-        }
-        NonNull::new(page.cast())
+        Some(page.cast())
     }
 }
 

@@ -144,6 +144,7 @@ const EFFECTS: &[&[&str]] = &[
 const UNSAFE_FILES: &[&str] = &[
     "src/process.rs",
     "src/io/memory/arena.rs",
+    "src/io/memory/mapping.rs",
     "src/io/memory/buffer.rs",
     "src/io/page_cache.rs",
     "src/io/memory/region.rs",

@@ -135,7 +135,7 @@ fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Res
 /// The error with the name in the folder, which the user knows, not with the target of a link.
 pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
     match error {
-        Error::Io { action, source, .. } => Error::io(&folder.join(name), action, source),
+        Error::Io { action, source, .. } => Error::io(folder.join(name), action, source),
         other => other,
     }
 }

@@ -38,9 +38,8 @@ struct Cachestat {
 fn page_len() -> u64 {
     static LEN: OnceLock<u64> = OnceLock::new();
     *LEN.get_or_init(|| {
-        // SAFETY: no memory is passed.
-        let len = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        u64::try_from(len).unwrap_or(ALIGN)
+        let len = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
+        len.ok().flatten().and_then(|len| u64::try_from(len).ok()).unwrap_or(ALIGN)
     })
 }
 
@@ -123,9 +122,8 @@ fn cachestat(file: &File, around: &Range<u64>) -> io::Result<u64> {
 /// looked into.
 fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     // mincore(2) reports that all pages of a file of another user are cached.
-    // SAFETY: no memory is passed.
-    let user = unsafe { libc::geteuid() };
-    if user != 0 && user != file.metadata().ok()?.uid() {
+    let user = nix::unistd::geteuid();
+    if !user.is_root() && user.as_raw() != file.metadata().ok()?.uid() {
         return None;
     }
     let mut found = vec![0_u8; usize::try_from(pages.end - pages.start).ok()?];

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::libc;
+use tracing::{Span, trace, trace_span};
 
 use super::memory::{ALIGN, Buffer, ReadBuffer, pages_around};
 use super::queue::ReadJob;
@@ -38,6 +39,7 @@ pub(super) struct Transfer {
     /// Number of EAGAIN results so far.
     again: u32,
     began: Instant,
+    span: Span,
 }
 
 /// The next step of a transfer.
@@ -52,6 +54,9 @@ impl Transfer {
     /// Opens what is needed and decides how to read. May wait for the file system.
     pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
         let ReadJob { source, range, target, cached, .. } = job;
+        let len = range.end - range.start;
+        let span = trace_span!("fetch", shard = %source.uri(), offset = range.start, len);
+        let entered = span.clone().entered();
         source.check_known()?;
         let Source::Local(local) = &*source;
         let file = local.file()?;
@@ -75,7 +80,20 @@ impl Transfer {
         let have = if direct.is_some() { 0 } else { wanted.start };
         let began = Instant::now();
         let again = 0;
-        Ok(Transfer { source, file, direct, buffer, start, have, wanted, refused, again, began })
+        drop(entered);
+        Ok(Transfer {
+            source,
+            file,
+            direct,
+            buffer,
+            start,
+            have,
+            wanted,
+            refused,
+            again,
+            began,
+            span,
+        })
     }
 
     /// Number of wanted bytes.
@@ -146,11 +164,13 @@ impl Transfer {
 
     /// Returns the bytes if the file has not changed.
     pub(super) fn finish(self) -> Result<ReadBuffer> {
+        let _entered = self.span.clone().entered();
         let Source::Local(local) = &*self.source;
         local.check_open(&self.file)?;
         if self.source.set_stalled(false) {
             tracing::info!("{}: is read again", shown_path(self.source.path()));
         }
+        trace!(direct = self.direct.is_some(), took = ?self.began.elapsed(), "read");
         let mut filled = ReadBuffer::new(self.buffer, self.wanted);
         filled.began = self.began;
         Ok(filled)

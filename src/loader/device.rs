@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::cufile::{Beginning, CuFileCell};
 use super::run::{Landing, Load, LoadMessage, MoveJob, StopMovers, Times};
-use super::{DeviceStats, Loader, Progress, ReadEvent, Report, Stats};
+use super::{DeviceStats, Loader, Progress, ReadEvent, Report, Stats, span_of};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
 use crate::device::{
@@ -199,6 +199,7 @@ impl Loader {
         after: Option<ForeignStream>,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<(Vec<DeviceRegion>, Report)> {
+        let _span = span_of(checkpoint, plan).entered();
         let started = Instant::now();
         let before = (self.counters.source_reads.get(), self.counters.source_reads_direct.get());
         let kept = self.gpus.get(gpu);

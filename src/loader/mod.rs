@@ -443,6 +443,19 @@ impl Loader {
     }
 }
 
+/// The span of one load.
+fn span_of(checkpoint: &Checkpoint, plan: &Plan) -> tracing::Span {
+    let (tensors, bytes) = (plan.placements.len(), plan.wanted);
+    let folder = &checkpoint.directory;
+    tracing::debug_span!(
+        "load",
+        folder = shown_path(folder),
+        file = checkpoint.name,
+        tensors,
+        bytes
+    )
+}
+
 /// The error of a load that its caller has stopped.
 fn stopped() -> Error {
     Error::cancelled("the load was stopped")

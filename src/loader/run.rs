@@ -11,7 +11,7 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use super::ahead::Populator;
-use super::{Loader, Progress, ReadEvent, Report, Stats, stopped};
+use super::{Loader, Progress, ReadEvent, Report, Stats, span_of, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
@@ -134,6 +134,7 @@ pub(super) fn run(
     regions: &[Arc<Region>],
     progress: &mut dyn FnMut(Progress) -> bool,
 ) -> Result<Report> {
+    let _span = span_of(checkpoint, plan).entered();
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
     // The longest read must fit, or it would wait forever.
@@ -195,6 +196,7 @@ pub(super) fn run(
         memory: shared.ahead.stats(),
         device: None,
     };
+    tracing::debug!(read = stats.read, took = ?stats.load, "loaded");
     Ok(Report { stats, events })
 }
 

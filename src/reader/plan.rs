@@ -115,7 +115,7 @@ impl BlockPlan {
     }
 
     /// Length of the block.
-    pub fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.len
     }
 

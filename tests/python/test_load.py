@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 
@@ -53,6 +54,18 @@ class Load(TestCase):
         self.assertEqual(read, loaded["bytes_read"])
         self.assertEqual({e["name"] for e in events}, {"queue", "read", "copy"})
         self.assertTrue(all(e["ph"] == "X" and e["dur"] >= 0 and e["ts"] >= 0 for e in events))
+
+    def test_the_log_names_the_load_and_the_shard_of_each_read(self):
+        folder = self.tmp / "dcp"
+        column_wise(folder)
+        outcome = tensorfs("load", folder, "--json", "-o", "direct=always", env={**os.environ, "TENSORFS_LOG": "trace"})
+        self.assert_done(outcome)
+        reads = re.findall(r"fetch\{shard=(\S+) offset=\d+ len=(\d+)\}: read", outcome.stderr)
+        shards = {str(path) for path in folder.glob("*.safetensors")}
+        (loads,) = re.findall(r"load\{folder=.* bytes=(\d+)\}: loaded", outcome.stderr)
+        self.assertEqual(int(loads), outcome.json()["bytes"])
+        self.assertEqual({shard for shard, _ in reads}, shards, outcome.stderr[-2000:])
+        self.assertEqual(sum(int(length) for _, length in reads), outcome.json()["bytes_read"])
 
     def test_progress_is_drawn_where_it_is_asked_for(self):
         folder = self.tmp / "hf"

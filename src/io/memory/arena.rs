@@ -3,18 +3,14 @@
 
 use std::ptr::NonNull;
 
-use nix::libc;
+use nix::sys::mman::{MmapAdvise, madvise};
 
 use super::free_list::FreeList;
-
-/// Bytes of a huge page on most machines; elsewhere only a unit of reckoning.
-pub(super) const HUGE: usize = 2 << 20;
+use super::mapping::{HUGE, Mapping};
 
 /// An address range and which parts of it are free.
 pub(super) struct Arena {
-    /// The whole mapping; the arena begins at its first huge page.
-    mapping: (NonNull<u8>, usize),
-    start: NonNull<u8>,
+    mapping: Mapping,
     free: FreeList,
     /// For each huge page whether there may be memory behind it.
     touched: Vec<bool>,
@@ -22,35 +18,17 @@ pub(super) struct Arena {
     touched_pages: usize,
 }
 
-// SAFETY: the mapping belongs to the arena alone, and is accessed only through pointers that `take`
-// returned.
-unsafe impl Send for Arena {}
-
 impl Arena {
     /// Reserves addresses for at least `bytes`; the system adds memory when it is written to.
     pub(super) fn new(bytes: usize) -> Option<Arena> {
         let len = bytes.checked_next_multiple_of(HUGE)?;
-        let mapped = len.checked_add(HUGE)?;
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new private mapping; no memory in use is touched.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return None;
-        }
-        let base = NonNull::new(base.cast::<u8>())?;
-        let skip = base.as_ptr().align_offset(HUGE);
-        // SAFETY: `skip` is less than HUGE, by which the mapping is longer than `len`.
-        let start = unsafe { base.add(skip) };
-        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
-            // SAFETY: the range lies in the mapping just made. Without MADV_HUGEPAGE the arena is
-            // slower. Without MADV_DONTFORK a child shares the pages: the kernel copies them, and a
-            // read under way ends in the wrong copy.
-            unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
-        }
+        let mapping = Mapping::new(len).ok()?;
+        mapping.advise(MmapAdvise::MADV_HUGEPAGE);
+        // Otherwise a child shares the pages: the kernel copies them, and a read under way ends in
+        // the wrong copy.
+        mapping.advise(MmapAdvise::MADV_DONTFORK);
         Some(Arena {
-            mapping: (base, mapped),
-            start,
+            mapping,
             free: FreeList::new(len),
             touched: vec![false; len / HUGE],
             touched_pages: 0,
@@ -65,12 +43,12 @@ impl Arena {
             self.touched_pages += usize::from(!std::mem::replace(touched, true));
         }
         // SAFETY: the free list covers the arena, so `offset` lies in it.
-        Some(unsafe { self.start.add(offset) })
+        Some(unsafe { self.mapping.start().add(offset) })
     }
 
     /// Frees bytes that `take` returned.
     pub(super) fn give_back(&mut self, start: NonNull<u8>, len: usize) {
-        self.free.give_back(start.as_ptr() as usize - self.start.as_ptr() as usize, len);
+        self.free.give_back(start.as_ptr() as usize - self.mapping.start().as_ptr() as usize, len);
     }
 
     /// Bytes of huge pages that may have memory behind them.
@@ -84,23 +62,16 @@ impl Arena {
             let pages = offset.div_ceil(HUGE)..(offset + len) / HUGE;
             for page in pages.filter(|page| self.touched[*page]).collect::<Vec<_>>() {
                 // SAFETY: the page lies in a free stretch of the arena, so nothing refers to it.
-                let rc = unsafe {
-                    let page = self.start.as_ptr().add(page * HUGE);
-                    libc::madvise(page.cast(), HUGE, libc::MADV_DONTNEED)
+                let freed = unsafe {
+                    let page = self.mapping.start().add(page * HUGE);
+                    madvise(page.cast(), HUGE, MmapAdvise::MADV_DONTNEED)
                 };
-                if rc == 0 {
+                if freed.is_ok() {
                     self.touched[page] = false;
                     self.touched_pages -= 1;
                 }
             }
         }
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: the mapping made by `new`. Each buffer in it keeps the arena alive.
-        unsafe { libc::munmap(self.mapping.0.as_ptr().cast(), self.mapping.1) };
     }
 }
 

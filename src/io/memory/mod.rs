@@ -4,6 +4,7 @@
 mod arena;
 mod buffer;
 mod free_list;
+mod mapping;
 mod region;
 
 pub(super) use buffer::{ALIGN, ReservedBytes, pages_around};

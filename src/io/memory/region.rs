@@ -7,10 +7,10 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use nix::libc;
+use nix::sys::mman::{MmapAdvise, madvise};
 
-use super::arena::HUGE;
 use super::buffer::{ALIGN, ReadTarget, Reservation};
+use super::mapping::{HUGE, Mapping};
 
 /// Memory that reads fill, and that is read only afterwards.
 pub struct Region {
@@ -21,9 +21,9 @@ pub struct Region {
 
 /// Owner of the memory.
 enum RegionOwner {
-    /// A mapping of its own.
-    Mapping(NonNull<u8>, usize),
-    /// Memory of the caller; this value keeps it alive.
+    /// The region itself.
+    Own(#[expect(dead_code, reason = "keeps it alive")] Mapping),
+    /// The caller; this value keeps the memory alive.
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
@@ -41,26 +41,12 @@ impl Region {
         let no_memory = || io::Error::from(io::ErrorKind::OutOfMemory);
         let len = usize::try_from(len).map_err(|_| no_memory())?.max(1);
         let len = len.checked_next_multiple_of(ALIGN as usize).ok_or_else(no_memory)?;
-        // A large region begins on a huge page, so its mapping is longer by one.
-        let huge = len >= HUGE;
-        let mapped = if huge { len.checked_add(HUGE).ok_or_else(no_memory)? } else { len };
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new private mapping; no memory in use is touched.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+        let mapping = Mapping::new(len)?;
+        if len >= HUGE {
+            mapping.advise(MmapAdvise::MADV_HUGEPAGE);
         }
-        let base = NonNull::new(base.cast::<u8>()).ok_or_else(no_memory)?;
-        let skip = if huge { base.as_ptr().align_offset(HUGE) } else { 0 };
-        // SAFETY: `skip` is less than HUGE, by which the mapping is longer than `len`.
-        let start = unsafe { base.add(skip) };
-        if huge {
-            // SAFETY: the range lies in the mapping just made. If the advice fails, the region is
-            // only slower.
-            unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
-        }
-        Ok(Arc::new(Region { home: RegionOwner::Mapping(base, mapped), start, len }))
+        let start = mapping.start();
+        Ok(Arc::new(Region { home: RegionOwner::Own(mapping), start, len }))
     }
 
     /// Wraps `len` bytes of the caller from `start` on, which is page-aligned. `keep` is dropped on
@@ -93,14 +79,14 @@ impl Region {
     pub(crate) fn advise(&self, range: Range<usize>, huge: bool) {
         assert!(range.start <= range.end && range.end <= self.len, "bytes of the region");
         // SAFETY: the range lies in the region.
-        let start = unsafe { self.start.as_ptr().add(range.start) };
-        let skip = start.align_offset(HUGE);
+        let start = unsafe { self.start.add(range.start) };
+        let skip = start.as_ptr().align_offset(HUGE);
         let len = range.len().saturating_sub(skip) / HUGE * HUGE;
         if len > 0 {
-            let advice = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+            let advice = if huge { MmapAdvise::MADV_HUGEPAGE } else { MmapAdvise::MADV_NOHUGEPAGE };
             // SAFETY: the range lies in the region, and its bytes stay what they are. If the advice
             // fails, the region is only slower.
-            unsafe { libc::madvise(start.add(skip).cast(), len, advice) };
+            let _ = unsafe { madvise(start.add(skip).cast(), len, advice) };
         }
     }
 
@@ -114,10 +100,10 @@ impl Region {
         let start = range.start / ALIGN as usize * ALIGN as usize;
         // SAFETY: the pages lie in the region, and their bytes stay what they are.
         let done = unsafe {
-            let page = self.start.as_ptr().add(start).cast();
-            libc::madvise(page, range.end - start, libc::MADV_POPULATE_WRITE)
+            let page = self.start.add(start).cast();
+            madvise(page, range.end - start, MmapAdvise::MADV_POPULATE_WRITE)
         };
-        done == 0
+        done.is_ok()
     }
 
     /// Its first byte.
@@ -173,17 +159,8 @@ impl Region {
     /// # Panics
     /// If the region is foreign, because some of its bytes may be uninitialised.
     pub fn finish(self: Arc<Self>) -> Option<LoadedBytes> {
-        assert!(matches!(self.home, RegionOwner::Mapping(..)), "all of it can be read");
+        assert!(matches!(self.home, RegionOwner::Own(_)), "all of it can be read");
         Arc::into_inner(self).map(|region| LoadedBytes(Arc::new(region)))
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        if let RegionOwner::Mapping(base, len) = self.home {
-            // SAFETY: this is the mapping made by `new`, and no reference to it is left.
-            unsafe { libc::munmap(base.as_ptr().cast(), len) };
-        }
     }
 }
 
@@ -276,7 +253,7 @@ mod tests {
     #[test]
     fn memory_that_cannot_be_asked_for_is_there_when_it_is_used() {
         let bytes = std::thread::spawn(|| {
-            crate::io::refuse(libc::SYS_madvise);
+            crate::io::refuse(nix::libc::SYS_madvise);
             let region = Region::new(5 << 20).unwrap();
             assert!(!region.populate(0..5 << 20));
             // SAFETY: nobody else uses these bytes.

@@ -6,6 +6,7 @@ import sys
 from checkpoints import hf_set
 from faults import FaultFs
 from mounts import BIN, Mount, TestCase, needs_root, run, tensorfs
+from services import ServiceCase, mount_config
 
 FILE = "model.safetensors"
 # Reads a number of pages and counts the failures.
@@ -147,3 +148,15 @@ class Journal(LogCase):
         outcome = in_namespace(BIN, "mount", self.source, place, "--log-format", "journal")
         self.assertEqual((outcome.code, len(outcome.stderr.splitlines())), (1, 1))
         self.assertIn("log-format=journal: /run/systemd/journal/socket", outcome.stderr)
+
+
+@needs_root
+class Service(ServiceCase):
+    def test_the_service_and_its_workers_log_in_the_form_of_the_config(self):
+        source, target = hf_set(self.tmp / "source"), self.target("a")
+        service = self.serve('[service]\nlog-format = "json"\n' + mount_config("a", source, target))
+        service.wait_until_ready()
+        (target / FILE).read_bytes()
+        self.assertEqual(service.stop(), 0)
+        lines = [json.loads(line) for line in service.log().splitlines()]
+        self.assertGreater(len(lines), 1)

@@ -256,6 +256,7 @@ fn start(
     OPEN.lock().push(path.clone());
     let control = Control { path, listener: Arc::new(listener) };
     let listener = control.listener.clone();
+    let is_public = mount.is_public;
     let since = (SystemTime::now(), Instant::now());
     let answer = move |request: &[u8], peer: &ControlPeer| {
         let request: Value = serde_json::from_slice(request).unwrap_or_default();
@@ -267,8 +268,9 @@ fn start(
         }
     };
     let thread = std::thread::Builder::new().name("control".to_owned());
-    thread
-        .spawn(move || Server { listener, clients: Vec::new(), answer: Box::new(answer) }.run())?;
+    thread.spawn(move || {
+        Server { listener, clients: Vec::new(), is_public, answer: Box::new(answer) }.run()
+    })?;
     Ok(control)
 }
 
@@ -296,6 +298,8 @@ struct Server {
     listener: Arc<UnixListener>,
     /// The oldest first.
     clients: Vec<Client>,
+    /// Whether users who are not trusted may ask.
+    is_public: bool,
     answer: StatusSource,
 }
 
@@ -365,8 +369,10 @@ impl Server {
                 Err(e) if waits(&e) => return Ok(()),
                 Err(e) => return Err(e),
             };
-            // The mode of the socket decides who gets here.
             let Ok(peer) = ControlPeer::of(&stream) else { continue };
+            if !self.is_public && !peer.is_trusted() {
+                continue;
+            }
             stream.set_nonblocking(true)?;
             // Other users take no room from the owner and from root.
             let is_trusted = peer.is_trusted();
@@ -575,7 +581,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (path, listener) = listen(folder.path(), 51, false).unwrap();
         let answer: StatusSource = Box::new(|_, _| json!(7));
-        let mut server = Server { listener: Arc::new(listener), clients: Vec::new(), answer };
+        let mut server =
+            Server { listener: Arc::new(listener), clients: Vec::new(), is_public: false, answer };
         let asking = (0..3 * CLIENTS_MAX).map(|_| {
             let mut stream = UnixStream::connect(&path).unwrap();
             stream.write_all(b"{\"do\":\"status\"}\n").unwrap();

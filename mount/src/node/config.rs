@@ -133,6 +133,9 @@ impl Config {
             document.options(&options, span, "defaults.options")?;
             defaults = options;
         }
+        if service.log_format != LogFormat::Auto {
+            defaults = Options::merge(&format!("log-format={}", service.log_format), &defaults);
+        }
         let mut mounts: Vec<(MountConfig, usize)> = Vec::new();
         for section in root.tables("mount")? {
             let mount = section.mount(&defaults)?;
@@ -559,6 +562,16 @@ mod tests {
             let error = rules(lines, options).unwrap_err();
             assert!(error.starts_with("/etc/c.toml:") && error.contains(part), "{error}");
         }
+    }
+
+    #[test]
+    fn the_log_format_of_the_service_is_that_of_its_mounts_unless_they_have_their_own() {
+        let options = |own: &str| {
+            let text = format!("[service]\nlog-format = 'json'\n{ONE}options = '{own}'");
+            parse(&text).map(|config| config.mounts[0].options.clone())
+        };
+        assert_eq!(options("ro").unwrap(), "fsname=a,log-format=json,ro");
+        assert_eq!(options("log-format=human").unwrap(), "fsname=a,log-format=human");
     }
 
     #[test]

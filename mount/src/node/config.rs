@@ -487,7 +487,7 @@ mod tests {
         let config = parse(text).unwrap();
         let mount = &config.mounts[0];
         assert_eq!((mount.name.as_str(), mount.target.to_str()), ("a", Some("/srv/a")));
-        assert_eq!(mount.options, "ro,cache=1G,allow_other");
+        assert_eq!(mount.options, "fsname=a,ro,cache=1G,allow_other");
         assert_eq!(config.service.watchdog, Some(WATCHDOG));
         assert_eq!(parse("").unwrap().mounts, []);
         let off = parse("[service]\nwatchdog = 0").unwrap();

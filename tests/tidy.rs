@@ -104,7 +104,7 @@ const ONE_WAY: &[&str] = &["mount/src/", "python/src/"];
 
 /// The only places that may name a crate. A trailing `/` means the folder.
 const CRATE_HOMES: &[(&str, &[&str])] = &[
-    ("fuser", &["mount/src/fs/", "mount/src/daemon/session.rs"]),
+    ("fuser", &["mount/src/fs/", "mount/src/daemon/connection.rs"]),
     ("cudarc", &["src/device/cuda.rs"]),
     ("io_uring", &["src/io/uring.rs"]),
     ("bincode", &["src/index/", "src/format/bintensors.rs"]),
@@ -157,10 +157,13 @@ const UNSAFE_FILES: &[&str] = &[
     "src/source/identity.rs",
     "mount/src/daemon/allocator.rs",
     "mount/src/daemon/attach.rs",
+    "mount/src/daemon/connection.rs",
     "mount/src/daemon/inherited.rs",
     "mount/src/daemon/place.rs",
     "mount/src/node/channel.rs",
     "mount/src/cli/bench/map.rs",
+    "mount/src/fs/backing.rs",
+    "mount/src/node/handover.rs",
     "mount/src/serve/file_events.rs",
     "python/src/ahead.rs",
     "python/src/dlpack.rs",

@@ -10,6 +10,7 @@ mod indexed;
 mod load;
 mod openers;
 mod prove;
+mod saved;
 mod scan;
 mod set;
 mod tree;

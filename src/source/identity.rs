@@ -61,6 +61,45 @@ impl Identity {
         born.ok().map(|since| since.as_nanos())
     }
 
+    /// All its numbers, for a process that takes over from this one.
+    pub fn to_words(&self) -> [u64; 14] {
+        let (born_is_known, born) = self.born().map_or((0, 0), |born| (1, born));
+        [
+            self.dev,
+            self.ino,
+            self.len,
+            born_is_known,
+            (born >> 64) as u64,
+            born as u64,
+            self.mtime.0 as u64,
+            self.mtime.1 as u64,
+            self.ctime.0 as u64,
+            self.ctime.1 as u64,
+            self.nlink,
+            u64::from(self.mode),
+            u64::from(self.owner.0),
+            u64::from(self.owner.1),
+        ]
+    }
+
+    /// The identity with the numbers of `to_words`.
+    pub fn from_words(words: &[u64; 14]) -> Identity {
+        let born = u128::from(words[4]) << 64 | u128::from(words[5]);
+        let (seconds, nanoseconds) = ((born / 1_000_000_000) as u64, (born % 1_000_000_000) as u32);
+        let since = Duration::new(seconds, nanoseconds);
+        Identity {
+            dev: words[0],
+            ino: words[1],
+            len: words[2],
+            born: (words[3] == 1).then(|| SystemTime::UNIX_EPOCH + since),
+            mtime: (words[6] as i64, words[7] as i64),
+            ctime: (words[8] as i64, words[9] as i64),
+            nlink: words[10],
+            mode: words[11] as u32,
+            owner: (words[12] as u32, words[13] as u32),
+        }
+    }
+
     /// Whether both are states of one inode.
     pub fn same_inode(&self, other: &Identity) -> bool {
         (self.dev, self.ino, self.born) == (other.dev, other.ino, other.born)

@@ -61,6 +61,21 @@ impl LocalFile {
         LocalFile::new(Arc::new(file))
     }
 
+    /// The regular file that was open as `file` at `path` in another process, and that was
+    /// `identity` there. The path may lead to another file by now.
+    pub(super) fn adopted(path: &Path, identity: Identity, file: File) -> LocalFile {
+        let file_system = FileSystem::of(&file, path);
+        LocalFile::new(ReopenableFile::opened(path, identity, file_system, Arc::new(file)))
+    }
+
+    /// Sets the known identity back to an earlier one of the same inode, so that the next check
+    /// judges all changes since.
+    pub(super) fn set_known(&self, earlier: Identity) {
+        if earlier.same_inode(&self.file.first) {
+            *self.identity.lock() = earlier;
+        }
+    }
+
     fn new(file: Arc<ReopenableFile>) -> LocalFile {
         LocalFile {
             stalled: AtomicBool::new(false),

@@ -64,6 +64,19 @@ impl Source {
         Arc::new(Source::Local(LocalFile::closed(path, identity)))
     }
 
+    /// The regular file that was open as `file` at `path` in another process, and that was
+    /// `identity` there. The path may lead to another file by now.
+    pub fn adopted(path: &Path, identity: Identity, file: std::fs::File) -> Arc<Source> {
+        Arc::new(Source::Local(LocalFile::adopted(path, identity, file)))
+    }
+
+    /// Sets the known identity back to an earlier one of the same inode, so that the next check
+    /// judges all changes since.
+    pub fn set_known(&self, earlier: Identity) {
+        let Source::Local(file) = self;
+        file.set_known(earlier);
+    }
+
     /// A new source for the file as it is now, which shares the descriptor.
     ///
     /// # Errors

@@ -1,10 +1,12 @@
 """`tensorfs serve` under test: a config, the service with its workers, and the service manager's side of sd_notify."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,21 +15,51 @@ from mounts import BIN, HANGS, TestCase, detach, find_mount, process_gone, wait_
 # A loaded machine starts many processes slowly.
 PATIENCE = 60
 
+# Name of the service's unit.
+UNIT = "tensorfs-test.service"
+
+
+# Puts descriptors in order from number 3 on, as a service manager passes them, and runs the program.
+PASS = """
+import os, sys
+count = int(sys.argv[1])
+for index, descriptor in enumerate(sys.argv[2 : 2 + count]):
+    os.dup2(int(descriptor), 3 + index, inheritable=True)
+    os.set_inheritable(int(descriptor), False)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2 + count], sys.argv[2 + count :])
+"""
+
 
 class Manager:
-    """The service manager: keeps every message to its socket, in order."""
+    """The service manager: keeps every message to its socket, in order, and the descriptors to store."""
 
     def __init__(self, path):
         self.path = path
         self.messages = []
+        self.stored = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(str(path))
 
     def heard(self):
         with contextlib.suppress(BlockingIOError):
             while True:
-                self.messages += self._socket.recv(1 << 16).decode().splitlines()
+                text, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 8)
+                lines = text.decode().splitlines()
+                self.messages += lines
+                name = next((line[7:] for line in lines if line.startswith("FDNAME=")), "")
+                if "FDSTORE=1" in lines:
+                    self.stored += [(name, fd) for fd in fds]
+                else:
+                    # A barrier ends when its descriptor is closed.
+                    [os.close(fd) for fd in fds]
         return self.messages
+
+    def take_stored(self):
+        """Name and number of the stored descriptors, the last one first, as systemd passes them."""
+        self.heard()
+        stored, self.stored = self.stored[::-1], []
+        return stored
 
     def count(self, message):
         return self.heard().count(message)
@@ -37,7 +69,26 @@ class Manager:
         return next((m[7:] for m in reversed(self.heard()) if m.startswith("STATUS=")), "")
 
     def close(self):
+        [os.close(fd) for _, fd in self.stored]
         self._socket.close()
+
+
+class SystemCtl:
+    """`with SystemCtl(folder, "restart"):` makes `systemctl list-jobs` show that job of the unit."""
+
+    def __init__(self, folder, job):
+        self.path = Path(folder) / "bin" / "systemctl"
+        self.job = job
+
+    def __enter__(self):
+        self.path.parent.mkdir(exist_ok=True)
+        lines = f"1 other.service stop running\n2 {UNIT} {self.job} running\n"
+        self.path.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
+        self.path.chmod(0o755)
+        return self.path
+
+    def __exit__(self, *_):
+        self.path.unlink()
 
 
 class Service:
@@ -51,6 +102,10 @@ class Service:
         self.file = self.folder / "config.toml"
         self.file.write_text(config)
         self.args = args
+        # The program finds `systemctl` in the folder `bin`, if a test puts one there.
+        path = f"{self.folder}/bin:{os.environ['PATH']}"
+        self.env = {"TENSORFS_UNIT": UNIT, "PATH": path, **popen.pop("env", {})}
+        self.binary = popen.pop("binary", BIN)
         self.popen = popen
         self.process = None
         self.targets = set()
@@ -59,11 +114,42 @@ class Service:
         self.manager = Manager(self.folder / "notify")
 
     def __enter__(self):
-        env = {**os.environ, "NOTIFY_SOCKET": str(self.manager.path), **self.popen.pop("env", {})}
-        words = [str(word) for word in (BIN, "serve", "--config", self.file, *self.args)]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
-        self.process = subprocess.Popen(words, env=env, **{**streams, **self.popen})
+        self.start()
         return self
+
+    def start(self, **more):
+        """Starts the process, with the descriptors that the last one stored, and `more` variables."""
+        stored = self.manager.take_stored()
+        env = {**os.environ, "NOTIFY_SOCKET": str(self.manager.path), **self.env, **more}
+        words = [str(word) for word in (self.binary, "serve", "--config", self.file, *self.args)]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
+        if stored:
+            env["LISTEN_FDS"] = str(len(stored))
+            env["LISTEN_FDNAMES"] = ":".join(name for name, _ in stored)
+            # Numbers that the new ones cannot overwrite.
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for _, fd in stored]
+            words = [sys.executable, "-c", PASS, str(len(high)), *map(str, high), *words]
+            streams["pass_fds"] = high
+        self.process = subprocess.Popen(words, env=env, **{**streams, **self.popen})
+        if stored:
+            [os.close(fd) for fd in (*high, *(fd for _, fd in stored))]
+
+    def restart(self, **more):
+        """Restarts it as a service manager does. The fake `systemctl` tells the reason of the stop."""
+        with SystemCtl(self.folder, "restart") as path:
+            self.process.terminate()
+            self._wait()
+        assert path
+        self.start(**more)
+
+    def _wait(self):
+        """Waits for the end of the process, and takes its messages meanwhile."""
+
+        def has_ended():
+            self.manager.heard()
+            return self.process.poll() is not None
+
+        wait_until(has_ended, PATIENCE, "the service ends")
 
     def __exit__(self, *_):
         # The workers first: without a supervisor they unmount, which a stopped one does not.

@@ -12,7 +12,7 @@ use clap::{Parser, Subcommand};
 use tensorfs::internal::error::shown;
 
 use super::{args, mount, serve, status};
-use crate::daemon::{background, session, stalled};
+use crate::daemon::{background, handover, session, stalled};
 
 /// First argument of such a process.
 pub(crate) const WORD: &str = "internal";
@@ -35,6 +35,8 @@ enum InternalCommand {
     ProbeMount { target: PathBuf },
     /// Read from a file of a mount, if there is one
     ProbeRead { target: PathBuf },
+    /// Print the version of the state that one process hands to the next
+    StateVersion,
     /// Tell by the exit status whether a mount is dead
     ProbeDead { target: PathBuf },
 }
@@ -63,6 +65,10 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
             ExitCode::SUCCESS
         }
         InternalCommand::ProbeMount { .. } | InternalCommand::ProbeRead { .. } => ExitCode::FAILURE,
+        InternalCommand::StateVersion => {
+            let version = handover::state_version();
+            super::finish(super::output::print_text(&format!("{version}\n")), |_| {})
+        }
         InternalCommand::ProbeDead { target } => status::answer_probe(&target),
     }
 }

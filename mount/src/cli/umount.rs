@@ -12,6 +12,7 @@ use super::args;
 use super::output::{Failure, Outcome};
 use super::status;
 use crate::daemon::attach::{Detach, detach};
+use crate::node::handover;
 
 /// How long a mount may take to show that it is dead. The kernel answers for a dead one at once.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -45,6 +46,11 @@ pub(super) fn run(args: &args::UmountArgs) -> Outcome {
 
 /// Takes off the dead mount on `target`, or all that this user may take off. Other mounts stay.
 fn remove_dead(target: Option<&Path>) -> Outcome {
+    // Nobody serves the mounts of a service that is being restarted, so a probe would wait. The next
+    // start removes those that are dead.
+    if handover::is_restart() {
+        return Ok(());
+    }
     let failed = |e: io::Error| Failure::Failed(format!("cannot read the mount table: {e}"));
     let mut mounts = mountinfo::ours().map_err(failed)?;
     if let Some(target) = target {

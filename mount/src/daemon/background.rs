@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::setsid;
 use tensorfs::internal::error::shown_path;
 
+use super::handover::{Giver, Handed, Received};
 use super::stalled::unless_stalled;
 use super::{ending, inherited, session};
 use crate::log;
@@ -103,7 +104,7 @@ pub(crate) fn run(
     let format = options.log_format;
     let limit = (options.log.is_none() && format != LogFormat::Journal).then_some(limit);
     let log = limit.map(|limit| (limit, format == LogFormat::Auto));
-    serve(source, target, options, |plan| {
+    serve(source, target, options, None, |plan| {
         if is_child {
             detach_from_parent(log, &plan.warnings)
                 .map_err(|e| format!("cannot go to the background: {e}"))?;
@@ -124,10 +125,13 @@ pub(crate) struct LiveMount {
     pub target: PathBuf,
     /// Warnings for the user, one a line. The log has them already.
     warnings: Vec<String>,
+    /// Hands it over to another process.
+    pub giver: Giver,
 }
 
 /// Mounts, calls `tell` once the mount answers, and serves until the mount is taken off. From then
-/// on the signals of `ending` take it off; until then they end the process.
+/// on the signals of `ending` take it off; until then they end the process. With `handed` it takes
+/// over that mount instead, which must have the same source, target and options.
 ///
 /// # Errors
 /// One line with the reason, also that of `tell`. Nothing stays mounted.
@@ -135,6 +139,7 @@ pub(crate) fn serve(
     source: &Path,
     target: &Path,
     mut options: Options,
+    handed: Option<Handed>,
     tell: impl FnOnce(&LiveMount) -> Result<(), String>,
 ) -> Result<(), String> {
     tensorfs::internal::source::raise_limit();
@@ -148,7 +153,12 @@ pub(crate) fn serve(
     }
     log_in(options.log_format, log_file.is_some())?;
     log::set_mount(target);
-    let mut plan = session::plan(source, target, options)?;
+    let received = handed.map(|handed| Received::read(handed, source, target, &options));
+    let received = received.transpose().map_err(|why| format!("cannot be taken over: {why}"))?;
+    let mut plan = match &received {
+        Some(received) => session::plan_takeover(source, target, &received.target, options)?,
+        None => session::plan(source, target, options)?,
+    };
     plan.open_assembler()?;
     let warnings = plan.warnings();
     if log_file.is_some() && tracing::enabled!(tracing::Level::WARN) {
@@ -157,8 +167,12 @@ pub(crate) fn serve(
     }
     let (source, target) = (plan.source.clone(), plan.target.clone());
     ending::block_signals();
-    let running = session::start(plan)?;
-    if let Err(e) = tell(&LiveMount { source, target, warnings }) {
+    let running = match received {
+        Some(received) => session::take_over(plan, received)?,
+        None => session::start(plan)?,
+    };
+    let giver = running.giver();
+    if let Err(e) = tell(&LiveMount { source, target, warnings, giver }) {
         running.take_off();
         return Err(e);
     }

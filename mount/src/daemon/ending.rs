@@ -66,7 +66,7 @@ pub(crate) struct Ending {
     /// Minor number of its device. Another mount may get it once the connection has ended.
     pub minor: Option<u32>,
     /// The connection to the kernel.
-    pub connection: OwnedFd,
+    pub connection: Arc<OwnedFd>,
     pub service: Arc<Service>,
     /// Held during the unmount: the process must not end meanwhile.
     pub taking_off: Arc<Mutex<()>>,

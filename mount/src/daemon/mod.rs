@@ -3,9 +3,12 @@
 pub(crate) mod allocator;
 pub(crate) mod attach;
 pub(crate) mod background;
+mod connection;
 pub(crate) mod control;
 pub(crate) mod ending;
+pub(crate) mod handover;
 pub(crate) mod inherited;
 mod place;
+mod server;
 pub(crate) mod session;
 pub(crate) mod stalled;

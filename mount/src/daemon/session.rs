@@ -7,10 +7,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use fuser::{Config, INodeNo, Session, SessionACL};
 use nix::libc;
 use nix::unistd::{getegid, geteuid};
 use serde_json::json;
@@ -22,17 +20,22 @@ use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::sync::Mutex;
 
 use super::attach::{self, Attached, Detach};
+use super::connection::{Handshake, Notifications, attend};
 use super::control::{self, Control, ControlPeer, Question};
 use super::ending::Ending;
+use super::handover::{Giver, MountIdentity, Received};
 use super::place;
+use super::server::KernelServer;
 use super::stalled::{probe_path, unless_stalled};
 use crate::fs::adapter::TensorFs;
+use crate::fs::adapter::handover::Carried;
 use crate::fs::attributes::Common;
 use crate::fs::inodes::Nodes;
 use crate::options::{IndexDir, Options, Passthrough, Verify};
 use crate::serve::assemble::Assembler;
+use crate::serve::blocking::offload;
 use crate::serve::change_watcher::{Forget, Watcher};
-use crate::serve::kernel;
+use crate::serve::kernel::{self, Knob};
 use crate::serve::page_cache_store;
 use crate::serve::service::{self, Service};
 
@@ -83,6 +86,8 @@ pub(crate) struct MountPlan {
     pub source: PathBuf,
     /// The mount point, absolute.
     pub target: PathBuf,
+    /// The mount point as it was given.
+    given: PathBuf,
     nodes: Arc<Nodes>,
     assembler: Option<Assembler>,
     options: Options,
@@ -116,9 +121,8 @@ pub(crate) struct Running {
     target: PathBuf,
     minor: Option<u32>,
     service: Arc<Service>,
-    connection: OwnedFd,
     control: Option<Control>,
-    server: JoinHandle<io::Result<()>>,
+    giver: Giver,
 }
 
 /// Checks source and target, and proves as many checkpoints as the mount requires.
@@ -126,15 +130,39 @@ pub(crate) struct Running {
 /// # Errors
 /// One line with the reason. A source or target that does not answer is an error too.
 pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<MountPlan, String> {
-    let limit = options.io_timeout;
-    let (place, wanted) = (target.to_owned(), source.to_owned());
-    let mut options = options;
+    let place = target.to_owned();
+    let stalls = |why: String| format!("{}: {why}; not mounted", shown_path(target));
+    let checked = unless_stalled(options.io_timeout, move || check_target(&place));
+    let place = checked.map_err(stalls)??;
+    Ok(MountPlan { given: target.to_owned(), ..plan_on(source, place, options, true)? })
+}
+
+/// As `plan`, for a mount at `place` that nobody serves now: nothing asks the mount.
+///
+/// # Errors
+/// The errors of `plan`.
+pub(crate) fn plan_takeover(
+    source: &Path,
+    target: &Path,
+    place: &Path,
+    options: Options,
+) -> Result<MountPlan, String> {
+    let plan = plan_on(source, place.to_owned(), options, false)?;
+    Ok(MountPlan { given: target.to_owned(), ..plan })
+}
+
+/// `fresh`: the mount is not there yet.
+fn plan_on(
+    source: &Path,
+    place: PathBuf,
+    mut options: Options,
+    fresh: bool,
+) -> Result<MountPlan, String> {
+    let (limit, wanted) = (options.io_timeout, source.to_owned());
     let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));
-    let checked = unless_stalled(limit, move || check_target(&place));
-    let place = checked.map_err(|why| stalls(target, why))??;
     probe_path(source, limit).map_err(|why| stalls(source, why))?;
     probe_options(&mut options)?;
-    let planned = unless_stalled(limit, move || plan_source(&wanted, place, options));
+    let planned = unless_stalled(limit, move || plan_source(&wanted, place, options, fresh));
     planned.map_err(|why| stalls(source, why))?
 }
 
@@ -162,7 +190,12 @@ fn probe_options(options: &mut Options) -> Result<(), String> {
     Ok(())
 }
 
-fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<MountPlan, String> {
+fn plan_source(
+    source: &Path,
+    target: PathBuf,
+    options: Options,
+    fresh: bool,
+) -> Result<MountPlan, String> {
     // For a source on a tensorfs mount, the source behind that mount is read.
     let behind = resolve_mount(source).map(|behind| behind.path);
     let source = behind.as_deref().unwrap_or(source);
@@ -174,7 +207,9 @@ fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Mount
         return Err(message.to_owned());
     }
     let tree = Tree::scan(source, &open).map_err(|e| e.to_string())?;
-    check_nesting(&tree, &target)?;
+    if fresh {
+        check_nesting(&tree, &target)?;
+    }
     for line in &tree.left_out.lines {
         tracing::warn!("{line}");
     }
@@ -182,15 +217,20 @@ fn plan_source(source: &Path, target: PathBuf, options: Options) -> Result<Mount
         tracing::warn!("{summary}");
     }
     let nodes = Arc::new(Nodes::new(tree, checked));
-    prove_enough(&nodes)?;
-    Ok(MountPlan { source: source.to_owned(), target, nodes, assembler: None, options })
+    // A mount that is there stays, even if all its checkpoints are refused now.
+    if fresh {
+        prove_enough(&nodes)?;
+    }
+    let (source, given) = (source.to_owned(), target.clone());
+    Ok(MountPlan { source, target, given, nodes, assembler: None, options })
 }
 
 /// The folder of indexes. It must not lie in the mount itself, whose daemon would wait for itself.
 fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
     let folder = options.index_dir.folder()?;
-    let there = folder.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
-    if folder.starts_with(target) || there.is_some_and(|there| there.starts_with(target)) {
+    let there = || folder.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
+    // The name comes first: the mount may not answer now.
+    if folder.starts_with(target) || there().is_some_and(|there| there.starts_with(target)) {
         tracing::warn!("{}: lies in the mount; no index is kept", shown_path(&folder));
         return None;
     }
@@ -286,12 +326,11 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
 /// # Errors
 /// One line with the reason. Nothing stays mounted.
 pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
-    let MountPlan { target, nodes, assembler, options, .. } = plan;
-    let source = nodes.tree().source.clone();
-    let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
-    let view = options.open.to_json();
-    let service = Service::start(&options, assembler)?;
+    let (target, options) = (plan.target.clone(), plan.options.clone());
+    let service = Service::start(&options, plan.assembler)?;
     let request = kernel::before_mount(&options);
+    let source = plan.nodes.tree().source.clone();
+    let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
     let ours = mountinfo::at(&target).unwrap_or_default();
     if ours.iter().filter(|mount| mount.fstype == mountinfo::FSTYPE).count() > 1 {
@@ -305,6 +344,58 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         let _ = attach::detach(&target, Detach::Lazy);
         format!("{}: {e}", shown_path(&target))
     };
+    let fresh = Connected { by_fusermount, connection: Arc::new(fd), received: None };
+    let (server, common) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
+    let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
+    let facts = MountIdentity::of(&plan.source, &plan.given, &options);
+    let giver = Giver::new(server, facts, &target, by_fusermount, minor);
+    let mut running = Running { target, minor, service, control: None, giver };
+    if let Err(e) = running.wait_for_answer() {
+        running.take_off();
+        return Err(format!("{}: the mount does not answer: {e}", shown_path(&running.target)));
+    }
+    running.finish(plan.nodes, &options, &common, request);
+    Ok(running)
+}
+
+/// Serves a mount that another process has stopped to serve, and returns once it answers. `log` has
+/// the result.
+///
+/// # Errors
+/// One line with the reason. Then this process has read nothing from the connection, and another
+/// one may still serve it.
+pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, String> {
+    let (target, options) = (plan.target.clone(), plan.options.clone());
+    let service = Service::start(&options, plan.assembler)?;
+    let request = kernel::before_mount(&options);
+    let Received { connection, by_fusermount, minor, handshake, carried, .. } = received;
+    let received = Some((handshake, carried));
+    let connected = Connected { by_fusermount, connection: Arc::new(connection), received };
+    let (server, common) = serve(&plan.nodes, &options, connected, &service)
+        .map_err(|e| format!("{}: cannot be taken over: {e}", shown_path(&target)))?;
+    let facts = MountIdentity::of(&plan.source, &plan.given, &options);
+    let giver = Giver::new(server, facts, &target, by_fusermount, minor);
+    let mut running = Running { target, minor, service, control: None, giver };
+    running.finish(plan.nodes, &options, &common, request);
+    Ok(running)
+}
+
+/// A connection, and how it came.
+struct Connected {
+    by_fusermount: bool,
+    connection: Arc<OwnedFd>,
+    /// The handshake and the state of the process that served it before.
+    received: Option<(Handshake, Carried)>,
+}
+
+/// Starts the threads that answer the kernel.
+fn serve(
+    nodes: &Arc<Nodes>,
+    options: &Options,
+    connected: Connected,
+    service: &Arc<Service>,
+) -> io::Result<(KernelServer, Arc<Common>)> {
+    let Connected { by_fusermount, connection, received } = connected;
     let watcher = Watcher::new();
     let common = Common {
         uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
@@ -314,57 +405,62 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         passthrough: options.passthrough == Passthrough::Auto,
         is_root: !by_fusermount,
         max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
-        view,
+        view: options.open.to_json(),
         source: nodes.tree().folder(0).path.clone(),
     };
     let (store_queue, store_worker) = page_cache_store::store_queue();
     let common = Arc::new(common);
-    let fs =
-        TensorFs::new(nodes.clone(), common.clone(), watcher.clone(), service.clone(), store_queue);
-    let connection = fd.try_clone().map_err(undo)?;
-    let server = serve(fs, fd, &watcher, &service, store_worker).map_err(undo)?;
-    let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let mut running = Running { target, minor, service, connection, control: None, server };
-    if let Err(e) = running.wait_for_answer() {
-        running.take_off();
-        return Err(format!("{}: the mount does not answer: {e}", shown_path(&running.target)));
-    }
-    if let Some(init) = running.service.init.get() {
-        let report = kernel::after_init(minor, &options, init, request);
-        report.log();
-        running.service.report(&report);
-    }
-    nodes.index_rest();
-    running.control =
-        minor.and_then(|minor| control(&running, minor, &common, nodes, options.allow_other));
-    Ok(running)
-}
-
-/// Starts the threads that answer the kernel.
-fn serve(
-    fs: TensorFs,
-    fd: OwnedFd,
-    watcher: &Arc<Watcher>,
-    service: &Service,
-    store_worker: page_cache_store::StoreWorker,
-) -> io::Result<JoinHandle<io::Result<()>>> {
-    let mut config = Config::default();
+    let (service, watched) = (service.clone(), watcher.clone());
+    let fs = TensorFs::new(
+        nodes.clone(),
+        common.clone(),
+        watched,
+        service.clone(),
+        store_queue,
+        connection.clone(),
+    );
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    config.n_threads = Some(cores.clamp(*THREADS.start(), *THREADS.end()));
-    // The kernel enforces access; `All` only means that fuser adds no check of its own.
-    let session = Session::from_fd(fs, fd, SessionACL::All, config)?;
-    let notifier = session.notifier();
+    let threads = cores.clamp(*THREADS.start(), *THREADS.end());
+    let done = received.as_ref().map(|(handshake, _)| handshake);
+    let attended = attend(fs.clone(), &connection, threads, done)?;
+    let notifications = Notifications::on(&connection);
+    let kernel = notifications.clone();
     let forget: Forget = Arc::new(move |ino| {
-        if let Err(e) = notifier.inval_inode(INodeNo(ino), 0, 0) {
+        if let Err(e) = kernel.invalidate(ino) {
             tracing::warn!("the kernel keeps old pages of a changed file: {e}");
         }
     });
-    let notifier = session.notifier();
-    let store = move |ino, offset, bytes: &[u8]| notifier.store(INodeNo(ino), offset, bytes);
+    let kernel = notifications.clone();
+    let store = move |ino, offset, bytes: &[u8]| kernel.store(ino, offset, bytes);
     let (cache, counters) = (service.cache.clone(), service.counters.clone());
     store_worker.start(cache, counters, Box::new(store), forget.clone(), watcher.clone())?;
-    watcher.start(forget)?;
-    std::thread::Builder::new().name("serve".to_owned()).spawn(move || session.run())
+    let mut changed = Vec::new();
+    if let Some((handshake, carried)) = received {
+        let taken = fs.take_up(carried, &options.open);
+        // If the rest fails, the other process goes on with the registrations of passthrough, which
+        // a drop would close.
+        std::mem::forget(fs.clone());
+        if taken.lost > 0 {
+            let (lost, handles) = (taken.lost, taken.handles + taken.lost);
+            tracing::warn!(
+                "{lost} of {handles} open handles lost their content: their reads get errors"
+            );
+        }
+        changed = taken.changed;
+        // Requests that the other process read but has not answered come once more. They come
+        // before any thread of this one reads, so none is answered twice.
+        if handshake.can_resend() {
+            notifications.resend()?;
+        }
+    }
+    let in_flight = service.blocking.in_flight().clone();
+    let server = KernelServer::start(fs, connection, threads, in_flight, attended)?;
+    watcher.start(forget.clone())?;
+    if !changed.is_empty() {
+        // This waits for reads that the threads above answer.
+        offload(move || changed.into_iter().for_each(|ino| forget(ino)));
+    }
+    Ok((server, common))
 }
 
 /// The control socket. The mount works without it.
@@ -400,6 +496,29 @@ fn control(
 }
 
 impl Running {
+    /// Reports what the kernel granted, and opens the control socket.
+    fn finish(
+        &mut self,
+        nodes: Arc<Nodes>,
+        options: &Options,
+        common: &Arc<Common>,
+        request: Knob,
+    ) {
+        if let Some(init) = self.service.init.get() {
+            let report = kernel::after_init(self.minor, options, init, request);
+            report.log();
+            self.service.report(&report);
+        }
+        nodes.index_rest();
+        self.control =
+            self.minor.and_then(|minor| control(self, minor, common, nodes, options.allow_other));
+    }
+
+    /// Hands the mount over to another process.
+    pub(crate) fn giver(&self) -> Giver {
+        self.giver.clone()
+    }
+
     /// Waits for a probe process that stats the root of the mount. A process that waits for its own
     /// mount could not be killed, because its exit would wait for the answer.
     fn wait_for_answer(&self) -> io::Result<()> {
@@ -442,23 +561,26 @@ impl Running {
     /// # Errors
     /// The reason why the connection ended, unless it was an unmount.
     pub(crate) fn serve(self) -> Result<(), String> {
-        let Running { target, minor, service, connection, control: _until_the_end, server } = self;
+        let Running { target, minor, service, control: _until_the_end, giver } = self;
         let taking_off = Arc::new(Mutex::new(()));
         let ending = Ending {
             target: target.clone(),
             minor,
-            connection,
+            connection: giver.server.connection().clone(),
             service: service.clone(),
             taking_off: taking_off.clone(),
         };
         std::thread::spawn(move || ending.unmount_on_signal());
-        let ended = server.join();
+        let ended = giver.server.wait();
         let _taken_off = taking_off.lock();
         service.stop();
         match ended {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(e)) => Err(format!("{}: the connection ended: {e}", shown_path(&target))),
-            Err(_) => Err(format!("{}: the server failed by a bug", shown_path(&target))),
+            None => {
+                tracing::info!("{}: another process serves it now", shown_path(&target));
+                Ok(())
+            }
+            Some(Ok(())) => Ok(()),
+            Some(Err(e)) => Err(format!("{}: the connection ended: {e}", shown_path(&target))),
         }
     }
 }

@@ -9,15 +9,15 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use fuser::{
-    BackingId, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
-    IoctlFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory,
-    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr,
-    Request,
+    Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, IoctlFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
+    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr, Request,
 };
 use tensorfs::Error;
 use tensorfs::internal::source::Identity;
@@ -25,6 +25,7 @@ use tensorfs::internal::sync::{Mutex, RwLock};
 use tracing::{Span, trace_span};
 
 use super::attributes::{self, Common};
+use super::backing::Backing;
 use super::entries::entries;
 use super::inodes::{NameEntry, Nodes};
 use super::node::Node;
@@ -48,6 +49,9 @@ const MAX_BACKGROUND: u16 = 128;
 /// Number of requests in flight at which the kernel stops reading ahead.
 const CONGESTION: u16 = 96;
 
+pub(crate) mod handover;
+mod passthrough;
+
 /// A slot for one of the `LOOKS_MAX` concurrent checks.
 struct Looking(Arc<FsState>);
 
@@ -69,7 +73,7 @@ struct Handle {
     node: Arc<Node>,
     opened: Arc<OpenFile>,
     /// The registered file, while the kernel serves reads by passthrough.
-    backing: Option<Arc<BackingId>>,
+    backing: Option<Arc<Backing>>,
     heat: Option<HandleHeat>,
 }
 
@@ -83,7 +87,8 @@ struct Ready {
     whole: Option<Arc<File>>,
 }
 
-/// The file system of one mount.
+/// The file system of one mount. Clones share it.
+#[derive(Clone)]
 pub(crate) struct TensorFs(Arc<FsState>);
 
 /// State of the file system, shared by handlers and the threads that answer for them.
@@ -96,7 +101,11 @@ struct FsState {
     passthrough: AtomicBool,
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     next_handle: AtomicU64,
-    serving: Mutex<OpenModes<BackingId>>,
+    serving: Mutex<OpenModes<Backing>>,
+    /// The connection to the kernel.
+    connection: Arc<OwnedFd>,
+    /// Whether another process takes over, so that lookups and handles must not change any more.
+    frozen: RwLock<bool>,
     /// Whether a thread checks all open sources because a read found a changed one.
     sweeping: AtomicBool,
     /// Number of files that getattr checks now.
@@ -111,6 +120,7 @@ impl TensorFs {
         watcher: Arc<Watcher>,
         service: Arc<Service>,
         store_queue: StoreQueue,
+        connection: Arc<OwnedFd>,
     ) -> TensorFs {
         TensorFs(Arc::new(FsState {
             nodes,
@@ -122,6 +132,8 @@ impl TensorFs {
             handles: RwLock::new(HashMap::new()),
             next_handle: AtomicU64::new(1),
             serving: Mutex::default(),
+            connection,
+            frozen: RwLock::new(false),
             sweeping: AtomicBool::new(false),
             looks: AtomicUsize::new(0),
         }))
@@ -138,7 +150,7 @@ impl FsState {
         &self,
         node: Arc<Node>,
         opened: Arc<OpenFile>,
-        backing: Option<Arc<BackingId>>,
+        backing: Option<Arc<Backing>>,
         caller: (u32, u32),
     ) -> FileHandle {
         self.service.opened(node.ino, &node.path, opened.current().file.cached());
@@ -148,21 +160,6 @@ impl FsState {
         let handle = Arc::new(Handle { node, opened, backing, heat });
         self.handles.write().insert(fh, handle);
         FileHandle(fh)
-    }
-
-    /// Requests passthrough for whole files from the kernel.
-    fn passthrough(&self, config: &mut KernelConfig) -> Feature {
-        if !self.common.passthrough {
-            return Feature::Off;
-        }
-        if !self.common.is_root {
-            return Feature::Refused("mounted without root".to_owned());
-        }
-        // Depth 1: the backing files lie on a disk file system, and an overlay may be stacked on
-        // the mount.
-        let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
-            && config.set_max_stack_depth(1).is_ok();
-        if can { Feature::On } else { Feature::Refused("the kernel is too old".to_owned()) }
     }
 
     /// Opens a file. Only this part accesses the source.
@@ -208,6 +205,11 @@ impl FsState {
             Ok(ready) => ready,
             Err(errno) => return reply.error(errno),
         };
+        let frozen = self.frozen.read();
+        if *frozen {
+            // The kernel looks the name up again, at the process that takes over.
+            return reply.error(Errno::ESTALE);
+        }
         let ino = node.ino;
         let mut serving = self.serving.lock();
         let known = serving.by_kernel(ino);
@@ -220,16 +222,14 @@ impl FsState {
         // handle too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
-            (None, Some(file)) if !serving.is_by_us(ino) => {
-                self.backing(&node, &file, &reply.reply)
-            }
+            (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file),
             _ => None,
         };
         match by_kernel {
             Some(backing) => {
                 serving.opened_by_kernel(ino, &backing);
                 let fh = self.handle(node, opened, Some(backing.clone()), caller);
-                reply.ok().opened_passthrough(fh, FopenFlags::empty(), &backing);
+                backing.reply(reply.ok(), fh);
             }
             None => {
                 serving.opened_by_us(ino);
@@ -244,32 +244,10 @@ impl FsState {
         }
     }
 
-    /// Registers a real file for passthrough. `None` if the kernel refuses it.
-    fn backing(&self, node: &Node, file: &File, reply: &ReplyOpen) -> Option<Arc<BackingId>> {
-        if !self.passthrough.load(Ordering::Relaxed) {
-            return None;
-        }
-        match reply.open_backing(file) {
-            Ok(backing) => Some(Arc::new(backing)),
-            Err(e) => {
-                if node.is_virtual() {
-                    self.service.copy_refused(&e);
-                }
-                // Other errors may come from the file system of this one file; missing rights
-                // affect all files.
-                if e.kind() == io::ErrorKind::PermissionDenied
-                    && self.passthrough.swap(false, Ordering::Relaxed)
-                {
-                    tracing::warn!("the kernel does not serve whole files by itself here: {e}");
-                }
-                None
-            }
-        }
-    }
-
     fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: Timed<ReplyData>) {
         let handles = self.handles.read();
-        let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EBADF) };
+        // A handle that could not be taken over from another process is not known.
+        let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EIO) };
         drop(handles);
         let opened = handle.opened.current();
         let file = match &opened.file {
@@ -289,6 +267,7 @@ impl FsState {
         let wanted = range.clone();
         let span = current_span();
         let asked = (!span.is_disabled()).then(Instant::now);
+        let unanswered = self.service.blocking.in_flight().begin();
         let answer = move |outcome: Result<&[u8], &Error>| match outcome {
             Ok(bytes) => {
                 if let Some(asked) = asked {
@@ -296,6 +275,7 @@ impl FsState {
                     tracing::trace!(parent: &span, waited_us, "answered");
                 }
                 reply.ok().data(bytes);
+                drop(unanswered);
                 if let Some(heat) = &handle.heat {
                     heat.read(wanted.start..wanted.start + bytes.len() as u64);
                 }
@@ -307,6 +287,7 @@ impl FsState {
             Err(Error::Changed { .. }) if follows => shared.read_as_it_is(handle, wanted, reply),
             Err(error) => {
                 reply.error(logged_as_eio(&handle.node, error));
+                drop(unanswered);
                 if matches!(error, Error::Changed { .. }) {
                     shared.sweep();
                 }
@@ -376,6 +357,11 @@ impl FsState {
     fn reply_entry(&self, node: Option<&Node>, reply: Timed<ReplyEntry>) {
         match node {
             Some(node) => {
+                let frozen = self.frozen.read();
+                if *frozen {
+                    // The kernel looks the name up again, at the process that takes over.
+                    return reply.error(Errno::ESTALE);
+                }
                 self.nodes.looked_up(node);
                 reply.ok().entry(&TTL, &attr_of(&self.common, node), Generation(0));
             }

@@ -19,6 +19,9 @@ use super::node::{Node, file_node, folder_node, renumbered, reversioned, same_fi
 use super::tails::Tails;
 use super::verify_policy::{self, ChecksumGates};
 use crate::serve::blocking::BlockingPool;
+use carried::FileMarks;
+
+pub(super) mod carried;
 
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
@@ -114,6 +117,8 @@ pub(crate) struct Nodes {
     indexed: [AtomicU64; 2],
     /// Whether weights are compared with checksums as they are read.
     checked: bool,
+    /// Facts about files that another process served before.
+    marks: FileMarks,
 }
 
 /// Least time between two checks whether a refused set has become whole.
@@ -133,6 +138,7 @@ impl Nodes {
             progress: Mutex::new(HashMap::new()),
             indexed: Default::default(),
             checked,
+            marks: FileMarks::default(),
         };
         // The kernel knows the root without a lookup.
         nodes.folder(0);
@@ -414,7 +420,10 @@ impl Nodes {
     /// Takes back `times` lookups of an inode number by the kernel. Returns whether the node was
     /// dropped.
     pub(crate) fn forget(&self, ino: u64, times: u64) -> bool {
-        let Some(node) = self.node(ino) else { return false };
+        let Some(node) = self.node(ino) else {
+            self.marks.forget(ino, times);
+            return false;
+        };
         let left = |lookups: u64| Some(lookups.saturating_sub(times));
         let _ = node.lookups.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left);
         self.drop_if_unused(&node)
@@ -551,15 +560,21 @@ impl Nodes {
     /// the known one was found outdated.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
         let mut by_ino = self.by_ino.write();
-        while let Some(other) = by_ino.get(&node.ino) {
-            if !same_file(other, &node) {
-                node = Arc::new(renumbered(&node));
-            } else if other.is_known_to_be_outdated() || !same_place(other, &node) {
-                node = Arc::new(reversioned(&node));
-            } else {
-                other.set_folder(node.folder());
-                node = other.clone();
-                break;
+        loop {
+            node = match by_ino.get(&node.ino) {
+                Some(other) if !same_file(other, &node) => Arc::new(renumbered(&node)),
+                Some(other) if other.is_known_to_be_outdated() || !same_place(other, &node) => {
+                    Arc::new(reversioned(&node))
+                }
+                Some(other) => {
+                    other.set_folder(node.folder());
+                    break node = other.clone();
+                }
+                None if self.marks.is_outdated(&node) => Arc::new(reversioned(&node)),
+                None => {
+                    self.marks.apply(&node);
+                    break;
+                }
             }
         }
         node.listings.fetch_add(1, Ordering::Relaxed);

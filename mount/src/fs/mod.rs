@@ -3,6 +3,7 @@
 mod access;
 pub(crate) mod adapter;
 pub(crate) mod attributes;
+mod backing;
 mod entries;
 pub(crate) mod inodes;
 mod node;

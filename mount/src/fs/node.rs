@@ -21,6 +21,8 @@ use crate::serve::change_watcher::Watcher;
 use crate::serve::heat::{HandleHeat, Heat};
 use crate::serve::service::Service;
 
+mod carried;
+
 /// Inode number of the root.
 pub(crate) const ROOT: u64 = 1;
 

@@ -25,7 +25,7 @@ const FDS_MAX: usize = 253;
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(super) enum Order {
-    /// Mount. The first message.
+    /// Mount, or take over the mount whose descriptors come along. The first message.
     Start { source: PathBuf, target: PathBuf, options: String },
     /// Answer with `Report::Pong`.
     Ping,
@@ -33,6 +33,10 @@ pub(super) enum Order {
     ReopenLog,
     /// Unmount and end.
     Stop,
+    /// Stop reading requests, and answer with `Report::State`.
+    HandOver,
+    /// End without an unmount, after `Report::State`.
+    Give,
 }
 
 /// From a worker to the supervisor.
@@ -45,6 +49,10 @@ pub(super) enum Report {
     Failed { message: String },
     /// The answer to `Order::Ping`.
     Pong,
+    /// The descriptors come along with which another worker takes the mount over.
+    State,
+    /// The mount cannot be handed over, for this reason.
+    NotHandedOver { message: String },
 }
 
 /// One end of a channel.

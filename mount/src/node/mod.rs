@@ -2,6 +2,7 @@
 
 mod channel;
 pub(crate) mod config;
+pub(crate) mod handover;
 mod metrics;
 mod mounts;
 pub(crate) mod notifier;

@@ -1,6 +1,7 @@
 //! One mount of the config, from the supervisor's side: it is waiting, starting, serving or
 //! unmounted.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -41,6 +42,10 @@ pub(super) struct ServiceMount {
     failures: u32,
     /// Reason of the last failure.
     failure: Option<String>,
+    /// Descriptors of the mount as another worker left it, for the first start.
+    handed: Vec<OwnedFd>,
+    /// Whether its worker takes over a mount.
+    is_takeover: bool,
     /// Whether it has served, or failed, since it was configured.
     pub has_outcome: bool,
 }
@@ -49,7 +54,21 @@ impl ServiceMount {
     pub(super) fn new(config: MountConfig) -> ServiceMount {
         let phase = Phase::Waiting(Instant::now());
         let target = config.target.clone();
-        ServiceMount { config, phase, target, failures: 0, failure: None, has_outcome: false }
+        ServiceMount {
+            config,
+            phase,
+            target,
+            failures: 0,
+            failure: None,
+            handed: Vec::new(),
+            is_takeover: false,
+            has_outcome: false,
+        }
+    }
+
+    /// Makes the first worker take over a mount that another one left.
+    pub(super) fn go_on_with(&mut self, handed: Vec<OwnedFd>) {
+        self.handed = handed;
     }
 
     /// The mount point, as in the mount table if it has been there.
@@ -101,7 +120,10 @@ impl ServiceMount {
 
     /// Starts the worker.
     pub(super) fn start(&mut self, verbose: u8) {
-        match WorkerProcess::start(&self.config, verbose) {
+        // If that worker fails, the connection closes with it, and the next one mounts anew.
+        let handed = std::mem::take(&mut self.handed);
+        self.is_takeover = !handed.is_empty();
+        match WorkerProcess::start(&self.config, verbose, &handed) {
             Ok(worker) => self.phase = Phase::Starting(worker),
             Err(e) => self.fail(format!("cannot start a worker: {e}")),
         }
@@ -140,11 +162,19 @@ impl ServiceMount {
             self.target = worker.target.clone();
             self.phase = Phase::Serving(worker, Instant::now());
         }
-        (self.has_outcome, self.failure) = (true, None);
+        (self.has_outcome, self.failure, self.is_takeover) = (true, None, false);
     }
 
     /// Notes a failure, and when to try again.
     fn fail(&mut self, reason: String) {
+        if std::mem::take(&mut self.is_takeover) {
+            let name = &self.config.name;
+            tracing::error!(
+                "mount {name}: {reason}; its readers get errors, and it is mounted anew"
+            );
+            self.phase = Phase::Waiting(Instant::now());
+            return;
+        }
         if matches!(&self.phase, Phase::Serving(_, since) if since.elapsed() > STABLE) {
             self.failures = 0;
         }

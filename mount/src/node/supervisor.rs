@@ -20,6 +20,7 @@ use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo;
 
 use super::config::{Config, ConfigError, MountConfig};
+use super::handover::{self, Purpose, Stored, Suspension};
 use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
 use super::notifier::Notifier;
@@ -86,6 +87,8 @@ pub(crate) struct Supervisor {
     is_first: bool,
     /// Ticks since the signal to end.
     stopping: Option<u32>,
+    /// The handover of all mounts.
+    suspension: Option<Suspension>,
 }
 
 /// Blocks the signals that the supervisor takes. Call it before the first thread starts.
@@ -102,7 +105,14 @@ pub(crate) fn take_signals() -> io::Result<SignalFd> {
 
 impl Supervisor {
     pub(crate) fn new(file: &Path, config: Config, verbose: u8) -> Supervisor {
-        let mounts = config.mounts.iter().cloned().map(ServiceMount::new).collect();
+        let mut stored = Stored::from_environment();
+        let mut mounts: Vec<_> = config.mounts.iter().cloned().map(ServiceMount::new).collect();
+        for mount in &mut mounts {
+            mount.go_on_with(stored.take(&mount.config.name));
+        }
+        for name in stored.names() {
+            tracing::info!("mount {name}: not in the config any more; its readers get errors");
+        }
         Supervisor {
             file: file.to_owned(),
             config,
@@ -119,6 +129,7 @@ impl Supervisor {
             is_ready: false,
             is_first: true,
             stopping: None,
+            suspension: None,
         }
     }
 
@@ -138,10 +149,15 @@ impl Supervisor {
                 self.tick();
             }
             self.advance();
+            if self.suspend() {
+                return Ok(());
+            }
             if self.stopping.is_some() {
                 if self.leaving.is_empty() && self.helpers.is_empty() {
                     return Ok(());
                 }
+            } else if self.suspension.is_some() {
+                // Readiness is decided by the next process.
             } else if let Some(failure) = self.announce() {
                 return Err(failure);
             }
@@ -182,7 +198,8 @@ impl Supervisor {
 
     /// Waits for an event, until `tick` at most.
     fn wait(&self, signals: &SignalFd, tick: Instant) {
-        let workers = self.mounts.iter().filter_map(ServiceMount::worker);
+        let giving = self.suspension.iter().flat_map(Suspension::workers);
+        let workers = self.mounts.iter().filter_map(ServiceMount::worker).chain(giving);
         let channels = workers.filter_map(WorkerProcess::fd);
         let reading = self.reading.iter().map(|reading| reading.done.as_fd());
         let fds = std::iter::once(signals.as_fd()).chain(channels).chain(reading);
@@ -215,6 +232,14 @@ impl Supervisor {
 
     /// Stops all mounts. A second signal ends workers that serve open files.
     fn stop(&mut self, signal: Signal) {
+        if self.suspension.is_some() {
+            // Its end is near.
+            return;
+        }
+        if self.stopping.is_none() && handover::is_restart() {
+            tracing::info!("{signal}: handing over {} mounts", self.mounts.len());
+            return self.begin_suspension(Purpose::Restart);
+        }
         if self.stopping.is_some() {
             self.leaving.iter().for_each(|leaving| leaving.worker.signal(Signal::SIGTERM));
             return;
@@ -225,6 +250,57 @@ impl Supervisor {
         self.notifier.status("stopping".to_owned());
         for mut mount in std::mem::take(&mut self.mounts) {
             self.end_mount(&mut mount);
+        }
+    }
+
+    /// Orders the workers to hand over their mounts.
+    fn begin_suspension(&mut self, purpose: Purpose) {
+        self.notifier.status("handing over".to_owned());
+        let mut workers = Vec::new();
+        for mut mount in std::mem::take(&mut self.mounts) {
+            let (name, is_serving) = (mount.config.name.clone(), mount.is_serving());
+            match mount.take_worker() {
+                Some(worker) if is_serving => workers.push((name, worker)),
+                // Nobody reads this mount yet.
+                Some(worker) => worker.signal(Signal::SIGKILL),
+                None => {}
+            }
+        }
+        // The readers of the other mounts wait, so these have no more time for theirs.
+        self.leaving.drain(..).for_each(|leaving| leaving.worker.signal(Signal::SIGKILL));
+        self.suspension = Some(Suspension::begin(purpose, workers));
+    }
+
+    /// Goes on with the handover of all mounts. Returns whether this process has to end.
+    fn suspend(&mut self) -> bool {
+        if self.suspension.as_mut().is_none_or(|suspension| !suspension.advance()) {
+            return false;
+        }
+        let Some(mut stored) = self.suspension.take().and_then(Suspension::finish) else {
+            return true;
+        };
+        // The new program does not run, so this one goes on.
+        self.mounts = self.config.mounts.iter().cloned().map(ServiceMount::new).collect();
+        for mount in &mut self.mounts {
+            mount.go_on_with(stored.take(&mount.config.name));
+        }
+        false
+    }
+
+    /// Lets another version of the program take over, if it has replaced the file of this one.
+    /// Returns whether it does.
+    fn upgrade(&mut self) -> bool {
+        let Some(program) = handover::replaced_program() else { return false };
+        match handover::can_continue(&program) {
+            Ok(()) => {
+                tracing::info!("{}: handing over to this version", shown_path(&program));
+                self.begin_suspension(Purpose::Upgrade(program));
+                true
+            }
+            Err(reason) => {
+                tracing::error!("{reason}; the running version goes on until a restart");
+                false
+            }
         }
     }
 
@@ -250,7 +326,7 @@ impl Supervisor {
 
     /// Starts to read the config again.
     fn reload(&mut self) {
-        if self.stopping.is_some() {
+        if self.stopping.is_some() || self.suspension.is_some() {
             return;
         }
         if let Some(reading) = &mut self.reading {
@@ -284,10 +360,12 @@ impl Supervisor {
         let Ok(read) = reading.config.try_recv() else { return };
         let again = reading.again;
         self.reading = None;
-        if self.stopping.is_some() {
+        if self.stopping.is_some() || self.suspension.is_some() {
             return;
         }
         match read {
+            // A new version reads the config itself.
+            Ok(_) if self.upgrade() => return,
             Ok(config) => self.apply(config),
             Err(error) => self.refuse(error.message().to_owned()),
         }
@@ -337,6 +415,7 @@ impl Supervisor {
     fn tick(&mut self) {
         self.notifier.alive();
         self.ticks = self.ticks.saturating_add(1);
+        self.suspension.iter_mut().for_each(Suspension::tick);
         let limit = self
             .config
             .service

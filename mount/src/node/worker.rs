@@ -2,13 +2,15 @@
 //! input, and unmounts and ends when the supervisor ends.
 
 use std::io;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill};
 use nix::unistd::{Pid, setsid};
 
 use super::channel::{Channel, Order, Report};
+use crate::daemon::handover::{Giver, Handed};
 use crate::daemon::{background, inherited};
 use crate::log;
 use crate::options::Options;
@@ -26,9 +28,12 @@ pub(crate) fn run() -> Result<(), String> {
     let _ = setsid();
     let _ = std::env::set_current_dir("/");
     match channel.receive(true).map_err(failed)? {
-        Some((Order::Start { source, target, options }, _)) => {
-            listen(channel.clone()).map_err(|e| format!("cannot start a thread: {e}"))?;
-            let ended = serve(&channel, source, target, &options);
+        Some((Order::Start { source, target, options }, fds)) => {
+            let giver = Arc::new(OnceLock::new());
+            let listening = listen(channel.clone(), giver.clone());
+            listening.map_err(|e| format!("cannot start a thread: {e}"))?;
+            let mount = (source.as_path(), target.as_path(), options.as_str());
+            let ended = serve(&channel, mount, Handed::from_descriptors(fds), &giver);
             if let Err(message) = &ended {
                 let _ = channel.send(&Report::Failed { message: message.clone() }, &[]);
             }
@@ -39,17 +44,23 @@ pub(crate) fn run() -> Result<(), String> {
     }
 }
 
-fn serve(channel: &Channel, source: PathBuf, target: PathBuf, options: &str) -> Result<(), String> {
+fn serve(
+    channel: &Channel,
+    (source, target, options): (&Path, &Path, &str),
+    handed: Option<Handed>,
+    giver: &OnceLock<Giver>,
+) -> Result<(), String> {
     let options = Options::parse(&[options], false)?;
-    background::serve(&source, &target, options, |mounted| {
+    background::serve(source, target, options, handed, |mounted| {
         log::flush();
+        let _ = giver.set(mounted.giver.clone());
         let ready = Report::Ready { target: mounted.target.clone() };
         channel.send(&ready, &[]).map_err(|e| format!("the supervisor is gone: {e}"))
     })
 }
 
 /// Starts the thread that takes orders.
-fn listen(channel: Arc<Channel>) -> io::Result<()> {
+fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> {
     // A signal to end must not reach this thread: before the mount is there it ends the process, and
     // then another thread waits for it.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
@@ -59,6 +70,14 @@ fn listen(channel: Arc<Channel>) -> io::Result<()> {
                 Order::Ping => drop(channel.send(&Report::Pong, &[])),
                 Order::ReopenLog => log::reopen(),
                 Order::Stop => end(),
+                Order::HandOver => hand_over(&channel, giver.get()),
+                Order::Give => {
+                    if let Some(giver) = giver.get() {
+                        giver.give();
+                    }
+                    // The end of the supervisor means nothing to a mount of another process.
+                    return;
+                }
                 Order::Start { .. } => tracing::error!("a second order to start; not obeyed"),
             }
         }
@@ -68,6 +87,24 @@ fn listen(channel: Arc<Channel>) -> io::Result<()> {
     });
     let _ = before.thread_set_mask();
     started.map(|_| ())
+}
+
+/// Stops serving, and sends what another worker needs.
+fn hand_over(channel: &Channel, giver: Option<&Giver>) {
+    let not_yet = || io::Error::other("the mount does not answer yet");
+    let sent = giver.ok_or_else(not_yet).and_then(|giver| {
+        let fds = giver.stop()?.into_descriptors();
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let sent = channel.send(&Report::State, &fds);
+        if sent.is_err() {
+            giver.resume()?;
+        }
+        sent
+    });
+    if let Err(e) = sent {
+        let message = format!("cannot be handed over: {e}");
+        let _ = channel.send(&Report::NotHandedOver { message }, &[]);
+    }
 }
 
 /// Ends this process as SIGTERM does: by unmounting, if it has mounted.

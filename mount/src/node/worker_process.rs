@@ -1,7 +1,7 @@
 //! The supervisor's side of a worker: its process, its channel, and the checks that it answers.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -29,6 +29,8 @@ pub(super) struct WorkerProcess {
     /// Whether it has mounted.
     pub is_mounted: bool,
     failure: Option<String>,
+    /// The answer to the order to hand over.
+    state: Option<Result<Vec<OwnedFd>, String>>,
     /// Ticks since the last check began.
     ticks: u32,
     /// Whether a ping waits for its answer.
@@ -59,15 +61,21 @@ pub(super) fn program(args: &[&str]) -> Command {
 }
 
 impl WorkerProcess {
-    /// Starts the worker of `mount`.
+    /// Starts the worker of `mount`. With `handed` it takes over the mount that these descriptors
+    /// are about.
     ///
     /// # Errors
     /// If no process can be started.
-    pub(super) fn start(mount: &MountConfig, verbose: u8) -> io::Result<WorkerProcess> {
+    pub(super) fn start(
+        mount: &MountConfig,
+        verbose: u8,
+        handed: &[OwnedFd],
+    ) -> io::Result<WorkerProcess> {
         let (channel, theirs) = Channel::pair()?;
         let MountConfig { source, target, options, .. } = mount.clone();
         let order = Order::Start { source, target: target.clone(), options };
-        channel.send(&order, &[])?;
+        let handed: Vec<BorrowedFd<'_>> = handed.iter().map(AsFd::as_fd).collect();
+        channel.send(&order, &handed)?;
         let mut command = program(&["internal", "worker", &mount.name]);
         command.args((0..verbose).map(|_| "-v"));
         let child = command.stdin(theirs).spawn()?;
@@ -79,6 +87,7 @@ impl WorkerProcess {
             target,
             is_mounted: false,
             failure: None,
+            state: None,
             ticks: 0,
             pinged: false,
             probe: None,
@@ -104,6 +113,10 @@ impl WorkerProcess {
                 }
                 Ok(Some((Report::Failed { message }, _))) => self.failure = Some(message),
                 Ok(Some((Report::Pong, _))) => self.pinged = false,
+                Ok(Some((Report::State, fds))) => self.state = Some(Ok(fds)),
+                Ok(Some((Report::NotHandedOver { message }, _))) => {
+                    self.state = Some(Err(message));
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Ok(None) | Err(_) => self.is_open = false,
             }
@@ -177,6 +190,25 @@ impl WorkerProcess {
     pub(super) fn stop(&self) {
         if self.channel.send(&Order::Stop, &[]).is_err() {
             self.signal(Signal::SIGTERM);
+        }
+    }
+
+    /// Orders it to stop reading requests, and to send what another worker needs to go on.
+    pub(super) fn hand_over(&self) {
+        if self.channel.send(&Order::HandOver, &[]).is_err() {
+            self.signal(Signal::SIGTERM);
+        }
+    }
+
+    /// The answer to `hand_over`, once.
+    pub(super) fn take_state(&mut self) -> Option<Result<Vec<OwnedFd>, String>> {
+        self.state.take()
+    }
+
+    /// Orders it to end without an unmount, after `hand_over`.
+    pub(super) fn give(&self) {
+        if self.channel.send(&Order::Give, &[]).is_err() {
+            self.signal(Signal::SIGKILL);
         }
     }
 

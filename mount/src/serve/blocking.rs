@@ -18,6 +18,8 @@ use tensorfs::internal::io::{Deadlines, NextLook, PerSourceLimiter};
 use tensorfs::internal::sync::Mutex;
 use tracing::Span;
 
+use super::in_flight::{InFlight, Unanswered};
+
 /// Most threads for one file, so that a stalled file takes no more.
 const PLACE_MAX: u64 = 4;
 
@@ -38,6 +40,7 @@ pub(crate) trait Fail: Send + 'static {
 pub(crate) struct BlockingPool(Arc<PoolShared>);
 
 struct PoolShared {
+    in_flight: InFlight,
     timeout: Option<Duration>,
     counters: Arc<Counters>,
     state: Mutex<State>,
@@ -100,10 +103,11 @@ trait Late: Send + Sync {
     fn fail(&self) -> bool;
 }
 
-impl<R: Fail> Late for Mutex<Option<R>> {
+impl<R: Fail> Late for Mutex<Option<(R, Unanswered)>> {
     fn fail(&self) -> bool {
         let reply = self.lock().take();
-        reply.map(Fail::fail).is_some()
+        // The request counts as answered after the reply.
+        reply.map(|(reply, _unanswered)| reply.fail()).is_some()
     }
 }
 
@@ -112,13 +116,18 @@ pub(crate) struct PendingReply<R: Fail> {
     pool: BlockingPool,
     number: u64,
     place: PathBuf,
-    reply: Arc<Mutex<Option<R>>>,
+    reply: Arc<Mutex<Option<(R, Unanswered)>>>,
+    /// Set while the reply that was taken is on its way.
+    taken: Mutex<Option<Unanswered>>,
 }
 
 impl<R: Fail> PendingReply<R> {
-    /// The reply. `None` after the deadline.
-    pub(crate) fn take(self) -> Option<R> {
-        self.reply.lock().take()
+    /// The reply. `None` after the deadline. The request counts as answered when this is dropped,
+    /// so the caller keeps it until the reply is sent.
+    pub(crate) fn take(&self) -> Option<R> {
+        let (reply, unanswered) = self.reply.lock().take()?;
+        *self.taken.lock() = Some(unanswered);
+        Some(reply)
     }
 }
 
@@ -166,7 +175,8 @@ impl BlockingPool {
         counters: Arc<Counters>,
     ) -> std::io::Result<BlockingPool> {
         let (state, deadlines) = (Mutex::default(), Deadlines::default());
-        let shared = Arc::new(PoolShared { timeout, counters, state, deadlines });
+        let in_flight = InFlight::default();
+        let shared = Arc::new(PoolShared { in_flight, timeout, counters, state, deadlines });
         if let Some(timeout) = timeout {
             let weak = Arc::downgrade(&shared);
             let expire =
@@ -176,9 +186,15 @@ impl BlockingPool {
         Ok(BlockingPool(shared))
     }
 
+    /// The requests that are not answered yet.
+    pub(crate) fn in_flight(&self) -> &InFlight {
+        &self.0.in_flight
+    }
+
     /// A pending reply about `place`, a path in the mount. Its deadline starts now.
     pub(crate) fn pending<R: Fail>(&self, place: &Path, reply: R) -> PendingReply<R> {
-        let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some(reply))));
+        let unanswered = self.0.in_flight.begin();
+        let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some((reply, unanswered)))));
         let mut state = self.0.state.lock();
         let number = state.next;
         state.next += 1;
@@ -189,7 +205,7 @@ impl BlockingPool {
         }
         drop(state);
         self.0.deadlines.added();
-        PendingReply { pool: self.clone(), number, place, reply }
+        PendingReply { pool: self.clone(), number, place, reply, taken: Mutex::default() }
     }
 
     /// Runs `work`, which asks the source for a reply, on a thread of its own, and not at all once

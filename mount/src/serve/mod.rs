@@ -6,6 +6,7 @@ pub(crate) mod blocking;
 pub(crate) mod change_watcher;
 mod file_events;
 pub(crate) mod heat;
+pub(crate) mod in_flight;
 pub(crate) mod kernel;
 pub(crate) mod page_cache_store;
 pub(crate) mod requests;

@@ -1,0 +1,330 @@
+//! The connection to the kernel: its handshake, the threads that read it, and how another process
+//! takes it over.
+//!
+//! fuser begins each session with the handshake of a fresh connection, and its threads run until
+//! the connection ends. Both are met from outside. A socket stands in for the connection during the
+//! handshake, so that a connection whose handshake is done already can be served. To stop, a file
+//! takes the place of the connection, under its number: a read of that file fails, which ends each
+//! thread once it has dispatched its request. Late replies land in that file and are passed on.
+
+#![expect(clippy::host_endian_bytes, reason = "the kernel uses the byte order of the machine")]
+
+use std::fs::File;
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use fuser::{Config, Session, SessionACL};
+use nix::fcntl::OFlag;
+use nix::libc;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use nix::unistd::dup3;
+use serde::{Deserialize, Serialize};
+
+use crate::fs::adapter::TensorFs;
+use crate::serve::in_flight::InFlight;
+
+/// Longest message of the handshake, in bytes.
+const INIT_MAX: usize = 64 << 10;
+
+/// Bytes of the header of a reply or notification: length, error or code, number of the request.
+const HEADER: usize = 16;
+
+/// FUSE_NOTIFY_INVAL_INODE
+const INVALIDATE: i32 = 2;
+
+/// FUSE_NOTIFY_STORE
+const STORE: i32 = 4;
+
+/// FUSE_NOTIFY_RESEND
+const RESEND: i32 = 7;
+
+/// Offset of the second half of the flags in an INIT request, and FUSE_HAS_RESEND in it.
+const HAS_RESEND: (usize, u32) = (56, 1 << 7);
+
+/// How long the threads may take to end, which wait for nothing.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time between two looks at threads that end, and at late replies.
+const TICK: Duration = Duration::from_micros(500);
+
+/// Longest time between two looks at late replies.
+const TICK_MAX: Duration = Duration::from_millis(50);
+
+/// The handshake of a connection, as it was done once.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub(crate) struct Handshake {
+    request: Vec<u8>,
+    reply: Vec<u8>,
+}
+
+impl Handshake {
+    /// Whether the kernel can send requests without an answer once more, to another process.
+    pub(crate) fn can_resend(&self) -> bool {
+        let (offset, flag) = HAS_RESEND;
+        let word = self.request.get(offset..offset + 4).and_then(|word| word.first_chunk());
+        // Tests hide the feature, which the kernel has since 6.9.
+        let hidden = std::env::var_os("TENSORFS_NO_RESEND").is_some();
+        !hidden && word.is_some_and(|word| u32::from_ne_bytes(*word) & flag != 0)
+    }
+}
+
+/// A session of fuser on a connection.
+pub(crate) struct Attended {
+    session: Session<TensorFs>,
+    /// The handshake between the kernel and fuser.
+    pub(crate) handshake: Handshake,
+}
+
+/// Begins to serve `connection` with `threads` threads. With `done`, another process did that
+/// handshake.
+///
+/// # Errors
+/// If the connection has ended, or if this version would answer the handshake in another way.
+pub(crate) fn attend(
+    fs: TensorFs,
+    connection: &OwnedFd,
+    threads: usize,
+    done: Option<&Handshake>,
+) -> io::Result<Attended> {
+    let flags = SockFlag::SOCK_CLOEXEC;
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
+    let mut device = File::from(connection.try_clone()?);
+    let mut ours = File::from(ours);
+    let request = match done {
+        Some(done) => done.request.clone(),
+        None => read_message(&mut device)?,
+    };
+    ours.write_all(&request)?;
+    let mut config = Config::default();
+    config.n_threads = Some(threads);
+    // The kernel enforces access; `All` only means that fuser adds no check of its own.
+    let session = Session::from_fd(fs, theirs, SessionACL::All, config)?;
+    let reply = read_message(&mut ours)?;
+    match done {
+        Some(done) if done.reply != reply => {
+            let reason = "this version asks the kernel for other features than the running one";
+            return Err(io::Error::other(reason));
+        }
+        Some(_) => {}
+        None => device.write_all(&reply)?,
+    }
+    put_in_place(connection.as_fd(), session.as_fd().as_raw_fd())?;
+    Ok(Attended { session, handshake: Handshake { request, reply } })
+}
+
+fn read_message(file: &mut File) -> io::Result<Vec<u8>> {
+    let mut message = vec![0; INIT_MAX];
+    let len = loop {
+        match file.read(&mut message) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            read => break read?,
+        }
+    };
+    message.truncate(len);
+    Ok(message)
+}
+
+/// Makes `number` a descriptor of `file`.
+fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
+    // SAFETY: the session owns this number and keeps it open while it serves; `ManuallyDrop` leaves
+    // it to the session.
+    let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
+    dup3(file, &mut place, OFlag::O_CLOEXEC)?;
+    Ok(())
+}
+
+impl Attended {
+    /// Number of its descriptor, for `StoppedReads::begin`.
+    pub(crate) fn number(&self) -> RawFd {
+        self.session.as_fd().as_raw_fd()
+    }
+
+    /// Serves until the connection ends, or its reads are stopped.
+    ///
+    /// # Errors
+    /// The reason why it ended, unless it was an unmount.
+    pub(crate) fn run(self) -> io::Result<()> {
+        self.session.run()
+    }
+}
+
+/// A session whose threads end, while its replies still reach the kernel.
+pub(crate) struct StoppedReads {
+    /// Set once no more replies are to be passed on.
+    over: Arc<AtomicBool>,
+    /// Passes on late replies.
+    late: JoinHandle<()>,
+}
+
+impl StoppedReads {
+    /// Ends the threads of the session whose descriptor is `number`, without losing a request:
+    /// those that were read are dispatched, the others stay in the kernel. Waits until `ended`.
+    ///
+    /// # Errors
+    /// If a thread does not end. The session then goes on.
+    pub(crate) fn begin(
+        connection: &Arc<OwnedFd>,
+        number: RawFd,
+        ended: impl Fn() -> bool,
+    ) -> io::Result<StoppedReads> {
+        let late = File::from(memfd_create(c"tensorfs-replies", MFdFlags::MFD_CLOEXEC)?);
+        let sink = File::options()
+            .append(true)
+            .custom_flags(libc::O_CLOEXEC)
+            .open(format!("/proc/self/fd/{}", late.as_raw_fd()))?;
+        ignore_wake_up()?;
+        let over = Arc::new(AtomicBool::new(false));
+        let (to, done) = (File::from(connection.try_clone()?), over.clone());
+        let pass_on = move || pass_on(&late, &to, &done);
+        let late = std::thread::Builder::new().name("late".to_owned()).spawn(pass_on)?;
+        put_in_place(sink.as_fd(), number)?;
+        let started = Instant::now();
+        while !ended() {
+            if started.elapsed() > STOP_TIMEOUT {
+                put_in_place(connection.as_fd(), number)?;
+                return Err(io::Error::other("a thread of the server does not end"));
+            }
+            wake_readers();
+            std::thread::sleep(TICK);
+        }
+        Ok(StoppedReads { over, late })
+    }
+
+    /// Waits until all requests are answered, for `limit` at most. Returns whether they are.
+    pub(crate) fn drain(&self, in_flight: &InFlight, limit: Duration) -> bool {
+        let started = Instant::now();
+        while in_flight.count() > 0 {
+            if started.elapsed() >= limit {
+                return false;
+            }
+            std::thread::sleep(TICK);
+        }
+        true
+    }
+
+    /// Returns once all replies that were given until now are sent. Later ones are dropped.
+    pub(crate) fn end(self) {
+        self.over.store(true, Ordering::SeqCst);
+        let _ = self.late.join();
+    }
+}
+
+/// Sends the replies in `late` to the kernel as they come.
+fn pass_on(late: &File, to: &File, over: &AtomicBool) {
+    let (mut offset, mut pause) = (0, TICK);
+    loop {
+        let last = over.load(Ordering::SeqCst);
+        pause = (pause * 2).min(TICK_MAX);
+        while let Some(reply) = next_reply(late, offset) {
+            (offset, pause) = (offset + reply.len() as u64, TICK);
+            let mut to = to;
+            // The kernel may not wait for it any more.
+            if let Err(e) = to.write(&reply) {
+                tracing::debug!("a late reply is dropped: {e}");
+            }
+        }
+        if last {
+            return;
+        }
+        std::thread::sleep(pause);
+    }
+}
+
+/// The reply at `offset`. Each is appended as a whole.
+fn next_reply(late: &File, offset: u64) -> Option<Vec<u8>> {
+    let mut len = [0; 4];
+    late.read_exact_at(&mut len, offset).ok()?;
+    let mut reply = vec![0; (u32::from_ne_bytes(len) as usize).max(HEADER)];
+    late.read_exact_at(&mut reply, offset).ok()?;
+    Some(reply)
+}
+
+/// The signal that makes a blocked read return. Programs ignore it by default.
+const WAKE_UP: Signal = Signal::SIGURG;
+
+/// Makes `WAKE_UP` interrupt system calls, and do nothing else.
+fn ignore_wake_up() -> io::Result<()> {
+    extern "C" fn nothing(_: libc::c_int) {}
+    let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::empty(), SigSet::empty());
+    // SAFETY: the handler does nothing, so it is safe at any time.
+    unsafe { sigaction(WAKE_UP, &action) }?;
+    Ok(())
+}
+
+/// Interrupts the reads of fuser's threads.
+fn wake_readers() {
+    let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return };
+    for thread in threads.flatten() {
+        let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        let id = thread.file_name().to_str().and_then(|id| id.parse::<libc::pid_t>().ok());
+        if let Some(id) = id.filter(|_| name.starts_with("fuser-")) {
+            // SAFETY: the call has no memory operands. A thread that ended meanwhile is an error
+            // that does not matter.
+            unsafe {
+                libc::syscall(libc::SYS_tgkill, libc::getpid(), id, WAKE_UP as libc::c_int);
+            }
+        }
+    }
+}
+
+/// Messages to the kernel that answer no request.
+#[derive(Clone)]
+pub(crate) struct Notifications(Arc<OwnedFd>);
+
+impl Notifications {
+    pub(crate) fn on(connection: &Arc<OwnedFd>) -> Notifications {
+        Notifications(connection.clone())
+    }
+
+    /// Makes the kernel drop its cached pages and attributes of an inode.
+    ///
+    /// # Errors
+    /// If the kernel refuses it. An inode that it does not know is no error.
+    pub(crate) fn invalidate(&self, ino: u64) -> io::Result<()> {
+        let mut body = ino.to_ne_bytes().to_vec();
+        // From offset 0 to the end.
+        body.extend([0; 16]);
+        self.send(INVALIDATE, &[&body])
+    }
+
+    /// Puts bytes at an offset of an inode into the kernel's page cache.
+    ///
+    /// # Errors
+    /// The errors of `invalidate`.
+    pub(crate) fn store(&self, ino: u64, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut body = [ino.to_ne_bytes(), offset.to_ne_bytes()].concat();
+        body.extend((bytes.len() as u32).to_ne_bytes());
+        body.extend([0; 4]);
+        self.send(STORE, &[&body, bytes])
+    }
+
+    /// Makes the kernel send all requests again that were read but not answered.
+    ///
+    /// # Errors
+    /// If the kernel refuses it.
+    pub(crate) fn resend(&self) -> io::Result<()> {
+        self.send(RESEND, &[])
+    }
+
+    fn send(&self, code: i32, body: &[&[u8]]) -> io::Result<()> {
+        let len = HEADER + body.iter().map(|part| part.len()).sum::<usize>();
+        let mut header = (len as u32).to_ne_bytes().to_vec();
+        header.extend(code.to_ne_bytes());
+        // Number 0: the answer to no request.
+        header.extend([0; 8]);
+        let parts: Vec<_> =
+            std::iter::once(&header[..]).chain(body.iter().copied()).map(IoSlice::new).collect();
+        match nix::sys::uio::writev(&self.0, &parts) {
+            Ok(_) | Err(nix::errno::Errno::ENOENT) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}

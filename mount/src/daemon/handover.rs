@@ -1,0 +1,245 @@
+//! The state of a mount, for the process that takes it over.
+//!
+//! The state is a sealed file in memory: a header, facts as JSON, then bytes that the facts point
+//! to. Its descriptor goes along with the connection and the open files of the source.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use serde::{Deserialize, Serialize};
+use tensorfs::internal::error::shown_path;
+
+use super::connection::Handshake;
+use super::server::KernelServer;
+use crate::fs::adapter::handover::{Carried, CarriedFs};
+use crate::options::Options;
+
+/// First bytes of a state.
+const MAGIC: &[u8; 8] = b"TFSSTATE";
+
+/// Bytes of magic, version and length of the facts.
+const HEADER: usize = 24;
+
+/// Version of the state. It increases with every change of its content.
+const VERSION: u64 = 1;
+
+/// Longest state, in bytes.
+const STATE_MAX: u64 = 1 << 30;
+
+/// The version of the state that this program writes and understands.
+pub(crate) fn state_version() -> u64 {
+    // Tests make a program of another version by this variable.
+    let forced = std::env::var("TENSORFS_STATE_VERSION").ok();
+    forced.and_then(|version| version.parse().ok()).unwrap_or(VERSION)
+}
+
+/// A mount on its way to another process.
+#[derive(Debug)]
+pub(crate) struct Handed {
+    /// The connection to the kernel.
+    pub(crate) connection: OwnedFd,
+    /// The state.
+    pub(crate) state: OwnedFd,
+    /// Open files of the source, in the order of the state.
+    pub(crate) files: Vec<OwnedFd>,
+}
+
+/// A mount as it was ordered: only a mount of the same order is taken over.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub(super) struct MountIdentity {
+    source: OsString,
+    target: OsString,
+    options: String,
+}
+
+impl MountIdentity {
+    pub(super) fn of(source: &Path, target: &Path, options: &Options) -> MountIdentity {
+        let options = options.to_json().to_string();
+        MountIdentity { source: source.into(), target: target.into(), options }
+    }
+}
+
+#[derive(Deserialize, Serialize)]
+struct Facts {
+    /// The mount that the state is about.
+    mount: MountIdentity,
+    /// The mount point, absolute.
+    target: OsString,
+    /// Whether `fusermount3` made the mount.
+    by_fusermount: bool,
+    /// Minor number of its device.
+    minor: Option<u32>,
+    handshake: Handshake,
+    fs: CarriedFs,
+}
+
+/// The state of a mount that this process is to take over.
+pub(crate) struct Received {
+    pub(crate) connection: OwnedFd,
+    /// The mount point, absolute.
+    pub(crate) target: PathBuf,
+    pub(crate) by_fusermount: bool,
+    pub(crate) minor: Option<u32>,
+    pub(crate) handshake: Handshake,
+    pub(crate) carried: Carried,
+}
+
+/// Hands over a mount that this process serves. Clones are about the same mount.
+#[derive(Clone)]
+pub(crate) struct Giver {
+    pub(super) server: KernelServer,
+    mount: MountIdentity,
+    target: PathBuf,
+    by_fusermount: bool,
+    minor: Option<u32>,
+}
+
+impl Giver {
+    /// Hands over what `server` serves on `target`.
+    pub(super) fn new(
+        server: KernelServer,
+        mount: MountIdentity,
+        target: &Path,
+        by_fusermount: bool,
+        minor: Option<u32>,
+    ) -> Giver {
+        Giver { server, mount, target: target.to_owned(), by_fusermount, minor }
+    }
+
+    /// Stops serving, and returns what another process needs. Requests wait in the kernel until
+    /// that process serves, or `resume` is called.
+    ///
+    /// # Errors
+    /// If the mount cannot be handed over now. It is served as before.
+    pub(crate) fn stop(&self) -> io::Result<Handed> {
+        self.server.stop()?;
+        let handed = self.write(self.server.fs().carry()).and_then(|(state, files)| {
+            Ok(Handed { connection: self.server.connection().try_clone()?, state, files })
+        });
+        if handed.is_err() {
+            self.server.resume()?;
+        }
+        handed
+    }
+
+    /// Serves again after `stop`, because no other process does.
+    ///
+    /// # Errors
+    /// If the connection has ended.
+    pub(crate) fn resume(&self) -> io::Result<()> {
+        self.server.resume()
+    }
+
+    /// Ends the service after `stop`, because another process serves the mount. Returns once this
+    /// process may end.
+    pub(crate) fn give(&self) {
+        self.server.give();
+    }
+
+    fn write(&self, carried: Carried) -> io::Result<(OwnedFd, Vec<OwnedFd>)> {
+        let Carried { facts, contents, files } = carried;
+        let facts = Facts {
+            mount: self.mount.clone(),
+            target: self.target.clone().into(),
+            by_fusermount: self.by_fusermount,
+            minor: self.minor,
+            handshake: self.server.handshake().clone(),
+            fs: facts,
+        };
+        let facts = serde_json::to_vec(&facts)?;
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let mut state = File::from(memfd_create(c"tensorfs-state", flags)?);
+        state.write_all(MAGIC)?;
+        state.write_all(&state_version().to_le_bytes())?;
+        state.write_all(&(facts.len() as u64).to_le_bytes())?;
+        state.write_all(&facts)?;
+        state.write_all(&contents)?;
+        let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW;
+        fcntl(&state, FcntlArg::F_ADD_SEALS(seals))?;
+        Ok((state.into(), files))
+    }
+}
+
+impl Received {
+    /// Reads a state that `Giver` made, for a mount of `source` on `target` with `options`.
+    ///
+    /// # Errors
+    /// One line with the reason why it cannot be used.
+    pub(crate) fn read(
+        handed: Handed,
+        source: &Path,
+        target: &Path,
+        options: &Options,
+    ) -> Result<Received, String> {
+        let Handed { connection, state, files } = handed;
+        let (facts, contents) = parse(&File::from(state))?;
+        let Facts { mount, target: place, by_fusermount, minor, handshake, fs } = facts;
+        if mount != MountIdentity::of(source, target, options) {
+            let (source, target) = (mount.source, mount.target);
+            let (source, target) = (shown_path(source.as_ref()), shown_path(target.as_ref()));
+            return Err(format!(
+                "it was a mount of {source} on {target} with other options or paths"
+            ));
+        }
+        let carried = Carried { facts: fs, contents, files };
+        let target = place.into();
+        Ok(Received { connection, target, by_fusermount, minor, handshake, carried })
+    }
+}
+
+fn parse(state: &File) -> Result<(Facts, Vec<u8>), String> {
+    let unreadable = |e: io::Error| format!("the state cannot be read: {e}");
+    let len = state.metadata().map_err(unreadable)?.len();
+    if !(HEADER as u64..=STATE_MAX).contains(&len) {
+        return Err(format!("the state has {len} bytes"));
+    }
+    // A writer that kept the file must not change it while it is parsed.
+    let seals = fcntl(state, FcntlArg::F_GET_SEALS).unwrap_or(0);
+    if !SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_WRITE) {
+        return Err("the state is not sealed".to_owned());
+    }
+    let mut bytes = vec![0; len as usize];
+    state.read_exact_at(&mut bytes, 0).map_err(unreadable)?;
+    let word =
+        |index: usize| bytes[index * 8..].first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
+    if &bytes[..8] != MAGIC {
+        return Err("the state is not one of tensorfs".to_owned());
+    }
+    let (found, ours) = (word(1), state_version());
+    if found != ours {
+        return Err(format!(
+            "the running version keeps its state in version {found}, this one reads version {ours}"
+        ));
+    }
+    let facts_len = word(2);
+    let facts = HEADER.checked_add(facts_len as usize).and_then(|end| bytes.get(HEADER..end));
+    let facts = facts.ok_or_else(|| format!("the state has no {facts_len} bytes of facts"))?;
+    let facts_end = HEADER + facts.len();
+    let facts = serde_json::from_slice(facts).map_err(|e| format!("the state is wrong: {e}"))?;
+    bytes.drain(..facts_end);
+    Ok((facts, bytes))
+}
+
+impl Handed {
+    /// All descriptors: connection, state, files.
+    pub(crate) fn into_descriptors(self) -> Vec<OwnedFd> {
+        let mut all = vec![self.connection, self.state];
+        all.extend(self.files);
+        all
+    }
+
+    /// The descriptors of `into_descriptors`. `None` if there are too few.
+    pub(crate) fn from_descriptors(all: Vec<OwnedFd>) -> Option<Handed> {
+        let mut all = all.into_iter();
+        let (connection, state) = (all.next()?, all.next()?);
+        // fuser does not accept the numbers of the standard streams.
+        debug_assert!(connection.as_raw_fd() > 2);
+        Some(Handed { connection, state, files: all.collect() })
+    }
+}

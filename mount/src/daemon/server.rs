@@ -1,0 +1,178 @@
+//! The threads that answer the kernel, and their stop: another process may take over.
+
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensorfs::internal::sync::{Condvar, Mutex};
+
+use super::connection::{Attended, Handshake, StoppedReads, attend};
+use crate::fs::adapter::TensorFs;
+use crate::serve::in_flight::InFlight;
+
+/// How long a stop waits for answers. Requests without one go to the process that takes over, or
+/// are answered late.
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// The threads of one mount. Clones share them.
+#[derive(Clone)]
+pub(crate) struct KernelServer(Arc<KernelServerShared>);
+
+struct KernelServerShared {
+    fs: TensorFs,
+    connection: Arc<OwnedFd>,
+    handshake: Handshake,
+    threads: usize,
+    in_flight: InFlight,
+    state: Mutex<KernelServerState>,
+    changed: Condvar,
+}
+
+struct KernelServerState {
+    /// Number of the session's descriptor.
+    number: RawFd,
+    /// Set once all threads have ended.
+    ended: Option<io::Result<()>>,
+    phase: ServerPhase,
+}
+
+enum ServerPhase {
+    Serving,
+    /// Reads nothing; late replies still go out.
+    Stopped(Option<StoppedReads>),
+    /// Another process serves.
+    Given,
+}
+
+impl KernelServer {
+    /// Starts to serve with `threads` threads.
+    ///
+    /// # Errors
+    /// The system may refuse a thread.
+    pub(crate) fn start(
+        fs: TensorFs,
+        connection: Arc<OwnedFd>,
+        threads: usize,
+        in_flight: InFlight,
+        attended: Attended,
+    ) -> io::Result<KernelServer> {
+        let handshake = attended.handshake.clone();
+        let (number, phase) = (attended.number(), ServerPhase::Serving);
+        let state = Mutex::new(KernelServerState { number, ended: None, phase });
+        let changed = Condvar::new();
+        let shared =
+            KernelServerShared { fs, connection, handshake, threads, in_flight, state, changed };
+        let server = KernelServer(Arc::new(shared));
+        server.run(attended)?;
+        Ok(server)
+    }
+
+    fn run(&self, attended: Attended) -> io::Result<()> {
+        let shared = self.0.clone();
+        let run = move || {
+            let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| attended.run()));
+            let bug = |_| Err(io::Error::other("the server failed by a bug"));
+            shared.state.lock().ended = Some(ended.unwrap_or_else(bug));
+            shared.changed.notify_all();
+        };
+        std::thread::Builder::new().name("serve".to_owned()).spawn(run).map(drop)
+    }
+
+    /// The handshake of the connection.
+    pub(crate) fn handshake(&self) -> &Handshake {
+        &self.0.handshake
+    }
+
+    /// The connection.
+    pub(crate) fn connection(&self) -> &Arc<OwnedFd> {
+        &self.0.connection
+    }
+
+    /// The file system that it serves.
+    pub(crate) fn fs(&self) -> &TensorFs {
+        &self.0.fs
+    }
+
+    /// Waits until the connection ends, and returns how; `None` once another process serves it.
+    pub(crate) fn wait(&self) -> Option<io::Result<()>> {
+        let mut state = self.0.state.lock();
+        loop {
+            match state.phase {
+                ServerPhase::Given => return None,
+                ServerPhase::Serving if state.ended.is_some() => return state.ended.take(),
+                _ => state = self.0.changed.wait(state),
+            }
+        }
+    }
+
+    /// Stops reading requests, waits a short time for the answers of those that were read, and lets
+    /// nothing change any more that another process needs to know.
+    ///
+    /// # Errors
+    /// If it does not serve now. It then goes on as before.
+    pub(crate) fn stop(&self) -> io::Result<()> {
+        let shared = &*self.0;
+        let number = {
+            let state = shared.state.lock();
+            if !matches!(state.phase, ServerPhase::Serving) || state.ended.is_some() {
+                return Err(io::Error::other("the mount is not served by this process now"));
+            }
+            state.number
+        };
+        // `wait` must not take the end of the threads for the end of the connection.
+        let ended = || shared.state.lock().ended.is_some();
+        shared.state.lock().phase = ServerPhase::Stopped(None);
+        let stopped = match StoppedReads::begin(&shared.connection, number, ended) {
+            Ok(stopped) => stopped,
+            Err(e) => {
+                shared.state.lock().phase = ServerPhase::Serving;
+                shared.changed.notify_all();
+                return Err(e);
+            }
+        };
+        stopped.drain(&shared.in_flight, DRAIN_TIMEOUT);
+        shared.fs.set_frozen(true);
+        shared.state.lock().phase = ServerPhase::Stopped(Some(stopped));
+        Ok(())
+    }
+
+    /// Serves again after `stop`, because no other process does.
+    ///
+    /// # Errors
+    /// If the connection has ended.
+    pub(crate) fn resume(&self) -> io::Result<()> {
+        let shared = &*self.0;
+        if !matches!(shared.state.lock().phase, ServerPhase::Stopped(_)) {
+            return Ok(());
+        }
+        let (fs, done) = (shared.fs.clone(), Some(&shared.handshake));
+        let attended = attend(fs, &shared.connection, shared.threads, done)?;
+        shared.fs.set_frozen(false);
+        let mut state = shared.state.lock();
+        state.number = attended.number();
+        state.ended = None;
+        // Late replies of the first session are passed on for as long as this process lives.
+        state.phase = ServerPhase::Serving;
+        drop(state);
+        self.run(attended)
+    }
+
+    /// Leaves the connection to another process. Returns once all requests that were read are
+    /// answered, unless the kernel gives them to that process.
+    pub(crate) fn give(&self) {
+        let shared = &*self.0;
+        let stopped = match &mut shared.state.lock().phase {
+            ServerPhase::Stopped(stopped) => stopped.take(),
+            ServerPhase::Serving | ServerPhase::Given => None,
+        };
+        if let Some(stopped) = stopped.filter(|_| !shared.handshake.can_resend()) {
+            stopped.drain(&shared.in_flight, Duration::MAX);
+            stopped.end();
+        }
+        // The other process goes on with the registrations of passthrough, which a drop would close.
+        std::mem::forget(shared.fs.clone());
+        shared.state.lock().phase = ServerPhase::Given;
+        shared.changed.notify_all();
+    }
+}

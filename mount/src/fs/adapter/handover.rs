@@ -1,0 +1,476 @@
+//! Inodes, lookups and open files of a mount, as one process hands them to the next.
+//!
+//! An inode number follows from the path and the content version, so a process that proves the same
+//! source has the same numbers. Only facts that do not follow from the source are carried: how often
+//! the kernel looked up each number, the open handles, and the files behind handles whose source may
+//! be gone.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use serde::{Deserialize, Serialize};
+use tensorfs::internal::cache::CachedFile;
+use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId};
+use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::reader::Reader;
+use tensorfs::internal::source::{Identity, Source};
+
+use super::super::backing::Backing;
+use super::super::inodes::carried::FileMark;
+use super::super::node::{Node, NodeKind};
+use super::super::open_file::{OpenContent, OpenFile};
+use super::{FsState, Handle, TensorFs};
+
+/// Most descriptors that one mount hands over beside its connection. Handles that would need more
+/// get errors if their source is gone.
+const FILES_MAX: usize = 200;
+
+/// Most bytes of the descriptions of open files.
+const CONTENTS_MAX: usize = 64 << 20;
+
+/// The state of a file system, without descriptors and contents.
+#[derive(Debug, Default, Deserialize, Serialize)]
+pub(crate) struct CarriedFs {
+    next_handle: u64,
+    sources: Vec<CarriedSource>,
+    nodes: Vec<CarriedNode>,
+    /// Handle and inode number.
+    handles: Vec<(u64, u64)>,
+    /// Inode number and registration of files that the kernel serves.
+    backings: Vec<(u64, u32)>,
+}
+
+/// A file of the source that programs read.
+#[derive(Debug, Deserialize, Serialize)]
+struct CarriedSource {
+    path: OsString,
+    known: [u64; 14],
+    /// Number of its descriptor.
+    file: Option<usize>,
+}
+
+/// A file or folder that the kernel knows.
+#[derive(Debug, Deserialize, Serialize)]
+struct CarriedNode {
+    ino: u64,
+    lookups: u64,
+    path: OsString,
+    len: u64,
+    mtime: (i64, i64),
+    version: String,
+    opened: bool,
+    outdated: bool,
+    last: Option<[u64; 14]>,
+    sources: Vec<usize>,
+    /// How its bytes follow from its sources, while it is open.
+    content: Option<CarriedContent>,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+enum CarriedContent {
+    /// A virtual file: place and length of the saved checkpoint, and the name in it.
+    Virtual((usize, usize), String),
+    /// A file of the source, and whether it was proved.
+    Whole(bool),
+    /// Place and length of a text.
+    Text((usize, usize)),
+}
+
+/// The state of a file system.
+#[derive(Debug, Default)]
+pub(crate) struct Carried {
+    pub(crate) facts: CarriedFs,
+    /// Saved checkpoints and texts.
+    pub(crate) contents: Vec<u8>,
+    /// Open files of the source.
+    pub(crate) files: Vec<OwnedFd>,
+}
+
+/// The result of a takeover.
+#[derive(Debug, Default)]
+pub(crate) struct TakenUp {
+    /// Number of open handles.
+    pub(crate) handles: usize,
+    /// Handles whose content is gone: their reads fail.
+    pub(crate) lost: usize,
+    /// Inodes whose cached pages may be out of date.
+    pub(crate) changed: Vec<u64>,
+}
+
+/// Collects what is carried.
+#[derive(Default)]
+struct Packer {
+    carried: Carried,
+    sources: HashMap<usize, usize>,
+    checkpoints: HashMap<usize, (usize, usize)>,
+}
+
+impl Packer {
+    fn source(&mut self, source: &Arc<Source>) -> usize {
+        let (carried, seen) = (&mut self.carried, self.sources.len());
+        *self.sources.entry(Arc::as_ptr(source) as usize).or_insert_with(|| {
+            let (path, known) = (source.path().into(), source.identity().to_words());
+            carried.facts.sources.push(CarriedSource { path, known, file: None });
+            seen
+        })
+    }
+
+    /// Adds the descriptor of a source that is open.
+    fn file(&mut self, source: &Arc<Source>) {
+        let index = self.source(source);
+        let slot = &mut self.carried.facts.sources[index].file;
+        if slot.is_none() && self.carried.files.len() < FILES_MAX {
+            let open = source.local().and_then(|local| local.open_file());
+            if let Some(file) = open.and_then(|file| file.try_clone().ok()) {
+                *slot = Some(self.carried.files.len());
+                self.carried.files.push(file.into());
+            }
+        }
+    }
+
+    fn content(&mut self, bytes: &[u8]) -> Option<(usize, usize)> {
+        let offset = self.carried.contents.len();
+        if offset + bytes.len() > CONTENTS_MAX {
+            return None;
+        }
+        self.carried.contents.extend_from_slice(bytes);
+        Some((offset, bytes.len()))
+    }
+
+    /// Describes the content of an open file, so that it can be read without its names.
+    fn describe(&mut self, node: &Node) -> Option<CarriedContent> {
+        let NodeKind::File { content, .. } = &node.kind else { return None };
+        Some(match content {
+            Content::Virtual(file) => {
+                let checkpoint = file.checkpoint();
+                let address = Arc::as_ptr(checkpoint) as usize;
+                let place = match self.checkpoints.get(&address) {
+                    Some(place) => *place,
+                    None => {
+                        let place = self.content(&checkpoint.save()?)?;
+                        self.checkpoints.insert(address, place);
+                        place
+                    }
+                };
+                CarriedContent::Virtual(place, file.spec().name.clone())
+            }
+            Content::Whole { proved, .. } => CarriedContent::Whole(proved.is_some()),
+            Content::Text(text) => CarriedContent::Text(self.content(text)?),
+        })
+    }
+}
+
+/// Whether a new process may not find the content of this open file by its path.
+fn may_be_gone(node: &Node, opened: &OpenFile) -> bool {
+    let moved = |source: &Arc<Source>| {
+        !source.may_block() && source.local().is_some_and(|local| !local.is_at_path())
+    };
+    node.listings.load(Ordering::Relaxed) == 0
+        || node.is_known_to_be_outdated()
+        || opened.current().file.sources().iter().any(moved)
+}
+
+impl TensorFs {
+    /// From now on, or no more, lookups and handles stay what they are: what would change them is
+    /// answered with ESTALE, which makes the kernel ask again.
+    pub(crate) fn set_frozen(&self, frozen: bool) {
+        *self.0.frozen.write() = frozen;
+    }
+
+    /// The state that the next process needs.
+    pub(crate) fn carry(&self) -> Carried {
+        let shared = &self.0;
+        let mut packer = Packer::default();
+        let handles: Vec<(u64, Arc<Handle>)> =
+            shared.handles.read().iter().map(|(fh, handle)| (*fh, handle.clone())).collect();
+        let mut open: HashMap<u64, Arc<Handle>> = HashMap::new();
+        for (fh, handle) in handles {
+            let ino = handle.node.ino;
+            packer.carried.facts.handles.push((fh, ino));
+            if let Some(backing) = &handle.backing {
+                packer.carried.facts.backings.push((ino, backing.id()));
+            }
+            open.insert(ino, handle);
+        }
+        let facts = &mut packer.carried.facts;
+        facts.next_handle = shared.next_handle.load(Ordering::Relaxed);
+        facts.backings.sort_unstable();
+        facts.backings.dedup();
+        let mut nodes: HashMap<u64, Arc<Node>> =
+            shared.nodes.known().into_iter().map(|node| (node.ino, node)).collect();
+        nodes.extend(open.values().map(|handle| (handle.node.ino, handle.node.clone())));
+        // The descriptors of files that may be gone come first: their number is limited.
+        let mut nodes: Vec<_> = nodes.into_values().collect();
+        let is_there = |node: &Arc<Node>| {
+            open.get(&node.ino).is_none_or(|handle| !may_be_gone(node, &handle.opened))
+        };
+        nodes.sort_by_cached_key(|node| (is_there(node), node.ino));
+        for node in nodes {
+            let opened = open.get(&node.ino).map(|handle| handle.opened.current());
+            let node = self.pack(&mut packer, &node, opened.as_ref().map(|now| &now.file));
+            packer.carried.facts.nodes.push(node);
+        }
+        packer.carried
+    }
+
+    fn pack(&self, packer: &mut Packer, node: &Node, open: Option<&OpenContent>) -> CarriedNode {
+        let sources: Vec<Arc<Source>> = match (&node.kind, open) {
+            (_, Some(open)) => open.sources().to_vec(),
+            (NodeKind::File { content: Content::Virtual(file), .. }, None) => {
+                file.sources().to_vec()
+            }
+            (NodeKind::File { content: Content::Whole { proved, .. }, .. }, None) => {
+                proved.iter().cloned().collect()
+            }
+            _ => Vec::new(),
+        };
+        if open.is_some() {
+            sources.iter().for_each(|source| packer.file(source));
+        }
+        CarriedNode {
+            ino: node.ino,
+            lookups: node.lookups.load(Ordering::Relaxed),
+            path: node.path.clone().into(),
+            len: node.len(),
+            mtime: node.mtime_parts(),
+            version: node.listed_version().to_owned(),
+            opened: !node.is_unread(),
+            outdated: node.is_known_to_be_outdated(),
+            last: node.last().map(|identity| identity.to_words()),
+            sources: sources.iter().map(|source| packer.source(source)).collect(),
+            content: open.and_then(|_| packer.describe(node)),
+        }
+    }
+
+    /// Takes up the state of another process, before any request is read. Only folders with open
+    /// files are proved now; the others follow when they are looked up.
+    pub(crate) fn take_up(&self, carried: Carried, options: &OpenOptions) -> TakenUp {
+        let Carried { facts, contents, files } = carried;
+        let files = files.into_iter().map(|file| Some(File::from(file))).collect();
+        let taking = Taking { shared: &self.0, options, facts: &facts, contents: &contents };
+        taking.run(files)
+    }
+}
+
+/// A takeover.
+struct Taking<'a> {
+    shared: &'a FsState,
+    options: &'a OpenOptions,
+    facts: &'a CarriedFs,
+    contents: &'a [u8],
+}
+
+impl Taking<'_> {
+    fn run(&self, mut files: Vec<Option<File>>) -> TakenUp {
+        let (shared, facts) = (self.shared, self.facts);
+        shared.next_handle.store(facts.next_handle, Ordering::Relaxed);
+        for carried in &facts.nodes {
+            if carried.version.is_empty() {
+                shared.nodes.know_folder(Path::new(&carried.path), carried.ino, carried.lookups);
+            } else {
+                shared.nodes.mark(carried.ino, self.mark_of(carried));
+            }
+        }
+        // The sources of files that no folder shows any more, each made once.
+        let mut adopted: HashMap<usize, Arc<Source>> = HashMap::new();
+        let mut handles: HashMap<u64, Vec<u64>> = HashMap::new();
+        facts.handles.iter().for_each(|(fh, ino)| handles.entry(*ino).or_default().push(*fh));
+        let mut result = TakenUp::default();
+        for carried in &facts.nodes {
+            let Some(fhs) = handles.remove(&carried.ino) else { continue };
+            if let Some(folder) = self.folder_of(carried) {
+                shared.nodes.list_now(folder);
+            }
+            let same = |node: &Arc<Node>| {
+                node.listed_version() == carried.version
+                    && !node.is_known_to_be_outdated()
+                    && node.path.as_os_str() == carried.path
+            };
+            let (node, opened) = match shared.nodes.node(carried.ino).filter(same) {
+                Some(node) => {
+                    let opened = self.open(&node, carried, &mut result);
+                    (node, opened)
+                }
+                None => {
+                    let mut source = |index: usize| {
+                        let made = adopted.get(&index).cloned().or_else(|| {
+                            Some(adopt_source(self.facts.sources.get(index)?, &mut files))
+                        })?;
+                        adopted.insert(index, made.clone());
+                        Some(made)
+                    };
+                    match self.gone(carried, &mut source) {
+                        Some((node, opened)) => (node, Some(opened)),
+                        None => {
+                            result.lost += fhs.len();
+                            continue;
+                        }
+                    }
+                }
+            };
+            self.take_handles(&node, opened, &fhs, &mut result);
+        }
+        result.lost += handles.into_values().map(|fhs| fhs.len()).sum::<usize>();
+        result
+    }
+
+    /// The folder of a file, if it is still there.
+    fn folder_of(&self, carried: &CarriedNode) -> Option<FolderId> {
+        self.shared.nodes.folder_at(Path::new(&carried.path).parent()?)
+    }
+
+    fn mark_of(&self, carried: &CarriedNode) -> FileMark {
+        let known = carried.sources.iter().filter_map(|index| self.facts.sources.get(*index));
+        FileMark {
+            version: carried.version.clone(),
+            lookups: carried.lookups,
+            opened: carried.opened,
+            outdated: carried.outdated,
+            last: carried.last.map(|last| Identity::from_words(&last)),
+            known: known.map(|source| Identity::from_words(&source.known)).collect(),
+        }
+    }
+
+    /// Opens a file of this process whose handles are taken over.
+    fn open(
+        &self,
+        node: &Arc<Node>,
+        carried: &CarriedNode,
+        result: &mut TakenUp,
+    ) -> Option<Arc<OpenFile>> {
+        let shared = self.shared;
+        let storm = || shared.store_queue.on_fault_storm(node.ino, node.gate().cloned());
+        match node.open(&shared.watcher, &shared.service, storm) {
+            Ok((opened, unchanged)) => {
+                if !unchanged {
+                    result.changed.push(carried.ino);
+                }
+                Some(opened)
+            }
+            Err(error) => {
+                tracing::error!("{error}; what has it open gets errors");
+                result.changed.push(carried.ino);
+                None
+            }
+        }
+    }
+
+    /// A file that no folder shows any more, with the content that it had.
+    fn gone(
+        &self,
+        carried: &CarriedNode,
+        source: &mut dyn FnMut(usize) -> Option<Arc<Source>>,
+    ) -> Option<(Arc<Node>, Arc<OpenFile>)> {
+        let shared = self.shared;
+        let text = |(offset, len): (usize, usize)| self.contents.get(offset..)?.get(..len);
+        let cached =
+            |reader, storm| -> Arc<CachedFile> { shared.service.cache.open(reader, storm) };
+        let path = PathBuf::from(&carried.path);
+        // Nothing could compare these bytes with their checksums.
+        let unchecked = shared.service.checker.is_some();
+        let (content, open) = match carried.content.as_ref()? {
+            CarriedContent::Text(place) => {
+                let text: Arc<[u8]> = text(*place)?.into();
+                (Content::Text(text.clone()), OpenContent::Text(text))
+            }
+            _ if unchecked => return None,
+            CarriedContent::Virtual(place, name) => {
+                let sources: Option<Vec<_>> =
+                    carried.sources.iter().map(|index| source(*index)).collect();
+                let sources = sources?;
+                let directory = sources.first().and_then(|source| source.path().parent());
+                let directory = directory.unwrap_or(Path::new("/")).to_owned();
+                let view = &self.options.view;
+                let checkpoint = Checkpoint::restore(text(*place)?, &directory, sources, view)?;
+                let file = checkpoint.virtual_files().find(|file| file.spec().name == *name);
+                let file = file.unwrap_or_else(|| checkpoint.single_file());
+                let reader = Reader::open(&file).ok()?;
+                if reader.len() != carried.len {
+                    return None;
+                }
+                let storm = shared.store_queue.on_fault_storm(carried.ino, None);
+                (Content::Virtual(file), OpenContent::Virtual(cached(reader, Some(storm))))
+            }
+            CarriedContent::Whole(proved) => {
+                let source = source(*carried.sources.first()?)?;
+                if !proved {
+                    source.set_followed();
+                }
+                let file = tensorfs::internal::checkpoint::File {
+                    name: path.file_name()?.to_owned(),
+                    path: source.path().to_owned(),
+                    identity: source.identity(),
+                };
+                let open = OpenContent::Whole(cached(Reader::whole(source.clone()), None));
+                (Content::Whole { file, proved: proved.then_some(source) }, open)
+            }
+        };
+        let folder = self.folder_of(carried).unwrap_or_default();
+        let attributes = (carried.len, carried.mtime);
+        let version = carried.version.clone();
+        let node = Node::carried(carried.ino, folder, path, attributes, version, content);
+        let node = Arc::new(node);
+        let opened = node.open_with(open, &shared.watcher, &shared.service);
+        let opened =
+            opened.map_err(|error| tracing::error!("{error}; what has it open gets errors"));
+        let opened = opened.ok()?;
+        shared.nodes.insert_carried(node.clone());
+        Some((node, opened))
+    }
+
+    fn take_handles(
+        &self,
+        node: &Arc<Node>,
+        opened: Option<Arc<OpenFile>>,
+        fhs: &[u64],
+        result: &mut TakenUp,
+    ) {
+        let shared = self.shared;
+        let id = self.facts.backings.iter().find(|(ino, _)| *ino == node.ino).map(|(_, id)| *id);
+        let backing = id.map(|id| Arc::new(Backing::adopted(&shared.connection, id)));
+        let opened = match (opened, &backing) {
+            (Some(opened), _) => opened,
+            // The kernel serves it from the registered file.
+            (None, Some(_)) => {
+                let empty = OpenContent::Text(Arc::from([]));
+                let Ok(opened) = node.open_with(empty, &shared.watcher, &shared.service) else {
+                    return;
+                };
+                opened
+            }
+            (None, None) => {
+                result.lost += fhs.len();
+                return;
+            }
+        };
+        for fh in fhs {
+            let mut serving = shared.serving.lock();
+            match &backing {
+                Some(backing) => serving.opened_by_kernel(node.ino, backing),
+                None => serving.opened_by_us(node.ino),
+            }
+            drop(serving);
+            shared.service.opened(node.ino, &node.path, opened.current().file.cached());
+            let (node, opened, backing) = (node.clone(), opened.clone(), backing.clone());
+            // The reader is not known any more.
+            let handle = Handle { node, opened, backing, heat: None };
+            shared.handles.write().insert(*fh, Arc::new(handle));
+            result.handles += 1;
+        }
+    }
+}
+
+/// The source that another process had open.
+fn adopt_source(carried: &CarriedSource, files: &mut [Option<File>]) -> Arc<Source> {
+    let (path, known) = (Path::new(&carried.path), Identity::from_words(&carried.known));
+    let file = carried.file.and_then(|index| files.get_mut(index)?.take());
+    match file {
+        Some(file) => Source::adopted(path, known, file),
+        None => Source::closed(path, known),
+    }
+}

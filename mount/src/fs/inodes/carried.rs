@@ -1,0 +1,126 @@
+//! The nodes that the kernel knows, for a process that takes over, and in that process.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use tensorfs::internal::checkpoint::{Content, FolderId};
+use tensorfs::internal::source::Identity;
+use tensorfs::internal::sync::Mutex;
+
+use super::super::node::{Node, NodeKind};
+use super::{Nodes, log_refusals};
+
+/// Facts about a file that another process served, until this process lists it.
+#[derive(Debug)]
+pub(crate) struct FileMark {
+    pub(crate) version: String,
+    /// Lookups by the kernel.
+    pub(crate) lookups: u64,
+    /// Whether it was opened, so that the kernel may have pages of it.
+    pub(crate) opened: bool,
+    /// Whether its source was found changed: this version must not come back.
+    pub(crate) outdated: bool,
+    /// Identity of its source at the last open.
+    pub(crate) last: Option<Identity>,
+    /// Identities of its sources.
+    pub(crate) known: Vec<Identity>,
+}
+
+/// The marks by inode number.
+#[derive(Debug, Default)]
+pub(super) struct FileMarks(Mutex<HashMap<u64, FileMark>>);
+
+impl FileMarks {
+    /// Whether the other process found this version changed.
+    pub(super) fn is_outdated(&self, node: &Node) -> bool {
+        let marks = self.0.lock();
+        let mark = marks.get(&node.ino);
+        mark.is_some_and(|mark| mark.outdated && mark.version == node.listed_version())
+    }
+
+    /// Sets a new node to what the other process knew of this version, so that all changes since
+    /// count.
+    pub(super) fn apply(&self, node: &Node) {
+        let NodeKind::File { content, .. } = &node.kind else { return };
+        let mut marks = self.0.lock();
+        if marks.get(&node.ino).is_none_or(|mark| mark.version != node.listed_version()) {
+            return;
+        }
+        let Some(mark) = marks.remove(&node.ino) else { return };
+        drop(marks);
+        node.lookups.fetch_add(mark.lookups, Ordering::Relaxed);
+        if !mark.opened {
+            return;
+        }
+        node.set_opened();
+        mark.last.into_iter().for_each(|last| node.set_last(last));
+        let sources = match content {
+            Content::Virtual(file) => file.sources(),
+            Content::Whole { proved, .. } => proved.as_slice(),
+            Content::Text(_) => &[],
+        };
+        sources.iter().zip(mark.known).for_each(|(source, known)| source.set_known(known));
+    }
+
+    /// Takes back `times` lookups of a file that is not listed yet. The kernel has no page of a file
+    /// that it has forgotten.
+    pub(super) fn forget(&self, ino: u64, times: u64) {
+        let mut marks = self.0.lock();
+        if let Some(mark) = marks.get_mut(&ino) {
+            mark.lookups = mark.lookups.saturating_sub(times);
+            if mark.lookups == 0 {
+                marks.remove(&ino);
+            }
+        }
+    }
+}
+
+impl Nodes {
+    /// The nodes that the kernel knows.
+    pub(crate) fn known(&self) -> Vec<Arc<Node>> {
+        let by_ino = self.by_ino.read();
+        let known = by_ino.values().filter(|node| node.lookups.load(Ordering::Relaxed) > 0);
+        known.cloned().collect()
+    }
+
+    /// Keeps facts about a file of another process until it is listed here.
+    pub(crate) fn mark(&self, ino: u64, mark: FileMark) {
+        self.marks.0.lock().insert(ino, mark);
+    }
+
+    /// Lists `folder` if it is not listed yet. Accesses the source.
+    pub(crate) fn list_now(&self, folder: FolderId) {
+        if self.listing(folder).is_none() {
+            let head = self.tree().family_of(folder);
+            let lock = self.family_lock(head);
+            let _one_at_a_time = lock.lock();
+            log_refusals(self.prove(head));
+        }
+    }
+
+    /// The folder at `path` in the mount.
+    pub(crate) fn folder_at(&self, path: &Path) -> Option<FolderId> {
+        path.iter().try_fold(0, |id, name| {
+            let folder = self.tree.contains(id).then(|| self.tree.folder(id))?;
+            folder.children.iter().find(|(child, _)| child == name).map(|(_, child)| *child)
+        })
+    }
+
+    /// Makes the node of the folder at `path` and number `ino`, which the kernel knows by `lookups`
+    /// lookups. Programs that are in this folder do not look it up again.
+    pub(crate) fn know_folder(&self, path: &Path, ino: u64, lookups: u64) {
+        let node = self.folder_at(path).and_then(|id| self.folder(id));
+        if let Some(node) = node.filter(|node| node.ino == ino) {
+            node.lookups.fetch_add(lookups, Ordering::Relaxed);
+        }
+    }
+
+    /// Registers a node that another process made by its number.
+    pub(crate) fn insert_carried(&self, node: Arc<Node>) {
+        let mark = self.marks.0.lock().remove(&node.ino);
+        node.lookups.fetch_add(mark.map_or(0, |mark| mark.lookups), Ordering::Relaxed);
+        self.by_ino.write().insert(node.ino, node);
+    }
+}

@@ -1,0 +1,84 @@
+//! Nodes that another process made, and that this one takes over.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::UNIX_EPOCH;
+
+use tensorfs::Result;
+use tensorfs::internal::checkpoint::{Content, FolderId};
+use tensorfs::internal::source::Identity;
+use tensorfs::internal::sync::Mutex;
+
+use super::super::open_file::{OpenContent, OpenFile};
+use super::{Node, NodeKind};
+use crate::serve::change_watcher::Watcher;
+use crate::serve::service::Service;
+
+impl Node {
+    /// A file that no folder of this process shows, which another process knew under this number
+    /// and version.
+    pub(crate) fn carried(
+        ino: u64,
+        folder: FolderId,
+        path: PathBuf,
+        (len, mtime): (u64, (i64, i64)),
+        version: String,
+        content: Content,
+    ) -> Node {
+        let kind = NodeKind::File {
+            content,
+            version,
+            open: Mutex::default(),
+            last: Mutex::default(),
+            gate: None,
+        };
+        let node = Node::new(ino, folder, path, len, mtime, kind);
+        node.set_outdated();
+        node
+    }
+
+    /// Notes that its source was found changed or replaced.
+    pub(crate) fn set_outdated(&self) {
+        self.outdated.store(true, Ordering::SeqCst);
+    }
+
+    /// Time of the last change in seconds and nanoseconds.
+    pub(crate) fn mtime_parts(&self) -> (i64, i64) {
+        match self.mtime().duration_since(UNIX_EPOCH) {
+            Ok(since) => (since.as_secs() as i64, i64::from(since.subsec_nanos())),
+            Err(before) => (-(before.duration().as_secs() as i64), 0),
+        }
+    }
+
+    /// Identity of its source at the last open.
+    pub(crate) fn last(&self) -> Option<Identity> {
+        let NodeKind::File { last, .. } = &self.kind else { return None };
+        *last.lock()
+    }
+
+    /// Sets the identity of its source at the last open.
+    pub(crate) fn set_last(&self, identity: Identity) {
+        if let NodeKind::File { last, .. } = &self.kind {
+            *last.lock() = Some(identity);
+        }
+    }
+
+    /// Opens the file with this content. All later opens share the result.
+    ///
+    /// # Errors
+    /// If a source cannot be opened.
+    pub(crate) fn open_with(
+        &self,
+        content: OpenContent,
+        watcher: &Arc<Watcher>,
+        service: &Service,
+    ) -> Result<Arc<OpenFile>> {
+        self.set_opened();
+        let opened = Arc::new(OpenFile::new(self.hold(content, watcher, service)?));
+        if let NodeKind::File { open, .. } = &self.kind {
+            *open.lock() = Arc::downgrade(&opened);
+        }
+        Ok(opened)
+    }
+}

@@ -1,0 +1,350 @@
+//! Mounts that go on while the supervisor is replaced: by a restart of the service, or by another
+//! version of the program.
+//!
+//! Each worker stops to read its connection and ends. Its connection, its state and open files of
+//! the source wait meanwhile: in the descriptor store of systemd, or in this process, which then
+//! runs the new program. The new supervisor gives them to new workers.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, IoSlice, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt,
+    socket, sockopt::SendTimeout,
+};
+use nix::sys::time::TimeVal;
+use tensorfs::internal::error::shown_path;
+
+use super::worker_process::{End, WorkerProcess};
+use crate::daemon::handover::state_version;
+
+/// Names the descriptors that a program got from its predecessor: `NAME.INDEX=NUMBER`, with spaces
+/// in between.
+const VARIABLE: &str = "TENSORFS_HANDED_OVER";
+
+/// Ticks that a worker has to stop and to end.
+const GIVING_TICKS: u32 = 6;
+
+/// Longest time for an answer of the service manager, or of another version.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The descriptors of mounts without a worker, by name of the mount.
+#[derive(Debug, Default)]
+pub(super) struct Stored(BTreeMap<String, Vec<OwnedFd>>);
+
+impl Stored {
+    /// Takes the descriptors that this process got when it was started. Call it once, before any
+    /// other thread runs.
+    pub(super) fn from_environment() -> Stored {
+        let number = |name: &str| std::env::var(name).ok()?.parse::<RawFd>().ok();
+        let mut found: Vec<(String, RawFd)> = Vec::new();
+        if number("LISTEN_PID") == i32::try_from(std::process::id()).ok() {
+            let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+            let count = number("LISTEN_FDS").unwrap_or(0);
+            let numbers = 3..3_i32.saturating_add(count);
+            found.extend(names.split(':').map(str::to_owned).zip(numbers));
+        }
+        let handed = std::env::var(VARIABLE).unwrap_or_default();
+        let handed = handed.split(' ').filter_map(|pair| pair.split_once('='));
+        found.extend(handed.filter_map(|(name, fd)| Some((name.to_owned(), fd.parse().ok()?))));
+        let mut by_name: BTreeMap<String, BTreeMap<usize, OwnedFd>> = BTreeMap::new();
+        for (name, fd) in found {
+            let Some((name, index)) = name.rsplit_once('.') else { continue };
+            let Ok(index) = index.parse() else { continue };
+            // SAFETY: the number is used for this call only, which fails if it is not open.
+            let open = unsafe { BorrowedFd::borrow_raw(fd) };
+            if fd > 2 && fcntl(open, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).is_ok() {
+                // SAFETY: whoever started this process passed the descriptor to it by these
+                // variables, and nothing else in it owns one that it did not open.
+                let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+                by_name.entry(name.to_owned()).or_default().insert(index, fd);
+            }
+        }
+        let in_order = |(name, fds): (String, BTreeMap<usize, OwnedFd>)| {
+            let is_whole = fds.keys().copied().eq(0..fds.len());
+            is_whole.then(|| (name, fds.into_values().collect()))
+        };
+        Stored(by_name.into_iter().filter_map(in_order).collect())
+    }
+
+    /// The descriptors of the mount `name`.
+    pub(super) fn take(&mut self, name: &str) -> Vec<OwnedFd> {
+        self.0.remove(name).unwrap_or_default()
+    }
+
+    /// Names of the mounts that are left.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
+    fn insert(&mut self, name: String, fds: Vec<OwnedFd>) {
+        self.0.insert(name, fds);
+    }
+
+    fn named(&self) -> impl Iterator<Item = (String, &OwnedFd)> {
+        let numbered = |(name, fds): (&String, _)| {
+            let name = name.clone();
+            let fds: std::slice::Iter<'_, OwnedFd> = <[OwnedFd]>::iter(fds);
+            fds.enumerate().map(move |(index, fd)| (format!("{name}.{index}"), fd))
+        };
+        self.0.iter().map(|(name, fds)| (name, fds.as_slice())).flat_map(numbered)
+    }
+
+    /// Leaves the descriptors to the service manager until the next start of the service.
+    ///
+    /// # Errors
+    /// If there is no service manager, or it does not take them.
+    fn store(&self) -> io::Result<()> {
+        let manager = ServiceManager::connect()?;
+        for (name, fd) in self.named() {
+            manager.send(&format!("FDSTORE=1\nFDNAME={name}\n"), fd.as_fd())?;
+        }
+        // The manager may drop messages of a process that has ended, so this one waits for it.
+        let (read, write) = io::pipe()?;
+        manager.send("BARRIER=1\n", write.as_fd())?;
+        drop(write);
+        let limit = PollTimeout::try_from(ANSWER_TIMEOUT).unwrap_or(PollTimeout::MAX);
+        poll(&mut [PollFd::new(read.as_fd(), PollFlags::empty())], limit)?;
+        Ok(())
+    }
+
+    /// Runs `program` with the arguments of this process in its place.
+    fn exec(&self, program: &Path) -> io::Error {
+        let mut pairs = Vec::new();
+        for (name, fd) in self.named() {
+            if let Err(e) = fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty())) {
+                return e.into();
+            }
+            pairs.push(format!("{name}={}", fd.as_raw_fd()));
+        }
+        let args: Vec<OsString> = std::env::args_os().skip(1).collect();
+        Command::new(program).arg0("tensorfs").args(args).env(VARIABLE, pairs.join(" ")).exec()
+    }
+}
+
+/// The socket of the service manager.
+struct ServiceManager {
+    socket: OwnedFd,
+    address: UnixAddr,
+}
+
+impl ServiceManager {
+    fn connect() -> io::Result<ServiceManager> {
+        let none = || io::Error::other("no service manager keeps descriptors");
+        let name = std::env::var_os("NOTIFY_SOCKET").ok_or_else(none)?;
+        let address = match name.as_bytes() {
+            [b'@', name @ ..] => UnixAddr::new_abstract(name)?,
+            name => UnixAddr::new(name)?,
+        };
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let socket = socket(AddressFamily::Unix, SockType::Datagram, flags, None)?;
+        let limit = TimeVal::new(ANSWER_TIMEOUT.as_secs() as i64, 0);
+        setsockopt(&socket, SendTimeout, &limit)?;
+        Ok(ServiceManager { socket, address })
+    }
+
+    fn send(&self, text: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let fds = [fd.as_raw_fd()];
+        let rights = [ControlMessage::ScmRights(&fds)];
+        let data = [IoSlice::new(text.as_bytes())];
+        let (socket, flags) = (self.socket.as_raw_fd(), MsgFlags::MSG_NOSIGNAL);
+        sendmsg(socket, &data, &rights, flags, Some(&self.address))?;
+        Ok(())
+    }
+}
+
+/// Whether the service manager stops this service in order to start it again.
+///
+/// A stop unmounts, so a doubt means that.
+pub(crate) fn is_restart() -> bool {
+    let Some(unit) = std::env::var_os("TENSORFS_UNIT") else { return false };
+    let mut command = Command::new("systemctl");
+    command.args(["list-jobs", "--no-legend", "--plain", "--full"]);
+    let Some(jobs) = output_in_time(command) else { return false };
+    jobs.lines().any(|job| {
+        let mut words = job.split_whitespace().skip(1);
+        words.next().map(OsString::from).as_ref() == Some(&unit)
+            && words.next().is_some_and(|kind| kind.contains("restart"))
+    })
+}
+
+/// The file of the program that this process runs, if another file has taken its place.
+pub(super) fn replaced_program() -> Option<PathBuf> {
+    let running = std::fs::metadata("/proc/self/exe").ok()?;
+    let link = std::fs::read_link("/proc/self/exe").ok()?;
+    let name = link.as_os_str().as_bytes();
+    let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+    let path = PathBuf::from(std::ffi::OsStr::from_bytes(name));
+    let now = std::fs::metadata(&path).ok()?;
+    ((running.dev(), running.ino()) != (now.dev(), now.ino())).then_some(path)
+}
+
+/// Asks another version of the program whether it can go on with the mounts of this one.
+///
+/// # Errors
+/// One line with the reason why it cannot.
+pub(super) fn can_continue(program: &Path) -> Result<(), String> {
+    let mut command = Command::new(program);
+    command.arg0("tensorfs").args(["internal", "state-version"]);
+    let (shown, ours) = (shown_path(program), state_version());
+    let said = output_in_time(command).unwrap_or_default();
+    let said = said.trim();
+    if said == ours.to_string() {
+        return Ok(());
+    }
+    Err(match said.parse::<u64>() {
+        Ok(theirs) => format!(
+            "{shown} cannot take over: it keeps the state of mounts in version {theirs}, the \
+             running one in version {ours}"
+        ),
+        Err(_) => format!("{shown} cannot take over: it does not tell its version"),
+    })
+}
+
+/// The output of `command`. `None` if it fails, or does not end in time.
+fn output_in_time(mut command: Command) -> Option<String> {
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child: Child = command.spawn().ok()?;
+    let mut output = File::from(OwnedFd::from(child.stdout.take()?));
+    let started = Instant::now();
+    // The output of these programs fits into a pipe.
+    let status = loop {
+        match child.try_wait().ok()? {
+            Some(status) => break status,
+            None if started.elapsed() > ANSWER_TIMEOUT => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return None;
+            }
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+    };
+    let mut text = String::new();
+    output.read_to_string(&mut text).ok()?;
+    status.success().then_some(text)
+}
+
+/// The reason why all workers hand over their mounts.
+#[derive(Debug)]
+pub(super) enum Purpose {
+    /// The service manager starts the service again.
+    Restart,
+    /// This program takes the place of the running one.
+    Upgrade(PathBuf),
+}
+
+/// A worker that hands over its mount.
+struct Giving {
+    name: String,
+    worker: WorkerProcess,
+    /// The descriptors that it has handed over.
+    fds: Vec<OwnedFd>,
+}
+
+/// The handover of all mounts.
+pub(super) struct Suspension {
+    purpose: Purpose,
+    giving: Vec<Giving>,
+    stored: Stored,
+    ticks: u32,
+}
+
+impl Suspension {
+    /// Orders `workers` to hand over their mounts.
+    pub(super) fn begin(purpose: Purpose, workers: Vec<(String, WorkerProcess)>) -> Suspension {
+        let giving = workers.into_iter().map(|(name, worker)| {
+            worker.hand_over();
+            Giving { name, worker, fds: Vec::new() }
+        });
+        Suspension { purpose, giving: giving.collect(), stored: Stored::default(), ticks: 0 }
+    }
+
+    /// Counts a second. Workers that take too long are killed, which ends their mounts.
+    pub(super) fn tick(&mut self) {
+        self.ticks += 1;
+        if self.ticks == GIVING_TICKS {
+            for giving in &self.giving {
+                tracing::error!(
+                    "mount {}: worker {} cannot hand over, because its source does not answer; its \
+                     readers get errors",
+                    giving.name,
+                    giving.worker.pid()
+                );
+                giving.worker.signal(Signal::SIGKILL);
+            }
+        }
+    }
+
+    /// The channels of the workers.
+    pub(super) fn workers(&self) -> impl Iterator<Item = &WorkerProcess> {
+        self.giving.iter().map(|giving| &giving.worker)
+    }
+
+    /// Takes messages and ends of the workers. Returns whether all have ended.
+    pub(super) fn advance(&mut self) -> bool {
+        let stored = &mut self.stored;
+        self.giving.retain_mut(|Giving { name, worker, fds }| {
+            worker.receive();
+            if let Some(state) = worker.take_state() {
+                match state {
+                    Ok(state) => {
+                        *fds = state;
+                        worker.give();
+                    }
+                    Err(reason) => {
+                        tracing::error!("mount {name}: {reason}; its readers get errors");
+                        worker.stop();
+                    }
+                }
+            }
+            match worker.ended() {
+                None => return true,
+                // Without the kernel's resending, requests that a killed worker has read would wait
+                // for ever, so only an orderly end counts.
+                Some(End::Unmounted) if !fds.is_empty() => {
+                    stored.insert(name.clone(), std::mem::take(fds));
+                }
+                Some(End::Unmounted) => {}
+                Some(End::Failed(reason)) => {
+                    tracing::error!("mount {name}: not handed over: {reason}");
+                }
+            }
+            false
+        });
+        self.giving.is_empty()
+    }
+
+    /// Leaves the mounts to the next process. Returns only if this process is to end (`None`), or to
+    /// go on with the mounts itself.
+    pub(super) fn finish(self) -> Option<Stored> {
+        match &self.purpose {
+            Purpose::Restart => {
+                let count = self.stored.0.len();
+                match self.stored.store() {
+                    Ok(()) => tracing::info!("{count} mounts wait for the next start"),
+                    Err(e) => tracing::error!("{count} mounts are not handed over: {e}"),
+                }
+                None
+            }
+            Purpose::Upgrade(program) => {
+                tracing::info!("{} goes on", shown_path(program));
+                crate::log::flush();
+                let e = self.stored.exec(program);
+                tracing::error!("{}: cannot run: {e}", shown_path(program));
+                Some(self.stored)
+            }
+        }
+    }
+}

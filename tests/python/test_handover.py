@@ -1,0 +1,288 @@
+"""Restart and upgrade of `tensorfs serve` under readers: their maps and open files go on."""
+
+import json
+import mmap
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import checkpoints
+from manifest import by_id
+from mounts import BIN, Child, find_mount, needs_root, process_gone, wait_until
+from services import PATIENCE, ServiceCase, SystemCtl, mount_config
+
+FILE = "model.safetensors"
+SOURCE = by_id("hf_three_shards").source
+
+# Restarts under readers. Each takes less than a second.
+ROUNDS = int(os.environ.get("TENSORFS_HANDOVER_ROUNDS", "12"))
+
+# No reader may wait longer, however busy the machine is.
+BOUND = 30
+
+
+# Reads a file in several ways, each on a thread, and compares every byte. Answers each line of its input with its
+# figures as JSON. It is a process of its own: a page fault that waits for the mount stops all threads of Python.
+READERS = """
+import json, mmap, os, sys, threading, time
+path, right, ways = sys.argv[1], open(sys.argv[2], "rb").read(), sys.argv[3].split(",")
+failures, counts, longest = [], [0] * len(ways), [0.0] * len(ways)
+
+def read(index, way):
+    descriptor = os.open(path, os.O_RDONLY)
+    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    offset = 0
+    try:
+        while True:
+            began = time.monotonic()
+            length = min(100_000, len(right) - offset)
+            if way == "open":
+                os.stat(path), os.listdir(os.path.dirname(path))
+                with open(path, "rb") as file:
+                    file.seek(offset)
+                    data = file.read(length)
+            elif way == "mmap":
+                mapped.madvise(mmap.MADV_DONTNEED)
+                data = mapped[offset : offset + length]
+            else:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                data = os.pread(descriptor, length, offset)
+            longest[index] = max(longest[index], time.monotonic() - began)
+            if data != right[offset : offset + length]:
+                raise ValueError(f"wrong bytes at {offset}")
+            counts[index] += 1
+            offset = (offset + length) % len(right)
+    except Exception as error:
+        failures.append(f"{way}: {error!r}")
+
+for pair in enumerate(ways):
+    threading.Thread(target=read, args=pair, daemon=True).start()
+for line in sys.stdin:
+    print(json.dumps([failures, counts, longest]), flush=True)
+os._exit(0)
+"""
+
+
+class Readers:
+    """`with Readers(path, expected) as readers:` reads all the time until the block ends."""
+
+    def __init__(self, folder, path, expected, ways="pread,mmap,pread,open,mmap"):
+        (folder / "expected").write_bytes(expected)
+        self._child = Child(READERS, path, folder / "expected", ways)
+
+    def __enter__(self):
+        self._child.__enter__()
+        self.passes()
+        return self
+
+    def __exit__(self, *arguments):
+        return self._child.__exit__(*arguments)
+
+    def look(self):
+        self._child.tell()
+        self.failures, self.counts, self.longest = json.loads(self._child.line(BOUND))
+        return self.failures or self.counts
+
+    def passes(self):
+        """Waits until each thread has read twice more."""
+        self.look()
+        before = list(self.counts)
+
+        def have_moved():
+            self.look()
+            return self.failures or all(now > then + 1 for now, then in zip(self.counts, before, strict=True))
+
+        wait_until(have_moved, PATIENCE, "each reader goes on")
+
+
+@needs_root
+class HandedOver(ServiceCase):
+    def setUp(self):
+        super().setUp()
+        self.source = self.copy(SOURCE, "source")
+        self.right = checkpoints.hf_whole(self.source)
+        self.a = self.target("a")
+
+    def service(self, options="", **popen):
+        service = self.serve(mount_config("a", self.source, self.a, options), **popen)
+        service.wait_until_ready()
+        return service
+
+    def restart(self, service, **more):
+        ready = service.manager.count("READY=1")
+        service.restart(**more)
+        service.wait_until_ready(ready + 1)
+
+    def check_rounds(self, service, rounds):
+        ino = (self.a / FILE).stat().st_ino
+        with Readers(self.tmp, self.a / FILE, self.right) as readers:
+            for _ in range(rounds):
+                before = service.workers()["a"]
+                self.restart(service)
+                readers.passes()
+                self.assertNotEqual(service.workers()["a"], before)
+        self.assertEqual(readers.failures, [], service.log())
+        self.assertLess(max(readers.longest), BOUND)
+        print(f"\n{rounds} restarts: longest wait of a reader {max(readers.longest) * 1000:.0f} ms, {sum(readers.counts)} reads")
+        self.assertEqual((self.a / FILE).stat().st_ino, ino)
+        self.assertNotIn("lost their content", service.log())
+        self.assertNotIn("panicked", service.log())
+
+    def test_readers_go_on_over_restarts_of_the_service(self):
+        self.check_rounds(self.service(), ROUNDS)
+
+    def test_readers_go_on_over_restarts_on_a_kernel_that_sends_nothing_twice(self):
+        self.check_rounds(self.service(env={"TENSORFS_NO_RESEND": "1"}), ROUNDS // 3)
+
+    def test_files_that_the_kernel_serves_by_itself_go_on(self):
+        one = self.source / "model-00001-of-00003.safetensors"
+        shard = one.read_bytes()
+        service = self.service("layout=original")
+        held = self.open(self.a / one.name)
+        self.assert_same(os.pread(held, len(shard), 0), shard)
+        for _ in range(2):
+            self.restart(service)
+            self.assert_same(os.pread(held, len(shard), 0), shard)
+            # Another open of the same file joins the mode of the first.
+            self.assert_same((self.a / one.name).read_bytes(), shard)
+
+    def test_open_files_keep_their_content_when_the_source_is_replaced_or_deleted(self):
+        (self.source / "config.json").write_text('{"old": 1}')
+        service = self.service()
+        held, text = self.open(self.a / FILE), self.open(self.a / "config.json")
+        mapped = mmap.mmap(held, 0, prot=mmap.PROT_READ)
+        self.assert_same(mapped[:100], self.right[:100])
+        self.assertEqual(os.pread(text, 100, 0), b'{"old": 1}')
+        newer = self.copy(SOURCE, "newer")
+        for shard in newer.glob("*.safetensors"):
+            os.replace(shard, self.source / shard.name)
+        (self.source / "config.json").unlink()
+        for _ in range(2):
+            self.restart(service)
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+            self.assert_same(os.pread(held, len(self.right), 0), self.right)
+            self.assert_same(mapped[:], self.right)
+            self.assertEqual(os.pread(text, 100, 0), b'{"old": 1}')
+            self.assert_same((self.a / FILE).read_bytes(), checkpoints.hf_whole(self.source))
+            wait_until(lambda: not (self.a / "config.json").exists(), PATIENCE, "the deleted file goes")
+
+    def test_a_source_that_was_written_to_between_two_processes_is_not_mixed(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        self.assert_same(os.pread(held, 1000, 0), self.right[:1000])
+        shard = next(self.source.glob("model-00002*.safetensors"))
+        with SystemCtl(service.folder, "restart"):
+            service.process.terminate()
+            service._wait()
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 255
+        times = shard.stat()
+        shard.write_bytes(data)
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+        service.start()
+        service.wait_until_ready(2)
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        with self.assertRaises(OSError):
+            os.pread(held, len(self.right), 0)
+        wait_until(lambda: self._reads_new(), PATIENCE, "a new open has the new bytes")
+
+    def _reads_new(self):
+        try:
+            return (self.a / FILE).read_bytes() == checkpoints.hf_whole(self.source)
+        except OSError:
+            return False
+
+    def test_an_upgrade_takes_over_at_a_reload(self):
+        binary = self.tmp / "tensorfs"
+        shutil.copy(BIN, binary)
+        service = self.service(binary=binary)
+        pid = service.process.pid
+        with Readers(self.tmp, self.a / FILE, self.right) as readers:
+            for round_ in range(3):
+                before = service.workers()["a"]
+                shutil.copy(BIN, self.tmp / "newer")
+                os.replace(self.tmp / "newer", binary)
+                service.reload()
+                service.wait_until_ready(round_ + 2)
+                readers.passes()
+                self.assertNotEqual(service.workers()["a"], before)
+                self.assertEqual(os.stat(f"/proc/{pid}/exe").st_ino, binary.stat().st_ino)
+        self.assertEqual(readers.failures, [], service.log())
+        print(f"\nupgrade: longest wait of a reader {max(readers.longest) * 1000:.0f} ms")
+
+    def test_a_version_that_cannot_take_over_leaves_the_old_one_serving(self):
+        binary = self.tmp / "tensorfs"
+        shutil.copy(BIN, binary)
+        service = self.service(binary=binary)
+        before = service.workers()
+        held = self.open(self.a / FILE)
+        (self.tmp / "newer").write_text('#!/bin/sh\nif [ "$2" = state-version ]; then echo 99; fi\n')
+        (self.tmp / "newer").chmod(0o755)
+        os.replace(self.tmp / "newer", binary)
+        service.reload()
+        service.wait_for_log("it keeps the state of mounts in version 99, the running one in version 1")
+        service.wait_until_ready(2)
+        self.assertEqual(service.workers(), before)
+        self.assert_same(os.pread(held, len(self.right), 0), self.right)
+
+    def test_a_restart_with_another_version_ends_the_old_mount_and_mounts_anew(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        self.restart(service, TENSORFS_STATE_VERSION="99")
+        service.wait_for_log("the running version keeps its state in version 1, this one reads version 99")
+        wait_until(self._reads_new, PATIENCE, "a new mount")
+        os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+        with self.assertRaises(OSError):
+            os.pread(held, 100, len(self.right) - 100)
+
+    def test_a_mount_with_other_options_is_not_taken_over(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        service.file.write_text(mount_config("a", self.source, self.a, "cache=64M"))
+        self.restart(service)
+        service.wait_for_log("cannot be taken over: it was a mount of ")
+        wait_until(self._reads_new, PATIENCE, "a new mount")
+        os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+        with self.assertRaises(OSError):
+            os.pread(held, 100, len(self.right) - 100)
+
+    def test_a_stop_unmounts(self):
+        service = self.service()
+        with SystemCtl(service.folder, "stop"):
+            self.assertEqual(service.stop(), 0)
+        self.assert_not_mounted(self.a)
+        self.assertEqual(service.manager.take_stored(), [])
+
+    def test_a_worker_that_is_killed_at_the_wrong_moment_hangs_nobody(self):
+        service = self.service()
+        for _ in range(6):
+            ready = service.manager.count("READY=1")
+            pid = service.workers()["a"]
+            with SystemCtl(service.folder, "restart"):
+                service.process.terminate()
+                os.kill(pid, signal.SIGKILL)
+                service._wait()
+            service.start()
+            # The new one, as early as it is seen.
+            wait_until(lambda: service.workers() or service.process.poll() is not None, PATIENCE, "a worker")
+            for worker in service.workers().values():
+                os.kill(worker, signal.SIGKILL)
+            # A service whose only mount fails at once ends, and a service manager starts it again.
+            wait_until(
+                lambda: service.manager.count("READY=1") > ready or service.process.poll() is not None,
+                PATIENCE,
+                "ready, or ended",
+            )
+            if service.process.poll() is not None:
+                service.start()
+                service.wait_until_ready(ready + 1)
+            wait_until(self._reads_new, PATIENCE, "a mount that works")
+        self.assertIsNotNone(find_mount(self.a))
+        self.assertTrue(process_gone(pid))
+
+
+if __name__ == "__main__":
+    import unittest
+
+    unittest.main()

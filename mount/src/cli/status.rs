@@ -571,7 +571,10 @@ mod tests {
     #[test]
     fn a_mount_that_says_nothing_is_shown_as_it_is() {
         let mount = Mount { target: "/mnt/a".into(), source: "/data".into(), ..Mount::default() };
+        let text = block(&describe(mount.clone(), MountState::NoSocket, 0, Value::Null));
+        let state = "mounted; its daemon has no control socket";
+        assert_eq!(text, format!("/mnt/a\n  state     {state}\n  source    /data\n"));
         let text = block(&describe(mount, MountState::NotYours, 0, Value::Null));
-        assert_eq!(text, "/mnt/a\n  state     not yours: another user's\n  source    /data\n");
+        assert_eq!(text, "/mnt/a\n  state     not yours: another user's\n");
     }
 }

@@ -3,15 +3,23 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, AtFlags, Flock, FlockArg};
 use nix::libc;
 use nix::unistd::linkat;
 
 /// Folder with the names of open files, by which they can be linked.
 const OPEN_FILES: &str = "/proc/self/fd";
+
+/// End of the name of a file or folder that is being written.
+const PARTIAL_SUFFIX: &str = ".tensorfs-partial";
+
+/// Longest part of a name that `partial_name` keeps: a name has at most 255 bytes.
+const NAME_LEN_MAX: usize = 200;
 
 /// A file that is being written. It is removed when it is dropped before it was published.
 #[derive(Debug)]
@@ -19,6 +27,8 @@ pub struct TemporaryFile {
     file: File,
     /// Its temporary name, if it has one.
     path: Option<PathBuf>,
+    /// Held while the file is written, if its name is that of `partial_name`.
+    _lock: Option<Flock<File>>,
 }
 
 impl Drop for TemporaryFile {
@@ -35,21 +45,27 @@ impl TemporaryFile {
     /// # Errors
     /// If it cannot be created.
     pub fn create(path: PathBuf, options: &OpenOptions) -> io::Result<TemporaryFile> {
-        Ok(TemporaryFile { file: options.open(&path)?, path: Some(path) })
+        Ok(TemporaryFile { file: options.open(&path)?, path: Some(path), _lock: None })
     }
 
-    /// Creates a file in `folder` by `options`: without a name if the file system can do that, so
-    /// that nothing is left even of a process that is killed.
+    /// Creates the file that will be `target`, by `options`: without a name if the file system can
+    /// do that, so that nothing is left even of a process that is killed. Else with the name of
+    /// `partial_name`; one that a killed process has left is removed.
     ///
     /// # Errors
-    /// If it cannot be created.
-    pub fn create_in(folder: &Path, options: &OpenOptions) -> io::Result<TemporaryFile> {
-        if let Ok(file) = options.clone().custom_flags(libc::O_TMPFILE).open(folder)
+    /// If it cannot be created, or another process is writing it.
+    pub fn create_beside(target: &Path, options: &OpenOptions) -> io::Result<TemporaryFile> {
+        let nameless = options.clone().custom_flags(libc::O_TMPFILE).open(folder_of(target));
+        if let Ok(file) = nameless
             && name_of_open(&file).exists()
         {
-            return Ok(TemporaryFile { file, path: None });
+            return Ok(TemporaryFile { file, path: None, _lock: None });
         }
-        TemporaryFile::create(temporary_name(folder), options.clone().create_new(true))
+        let path = partial_name(target);
+        remove_unlocked(&path)?;
+        let mut temporary = TemporaryFile::create(path, options.clone().create_new(true))?;
+        temporary._lock = lock(temporary.file.try_clone()?)?;
+        Ok(temporary)
     }
 
     /// The file, for writing.
@@ -70,7 +86,8 @@ impl TemporaryFile {
             if !replace {
                 return Ok(link(target)?);
             }
-            let path = temporary_name(folder_of(target));
+            let path = partial_name(target);
+            remove_unlocked(&path)?;
             link(&path)?;
             self.path = Some(path);
         }
@@ -114,10 +131,44 @@ fn name_of_open(file: &File) -> PathBuf {
     Path::new(OPEN_FILES).join(file.as_raw_fd().to_string())
 }
 
-/// A name in `folder` that no other process uses.
-fn temporary_name(folder: &Path) -> PathBuf {
-    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
-    folder.join(format!(".tensorfs-{}-{nanos}.tmp", std::process::id()))
+/// The name beside `target` of what becomes it. All processes use the same one, so that one removes
+/// what another one that was killed has left.
+pub fn partial_name(target: &Path) -> PathBuf {
+    let name = target.file_name().unwrap_or_default().as_bytes();
+    let name = &name[..name.len().min(NAME_LEN_MAX)];
+    let mut partial = std::ffi::OsString::from(".");
+    partial.push(std::ffi::OsStr::from_bytes(name));
+    partial.push(PARTIAL_SUFFIX);
+    folder_of(target).join(partial)
+}
+
+/// Takes the lock that marks `file`, a file or a folder, as being written. `None` if the file
+/// system has no locks.
+///
+/// # Errors
+/// If another process has it.
+pub fn lock(file: File) -> io::Result<Option<Flock<File>>> {
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, Errno::EWOULDBLOCK)) => {
+            let busy = "another process is writing it";
+            Err(io::Error::new(io::ErrorKind::ResourceBusy, busy))
+        }
+        Err(_) => Ok(None),
+    }
+}
+
+/// Removes the file `path` unless a process holds its lock.
+fn remove_unlocked(path: &Path) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    match options.open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Ok(file) => drop(lock(file)?),
+        // A link or a file of another user: if it cannot be removed, that is the error.
+        Err(_) => {}
+    }
+    std::fs::remove_file(path)
 }
 
 #[cfg(test)]
@@ -141,7 +192,7 @@ mod tests {
             let path = folder.path().join("b");
             TemporaryFile::create(path, options.clone().create_new(true)).unwrap()
         };
-        let nameless = || TemporaryFile::create_in(folder.path(), &options).unwrap();
+        let nameless = || TemporaryFile::create_beside(&target, &options).unwrap();
         for replace in [false, true] {
             for make in [&named as &dyn Fn() -> TemporaryFile, &nameless] {
                 drop(make());

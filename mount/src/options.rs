@@ -11,7 +11,7 @@ use serde_json::Value;
 use tensorfs::internal::error::quoted;
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::index::IndexStore;
-use tensorfs::internal::io::{Backend, DirectIo};
+use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
 use tensorfs::internal::view::Files;
 use tensorfs::words;
@@ -321,6 +321,11 @@ impl Options {
             return Ok(());
         }
         Err(format!("unknown option {}", quoted(option)))
+    }
+
+    /// How an engine reads by these options.
+    pub(crate) fn settings(&self) -> Settings {
+        Settings { backend: self.io, direct: self.direct, timeout: self.io_timeout }
     }
 
     /// The options in force as JSON, for `tensorfs status`.

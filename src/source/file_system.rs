@@ -107,9 +107,14 @@ impl FileSystem {
         self.magic != 0
     }
 
+    /// Whether its files lie in memory alone.
+    pub fn is_in_memory(self) -> bool {
+        [TMPFS, RAMFS].contains(&self.magic)
+    }
+
     /// Whether stores to its files through mappings update their times.
     pub fn notes_stores(self) -> bool {
-        ![TMPFS, RAMFS].contains(&self.magic)
+        !self.is_in_memory()
     }
 
     /// Its usual name, else the number.

@@ -57,6 +57,8 @@ pub(crate) enum Command {
     Index(IndexArgs),
     /// Prove a checkpoint whole and read every byte of it
     Verify(VerifyArgs),
+    /// Write what a mount would show as real files
+    Consolidate(ConsolidateArgs),
     /// Write a checkpoint as one file in another format
     Convert(ConvertArgs),
     /// Print a completion script
@@ -326,6 +328,25 @@ pub(crate) struct VerifyArgs {
     pub strict: bool,
     /// Whether to draw a progress bar
     #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// Arguments of `consolidate`.
+#[derive(Debug, Args)]
+pub(crate) struct ConsolidateArgs {
+    /// The source; `-o` may hold io=, direct= and io-timeout= too.
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// Folder to write all files to; or one file, by a name that ends in .safetensors or .bt
+    pub out: PathBuf,
+    /// Replace files that are there
+    #[arg(short, long)]
+    pub force: bool,
+    /// Read the files back from the disk and compare every byte
+    #[arg(long)]
+    pub verify: bool,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
 }
 

@@ -2,15 +2,12 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
-use tensorfs::Error;
 use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
-use tensorfs::internal::consolidate;
+use tensorfs::internal::consolidate::{Copier, Watch, WriteOptions};
 use tensorfs::internal::error::{real_name, shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::reader::Reader;
@@ -19,11 +16,8 @@ use tensorfs::internal::view::FileSpec;
 use super::args::{self, To};
 use super::output::{Failure, Outcome, human, print_json, print_text};
 use super::sources::{one_checkpoint, query_options};
+use super::stopping::{check_stopped, stop_on_signals};
 use super::verify::bar;
-use crate::daemon::ending::{block_signals, ending_signals};
-
-/// Set once the command was told to stop.
-static STOPPED: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     let format = match args.to {
@@ -31,21 +25,23 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
         To::Safetensors => OutputFormat::Safetensors,
     };
     stop_on_signals();
-    let (checkpoint, mut notes) = one_checkpoint(&args.source, query_options(&args.source)?)?;
+    let options = query_options(&args.source)?;
+    let settings = options.settings();
+    let (checkpoint, mut notes) = one_checkpoint(&args.source, options)?;
     let target = target(&args.out, &checkpoint.name, format)?;
     keep_source(&checkpoint, &target)?;
     let spec = FileSpec::saved(&checkpoint.name, format);
     let reader = Reader::open(&VirtualFile::new(&checkpoint, spec))?;
     let mut digest = Hash::of(format);
     let bar = bar(args.progress, reader.len());
-    consolidate::write(&reader, &target, args.force, &mut |bytes| {
-        if STOPPED.load(Ordering::Relaxed) {
-            return Err(Error::cancelled("stopped; nothing is left of the new file"));
-        }
-        digest.update(bytes);
-        bar.inc(bytes.len() as u64);
-        Ok(())
-    })?;
+    let mut progress = |bytes| {
+        bar.inc(bytes);
+        check_stopped()
+    };
+    let mut hash = |bytes: &[u8]| digest.update(bytes);
+    let mut watch = Watch { progress: &mut progress, bytes: Some(&mut hash) };
+    let write = WriteOptions { replace: args.force, verify: false };
+    Copier::new(settings).write_file(&reader, &target, write, &mut watch)?;
     bar.finish_and_clear();
     let (algorithm, digest) = digest.finish();
     let catalog = checkpoint.catalog();
@@ -153,22 +149,3 @@ impl Hash {
         }
     }
 }
-
-/// Makes a signal that ends the process set `STOPPED`, so that no half-written file is left. A
-/// signal that comes `PATIENCE` later ends the process at once; an earlier one, which `timeout`
-/// sends with the first, does not.
-fn stop_on_signals() {
-    block_signals();
-    std::thread::spawn(|| {
-        while ending_signals().wait().is_ok() {
-            let first = !STOPPED.swap(true, Ordering::Relaxed);
-            if first {
-                std::thread::sleep(PATIENCE);
-                let _ = ending_signals().thread_unblock();
-            }
-        }
-    });
-}
-
-/// How long a command that was told to stop may take to clean up.
-const PATIENCE: Duration = Duration::from_secs(3);

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::Checkpoint;
 use tensorfs::internal::device::Gpu;
 use tensorfs::internal::error::{real_name, shown, shown_path};
-use tensorfs::internal::io::Settings;
 use tensorfs::internal::loader::{
     CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, MemoryStats, Progress, Report,
 };
@@ -29,8 +28,7 @@ pub(super) fn run(args: &args::LoadArgs) -> Outcome {
     if args.cufile && args.device == args::Device::Cpu {
         return Err(Failure::Usage("--cufile reads to a GPU: say --device cuda:N".to_owned()));
     }
-    let settings =
-        Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
+    let settings = options.settings();
     let started = Instant::now();
     let gpu = match args.device {
         args::Device::Cpu => None,

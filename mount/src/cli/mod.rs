@@ -2,6 +2,7 @@
 
 mod args;
 mod bench;
+mod consolidate;
 mod convert;
 mod demo;
 mod doctor;
@@ -17,6 +18,7 @@ mod saved;
 mod serve;
 mod sources;
 mod status;
+mod stopping;
 mod top;
 mod umount;
 mod verify;
@@ -66,6 +68,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Index(args) => in_json(&args.source, index::run(&args)),
         Command::Load(args) => in_json(&args.source, load::run(&args)),
         Command::Verify(args) => in_json(&args.source, verify::run(&args)),
+        Command::Consolidate(args) => in_json(&args.source, consolidate::run(&args)),
         Command::Convert(args) => in_json(&args.source, convert::run(&args)),
         Command::Completions { shell } => completions(shell),
         Command::Man { folder } => man(folder.as_deref()),

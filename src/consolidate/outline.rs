@@ -1,0 +1,223 @@
+//! The folders and files that a mount of a source shows.
+
+use std::collections::HashSet;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::checkpoint::{Checkpoint, Content, ERROR_FILE, FolderId, Proved, Tree, VirtualFile};
+use crate::error::{Error, ErrorKind, Fault, Result, shown};
+use crate::format::names;
+use crate::reader::Reader;
+use crate::source::Source;
+
+/// The bytes of a file.
+#[derive(Clone, Debug)]
+pub enum OutlineContent {
+    /// Tensors of a checkpoint behind one header.
+    Virtual(VirtualFile),
+    /// A file of the source as it is.
+    Whole(Arc<Source>),
+    /// Text made for the view.
+    Text(Arc<[u8]>),
+}
+
+impl OutlineContent {
+    /// Length in bytes.
+    ///
+    /// # Errors
+    /// The errors of `VirtualFile::layout`.
+    pub fn len_bytes(&self) -> Result<u64> {
+        Ok(match self {
+            OutlineContent::Virtual(file) => file.summary()?.len,
+            OutlineContent::Whole(source) => source.len(),
+            OutlineContent::Text(text) => text.len() as u64,
+        })
+    }
+
+    /// A reader of the bytes; `None` for text.
+    ///
+    /// # Errors
+    /// The errors of `Reader::open`.
+    pub fn reader(&self) -> Result<Option<Reader>> {
+        Ok(match self {
+            OutlineContent::Virtual(file) => Some(Reader::open(file)?),
+            OutlineContent::Whole(source) => Some(Reader::whole(source.clone())),
+            OutlineContent::Text(_) => None,
+        })
+    }
+
+    /// The sources of the bytes.
+    pub fn sources(&self) -> &[Arc<Source>] {
+        match self {
+            OutlineContent::Virtual(file) => file.sources(),
+            OutlineContent::Whole(source) => std::slice::from_ref(source),
+            OutlineContent::Text(_) => &[],
+        }
+    }
+}
+
+/// A file that a mount shows.
+#[derive(Clone, Debug)]
+pub struct OutlineFile {
+    /// Path below the root.
+    pub path: PathBuf,
+    /// Its bytes.
+    pub content: OutlineContent,
+}
+
+impl OutlineFile {
+    /// Whether it holds weights, or says which file does.
+    pub fn is_weights(&self) -> bool {
+        matches!(self.content, OutlineContent::Virtual(_)) || is_weights(&self.path)
+    }
+}
+
+/// Whether the name is one of a file that holds weights, or says which file does.
+pub(super) fn is_weights(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    names::is_weights(name) || names::weight_map_output(name).is_some()
+}
+
+/// A folder that a mount shows.
+#[derive(Clone, Debug)]
+pub struct OutlineFolder {
+    /// Path below the root.
+    pub path: PathBuf,
+    /// Permission bits of the folder of the source.
+    pub mode: u32,
+}
+
+/// The folders and files that a mount of a source shows, parents before children.
+#[derive(Clone, Debug, Default)]
+pub struct Outline {
+    /// The folders, the root first.
+    pub folders: Vec<OutlineFolder>,
+    /// The files.
+    pub files: Vec<OutlineFile>,
+    /// The checkpoints.
+    pub checkpoints: Vec<Arc<Checkpoint>>,
+    /// Notes on unusual but valid input, a line each.
+    pub notes: Vec<String>,
+}
+
+impl Outline {
+    /// Proves everything in `tree`.
+    ///
+    /// # Errors
+    /// The first refusal, `Error::Usage` if there is no checkpoint, and a refusal of a source of
+    /// which the scan left out parts.
+    pub fn of(tree: &Tree) -> Result<Outline> {
+        if let Some(summary) = tree.left_out.summary().filter(|_| tree.left_out.is_partial()) {
+            return Err(partial(&tree.source, summary));
+        }
+        let mut outline = Outline::default();
+        outline.notes.extend(tree.left_out.lines.iter().cloned());
+        let mut hidden = HashSet::new();
+        let mut listed = vec![false; tree.len()];
+        for head in tree.families() {
+            let family = tree.prove(head);
+            let mut members = Vec::new();
+            for (id, proved) in &family {
+                listed[*id] = true;
+                members.push((*id, proved, outline.add(tree, *id, proved)?));
+            }
+            hidden.extend(tree.emptied(members.into_iter()));
+        }
+        if outline.checkpoints.is_empty() {
+            return Err(Error::usage(tree.nothing_found()));
+        }
+        for (id, listed) in listed.into_iter().enumerate() {
+            if !listed {
+                // A folder without weights.
+                outline.add(tree, id, &Proved::default())?;
+            }
+            if hidden.contains(&id) {
+                continue;
+            }
+            let folder = tree.folder(id);
+            let mode = std::fs::metadata(&folder.path).map_or(0o755, |meta| meta.mode() & 0o777);
+            outline.folders.push(OutlineFolder { path: folder.relative.clone(), mode });
+        }
+        Ok(outline)
+    }
+
+    /// Adds the files of a folder; returns their number.
+    fn add(&mut self, tree: &Tree, id: FolderId, proved: &Proved) -> Result<usize> {
+        for set in &proved.sets {
+            match &set.outcome {
+                Ok(checkpoint) if set.shown_at_parent.is_none() => {
+                    self.checkpoints.push(checkpoint.clone());
+                }
+                Err(error) => return Err(error.copied()),
+                Ok(_) => {}
+            }
+        }
+        let folder = tree.folder(id);
+        if let Some(lack) = folder.lacks.first() {
+            return Err(partial(&folder.path, lack.clone()));
+        }
+        self.notes.extend(proved.notes.iter().cloned());
+        let entries = tree.entries(id, proved);
+        let count = entries.len();
+        for entry in entries {
+            let content = match entry.content {
+                Content::Virtual(file) => OutlineContent::Virtual(file),
+                Content::Text(_) if entry.name == ERROR_FILE => continue,
+                Content::Text(text) => OutlineContent::Text(text),
+                Content::Whole { file, proved } => OutlineContent::Whole(
+                    proved.unwrap_or_else(|| Source::closed(&file.path, file.identity)),
+                ),
+            };
+            self.files.push(OutlineFile { path: folder.relative.join(entry.name), content });
+        }
+        Ok(count)
+    }
+
+    /// Bytes of all files.
+    ///
+    /// # Errors
+    /// The errors of `OutlineContent::len_bytes`.
+    pub fn len_bytes(&self) -> Result<u64> {
+        self.files.iter().map(|file| file.content.len_bytes()).sum()
+    }
+
+    /// The file that has all tensors of the one checkpoint.
+    ///
+    /// # Errors
+    /// `Error::Usage` if the view shows several checkpoints, or one as several files.
+    pub fn single(&self, source: &Path) -> Result<&OutlineFile> {
+        let weights: Vec<&OutlineFile> =
+            self.files.iter().filter(|file| self.has_tensors(file)).collect();
+        match weights.as_slice() {
+            [one] => Ok(one),
+            several => {
+                let some = several.iter().take(4).map(|file| crate::error::shown_path(&file.path));
+                Err(Error::usage(format!(
+                    "{}: the mount shows {} weight files ({}{}), which do not go into one file; name \
+                     a folder, or one checkpoint",
+                    crate::error::shown_path(source),
+                    several.len(),
+                    some.collect::<Vec<_>>().join(", "),
+                    if several.len() > 4 { ", ..." } else { "" }
+                )))
+            }
+        }
+    }
+
+    fn has_tensors(&self, file: &OutlineFile) -> bool {
+        match &file.content {
+            OutlineContent::Virtual(_) => true,
+            OutlineContent::Whole(source) => {
+                let is_source = |other: &Arc<Source>| Arc::ptr_eq(other, source);
+                self.checkpoints.iter().any(|checkpoint| checkpoint.sources().iter().any(is_source))
+            }
+            OutlineContent::Text(_) => false,
+        }
+    }
+}
+
+fn partial(path: &Path, why: String) -> Error {
+    let message = format!("parts of the source would be missing: {}", shown(&why));
+    Error::refused(path, Fault::new(ErrorKind::Usage, message))
+}

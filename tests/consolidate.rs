@@ -1,0 +1,78 @@
+//! Files that are written from a checkpoint: compared as they are read back, and removed after an error.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use tensorfs::internal::checkpoint::Tree;
+use tensorfs::internal::consolidate::{Copier, Outline, Watch, WriteOptions};
+use tensorfs::internal::io::Settings;
+use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::{Error, Result};
+
+const SOURCE: &str = "tests/fixtures/dcp/grid_2d/shards";
+
+fn outline() -> Outline {
+    Outline::of(&Tree::scan(SOURCE.as_ref(), &OpenOptions::default()).unwrap()).unwrap()
+}
+
+/// Writes the fixture to `out`; `progress` is called as the copy calls it.
+fn write(out: &Path, verify: bool, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
+    let options = WriteOptions { replace: false, verify };
+    let mut watch = Watch { progress, bytes: None };
+    Copier::new(Settings::default()).write_folder(&outline(), out, options, &mut watch)
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn bytes_that_change_on_the_disk_are_found_and_nothing_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    write(&out, true, &mut |_| Ok(())).unwrap();
+    fs::remove_dir_all(&out).unwrap();
+    let part = folder.path().join(".out.tensorfs-partial/parts/0");
+    let failed = write(&out, true, &mut |_| {
+        // All bytes of the first file are written and not read back yet.
+        let file = fs::OpenOptions::new().read(true).write(true).open(&part).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 100).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], 100).unwrap();
+        Ok(())
+    });
+    let message = failed.unwrap_err().to_string();
+    assert!(message.contains("read back differ"), "{message}");
+    assert!(names(folder.path()).is_empty());
+}
+
+#[test]
+fn a_copy_that_its_caller_ends_leaves_nothing_in_a_new_or_an_existing_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let existing = folder.path().join("existing");
+    fs::create_dir(&existing).unwrap();
+    for out in [&folder.path().join("new"), &existing] {
+        let stopped = write(out, false, &mut |_| Err(Error::cancelled("stopped")));
+        assert_eq!(stopped.unwrap_err().to_string(), "stopped");
+        assert_eq!(names(folder.path()), ["existing"]);
+        assert!(names(&existing).is_empty());
+    }
+}
+
+#[test]
+fn files_of_a_run_that_was_killed_while_they_took_their_names_are_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path();
+    let partial = out.join(".tensorfs.tensorfs-partial");
+    fs::create_dir(&partial).unwrap();
+    fs::write(partial.join("publishing"), "").unwrap();
+    fs::write(out.join("model.safetensors"), "of the run that was killed").unwrap();
+    write(out, false, &mut |_| Ok(())).unwrap();
+    let mut found = names(out);
+    found.sort();
+    assert_eq!(found, ["model.safetensors", "model.safetensors.index.json"]);
+    // Without the mark of that run it is a file of the user.
+    assert!(write(out, false, &mut |_| Ok(())).is_err());
+}

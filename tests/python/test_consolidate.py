@@ -1,0 +1,381 @@
+"""`tensorfs consolidate`: the files that a mount shows, as real files, whole or not at all."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import unittest
+
+import numpy as np
+
+import checkpoints
+import oracle
+from faults import file_system
+from manifest import GOOD, by_id
+from mounts import BIN, Mount, TestCase, detach, needs_root, run, run_measured, tensorfs, visible_files
+
+
+def content(folder):
+    """The bytes of all files below `folder`, and its folders, by path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        found[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+def options_of(entry):
+    return [word for option in entry.options for word in ("-o", option)]
+
+
+def sparse_file(path, megabytes):
+    """A file of one tensor that is all holes: it is long and takes no space."""
+    shape = [megabytes * 1_000_000]
+    header = json.dumps({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0]]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + shape[0])
+    return path
+
+
+@contextlib.contextmanager
+def loop_mount(image, place):
+    """Mounts the file system in the file `image` on the new folder `place`."""
+    place.mkdir()
+    outcome = run("mount", "-o", "loop", image, place)
+    if outcome.code:
+        raise unittest.SkipTest(f"no loop device here: {outcome.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        detach(place)
+
+
+class Bytes(TestCase):
+    """The written bytes are those of a mount."""
+
+    def assert_like_mount(self, source, *options):
+        words = [word for option in options for word in ("-o", option)]
+        out = self.tmp / f"out{len(visible_files(self.tmp))}"
+        outcome = tensorfs("consolidate", source, out, *words, "--json", "--verify")
+        self.assert_done(outcome)
+        with Mount(source, *options) as m:
+            expected = content(m.path)
+        found = content(out)
+        self.assertEqual(list(found), list(expected))
+        for path, data in expected.items():
+            self.assert_same(found[path], data, path)
+        report = outcome.json()
+        files = [data for data in expected.values() if data is not None]
+        self.assertEqual((report["files"], report["bytes"]), (len(files), sum(map(len, files))))
+        self.assertTrue(report["verified"])
+        return out
+
+    def test_every_fixture_is_written_as_a_mount_shows_it(self):
+        for entry in GOOD:
+            if entry.source.is_dir():
+                with self.subTest(entry.id):
+                    shutil.rmtree(self.assert_like_mount(entry.source, *entry.options))
+
+    def test_every_fixture_is_written_as_one_file_as_a_mount_shows_it(self):
+        for number, entry in enumerate(GOOD):
+            with self.subTest(entry.id):
+                out = self.tmp / f"{number}.safetensors"
+                # A folder of two variants has a checkpoint by each weight map.
+                variant = "variant" in entry.id
+                source = entry.source / entry.weight_map if variant else entry.source
+                self.assert_done(tensorfs("consolidate", source, out, *options_of(entry)))
+                self.assert_same(out.read_bytes(), entry.whole_file())
+
+    def test_pieces_of_every_form_are_put_together(self):
+        made = (
+            checkpoints.row_wise, checkpoints.column_wise, checkpoints.grid_2d, checkpoints.uneven,
+            checkpoints.cube_3d, checkpoints.rows_of_one,
+        )
+        for make in made:
+            with self.subTest(make.__name__):
+                self.assert_like_mount(make(self.tmp / make.__name__))
+        for number, direct in enumerate(("always", "never")):
+            with self.subTest(direct=direct):
+                self.assert_like_mount(checkpoints.hf_set(self.tmp / f"hf{number}", 5, 40), f"direct={direct}")
+
+    def test_random_checkpoints_are_written_as_a_mount_shows_them(self):
+        rng = random.Random(14)
+        for number in range(8):
+            made = checkpoints.DcpSet(number)
+            for tensor in range(rng.randint(1, 6)):
+                shape = [rng.randint(1, 60) for _ in range(rng.randint(1, 4))]
+                cut = [rng.choice([1, 1, 2, 3]) for _ in shape]
+                made.cut(f"t{tensor}", shape, cut, rng.choice([1, 2, 4, 8]))
+            with self.subTest(number):
+                self.assert_like_mount(made.save(self.tmp / f"random{number}"))
+
+    def test_thousands_of_tiny_tensors_far_apart_are_written(self):
+        # In the order of names, neighbours of the merged file lie in distant parts of the shards.
+        rng = np.random.default_rng(3)
+        folder = self.tmp / "tiny"
+        folder.mkdir()
+        tensors = []
+        for number in range(3000):
+            tensors.append((f"{(number * 7919) % 3000:05}", "U8", [3], rng.bytes(3)))
+            tensors.append((f"z{number:05}", "F64", [512], rng.bytes(4096)))
+        checkpoints.write_shard(folder / "model.safetensors", tensors)
+        out = self.tmp / "tiny.safetensors"
+        self.assert_done(tensorfs("consolidate", folder, out, "-o", "direct=always"))
+        with Mount(folder) as m:
+            self.assert_same(out.read_bytes(), (m.path / "model.safetensors").read_bytes())
+
+    def test_a_view_is_written_as_the_mount_with_that_view_shows_it(self):
+        source = checkpoints.hf_set(self.tmp / "src")
+        self.assert_like_mount(source, "layout=original")
+        self.assert_like_mount(source, "format=bintensors")
+        with Mount(source, "format=bintensors") as m:
+            out = self.tmp / "behind"
+            # Behind a mount lies its source, with the view of the mount.
+            self.assert_done(tensorfs("consolidate", m.path, out))
+            self.assertEqual(content(out), content(m.path))
+
+    def test_a_tree_of_models_is_written_whole(self):
+        root = self.tmp / "tree"
+        checkpoints.hf_set(root / "a/one")
+        checkpoints.row_wise(root / "a/two/sharded")
+        (root / "a/two/notes").mkdir()
+        (root / "a/two/notes/read me").write_text("text")
+        (root / "empty").mkdir()
+        self.assert_like_mount(root)
+        self.assert_like_mount(checkpoints.hub_cache(self.tmp / "models--x--y", root / "a/one").parents[1])
+
+
+class Targets(TestCase):
+    """Where `consolidate` writes, what it refuses, and what it leaves when it cannot."""
+
+    def setUp(self):
+        super().setUp()
+        self.source = checkpoints.row_wise(self.tmp / "src")
+        (self.source / "config.json").write_text("{}")
+        self.out = self.tmp / "out"
+
+    def consolidate(self, *words, source=None):
+        return tensorfs("consolidate", source or self.source, *words)
+
+    def assert_only(self, folder, *names):
+        """`folder` has these names, hidden ones included."""
+        self.assertEqual(sorted(os.listdir(folder)), sorted(names))
+
+    def test_files_that_are_there_are_replaced_only_when_asked_for(self):
+        self.assert_done(self.consolidate(self.out))
+        self.assert_refused(self.consolidate(self.out))
+        names = ["config.json", "model.safetensors", "model.safetensors.index.json"]
+        (self.out / "model.safetensors").write_text("old")
+        (self.out / "mine").write_text("mine")
+        self.assert_refused(self.consolidate(self.out))
+        self.assertEqual((self.out / "model.safetensors").read_text(), "old")
+        self.assert_done(self.consolidate(self.out, "--force"))
+        self.assert_same((self.out / "model.safetensors").read_bytes(), oracle.from_dcp(self.source))
+        self.assert_only(self.out, "mine", *names)
+        one = self.tmp / "one.safetensors"
+        self.assert_done(self.consolidate(one))
+        self.assert_refused(self.consolidate(one))
+        self.assert_done(self.consolidate(one, "--force"))
+        self.assert_only(self.tmp, "src", "out", "one.safetensors")
+
+    def test_an_empty_folder_is_filled(self):
+        self.out.mkdir()
+        self.assert_done(self.consolidate(self.out))
+        self.assert_only(self.out, "config.json", "model.safetensors", "model.safetensors.index.json")
+
+    def test_weights_are_not_mixed_with_others(self):
+        self.out.mkdir()
+        (self.out / "model-00001-of-00002.safetensors").write_text("other")
+        for words in ((), ("--force",)):
+            outcome = self.consolidate(self.out, *words)
+            self.assert_refused(outcome)
+            self.assertIn("model-00001-of-00002.safetensors", outcome.stderr)
+        self.assert_only(self.out, "model-00001-of-00002.safetensors")
+        # The source itself is such a folder.
+        before = content(self.source)
+        self.assert_refused(self.consolidate(self.source, "--force"))
+        whole = checkpoints.hf_set(self.tmp / "whole", 1)
+        shard = next(whole.glob("*.safetensors"))
+        os.rename(shard, whole / "model.safetensors")
+        (whole / "model.safetensors.index.json").unlink()
+        self.assert_refused(self.consolidate(whole, "--force", source=whole))
+        self.assert_refused(self.consolidate(whole / "model.safetensors", "--force", source=whole))
+        self.assertEqual(content(self.source), before)
+
+    def test_a_folder_in_the_source_is_written_and_not_copied_into_itself(self):
+        inside = self.source / "consolidated"
+        self.assert_done(self.consolidate(inside))
+        self.assert_same((inside / "model.safetensors").read_bytes(), oracle.from_dcp(self.source))
+        self.assertEqual(visible_files(inside), ["config.json", "model.safetensors", "model.safetensors.index.json"])
+
+    def test_names_that_do_not_fit_are_refused(self):
+        self.assert_refused(self.consolidate(self.tmp / "x.bt"), 2)
+        self.assert_refused(self.consolidate(f"{self.tmp}/x.safetensors/"), 2)
+        self.assert_refused(self.consolidate(self.tmp / "none/out"))
+        self.assert_refused(self.consolidate(self.tmp / "none/x.safetensors"))
+        (self.tmp / "file").write_text("x")
+        self.assert_refused(self.consolidate(self.tmp / "file"))
+        self.assert_refused(self.consolidate(self.tmp / "file/x"))
+        (self.tmp / "broken").symlink_to("nowhere")
+        self.assert_refused(self.consolidate(self.tmp / "broken"))
+        self.assert_only(self.tmp, "src", "file", "broken")
+
+    def test_a_refused_checkpoint_and_several_for_one_file_leave_nothing(self):
+        outcome = self.consolidate(self.out, "--json", source=by_id("bad_dcp_hole_middle").source)
+        self.assert_refused(outcome)
+        self.assertEqual(outcome.json()["class"], "dcp_hole")
+        root = self.tmp / "root"
+        checkpoints.hf_set(root / "a")
+        checkpoints.hf_set(root / "b")
+        outcome = self.consolidate(self.tmp / "x.safetensors", source=root)
+        self.assert_refused(outcome)
+        self.assertIn("2 weight files", outcome.stderr)
+        (root / "b/model-00002-of-00003.safetensors").unlink()
+        self.assert_refused(self.consolidate(self.out, source=root))
+        self.assert_only(self.tmp, "src", "root")
+
+    def test_nobody_reads_a_file_who_may_not_read_its_source(self):
+        for shard in self.source.glob("*.safetensors"):
+            shard.chmod(0o600)
+        self.source.chmod(0o750)
+        self.assert_done(self.consolidate(self.out))
+        modes = {path.name: path.stat().st_mode & 0o777 for path in self.out.iterdir()}
+        self.assertEqual(modes["model.safetensors"], 0o600)
+        self.assertEqual(self.out.stat().st_mode & 0o027, 0)
+
+    @needs_root
+    def test_a_full_disk_is_found_before_anything_is_written(self):
+        source = checkpoints.hf_set(self.tmp / "large", megabytes=12)
+        with file_system("tmpfs", self.tmp / "small", "-o", "size=4m") as small:
+            for out in (small / "x.safetensors", small / "x", small):
+                outcome = self.consolidate(out, source=source)
+                self.assert_refused(outcome)
+                needed, free, missing = map(int, re.findall(r"(\d+) bytes", outcome.stderr))
+                self.assertEqual((needed - free, free), (missing, 4 << 20))
+                self.assert_only(small)
+
+    @needs_root
+    def test_a_full_disk_of_a_loop_device_leaves_nothing(self):
+        image = self.tmp / "image"
+        image.write_bytes(b"")
+        os.truncate(image, 16 << 20)
+        if not shutil.which("mkfs.ext4") or subprocess.run(["mkfs.ext4", "-q", image]).returncode:
+            self.skipTest("no mkfs.ext4")
+        source = checkpoints.hf_set(self.tmp / "large", megabytes=20)
+        with loop_mount(image, self.tmp / "loop") as disk:
+            for out in (disk / "x.safetensors", disk / "x", disk):
+                outcome = self.consolidate(out, source=source)
+                self.assert_refused(outcome)
+                self.assertRegex(outcome.stderr, r"\d+ bytes are missing")
+                self.assert_only(disk, "lost+found")
+
+    @needs_root
+    def test_a_disk_that_fills_up_meanwhile_leaves_nothing(self):
+        # The first file fits, the second one finds no inode.
+        with file_system("tmpfs", self.tmp / "small", "-o", "nr_inodes=6") as small:
+            for out in (small / "x", small):
+                outcome = self.consolidate(out)
+                self.assert_refused(outcome)
+                self.assertIn("No space left", outcome.stderr)
+                self.assert_only(small)
+
+    def test_a_source_that_changes_while_it_is_copied_is_refused(self):
+        source = sparse_file(self.tmp / "large.safetensors", 1000)
+        for out in (self.out, self.tmp / "x.safetensors"):
+            with subprocess.Popen(
+                [BIN, "consolidate", source, out, "--progress"], stderr=subprocess.PIPE
+            ) as process:
+                self.assertTrue(process.stderr.read(1), "no progress")
+                with open(source, "r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    file.write(b"x")
+                _, error = process.communicate(timeout=60)
+            self.assertEqual(process.returncode, 1)
+            self.assertIn(b"written to while it was in use", error)
+            self.assert_only(self.tmp, "src", "large.safetensors")
+
+    def test_a_copy_that_is_stopped_leaves_nothing(self):
+        source = sparse_file(self.tmp / "large.safetensors", 1000)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            for out in (self.out, self.tmp / "x.safetensors"):
+                process = subprocess.Popen(
+                    [BIN, "consolidate", source, out, "--progress"], stderr=subprocess.PIPE
+                )
+                self.assertTrue(process.stderr.read(1), "no progress")
+                process.send_signal(number)
+                process.stderr.close()
+                self.assertEqual(process.wait(60), 1)
+                self.assert_only(self.tmp, "src", "large.safetensors")
+
+    def test_a_copy_that_is_killed_at_any_point_never_leaves_a_half_file_and_runs_again(self):
+        source = checkpoints.hf_set(self.tmp / "large", 2, 24)
+        expected = {}
+        self.assert_done(self.consolidate(self.tmp / "good", source=source))
+        expected = content(self.tmp / "good")
+        whole = self.consolidate(self.tmp / "good", "--force", source=source).seconds
+        rng = random.Random(5)
+        existing = self.tmp / "existing"
+        existing.mkdir()
+        killed = 0
+        for round_number in range(100):
+            out = (self.out, existing, self.tmp / "x.safetensors")[round_number % 3]
+            words = [BIN, "consolidate", source, out, "--force"]
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+            try:
+                process.wait(rng.random() * whole)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                killed += 1
+            self.assert_whole(out, expected)
+        self.assertGreater(killed, 0)
+        for out in (self.out, existing):
+            self.assert_done(self.consolidate(out, "--force", source=source))
+            self.assertEqual(content(out), expected)
+        self.assert_done(self.consolidate(self.tmp / "x.safetensors", "--force", source=source))
+        self.assert_only(self.tmp, "src", "large", "good", "out", "existing", "x.safetensors")
+
+    def assert_whole(self, out, expected):
+        """Every file that has its name is whole."""
+        if out.is_file():
+            self.assert_same(out.read_bytes(), expected["model.safetensors"])
+        elif out.exists():
+            for path in out.iterdir():
+                if not path.name.startswith("."):
+                    self.assert_same(path.read_bytes(), expected[path.name], path.name)
+
+    def test_a_folder_of_a_killed_copy_is_taken_over_and_one_in_use_is_not(self):
+        partial = self.tmp / ".out.tensorfs-partial"
+        (partial / "parts").mkdir(parents=True)
+        (partial / "parts/7").write_text("half")
+        self.assert_done(self.consolidate(self.out))
+        self.assert_only(self.tmp, "src", "out")
+        source = sparse_file(self.tmp / "large.safetensors", 1500)
+        other = self.tmp / "other"
+        process = subprocess.Popen([BIN, "consolidate", source, other, "--progress"], stderr=subprocess.PIPE)
+        try:
+            self.assertTrue(process.stderr.read(1), "no progress")
+            outcome = self.consolidate(other)
+            self.assert_refused(outcome)
+            self.assertIn("another process", outcome.stderr)
+        finally:
+            process.terminate()
+            process.stderr.close()
+            process.wait(60)
+
+    def test_memory_is_bounded_whatever_the_size(self):
+        source = sparse_file(self.tmp / "large.safetensors", 1500)
+        for direct in ("auto", "always"):
+            outcome, peak = run_measured(
+                BIN, "consolidate", source, self.tmp / "x.safetensors", "--force", "-o", f"direct={direct}"
+            )
+            self.assert_done(outcome)
+            self.assertLess(peak, 256 << 20)
+
+    def test_progress_is_drawn_when_asked_for(self):
+        outcome = self.consolidate(self.out, "--progress=always")
+        self.assert_done(outcome)
+        self.assertIn("B/s", outcome.stderr)

@@ -3,6 +3,7 @@
 //! `Copier::write_file` writes one file, `Copier::write_folder` a tree of them (`Outline`). Both take
 //! a bounded amount of memory, however large the tensors are.
 
+mod contents;
 mod copy;
 mod folder;
 mod outline;
@@ -16,6 +17,7 @@ use std::path::Path;
 
 use nix::sys::statvfs::statvfs;
 
+pub use contents::{Contents, TensorDigests};
 pub use copy::{Copier, OnBytes, Watch};
 pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
 

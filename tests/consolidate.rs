@@ -13,7 +13,8 @@ use tensorfs::{Error, Result};
 const SOURCE: &str = "tests/fixtures/dcp/grid_2d/shards";
 
 fn outline() -> Outline {
-    Outline::of(&Tree::scan(SOURCE.as_ref(), &OpenOptions::default()).unwrap()).unwrap()
+    let tree = Tree::scan(SOURCE.as_ref(), &OpenOptions::default()).expect("the fixture is there");
+    Outline::of(&tree).expect("the fixture is good")
 }
 
 /// Writes the fixture to `out`; `progress` is called as the copy calls it.
@@ -24,8 +25,9 @@ fn write(out: &Path, verify: bool, progress: &mut dyn FnMut(u64) -> Result<()>) 
 }
 
 fn names(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).unwrap();
-    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    let entries = fs::read_dir(folder).expect("the folder is there");
+    let name = |entry: std::io::Result<fs::DirEntry>| entry.expect("it is read").file_name();
+    entries.map(|entry| name(entry).to_string_lossy().into_owned()).collect()
 }
 
 #[test]

@@ -16,7 +16,7 @@ use crate::io::{Budget, Buffer, Engine, Priority, Settings};
 use crate::reader::Reader;
 
 /// Bytes that a thread reads and writes at a time, if the page cache takes the writes.
-const CACHED_WINDOW_LEN: u64 = 1 << 20;
+const CACHED_WINDOW_LEN: u64 = 512 << 10;
 
 /// Bytes that a thread reads and writes at a time past the page cache.
 const DIRECT_WINDOW_LEN: u64 = 4 << 20;
@@ -90,8 +90,7 @@ impl Copier {
         let mut digests = Vec::new();
         let write = |number| {
             let range = windows.range(number);
-            let mut bytes = self.buffer(&range)?;
-            self.fill(reader, range.start, &mut bytes)?;
+            let bytes = self.read(reader, &range)?;
             target.write(&bytes, range.start).map_err(failed)?;
             let digest = verify.then(|| Digest::of(&bytes));
             let len = bytes.len() as u64;
@@ -123,15 +122,25 @@ impl Copier {
         in_parallel(windows.count(), THREADS, AHEAD, &compare, &mut |len| (watch.progress)(len))
     }
 
+    /// Reads bytes of `reader`, as many as a window of `copy` has at most.
+    pub(super) fn read(&self, reader: &Reader, range: &Range<u64>) -> Result<Buffer> {
+        let mut bytes = self.buffer(range)?;
+        self.fill(reader, range.start, &mut bytes)?;
+        Ok(bytes)
+    }
+
     fn buffer(&self, range: &Range<u64>) -> Result<Buffer> {
         let reserved = self.budget.try_reserve(Buffer::len_for(range));
         let reserved = reserved.ok_or_else(|| Error::internal("the copy ran out of its memory"))?;
         Ok(Buffer::new((range.end - range.start) as usize, reserved))
     }
 
-    /// Reads the bytes of `reader` from `start` on into `target`: from the page cache if it holds
-    /// them, else by the engine, which has a deadline for each read.
+    /// Reads the bytes of `reader` from `start` on into `target`: on this thread if they are in memory
+    /// or in the page cache, else by the engine, which has a deadline for each read.
     fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
+        if reader.sources().iter().all(|source| source.is_in_memory()) {
+            return reader.read_at(start, target).map(drop);
+        }
         if reader.read_cached(&self.engine, start, target)? {
             return Ok(());
         }

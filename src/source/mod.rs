@@ -147,6 +147,12 @@ impl Source {
         !file.file_system().is_local()
     }
 
+    /// Whether its bytes lie in memory alone, so that a read of them waits for nothing.
+    pub fn is_in_memory(&self) -> bool {
+        let Source::Local(file) = self;
+        file.file_system().is_in_memory()
+    }
+
     /// Notes whether reads of it come back in time; returns what was noted before.
     pub fn set_stalled(&self, stalled: bool) -> bool {
         let Source::Local(file) = self;

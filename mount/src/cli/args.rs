@@ -61,6 +61,9 @@ pub(crate) enum Command {
     Consolidate(ConsolidateArgs),
     /// Write a checkpoint as one file in another format
     Convert(ConvertArgs),
+    /// Compare the tensors of two checkpoints
+    #[command(after_help = "Exit status: 0 the same, 1 different, 2 trouble.")]
+    Diff(DiffArgs),
     /// Print a completion script
     Completions {
         /// For this shell
@@ -74,7 +77,7 @@ pub(crate) enum Command {
 }
 
 /// The source of a command, and how it is read.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct SourceArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
@@ -366,6 +369,25 @@ pub(crate) struct ConvertArgs {
     pub force: bool,
     /// Whether to draw a progress bar
     #[arg(long, value_enum, default_value_t = When::Auto)]
+    pub progress: When,
+}
+
+/// Arguments of `diff`.
+#[derive(Debug, Args)]
+pub(crate) struct DiffArgs {
+    /// The first checkpoint.
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// The second checkpoint
+    pub other: PathBuf,
+    /// Read all bytes, also those whose checksums are recorded
+    #[arg(long, conflicts_with = "headers")]
+    pub bytes: bool,
+    /// Compare names, dtypes and shapes only
+    #[arg(long)]
+    pub headers: bool,
+    /// Whether to draw a progress bar
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
 }
 

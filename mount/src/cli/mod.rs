@@ -5,6 +5,7 @@ mod bench;
 mod consolidate;
 mod convert;
 mod demo;
+mod diff;
 mod doctor;
 mod heat;
 mod index;
@@ -70,6 +71,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Verify(args) => in_json(&args.source, verify::run(&args)),
         Command::Consolidate(args) => in_json(&args.source, consolidate::run(&args)),
         Command::Convert(args) => in_json(&args.source, convert::run(&args)),
+        Command::Diff(args) => as_trouble(in_json(&args.source, diff::run(&args))),
         Command::Completions { shell } => completions(shell),
         Command::Man { folder } => man(folder.as_deref()),
     };
@@ -107,6 +109,14 @@ fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
         _ => {}
     }
     outcome
+}
+
+/// For a command that tells by its exit status 1 that things differ: a failure has the status 2.
+fn as_trouble(outcome: Outcome) -> Outcome {
+    outcome.map_err(|failure| match failure {
+        Failure::Told => failure,
+        _ => Failure::Usage(failure.message()),
+    })
 }
 
 fn completions(shell: clap_complete::Shell) -> Outcome {

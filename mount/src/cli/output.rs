@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use serde_json::Value;
 use tensorfs::ErrorKind;
-use tensorfs::internal::error::{is_hidden, shown_lines};
+use tensorfs::internal::error::{is_hidden, quoted, shown_lines};
 
 /// The reason why a command failed.
 pub(super) enum Failure {
@@ -95,4 +95,12 @@ pub(super) fn print_bytes(bytes: &[u8]) -> Outcome {
 /// `bytes` with a unit, for people.
 pub(super) fn human(bytes: u64) -> String {
     indicatif::DecimalBytes(bytes).to_string()
+}
+
+/// A name fit for one line.
+pub(super) fn printable(name: &str) -> String {
+    if name.is_empty() || name.chars().any(is_hidden) {
+        return quoted(name);
+    }
+    name.to_owned()
 }

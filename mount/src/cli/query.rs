@@ -11,7 +11,7 @@ use tensorfs::internal::error::{real_name, shown, shown_path};
 use tensorfs::internal::strided::StridedCopy;
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, human, print_json, print_text, printable};
 use super::sources::{FoundSet, open_source, prove_all, query_options};
 use crate::log;
 
@@ -290,12 +290,4 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
         // Only pieces of a checkpoint with `layout=original` cannot be cut into runs.
         Err(_) => (1, piece.range.end - piece.range.start),
     }
-}
-
-/// A name fit for one line.
-fn printable(name: &str) -> String {
-    if name.is_empty() || name.chars().any(tensorfs::internal::error::is_hidden) {
-        return tensorfs::internal::error::quoted(name);
-    }
-    name.to_owned()
 }

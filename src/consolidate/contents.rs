@@ -1,0 +1,162 @@
+//! Hashes of the bytes of tensors, which are recorded or read.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::copy::Copier;
+use super::parallel::in_parallel;
+use crate::catalog::Tensor;
+use crate::checkpoint::{Checkpoint, VirtualFile};
+use crate::error::Result;
+use crate::format::OutputFormat;
+use crate::hash::Digest;
+use crate::index::CHUNK_LEN;
+use crate::reader::Reader;
+use crate::verify::Recorded;
+use crate::view::FileSpec;
+
+/// Bytes that a thread reads at a time, unless one tensor is longer.
+const STEP_LEN: u64 = 4 << 20;
+
+/// Threads that read, and steps that are read and not yet passed on.
+const THREADS: usize = 4;
+const AHEAD: u64 = 8;
+
+/// The hash of each `CHUNK_LEN` of a tensor.
+pub type TensorDigests = Vec<Digest>;
+
+/// The contents of the tensors of a checkpoint.
+pub struct Contents {
+    checkpoint: Arc<Checkpoint>,
+    /// Checksums of all shards as they are now; `None` if they are not recorded.
+    recorded: Option<Recorded>,
+}
+
+/// Neighbours in the merged file that are read together.
+struct Step {
+    range: Range<u64>,
+    /// Positions in the list of wanted tensors and their ranges.
+    parts: Vec<(usize, Range<u64>)>,
+}
+
+impl Contents {
+    /// The contents of `checkpoint`, with the checksums in the folder `store`.
+    pub fn new(checkpoint: &Arc<Checkpoint>, store: Option<&Path>) -> Contents {
+        let recorded = Recorded::load(store, &checkpoint.directory);
+        let recorded = recorded.admit(checkpoint).is_ok().then_some(recorded);
+        Contents { checkpoint: checkpoint.clone(), recorded }
+    }
+
+    /// Whether checksums of all shards are recorded.
+    pub fn is_recorded(&self) -> bool {
+        self.recorded.is_some()
+    }
+
+    /// The recorded hashes of a tensor. `None` if they are not recorded, or if the tensor lies in
+    /// several pieces, whose hashes are not those of its bytes.
+    pub fn recorded(&self, tensor: &Tensor<'_>) -> Option<TensorDigests> {
+        if tensor.len == 0 {
+            return Some(Vec::new());
+        }
+        let mut pieces = tensor.pieces().filter(|piece| !piece.is_empty());
+        let (piece, None) = (pieces.next()?, pieces.next()) else { return None };
+        let shard = &self.checkpoint.catalog().shard(piece.shard).name;
+        let sums = self.recorded.as_ref()?.of(shard)?;
+        let parts = sums.boundaries.parts_of(&piece.range);
+        let whole = parts.len() == 1 && sums.boundaries.part(parts.start) == piece.range;
+        whole.then(|| sums.digests_of(piece.range).collect())
+    }
+
+    /// Reads the tensors at `positions` of the catalog, and hashes them. `progress` is called with
+    /// numbers of bytes; its error ends the work.
+    ///
+    /// # Errors
+    /// Errors of the sources and of `progress`.
+    pub fn read(
+        &self,
+        copier: &Copier,
+        positions: &[usize],
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<Vec<TensorDigests>> {
+        let mut digests = vec![TensorDigests::new(); positions.len()];
+        let spec = FileSpec::single(&self.checkpoint.name, OutputFormat::Safetensors);
+        let file = VirtualFile::new(&self.checkpoint, spec);
+        let (reader, layout) = (Reader::open(&file)?, file.layout()?);
+        let mut offsets = vec![0; self.checkpoint.catalog().len()];
+        layout.tensors().for_each(|(position, offset)| offsets[position] = offset);
+        let range_of = |position: usize| {
+            let start = offsets[position];
+            start..start + self.checkpoint.catalog().tensor_at(position).len
+        };
+        let steps = steps(positions.iter().map(|&position| range_of(position)));
+        let read = |number| {
+            let step: &Step = &steps[number as usize];
+            let bytes = copier.read(&reader, &step.range)?;
+            let part = |(index, range): &(usize, Range<u64>)| {
+                let within = |byte: u64| (byte - step.range.start) as usize;
+                let bytes = &bytes[within(range.start)..within(range.end)];
+                (*index, bytes.chunks(CHUNK_LEN as usize).map(Digest::of).collect::<Vec<_>>())
+            };
+            let found: Vec<_> = step.parts.iter().map(part).collect();
+            Ok((step.range.end - step.range.start, found))
+        };
+        in_parallel(steps.len() as u64, THREADS, AHEAD, &read, &mut |(len, found)| {
+            found.into_iter().for_each(|(index, part)| digests[index].extend(part));
+            progress(len)
+        })?;
+        for source in reader.sources() {
+            source.check()?;
+        }
+        Ok(digests)
+    }
+}
+
+/// The reads for tensors that lie at `ranges` of a file: neighbours together, long ones in parts,
+/// each a multiple of `CHUNK_LEN`.
+fn steps(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Step> {
+    let mut ordered: Vec<(usize, Range<u64>)> = ranges.enumerate().collect();
+    ordered.retain(|(_, range)| !range.is_empty());
+    ordered.sort_by_key(|(_, range)| range.start);
+    let mut steps: Vec<Step> = Vec::new();
+    for (index, range) in ordered {
+        let mut start = range.start;
+        while start < range.end {
+            let part = start..range.end.min(start + STEP_LEN);
+            start = part.end;
+            match steps.last_mut() {
+                Some(last)
+                    if last.range.end == part.start && part.end - last.range.start <= STEP_LEN =>
+                {
+                    last.range.end = part.end;
+                    last.parts.push((index, part));
+                }
+                _ => steps.push(Step { range: part.clone(), parts: vec![(index, part)] }),
+            }
+        }
+    }
+    steps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_read_together_and_long_tensors_in_parts_of_whole_chunks() {
+        let long = 3 * STEP_LEN + 5;
+        let ranges = [100..300, 10..100, 300..300, 400..400 + long, 400 + long..410 + long];
+        let found = steps(ranges.iter().cloned());
+        let read: Vec<Range<u64>> = found.iter().map(|step| step.range.clone()).collect();
+        assert_eq!(read[0], 10..300);
+        assert_eq!(read[1], 400..400 + STEP_LEN);
+        assert_eq!(*read.last().unwrap(), 400 + 3 * STEP_LEN..410 + long);
+        let mut lens = [0; 5];
+        for (index, part) in found.iter().flat_map(|step| &step.parts) {
+            assert_eq!(part.start, ranges[*index].start + lens[*index]);
+            assert_eq!(lens[*index] % CHUNK_LEN, 0);
+            lens[*index] += part.end - part.start;
+        }
+        assert!(lens.iter().zip(&ranges).all(|(len, range)| *len == range.end - range.start));
+    }
+}

@@ -114,12 +114,12 @@ impl Outline {
         let mut outline = Outline::default();
         outline.notes.extend(tree.left_out.lines.iter().cloned());
         let mut hidden = HashSet::new();
-        let mut listed = vec![false; tree.len()];
+        let mut listed = HashSet::new();
         for head in tree.families() {
             let family = tree.prove(head);
             let mut members = Vec::new();
             for (id, proved) in &family {
-                listed[*id] = true;
+                listed.insert(*id);
                 members.push((*id, proved, outline.add(tree, *id, proved)?));
             }
             hidden.extend(tree.emptied(members.into_iter()));
@@ -127,8 +127,8 @@ impl Outline {
         if outline.checkpoints.is_empty() {
             return Err(Error::usage(tree.nothing_found()));
         }
-        for (id, listed) in listed.into_iter().enumerate() {
-            if !listed {
+        for id in tree.ids() {
+            if !listed.contains(&id) {
                 // A folder without weights.
                 outline.add(tree, id, &Proved::default())?;
             }

@@ -64,6 +64,8 @@ pub(crate) enum Command {
     /// Compare the tensors of two checkpoints
     #[command(after_help = "Exit status: 0 the same, 1 different, 2 trouble.")]
     Diff(DiffArgs),
+    /// Make a page that shows where the tensors of a checkpoint lie
+    Report(ReportArgs),
     /// Print a completion script
     Completions {
         /// For this shell
@@ -389,6 +391,20 @@ pub(crate) struct DiffArgs {
     /// Whether to draw a progress bar
     #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
+}
+
+/// Arguments of `report`.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// The source.
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// File to write; an earlier report is replaced
+    #[arg(long, value_name = "OUT")]
+    pub html: PathBuf,
+    /// Replace any file that is there
+    #[arg(short, long)]
+    pub force: bool,
 }
 
 /// Formats that checkpoints are written in.

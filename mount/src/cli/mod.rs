@@ -15,6 +15,7 @@ mod mount;
 pub(crate) mod mount_helper;
 mod output;
 mod query;
+mod report;
 mod saved;
 mod serve;
 mod sources;
@@ -72,6 +73,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Consolidate(args) => in_json(&args.source, consolidate::run(&args)),
         Command::Convert(args) => in_json(&args.source, convert::run(&args)),
         Command::Diff(args) => as_trouble(in_json(&args.source, diff::run(&args))),
+        Command::Report(args) => in_json(&args.source, report::run(&args)),
         Command::Completions { shell } => completions(shell),
         Command::Man { folder } => man(folder.as_deref()),
     };

@@ -34,7 +34,7 @@ pub struct Contents {
 }
 
 /// Neighbours in the merged file that are read together.
-struct Step {
+struct ReadStep {
     range: Range<u64>,
     /// Positions in the list of wanted tensors and their ranges.
     parts: Vec<(usize, Range<u64>)>,
@@ -91,7 +91,7 @@ impl Contents {
         };
         let steps = steps(positions.iter().map(|&position| range_of(position)));
         let read = |number| {
-            let step: &Step = &steps[number as usize];
+            let step: &ReadStep = &steps[number as usize];
             let bytes = copier.read(&reader, &step.range)?;
             let part = |(index, range): &(usize, Range<u64>)| {
                 let within = |byte: u64| (byte - step.range.start) as usize;
@@ -114,11 +114,11 @@ impl Contents {
 
 /// The reads for tensors that lie at `ranges` of a file: neighbours together, long ones in parts,
 /// each a multiple of `CHUNK_LEN`.
-fn steps(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Step> {
+fn steps(ranges: impl Iterator<Item = Range<u64>>) -> Vec<ReadStep> {
     let mut ordered: Vec<(usize, Range<u64>)> = ranges.enumerate().collect();
     ordered.retain(|(_, range)| !range.is_empty());
     ordered.sort_by_key(|(_, range)| range.start);
-    let mut steps: Vec<Step> = Vec::new();
+    let mut steps: Vec<ReadStep> = Vec::new();
     for (index, range) in ordered {
         let mut start = range.start;
         while start < range.end {
@@ -131,7 +131,7 @@ fn steps(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Step> {
                     last.range.end = part.end;
                     last.parts.push((index, part));
                 }
-                _ => steps.push(Step { range: part.clone(), parts: vec![(index, part)] }),
+                _ => steps.push(ReadStep { range: part.clone(), parts: vec![(index, part)] }),
             }
         }
     }

@@ -19,7 +19,7 @@ use super::stopping::{check_stopped, stop_on_signals};
 use super::verify::bar;
 
 /// One of the two checkpoints.
-struct Side {
+struct DiffSide {
     checkpoint: Arc<Checkpoint>,
     contents: Contents,
     /// Hashes of tensors whose bytes are compared, by position.
@@ -61,11 +61,11 @@ pub(super) fn run(args: &args::DiffArgs) -> Outcome {
     stop_on_signals();
     let options = query_options(&args.source)?;
     let (settings, store) = (options.settings(), options.index_dir.folder());
-    let side = |path: &Path, options| -> Result<Side, Failure> {
+    let side = |path: &Path, options| -> Result<DiffSide, Failure> {
         let named = args::SourceArgs { source: path.to_owned(), ..args.source.clone() };
         let (checkpoint, _) = one_checkpoint(&named, options)?;
         let contents = Contents::new(&checkpoint, store.as_deref().filter(|_| !args.bytes));
-        Ok(Side { checkpoint, contents, digests: HashMap::new() })
+        Ok(DiffSide { checkpoint, contents, digests: HashMap::new() })
     };
     let mut first = side(&args.source.source, options.clone())?;
     let mut second = side(&args.other, options)?;
@@ -85,7 +85,7 @@ pub(super) fn run(args: &args::DiffArgs) -> Outcome {
     if differs { Err(Failure::Told) } else { Ok(()) }
 }
 
-fn by_name(first: &Side, second: &Side) -> Difference {
+fn by_name(first: &DiffSide, second: &DiffSide) -> Difference {
     let mut found = Difference::default();
     let (old, new) = (first.checkpoint.catalog(), second.checkpoint.catalog());
     for tensor in old.tensors() {
@@ -114,8 +114,8 @@ fn form_of(tensor: &Tensor<'_>) -> Form {
 
 /// Compares the bytes of pairs of one form, and finds renamed tensors.
 fn compare_bytes(
-    first: &mut Side,
-    second: &mut Side,
+    first: &mut DiffSide,
+    second: &mut DiffSide,
     found: &mut Difference,
     copier: &Copier,
     progress: args::When,
@@ -134,7 +134,7 @@ fn compare_bytes(
             new_wanted.push(pair.second);
         }
     }
-    let forms = |side: &Side, positions: &[usize]| -> Vec<Form> {
+    let forms = |side: &DiffSide, positions: &[usize]| -> Vec<Form> {
         positions.iter().map(|&at| form_of(&side.checkpoint.catalog().tensor_at(at))).collect()
     };
     let (gone_forms, added_forms) = (forms(first, &found.gone), forms(second, &found.added));
@@ -176,7 +176,7 @@ fn is_stored_once(old: (&Checkpoint, &Tensor<'_>), new: (&Checkpoint, &Tensor<'_
     places(old) == places(new)
 }
 
-impl Side {
+impl DiffSide {
     /// Bytes of the tensors at `positions` whose hashes are not recorded.
     fn unknown(&self, positions: &[usize]) -> u64 {
         let tensors = positions.iter().map(|&at| self.checkpoint.catalog().tensor_at(at));
@@ -210,8 +210,13 @@ impl Side {
 impl Difference {
     /// Takes tensors of equal form and bytes from `gone` and `added`. A tensor without bytes is
     /// like any other of its form, so it counts as gone and added.
-    fn find_renamed(&mut self, first: &Side, second: &Side, (gone, added): (&[usize], &[usize])) {
-        let key = |side: &Side, position: usize| {
+    fn find_renamed(
+        &mut self,
+        first: &DiffSide,
+        second: &DiffSide,
+        (gone, added): (&[usize], &[usize]),
+    ) {
+        let key = |side: &DiffSide, position: usize| {
             let tensor = side.checkpoint.catalog().tensor_at(position);
             let digests = side.digests.get(&position).filter(|digests| !digests.is_empty());
             digests.map(|digests| (form_of(&tensor), digests.clone()))
@@ -235,7 +240,11 @@ fn described(tensor: &Tensor<'_>) -> String {
     format!("{}  {} {:?}", printable(tensor.name), tensor.dtype.name(), tensor.shape)
 }
 
-fn to_text(args: &args::DiffArgs, (first, second): (&Side, &Side), found: &Difference) -> String {
+fn to_text(
+    args: &args::DiffArgs,
+    (first, second): (&DiffSide, &DiffSide),
+    found: &Difference,
+) -> String {
     let (old, new) = (first.checkpoint.catalog(), second.checkpoint.catalog());
     let mut text = format!("--- {}\n", shown_path(&args.source.source));
     let _ = writeln!(text, "+++ {}", shown_path(&args.other));
@@ -277,7 +286,7 @@ fn to_text(args: &args::DiffArgs, (first, second): (&Side, &Side), found: &Diffe
 
 fn to_json(
     args: &args::DiffArgs,
-    (first, second): (&Side, &Side),
+    (first, second): (&DiffSide, &DiffSide),
     found: &Difference,
     differs: bool,
 ) -> Value {

@@ -173,8 +173,11 @@ impl Table {
     }
 }
 
-/// The files that show a checkpoint, and for each tensor its file and offset.
-fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<(usize, u64)>), Error> {
+/// Number of a file, and offset in it.
+type FilePlace = (usize, u64);
+
+/// The files that show a checkpoint, and the place of each tensor.
+fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>), Error> {
     let catalog = checkpoint.catalog();
     let mut places = vec![(0, 0); catalog.len()];
     let mut files = Vec::new();

@@ -141,10 +141,10 @@ impl Copier {
         if reader.sources().iter().all(|source| source.is_in_memory()) {
             return reader.read_at(start, target).map(drop);
         }
-        if reader.read_cached(&self.engine, start, target)? {
+        let mut plan = reader.plan_block(start..start + target.len() as u64);
+        if plan.read_cached(&self.engine, target)? {
             return Ok(());
         }
-        let plan = reader.plan_block(start..start + target.len() as u64);
         let memory = plan.memory();
         if memory > PLAN_MAX {
             // Thousands of small tensors, each with its own read.
@@ -159,7 +159,7 @@ impl Copier {
         let reserved = reserved.ok_or_else(|| Error::internal("the copy ran out of its memory"))?;
         let (sender, outcome) = channel();
         let done = Box::new(move |block| drop(sender.send(block)));
-        reader.fetch_block(&self.engine, plan, Priority::Demand, reserved, done);
+        plan.fetch(&self.engine, Priority::Demand, reserved, done);
         let block =
             outcome.recv().map_err(|_| Error::internal("a read ended without an answer"))?;
         target.copy_from_slice(&block?);

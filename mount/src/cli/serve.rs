@@ -21,6 +21,7 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     let failed = |e: std::io::Error| Failure::Failed(format!("cannot start: {e}"));
     let file = std::path::absolute(&args.config).map_err(failed)?;
     inherited::note_descriptors();
+    tensorfs::internal::source::raise_limit();
     let signals = take_signals().map_err(failed)?;
     log::never_wait().map_err(failed)?;
     log::start(args.verbose.saturating_add(1));

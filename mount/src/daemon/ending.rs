@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -21,6 +22,9 @@ use crate::serve::service::Service;
 
 /// How long open files are served after a signal.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Whether a signal has ended the mount of this process.
+static SIGNALLED: AtomicBool = AtomicBool::new(false);
 
 /// Longest time for a message to the service manager.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(1);
@@ -77,8 +81,9 @@ impl Ending {
     /// closed, for `DRAIN_TIMEOUT` at most or until a second signal; then their readers get errors.
     /// The process ends with the last file.
     pub(crate) fn unmount_on_signal(&self) {
-        let terminal = has_terminal() && ending_signals().contains(Signal::SIGHUP);
+        let terminal = ends_with_terminal();
         let Some(signal) = wait_for_end(terminal) else { return };
+        SIGNALLED.store(true, Ordering::SeqCst);
         let target = shown_path(&self.target);
         tracing::info!("{signal}: unmounting {target}");
         let held = self.taking_off.lock();
@@ -137,8 +142,18 @@ fn wait_for_end(terminal: bool) -> Option<Signal> {
     }
 }
 
+/// Whether a signal, and not an unmount by another process, has ended the mount of this process.
+pub(crate) fn was_signalled() -> bool {
+    SIGNALLED.load(Ordering::SeqCst)
+}
+
+/// Whether this process has to end with its terminal: it has one, and SIGHUP was not ignored.
+pub(crate) fn ends_with_terminal() -> bool {
+    has_terminal() && ending_signals().contains(Signal::SIGHUP)
+}
+
 /// Whether the process has a controlling terminal.
-fn has_terminal() -> bool {
+pub(crate) fn has_terminal() -> bool {
     let mut options = File::options();
     options.read(true).custom_flags(libc::O_NOCTTY | libc::O_NONBLOCK).open("/dev/tty").is_ok()
 }

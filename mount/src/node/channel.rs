@@ -45,6 +45,8 @@ pub(super) enum Order {
 pub(super) enum Report {
     /// The mount answers. `target` is as in the mount table.
     Ready { target: PathBuf },
+    /// Another process has unmounted it. The worker ends.
+    Unmounted,
     /// The worker ends, for this reason.
     Failed { message: String },
     /// The answer to `Order::Ping`.

@@ -25,6 +25,7 @@ use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
 use super::notifier::Notifier;
 use super::worker_process::{WorkerProcess, start_umount};
+use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
 
 /// Time between two checks of the workers.
 const TICK: Duration = Duration::from_secs(1);
@@ -33,13 +34,13 @@ const TICK: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Ticks that a worker has to unmount and to serve open files. It needs up to 11.
-const LEAVING_TICKS: u32 = 15;
+const LEAVING_TICKS: u32 = 13;
 
 /// Ticks after which the mount of a killed worker that still exists is aborted.
 const KILLED_TICKS: u32 = 2;
 
 /// Ticks after which a killed worker is left to itself: it waits for a file system.
-const STUCK_TICKS: u32 = 10;
+const STUCK_TICKS: u32 = 5;
 
 /// Ticks that programs which take mounts off have at the end.
 const HELPER_TICKS: u32 = 5;
@@ -70,6 +71,8 @@ pub(crate) struct Supervisor {
     file: PathBuf,
     config: Config,
     verbose: u8,
+    /// Whether the service ends with its terminal.
+    terminal: bool,
     mounts: Vec<ServiceMount>,
     leaving: Vec<Leaving>,
     /// Programs that take dead mounts off.
@@ -96,8 +99,8 @@ pub(crate) struct Supervisor {
 /// # Errors
 /// If the system refuses it.
 pub(crate) fn take_signals() -> io::Result<SignalFd> {
-    let signals = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD];
-    let signals = SigSet::from_iter(signals);
+    let always = [Signal::SIGHUP, Signal::SIGCHLD];
+    let signals = SigSet::from_iter(ending_signals().iter().chain(always));
     signals.thread_block()?;
     let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
     Ok(SignalFd::with_flags(&signals, flags)?)
@@ -117,6 +120,7 @@ impl Supervisor {
             file: file.to_owned(),
             config,
             verbose,
+            terminal: ends_with_terminal(),
             mounts,
             leaving: Vec::new(),
             helpers: Vec::new(),
@@ -222,6 +226,9 @@ impl Supervisor {
     fn take_signals(&mut self, signals: &SignalFd) {
         while let Ok(Some(info)) = signals.read_signal() {
             match i32::try_from(info.ssi_signo).map(Signal::try_from) {
+                Ok(Ok(signal @ Signal::SIGHUP)) if self.terminal && !has_terminal() => {
+                    self.stop(signal);
+                }
                 Ok(Ok(Signal::SIGHUP)) => self.reload(),
                 Ok(Ok(signal @ (Signal::SIGTERM | Signal::SIGINT))) => self.stop(signal),
                 // A child has ended; `advance` finds it.

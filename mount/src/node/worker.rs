@@ -11,7 +11,7 @@ use nix::unistd::{Pid, setsid};
 
 use super::channel::{Channel, Order, Report};
 use crate::daemon::handover::{Giver, Handed};
-use crate::daemon::{background, inherited};
+use crate::daemon::{background, ending, inherited};
 use crate::log;
 use crate::options::Options;
 
@@ -34,8 +34,12 @@ pub(crate) fn run() -> Result<(), String> {
             listening.map_err(|e| format!("cannot start a thread: {e}"))?;
             let mount = (source.as_path(), target.as_path(), options.as_str());
             let ended = serve(&channel, mount, Handed::from_descriptors(fds), &giver);
-            if let Err(message) = &ended {
-                let _ = channel.send(&Report::Failed { message: message.clone() }, &[]);
+            let report = match &ended {
+                Err(message) => Some(Report::Failed { message: message.clone() }),
+                Ok(()) => (!ending::was_signalled()).then_some(Report::Unmounted),
+            };
+            if let Some(report) = report {
+                let _ = channel.send(&report, &[]);
             }
             ended
         }

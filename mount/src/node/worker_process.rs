@@ -13,8 +13,11 @@ use super::channel::{Channel, Order, Report};
 use super::config::MountConfig;
 use super::notifier::VARIABLES;
 
-/// Ticks between two checks of a worker.
-const CHECK_TICKS: u32 = 5;
+/// Ticks between two pings of a worker.
+const PING_TICKS: u32 = 5;
+
+/// Ticks between two questions to its mount, each by a process.
+const PROBE_TICKS: u32 = 30;
 
 /// A worker.
 pub(super) struct WorkerProcess {
@@ -28,11 +31,14 @@ pub(super) struct WorkerProcess {
     pub target: PathBuf,
     /// Whether it has mounted.
     pub is_mounted: bool,
-    failure: Option<String>,
+    /// The reason for its end, if it has told one.
+    end: Option<End>,
     /// The answer to the order to hand over.
     state: Option<Result<Vec<OwnedFd>, String>>,
     /// Ticks since the last check began.
     ticks: u32,
+    /// Ticks since a program last asked the mount.
+    unprobed: u32,
     /// Whether a ping waits for its answer.
     pinged: bool,
     /// A process that asks the mount.
@@ -43,7 +49,7 @@ pub(super) struct WorkerProcess {
 
 /// How a worker ended.
 pub(super) enum End {
-    /// Its mount was taken off.
+    /// Another process took its mount off.
     Unmounted,
     /// It failed, for this reason.
     Failed(String),
@@ -86,9 +92,10 @@ impl WorkerProcess {
             place: target.clone(),
             target,
             is_mounted: false,
-            failure: None,
+            end: None,
             state: None,
             ticks: 0,
+            unprobed: 0,
             pinged: false,
             probe: None,
             has_answered: false,
@@ -111,7 +118,8 @@ impl WorkerProcess {
                 Ok(Some((Report::Ready { target }, _))) => {
                     (self.target, self.is_mounted) = (target, true);
                 }
-                Ok(Some((Report::Failed { message }, _))) => self.failure = Some(message),
+                Ok(Some((Report::Failed { message }, _))) => self.end = Some(End::Failed(message)),
+                Ok(Some((Report::Unmounted, _))) => self.end = Some(End::Unmounted),
                 Ok(Some((Report::Pong, _))) => self.pinged = false,
                 Ok(Some((Report::State, fds))) => self.state = Some(Ok(fds)),
                 Ok(Some((Report::NotHandedOver { message }, _))) => {
@@ -150,6 +158,7 @@ impl WorkerProcess {
     /// Ticks, not a clock: time in which the supervisor was stopped too does not count.
     pub(super) fn tick(&mut self, limit: u32) -> bool {
         self.ticks += 1;
+        self.unprobed += 1;
         let has_probed =
             self.probe.as_mut().is_none_or(|probe| !matches!(probe.try_wait(), Ok(None)));
         if has_probed && self.has_answered {
@@ -159,12 +168,13 @@ impl WorkerProcess {
         if is_waiting {
             return self.ticks >= limit;
         }
-        if self.ticks >= CHECK_TICKS.min(limit.div_ceil(2)) {
+        if self.ticks >= PING_TICKS.min(limit.div_ceil(2)) {
             self.ticks = 0;
             self.pinged = true;
             // A worker that takes no message is silent, too.
             let _ = self.channel.send(&Order::Ping, &[]);
-            if self.has_answered {
+            if self.has_answered && self.unprobed >= PROBE_TICKS.min(limit) {
+                self.unprobed = 0;
                 self.probe = self.start_probe("probe-mount");
             }
         }
@@ -179,11 +189,9 @@ impl WorkerProcess {
             Err(e) => return Some(End::Failed(format!("cannot wait for the worker: {e}"))),
         };
         self.receive();
-        Some(match self.failure.take() {
-            Some(message) => End::Failed(message),
-            None if status.success() && self.is_mounted => End::Unmounted,
-            None => End::Failed(format!("worker {} {}", self.pid(), how(status))),
-        })
+        let pid = self.pid();
+        let untold = || End::Failed(format!("worker {pid} {}", how(status)));
+        Some(self.end.take().unwrap_or_else(untold))
     }
 
     /// Orders it to unmount and to end.

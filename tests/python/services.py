@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mounts import BIN, HANGS, TestCase, detach, find_mount, process_gone, wait_until
+from mounts import BIN, HANGS, TestCase, detach, find_mount, mount_table, process_gone, wait_until
 
 # A loaded machine starts many processes slowly.
 PATIENCE = 60
@@ -169,7 +169,8 @@ class Service:
                 os.kill(pid, signal.SIGKILL)
 
     def _mounts_below(self):
-        return [path for path in mounted_paths() if path.startswith(f"{self.folder}/")]
+        below = f"{self.folder}/"
+        return [entry.path for entry in mount_table() if entry.type == "fuse.tensorfs" and entry.path.startswith(below)]
 
     def log(self):
         self._log.seek(0)
@@ -211,12 +212,6 @@ class Service:
         """Ends it as a service manager does; returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
-
-
-def mounted_paths():
-    from mounts import mount_table
-
-    return [entry.path for entry in mount_table()]
 
 
 def mount_config(name, source, target, options="", rest=""):

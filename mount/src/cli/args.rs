@@ -147,16 +147,16 @@ pub(crate) struct MountArgs {
 /// Arguments of `umount`.
 #[derive(Debug, Args)]
 pub(crate) struct UmountArgs {
-    /// Folder that is mounted on
-    #[arg(required_unless_present = "dead")]
-    pub target: Option<PathBuf>,
+    /// Folders that are mounted on
+    #[arg(value_name = "MNT", required_unless_present = "dead")]
+    pub targets: Vec<PathBuf>,
     /// Take it off the tree now, let open files go on
     #[arg(short, long)]
     pub lazy: bool,
     /// Take it off now, let open files fail
     #[arg(short, long, conflicts_with = "lazy")]
     pub force: bool,
-    /// Take it off only if its daemon is gone; without a folder, all such mounts
+    /// Take off only mounts whose daemon is gone; without a folder, all of them
     #[arg(long, conflicts_with_all = ["lazy", "force"])]
     pub dead: bool,
 }

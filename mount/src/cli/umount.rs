@@ -1,7 +1,7 @@
 //! `tensorfs umount`: unmounts, even if the daemon is dead.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::libc;
@@ -18,34 +18,41 @@ use crate::node::handover;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &args::UmountArgs) -> Outcome {
-    let target = args.target.as_deref();
     if args.dead {
-        return remove_dead(target);
-    }
-    // Without `--dead` the command line has one.
-    let target = target.unwrap_or(Path::new(""));
-    let shown = shown_path(target);
-    let failed = |e: io::Error| Failure::Failed(format!("{shown}: {e}"));
-    let target = mountinfo::absolute_target(target).map_err(failed)?;
-    if mountinfo::ours_at(&target).map_err(failed)?.is_none() {
-        return Err(Failure::Failed(format!("{shown}: not a tensorfs mount")));
+        return remove_dead(&args.targets);
     }
     let how = match (args.lazy, args.force) {
         (_, true) => Detach::Force,
         (true, _) => Detach::Lazy,
         _ => Detach::Clean,
     };
-    match detach(&target, how) {
-        Ok(()) => Ok(()),
-        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Err(Failure::Failed(format!(
-            "{shown}: target is busy; close what is open there, or use --lazy"
-        ))),
-        Err(e) => Err(failed(e)),
-    }
+    // One that fails does not keep the others mounted.
+    let failures = args.targets.iter().filter_map(|target| unmount(target, how).err());
+    finish(failures.collect())
 }
 
-/// Takes off the dead mount on `target`, or all that this user may take off. Other mounts stay.
-fn remove_dead(target: Option<&Path>) -> Outcome {
+fn finish(failures: Vec<String>) -> Outcome {
+    if failures.is_empty() { Ok(()) } else { Err(Failure::Failed(failures.join("; "))) }
+}
+
+fn unmount(target: &Path, how: Detach) -> Result<(), String> {
+    let shown = shown_path(target);
+    let failed = |e: io::Error| format!("{shown}: {e}");
+    let target = mountinfo::absolute_target(target).map_err(failed)?;
+    if mountinfo::ours_at(&target).map_err(failed)?.is_none() {
+        return Err(format!("{shown}: not a tensorfs mount"));
+    }
+    detach(&target, how).map_err(|e| match e.raw_os_error() {
+        Some(libc::EBUSY) => {
+            format!("{shown}: target is busy; close what is open there, or use --lazy")
+        }
+        _ => failed(e),
+    })
+}
+
+/// Takes off the dead mounts on `targets`; without targets, all that this user may take off. Other
+/// mounts stay.
+fn remove_dead(targets: &[PathBuf]) -> Outcome {
     // Nobody serves the mounts of a service that is being restarted, so a probe would wait. The next
     // start removes those that are dead.
     if handover::is_restart() {
@@ -53,13 +60,16 @@ fn remove_dead(target: Option<&Path>) -> Outcome {
     }
     let failed = |e: io::Error| Failure::Failed(format!("cannot read the mount table: {e}"));
     let mut mounts = mountinfo::ours().map_err(failed)?;
-    if let Some(target) = target {
-        let place = std::path::absolute(target).ok();
-        let place = mountinfo::absolute_target(target).ok().or(place);
-        mounts.retain(|mount| Some(&mount.target) == place.as_ref());
-    } else {
+    if targets.is_empty() {
         let user = nix::unistd::geteuid();
         mounts.retain(|mount| user.is_root() || mount.owner == Some(user.as_raw()));
+    } else {
+        let place = |target: &PathBuf| {
+            let absolute = || std::path::absolute(target);
+            mountinfo::absolute_target(target).or_else(|_| absolute()).ok()
+        };
+        let places: Vec<_> = targets.iter().filter_map(place).collect();
+        mounts.retain(|mount| places.contains(&mount.target));
     }
     let mut failures = Vec::new();
     // The mount on top of a place comes last in the table.
@@ -72,5 +82,5 @@ fn remove_dead(target: Option<&Path>) -> Outcome {
             failures.push(format!("{}: {e}", shown_path(&mount.target)));
         }
     }
-    if failures.is_empty() { Ok(()) } else { Err(Failure::Failed(failures.join("; "))) }
+    finish(failures)
 }

@@ -75,8 +75,8 @@ pub(crate) struct Supervisor {
     terminal: bool,
     mounts: Vec<ServiceMount>,
     leaving: Vec<Leaving>,
-    /// Programs that take dead mounts off.
-    helpers: Vec<Child>,
+    /// Programs that take dead mounts off, and whether the end of the service waits for them.
+    helpers: Vec<(Child, bool)>,
     reading: Option<Reading>,
     notifier: Notifier,
     /// Facts for the metrics, and their server.
@@ -157,7 +157,7 @@ impl Supervisor {
                 return Ok(());
             }
             if self.stopping.is_some() {
-                if self.leaving.is_empty() && self.helpers.is_empty() {
+                if self.leaving.is_empty() && !self.helpers.iter().any(|(_, awaited)| *awaited) {
                     return Ok(());
                 }
             } else if self.suspension.is_some() {
@@ -186,17 +186,20 @@ impl Supervisor {
     /// Takes off the dead mounts that no worker will replace: those of an earlier config, of a
     /// service that was killed.
     fn remove_dead_mounts(&mut self) {
-        for there in mountinfo::ours().unwrap_or_default() {
-            if !self.mounts.iter().any(|mount| mount.config.target == there.target) {
-                self.help("--dead", &there.target);
-            }
+        let is_config = |target: &Path| self.config.mounts.iter().any(|m| m.target == target);
+        let there = mountinfo::ours().unwrap_or_default().into_iter().map(|mount| mount.target);
+        let others: Vec<PathBuf> = there.filter(|target| !is_config(target)).collect();
+        if !others.is_empty() {
+            self.help("--dead", &others, false);
         }
     }
 
-    fn help(&mut self, how: &str, target: &Path) {
-        match start_umount(target, how) {
-            Ok(helper) => self.helpers.push(helper),
-            Err(e) => tracing::warn!("{}: cannot unmount: {e}", shown_path(target)),
+    /// Takes mounts off by a program, which may wait for their file systems. The end of the service
+    /// waits for it if it is `awaited`.
+    fn help(&mut self, how: &str, targets: &[PathBuf], awaited: bool) {
+        match start_umount(targets, how) {
+            Ok(helper) => self.helpers.push((helper, awaited)),
+            Err(e) => tracing::warn!("cannot start a program that unmounts: {e}"),
         }
     }
 
@@ -327,7 +330,7 @@ impl Supervisor {
     /// Takes a dead mount off `target`, if there is one.
     fn remove_rest_of(&mut self, target: &Path) {
         if mountinfo::ours_at(target).is_ok_and(|mount| mount.is_some()) {
-            self.help("--dead", target);
+            self.help("--dead", &[target.to_owned()], true);
         }
     }
 
@@ -449,7 +452,7 @@ impl Supervisor {
         }
         for target in aborted {
             if mountinfo::ours_at(&target).is_ok_and(|mount| mount.is_some()) {
-                self.help("--force", &target);
+                self.help("--force", &[target], true);
             }
         }
         if let Some(ticks) = &mut self.stopping {
@@ -483,7 +486,7 @@ impl Supervisor {
             && self
                 .stopping
                 .is_some_and(|ticks| ticks > LEAVING_TICKS + STUCK_TICKS + HELPER_TICKS);
-        self.helpers.retain_mut(|helper| {
+        self.helpers.retain_mut(|(helper, _)| {
             if out_of_time {
                 let _ = helper.kill();
                 return false;

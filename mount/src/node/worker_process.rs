@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use nix::sys::signal::{Signal, kill};
@@ -253,10 +253,10 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
-/// Starts `tensorfs umount` on `target`, with `how`.
+/// Starts `tensorfs umount` on `targets`, with `how`.
 ///
 /// # Errors
 /// If no process can be started.
-pub(super) fn start_umount(target: &Path, how: &str) -> io::Result<Child> {
-    program(&["umount", how, "--"]).arg(target).spawn()
+pub(super) fn start_umount(targets: &[PathBuf], how: &str) -> io::Result<Child> {
+    program(&["umount", how, "--"]).args(targets).spawn()
 }

@@ -40,7 +40,7 @@ HANG_SECONDS = 90
 # How long a model or the service may take to come, on a loaded machine.
 COME_SECONDS = 60
 WATCHDOG = 4
-# What a reader may meet while a worker or a source is changed under it.
+# Errors that a reader may get while a worker or a source is changed under it.
 EXPECTED = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.ESTALE, errno.ENODEV}
 
 
@@ -452,7 +452,7 @@ class Life:
     def quiet(self):
         """A time in which nothing happens: every read must succeed."""
         self.wait_for("all mounts serve in the end", self.all_serve)
-        # What readers opened before may still fail.
+        # Files that readers opened before may still fail.
         self.readers.collect(3)
         self.readers.stop()
         wrong = self.readers.wrong

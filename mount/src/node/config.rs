@@ -417,10 +417,12 @@ impl<'a> Section<'a> {
         self.check_keys(&["name", "source", "target", "options", "access"])?;
         let (name, span) = self.required("name")?;
         let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-        if name.is_empty() || name.len() > NAME_MAX || !name.chars().all(is_plain) {
+        let begins = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+        if !begins || name.len() > NAME_MAX || !name.chars().all(is_plain) {
             let message = format!(
-                "{}: expected 1 to {NAME_MAX} letters, digits, `.`, `_` or `-`",
-                quoted(&name)
+                "{}: expected a letter or digit, then up to {} letters, digits, `.`, `_` or `-`",
+                quoted(&name),
+                NAME_MAX - 1
             );
             return Err(self.wrong("name", span, &message));
         }
@@ -527,8 +529,9 @@ mod tests {
         for (line, part) in [
             ("source = 'data'", "data: expected an absolute path"),
             ("source = '/a/../b'", "without `..`"),
-            ("name = 'a b'", "expected 1 to 64 letters"),
-            ("name = ''", "expected 1 to 64 letters"),
+            ("name = 'a b'", "expected a letter or digit, then up to 63 letters"),
+            ("name = ''", "expected a letter or digit"),
+            ("name = '-v'", "expected a letter or digit"),
             ("options = 'laoyut=x'", "mount.options: unknown option `laoyut=x`"),
             ("options = 'log=x.log'", "x.log: expected an absolute path"),
         ] {

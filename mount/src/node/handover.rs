@@ -313,10 +313,10 @@ impl Suspension {
                 None => return true,
                 // Without the kernel's resending, requests that a killed worker has read would wait
                 // for ever, so only an orderly end counts.
-                Some(End::Unmounted) if !fds.is_empty() => {
+                Some(End::Unmounted | End::Stopped) if !fds.is_empty() => {
                     stored.insert(name.clone(), std::mem::take(fds));
                 }
-                Some(End::Unmounted) => {}
+                Some(End::Unmounted | End::Stopped) => {}
                 Some(End::Failed(reason)) => {
                     tracing::error!("mount {name}: not handed over: {reason}");
                 }

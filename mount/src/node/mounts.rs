@@ -142,6 +142,7 @@ impl ServiceMount {
                 );
                 (self.phase, self.has_outcome) = (Phase::Unmounted, true);
             }
+            Some(End::Stopped) => self.fail("a signal stopped the worker".to_owned()),
             Some(End::Failed(reason)) => self.fail(reason),
             None => {
                 let answers = worker.has_answered();

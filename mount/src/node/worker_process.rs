@@ -51,6 +51,8 @@ pub(super) struct WorkerProcess {
 pub(super) enum End {
     /// Another process took its mount off.
     Unmounted,
+    /// It ended by itself, as an order or a signal told it.
+    Stopped,
     /// It failed, for this reason.
     Failed(String),
 }
@@ -189,9 +191,11 @@ impl WorkerProcess {
             Err(e) => return Some(End::Failed(format!("cannot wait for the worker: {e}"))),
         };
         self.receive();
-        let pid = self.pid();
-        let untold = || End::Failed(format!("worker {pid} {}", how(status)));
-        Some(self.end.take().unwrap_or_else(untold))
+        Some(match self.end.take() {
+            Some(end) => end,
+            None if status.success() => End::Stopped,
+            None => End::Failed(format!("worker {} {}", self.pid(), how(status))),
+        })
     }
 
     /// Orders it to unmount and to end.

@@ -61,6 +61,27 @@ pub enum LogFormat {
 
 words!(LogFormat { Auto = "auto", Human = "human", Json = "json", Journal = "journal" });
 
+/// How changes of the source are found while it is mounted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Watch {
+    /// By inotify, and by polling where inotify sees nothing.
+    Auto,
+    /// By inotify, also on file systems where it sees only what this machine changes.
+    Inotify,
+    /// By looking at every folder again and again.
+    Poll,
+    /// Not at all: the mount shows what was there at its start.
+    Off,
+}
+
+words!(Watch { Auto = "auto", Inotify = "inotify", Poll = "poll", Off = "off" });
+
+/// Default of `watch-interval=`.
+const WATCH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Default of `watch-grace=`.
+const WATCH_GRACE: Duration = Duration::from_secs(30);
+
 /// The place of the indexes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum IndexDir {
@@ -153,6 +174,12 @@ pub struct Options {
     pub index_dir: IndexDir,
     /// When weights are compared with their checksums.
     pub verify: Verify,
+    /// How changes of the source are found. `None`: as usual for the command that mounts.
+    pub watch: Option<Watch>,
+    /// Time between two polls of the source.
+    pub watch_interval: Duration,
+    /// How long a set that is not whole counts as on its way.
+    pub watch_grace: Duration,
 }
 
 impl Default for Options {
@@ -183,6 +210,9 @@ impl Default for Options {
             assemble_size: None,
             index_dir: IndexDir::default(),
             verify: Verify::default(),
+            watch: None,
+            watch_interval: WATCH_INTERVAL,
+            watch_grace: WATCH_GRACE,
         }
     }
 }
@@ -326,6 +356,11 @@ impl Options {
     /// How an engine reads by these options.
     pub(crate) fn settings(&self) -> Settings {
         Settings { backend: self.io, direct: self.direct, timeout: self.io_timeout }
+    }
+
+    /// How changes of the source are found. `tensorfs mount` shows what is there at its start.
+    pub fn watch(&self) -> Watch {
+        self.watch.unwrap_or(Watch::Off)
     }
 
     /// The options in force as JSON, for `tensorfs status`.

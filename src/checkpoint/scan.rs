@@ -545,6 +545,10 @@ pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
             Ok((here, identity))
         };
         let (real, identity) = match found {
+            Ok((_, identity)) if bounds.leaves_out(&identity) => {
+                misfits.push(Misfit { name, why: Unusable::Mount });
+                continue;
+            }
             Ok(found) => found,
             Err(why) => {
                 misfits.push(Misfit { name, why });

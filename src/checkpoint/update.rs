@@ -73,6 +73,19 @@ impl Tree {
         self.folders.read().matters(path)
     }
 
+    /// The device of the folder at the real path `path`, `None` if it is not in the tree.
+    pub fn device(&self, path: &Path) -> Option<u64> {
+        let folders = self.folders.read();
+        let folder = folders.at(path).first().and_then(|&id| folders.get(id))?;
+        folder.identity.map(|identity| identity.dev)
+    }
+
+    /// Leaves out all folders and files on the device `dev` from now on: those of the mount itself,
+    /// which would contain itself.
+    pub fn leave_out_device(&self, dev: u64) {
+        self.bounds.leave_out_device(dev);
+    }
+
     /// Whether the folder at the real path `path` may have other names than it had when it was
     /// listed. Asks the source. A change so shortly before the listing that a later one may have
     /// the same time counts as one.

@@ -86,7 +86,7 @@ impl FileSystem {
     }
 
     /// The file system of a folder.
-    fn of_folder(path: &Path) -> FileSystem {
+    pub fn of_folder(path: &Path) -> FileSystem {
         let magic = magic_at(path);
         FileSystem { magic, local_layers: magic != OVERLAY || has_local_layers(path) }
     }

@@ -4,6 +4,8 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::libc;
 
@@ -19,6 +21,8 @@ pub struct LinkBounds {
     root: PathBuf,
     follow: Vec<PathBuf>,
     links: Links,
+    /// The device of the mount of this source, 0 if there is none.
+    own: Arc<AtomicU64>,
 }
 
 /// Why a name is left out.
@@ -48,6 +52,8 @@ pub enum Unusable {
     TooManyLinks,
     /// A folder of too many files.
     TooManyFiles,
+    /// A part of the mount of this source.
+    Mount,
 }
 
 impl Unusable {
@@ -66,6 +72,7 @@ impl Unusable {
             Unusable::Unreadable => "a folder that cannot be read",
             Unusable::TooManyLinks => "one of too many folders that links lead to",
             Unusable::TooManyFiles => "a folder of too many files",
+            Unusable::Mount => "a part of the mount itself",
         }
     }
 
@@ -102,6 +109,9 @@ impl Unusable {
             Unusable::TooManyFiles => {
                 ("folder holds too many files", "folders hold too many files")
             }
+            Unusable::Mount => {
+                ("name leads into the mount itself", "names lead into the mount itself")
+            }
         };
         format!("{count} {}", if count == 1 { one } else { more })
     }
@@ -120,6 +130,7 @@ impl Unusable {
             Unusable::Unreadable => "let the user of this process read it",
             Unusable::TooManyLinks => "remove links between folders, or mount a smaller part",
             Unusable::TooManyFiles => "mount a smaller part",
+            Unusable::Mount => "remove the link, or mount somewhere else",
         }
     }
 }
@@ -127,12 +138,22 @@ impl Unusable {
 impl LinkBounds {
     /// LinkBounds of the source at `root`; both it and `follow` are absolute and without links.
     pub fn new(root: PathBuf, follow: Vec<PathBuf>, links: Links) -> LinkBounds {
-        LinkBounds { root, follow, links }
+        LinkBounds { root, follow, links, own: Arc::default() }
     }
 
     /// Root folder of the source.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Leaves out everything on the device `dev`.
+    pub fn leave_out_device(&self, dev: u64) {
+        self.own.store(dev, Ordering::Relaxed);
+    }
+
+    /// Whether the file or folder lies on the device that is left out.
+    pub fn leaves_out(&self, identity: &Identity) -> bool {
+        identity.dev != 0 && identity.dev == self.own.load(Ordering::Relaxed)
     }
 
     /// Moves the bounds to another source.

@@ -9,6 +9,7 @@
 
 #![expect(clippy::host_endian_bytes, reason = "the kernel uses the byte order of the machine")]
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::ManuallyDrop;
@@ -39,6 +40,7 @@ const HEADER: usize = 16;
 
 /// FUSE_NOTIFY_INVAL_INODE
 const INVALIDATE: i32 = 2;
+const INVALIDATE_NAME: i32 = 3;
 
 /// FUSE_NOTIFY_STORE
 const STORE: i32 = 4;
@@ -293,6 +295,29 @@ impl Notifications {
         // From offset 0 to the end.
         body.extend([0; 16]);
         self.send(INVALIDATE, &[&body])
+    }
+
+    /// Makes the kernel drop the attributes of an inode, and keep its pages.
+    ///
+    /// # Errors
+    /// The errors of `invalidate`.
+    pub(crate) fn invalidate_attributes(&self, ino: u64) -> io::Result<()> {
+        // A negative offset stands for no pages.
+        let body = [ino.to_ne_bytes(), (-1i64).to_ne_bytes(), [0; 8]].concat();
+        self.send(INVALIDATE, &[&body])
+    }
+
+    /// Makes the kernel look up the name in this folder again.
+    ///
+    /// # Errors
+    /// The errors of `invalidate`.
+    pub(crate) fn invalidate_name(&self, folder: u64, name: &OsStr) -> io::Result<()> {
+        let mut body = folder.to_ne_bytes().to_vec();
+        body.extend((name.len() as u32).to_ne_bytes());
+        body.extend([0; 4]);
+        body.extend(name.as_encoded_bytes());
+        body.push(0);
+        self.send(INVALIDATE_NAME, &[&body])
     }
 
     /// Puts bytes at an offset of an inode into the kernel's page cache.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nix::libc;
 use nix::unistd::{getegid, geteuid};
-use serde_json::json;
+use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::mount_origin::resolve_mount;
@@ -30,14 +30,18 @@ use super::stalled::{probe_path, unless_stalled};
 use crate::fs::adapter::TensorFs;
 use crate::fs::adapter::handover::Carried;
 use crate::fs::attributes::Common;
-use crate::fs::inodes::Nodes;
-use crate::options::{IndexDir, Options, Passthrough, Verify};
+use crate::fs::inodes::{Nodes, OutOfDate, TellKernel};
+use crate::fs::live::Live;
+use crate::options::{IndexDir, Options, Passthrough, Verify, Watch};
 use crate::serve::assemble::Assembler;
 use crate::serve::blocking::offload;
 use crate::serve::change_watcher::{Forget, Watcher};
 use crate::serve::kernel::{self, Knob};
 use crate::serve::page_cache_store;
 use crate::serve::service::{self, Service};
+
+/// Most names and attributes that wait for the kernel.
+const OUT_OF_DATE_MAX: usize = 4096;
 
 /// How long a fresh mount may take to answer its first request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -216,10 +220,15 @@ fn plan_source(
     if let Some(summary) = tree.left_out.summary() {
         tracing::warn!("{summary}");
     }
-    let nodes = Arc::new(Nodes::new(tree, checked));
+    let live = options.watch() != Watch::Off;
+    let nodes = Arc::new(Nodes::new(tree, checked, live.then_some(options.watch_grace)));
     // A mount that is there stays, even if all its checkpoints are refused now.
     if fresh {
-        prove_enough(&nodes)?;
+        match prove_enough(&nodes) {
+            // Missing and broken checkpoints may become whole.
+            Err(why) if live => tracing::warn!("{why}; the source is watched"),
+            outcome => outcome?,
+        }
     }
     let (source, given) = (source.to_owned(), target.clone());
     Ok(MountPlan { source, target, given, nodes, assembler: None, options })
@@ -345,7 +354,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         format!("{}: {e}", shown_path(&target))
     };
     let fresh = Connected { by_fusermount, connection: Arc::new(fd), received: None };
-    let (server, common) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
+    let (server, common, live) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
     let facts = MountIdentity::of(&plan.source, &plan.given, &options);
     let giver = Giver::new(server, facts, &target, by_fusermount, minor);
@@ -354,7 +363,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         running.take_off();
         return Err(format!("{}: the mount does not answer: {e}", shown_path(&running.target)));
     }
-    running.finish(plan.nodes, &options, &common, request);
+    running.finish(plan.nodes, &options, (&common, live), request);
     Ok(running)
 }
 
@@ -371,12 +380,12 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
     let Received { connection, by_fusermount, minor, handshake, carried, .. } = received;
     let received = Some((handshake, carried));
     let connected = Connected { by_fusermount, connection: Arc::new(connection), received };
-    let (server, common) = serve(&plan.nodes, &options, connected, &service)
+    let (server, common, live) = serve(&plan.nodes, &options, connected, &service)
         .map_err(|e| format!("{}: cannot be taken over: {e}", shown_path(&target)))?;
     let facts = MountIdentity::of(&plan.source, &plan.given, &options);
     let giver = Giver::new(server, facts, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
-    running.finish(plan.nodes, &options, &common, request);
+    running.finish(plan.nodes, &options, (&common, live), request);
     Ok(running)
 }
 
@@ -394,7 +403,7 @@ fn serve(
     options: &Options,
     connected: Connected,
     service: &Arc<Service>,
-) -> io::Result<(KernelServer, Arc<Common>)> {
+) -> io::Result<(KernelServer, Arc<Common>, Option<Arc<Live>>)> {
     let Connected { by_fusermount, connection, received } = connected;
     let watcher = Watcher::new();
     let common = Common {
@@ -460,7 +469,33 @@ fn serve(
         // This waits for reads that the threads above answer.
         offload(move || changed.into_iter().for_each(|ino| forget(ino)));
     }
-    Ok((server, common))
+    let live = kernel_teller(notifications)
+        .and_then(|tell_kernel| Live::start(nodes.clone(), options, tell_kernel));
+    let live = live.unwrap_or_else(|e| {
+        tracing::error!("changes of the source are not followed: {e}");
+        None
+    });
+    Ok((server, common, live))
+}
+
+/// Starts the thread that tells the kernel which names and attributes are out of date. It may wait
+/// for requests that other threads answer. If its queue is full, the kernel asks again by itself
+/// after a second.
+fn kernel_teller(kernel: Notifications) -> io::Result<TellKernel> {
+    let (send, receive) = std::sync::mpsc::sync_channel(OUT_OF_DATE_MAX);
+    let tell = move || {
+        while let Ok(out_of_date) = receive.recv() {
+            let told = match out_of_date {
+                OutOfDate::Name(folder, name) => kernel.invalidate_name(folder, &name),
+                OutOfDate::Attributes(ino) => kernel.invalidate_attributes(ino),
+            };
+            if let Err(e) = told {
+                tracing::debug!("the kernel was not told of a changed name: {e}");
+            }
+        }
+    };
+    std::thread::Builder::new().name("tell".to_owned()).spawn(tell)?;
+    Ok(Box::new(move |out_of_date| drop(send.try_send(out_of_date))))
 }
 
 /// The control socket. The mount works without it.
@@ -469,7 +504,7 @@ fn control(
     minor: u32,
     common: &Arc<Common>,
     nodes: Arc<Nodes>,
-    is_public: bool,
+    (is_public, live): (bool, Option<Arc<Live>>),
 ) -> Option<Control> {
     let (target, source) = (running.target.clone(), nodes.tree().source.clone());
     let facts = control::MountFacts { target, source, minor, is_public };
@@ -484,7 +519,11 @@ fn control(
             };
             json!({ "models": models.iter().map(name).collect::<Vec<_>>() })
         }
-        Question::Status => service.status(nodes.index_status(), nodes.tails().status()),
+        Question::Status => {
+            let mut status = service.status(nodes.index_status(), nodes.tails().status());
+            status["watch"] = live.as_ref().map_or(Value::Null, |live| live.status());
+            status
+        }
         Question::Heat if !peer.is_trusted() => {
             json!({ "error": "only the owner of the mount and root may ask" })
         }
@@ -501,7 +540,7 @@ impl Running {
         &mut self,
         nodes: Arc<Nodes>,
         options: &Options,
-        common: &Arc<Common>,
+        (common, live): (&Arc<Common>, Option<Arc<Live>>),
         request: Knob,
     ) {
         if let Some(init) = self.service.init.get() {
@@ -510,8 +549,13 @@ impl Running {
             self.service.report(&report);
         }
         nodes.index_rest();
-        self.control =
-            self.minor.and_then(|minor| control(self, minor, common, nodes, options.allow_other));
+        if let Some(minor) = self.minor {
+            // File systems without a disk have the major number 0.
+            nodes.tree().leave_out_device(nix::sys::stat::makedev(0, u64::from(minor)));
+        }
+        self.control = self
+            .minor
+            .and_then(|minor| control(self, minor, common, nodes, (options.allow_other, live)));
     }
 
     /// Hands the mount over to another process.

@@ -4,17 +4,24 @@
 //! a version of its content: a file that is replaced in the source gets a new one, and programs
 //! that have the old one open keep it.
 
-use std::collections::{HashMap, HashSet};
+mod changes;
+
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorfs::internal::checkpoint::{Content, ERROR_FILE, FolderId, MountEntry, Set, Tail, Tree};
+use tensorfs::internal::checkpoint::{
+    Content, ERROR_FILE, FolderId, MountEntry, Proved, Set, Tail, Tree,
+};
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::sync::{Mutex, RwLock};
 use tensorfs::{Error, ErrorKind, Fault, Result};
 
+pub(crate) use changes::{OutOfDate, TellKernel};
+
+use super::arrival::{Arrivals, Mark, is_unfinished};
 use super::node::{Node, file_node, folder_node, renumbered, reversioned, same_file, same_place};
 use super::tails::Tails;
 use super::verify_policy::{self, ChecksumGates};
@@ -34,6 +41,11 @@ struct Listed {
     refused: Option<Refusal>,
     /// Time of the last check whether a refused set has become whole.
     asked: Instant,
+    /// Names that are only shown as part of a set.
+    weights: Arc<BTreeSet<String>>,
+    /// The sets at the last look, and the names of those that are on their way.
+    marks: Arc<[Mark]>,
+    held: Arc<[String]>,
 }
 
 /// A folder of the tree.
@@ -76,10 +88,22 @@ enum Progress {
 struct Proving {
     nodes: Arc<Nodes>,
     head: FolderId,
+    ended: bool,
+}
+
+impl Proving {
+    /// Notes that the proof has an outcome.
+    fn end(&mut self) {
+        self.ended = true;
+    }
 }
 
 impl Drop for Proving {
     fn drop(&mut self) {
+        // A folder that is gone is forgotten, and others may have asked for it since.
+        if self.ended {
+            return;
+        }
         let mut progress = self.nodes.progress.lock();
         let Some(state @ Progress::Proving(_)) = progress.get_mut(&self.head) else { return };
         let waiters = std::mem::replace(state, Progress::Unproved);
@@ -119,6 +143,8 @@ pub(crate) struct Nodes {
     checked: bool,
     /// Facts about files that another process served before.
     marks: FileMarks,
+    /// If changes of the source are followed.
+    watched: Option<changes::SourceWatch>,
 }
 
 /// Least time between two checks whether a refused set has become whole.
@@ -126,8 +152,9 @@ const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
     /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums
-    /// as they are read.
-    pub(crate) fn new(tree: Tree, checked: bool) -> Nodes {
+    /// as they are read. `grace`: changes of the source are followed, and a set that is not whole
+    /// counts as on its way for so long.
+    pub(crate) fn new(tree: Tree, checked: bool, grace: Option<Duration>) -> Nodes {
         let nodes = Nodes {
             tree: Arc::new(tree),
             refresh: Mutex::default(),
@@ -139,6 +166,7 @@ impl Nodes {
             indexed: Default::default(),
             checked,
             marks: FileMarks::default(),
+            watched: grace.map(changes::SourceWatch::new),
         };
         // The kernel knows the root without a lookup.
         nodes.folder(0);
@@ -208,12 +236,13 @@ impl Nodes {
             state @ Progress::Unproved => {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
-                let proving = Proving { nodes: self.clone(), head };
+                let mut proving = Proving { nodes: self.clone(), head, ended: false };
                 let place = self.tree.folder(head).relative.clone();
                 pool.spawn_detached(&place, move || {
                     let lock = proving.nodes.family_lock(head);
                     let _one_at_a_time = lock.lock();
                     log_refusals(proving.nodes.prove(proving.head));
+                    proving.end();
                 });
             }
         }
@@ -233,20 +262,41 @@ impl Nodes {
             }
             let origin = &self.indexed[usize::from(!folder.from_index())];
             origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
+            let before = self.listed(id);
+            let mut arrivals = Arrivals::default();
+            if let Some(watched) = &self.watched {
+                self.forget_shards(id, &folder);
+                arrivals = watched.hold_back(&tree, id, &mut folder, before.as_ref());
+            }
             let gates = self.checked.then(|| verify_policy::admit(&tree, id, &mut folder));
-            let shown = tree.entries(id, &folder);
-            family.push((id, folder, shown, gates));
+            let mut shown = tree.entries(id, &folder);
+            if let Some(watched) = &self.watched {
+                let plain = watched.hold_back_plain(&mut shown, before.as_ref());
+                arrivals.again = arrivals.again.into_iter().chain(plain).min();
+            }
+            family.push((id, folder, shown, gates, arrivals));
         }
+        let again = family.iter().filter_map(|(.., arrivals)| arrivals.again).min();
         let emptied =
-            tree.emptied(family.iter().map(|(id, folder, shown, _)| (*id, folder, shown.len())));
-        for (id, folder, shown, gates) in family {
+            tree.emptied(family.iter().map(|(id, folder, shown, ..)| (*id, folder, shown.len())));
+        for (id, folder, shown, gates, arrivals) in family {
             self.tails.note(&tree, id, &folder);
-            let refused = Refusal::of(&folder.sets);
-            self.list(&tree, id, (shown, gates.as_ref()), &emptied, refused);
+            let listed = Listed {
+                entries: Arc::default(),
+                refused: Refusal::of(&folder.sets),
+                asked: Instant::now(),
+                weights: Arc::new(folder.weights),
+                marks: arrivals.marks.into(),
+                held: arrivals.held.into(),
+            };
+            self.list(&tree, id, (shown, gates.as_ref()), &emptied, listed);
             for set in folder.sets {
                 let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
                 outcomes.push((set.name, outcome));
             }
+        }
+        if let Some(watched) = &self.watched {
+            watched.set_due(head, again);
         }
         let waiters = self.progress.lock().insert(head, Progress::Proved);
         if !tree.contains(head) {
@@ -331,6 +381,13 @@ impl Nodes {
         set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
     }
 
+    /// Forgets how many shards sets had that are gone from the folder as a whole.
+    fn forget_shards(&self, id: FolderId, folder: &Proved) {
+        if let Some(sets) = self.shards_proved.lock().get_mut(&id) {
+            sets.retain(|name, _| folder.sets.iter().any(|set| set.name == *name));
+        }
+    }
+
     /// Makes the nodes of the entries of `folder`, without the folders that are `emptied`. Nodes of
     /// unchanged files stay.
     fn list(
@@ -339,7 +396,7 @@ impl Nodes {
         folder: FolderId,
         (shown, gates): (Vec<MountEntry>, Option<&ChecksumGates>),
         emptied: &HashSet<FolderId>,
-        refused: Option<Refusal>,
+        listed: Listed,
     ) {
         let gate = |file: &MountEntry| gates.and_then(|gates| gates.get(&file.name)).cloned();
         let made: Vec<(OsString, Arc<Node>)> = shown
@@ -351,6 +408,8 @@ impl Nodes {
             made.into_iter().map(|(name, node)| (name, self.registered(node))).collect();
         let found = tree.folder(folder);
         let children = found.children.iter();
+        let unfinished = |name: &OsStr| self.watched.is_some() && is_unfinished(name);
+        let children = children.filter(|(name, _)| !unfinished(name));
         for (name, child) in children.filter(|(_, child)| !emptied.contains(child)) {
             listing.extend(self.folder(*child).map(|node| (name.clone(), node)));
         }
@@ -367,7 +426,7 @@ impl Nodes {
         });
         self.unlist(&hidden);
         let entries = Arc::new(listing);
-        let listed = Listed { entries: entries.clone(), refused, asked: Instant::now() };
+        let listed = Listed { entries: entries.clone(), ..listed };
         let node = self.folder(folder);
         let mut folders = self.folders.write();
         let before = match folders.get_mut(&folder).filter(|_| node.is_some()) {
@@ -379,6 +438,9 @@ impl Nodes {
             None => Some(listed),
         };
         drop(folders);
+        if let (Some(watched), Some(node), Some(before)) = (&self.watched, &node, &before) {
+            watched.tell_kernel(node, &before.entries, &entries);
+        }
         self.unlist(before.iter().flat_map(|before| before.entries.iter()));
         if !tree.contains(folder) {
             self.forget_folder(folder);
@@ -406,6 +468,7 @@ impl Nodes {
         self.refresh.lock().remove(&id);
         self.shards_proved.lock().remove(&id);
         self.tails.forget(id);
+        self.watched.iter().for_each(|watched| watched.forget(id));
         let Some(FolderState { node, listed }) = state else { return };
         self.unlist(listed.iter().flat_map(|listed| listed.entries.iter()));
         node.listings.fetch_sub(1, Ordering::Relaxed);

@@ -2,10 +2,12 @@
 
 mod access;
 pub(crate) mod adapter;
+mod arrival;
 pub(crate) mod attributes;
 mod backing;
 mod entries;
 pub(crate) mod inodes;
+pub(crate) mod live;
 mod node;
 mod open_file;
 mod open_mode;

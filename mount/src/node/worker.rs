@@ -13,7 +13,7 @@ use super::channel::{Channel, Order, Report};
 use crate::daemon::handover::{Giver, Handed};
 use crate::daemon::{background, ending, inherited};
 use crate::log;
-use crate::options::Options;
+use crate::options::{Options, Watch};
 
 /// Serves the mount of the first order until the supervisor stops it or somebody unmounts it.
 ///
@@ -54,7 +54,9 @@ fn serve(
     handed: Option<Handed>,
     giver: &OnceLock<Giver>,
 ) -> Result<(), String> {
-    let options = Options::parse(&[options], false)?;
+    let mut options = Options::parse(&[options], false)?;
+    // A node serves for long, and its stores change.
+    options.watch.get_or_insert(Watch::Auto);
     background::serve(source, target, options, handed, |mounted| {
         log::flush();
         let _ = giver.set(mounted.giver.clone());

@@ -10,7 +10,7 @@ use tensorfs::internal::cache::BUDGET_MIN;
 use tensorfs::internal::words::UnknownWord;
 
 use super::access::AccessRule;
-use super::{CACHE_DEFAULT, IndexDir, Options, size};
+use super::{CACHE_DEFAULT, IndexDir, Options, Watch, size};
 
 /// Largest cache: a larger value is a typing error.
 const CACHE_MAX: u64 = 1 << 40;
@@ -169,6 +169,11 @@ fn id(value: &str) -> Result<Option<u32>, String> {
     // The last one means "no one" to the kernel.
     let id = value.parse().ok().filter(|id| *id < u32::MAX);
     id.map(Some).ok_or_else(|| "a number".to_owned())
+}
+
+fn seconds(value: &str) -> Result<Duration, String> {
+    let seconds = value.parse().ok().filter(|seconds| (1..=86400).contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| "seconds from 1 to 86400".to_owned())
 }
 
 fn size_in(sizes: RangeInclusive<u64>, expected: &str, value: &str) -> Result<Option<u64>, String> {
@@ -426,6 +431,42 @@ const TABLE: &[OptionRow] = &[
             "where indexes are kept, so that the next start need not read all headers, and \
              checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
              /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
+        )],
+    ),
+    OptionRow::value(
+        "watch",
+        |options, value| {
+            let mut watch = Watch::Off;
+            word(&mut watch, value)?;
+            options.watch = Some(watch);
+            Ok(())
+        },
+        &[(
+            "auto|inotify|poll|off",
+            "how new, changed and removed checkpoints are found while the source is mounted (auto: \
+             by inotify, and by polling on network file systems; default: off, for mounts of \
+             `serve` auto)",
+        )],
+    )
+    .shown(|options| json!(options.watch().as_str())),
+    OptionRow::value(
+        "watch-interval",
+        |options, value| {
+            options.watch_interval = seconds(value)?;
+            Ok(())
+        },
+        &[("SECONDS", "time between two polls of the source (default: 1)")],
+    ),
+    OptionRow::value(
+        "watch-grace",
+        |options, value| {
+            options.watch_grace = seconds(value)?;
+            Ok(())
+        },
+        &[(
+            "SECONDS",
+            "a checkpoint that is not whole counts as on its way until it was left alone for so \
+             long (default: 30); then a TENSORFS-ERROR.txt is shown",
         )],
     ),
     OptionRow::flag("rw", |options| options.rw = true, &[]),

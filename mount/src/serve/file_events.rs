@@ -5,6 +5,8 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -217,6 +219,13 @@ pub(crate) fn note_stores(file: &File) {
     if has_writer(file) != Some(false) {
         let _ = file.sync_data();
     }
+}
+
+/// Whether any process has the file at `path` open for writing. `None` if the kernel does not tell.
+pub(crate) fn is_written(path: &Path) -> Option<bool> {
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+    let file = File::options().read(true).custom_flags(flags).open(path).ok()?;
+    has_writer(&file)
 }
 
 /// Whether any process has the inode of `file` open for writing. `None` if the kernel does not

@@ -4,7 +4,8 @@
 pub(crate) mod assemble;
 pub(crate) mod blocking;
 pub(crate) mod change_watcher;
-mod file_events;
+pub(crate) mod file_events;
+pub(crate) mod folder_events;
 pub(crate) mod heat;
 pub(crate) mod in_flight;
 pub(crate) mod kernel;

@@ -1,0 +1,349 @@
+//! Decides whether what is found in a folder that changes is whole, on its way, or broken.
+//!
+//! A set is on its way while a process has one of its files open for writing, while a download
+//! beside it goes on, or while the last change of it is recent and it is not whole. Where the
+//! kernel does not tell who writes, a pause without a change stands for the end of the writing.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
+
+use tensorfs::Error;
+use tensorfs::internal::checkpoint::{
+    Content, File, Folder, FolderId, MountEntry, Set, Tail, Tree,
+};
+use tensorfs::internal::format::names;
+use tensorfs::internal::source::{FileSystem, Identity};
+
+use crate::serve::file_events::is_written;
+
+/// Time until the next look at files that a process writes. The end of the writing also makes an
+/// event.
+const WRITTEN: Duration = Duration::from_secs(1);
+
+/// How long a file must be unreadable: it may have been moved during the proof.
+const UNSETTLED: Duration = Duration::from_secs(2);
+
+/// How long files must be unchanged if nobody knows whether they are written.
+const UNSURE: Duration = Duration::from_secs(1);
+
+/// Least and longest time for which a set must be unchanged if it does not say what belongs to it.
+const TAIL_MIN: Duration = Duration::from_millis(1500);
+const TAIL_MAX: Duration = Duration::from_secs(10);
+
+/// Ends of names that programs give to files until they are whole.
+const UNFINISHED: [&str; 8] =
+    [".incomplete", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".aria2"];
+
+/// A set at the last look at it.
+#[derive(Clone, Debug)]
+pub(super) struct Mark {
+    name: String,
+    /// Hash of the state of its files.
+    state: u64,
+    /// Time at which it was first seen in this state.
+    since: Instant,
+    /// Whether it is shown, or its error is.
+    shown: bool,
+}
+
+/// The sets of a folder that are on their way.
+#[derive(Debug, Default)]
+pub(super) struct Arrivals {
+    /// The state of all sets.
+    pub(super) marks: Vec<Mark>,
+    /// Names of the sets that are on their way.
+    pub(super) held: Vec<String>,
+    /// Time until the next look. `None` if nothing is on its way.
+    pub(super) again: Option<Duration>,
+}
+
+impl Arrivals {
+    fn hold(&mut self, time: Duration) {
+        self.again = Some(self.again.map_or(time, |again| again.min(time)));
+    }
+}
+
+/// The facts about a set that decide.
+#[derive(Clone, Copy, Debug)]
+struct Facts {
+    /// Its tail; `None` if it is refused.
+    proved: Option<Tail>,
+    /// Whether a process writes one of its files, `None` if this is not known.
+    written: Option<bool>,
+    /// Whether a download beside it goes on.
+    downloading: bool,
+    /// Time since its last change.
+    quiet: Duration,
+    /// Longest time between the changes of two of its files.
+    pause: Duration,
+    /// Number of its files.
+    files: usize,
+    /// If a file changed or could not be read during the proof, the time since the first such proof
+    /// of this state.
+    unsettled: Option<Duration>,
+}
+
+/// How long to hold the set back, `None` if it is shown, or its error. A set that is refused is
+/// broken after `grace` without a change.
+fn held_for(facts: &Facts, grace: Duration) -> Option<Duration> {
+    let waits = |needed: Duration| needed.checked_sub(facts.quiet).filter(|left| !left.is_zero());
+    if facts.written == Some(true) {
+        return Some(WRITTEN);
+    }
+    if let Some(left) = facts.unsettled.and_then(|since| UNSETTLED.checked_sub(since)) {
+        return Some(left.max(Duration::from_millis(1)));
+    }
+    let sure = match facts.proved {
+        None if facts.downloading => return Some(WRITTEN),
+        None => grace,
+        Some(Tail::Unproven) if facts.downloading => return Some(WRITTEN),
+        // Nothing says how many shards there are. If they came one after the other, the next one
+        // would have come after a similar pause.
+        Some(Tail::Unproven) if facts.files > 1 => (facts.pause * 3).clamp(TAIL_MIN, TAIL_MAX),
+        Some(Tail::Unproven) => TAIL_MAX,
+        Some(Tail::Proven) => Duration::ZERO,
+    };
+    let unsure = if facts.written.is_none() { UNSURE } else { Duration::ZERO };
+    waits(sure.max(unsure))
+}
+
+/// Judges the sets of folder `id`. `before` are the marks of the last look.
+pub(super) fn judge(
+    tree: &Tree,
+    id: FolderId,
+    sets: &[Set],
+    before: &[Mark],
+    grace: Duration,
+) -> Arrivals {
+    let folder = tree.folder(id);
+    let mut arrivals = Arrivals::default();
+    let local = FileSystem::of_folder(&folder.path).is_local();
+    let mut downloading = None;
+    for set in sets.iter().filter(|set| set.shown_at_parent.is_none()) {
+        let files: Vec<&File> = set.files.iter().filter_map(|name| folder.file(name)).collect();
+        let state = state_of(set, &files);
+        let known = before.iter().find(|mark| mark.name == set.name && mark.state == state);
+        let since = known.map_or_else(Instant::now, |mark| mark.since);
+        let mut mark = Mark { name: set.name.clone(), state, since, shown: true };
+        if !known.is_some_and(|known| known.shown) {
+            let proved = set.outcome.as_ref().ok().map(|checkpoint| checkpoint.tail);
+            let asks = proved != Some(Tail::Proven);
+            let facts = Facts {
+                proved,
+                written: written(&files, local),
+                downloading: asks
+                    && *downloading.get_or_insert_with(|| is_downloading(tree, id, grace)),
+                quiet: quiet(&folder, &files, proved.is_none()).max(since.elapsed()),
+                pause: longest_pause(&files),
+                files: files.len(),
+                unsettled: is_unsettled(set).then(|| since.elapsed()),
+            };
+            if let Some(time) = held_for(&facts, grace) {
+                mark.shown = false;
+                arrivals.held.push(set.name.clone());
+                arrivals.hold(time);
+            }
+        }
+        arrivals.marks.push(mark);
+    }
+    arrivals
+}
+
+/// Whether a plain file that no listing had before is held back, and for how long: a process writes
+/// it, or has just written it.
+pub(super) fn plain_held_for(entry: &MountEntry, grace: Duration) -> Option<Duration> {
+    let Content::Whole { file, proved: None } = &entry.content else { return None };
+    let quiet = since(changed_at(&file.identity));
+    // Nobody asks about the many files that have been there for long.
+    if quiet >= grace {
+        return None;
+    }
+    let local = file.path.parent().is_some_and(|parent| FileSystem::of_folder(parent).is_local());
+    match written(&[file], local) {
+        Some(true) => Some(WRITTEN),
+        Some(false) => None,
+        None => UNSURE.checked_sub(quiet).filter(|left| !left.is_zero()),
+    }
+}
+
+/// Whether the name says that the file is not whole yet.
+pub(super) fn is_unfinished(name: &std::ffi::OsStr) -> bool {
+    let name = name.to_string_lossy();
+    UNFINISHED.iter().any(|end| name.ends_with(end))
+}
+
+/// Whether a file of the set changed or could not be read during the proof.
+fn is_unsettled(set: &Set) -> bool {
+    matches!(&set.outcome, Err(Error::Changed { .. } | Error::Io { .. }))
+}
+
+/// Hash of all that tells one state of a set from another.
+fn state_of(set: &Set, files: &[&File]) -> u64 {
+    let mut hash = DefaultHasher::new();
+    (set.outcome.is_ok(), set.kind.as_str()).hash(&mut hash);
+    for file in files {
+        let Identity { dev, ino, len, mtime, .. } = file.identity;
+        (&file.name, &file.path, dev, ino, len, mtime, file.identity.born()).hash(&mut hash);
+    }
+    hash.finish()
+}
+
+/// Whether a process writes one of `files`.
+fn written(files: &[&File], local: bool) -> Option<bool> {
+    if !local {
+        return None;
+    }
+    let mut sure = true;
+    for file in files {
+        match is_written(&file.path) {
+            Some(true) => return Some(true),
+            Some(false) => {}
+            None => sure = false,
+        }
+    }
+    sure.then_some(false)
+}
+
+/// Time since the last change of `files`, and of the names in `folder` if `names`.
+fn quiet(folder: &Folder, files: &[&File], names: bool) -> Duration {
+    let times = files.iter().map(|file| changed_at(&file.identity));
+    let names = folder.identity.filter(|_| names || files.is_empty());
+    let last = times.chain(names.map(|identity| changed_at(&identity))).max();
+    last.map_or(Duration::MAX, since)
+}
+
+/// Longest time between the changes of two of `files`.
+fn longest_pause(files: &[&File]) -> Duration {
+    let mut times: Vec<Duration> = files.iter().map(|file| changed_at(&file.identity)).collect();
+    times.sort();
+    times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default()
+}
+
+/// Time of the last change, since 1970.
+fn changed_at(identity: &Identity) -> Duration {
+    let time = |(seconds, nanoseconds): (i64, i64)| {
+        Duration::new(seconds.try_into().unwrap_or(0), nanoseconds.try_into().unwrap_or(0))
+    };
+    time(identity.mtime).max(time(identity.ctime()))
+}
+
+/// Time since `then`, zero if it lies in the future.
+fn since(then: Duration) -> Duration {
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    now.saturating_sub(then)
+}
+
+/// Whether a download into folder `id` goes on: in it, in the folder that the hub's client keeps
+/// for downloads, or in the blobs of its hub model.
+fn is_downloading(tree: &Tree, id: FolderId, grace: Duration) -> bool {
+    let child = |id: FolderId, names: &[&str]| {
+        names.iter().try_fold(id, |id, name| {
+            let folder = tree.folder(id);
+            folder.children.iter().find(|(child, _)| child == name).map(|&(_, child)| child)
+        })
+    };
+    let model = hub_model(tree, id);
+    let folders = [
+        Some(id),
+        child(id, &[".cache", "huggingface", "download"]),
+        model.and_then(|model| child(model, &["blobs"])),
+    ];
+    folders.into_iter().flatten().any(|id| {
+        let folder = tree.folder(id);
+        let mut files = folder.files.iter().filter(|file| is_unfinished(&file.name));
+        files.any(|file| is_active(&file.path, grace))
+    })
+}
+
+/// Whether a process writes the file, or has done so within `grace`.
+fn is_active(path: &Path, grace: Duration) -> bool {
+    let Ok(meta) = std::fs::metadata(path) else { return false };
+    since(changed_at(&Identity::of(&meta))) < grace || is_written(path) == Some(true)
+}
+
+/// The hub model that folder `id` is part of.
+pub(super) fn hub_model(tree: &Tree, id: FolderId) -> Option<FolderId> {
+    let parents = std::iter::successors(Some(id), |&id| tree.folder(id).parent);
+    parents.into_iter().find(|&id| {
+        let name = tree.folder(id).path.file_name().map(|name| name.to_string_lossy().into_owned());
+        name.is_some_and(|name| names::is_hub_model(&name))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRACE: Duration = Duration::from_secs(30);
+
+    fn facts(proved: Option<Tail>) -> Facts {
+        let (written, quiet) = (Some(false), Duration::from_millis(10));
+        let (downloading, unsettled) = (false, None);
+        Facts { proved, written, downloading, quiet, pause: quiet, files: 4, unsettled }
+    }
+
+    #[test]
+    fn a_whole_set_that_nobody_writes_is_shown_at_once() {
+        assert_eq!(held_for(&facts(Some(Tail::Proven)), GRACE), None);
+        // A download beside it is of another file.
+        let downloading = Facts { downloading: true, ..facts(Some(Tail::Proven)) };
+        assert_eq!(held_for(&downloading, GRACE), None);
+    }
+
+    #[test]
+    fn a_set_that_is_written_is_held_back_also_if_it_looks_whole() {
+        for proved in [None, Some(Tail::Proven), Some(Tail::Unproven)] {
+            let quiet = Duration::from_secs(1000);
+            let written = Facts { written: Some(true), quiet, ..facts(proved) };
+            assert_eq!(held_for(&written, GRACE), Some(WRITTEN));
+        }
+    }
+
+    #[test]
+    fn a_refused_set_is_broken_only_after_it_was_left_alone() {
+        let fresh = facts(None);
+        assert_eq!(held_for(&fresh, GRACE), Some(GRACE - fresh.quiet));
+        let quiet = Duration::from_secs(31);
+        assert_eq!(held_for(&Facts { quiet, ..fresh }, GRACE), None);
+        let downloading = Facts { quiet, downloading: true, ..fresh };
+        assert_eq!(held_for(&downloading, GRACE), Some(WRITTEN));
+    }
+
+    #[test]
+    fn a_set_whose_files_cannot_be_read_for_a_moment_is_not_called_broken() {
+        let quiet = Duration::from_secs(1000);
+        let moved = Facts { quiet, unsettled: Some(Duration::ZERO), ..facts(None) };
+        assert_eq!(held_for(&moved, GRACE), Some(UNSETTLED));
+        let gone = Facts { unsettled: Some(Duration::from_secs(3)), ..moved };
+        assert_eq!(held_for(&gone, GRACE), None);
+    }
+
+    #[test]
+    fn a_set_without_a_proof_of_its_tail_waits_as_its_shards_came() {
+        let quick = facts(Some(Tail::Unproven));
+        assert_eq!(held_for(&quick, GRACE), Some(TAIL_MIN - quick.quiet));
+        let quiet = Duration::from_secs(2);
+        assert_eq!(held_for(&Facts { quiet, ..quick }, GRACE), None);
+        let slow = Facts { quiet, pause: Duration::from_secs(1), ..quick };
+        assert_eq!(held_for(&slow, GRACE), Some(Duration::from_secs(1)));
+        let old = Facts { quiet, pause: Duration::from_secs(86400), ..quick };
+        assert_eq!(held_for(&old, GRACE), Some(TAIL_MAX - quiet));
+        let alone = Facts { quiet, files: 1, pause: Duration::ZERO, ..quick };
+        assert_eq!(held_for(&alone, GRACE), Some(TAIL_MAX - quiet));
+    }
+
+    #[test]
+    fn where_nobody_knows_who_writes_a_second_without_a_change_is_asked_for() {
+        let unsure = Facts { written: None, ..facts(Some(Tail::Proven)) };
+        assert_eq!(held_for(&unsure, GRACE), Some(UNSURE - unsure.quiet));
+        assert_eq!(held_for(&Facts { quiet: UNSURE, ..unsure }, GRACE), None);
+    }
+
+    #[test]
+    fn names_tell_that_a_file_is_unfinished() {
+        let names = ["abc.incomplete", "model.safetensors.tmp", "x.aria2", "y.part"];
+        assert!(names.iter().all(|name| is_unfinished(name.as_ref())));
+        assert!(!["config.json", "tmp", "incomplete"].iter().any(|n| is_unfinished(n.as_ref())));
+    }
+}

@@ -1,0 +1,289 @@
+//! Changes of a source that is watched: they pass from the tree to the nodes, and from there to the
+//! kernel.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Proved, Tree, TreeChange};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::sync::Mutex;
+
+use super::super::arrival::{self, Arrivals};
+use super::super::node::{Node, file_node};
+use super::{FolderState, Listed, Listing, Nodes, Progress, log_refusals};
+
+/// Most sets on their way that `status` names.
+const NAMED_MAX: usize = 20;
+
+/// The kernel's memory of a name or a folder, which is out of date.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum OutOfDate {
+    /// The meaning of the name in this folder.
+    Name(u64, OsString),
+    /// The attributes of this inode.
+    Attributes(u64),
+}
+
+/// Tells the kernel what is out of date. It must not wait.
+pub(crate) type TellKernel = Box<dyn Fn(OutOfDate) + Send + Sync>;
+
+/// The additional state of a mount whose source is watched.
+pub(super) struct SourceWatch {
+    /// How long a set that is not whole counts as on its way.
+    grace: Duration,
+    /// Families to look at again, by the top folder, because something in them is on its way.
+    due: Mutex<BTreeMap<FolderId, Instant>>,
+    /// Called for an earlier time in `due`.
+    wake: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    tell_kernel: OnceLock<TellKernel>,
+}
+
+impl SourceWatch {
+    pub(super) fn new(grace: Duration) -> SourceWatch {
+        SourceWatch {
+            grace,
+            due: Mutex::default(),
+            wake: OnceLock::new(),
+            tell_kernel: OnceLock::new(),
+        }
+    }
+
+    /// Notes when the family of `head` must be looked at again.
+    pub(super) fn set_due(&self, head: FolderId, again: Option<Duration>) {
+        let mut due = self.due.lock();
+        match again {
+            Some(time) => drop(due.insert(head, Instant::now() + time)),
+            None => drop(due.remove(&head)),
+        }
+        drop(due);
+        if let (Some(_), Some(wake)) = (again, self.wake.get()) {
+            wake();
+        }
+    }
+
+    pub(super) fn forget(&self, head: FolderId) {
+        self.due.lock().remove(&head);
+    }
+
+    /// Takes out of a folder what is on its way. `before` is its listing until now.
+    pub(super) fn hold_back(
+        &self,
+        tree: &Tree,
+        id: FolderId,
+        proved: &mut Proved,
+        before: Option<&Listed>,
+    ) -> Arrivals {
+        let marks = before.map_or(&[][..], |before| &before.marks);
+        let arrivals = arrival::judge(tree, id, &proved.sets, marks, self.grace);
+        let folder = &tree.folder(id).relative;
+        for name in &arrivals.held {
+            let known = before.is_some_and(|before| before.held.contains(name));
+            if !known {
+                let path = shown_path(&folder.join(name));
+                tracing::info!("{path}: on its way; it is shown once it is whole");
+            }
+        }
+        proved.sets.retain(|set| !arrivals.held.contains(&set.name));
+        arrivals
+    }
+
+    /// Removes plain files that are on their way from `shown`. Returns the time until the next look.
+    pub(super) fn hold_back_plain(
+        &self,
+        shown: &mut Vec<MountEntry>,
+        before: Option<&Listed>,
+    ) -> Option<Duration> {
+        let mut again: Option<Duration> = None;
+        shown.retain(|entry| {
+            if !matches!(entry.content, Content::Whole { proved: None, .. }) {
+                return true;
+            }
+            let known = before.and_then(|before| super::find(&before.entries, &entry.name));
+            if arrival::is_unfinished(&entry.name) {
+                return false;
+            }
+            if known.is_some() {
+                return true;
+            }
+            let time = arrival::plain_held_for(entry, self.grace);
+            again = again.into_iter().chain(time).min();
+            time.is_none()
+        });
+        again
+    }
+
+    /// Tells the kernel about the names that differ between two listings of the folder `node`.
+    pub(super) fn tell_kernel(&self, node: &Node, before: &Listing, now: &Listing) {
+        let Some(tell) = self.tell_kernel.get() else { return };
+        let names = differences(before, now);
+        if names.is_empty() && before.len() == now.len() {
+            return;
+        }
+        for name in names {
+            tell(OutOfDate::Name(node.ino, name));
+        }
+        tell(OutOfDate::Attributes(node.ino));
+    }
+}
+
+/// The names of `before` that stand for something else in `now`, or for nothing.
+fn differences(before: &Listing, now: &Listing) -> Vec<OsString> {
+    let differs = |(name, node): &&(OsString, Arc<Node>)| {
+        super::find(now, name).is_none_or(|found| found.ino != node.ino)
+    };
+    before.iter().filter(differs).map(|(name, _)| name.clone()).collect()
+}
+
+impl Nodes {
+    /// Begins to tell of changes: `tell_kernel` about names, and `wake` when `next_due` may be
+    /// earlier than it was.
+    pub(crate) fn set_watcher(
+        &self,
+        tell_kernel: TellKernel,
+        wake: impl Fn() + Send + Sync + 'static,
+    ) {
+        if let Some(watched) = &self.watched {
+            let _ = watched.tell_kernel.set(tell_kernel);
+            let _ = watched.wake.set(Box::new(wake));
+        }
+    }
+
+    /// Time of the next look at something that is on its way.
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        self.watched.as_ref()?.due.lock().values().min().copied()
+    }
+
+    /// Paths of the sets that are on their way, for `status`.
+    pub(crate) fn on_their_way(&self) -> Vec<String> {
+        let Some(watched) = &self.watched else { return Vec::new() };
+        let heads: Vec<FolderId> = watched.due.lock().keys().copied().collect();
+        let members = heads.into_iter().flat_map(|head| self.tree.family(head));
+        let held = members.filter_map(|id| Some((id, self.listed(id)?.held)));
+        let names = held.flat_map(|(id, held)| {
+            let folder = self.tree.folder(id).relative.clone();
+            held.iter().map(|name| shown_path(&folder.join(name))).collect::<Vec<_>>()
+        });
+        names.take(NAMED_MAX).collect()
+    }
+
+    /// Takes the families that are due.
+    pub(crate) fn take_due(&self) -> Vec<FolderId> {
+        let Some(watched) = &self.watched else { return Vec::new() };
+        let (mut due, now) = (watched.due.lock(), Instant::now());
+        let heads: Vec<FolderId> =
+            due.iter().filter(|(_, time)| **time <= now).map(|(head, _)| *head).collect();
+        due.retain(|_, time| *time > now);
+        heads
+    }
+
+    /// Takes a change of the tree over. Costs as much as the families of the changed folders.
+    /// Returns the top folders of the families that were proved again.
+    pub(crate) fn apply(&self, change: &TreeChange) -> BTreeSet<FolderId> {
+        for &id in &change.removed {
+            self.forget_folder(id);
+        }
+        let tree = self.tree();
+        let (mut heads, mut plain) = (BTreeSet::new(), Vec::new());
+        for changed in &change.changed {
+            let id = changed.id;
+            // The blobs of a hub model show what its snapshots do not.
+            let model = arrival::hub_model(&tree, id).map(|model| tree.folder(model));
+            let blobs = model.iter().flat_map(|model| &model.children);
+            let blobs = blobs.filter(|(name, _)| name == "blobs").map(|&(_, blobs)| blobs);
+            let blobs: Vec<FolderId> = blobs.collect();
+            if changed.folders || changed.weights || blobs.contains(&id) {
+                heads.insert(tree.family_of(id));
+                heads.extend(blobs);
+            } else {
+                plain.push(changed);
+            }
+        }
+        heads.retain(|&head| self.prove_again(head));
+        for changed in plain {
+            let head = tree.family_of(changed.id);
+            if heads.contains(&head) || !self.update_plain(head, changed.id, &changed.plain) {
+                continue;
+            }
+        }
+        heads
+    }
+
+    /// Proves the family of `head` again, if it was asked for before. Returns whether it was.
+    pub(crate) fn prove_again(&self, head: FolderId) -> bool {
+        let progress = self.progress.lock();
+        if matches!(progress.get(&head), None | Some(Progress::Unproved)) {
+            return false;
+        }
+        drop(progress);
+        let lock = self.family_lock(head);
+        let _one_at_a_time = lock.lock();
+        log_refusals(self.prove(head));
+        true
+    }
+
+    /// Takes changes of plain files `names` of folder `id` over. Returns whether the folder is
+    /// listed.
+    fn update_plain(&self, head: FolderId, id: FolderId, names: &[OsString]) -> bool {
+        let lock = self.family_lock(head);
+        let _one_at_a_time = lock.lock();
+        let Some(listed) = self.listed(id) else { return false };
+        let Some(watched) = &self.watched else { return false };
+        let tree = self.tree();
+        let folder = tree.folder(id);
+        let is_plain =
+            |name: &OsStr| name.to_str().is_none_or(|name| !listed.weights.contains(name));
+        let files = folder.files.iter().filter(|file| names.contains(&file.name));
+        let mut shown: Vec<MountEntry> = files
+            .filter(|file| is_plain(&file.name))
+            .map(|file| MountEntry {
+                name: file.name.clone(),
+                content: Content::Whole { file: file.clone(), proved: None },
+            })
+            .collect();
+        if let Some(again) = watched.hold_back_plain(&mut shown, Some(&listed)) {
+            watched.set_due(head, Some(again));
+        }
+        let mut entries: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();
+        let mut old = Vec::new();
+        for name in names {
+            if entries.get(name).is_some_and(|node| node.follows()) {
+                old.extend(entries.remove_entry(name));
+            }
+        }
+        for entry in shown {
+            if entries.contains_key(&entry.name) {
+                continue;
+            }
+            let identity = match &entry.content {
+                Content::Whole { file, .. } => Some(file.identity),
+                _ => None,
+            };
+            let name = entry.name.clone();
+            let node = self.registered(file_node(&tree, id, None, entry));
+            identity.inspect(|now| node.set_attributes(now));
+            entries.insert(name, node);
+        }
+        let entries: Arc<Listing> = Arc::new(entries.into_iter().collect());
+        let taken = |state: &mut FolderState| {
+            let now = state.listed.as_mut()?;
+            now.entries = entries.clone();
+            state.node.set_mtime(folder.newest());
+            Some(state.node.clone())
+        };
+        let node = self.folders.write().get_mut(&id).and_then(taken);
+        match node {
+            Some(node) => {
+                self.unlist(&old);
+                watched.tell_kernel(&node, &listed.entries, &entries);
+            }
+            // The folder was removed meanwhile.
+            None => {
+                let added = entries.iter().filter(|(name, _)| names.contains(name));
+                self.unlist(added);
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,395 @@
+//! Follows changes of the source while it is mounted.
+//!
+//! One thread takes the events of folders and decides when to look at which one. Other threads
+//! look, since a folder may lie on a file system that never answers: one at a time, and another
+//! one when all wait for long. Events of one folder in a row make one look.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::PollTimeout;
+use serde_json::{Value, json};
+use tensorfs::internal::checkpoint::{FolderId, TreeChange};
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::source::{FileSystem, Identity};
+use tensorfs::internal::sync::Mutex;
+
+use super::inodes::{Nodes, TellKernel};
+use crate::options::{Options, Watch};
+use crate::serve::blocking::guarded;
+use crate::serve::folder_events::FolderEvents;
+
+/// Least and longest time from one look at a folder to the next one. In between it is as long as
+/// the look took, several times.
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// A look at a folder that takes longer may wait for a file system that does not answer.
+const STUCK: Duration = Duration::from_secs(1);
+
+/// Most threads that look, and most of them for one file system.
+const THREADS_MAX: usize = 8;
+const STUCK_MAX: usize = 2;
+
+/// Time between two looks at all folders, also at those that have events: mounts on folders of the
+/// source make none.
+const ROUND: Duration = Duration::from_secs(30);
+
+/// Longest sleep of the thread.
+const SLEEP_MAX: Duration = Duration::from_secs(30);
+
+/// Something to look at.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum StoreLook {
+    /// The folder at this real path.
+    Folder(PathBuf),
+    /// The family with this top folder, in which something is on its way.
+    Family(FolderId),
+}
+
+/// A look that a thread takes now.
+struct RunningLook {
+    look: StoreLook,
+    device: u64,
+    since: Instant,
+}
+
+#[derive(Default)]
+struct State {
+    /// Pending looks, and whether their folders have certainly changed.
+    todo: BTreeMap<StoreLook, bool>,
+    /// Times before which folders are not looked at again.
+    not_before: HashMap<StoreLook, Instant>,
+    looking: Vec<RunningLook>,
+    /// Folders without events.
+    polled: BTreeSet<PathBuf>,
+    /// States of folders outside the tree, into which links of the tree lead.
+    outside: HashMap<PathBuf, Identity>,
+    /// Folders whose last look failed.
+    failing: BTreeSet<PathBuf>,
+    told_full: bool,
+}
+
+impl State {
+    fn add(&mut self, look: StoreLook, changed: bool) {
+        *self.todo.entry(look).or_default() |= changed;
+    }
+}
+
+/// Follows changes of the source of one mount.
+pub(crate) struct Live {
+    nodes: Arc<Nodes>,
+    watch: Watch,
+    interval: Duration,
+    events: FolderEvents,
+    state: Mutex<State>,
+    /// Looks that found something, and changes that were lost to a full queue.
+    changes: AtomicU64,
+    overflows: AtomicU64,
+}
+
+impl Live {
+    /// Begins to follow the source of `nodes`, if `options` say so.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub(crate) fn start(
+        nodes: Arc<Nodes>,
+        options: &Options,
+        tell_kernel: TellKernel,
+    ) -> io::Result<Option<Arc<Live>>> {
+        let watch = options.watch();
+        if watch == Watch::Off {
+            return Ok(None);
+        }
+        let live = Arc::new(Live {
+            events: FolderEvents::new(watch != Watch::Poll)?,
+            nodes,
+            watch,
+            interval: options.watch_interval,
+            state: Mutex::default(),
+            changes: AtomicU64::new(0),
+            overflows: AtomicU64::new(0),
+        });
+        let weak = Arc::downgrade(&live);
+        let wake = move || drop(weak.upgrade().inspect(|live| live.events.wake()));
+        live.nodes.set_watcher(tell_kernel, wake);
+        let following = live.clone();
+        let thread = std::thread::Builder::new().name("live".to_owned());
+        thread.spawn(move || following.run())?;
+        Ok(Some(live))
+    }
+
+    /// The facts for `tensorfs status`.
+    pub(crate) fn status(&self) -> Value {
+        let state = self.state.lock();
+        json!({
+            "mode": self.watch.as_str(),
+            "folders_with_events": self.events.len(),
+            "folders_polled": state.polled.len(),
+            "changes": self.changes.load(Ordering::Relaxed),
+            "overflows": self.overflows.load(Ordering::Relaxed),
+            "on_their_way": self.nodes.on_their_way(),
+        })
+    }
+
+    fn run(self: &Arc<Self>) {
+        let mut round = Instant::now();
+        let mut polled = Instant::now();
+        self.look_at_all();
+        loop {
+            self.begin_looks();
+            let poll = (polled + self.interval).min(round + ROUND);
+            self.wait(poll);
+            let touched = self.events.take();
+            let mut state = self.state.lock();
+            for path in touched.paths {
+                state.add(StoreLook::Folder(path), true);
+            }
+            for head in self.nodes.take_due() {
+                state.add(StoreLook::Family(head), true);
+            }
+            drop(state);
+            if touched.overflow {
+                self.overflows.fetch_add(1, Ordering::Relaxed);
+                tracing::info!("events of the source were lost; every folder is looked at");
+            }
+            if touched.overflow || round.elapsed() >= ROUND {
+                self.look_at_all();
+                round = Instant::now();
+            }
+            if polled.elapsed() >= self.interval {
+                self.poll();
+                polled = Instant::now();
+            }
+        }
+    }
+
+    /// Waits for events, and until `poll` or the next thing to do at most.
+    fn wait(&self, poll: Instant) {
+        let state = self.state.lock();
+        let next = if state.todo.is_empty() {
+            None
+        } else if state.looking.is_empty() {
+            let ready = |look| state.not_before.get(look).copied().unwrap_or_else(Instant::now);
+            state.todo.keys().map(ready).min()
+        } else {
+            // The threads that look take the next one themselves, unless they are stuck.
+            let stuck = state.looking.iter().map(|looking| looking.since + STUCK);
+            stuck.filter(|time| *time > Instant::now()).min()
+        };
+        drop(state);
+        let times = [next, self.nodes.next_due(), Some(poll)];
+        let now = Instant::now();
+        let time = times.into_iter().flatten().min().unwrap_or(now);
+        let time = time.saturating_duration_since(now).clamp(Duration::from_millis(5), SLEEP_MAX);
+        self.events.wait(PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX));
+    }
+
+    /// Looks whether any folder has changed.
+    fn look_at_all(&self) {
+        let paths = self.nodes.tree().paths();
+        let mut state = self.state.lock();
+        paths.into_iter().for_each(|path| state.add(StoreLook::Folder(path), false));
+    }
+
+    /// Looks whether a folder without events has changed. The source itself is one of them: another
+    /// folder may be mounted on it.
+    fn poll(&self) {
+        let root = self.nodes.tree().folder(0).path.clone();
+        let mut state = self.state.lock();
+        let polled: Vec<PathBuf> = state.polled.iter().cloned().chain([root]).collect();
+        polled.into_iter().for_each(|path| state.add(StoreLook::Folder(path), false));
+    }
+
+    /// Starts the threads that are needed.
+    fn begin_looks(self: &Arc<Self>) {
+        loop {
+            let mut state = self.state.lock();
+            let waits = |looking: &RunningLook| looking.since.elapsed() >= STUCK;
+            if state.looking.len() >= THREADS_MAX || !state.looking.iter().all(waits) {
+                return;
+            }
+            let Some(next) = self.begin(&mut state) else { return };
+            drop(state);
+            let live = self.clone();
+            let thread = std::thread::Builder::new().name("look".to_owned());
+            let failed = next.0.clone();
+            if let Err(e) = thread.spawn(move || live.look(next)) {
+                tracing::error!("cannot start a thread: {e}");
+                self.end(&failed, true, Duration::ZERO);
+                self.state.lock().add(failed, true);
+                return;
+            }
+        }
+    }
+
+    /// Takes the next thing to look at.
+    fn begin(&self, state: &mut State) -> Option<(StoreLook, bool)> {
+        let now = Instant::now();
+        state.not_before.retain(|_, time| *time > now);
+        let tree = self.nodes.tree();
+        let device = |look: &StoreLook| match look {
+            StoreLook::Folder(path) => tree.device(path).unwrap_or_default(),
+            StoreLook::Family(head) => {
+                tree.folder(*head).identity.map_or(0, |identity| identity.dev)
+            }
+        };
+        let may_begin = |look: &StoreLook| {
+            let device = device(look);
+            let same = state.looking.iter().filter(|looking| looking.device == device).count();
+            let twice = state.looking.iter().any(|looking| looking.look == *look);
+            !state.not_before.contains_key(look) && same < STUCK_MAX && !twice
+        };
+        let look = state.todo.keys().find(|look| may_begin(look)).cloned()?;
+        let changed = state.todo.remove(&look)?;
+        let device = device(&look);
+        state.looking.push(RunningLook { look: look.clone(), device, since: now });
+        Some((look, changed))
+    }
+
+    /// Body of a thread: looks at one thing after the other.
+    fn look(self: &Arc<Self>, first: (StoreLook, bool)) {
+        let mut next = Some(first);
+        while let Some((look, changed)) = next {
+            let begun = Instant::now();
+            guarded(|| match &look {
+                StoreLook::Folder(path) => self.look_at_folder(path, changed),
+                StoreLook::Family(head) => self.look_at_family(*head),
+            });
+            self.end(&look, changed, begun.elapsed());
+            next = self.begin(&mut self.state.lock());
+        }
+        self.events.wake();
+    }
+
+    fn end(&self, look: &StoreLook, changed: bool, took: Duration) {
+        let mut state = self.state.lock();
+        state.looking.retain(|looking| looking.look != *look);
+        let pause = (took * 4).clamp(PAUSE_MIN, PAUSE_MAX);
+        if !changed && pause == PAUSE_MIN {
+            return;
+        }
+        state.not_before.insert(look.clone(), Instant::now() + pause);
+    }
+
+    fn look_at_folder(&self, path: &Path, changed: bool) {
+        let tree = self.nodes.tree();
+        if !tree.matters(path) {
+            return self.leave(path);
+        }
+        self.watch(path);
+        if !changed && !self.may_have_changed(path) {
+            return;
+        }
+        match tree.look_again(path) {
+            Ok(change) => {
+                self.state.lock().failing.remove(path);
+                self.took(path, &change);
+            }
+            Err(error) => {
+                let mut state = self.state.lock();
+                let first = state.failing.insert(path.to_owned());
+                // No event tells when it can be read again.
+                state.polled.insert(path.to_owned());
+                drop(state);
+                if first {
+                    tracing::warn!("{error}; the mount shows what was there before");
+                }
+            }
+        }
+    }
+
+    fn look_at_family(&self, head: FolderId) {
+        let tree = self.nodes.tree();
+        let mut proved = false;
+        for id in tree.family(head) {
+            let path = tree.folder(id).path.clone();
+            if let Ok(change) = tree.look_again(&path) {
+                proved |= self.took(&path, &change).contains(&head);
+            }
+        }
+        if !proved && tree.contains(head) {
+            self.nodes.prove_again(head);
+        }
+    }
+
+    /// Takes over a change that was found at `path`. Returns the families that were proved again.
+    fn took(&self, path: &Path, change: &TreeChange) -> BTreeSet<FolderId> {
+        let mut state = self.state.lock();
+        for path in &change.leading_here {
+            state.add(StoreLook::Folder(path.clone()), true);
+        }
+        // A folder may have changed between its listing and its watch.
+        for path in &change.to_watch {
+            state.add(StoreLook::Folder(path.clone()), false);
+        }
+        drop(state);
+        change.to_leave.iter().for_each(|path| self.leave(path));
+        if change.changed.is_empty() && change.removed.is_empty() {
+            return BTreeSet::new();
+        }
+        self.changes.fetch_add(1, Ordering::Relaxed);
+        let proved = self.nodes.apply(change);
+        let (added, removed) = (change.added.len(), change.removed.len());
+        tracing::debug!("{}: {added} folders came, {removed} went", shown_path(path));
+        proved
+    }
+
+    /// Watches the folder, or notes that it must be polled.
+    fn watch(&self, path: &Path) {
+        let sees = || match self.watch {
+            Watch::Inotify => true,
+            Watch::Auto => FileSystem::of_folder(path).is_local(),
+            Watch::Poll | Watch::Off => false,
+        };
+        let watched = self.events.is_on() && sees() && self.watch_events(path);
+        let mut state = self.state.lock();
+        if watched {
+            state.polled.remove(path);
+        } else {
+            state.polled.insert(path.to_owned());
+        }
+    }
+
+    fn watch_events(&self, path: &Path) -> bool {
+        let outcome = self.events.watch(path);
+        if outcome == Err(Errno::ENOSPC) {
+            let mut state = self.state.lock();
+            if !std::mem::replace(&mut state.told_full, true) {
+                tracing::warn!(
+                    "no inotify watch is left after {} folders; the others are polled each {} s \
+                     (sysctl fs.inotify.max_user_watches allows more)",
+                    self.events.len(),
+                    self.interval.as_secs()
+                );
+            }
+        }
+        outcome.is_ok()
+    }
+
+    fn leave(&self, path: &Path) {
+        self.events.leave(path);
+        let mut state = self.state.lock();
+        state.polled.remove(path);
+        state.outside.remove(path);
+        state.failing.remove(path);
+    }
+
+    fn may_have_changed(&self, path: &Path) -> bool {
+        let tree = self.nodes.tree();
+        if tree.device(path).is_some() {
+            return tree.may_have_changed(path);
+        }
+        // The tree remembers only its own folders.
+        let Ok(now) = Identity::now(path) else {
+            return self.state.lock().outside.remove(path).is_some();
+        };
+        self.state.lock().outside.insert(path.to_owned(), now) != Some(now)
+    }
+}

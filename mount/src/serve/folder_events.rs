@@ -1,0 +1,234 @@
+//! inotify events of folders: which of them may have other entries than before.
+
+use std::collections::{BTreeSet, HashMap};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use tensorfs::internal::sync::Mutex;
+
+/// The watched folders of one mount.
+pub(crate) struct FolderEvents {
+    /// `None` if inotify is unavailable or not wanted.
+    inotify: Option<Inotify>,
+    /// Ends `wait` early.
+    wake: EventFd,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    watches: HashMap<PathBuf, WatchDescriptor>,
+    /// The kernel watches an inode once. While a folder moves, or is mounted at two places, it has
+    /// several paths.
+    paths: HashMap<WatchDescriptor, BTreeSet<PathBuf>>,
+}
+
+/// Folders that had events.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct FoldersTouched {
+    /// Their paths.
+    pub(crate) paths: BTreeSet<PathBuf>,
+    /// Whether events were lost, so that any folder may have had some.
+    pub(crate) overflow: bool,
+}
+
+impl FolderEvents {
+    /// Events by inotify, or none if not `wanted`.
+    ///
+    /// # Errors
+    /// If the process has no descriptor left.
+    pub(crate) fn new(wanted: bool) -> nix::Result<FolderEvents> {
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let flags = InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK;
+        let inotify = wanted.then(|| {
+            Inotify::init(flags).inspect_err(|e| {
+                tracing::warn!("inotify is unavailable: {e}; the source is polled for changes");
+            })
+        });
+        let inotify = inotify.and_then(Result::ok);
+        Ok(FolderEvents { inotify, wake, state: Mutex::default() })
+    }
+
+    /// Whether events come at all.
+    pub(crate) fn is_on(&self) -> bool {
+        self.inotify.is_some()
+    }
+
+    /// Number of watched folders.
+    pub(crate) fn len(&self) -> usize {
+        self.state.lock().watches.len()
+    }
+
+    /// Watches the folder at `path`, also if it is watched already: another folder may have taken
+    /// its place.
+    ///
+    /// # Errors
+    /// `ENOSPC` if the user has no watch left.
+    pub(crate) fn watch(&self, path: &Path) -> nix::Result<()> {
+        let inotify = self.inotify.as_ref().ok_or(Errno::ENOSYS)?;
+        let mask = AddWatchFlags::IN_CREATE
+            | AddWatchFlags::IN_DELETE
+            | AddWatchFlags::IN_MOVED_FROM
+            | AddWatchFlags::IN_MOVED_TO
+            | AddWatchFlags::IN_CLOSE_WRITE
+            | AddWatchFlags::IN_ATTRIB
+            | AddWatchFlags::IN_DELETE_SELF
+            | AddWatchFlags::IN_MOVE_SELF
+            | AddWatchFlags::IN_ONLYDIR
+            | AddWatchFlags::IN_DONT_FOLLOW;
+        // The lock is held, so that no other thread ends the watch that this call finds.
+        let mut state = self.state.lock();
+        let descriptor = inotify.add_watch(path, mask)?;
+        let before = state.watches.insert(path.to_owned(), descriptor);
+        state.paths.entry(descriptor).or_default().insert(path.to_owned());
+        if let Some(before) = before.filter(|before| *before != descriptor) {
+            state.leave(inotify, path, before);
+        }
+        Ok(())
+    }
+
+    /// Ends the watch of the folder at `path`.
+    pub(crate) fn leave(&self, path: &Path) {
+        let Some(inotify) = &self.inotify else { return };
+        let mut state = self.state.lock();
+        if let Some(descriptor) = state.watches.remove(path) {
+            state.leave(inotify, path, descriptor);
+        }
+    }
+
+    /// Waits for an event or `wake`, for `timeout` at most.
+    pub(crate) fn wait(&self, timeout: PollTimeout) {
+        let mut fds = vec![PollFd::new(self.wake.as_fd(), PollFlags::POLLIN)];
+        let events = self.inotify.as_ref().map(|inotify| inotify.as_fd());
+        fds.extend(events.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        let _ = poll(&mut fds, timeout);
+        let _ = self.wake.read();
+    }
+
+    /// Ends `wait` of another thread.
+    pub(crate) fn wake(&self) {
+        let _ = self.wake.write(1);
+    }
+
+    /// Takes the folders that had events since the last call.
+    pub(crate) fn take(&self) -> FoldersTouched {
+        let mut touched = FoldersTouched::default();
+        let Some(inotify) = &self.inotify else { return touched };
+        while let Ok(events) = inotify.read_events() {
+            let mut state = self.state.lock();
+            for event in events {
+                touched.overflow |= event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
+                touched.paths.extend(state.paths.get(&event.wd).into_iter().flatten().cloned());
+                if event.mask.contains(AddWatchFlags::IN_IGNORED) {
+                    state.ended(event.wd);
+                }
+            }
+        }
+        touched
+    }
+}
+
+impl State {
+    fn leave(&mut self, inotify: &Inotify, path: &Path, descriptor: WatchDescriptor) {
+        let Some(paths) = self.paths.get_mut(&descriptor) else { return };
+        paths.remove(path);
+        if paths.is_empty() {
+            self.paths.remove(&descriptor);
+            let _ = inotify.rm_watch(descriptor);
+        }
+    }
+
+    /// Notes that the kernel has ended a watch, because the folder is gone.
+    fn ended(&mut self, descriptor: WatchDescriptor) {
+        for path in self.paths.remove(&descriptor).into_iter().flatten() {
+            if self.watches.get(&path) == Some(&descriptor) {
+                self.watches.remove(&path);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Folders(tempfile::TempDir, FolderEvents);
+
+    impl Folders {
+        fn new(names: &[&str]) -> Folders {
+            let folders = Folders(tempfile::tempdir().unwrap(), FolderEvents::new(true).unwrap());
+            for name in names {
+                std::fs::create_dir(folders.path(name)).unwrap();
+                folders.1.watch(&folders.path(name)).unwrap();
+            }
+            folders
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn write(&self, name: &str) {
+            std::fs::write(self.path(name), "").unwrap();
+        }
+
+        fn touched(&self) -> Vec<String> {
+            let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
+            self.1.take().paths.iter().map(name).collect()
+        }
+    }
+
+    #[test]
+    fn a_folder_that_moves_keeps_its_watch_under_its_new_path() {
+        let folders = Folders::new(&["a"]);
+        std::fs::rename(folders.path("a"), folders.path("b")).unwrap();
+        folders.1.watch(&folders.path("b")).unwrap();
+        folders.1.leave(&folders.path("a"));
+        drop(folders.1.take());
+        folders.write("b/file");
+        assert_eq!(folders.touched(), ["b"]);
+        assert_eq!((folders.1.len(), folders.1.state.lock().paths.len()), (1, 1));
+    }
+
+    #[test]
+    fn a_folder_that_takes_the_place_of_another_is_watched_in_its_stead() {
+        let folders = Folders::new(&["a", "b"]);
+        std::fs::rename(folders.path("a"), folders.path("old")).unwrap();
+        std::fs::rename(folders.path("b"), folders.path("a")).unwrap();
+        folders.1.watch(&folders.path("a")).unwrap();
+        folders.1.leave(&folders.path("b"));
+        drop(folders.1.take());
+        folders.write("old/file");
+        assert!(folders.touched().is_empty());
+        folders.write("a/file");
+        assert_eq!(folders.touched(), ["a"]);
+    }
+
+    #[test]
+    fn nothing_is_kept_of_folders_that_are_gone() {
+        let folders = Folders::new(&["a", "b"]);
+        std::fs::remove_dir(folders.path("a")).unwrap();
+        assert_eq!(folders.touched(), ["a"]);
+        folders.1.leave(&folders.path("b"));
+        folders.1.leave(&folders.path("b"));
+        let state = folders.1.state.lock();
+        assert!(state.watches.is_empty() && state.paths.is_empty());
+    }
+
+    #[test]
+    fn a_folder_that_is_removed_and_made_again_is_watched_again() {
+        let folders = Folders::new(&["a"]);
+        std::fs::remove_dir(folders.path("a")).unwrap();
+        std::fs::create_dir(folders.path("a")).unwrap();
+        // The new watch comes before the end of the old one is read.
+        folders.1.watch(&folders.path("a")).unwrap();
+        assert_eq!(folders.touched(), ["a"]);
+        folders.write("a/file");
+        assert_eq!(folders.touched(), ["a"]);
+        assert_eq!(folders.1.len(), 1);
+    }
+}

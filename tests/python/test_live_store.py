@@ -425,6 +425,24 @@ class Storms(Store):
         wait_until(lambda: threads_of(m.pid, "look") == 0, HANGS, "no thread is left over")
 
 
+class Listings(Store):
+    def test_a_reader_of_a_folder_misses_none_of_the_names_that_stay(self):
+        names = [f"stays-{n:04}" for n in range(1500)]
+        for name in [*names, "a-goes", "a-went"]:
+            (self.store / name).write_text("")
+        self.mounted()
+        self.assertEqual(len(os.listdir(self.mount)), len(names) + 2)
+        with os.scandir(self.mount) as entries:
+            seen = [next(entries).name for _ in range(5)]
+            # All others would move up if the position were the number of names before it.
+            (self.store / "a-goes").unlink()
+            (self.store / "a-went").unlink()
+            (self.store / "a-came").write_text("")
+            wait_until(lambda: "a-came" in os.listdir(self.mount), HANGS, "the change is seen")
+            seen += [entry.name for entry in entries]
+        self.assertEqual(sorted(name for name in seen if name.startswith("stays")), names)
+
+
 def watch_of(m):
     """How the daemon finds changes, None if it does not look for any."""
     return next((found for found in values_of(status_of(m), "watch") if isinstance(found, dict)), None)

@@ -6,22 +6,23 @@ use std::sync::Arc;
 use super::inodes::Nodes;
 use super::node::Node;
 
-/// The entries of `folder` from position `offset` on, each with the position after it.
+/// The entries of `folder` behind position `offset`, each with its own.
 pub(super) fn entries(
     nodes: &Nodes,
     folder: &Arc<Node>,
     offset: u64,
 ) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
-    let listing = nodes.listing(folder.folder()).unwrap_or_default();
+    let (listing, positions) = nodes.positions(folder.folder()).unwrap_or_default();
     let tree = nodes.tree();
     let parent = tree.folder(folder.folder()).parent.unwrap_or_default();
     let parent = nodes.folder(parent).unwrap_or_else(|| folder.clone());
-    let dots = [(OsString::from("."), folder.clone()), ("..".into(), parent)];
-    (offset..).map_while(move |index| {
-        let (name, node) = match dots.get(index as usize) {
-            Some(dot) => dot.clone(),
-            None => listing.get(index as usize - dots.len())?.clone(),
-        };
-        Some((index + 1, name, node))
-    })
+    let dots = [(1, OsString::from("."), folder.clone()), (2, "..".into(), parent)];
+    let dots = dots.into_iter().filter(move |(position, ..)| *position > offset);
+    let first = positions.partition_point(|(position, _)| position + 2 <= offset);
+    let entries = (first..positions.len()).map(move |nth| {
+        let (position, index) = positions[nth];
+        let (name, node) = listing[index].clone();
+        (position + 2, name, node)
+    });
+    dots.chain(entries)
 }

@@ -33,10 +33,15 @@ pub(super) mod carried;
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 
+/// Positions of the entries of a folder in readdir, each with the index of the entry. An entry
+/// keeps its position while others come and go, so that a reader of the folder misses none.
+pub(crate) type Positions = Vec<(u64, usize)>;
+
 /// The entries of a folder.
 #[derive(Clone, Debug)]
 struct Listed {
     entries: Arc<Listing>,
+    positions: Arc<Positions>,
     /// Why sets of it are refused. `None` if none is.
     refused: Option<Refusal>,
     /// Time of the last check whether a refused set has become whole.
@@ -210,6 +215,11 @@ impl Nodes {
         self.listed(folder).map(|listed| listed.entries)
     }
 
+    /// The entries of `folder` and their positions, if they are known already.
+    pub(crate) fn positions(&self, folder: FolderId) -> Option<(Arc<Listing>, Arc<Positions>)> {
+        self.listed(folder).map(|listed| (listed.entries, listed.positions))
+    }
+
     fn listed(&self, folder: FolderId) -> Option<Listed> {
         self.folders.read().get(&folder)?.listed.clone()
     }
@@ -283,6 +293,7 @@ impl Nodes {
             self.tails.note(&tree, id, &folder);
             let listed = Listed {
                 entries: Arc::default(),
+                positions: Arc::default(),
                 refused: Refusal::of(&folder.sets),
                 asked: Instant::now(),
                 weights: Arc::new(folder.weights),
@@ -432,7 +443,8 @@ impl Nodes {
         let before = match folders.get_mut(&folder).filter(|_| node.is_some()) {
             Some(state) => {
                 state.node.set_mtime(found.newest());
-                state.listed.replace(listed)
+                let positions = Arc::new(changes::positions(state.listed.as_ref(), &entries));
+                state.listed.replace(Listed { positions, ..listed })
             }
             // The folder was removed meanwhile.
             None => Some(listed),

@@ -1,7 +1,7 @@
 //! Changes of a source that is watched: they pass from the tree to the nodes, and from there to the
 //! kernel.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use tensorfs::internal::sync::Mutex;
 
 use super::super::arrival::{self, Arrivals};
 use super::super::node::{Node, file_node};
-use super::{FolderState, Listed, Listing, Nodes, Progress, log_refusals};
+use super::{FolderState, Listed, Listing, Nodes, Positions, Progress, log_refusals};
 
 /// Most sets on their way that `status` names.
 const NAMED_MAX: usize = 20;
@@ -134,6 +134,31 @@ fn differences(before: &Listing, now: &Listing) -> Vec<OsString> {
         super::find(now, name).is_none_or(|found| found.ino != node.ino)
     };
     before.iter().filter(differs).map(|(name, _)| name.clone()).collect()
+}
+
+/// The positions of the entries `now`. Names that were listed before keep theirs, and new ones come
+/// after all others.
+pub(super) fn positions(before: Option<&Listed>, now: &Listing) -> Positions {
+    let mut known: HashMap<&OsStr, u64> = HashMap::new();
+    for (position, index) in before.iter().flat_map(|before| before.positions.iter()) {
+        let name = before.and_then(|before| before.entries.get(*index));
+        known.extend(name.map(|(name, _)| (name.as_os_str(), *position)));
+    }
+    let mut last = known.values().max().copied().unwrap_or_default();
+    let mut positions: Positions = now
+        .iter()
+        .enumerate()
+        .map(|(index, (name, _))| {
+            let known = known.get(name.as_os_str()).copied();
+            let position = known.unwrap_or_else(|| {
+                last += 1;
+                last
+            });
+            (position, index)
+        })
+        .collect();
+    positions.sort_unstable();
+    positions
 }
 
 impl Nodes {
@@ -268,6 +293,7 @@ impl Nodes {
         let entries: Arc<Listing> = Arc::new(entries.into_iter().collect());
         let taken = |state: &mut FolderState| {
             let now = state.listed.as_mut()?;
+            now.positions = Arc::new(positions(Some(now), &entries));
             now.entries = entries.clone();
             state.node.set_mtime(folder.newest());
             Some(state.node.clone())

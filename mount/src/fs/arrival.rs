@@ -66,7 +66,7 @@ impl Arrivals {
 
 /// The facts about a set that decide.
 #[derive(Clone, Copy, Debug)]
-struct Facts {
+struct SetFacts {
     /// Its tail; `None` if it is refused.
     proved: Option<Tail>,
     /// Whether a process writes one of its files, `None` if this is not known.
@@ -86,7 +86,7 @@ struct Facts {
 
 /// How long to hold the set back, `None` if it is shown, or its error. A set that is refused is
 /// broken after `grace` without a change.
-fn held_for(facts: &Facts, grace: Duration) -> Option<Duration> {
+fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
     let waits = |needed: Duration| needed.checked_sub(facts.quiet).filter(|left| !left.is_zero());
     if facts.written == Some(true) {
         return Some(WRITTEN);
@@ -129,7 +129,7 @@ pub(super) fn judge(
         if !known.is_some_and(|known| known.shown) {
             let proved = set.outcome.as_ref().ok().map(|checkpoint| checkpoint.tail);
             let asks = proved != Some(Tail::Proven);
-            let facts = Facts {
+            let facts = SetFacts {
                 proved,
                 written: written(&files, local),
                 downloading: asks
@@ -277,17 +277,17 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(30);
 
-    fn facts(proved: Option<Tail>) -> Facts {
+    fn facts(proved: Option<Tail>) -> SetFacts {
         let (written, quiet) = (Some(false), Duration::from_millis(10));
         let (downloading, unsettled) = (false, None);
-        Facts { proved, written, downloading, quiet, pause: quiet, files: 4, unsettled }
+        SetFacts { proved, written, downloading, quiet, pause: quiet, files: 4, unsettled }
     }
 
     #[test]
     fn a_whole_set_that_nobody_writes_is_shown_at_once() {
         assert_eq!(held_for(&facts(Some(Tail::Proven)), GRACE), None);
         // A download beside it is of another file.
-        let downloading = Facts { downloading: true, ..facts(Some(Tail::Proven)) };
+        let downloading = SetFacts { downloading: true, ..facts(Some(Tail::Proven)) };
         assert_eq!(held_for(&downloading, GRACE), None);
     }
 
@@ -295,7 +295,7 @@ mod tests {
     fn a_set_that_is_written_is_held_back_also_if_it_looks_whole() {
         for proved in [None, Some(Tail::Proven), Some(Tail::Unproven)] {
             let quiet = Duration::from_secs(1000);
-            let written = Facts { written: Some(true), quiet, ..facts(proved) };
+            let written = SetFacts { written: Some(true), quiet, ..facts(proved) };
             assert_eq!(held_for(&written, GRACE), Some(WRITTEN));
         }
     }
@@ -305,17 +305,17 @@ mod tests {
         let fresh = facts(None);
         assert_eq!(held_for(&fresh, GRACE), Some(GRACE - fresh.quiet));
         let quiet = Duration::from_secs(31);
-        assert_eq!(held_for(&Facts { quiet, ..fresh }, GRACE), None);
-        let downloading = Facts { quiet, downloading: true, ..fresh };
+        assert_eq!(held_for(&SetFacts { quiet, ..fresh }, GRACE), None);
+        let downloading = SetFacts { quiet, downloading: true, ..fresh };
         assert_eq!(held_for(&downloading, GRACE), Some(WRITTEN));
     }
 
     #[test]
     fn a_set_whose_files_cannot_be_read_for_a_moment_is_not_called_broken() {
         let quiet = Duration::from_secs(1000);
-        let moved = Facts { quiet, unsettled: Some(Duration::ZERO), ..facts(None) };
+        let moved = SetFacts { quiet, unsettled: Some(Duration::ZERO), ..facts(None) };
         assert_eq!(held_for(&moved, GRACE), Some(UNSETTLED));
-        let gone = Facts { unsettled: Some(Duration::from_secs(3)), ..moved };
+        let gone = SetFacts { unsettled: Some(Duration::from_secs(3)), ..moved };
         assert_eq!(held_for(&gone, GRACE), None);
     }
 
@@ -324,20 +324,20 @@ mod tests {
         let quick = facts(Some(Tail::Unproven));
         assert_eq!(held_for(&quick, GRACE), Some(TAIL_MIN - quick.quiet));
         let quiet = Duration::from_secs(2);
-        assert_eq!(held_for(&Facts { quiet, ..quick }, GRACE), None);
-        let slow = Facts { quiet, pause: Duration::from_secs(1), ..quick };
+        assert_eq!(held_for(&SetFacts { quiet, ..quick }, GRACE), None);
+        let slow = SetFacts { quiet, pause: Duration::from_secs(1), ..quick };
         assert_eq!(held_for(&slow, GRACE), Some(Duration::from_secs(1)));
-        let old = Facts { quiet, pause: Duration::from_secs(86400), ..quick };
+        let old = SetFacts { quiet, pause: Duration::from_secs(86400), ..quick };
         assert_eq!(held_for(&old, GRACE), Some(TAIL_MAX - quiet));
-        let alone = Facts { quiet, files: 1, pause: Duration::ZERO, ..quick };
+        let alone = SetFacts { quiet, files: 1, pause: Duration::ZERO, ..quick };
         assert_eq!(held_for(&alone, GRACE), Some(TAIL_MAX - quiet));
     }
 
     #[test]
     fn where_nobody_knows_who_writes_a_second_without_a_change_is_asked_for() {
-        let unsure = Facts { written: None, ..facts(Some(Tail::Proven)) };
+        let unsure = SetFacts { written: None, ..facts(Some(Tail::Proven)) };
         assert_eq!(held_for(&unsure, GRACE), Some(UNSURE - unsure.quiet));
-        assert_eq!(held_for(&Facts { quiet: UNSURE, ..unsure }, GRACE), None);
+        assert_eq!(held_for(&SetFacts { quiet: UNSURE, ..unsure }, GRACE), None);
     }
 
     #[test]

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import checkpoints
+from faults import FaultFs
 from manifest import by_id
 from mounts import BIN, Child, find_mount, needs_root, process_gone, wait_until
 from services import PATIENCE, ServiceCase, SystemCtl, mount_config
@@ -61,6 +62,18 @@ for pair in enumerate(ways):
 for line in sys.stdin:
     print(json.dumps([failures, counts, longest]), flush=True)
 os._exit(0)
+"""
+
+
+# Reads 100 bytes, and prints them.
+ONE_READ = """
+import os, sys
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+try:
+    print(os.pread(descriptor, 100, int(sys.argv[2])).hex(), flush=True)
+except OSError:
+    print("error", flush=True)
 """
 
 
@@ -246,6 +259,36 @@ class HandedOver(ServiceCase):
         os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
         with self.assertRaises(OSError):
             os.pread(held, 100, len(self.right) - 100)
+
+    def check_stalled(self, **popen):
+        """A reader of a stalled source, and one of the rest, over a restart; returns both results."""
+        faults = self.enter(FaultFs(self.source))
+        self.source = faults.path
+        service = self.service(**popen)
+        held = self.open(self.a / FILE)
+        os.posix_fadvise(held, 0, 0, os.POSIX_FADV_RANDOM)
+        faults.tell("stall", "*.safetensors")
+        end = len(self.right)
+        # The source is read again, and not the page cache.
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        child = self.enter(Child(ONE_READ, self.a / FILE, end // 2))
+        wait_until(lambda: faults.parked(), PATIENCE, "a read waits for the source")
+        service.restart()
+        # The next process may read headers, because the files are new.
+        faults.tell("ok")
+        service.wait_until_ready(2)
+        line = child.line(BOUND * 2)
+        self.assert_same((self.a / FILE).read_bytes(), self.right)
+        return line, self.right[end // 2 : end // 2 + 100].hex(), service
+
+    def test_a_read_that_waits_for_its_source_goes_on_at_the_next_process(self):
+        line, right, service = self.check_stalled()
+        self.assertEqual(line, right, service.log())
+
+    def test_a_stalled_source_on_a_kernel_that_sends_nothing_twice_hangs_nobody(self):
+        line, _, service = self.check_stalled(env={"TENSORFS_NO_RESEND": "1"})
+        self.assertEqual(line, "error", service.log())
+        self.assertIn("cannot hand over, because its source does not answer", service.log())
 
     def test_a_stop_unmounts(self):
         service = self.service()

@@ -53,6 +53,8 @@ pub(super) enum Report {
     Pong,
     /// The descriptors come along with which another worker takes the mount over.
     State,
+    /// The answer to `Order::Give`: all requests are answered, or go to the next worker.
+    Given,
     /// The mount cannot be handed over, for this reason.
     NotHandedOver { message: String },
 }

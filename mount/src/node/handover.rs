@@ -27,7 +27,7 @@ use nix::sys::socket::{
 use nix::sys::time::TimeVal;
 use tensorfs::internal::error::shown_path;
 
-use super::worker_process::{End, WorkerProcess};
+use super::worker_process::{End, WorkerProcess, start_umount};
 use crate::daemon::handover::state_version;
 
 /// Names the descriptors that a program got from its predecessor: `NAME.INDEX=NUMBER`, with spaces
@@ -283,7 +283,14 @@ impl Suspension {
                     giving.worker.pid()
                 );
                 giving.worker.signal(Signal::SIGKILL);
+                // A thread of it that waits for the source would keep the connection open.
+                if let Err(e) = start_umount(&giving.worker.target, "--force") {
+                    tracing::error!("{}: cannot unmount: {e}", shown_path(&giving.worker.target));
+                }
             }
+        }
+        if self.ticks > GIVING_TICKS {
+            self.giving.clear();
         }
     }
 
@@ -310,6 +317,9 @@ impl Suspension {
                 }
             }
             match worker.ended() {
+                None if worker.has_given && !fds.is_empty() => {
+                    stored.insert(name.clone(), std::mem::take(fds));
+                }
                 None => return true,
                 // Without the kernel's resending, requests that a killed worker has read would wait
                 // for ever, so only an orderly end counts.

@@ -81,6 +81,8 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
                     if let Some(giver) = giver.get() {
                         giver.give();
                     }
+                    // A thread that waits for its source may keep this process from ending.
+                    let _ = channel.send(&Report::Given, &[]);
                     // The end of the supervisor means nothing to a mount of another process.
                     return;
                 }

@@ -35,6 +35,8 @@ pub(super) struct WorkerProcess {
     end: Option<End>,
     /// The answer to the order to hand over.
     state: Option<Result<Vec<OwnedFd>, String>>,
+    /// Whether it has left its mount to the next worker.
+    pub has_given: bool,
     /// Ticks since the last check began.
     ticks: u32,
     /// Ticks since a program last asked the mount.
@@ -96,6 +98,7 @@ impl WorkerProcess {
             is_mounted: false,
             end: None,
             state: None,
+            has_given: false,
             ticks: 0,
             unprobed: 0,
             pinged: false,
@@ -123,6 +126,7 @@ impl WorkerProcess {
                 Ok(Some((Report::Failed { message }, _))) => self.end = Some(End::Failed(message)),
                 Ok(Some((Report::Unmounted, _))) => self.end = Some(End::Unmounted),
                 Ok(Some((Report::Pong, _))) => self.pinged = false,
+                Ok(Some((Report::Given, _))) => self.has_given = true,
                 Ok(Some((Report::State, fds))) => self.state = Some(Ok(fds)),
                 Ok(Some((Report::NotHandedOver { message }, _))) => {
                     self.state = Some(Err(message));

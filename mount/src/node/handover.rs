@@ -284,7 +284,8 @@ impl Suspension {
                 );
                 giving.worker.signal(Signal::SIGKILL);
                 // A thread of it that waits for the source would keep the connection open.
-                if let Err(e) = start_umount(&giving.worker.target, "--force") {
+                let target = std::slice::from_ref(&giving.worker.target);
+                if let Err(e) = start_umount(target, "--force") {
                     tracing::error!("{}: cannot unmount: {e}", shown_path(&giving.worker.target));
                 }
             }

@@ -265,6 +265,8 @@ class HandedOver(ServiceCase):
         faults = self.enter(FaultFs(self.source))
         self.source = faults.path
         service = self.service(**popen)
+        # A new checkpoint on such a file system is shown once it has not changed for a while.
+        wait_until((self.a / FILE).exists, PATIENCE, "the checkpoint is shown")
         held = self.open(self.a / FILE)
         os.posix_fadvise(held, 0, 0, os.POSIX_FADV_RANDOM)
         faults.tell("stall", "*.safetensors")

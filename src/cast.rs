@@ -9,6 +9,7 @@
 //! `src/device/cast.cu` has functions of the same names for GPUs, with equal bits.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::dtype::Dtype;
 
@@ -41,6 +42,20 @@ impl Cast {
         len / (self.from().bits() / 8) * (self.to().bits() / 8)
     }
 
+    /// Length in bytes of the elements of which the cast has `len` bytes.
+    pub fn len_before(self, len: u64) -> u64 {
+        len / (self.to().bits() / 8) * (self.from().bits() / 8)
+    }
+
+    /// The bytes of the elements that bytes `range` of their cast come from.
+    pub fn elements_before(self, range: &Range<u64>) -> Range<u64> {
+        if range.is_empty() {
+            return 0..0;
+        }
+        let (width, out) = (self.from().bits() / 8, self.to().bits() / 8);
+        range.start / out * width..range.end.div_ceil(out) * width
+    }
+
     /// Name of the kernel that does the same on a GPU.
     pub fn kernel(self) -> &'static str {
         self.pair().kernel
@@ -53,6 +68,38 @@ impl Cast {
     /// Panics if the two slices do not hold the same whole number of elements.
     pub fn convert(self, from: &[u8], to: &mut [u8]) {
         (self.pair().convert)(from, to);
+    }
+
+    /// Casts whole elements `from` into a window on their target. The results begin at byte `start`
+    /// of the target, and `window` holds its bytes from `window_start` on. Results outside the
+    /// window are left out; of an element across its edge the window gets the part inside.
+    pub fn convert_into(self, from: &[u8], start: u64, window: &mut [u8], window_start: u64) {
+        let (width, out) = (self.from().bits() / 8, self.to().bits() / 8);
+        let end = start + self.len_after(from.len() as u64);
+        let inside = start.max(window_start)..end.min(window_start + window.len() as u64);
+        let mut place = inside.start;
+        while place < inside.end {
+            let element = (place - start) / out;
+            let begins = start + element * out;
+            let whole = (inside.end - begins) / out;
+            let (count, skipped) = if place > begins || whole == 0 {
+                (1, (place - begins) as usize)
+            } else {
+                (whole, 0)
+            };
+            let elements = &from[(element * width) as usize..((element + count) * width) as usize];
+            let stop = inside.end.min(begins + count * out);
+            let target = (place - window_start) as usize..(stop - window_start) as usize;
+            if skipped == 0 && target.len() as u64 == count * out {
+                self.convert(elements, &mut window[target]);
+            } else {
+                let mut one = [0; 8];
+                self.convert(elements, &mut one[..out as usize]);
+                let len = target.len();
+                window[target].copy_from_slice(&one[skipped..skipped + len]);
+            }
+            place = stop;
+        }
     }
 
     fn pair(self) -> &'static Pair {
@@ -296,6 +343,31 @@ mod tests {
             cast.convert(&from[shift..], &mut to[shift..end]);
             assert_eq!(to[shift..end], expected);
             assert!(to[..shift].iter().chain(&to[end..]).all(|byte| *byte == 0xAA));
+        }
+    }
+
+    #[test]
+    fn a_window_gets_its_part_of_the_results_and_no_other_byte() {
+        for (from, to) in
+            [(Dtype::F32, Dtype::Bf16), (Dtype::Bf16, Dtype::F32), (Dtype::F64, Dtype::F16)]
+        {
+            let count = 9;
+            let (width, out) = (from.bits() as usize / 8, to.bits() as usize / 8);
+            let bytes: Vec<u8> = (0..count * width).map(|at| (at * 37 % 120) as u8).collect();
+            let cast = Cast::new(from, to).expect("there is such a cast");
+            let mut all = vec![0; count * out];
+            cast.convert(&bytes, &mut all);
+            let start = 5;
+            for first in 0..start + all.len() + 3 {
+                for len in 0..all.len() + 8 {
+                    let mut window = vec![0xAA; len];
+                    cast.convert_into(&bytes, start as u64, &mut window, first as u64);
+                    for (at, byte) in window.iter().enumerate() {
+                        let wanted = (first + at).checked_sub(start).and_then(|at| all.get(at));
+                        assert_eq!(byte, wanted.unwrap_or(&0xAA), "{cast:?} {first} {len} {at}");
+                    }
+                }
+            }
         }
     }
 

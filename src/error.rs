@@ -90,6 +90,8 @@ pub enum ErrorKind {
     HashMismatch,
     /// No checksums are recorded of a file that is to be compared with them.
     NotRecorded,
+    /// The view that was asked for does not fit the checkpoint.
+    View,
     /// A file changed while it was in use.
     Changed,
     /// The operating system refused.
@@ -141,6 +143,7 @@ impl ErrorKind {
             ErrorKind::DcpOverlap => "dcp_overlap",
             ErrorKind::HashMismatch => "hash_mismatch",
             ErrorKind::NotRecorded => "not_recorded",
+            ErrorKind::View => "view",
             ErrorKind::Changed => "changed",
             ErrorKind::Io => "io",
             ErrorKind::Device => "device",

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
@@ -44,6 +45,9 @@ const SAVED_ALIGN: u64 = 8;
 pub struct Layout {
     header: Vec<u8>,
     tensors: Vec<PlacedTensor>,
+    /// The cast of each tensor; empty if there is none. Pieces of a cast tensor are those of the
+    /// bytes before the cast.
+    casts: Vec<Option<Cast>>,
     /// The pieces of all tensors, one tensor after another; those of a tensor by first byte.
     pieces: Vec<PlacedPiece>,
     len: u64,
@@ -103,6 +107,54 @@ pub enum Extent<'a> {
         /// The part of the runs.
         part: RunRange,
     },
+    /// Consecutive bytes of a shard whose elements are cast.
+    Cast {
+        /// The shard.
+        shard: ShardId,
+        /// The bytes of the shard: whole elements. Some results may lie outside the wanted bytes.
+        range: Range<u64>,
+        /// The place of the results.
+        place: CastPlace,
+    },
+}
+
+/// The place in a virtual file of elements that are cast.
+#[derive(Clone, Debug)]
+pub struct CastPlace {
+    cast: Cast,
+    /// Offset in the file of the tensor.
+    tensor_start: u64,
+    /// The bytes of the tensor before the cast: where the run begins, or several runs.
+    runs: CastRuns,
+}
+
+#[derive(Clone, Debug)]
+enum CastRuns {
+    One(u64),
+    Several(Arc<StridedCopy>, RunRange),
+}
+
+impl CastPlace {
+    /// Casts `bytes`, those of the extent, into `window`, which holds the bytes of the file from
+    /// `window_start` on.
+    pub fn convert(&self, bytes: &[u8], window: &mut [u8], window_start: u64) {
+        let CastPlace { cast, tensor_start, runs } = self;
+        let mut convert = |bytes: &[u8], offset: u64| {
+            let start = tensor_start + cast.len_after(offset);
+            cast.convert_into(bytes, start, window, window_start);
+        };
+        match runs {
+            CastRuns::One(offset) => convert(bytes, *offset),
+            CastRuns::Several(runs, part) => runs.each_run(part, |run, offset| {
+                convert(&bytes[run.start as usize..run.end as usize], offset);
+            }),
+        }
+    }
+
+    /// Whether the elements are spread over the tensor.
+    pub fn is_spread(&self) -> bool {
+        matches!(self.runs, CastRuns::Several(..))
+    }
 }
 
 impl Layout {
@@ -149,6 +201,10 @@ impl Layout {
         let mut end = header.len() as u64;
         let mut tensors = Vec::with_capacity(order.len());
         let mut pieces = Vec::with_capacity(order.len());
+        let mut casts: Vec<Option<Cast>> = ordered().map(|tensor| tensor.cast()).collect();
+        if casts.iter().all(Option::is_none) {
+            casts = Vec::new();
+        }
         for tensor in ordered() {
             place(&tensor, &mut pieces).map_err(|fault| fault.tensor(tensor.name))?;
             let (index, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
@@ -163,7 +219,7 @@ impl Layout {
             let message = format!("the file would have {end} bytes, more than a file can have");
             return Err(Fault::new(ErrorKind::Overflow, message));
         }
-        Ok(Layout { header, tensors, pieces, len: end })
+        Ok(Layout { header, tensors, casts, pieces, len: end })
     }
 
     /// Length of the file in bytes.
@@ -261,12 +317,22 @@ impl Layout {
             ..range.end.min(bytes.end).saturating_sub(bytes.start);
         let start = if index == 0 { 0 } else { self.tensors[index - 1].pieces_end };
         let pieces = &self.pieces[start as usize..self.tensors[index].pieces_end as usize];
+        let cast = self.casts.get(index).copied().flatten();
+        // Pieces are those of the bytes before a cast.
+        let wanted = cast.map_or(wanted.clone(), |cast| cast.elements_before(&wanted));
         let first = pieces.partition_point(|piece| piece.reach <= wanted.start);
         for PlacedPiece { shard, source, runs, .. } in &pieces[first..] {
             let shard = *shard;
+            let cast_to = |cast, range, runs| {
+                let place = CastPlace { cast, tensor_start: bytes.start, runs };
+                Extent::Cast { shard, range, place }
+            };
             let Some(runs) = runs else {
                 let range = source + wanted.start..source + wanted.end;
-                visit(Extent::Run { offset: bytes.start + wanted.start, shard, range });
+                visit(match cast {
+                    Some(cast) => cast_to(cast, range, CastRuns::One(wanted.start)),
+                    None => Extent::Run { offset: bytes.start + wanted.start, shard, range },
+                });
                 break;
             };
             if runs.target_span().start >= wanted.end {
@@ -274,10 +340,13 @@ impl Layout {
             }
             let Some(part) = runs.inside(&wanted) else { continue };
             let range = source + part.bytes.start..source + part.bytes.end;
-            visit(if part.is_contiguous() {
-                Extent::Run { offset: bytes.start + part.target, shard, range }
-            } else {
-                Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
+            visit(match (cast, part.is_contiguous()) {
+                (None, true) => Extent::Run { offset: bytes.start + part.target, shard, range },
+                (None, false) => {
+                    Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
+                }
+                (Some(cast), true) => cast_to(cast, range, CastRuns::One(part.target)),
+                (Some(cast), false) => cast_to(cast, range, CastRuns::Several(runs.clone(), part)),
             });
         }
     }
@@ -338,15 +407,16 @@ fn located(catalog: &Catalog, fault: Fault) -> Fault {
 /// Adds the pieces of `tensor` to `placed`, none for an empty tensor.
 fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault> {
     let own = placed.len();
+    let stored_len = tensor.cast().map_or(tensor.len, |cast| cast.len_before(tensor.len));
     for piece in tensor.pieces().filter(|_| tensor.len > 0) {
         let (runs, reach) = if piece.shape == tensor.shape {
-            (None, tensor.len)
+            (None, stored_len)
         } else {
             let runs = StridedCopy::of_piece(
                 tensor.shape,
                 piece.offset,
                 piece.shape,
-                tensor.dtype.bits(),
+                tensor.stored.bits(),
             )?;
             let reach = runs.target_span().end;
             (Some(Arc::new(runs)), reach)

@@ -55,7 +55,10 @@ pub use loader::{
 pub use open_options::{Links, OpenOptions, Prefer};
 pub use plan::TensorRequest;
 pub use reader::Reader;
-pub use view::{FileSpec, Files, MapPolicy, TensorOrder, View};
+pub use view::{
+    DtypeCast, DtypeMap, FileMap, FileSpec, Files, MapPolicy, NameGlob, RenameRules, TensorOrder,
+    View,
+};
 pub use words::UnknownWord;
 
 /// All modules, for the programs and the Python package of this repository. Any release may change

@@ -11,6 +11,7 @@ use serde_json::Value;
 use crate::format::names;
 use crate::mountinfo;
 use crate::open_options::OpenOptions;
+use crate::source::read_text;
 
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
@@ -22,6 +23,8 @@ pub struct MountOrigin {
     pub path: PathBuf,
     /// Options that the mount opened it with.
     pub options: OpenOptions,
+    /// Name of the file on the mount, if it holds some of the tensors only.
+    pub part: Option<String>,
 }
 
 /// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may
@@ -44,8 +47,9 @@ pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
     if let Some(file) = json.get("file").and_then(Value::as_str) {
         source.push(file);
     }
-    let options = OpenOptions::from_json(json.get("view")?)?;
-    can_read(&source).then_some(MountOrigin { path: source, options })
+    let options = OpenOptions::from_json(json.get("view")?, &mut read_text)?;
+    let part = json.get("part").and_then(Value::as_str).map(str::to_owned);
+    can_read(&source).then_some(MountOrigin { path: source, options, part })
 }
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.

@@ -1,11 +1,10 @@
 //! The options for the open of a source: how its sets are found and proved, and the view on them.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use serde_json::{Value, json};
 
-use crate::view::View;
+use crate::view::{ReadText, View};
 use crate::words;
 
 /// The choice if a whole file and a sharded set have the same name.
@@ -82,31 +81,21 @@ impl OpenOptions {
     /// one start needs are left out: how a set is proved, and where indexes are kept.
     #[doc(hidden)]
     pub fn to_json(&self) -> Value {
-        json!({
-            "layout": self.view.files.as_str(),
-            "weight-map": self.view.map.as_str(),
-            "format": self.view.format.as_str(),
-            "prefer": self.prefer.as_str(),
-            "follow": self.follow,
-        })
+        let mut json = self.view.to_json();
+        json.insert("prefer".to_owned(), self.prefer.as_str().into());
+        json.insert("follow".to_owned(), json!(self.follow));
+        json.into()
     }
 
     /// The options that `to_json` wrote, also those of the release before; `None` if another
-    /// version wrote words that are not known here.
+    /// version wrote words that are not known here, or if a file that the view names has changed.
+    /// `read` gets the bytes of such files.
     #[doc(hidden)]
-    pub fn from_json(json: &Value) -> Option<OpenOptions> {
-        fn word<T: FromStr>(value: &Value) -> Option<T> {
-            value.as_str()?.parse().ok()
-        }
+    pub fn from_json(json: &Value, read: ReadText<'_>) -> Option<OpenOptions> {
         let follow = json.get("follow")?.as_array()?.iter();
-        let view = View {
-            files: word(json.get("layout")?)?,
-            map: word(json.get("weight-map").or_else(|| json.get("index"))?)?,
-            format: word(json.get("format")?)?,
-        };
         Some(OpenOptions {
-            view,
-            prefer: word(json.get("prefer")?)?,
+            view: View::from_json(json, read)?,
+            prefer: json.get("prefer")?.as_str()?.parse().ok()?,
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
@@ -122,6 +111,10 @@ mod tests {
     use super::*;
     use crate::view::{Files, MapPolicy};
 
+    fn none(_: &std::path::Path) -> Result<(PathBuf, Vec<u8>), String> {
+        Err("no file is read".to_owned())
+    }
+
     #[test]
     fn options_come_back_from_json_and_those_of_another_version_do_not() {
         let options = OpenOptions {
@@ -132,15 +125,31 @@ mod tests {
             ..OpenOptions::default()
         };
         let mut json = options.to_json();
-        assert_eq!(OpenOptions::from_json(&json), Some(options.clone()));
+        assert_eq!(OpenOptions::from_json(&json, &mut none), Some(options.clone()));
         // The release before wrote other words.
         json["prefer"] = "index".into();
         let map = json.as_object_mut().and_then(|json| json.remove("weight-map")).unwrap();
         json["index"] = map;
-        assert_eq!(OpenOptions::from_json(&json), Some(options));
+        assert_eq!(OpenOptions::from_json(&json, &mut none), Some(options));
         let plain = OpenOptions { links: Links::Inside, ..OpenOptions::default() };
-        assert_eq!(OpenOptions::from_json(&plain.to_json()), Some(plain));
+        assert_eq!(OpenOptions::from_json(&plain.to_json(), &mut none), Some(plain));
         json["layout"] = "double".into();
-        assert_eq!(OpenOptions::from_json(&json), None);
+        assert_eq!(OpenOptions::from_json(&json, &mut none), None);
+    }
+
+    #[test]
+    fn a_view_comes_back_from_json_with_its_files_unless_their_text_has_changed() {
+        let text = br#"{"a": 1, "b": 2}"#;
+        let files = Files::map("/maps/m.json".as_ref(), text).unwrap();
+        for files in [files, Files::ShardCount(3), Files::ShardSize(1 << 30)] {
+            let view = View { files, ..View::default() };
+            let options = OpenOptions { view, links: Links::Inside, ..OpenOptions::default() };
+            let json = options.to_json();
+            let mut same = |path: &std::path::Path| Ok((path.to_owned(), text.to_vec()));
+            assert_eq!(OpenOptions::from_json(&json, &mut same), Some(options.clone()));
+            let mut other = |path: &std::path::Path| Ok((path.to_owned(), br#"{"a": 1}"#.to_vec()));
+            let back = OpenOptions::from_json(&json, &mut other);
+            assert_eq!(back.is_none(), matches!(options.view.files, Files::Map(_)));
+        }
     }
 }

@@ -184,19 +184,26 @@ impl StridedCopy {
         low
     }
 
+    /// Calls `visit` for each run of `part`: its bytes, counted from the first byte of the part, and
+    /// its first byte in the target.
+    pub fn each_run(&self, part: &RunRange, mut visit: impl FnMut(Range<u64>, u64)) {
+        let len = part.bytes.end - part.bytes.start;
+        let mut within = part.bytes.start - part.runs.start * self.run_len;
+        let mut done = 0;
+        for run in part.runs.clone() {
+            let next = (done + self.run_len - within).min(len);
+            visit(done..next, self.target(run) + within);
+            (done, within) = (next, 0);
+        }
+    }
+
     /// Copies `bytes`, the bytes `part.bytes` of the source, to their places in `target`, which
     /// holds the bytes of the target from `target_start` on.
     pub fn scatter(&self, part: &RunRange, bytes: &[u8], target: &mut [u8], target_start: u64) {
-        let mut rest = bytes;
-        let mut within = part.bytes.start - part.runs.start * self.run_len;
-        for run in part.runs.clone() {
-            let start = self.target(run) + within - target_start;
-            let len = (self.run_len - within).min(rest.len() as u64);
-            let (row, after) = rest.split_at(len as usize);
-            target[start as usize..][..row.len()].copy_from_slice(row);
-            rest = after;
-            within = 0;
-        }
+        self.each_run(part, |run, place| {
+            let row = &bytes[run.start as usize..run.end as usize];
+            target[(place - target_start) as usize..][..row.len()].copy_from_slice(row);
+        });
     }
 }
 

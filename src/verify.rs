@@ -77,7 +77,7 @@ struct ShardHashes {
 
 /// Number of bytes that `verify` reads of `checkpoint`.
 pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
-    let lens = checkpoint.catalog().shards.iter().map(|shard| shard.file_len);
+    let lens = checkpoint.source_catalog().shards.iter().map(|shard| shard.file_len);
     lens.fold(0, u64::saturating_add)
 }
 
@@ -93,7 +93,7 @@ pub fn verify(
     task: &Task<'_>,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Verified> {
-    let catalog = checkpoint.catalog();
+    let catalog = checkpoint.source_catalog();
     let mut verified = Verified::default();
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
@@ -245,7 +245,7 @@ fn judge(
 
 /// The file name and the text of a manifest of `checkpoint`.
 pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
-    let catalog = checkpoint.catalog();
+    let catalog = checkpoint.source_catalog();
     let shards = catalog.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len));
     let tensors = catalog.tensors().map(|t| (t.name, t.dtype, t.shape));
     (manifest::file_name(&checkpoint.name), manifest::encode(shards, tensors))
@@ -291,7 +291,7 @@ fn compare_replica(
             },
         ])?;
         if let Some(byte) = (0..chunk).find(|&byte| a[byte] != b[byte]) {
-            let name = |piece: &Piece<'_>| &checkpoint.catalog().shard(piece.shard).name;
+            let name = |piece: &Piece<'_>| &checkpoint.source_catalog().shard(piece.shard).name;
             let message = format!(
                 "the box at {:?} of shape {:?} lies in {} and in {}, and its byte {} differs",
                 used.offset,

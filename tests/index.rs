@@ -14,13 +14,14 @@ use tensorfs::internal::format::{OutputFormat, manifest};
 use tensorfs::internal::hash::Digest;
 use tensorfs::internal::index::Index;
 use tensorfs::internal::open_options::{OpenOptions, Prefer};
-use tensorfs::internal::view::{Files, MapPolicy, View};
+use tensorfs::internal::view::{Files, View};
 
 const SHARD: &str = "model-00002-of-00003.safetensors";
 const MAP: &str = "model.safetensors.index.json";
 
-const ORIGINAL: View =
-    View { files: Files::Original, format: OutputFormat::Safetensors, map: MapPolicy::Rewrite };
+fn original() -> View {
+    View { files: Files::Original, ..View::default() }
+}
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
@@ -213,7 +214,7 @@ fn what_options_ask_for_is_judged_anew_at_each_start() {
         OpenOptions { expect_shards: Some(4), ..OpenOptions::default() },
         OpenOptions { expect_shards: Some(3), ..OpenOptions::default() },
         OpenOptions { reference: Some(reference), ..OpenOptions::default() },
-        OpenOptions { view: ORIGINAL, ..OpenOptions::default() },
+        OpenOptions { view: original(), ..OpenOptions::default() },
     ];
     for plain in views {
         let view = OpenOptions { index: view(home.path()).index, ..plain.clone() };
@@ -228,7 +229,7 @@ fn what_options_ask_for_is_judged_anew_at_each_start() {
 #[test]
 fn an_index_made_by_another_layout_lays_a_single_file_out() {
     let home = model();
-    let original = OpenOptions { view: ORIGINAL, ..view(home.path()) };
+    let original = OpenOptions { view: original(), ..view(home.path()) };
     prove(&home.path().join("model"), &original);
     let single = prove_model(home.path());
     assert!(single.from_index());

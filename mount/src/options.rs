@@ -277,6 +277,14 @@ impl Options {
             options.apply(&option, &mut seen, sloppy)?;
         }
         let original = options.open.view.files == Files::Original;
+        if original && !options.open.view.keeps_tensors() {
+            let why = "layout=original shows files as they are: give no include=, exclude=, \
+                       rename= or dtype= with it";
+            return Err(why.to_owned());
+        }
+        if options.open.view.dtype.is_none() && !options.open.view.keep.is_empty() {
+            return Err("option keep needs dtype=".to_owned());
+        }
         if original && options.open.view.format == OutputFormat::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
@@ -555,7 +563,7 @@ mod tests {
 
     #[test]
     fn a_bad_value_is_refused_with_what_it_may_be() {
-        assert!(parse("layout=double").unwrap_err().contains("single or original"));
+        assert!(parse("layout=double").unwrap_err().contains("single, original, shards=N"));
         assert!(parse("verify=all").unwrap_err().contains("none or read"));
         assert!(parse("umask=888").unwrap_err().contains("octal"));
         assert!(parse("uid").unwrap_err().contains("needs a value"));

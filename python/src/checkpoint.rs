@@ -8,14 +8,16 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
-use tensorfs::internal::error::real_name;
+use tensorfs::internal::error::{quoted, real_name};
+use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::format::names::is_weights;
 use tensorfs::internal::format::safetensors::Header;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
-use tensorfs::internal::view::{Files, View};
+use tensorfs::internal::source::read_text;
+use tensorfs::internal::view::{Files, MapPolicy, View};
 
 use crate::errors::raised;
 use crate::waiting::beside;
@@ -31,6 +33,9 @@ pub(crate) struct Checkpoint {
 
 /// Name, position, dtype, shape and length in bytes.
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
+
+/// Options of a view, as pairs of name and value.
+type ViewWords = Vec<(String, String)>;
 
 impl Checkpoint {
     /// Opens on another thread: a file system that does not answer must not block this one, which
@@ -64,28 +69,40 @@ impl Checkpoint {
     /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
     /// folder; or the source behind any of these on a mount.
     #[staticmethod]
-    fn open(py: Python<'_>, path: PathBuf, timeout: Option<f64>) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || open(&path))
+    #[pyo3(signature = (path, timeout, view = Vec::new()))]
+    fn open(
+        py: Python<'_>,
+        path: PathBuf,
+        timeout: Option<f64>,
+        view: ViewWords,
+    ) -> PyResult<Checkpoint> {
+        Checkpoint::opened(py, timeout, move || viewed(&view, || open(&path)))
     }
 
     /// Opens these files as one checkpoint.
     #[staticmethod]
+    #[pyo3(signature = (files, timeout, view = Vec::new()))]
     fn open_files(
         py: Python<'_>,
         files: Vec<PathBuf>,
         timeout: Option<f64>,
+        view: ViewWords,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || core::Checkpoint::of_files(&files))
+        Checkpoint::opened(py, timeout, move || {
+            viewed(&view, || core::Checkpoint::of_files(&files))
+        })
     }
 
     /// Opens the files that hold these tensors.
     #[staticmethod]
+    #[pyo3(signature = (map, timeout, view = Vec::new()))]
     fn open_map(
         py: Python<'_>,
         map: BTreeMap<String, PathBuf>,
         timeout: Option<f64>,
+        view: ViewWords,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || core::Checkpoint::of_map(&map))
+        Checkpoint::opened(py, timeout, move || viewed(&view, || core::Checkpoint::of_map(&map)))
     }
 
     /// All tensors, by name.
@@ -168,11 +185,36 @@ impl Checkpoint {
     }
 }
 
+/// Opens a checkpoint, and presents it by the options `words`. They are parsed before anything is
+/// opened.
+fn viewed(
+    words: &ViewWords,
+    open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>>,
+) -> tensorfs::Result<Arc<core::Checkpoint>> {
+    let mut view = View::default();
+    for (key, value) in words {
+        let set = view.set(key, value, &mut read_text).unwrap_or_else(|| Err("nothing".to_owned()));
+        set.map_err(|why| {
+            tensorfs::Error::usage(format!("{key}={}: expected {why}", quoted(value)))
+        })?;
+    }
+    open()?.viewed(&view)
+}
+
 fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let Some(MountOrigin { path: source, options }) = resolve_mount(path) else {
+    let Some(MountOrigin { path: source, options, part }) = resolve_mount(path) else {
         return open_source(path, &OpenOptions::default());
     };
-    if options.view.files == Files::Single && source.is_file() {
+    if let Some(part) = part {
+        let index = IndexStore::of_user().map(|store| store.folder().to_owned());
+        let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options })?;
+        return match all.virtual_files().find(|file| file.spec().name == part) {
+            Some(file) => Ok(file.as_checkpoint()),
+            // The source has changed since it was mounted.
+            None => core::Checkpoint::of_files(&[path.to_owned()]),
+        };
+    }
+    if options.view.files != Files::Original && source.is_file() {
         // A mount that shows one file shows the set that this file belongs to.
         return open_set(&source, &options);
     }
@@ -190,7 +232,12 @@ fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core:
 
 /// The set at `path`, from the index if that is fresh. It need not fit into one virtual file.
 fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let view = View { files: Files::Original, ..View::default() };
+    let view = View {
+        files: Files::Original,
+        format: OutputFormat::default(),
+        map: MapPolicy::default(),
+        ..options.view.clone()
+    };
     let index = IndexStore::of_user().map(|store| store.folder().to_owned());
     core::Checkpoint::open_with(path, &OpenOptions { view, index, ..options.clone() })
 }

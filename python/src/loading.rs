@@ -239,7 +239,8 @@ impl Loader {
         self.0.gpu.is_none()
     }
 
-    /// Shard and first byte of the tensor at `position`. `None` if it is not in one piece.
+    /// Shard and first byte of the tensor at `position`. `None` if it is not in one piece, or if a
+    /// view casts it.
     ///
     /// # Errors
     /// Fails if the shard has changed.
@@ -250,8 +251,10 @@ impl Loader {
         position: usize,
     ) -> PyResult<Option<(u32, u64)>> {
         let checkpoint = checkpoint.own();
-        let mut pieces = checkpoint.catalog().tensor_at(position).pieces();
-        let Some(piece) = pieces.next().filter(|_| pieces.len() == 0) else { return Ok(None) };
+        let tensor = checkpoint.catalog().tensor_at(position);
+        let mut pieces = tensor.pieces();
+        let one = pieces.next().filter(|_| pieces.len() == 0 && tensor.cast().is_none());
+        let Some(piece) = one else { return Ok(None) };
         self.check(py, &checkpoint, position)?;
         Ok(Some((piece.shard.0, piece.range.start)))
     }

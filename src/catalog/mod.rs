@@ -8,6 +8,7 @@ mod build;
 mod coverage;
 mod heads;
 mod name_order;
+mod project;
 pub(crate) mod tensors;
 mod tiling;
 
@@ -20,6 +21,7 @@ use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
 
 pub use heads::{Head, Heads};
+pub(crate) use project::Projected;
 use tensors::TensorColumns;
 pub use tensors::{Piece, Tensor};
 

@@ -6,6 +6,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::ShardId;
+use crate::cast::Cast;
 use crate::dtype::Dtype;
 
 /// Number of a list of `Lists`.
@@ -59,6 +60,8 @@ pub(crate) struct TensorColumns {
     /// End of each name in `names`.
     pub(crate) name_ends: Vec<u64>,
     pub(crate) dtypes: Vec<Dtype>,
+    /// The dtypes in the shards; empty if all are those of `dtypes`.
+    pub(crate) stored: Vec<Dtype>,
     pub(crate) shapes: Vec<ListId>,
     /// End of the pieces of each tensor in `pieces`.
     pub(crate) piece_ends: Vec<u32>,
@@ -89,6 +92,8 @@ pub struct Tensor<'a> {
     pub name: &'a str,
     /// Element type.
     pub dtype: Dtype,
+    /// Element type in the shards. Another one than `dtype` if a view casts the tensor.
+    pub stored: Dtype,
     /// Extent of each dimension, outermost first.
     pub shape: &'a [u64],
     /// Length in bytes.
@@ -143,6 +148,7 @@ impl TensorColumns {
         Tensor {
             name: self.name(index),
             dtype,
+            stored: self.stored.get(index).copied().unwrap_or(dtype),
             shape,
             len: len(dtype, shape),
             columns: self,
@@ -183,6 +189,12 @@ impl<'a> Tensor<'a> {
         self.rows().iter().map(move |row| tensor.piece(row))
     }
 
+    /// The cast of its elements. `None` if they are as in the shards.
+    #[doc(hidden)]
+    pub fn cast(&self) -> Option<Cast> {
+        Cast::new(self.stored, self.dtype)
+    }
+
     /// Its first piece.
     pub fn first_piece(&self) -> Piece<'a> {
         self.piece(&self.rows()[0])
@@ -209,7 +221,7 @@ impl<'a> Tensor<'a> {
             Some(&(offset, shape)) => (columns.lists.get(offset), columns.lists.get(shape)),
             None => (&columns.zeros[..self.shape.len()], self.shape),
         };
-        let end = row.start + len(self.dtype, shape);
+        let end = row.start + len(self.stored, shape);
         Piece { shard: row.shard, range: row.start..end, offset, shape }
     }
 }
@@ -303,6 +315,11 @@ impl Builder {
         if columns.zeros.len() < shape.len() {
             columns.zeros.resize(shape.len(), 0);
         }
+    }
+
+    /// The columns, of which each tensor is cast to its dtype from the one in `stored`.
+    pub(super) fn finish_cast(self, stored: Vec<Dtype>) -> TensorColumns {
+        TensorColumns { stored, ..self.columns }
     }
 
     pub(super) fn finish(self) -> TensorColumns {

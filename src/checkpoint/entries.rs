@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use serde_json::Map;
+use serde_json::{Map, Value};
 
 use crate::error::shown;
 use crate::format::weight_map::WeightMap;
@@ -158,16 +158,27 @@ impl Tree {
             Some((name, metadata)) => (name.to_owned(), metadata.clone()),
             // The consolidation of rank shards writes a weight map beside its file, and some
             // readers of such files need it.
-            None if checkpoint.kind == SetKind::Dcp => {
+            None if checkpoint.kind == SetKind::Dcp || checkpoint.files.len() > 1 => {
                 (names::weight_map(&checkpoint.name), Map::new())
             }
             None => return,
         };
-        let catalog = checkpoint.catalog();
-        let tensors = catalog.tensors().map(|tensor| tensor.name);
-        let text = WeightMap::rewritten(&metadata, &checkpoint.name, tensors, catalog.data_len());
+        let text = weight_map_text(checkpoint, &metadata);
         shown.push(MountEntry { name: name.into(), content: Content::Text(text.into()) });
     }
+}
+
+/// The weight map of the virtual files of `checkpoint`.
+fn weight_map_text(checkpoint: &Arc<Checkpoint>, metadata: &Map<String, Value>) -> Vec<u8> {
+    let catalog = checkpoint.catalog();
+    let mut file_of = vec![checkpoint.name.as_str(); catalog.len()];
+    for file in &checkpoint.files {
+        for &position in file.spec.tensors.iter().flat_map(|tensors| tensors.iter()) {
+            file_of[position as usize] = &file.spec.name;
+        }
+    }
+    let tensors = catalog.tensors().map(|tensor| (tensor.name, file_of[tensor.position()]));
+    WeightMap::rewritten(metadata, tensors, catalog.data_len())
 }
 
 /// The reasons why sets of the folder are refused, and the lines of `lacks`. `None` if there are

@@ -15,7 +15,7 @@ use crate::view::View;
 use super::discover::{SetKind, is_noted};
 use super::load::{OpenShard, open_shard};
 use super::openers::map_files;
-use super::virtual_file::{ArrangedFile, present};
+use super::virtual_file::{ArrangedFile, Presented, present};
 use super::{Checkpoint, Tail};
 
 impl Checkpoint {
@@ -48,7 +48,9 @@ impl Checkpoint {
             format: self.format,
             directory: self.directory.clone(),
             tail: self.tail,
+            proved: self.proved.clone(),
             catalog: self.catalog.clone(),
+            is_whole_file: self.is_whole_file,
             sources: sources.collect(),
             files: self.files.iter().map(|file| ArrangedFile::new(file.spec.clone())).collect(),
             map: self.map.clone(),
@@ -85,7 +87,9 @@ fn open_files(
     let sources: Vec<Arc<Source>> = sources.collect();
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
     let view = View::default();
-    let (catalog, files) = present(catalog, kind, &output, &view);
+    let presented =
+        present(catalog, kind, &output, &view).map_err(|fault| Error::refused(&folder, fault))?;
+    let Presented { proved, catalog, files, is_whole_file } = presented;
     Ok(Arc::new(Checkpoint {
         name: output,
         kind,
@@ -98,7 +102,9 @@ fn open_files(
         } else {
             Tail::Proven
         },
+        proved,
         catalog,
+        is_whole_file,
         sources,
         files,
         map: map.map(|map| (names::weight_map(&names::whole("model")), map.metadata)),

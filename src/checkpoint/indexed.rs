@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::error::shown_path;
+use crate::error::{Error, shown_path};
 use crate::format::{OutputFormat, manifest, names};
 use crate::hash::Digest;
 use crate::index::{
@@ -22,7 +22,7 @@ use super::discover::{SetKind, Weights, is_noted};
 use super::openers::map_files;
 use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
 use super::tree::{File, Folder, FolderId, Tree};
-use super::virtual_file::{FileSummary, VirtualFile, present};
+use super::virtual_file::{FileSummary, Presented, VirtualFile, present};
 
 /// Maximum bytes of headers for which an index is kept, because it is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;
@@ -256,14 +256,20 @@ impl<'a> FolderIndex<'a> {
             Ok(proved) => proved,
             Err(error) => return Ok(Err(error)),
         };
-        let (catalog, files) = present(catalog, kind, &record.name, &options.view);
+        let presented = match present(catalog, kind, &record.name, &options.view) {
+            Ok(presented) => presented,
+            Err(fault) => return Ok(Err(Error::refused(&self.folder.path, fault))),
+        };
+        let Presented { proved, catalog, files, is_whole_file } = presented;
         let checkpoint = Checkpoint {
             name: record.name,
             kind,
             format: options.view.format,
             directory: self.folder.path.clone(),
             tail,
+            proved,
             catalog,
+            is_whole_file,
             sources,
             files,
             map,
@@ -378,7 +384,9 @@ impl<'a> FolderIndex<'a> {
         let loaded = |name: &String| weights.get(name).and_then(|loaded| loaded.as_ref().ok());
         // A start with `Files::Original` and one with `Files::Single` share the index.
         let mut files: Vec<VirtualFile> = checkpoint.virtual_files().collect();
-        if files.is_empty() && !checkpoint.is_whole_file() {
+        if checkpoint.has_other_tensors() {
+            files.clear();
+        } else if files.is_empty() && !checkpoint.is_whole_file() {
             files.push(checkpoint.single_file());
         }
         let record = |file: &VirtualFile| {
@@ -398,7 +406,7 @@ impl<'a> FolderIndex<'a> {
                 .as_ref()
                 .map(|(name, metadata)| (name.clone(), Value::from(metadata.clone()).to_string())),
             virtual_files: files.iter().filter_map(record).collect(),
-            catalog: checkpoint.catalog.clone(),
+            catalog: checkpoint.proved.clone(),
         })
     }
 

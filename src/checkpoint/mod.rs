@@ -88,7 +88,12 @@ pub struct Checkpoint {
     pub directory: PathBuf,
     /// Whether the proof reaches the last piece.
     pub tail: Tail,
+    /// The catalog of its shards.
+    proved: Catalog,
+    /// The catalog that its view makes of it.
     catalog: Catalog,
+    /// Whether it is one file that is served unchanged.
+    is_whole_file: bool,
     sources: Vec<Arc<Source>>,
     /// The virtual files that its view arranges.
     files: Vec<Arc<ArrangedFile>>,
@@ -134,7 +139,12 @@ impl Checkpoint {
         }
     }
 
-    /// Its catalog.
+    /// The catalog of its shards, without its view.
+    pub fn source_catalog(&self) -> &Catalog {
+        &self.proved
+    }
+
+    /// Its catalog, as its view presents it.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
@@ -159,7 +169,7 @@ impl Checkpoint {
 
     /// Whether it is one file that is served unchanged.
     pub fn is_whole_file(&self) -> bool {
-        self.kind.stands_as(self.format)
+        self.is_whole_file
     }
 
     /// The weight map that names its shards: file name, and the metadata in it.

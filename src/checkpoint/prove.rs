@@ -15,7 +15,7 @@ use super::indexed::FolderIndex;
 use super::load::OpenShard;
 use super::set::{Proved, Set, TailEvidence, check_completeness};
 use super::tree::{Folder, FolderId, Tree};
-use super::virtual_file::present;
+use super::virtual_file::{Presented, present};
 
 impl Tree {
     /// Proves the sets of the family of folders whose top is `head`.
@@ -88,10 +88,11 @@ impl Tree {
             loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
         }
         for position in 0..judged.len() {
-            let layout = |position: usize| judged[position].outcome.as_ref().ok()?.known_layout();
-            let linked = judged[position].link.and_then(layout);
+            let layouts =
+                |position: usize| Some(judged[position].outcome.as_ref().ok()?.known_layouts());
+            let linked = judged[position].link.and_then(layouts).unwrap_or_default();
             let laid_out = match &judged[position].outcome {
-                Ok(checkpoint) => checkpoint.lay_out(linked),
+                Ok(checkpoint) => checkpoint.lay_out(&linked),
                 Err(_) => Ok(()),
             };
             if let Err(error) = laid_out {
@@ -136,7 +137,7 @@ fn hide_twins(parent: &Proved, child: &mut Proved) {
     for set in &mut child.sets {
         let Ok(checkpoint) = &set.outcome else { continue };
         let twin = parent.sets.iter().find(|other| {
-            let same = |o: &Arc<Checkpoint>| o.catalog.same_tensors(&checkpoint.catalog);
+            let same = |o: &Arc<Checkpoint>| o.proved.same_tensors(&checkpoint.proved);
             other.outcome.as_ref().is_ok_and(same)
         });
         if let Some(twin) = twin {
@@ -173,7 +174,7 @@ fn prove_set(
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     let map = candidate.map.as_ref().map(|(_, map)| map);
     let catalog = match (candidate.kind, &linked) {
-        (_, Some(linked)) => Ok(linked.catalog.of_link(headers[0])),
+        (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
         (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
         (SetKind::WeightMap | SetKind::Numbered | SetKind::Single | SetKind::Bintensors, None) => {
             Catalog::of_whole_tensors(&headers, map)
@@ -203,14 +204,17 @@ fn prove_set(
     let sources = sources.collect();
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
-    let (catalog, files) = present(catalog, kind, &name, view);
+    let presented = present(catalog, kind, &name, view).map_err(refused)?;
+    let Presented { proved, catalog, files, is_whole_file } = presented;
     Ok(Checkpoint {
         name,
         kind,
         format: view.format,
         directory: folder.path.clone(),
         tail,
+        proved,
         catalog,
+        is_whole_file,
         sources,
         files,
         map: candidate.map.map(|(name, map)| (name, map.metadata)),

@@ -7,15 +7,19 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::discover::SetKind;
-use super::virtual_file::present;
+use super::virtual_file::{Presented, present};
 use super::{Checkpoint, Tail};
 use crate::index::{Index, SetRecord};
 use crate::source::Source;
 use crate::view::View;
 
 impl Checkpoint {
-    /// Its proved content. `None` if that would be too long.
+    /// Its proved content. `None` if that would be too long, or if a view changes its tensors: the
+    /// other process may have read other rules under the same name.
     pub fn save(&self) -> Option<Vec<u8>> {
+        if self.has_other_tensors() {
+            return None;
+        }
         let text = |(name, metadata): &(String, _)| {
             (name.clone(), Value::from(serde_json::Map::clone(metadata)).to_string())
         };
@@ -27,7 +31,7 @@ impl Checkpoint {
             manifest: self.manifest,
             map: self.map.as_ref().map(text),
             virtual_files: Vec::new(),
-            catalog: self.catalog.clone(),
+            catalog: self.proved.clone(),
         };
         let index = Index {
             folder: Vec::new(),
@@ -59,14 +63,17 @@ impl Checkpoint {
             Some((name, metadata)) => Some((name, serde_json::from_str(&metadata).ok()?)),
             None => None,
         };
-        let (catalog, files) = present(record.catalog, kind, &record.name, view);
+        let presented = present(record.catalog, kind, &record.name, view).ok()?;
+        let Presented { proved, catalog, files, is_whole_file } = presented;
         let checkpoint = Checkpoint {
             name: record.name,
             kind,
             format: view.format,
             directory: directory.to_owned(),
             tail: if record.noted { Tail::Proven } else { Tail::Unproven },
+            proved,
             catalog,
+            is_whole_file,
             sources,
             files,
             map,

@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::catalog::Catalog;
-use crate::error::Result;
-use crate::hash::Digest;
+use crate::catalog::{Catalog, Projected, Tensor};
+use crate::error::{Fault, Result};
+use crate::hash::{Digest, Hasher};
 use crate::index::VirtualFileRecord;
 use crate::layout::Layout;
 use crate::source::Source;
@@ -26,7 +26,8 @@ use super::{Checkpoint, SetKind};
 pub struct FileSummary {
     /// Length in bytes.
     pub len: u64,
-    /// Hash of its header. Together with the identities of the shards it identifies the content.
+    /// Hash of its header, and of the places of its tensors if a view chooses them. Together with
+    /// the identities of the shards it identifies the content.
     pub header: Digest,
 }
 
@@ -55,21 +56,41 @@ impl ArrangedFile {
     }
 }
 
-/// The proved catalog of the set `name` as `view` presents it, and the files that it is cut into.
+/// A proved catalog as a view presents it.
+pub(super) struct Presented {
+    /// The catalog as it was proved.
+    pub(super) proved: Catalog,
+    /// The catalog of the view.
+    pub(super) catalog: Catalog,
+    /// The files that it is cut into.
+    pub(super) files: Vec<Arc<ArrangedFile>>,
+    /// Whether it is one file that is served unchanged.
+    pub(super) is_whole_file: bool,
+}
+
+/// The proved catalog of the set `name` as `view` presents it.
 ///
 /// Every catalog passes here, whether it comes from headers or from an index. A step from a
 /// catalog to a catalog (select, rename, slice, fuse, cast) goes in front of `arrange`.
+///
+/// # Errors
+/// `view` if the view does not fit the catalog.
 pub(super) fn present(
-    catalog: Catalog,
+    proved: Catalog,
     kind: SetKind,
     name: &str,
     view: &View,
-) -> (Catalog, Vec<Arc<ArrangedFile>>) {
-    if kind.stands_as(view.format) {
-        return (catalog, Vec::new());
+) -> std::result::Result<Presented, Fault> {
+    let catalog = view.project(&proved)?;
+    let mut specs = arrange(name, &catalog, view)?;
+    let is_whole_file = kind.stands_as(view.format)
+        && view.keeps_tensors()
+        && specs.iter().all(|spec| spec.tensors.is_none());
+    if is_whole_file {
+        specs.clear();
     }
-    let specs = arrange(name, view);
-    (catalog, specs.into_iter().map(ArrangedFile::new).collect())
+    let files = specs.into_iter().map(ArrangedFile::new).collect();
+    Ok(Presented { proved, catalog, files, is_whole_file })
 }
 
 /// One virtual file of a checkpoint: some of its tensors behind one header.
@@ -116,6 +137,31 @@ impl VirtualFile {
         self.checkpoint.sources()
     }
 
+    /// A checkpoint of the tensors of this file alone. Its name is that of the file.
+    #[doc(hidden)]
+    pub fn as_checkpoint(&self) -> Arc<Checkpoint> {
+        let all = &self.checkpoint;
+        let positions = self.spec().positions(all.catalog());
+        let tensors = positions.iter().map(|&position| {
+            let Tensor { name, dtype, .. } = all.catalog().tensor_at(position as usize);
+            Projected { name, position, dtype }
+        });
+        Arc::new(Checkpoint {
+            name: self.spec().name.clone(),
+            kind: all.kind,
+            format: all.format,
+            directory: all.directory.clone(),
+            tail: all.tail,
+            proved: all.proved.clone(),
+            catalog: all.catalog.project(tensors),
+            is_whole_file: false,
+            sources: all.sources.clone(),
+            files: Vec::new(),
+            map: None,
+            manifest: None,
+        })
+    }
+
     /// The byte layout of the file.
     ///
     /// # Errors
@@ -133,12 +179,49 @@ impl VirtualFile {
             return Ok(*summary);
         }
         let layout = self.layout()?;
-        let summary = FileSummary { len: layout.len(), header: Digest::of(layout.header()) };
+        let mut header = Hasher::new();
+        header.update(layout.header());
+        if self.checkpoint.has_other_tensors() {
+            // Two views may give the names of a header to other tensors.
+            for tensor in layout.tensors().map(|(position, _)| self.catalog().tensor_at(position)) {
+                let first = tensor.first_piece();
+                header.update(&first.shard.0.to_le_bytes());
+                header.update(&first.range.start.to_le_bytes());
+                header.update(tensor.stored.name().as_bytes());
+            }
+        }
+        let summary = FileSummary { len: layout.len(), header: header.finish() };
         Ok(*self.file.summary.get_or_init(|| summary))
     }
 }
 
 impl Checkpoint {
+    /// This checkpoint as `view` presents its tensors. Files and format of the view do not count.
+    ///
+    /// # Errors
+    /// `view` if the view does not fit it.
+    #[doc(hidden)]
+    pub fn viewed(self: &Arc<Self>, view: &View) -> Result<Arc<Checkpoint>> {
+        if view.keeps_tensors() {
+            return Ok(self.clone());
+        }
+        let catalog = view.project(&self.catalog).map_err(|fault| self.refused(fault))?;
+        Ok(Arc::new(Checkpoint {
+            name: self.name.clone(),
+            kind: self.kind,
+            format: self.format,
+            directory: self.directory.clone(),
+            tail: self.tail,
+            proved: self.proved.clone(),
+            catalog,
+            is_whole_file: false,
+            sources: self.sources.clone(),
+            files: Vec::new(),
+            map: None,
+            manifest: self.manifest,
+        }))
+    }
+
     /// The virtual files that its view arranges, none if its shards are shown unchanged.
     pub fn virtual_files(self: &Arc<Self>) -> impl Iterator<Item = VirtualFile> {
         let file =
@@ -153,16 +236,21 @@ impl Checkpoint {
         own.unwrap_or_else(|| VirtualFile::new(self, single))
     }
 
-    /// The layout of its first virtual file, if that is laid out.
-    pub(super) fn known_layout(&self) -> Option<Arc<Layout>> {
-        self.files.first()?.layout.get().cloned()
+    /// Whether its view selects, names or casts tensors.
+    pub(super) fn has_other_tensors(&self) -> bool {
+        !Arc::ptr_eq(&self.catalog.columns, &self.proved.columns)
     }
 
-    /// Lays out its virtual files, or reuses the layout of another link to the same file. A
+    /// The layouts of its virtual files that are laid out.
+    pub(super) fn known_layouts(&self) -> Vec<Option<Arc<Layout>>> {
+        self.files.iter().map(|file| file.layout.get().cloned()).collect()
+    }
+
+    /// Lays out its virtual files, or reuses the layouts of another link to the same file. A
     /// checkpoint that cannot be laid out is refused here, not at its first read.
-    pub(super) fn lay_out(&self, linked: Option<Arc<Layout>>) -> Result<()> {
-        for file in &self.files {
-            match &linked {
+    pub(super) fn lay_out(&self, linked: &[Option<Arc<Layout>>]) -> Result<()> {
+        for (index, file) in self.files.iter().enumerate() {
+            match linked.get(index).and_then(Option::as_ref) {
                 Some(layout) => drop(file.layout.set(layout.clone())),
                 None => {
                     file.layout(self)?;
@@ -173,8 +261,9 @@ impl Checkpoint {
     }
 
     /// Takes lengths and header hashes of its virtual files from an index, and lays out the other
-    /// files.
+    /// files. Records are about the tensors of the shards, not about those of a view.
     pub(super) fn summarize(&self, records: &[VirtualFileRecord]) -> Result<()> {
+        let records = if self.has_other_tensors() { &[] } else { records };
         for file in &self.files {
             let spec = file.spec.digest();
             match records.iter().find(|record| record.spec == spec) {

@@ -121,6 +121,12 @@ pub fn in_format(output: &str, format: OutputFormat) -> String {
     }
 }
 
+/// Name of file `number` of `total` that together are the file `name` of `format`.
+pub fn numbered_name(name: &str, number: u64, total: u64, format: OutputFormat) -> String {
+    let stem = name.strip_suffix(format.suffix()).unwrap_or(name);
+    format!("{stem}-{number:05}-of-{total:05}{}", format.suffix())
+}
+
 /// Whether the name is that of a weight file. Hidden files are no weight files.
 pub fn is_weights(name: &str) -> bool {
     let is_named =

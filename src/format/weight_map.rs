@@ -230,20 +230,18 @@ impl WeightMap {
         names
     }
 
-    /// The text of a weight map that assigns each of `tensors`, which are sorted by name, to
-    /// `file`.
+    /// The text of a weight map of `tensors`, which are sorted by name, each with its file.
     ///
     /// `metadata` is that of the previous weight map. Its key `total_size` is replaced by the
     /// argument, the bytes of all tensors, as readers expect. Its other keys are kept.
     pub fn rewritten<'a>(
         metadata: &Map<String, Value>,
-        file: &'a str,
-        tensors: impl Iterator<Item = &'a str> + Clone,
+        tensors: impl Iterator<Item = (&'a str, &'a str)> + Clone,
         total_size: u64,
     ) -> Vec<u8> {
         let mut metadata = metadata.clone();
         metadata.insert("total_size".to_owned(), total_size.into());
-        let json = Rewritten { metadata, weight_map: AllToOne { tensors, file } };
+        let json = Rewritten { metadata, weight_map: FileOfTensor { tensors } };
         // Strings and values always serialise, and a Vec takes every write.
         let mut text = serde_json::to_vec_pretty(&json).unwrap_or_default();
         text.push(b'\n');
@@ -252,21 +250,20 @@ impl WeightMap {
 }
 
 #[derive(Serialize)]
-#[serde(bound(serialize = "I: Iterator<Item = &'a str> + Clone"))]
-struct Rewritten<'a, I> {
+#[serde(bound(serialize = "FileOfTensor<I>: Serialize"))]
+struct Rewritten<I> {
     metadata: Map<String, Value>,
-    weight_map: AllToOne<'a, I>,
+    weight_map: FileOfTensor<I>,
 }
 
-/// A map that assigns each of `tensors` to `file`.
-struct AllToOne<'a, I> {
+/// A map of tensors, each with its file.
+struct FileOfTensor<I> {
     tensors: I,
-    file: &'a str,
 }
 
-impl<'a, I: Iterator<Item = &'a str> + Clone> Serialize for AllToOne<'a, I> {
+impl<'a, I: Iterator<Item = (&'a str, &'a str)> + Clone> Serialize for FileOfTensor<I> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.tensors.clone().map(|name| (name, self.file)))
+        serializer.collect_map(self.tensors.clone())
     }
 }
 

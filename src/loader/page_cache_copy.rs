@@ -90,9 +90,9 @@ impl Loader {
 
 /// Shard and runs of the indices `part` of a tensor, or of all of it; they follow each other in the
 /// part. `None` if the tensor has several pieces, the part is empty or does not lie in the tensor,
-/// or a run does not begin and end on bytes.
+/// a run does not begin and end on bytes, or the tensor is cast.
 fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId, StridedCopy)> {
-    let mut pieces = tensor.pieces();
+    let mut pieces = tensor.pieces().take(if tensor.cast().is_some() { 0 } else { 2 });
     let (Some(piece), None) = (pieces.next(), pieces.next()) else { return None };
     let (shard, start, bits) = (piece.shard, piece.range.start, tensor.dtype.bits());
     let one_run = |(skipped, len)| (shard, StridedCopy::one_run(start + skipped, len));

@@ -254,7 +254,7 @@ impl Plan {
                 .map_err(|fault| fault.tensor(tensor.name))?;
             plan.wanted = plan.wanted.saturating_add(placement.len);
             plan.placements.push(placement);
-            let width = (tensor.dtype.bits() / 8).max(1);
+            let width = (tensor.stored.bits() / 8).max(1);
             match (&extents[before..], request.destination) {
                 ([one], None)
                     if limits.in_place
@@ -384,7 +384,7 @@ impl Plan {
     ) -> Result<(TensorPlacement, Option<Cast>), Fault> {
         let (part, cast, placement) = outcome_of(tensor, request)?;
         let shape = &placement.shape;
-        let bits_each = (tensor.dtype.bits(), placement.dtype.bits());
+        let bits_each = (tensor.stored.bits(), placement.dtype.bits());
         for piece in tensor.pieces() {
             // The wanted box of the piece: first index and extent.
             let (mut first, mut size) = (Vec::new(), Vec::new());
@@ -608,7 +608,14 @@ fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Indices, Faul
 
 /// The cast of the elements of a request.
 fn cast_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Option<Cast>, Fault> {
-    let Some(to) = request.cast.filter(|&to| to != tensor.dtype) else { return Ok(None) };
+    let Some(to) = request.cast.filter(|&to| to != tensor.dtype) else { return Ok(tensor.cast()) };
+    if tensor.cast().is_some() {
+        let message = format!(
+            "the view casts it from {} to {}, and elements are cast once; ask the view for {to}",
+            tensor.stored, tensor.dtype
+        );
+        return Err(Fault::new(ErrorKind::Usage, message));
+    }
     let cast = Cast::new(tensor.dtype, to);
     cast.map(Some).ok_or_else(|| {
         let message = format!("{} cannot be cast to {to}; load it as it is", tensor.dtype);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::io::{Buffer, ReadBuffer, guarded};
+use crate::layout::CastPlace;
 use crate::strided::{RunRange, StridedCopy};
 use crate::sync::Mutex;
 
@@ -45,6 +46,8 @@ pub(super) enum BlockPlace {
     /// Bytes spread over the block, which begins `before` bytes before the tensor, or `after` bytes
     /// after its start.
     Scatter { before: u64, after: u64, runs: Arc<StridedCopy>, part: RunRange },
+    /// Elements that are cast into the block, which begins at this byte of the file.
+    Cast(u64, CastPlace),
 }
 
 /// A block that is being put together.
@@ -139,6 +142,7 @@ impl BlockUse {
             BlockPlace::Scatter { before, after, runs, part } => {
                 runs.scatter(part, bytes, &mut block[*before as usize..], *after);
             }
+            BlockPlace::Cast(start, place) => place.convert(bytes, block, *start),
         }
     }
 }

@@ -99,6 +99,10 @@ impl BlockPlan {
                 let place = BlockPlace::Scatter { before, after, runs: runs.clone(), part };
                 wanted.push((shard.0 as usize, BlockUse { range, place }));
             }
+            Extent::Cast { shard, range, place } => {
+                let place = BlockPlace::Cast(start, place);
+                wanted.push((shard.0 as usize, BlockUse { range, place }));
+            }
         });
         wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
         let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
@@ -122,7 +126,11 @@ impl BlockPlan {
     /// A good length for a block that begins like this one, which has the usual length.
     pub(super) fn good_len(&self) -> u64 {
         let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
-        let scattered = uses.filter(|one| matches!(one.place, BlockPlace::Scatter { .. }));
+        let scattered = uses.filter(|one| match &one.place {
+            BlockPlace::Run(_) => false,
+            BlockPlace::Scatter { .. } => true,
+            BlockPlace::Cast(_, place) => place.is_spread(),
+        });
         let (parts, bytes) = scattered.fold((0, 0), |(parts, bytes), one| {
             (parts + 1, bytes + (one.range.end - one.range.start))
         });
@@ -169,7 +177,7 @@ impl BlockPlan {
     }
 
     /// Fills `block` with the bytes that `carry` reads. Runs are read to their places, the bytes of
-    /// column pieces go through memory of this thread.
+    /// column pieces and of casts go through memory of this thread.
     pub(super) fn fill(&self, block: &mut [u8], carry: Carry<'_>) -> Result<bool> {
         self.put_header(block);
         let uses = self.fetches.iter().flat_map(|fetch| {
@@ -180,7 +188,7 @@ impl BlockPlan {
         for (source, one) in uses {
             match &one.place {
                 BlockPlace::Run(offset) => runs.push((*offset, source, &one.range)),
-                BlockPlace::Scatter { .. } => scattered.push((source, one)),
+                BlockPlace::Scatter { .. } | BlockPlace::Cast(..) => scattered.push((source, one)),
             }
         }
         let len = |range: &Range<u64>| (range.end - range.start) as usize;

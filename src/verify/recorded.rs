@@ -64,7 +64,8 @@ impl Recorded {
         let refused = |kind, name: &str, message| {
             Err(checkpoint.refused(Fault::new(kind, message).in_file(name)))
         };
-        for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.catalog().shards) {
+        for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.source_catalog().shards)
+        {
             let now = fingerprint(&source.identity());
             let known = self.of(&shard.name);
             let known = known.filter(|known| !is_another_file(&known.fingerprint, &now));

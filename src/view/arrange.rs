@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{Files, View};
 use crate::catalog::Catalog;
-use crate::format::OutputFormat;
+use crate::error::Fault;
+use crate::format::{OutputFormat, names};
 use crate::hash::{Digest, Hasher};
 
 /// The order of the tensors of a file, and the alignment of its data.
@@ -82,9 +83,18 @@ impl FileSpec {
 }
 
 /// The virtual files of the set `name`. Shards that are shown as they are need none.
-pub fn arrange(name: &str, view: &View) -> Vec<FileSpec> {
-    match view.files {
-        Files::Single => vec![FileSpec::single(name, view.format)],
-        Files::Original => Vec::new(),
-    }
+///
+/// # Errors
+/// `view` if the catalog cannot be cut into the files of the view.
+pub fn arrange(name: &str, catalog: &Catalog, view: &View) -> Result<Vec<FileSpec>, Fault> {
+    let single = FileSpec::single(name, view.format);
+    let Some(groups) = view.files.groups(catalog)? else {
+        return Ok(if view.files == Files::Original { Vec::new() } else { vec![single] });
+    };
+    let spec = |(number, tensors): (u64, Vec<u32>)| FileSpec {
+        name: names::numbered_name(name, number, groups.total, view.format),
+        tensors: Some(tensors.into()),
+        ..single.clone()
+    };
+    Ok(groups.files.into_iter().map(spec).collect())
 }

@@ -4,32 +4,25 @@
 //! Layout, reader, cache, verify-on-read and mount take the catalog and the file specs as they
 //! come. `checkpoint::present` applies the view.
 
+use std::sync::Arc;
+
 use crate::format::OutputFormat;
 use crate::words;
 
 pub use self::arrange::{FileSpec, TensorOrder, arrange};
+pub use self::cast::{DtypeCast, DtypeMap};
+pub use self::files::{FileMap, Files, LAYOUTS};
+pub use self::options::ReadText;
+pub use self::rename::RenameRules;
+pub use self::select::NameGlob;
 
 mod arrange;
-
-/// How the tensors of a set become files.
-///
-/// ```
-/// use tensorfs::{Checkpoint, Files, OpenOptions, View};
-///
-/// let view = View { files: Files::Original, ..View::default() };
-/// let options = OpenOptions { view, ..OpenOptions::default() };
-/// let checkpoint = Checkpoint::open_with("tests/fixtures/hf/gpt2_tiny".as_ref(), &options)?;
-/// assert_eq!(checkpoint.virtual_files().count(), 0);
-/// # Ok::<(), tensorfs::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Files {
-    /// One virtual file per set.
-    #[default]
-    Single,
-    /// Shards and weight map as they are.
-    Original,
-}
+mod cast;
+mod files;
+mod options;
+mod project;
+mod rename;
+mod select;
 
 /// How the weight map is shown.
 ///
@@ -41,14 +34,12 @@ pub enum Files {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MapPolicy {
-    /// It assigns every tensor to the virtual file.
+    /// It assigns every tensor to its virtual file.
     #[default]
     Rewrite,
     /// It is not shown.
     Hide,
 }
-
-words!(Files { Single = "single", Original = "original" });
 
 words!(MapPolicy { Rewrite = "rewrite", Hide = "hide" });
 
@@ -63,7 +54,7 @@ words!(MapPolicy { Rewrite = "rewrite", Hide = "hide" });
 /// assert_eq!(checkpoint.single_file().spec().format, OutputFormat::Bintensors);
 /// # Ok::<(), tensorfs::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct View {
     /// How the tensors become files.
     pub files: Files,
@@ -71,4 +62,14 @@ pub struct View {
     pub format: OutputFormat,
     /// How the weight map is shown.
     pub map: MapPolicy,
+    /// The tensors that it has; all if there is none.
+    pub include: Vec<NameGlob>,
+    /// The tensors that it does not have.
+    pub exclude: Vec<NameGlob>,
+    /// Other names of its tensors.
+    pub rename: Option<Arc<RenameRules>>,
+    /// Other element types of its tensors.
+    pub dtype: Option<DtypeCast>,
+    /// The tensors that keep their element types, by their names in the view.
+    pub keep: Vec<NameGlob>,
 }

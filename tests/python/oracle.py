@@ -98,12 +98,24 @@ def numeric(name):
 
 def from_weight_map(path):
     """The virtual file of the Hugging Face set that the weight map at `path` describes."""
-    weight_map = json.loads(Path(path).read_text())["weight_map"]
-    return whole_tensors([Path(path).with_name(name) for name in set(weight_map.values())])
+    return write(*tensors_of(path.parent))
+
+
+def tensors_of(folder):
+    """The tensors and the metadata of a folder with one set of shards: rank shards, or shards of whole tensors."""
+    if list(folder.glob("shard-*.safetensors")):
+        return _dcp_tensors(folder)
+    maps = list(folder.glob("*.safetensors.index.json"))
+    names = set(json.loads(maps[0].read_text())["weight_map"].values()) if maps else None
+    return _whole_tensors([path for path in folder.glob("*.safetensors") if names is None or path.name in names])
 
 
 def whole_tensors(paths):
     """The virtual file of shards that hold whole tensors."""
+    return write(*_whole_tensors(paths))
+
+
+def _whole_tensors(paths):
     tensors, metadata = [], {}
     for path in sorted(paths, key=lambda p: numeric(p.name)):
         data = path.read_bytes()
@@ -112,11 +124,15 @@ def whole_tensors(paths):
         for name, entry in header.tensors.items():
             first = (numeric(path.name), entry["data_offsets"][0])
             tensors.append(Tensor(name, entry["dtype"], entry["shape"], _slice(data, header, entry), first))
-    return write(tensors, metadata)
+    return tensors, metadata
 
 
 def from_dcp(folder):
     """The virtual file of a folder of DCP shards."""
+    return write(*_dcp_tensors(folder))
+
+
+def _dcp_tensors(folder):
     pieces, metadata = {}, {}
     for path in sorted(Path(folder).glob("shard-*.safetensors"), key=lambda p: numeric(p.name)):
         data = path.read_bytes()
@@ -133,7 +149,7 @@ def from_dcp(folder):
                 path.name, entry["data_offsets"][0], _slice(data, header, entry), (offsets, entry["shape"])
             )
             pieces.setdefault((name, entry["dtype"]), []).append(piece)
-    return write([_assemble(name, dtype, found) for (name, dtype), found in pieces.items()], metadata)
+    return [_assemble(name, dtype, found) for (name, dtype), found in pieces.items()], metadata
 
 
 def from_bintensors(path, older=False):

@@ -285,7 +285,7 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     if piece.shape.contains(&0) {
         return (0, 0);
     }
-    match StridedCopy::of_piece(tensor.shape, piece.offset, piece.shape, tensor.dtype.bits()) {
+    match StridedCopy::of_piece(tensor.shape, piece.offset, piece.shape, tensor.stored.bits()) {
         Ok(runs) => (runs.count(), runs.run_len()),
         // Only pieces of a checkpoint with `layout=original` cannot be cut into runs.
         Err(_) => (1, piece.range.end - piece.range.start),

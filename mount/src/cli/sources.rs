@@ -26,7 +26,7 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
     let (mut path, mut open) = (args.source.clone(), options.open);
-    if let Some(MountOrigin { path: source, options: mounted }) = resolve_mount(&args.source) {
+    if let Some(MountOrigin { path: source, options: mounted, .. }) = resolve_mount(&args.source) {
         path = source;
         if args.options.is_empty() {
             let OpenOptions { expect_shards, reference, .. } = open;

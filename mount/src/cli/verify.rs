@@ -231,7 +231,7 @@ fn judge(
 
 impl Judged {
     fn describe(&self, line: &mut Value) {
-        let (catalog, verified) = (self.checkpoint.catalog(), &self.verified);
+        let (catalog, verified) = (self.checkpoint.source_catalog(), &self.verified);
         line["ok"] = json!(true);
         for key in ["class", "error", "file", "tensor"] {
             line[key] = Value::Null;
@@ -289,7 +289,7 @@ impl Judged {
 
     fn told(&self, started: Instant) -> String {
         let (checkpoint, verified) = (&self.checkpoint, &self.verified);
-        let catalog = checkpoint.catalog();
+        let catalog = checkpoint.source_catalog();
         let seconds = started.elapsed().as_secs_f64();
         let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
         let mut text = format!(

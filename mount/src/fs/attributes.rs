@@ -126,7 +126,7 @@ pub(crate) fn of(
 /// The value of `XATTR_SOURCE`.
 fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<String> {
     let mut folder = tree.folder(node.folder()).path.clone();
-    let mut member = None;
+    let (mut member, mut part) = (None, None);
     match &node.kind {
         NodeKind::Folder => {
             if tree.only.is_some() {
@@ -135,6 +135,7 @@ fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<Strin
         }
         NodeKind::File { content: Content::Virtual(file), .. } => {
             member = file.checkpoint().catalog().shards.first().map(|shard| shard.name.clone());
+            part = file.spec().tensors.is_some().then(|| file.spec().name.clone());
         }
         NodeKind::File { content: Content::Whole { file, .. }, .. } => {
             member = file.name.to_str().map(str::to_owned);
@@ -143,5 +144,9 @@ fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<Strin
     }
     // JSON cannot hold a path that is not UTF-8.
     let folder = folder.to_str()?;
-    Some(serde_json::json!({ "source": folder, "file": member, "view": view }).to_string())
+    let mut json = serde_json::json!({ "source": folder, "file": member, "view": view });
+    if let Some(part) = part {
+        json["part"] = part.into();
+    }
+    Some(json.to_string())
 }

@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::{FolderId, Proved, Tail, Tree};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::Mutex;
-use tensorfs::internal::view::Files;
 
 /// Sets that `status` names.
 const NAMED_MAX: usize = 20;
@@ -46,9 +45,12 @@ impl Tails {
             } else {
                 folder.proven += 1;
             }
-            let as_it_is = tree.options.view.files == Files::Original;
-            let files = if as_it_is { set.files.iter().collect() } else { vec![&set.name] };
-            folder.files.extend(files.into_iter().map(|file| (file.clone(), checkpoint.tail)));
+            let mut files: Vec<String> =
+                checkpoint.virtual_files().map(|file| file.spec().name.clone()).collect();
+            if files.is_empty() {
+                files.extend(set.files.iter().cloned());
+            }
+            folder.files.extend(files.into_iter().map(|file| (file, checkpoint.tail)));
         }
         let new = {
             let mut folders = self.0.lock();

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
+use tensorfs::internal::source::read_text;
 use tensorfs::internal::words::UnknownWord;
 
 use super::access::AccessRule;
@@ -161,6 +162,12 @@ fn word<T: FromStr<Err = UnknownWord>>(slot: &mut T, value: &str) -> Result<(), 
     Ok(())
 }
 
+/// Sets an option of the view.
+fn view(options: &mut Options, key: &str, value: &str) -> Result<(), String> {
+    let set = options.open.view.set(key, value, &mut read_text);
+    set.unwrap_or_else(|| Err("another option".to_owned()))
+}
+
 fn text(value: &str) -> Result<String, String> {
     if value.is_empty() { Err("a name".to_owned()) } else { Ok(value.to_owned()) }
 }
@@ -185,15 +192,18 @@ fn size_in(sizes: RangeInclusive<u64>, expected: &str, value: &str) -> Result<Op
 const TABLE: &[OptionRow] = &[
     OptionRow::value(
         "layout",
-        |options, value| word(&mut options.open.view.files, value),
+        |options, value| view(options, "layout", value),
         &[
             ("single", "one virtual file per checkpoint (default)"),
             ("original", "shards and weight map as they are, still proved"),
+            ("shards=N", "N virtual files of about one size, with a weight map"),
+            ("shards=SIZE", "virtual files of at most SIZE, like 5GB, as the hub splits models"),
+            ("map=FILE", "the files that FILE lists: {\"TENSOR\": NUMBER, ...} in JSON"),
         ],
     ),
     OptionRow::value(
         "format",
-        |options, value| word(&mut options.open.view.format, value),
+        |options, value| view(options, "format", value),
         &[
             ("safetensors", "the virtual file is a safetensors file (default)"),
             ("bintensors", "it is NAME.bt, as the bintensors package would write it"),
@@ -202,13 +212,52 @@ const TABLE: &[OptionRow] = &[
     .for_queries(),
     OptionRow::value(
         "weight-map",
-        |options, value| word(&mut options.open.view.map, value),
+        |options, value| view(options, "weight-map", value),
         &[
             ("rewrite", "the weight map sends every tensor to the virtual file (default)"),
             ("hide", "no weight map"),
         ],
     )
     .formerly("index"),
+    OptionRow::value(
+        "include",
+        |options, value| view(options, "include", value),
+        &[("GLOB", "only tensors whose names match; may be given more than once")],
+    )
+    .repeats()
+    .for_queries(),
+    OptionRow::value(
+        "exclude",
+        |options, value| view(options, "exclude", value),
+        &[("GLOB", "no tensors whose names match; may be given more than once")],
+    )
+    .repeats()
+    .for_queries(),
+    OptionRow::value(
+        "rename",
+        |options, value| view(options, "rename", value),
+        &[("FILE", "other names for tensors, by the rules in FILE")],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "dtype",
+        |options, value| view(options, "dtype", value),
+        &[
+            (
+                "bf16|f16|f32",
+                "cast floating point tensors, but for quantized ones and their scales",
+            ),
+            ("map=FILE", "cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON"),
+        ],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "keep",
+        |options, value| view(options, "keep", value),
+        &[("GLOB", "with dtype=, tensors that stay as they are; may be given more than once")],
+    )
+    .repeats()
+    .for_queries(),
     OptionRow::value(
         "prefer",
         |options, value| word(&mut options.open.prefer, value),

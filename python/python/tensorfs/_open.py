@@ -34,16 +34,43 @@ class TensorMetadata(NamedTuple):
     """File, first byte and end of each piece."""
 
 
-def open_checkpoint(source: Source, loader: Loader) -> Checkpoint:
-    """Opens `source`, of any of its types, within the deadline of `loader`."""
+Globs = Union[str, Sequence[str], None]
+"""A glob for names of tensors, or several of them."""
+
+
+def view_words(
+    include: Globs, exclude: Globs, rename: StrPath | None, dtype: str | None, keep: Globs
+) -> list[tuple[str, str]]:
+    """The options of a view, as `mount -o` takes them."""
+    words = []
+    if keep and dtype is None:
+        raise error("keep needs dtype")
+    for key, globs in (("include", include), ("exclude", exclude), ("keep", keep)):
+        globs = [globs] if isinstance(globs, str) else list(globs or ())
+        for glob in globs:
+            if not isinstance(glob, str):
+                raise TypeError(f"{key}: expected a glob or a list of them, not {type(glob).__name__}")
+            words.append((key, glob))
+    if rename is not None:
+        words.append(("rename", _path(rename)))
+    if dtype is not None:
+        # torch.bfloat16 is written as bf16, too.
+        word = str(dtype).removeprefix("torch.")
+        words.append(("dtype", {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(word, word)))
+    return words
+
+
+def open_checkpoint(source: Source, loader: Loader, view: Sequence[tuple[str, str]] = ()) -> Checkpoint:
+    """Opens `source`, of any of its types, within the deadline of `loader`, and presents it as `view` says."""
+    words = list(view)
     # This thread does not access the file system, which might not answer.
     try:
         if isinstance(source, (str, os.PathLike)):
-            return Checkpoint.open(_path(source), loader.timeout)
+            return Checkpoint.open(_path(source), loader.timeout, words)
         if isinstance(source, Mapping):
-            return Checkpoint.open_map({name: _path(path) for name, path in source.items()}, loader.timeout)
+            return Checkpoint.open_map({name: _path(path) for name, path in source.items()}, loader.timeout, words)
         if isinstance(source, (list, tuple)):
-            return Checkpoint.open_files([_path(path) for path in source], loader.timeout)
+            return Checkpoint.open_files([_path(path) for path in source], loader.timeout, words)
     except FileNotFoundError as e:
         if os.strerror(errno.ENOENT) in str(e):
             raise not_found(e.filename) from None
@@ -68,6 +95,11 @@ class safe_open:
     Tensors own their memory. With `copy=False` they share the memory of the mapped files, if they lie there in one
     piece: writing to one changes no file, but a process that reads it ends if the file is truncated later.
 
+    `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
+    other names, as the options of mounts. `dtype` is "bf16", "f16", "f32" or a dtype of torch, to which floating point
+    tensors are cast while they are read, except for quantized tensors, their scales, and those that the globs `keep`
+    match. They apply to what the source shows.
+
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -80,6 +112,11 @@ class safe_open:
         *,
         backend: str = "mmap",
         copy: bool = True,
+        include: Globs = None,
+        exclude: Globs = None,
+        rename: StrPath | None = None,
+        dtype: Any = None,
+        keep: Globs = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -94,7 +131,9 @@ class safe_open:
         found = _frameworks.find(framework, self._gpu)
         loader = _settings.loader(*self._how, self._gpu)
         strict = backend == "pread" or not found.indexes_itself
-        self._open: Reader | None = Reader(open_checkpoint(filename, loader), found, loader, strict, copy)
+        self._open: Reader | None = Reader(
+            open_checkpoint(filename, loader, view_words(include, exclude, rename, dtype, keep)), found, loader, strict, copy
+        )
 
     def __enter__(self) -> safe_open:
         return self
@@ -129,7 +168,8 @@ class safe_open:
         """The facts about a tensor that its header states."""
         checkpoint, info = self._checkpoint(), self._info(name)
         pieces, start = checkpoint.pieces(info.position), checkpoint.data_start()
-        offsets = None if start is None else (pieces[0][1] - start, pieces[0][2] - start)
+        is_stored = start is not None and pieces[0][2] - pieces[0][1] == info.nbytes
+        offsets = (pieces[0][1] - start, pieces[0][2] - start) if is_stored else None
         return TensorMetadata(info.dtype, info.shape, info.nbytes, offsets, pieces)
 
     get_tensor_meta = get_tensor_metadata

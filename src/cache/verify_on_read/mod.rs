@@ -209,7 +209,7 @@ impl ChecksumGate {
     /// Bytes that differ from their checksum, as an error.
     fn mismatch(&self, shard: u32, chunk: &ChecksumChunk, found: Digest) -> Error {
         let known = &self.sums[shard as usize];
-        let catalog = self.checkpoint.catalog();
+        let catalog = self.checkpoint.source_catalog();
         let stored = stored::by_shard(catalog);
         let name_of = |index: u32| catalog.tensor_at(index as usize).name.to_owned();
         let named = Named {

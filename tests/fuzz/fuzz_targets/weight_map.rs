@@ -24,7 +24,8 @@ fuzz_target!(|data: &[u8]| {
     }
 
     let names = map.shard_of.iter().map(|(name, _)| name);
-    let text = WeightMap::rewritten(&map.metadata, OUTPUT, names, data.len() as u64);
+    let text =
+        WeightMap::rewritten(&map.metadata, names.map(|name| (name, OUTPUT)), data.len() as u64);
     let again = WeightMap::parse(&text).expect("reads back");
     let names = |map: &WeightMap| -> Vec<String> {
         map.shard_of.iter().map(|(name, _)| name.to_owned()).collect()

@@ -1,0 +1,116 @@
+"""Views of checkpoints: files of a mount are read from the shards, and have the tensors that the mount shows."""
+
+import json
+import re
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+import tensorfs
+from checkpoints import DcpSet, hf_set
+from package import Mount, TestCase
+
+
+def grid(folder):
+    return DcpSet(4).cut("a", (101, 801), (2, 3)).cut("b", (64, 900), (3, 2), 8).save(folder)
+
+
+class MountedViews(TestCase):
+    def test_a_file_of_several_has_its_own_tensors_and_is_read_from_the_shards(self):
+        for source in (hf_set(self.tmp / "hf"), grid(self.tmp / "grid")):
+            with Mount(source, "layout=shards=2") as m:
+                weight_map = json.loads((m.path / "model.safetensors.index.json").read_text())["weight_map"]
+                for name in sorted(set(weight_map.values())):
+                    expected = load_file(m.path / name)
+                    with tensorfs.safe_open(m.path / name, "np") as opened:
+                        self.assertEqual(set(opened.keys()), {t for t, file in weight_map.items() if file == name})
+                        paths = {path for t in opened.keys() for path, *_ in opened.get_tensor_metadata(t).pieces}
+                        self.assertTrue(all(path.startswith(str(source)) for path in paths), paths)
+                    for tensor, value in tensorfs.numpy.load_file(m.path / name).items():
+                        self.assertEqual(value.tobytes(), expected[tensor].tobytes(), tensor)
+                whole = tensorfs.numpy.load_file(m.path)
+                self.assertEqual(set(whole), set(weight_map))
+
+    def test_a_list_that_has_changed_since_the_mount_is_not_used(self):
+        source = grid(self.tmp / "grid")
+        mapping = self.tmp / "map.json"
+        mapping.write_text('{"a": 1, "b": 2}')
+        with Mount(source, f"layout=map={mapping}") as m:
+            mapping.write_text('{"a": 2, "b": 1}')
+            names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+            found = [list(tensorfs.numpy.load_file(m.path / name)) for name in names]
+            self.assertEqual(found, [["a"], ["b"]])
+            np.testing.assert_array_equal(tensorfs.numpy.load_file(m.path / names[0])["a"], load_file(m.path / names[0])["a"])
+
+
+class Arguments(TestCase):
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(1)
+        self.source = self.tmp / "hf"
+        self.source.mkdir()
+        self.expected = {}
+        for shard in (1, 2):
+            tensors = {
+                f"l.{shard}.w": rng.standard_normal((33, 301)).astype(np.float32),
+                f"l.{shard}.norm": rng.standard_normal(77),
+                f"l.{shard}.ids": np.arange(shard, 9),
+            }
+            save_file(tensors, self.source / f"model-{shard:05}-of-00002.safetensors")
+            self.expected |= tensors
+        self.rules = self.tmp / "rules.toml"
+        self.rules.write_text("[[rename]]\nregex = '^l\\.(\\d)\\.'\nto = 'x.$1.'\n")
+        self.how = {"exclude": "l.1.ids", "rename": self.rules, "dtype": "f16", "keep": ["*.norm"]}
+        self.wanted = {
+            name.replace("l.", "x."): value.astype(np.float16) if name.endswith("w") else value
+            for name, value in self.expected.items()
+            if name != "l.1.ids"
+        }
+
+    def assert_wanted(self, found):
+        self.assertEqual(set(found), set(self.wanted))
+        for name, value in self.wanted.items():
+            self.assertEqual(found[name].dtype, value.dtype, name)
+            np.testing.assert_array_equal(found[name], value, name)
+
+    def test_loads_select_rename_and_cast_as_numpy_does(self):
+        shards = sorted(self.source.iterdir())
+        for source in (self.source, shards, {name: shards[int(name[2]) - 1] for name in self.expected}):
+            self.assert_wanted(tensorfs.numpy.load_file(source, **self.how))
+        with tensorfs.safe_open(self.source, "np", **self.how) as opened:
+            for name, value in self.wanted.items():
+                np.testing.assert_array_equal(opened.get_tensor(name), value, name)
+                np.testing.assert_array_equal(opened.get_slice(name)[1:5], value[1:5], name)
+                self.assertEqual(opened.get_tensor_metadata(name).nbytes, value.nbytes)
+            self.assert_wanted(dict(opened.tensors()))
+
+    def test_without_a_copy_cast_tensors_have_memory_of_their_own(self):
+        self.assert_wanted(tensorfs.numpy.load_file(self.source, copy=False, **self.how))
+
+    def test_behind_a_mount_the_view_of_the_mount_counts_and_the_arguments_after_it(self):
+        options = ["exclude=l.1.ids", f"rename={self.rules}", "dtype=f16", "keep=*.norm"]
+        for layout in ([], ["layout=shards=2"]):
+            with Mount(self.source, *options, *layout) as m:
+                self.assert_wanted(tensorfs.numpy.load_file(m.path))
+                names = sorted(path.name for path in m.path.glob("*.safetensors"))
+                found = {}
+                for name in names:
+                    found |= tensorfs.numpy.load_file(m.path / name)
+                    with tensorfs.safe_open(m.path / name, "np") as opened:
+                        paths = {path for t in opened.keys() for path, *_ in opened.get_tensor_metadata(t).pieces}
+                    self.assertTrue(all(path.startswith(str(self.source)) for path in paths), paths)
+                self.assert_wanted(found)
+                only = tensorfs.numpy.load_file(m.path, include="x.2.*", exclude="*.norm")
+                self.assertEqual(set(only), {"x.2.w", "x.2.ids"})
+                np.testing.assert_array_equal(only["x.2.w"], self.wanted["x.2.w"])
+
+    def test_what_does_not_fit_is_refused_with_the_argument(self):
+        for how, said in (
+            ({"include": "none*"}, "none*"), ({"dtype": "f8"}, "dtype=`f8`: expected bf16"), ({"keep": "*"}, "keep needs"),
+            ({"rename": self.tmp / "gone.toml"}, "gone.toml"), ({"dtype": "f16", "keep": "none*"}, "none*"),
+            ({"include": "["}, "include=`[`"),
+        ):
+            with self.subTest(how), self.assertRaisesRegex(tensorfs.SafetensorError, re.escape(said)):
+                tensorfs.safe_open(self.source, "np", **how)
+        with self.assertRaises(TypeError):
+            tensorfs.safe_open(self.source, "np", include=[1])

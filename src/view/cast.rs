@@ -1,0 +1,257 @@
+//! The element types of a view.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::ReadText;
+use super::select::NameGlob;
+use crate::cast::Cast;
+use crate::catalog::{Catalog, Tensor, named_some};
+use crate::dtype::Dtype;
+use crate::error::{ErrorKind, Fault, quoted, real_name, shown_path};
+use crate::format::json::{UniqueMap, object};
+use crate::hash::Digest;
+
+/// The element types that the tensors of a view are cast to.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Dtype, DtypeCast, OpenOptions, View};
+///
+/// let view = View { dtype: Some(DtypeCast::To(Dtype::Bf16)), ..View::default() };
+/// let options = OpenOptions { view, ..OpenOptions::default() };
+/// let checkpoint = Checkpoint::open_with("tests/fixtures/hf/gpt2_tiny".as_ref(), &options)?;
+/// assert!(checkpoint.catalog().tensors().all(|tensor| tensor.dtype == Dtype::Bf16));
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DtypeCast {
+    /// Floating point tensors are cast to this type, but for quantized ones and their scales.
+    To(Dtype),
+    /// The tensors that a list names are cast to the type that it says.
+    Map(Arc<DtypeMap>),
+}
+
+/// The element types of tensors, by name.
+///
+/// ```
+/// use tensorfs::DtypeCast;
+///
+/// let cast = DtypeCast::map("dtypes.json".as_ref(), br#"{"lm_head.weight": "torch.bfloat16"}"#)?;
+/// assert_eq!(cast.to_string(), "map=dtypes.json");
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DtypeMap {
+    /// The file that it was read from.
+    pub path: PathBuf,
+    digest: Digest,
+    dtypes: BTreeMap<String, Dtype>,
+}
+
+/// The words of the types that all floating point tensors can be cast to.
+const WORDS: [(&str, Dtype); 3] = [("bf16", Dtype::Bf16), ("f16", Dtype::F16), ("f32", Dtype::F32)];
+
+/// The names that torch has for types.
+const OF_TORCH: [(&str, Dtype); 17] = [
+    ("bfloat16", Dtype::Bf16),
+    ("float16", Dtype::F16),
+    ("float32", Dtype::F32),
+    ("float64", Dtype::F64),
+    ("float8_e4m3fn", Dtype::F8E4M3),
+    ("float8_e5m2", Dtype::F8E5M2),
+    ("float8_e8m0fnu", Dtype::F8E8M0),
+    ("bool", Dtype::Bool),
+    ("uint8", Dtype::U8),
+    ("int8", Dtype::I8),
+    ("int16", Dtype::I16),
+    ("uint16", Dtype::U16),
+    ("int32", Dtype::I32),
+    ("uint32", Dtype::U32),
+    ("int64", Dtype::I64),
+    ("uint64", Dtype::U64),
+    ("complex64", Dtype::C64),
+];
+
+impl DtypeCast {
+    /// The cast that `word` asks for: a value of `dtype=`. `read` gets the bytes of `map=FILE`.
+    ///
+    /// # Errors
+    /// One line without the option.
+    pub fn parse(word: &str, read: ReadText<'_>) -> Result<DtypeCast, String> {
+        if let Some((_, dtype)) = WORDS.iter().find(|(known, _)| *known == word) {
+            return Ok(DtypeCast::To(*dtype));
+        }
+        match word.strip_prefix("map=").filter(|path| !path.is_empty()) {
+            Some(path) => {
+                let map =
+                    read(Path::new(path)).and_then(|(path, text)| DtypeCast::map(&path, &text));
+                map.map_err(|why| format!("a list of tensors and dtypes; {why}"))
+            }
+            None => Err("bf16, f16, f32 or map=FILE".to_owned()),
+        }
+    }
+
+    /// The types that `text` lists: a JSON object of tensor names and types, as torch or
+    /// safetensors call them. `path` is its name in errors.
+    ///
+    /// # Errors
+    /// One line with the file and the tensor.
+    pub fn map(path: &Path, text: &[u8]) -> Result<DtypeCast, String> {
+        let fail = |why: String| format!("{}: {why}", shown_path(path));
+        let form = "expected a JSON object of tensor names and dtypes, {\"NAME\": \"BF16\", ...}";
+        let object: UniqueMap<Value> = object(text, ErrorKind::View)
+            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
+        let dtype = |(name, value): (String, Value)| {
+            let word = value.as_str().unwrap_or_default();
+            match dtype_of(word) {
+                Some(dtype) => Ok((name, dtype)),
+                None => Err(fail(format!("tensor {}: {value} is no dtype", quoted(&name)))),
+            }
+        };
+        let dtypes: BTreeMap<_, _> = object.0.into_iter().map(dtype).collect::<Result<_, _>>()?;
+        if dtypes.is_empty() {
+            return Err(fail(format!("{form}; it names no tensor")));
+        }
+        let (path, digest) = (path.to_owned(), Digest::of(text));
+        Ok(DtypeCast::Map(Arc::new(DtypeMap { path, digest, dtypes })))
+    }
+
+    /// The file that it was read from, with the hash of its text.
+    pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
+        match self {
+            DtypeCast::To(_) => None,
+            DtypeCast::Map(map) => Some((&map.path, map.digest)),
+        }
+    }
+
+    /// The new types of the tensors at `positions`. Those that `keep` matches stay as they are.
+    pub(super) fn dtypes(
+        &self,
+        catalog: &Catalog,
+        positions: &[u32],
+        keep: &[NameGlob],
+    ) -> Result<Vec<Dtype>, Fault> {
+        let tensors = || positions.iter().map(|&position| catalog.tensor_at(position as usize));
+        let unused = keep.iter().find(|glob| !tensors().any(|tensor| glob.matches(tensor.name)));
+        if let Some(glob) = unused {
+            let message = format!(
+                "keep={} matches none of the {} tensors",
+                quoted(&glob.to_string()),
+                positions.len()
+            );
+            return Err(Fault::new(ErrorKind::View, message));
+        }
+        if let DtypeCast::Map(map) = self {
+            map.check(tensors())?;
+        }
+        let quantized = Quantized::of(tensors());
+        let dtype = |tensor: Tensor<'_>| {
+            if keep.iter().any(|glob| glob.matches(tensor.name)) {
+                return Ok(tensor.dtype);
+            }
+            let to = match self {
+                DtypeCast::To(_) if !is_wide_float(tensor.dtype) || quantized.owns(&tensor) => {
+                    tensor.dtype
+                }
+                DtypeCast::To(dtype) => *dtype,
+                DtypeCast::Map(map) => map.dtypes.get(tensor.name).copied().unwrap_or(tensor.dtype),
+            };
+            check(&tensor, to).map(|()| to).map_err(|fault| fault.tensor(tensor.name))
+        };
+        tensors().map(dtype).collect()
+    }
+}
+
+impl fmt::Display for DtypeCast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DtypeCast::To(dtype) => f.write_str(&dtype.name().to_ascii_lowercase()),
+            DtypeCast::Map(map) => write!(f, "map={}", real_name(&map.path)),
+        }
+    }
+}
+
+impl DtypeMap {
+    /// Refuses a list that names other tensors.
+    fn check<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
+        let known: HashSet<&str> = tensors.map(|tensor| tensor.name).collect();
+        let names = self.dtypes.keys().map(String::as_str);
+        let unknown: Vec<&str> = names.filter(|name| !known.contains(name)).collect();
+        let Some(first) = unknown.first() else { return Ok(()) };
+        let message = format!(
+            "dtype=map={}: the file names {} tensors that the view does not have: {}",
+            shown_path(&self.path),
+            unknown.len(),
+            named_some(unknown.iter().copied())
+        );
+        Err(Fault::new(ErrorKind::View, message).tensor(first))
+    }
+}
+
+/// The tensors of a set that are quantized.
+struct Quantized<'a> {
+    /// Names of tensors whose elements have 8 bits or fewer.
+    names: HashSet<&'a str>,
+    /// Whether one of them is of a floating point type.
+    has_floats: bool,
+}
+
+impl<'a> Quantized<'a> {
+    fn of(tensors: impl Iterator<Item = Tensor<'a>>) -> Quantized<'a> {
+        let narrow = tensors.filter(|t| t.stored.bits() <= 8 && t.stored != Dtype::Bool);
+        let mut quantized = Quantized { names: HashSet::new(), has_floats: false };
+        for tensor in narrow {
+            quantized.has_floats |= !matches!(tensor.stored, Dtype::I8 | Dtype::U8);
+            quantized.names.insert(tensor.name);
+        }
+        quantized
+    }
+
+    /// Whether `tensor` belongs to the quantization: its values scale others. It is named like a
+    /// quantized tensor with `_` or `.` and more, as `weight_scale_inv` and `weight.absmax`, or its
+    /// own name has the word scale and the set has FP8 or narrower floats.
+    fn owns(&self, tensor: &Tensor<'_>) -> bool {
+        let name = tensor.name;
+        let own = name.rsplit('.').next().unwrap_or(name);
+        let ends = name.match_indices(['.', '_']).map(|(end, _)| end);
+        (self.has_floats && own.contains("scale"))
+            || ends.into_iter().any(|end| self.names.contains(&name[..end]))
+    }
+}
+
+fn is_wide_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16)
+}
+
+fn dtype_of(word: &str) -> Option<Dtype> {
+    let torch = word.strip_prefix("torch.").unwrap_or(word);
+    let known = OF_TORCH.iter().find(|(known, _)| *known == torch).map(|(_, dtype)| *dtype);
+    known.or_else(|| Dtype::from_name(word))
+}
+
+/// Refuses a cast that there is not.
+fn check(tensor: &Tensor<'_>, to: Dtype) -> Result<(), Fault> {
+    if tensor.dtype == to {
+        return Ok(());
+    }
+    if tensor.stored != tensor.dtype {
+        let message = format!(
+            "is cast from {} to {} already, and elements are cast once; ask that view for {to}",
+            tensor.stored, tensor.dtype
+        );
+        return Err(Fault::new(ErrorKind::View, message));
+    }
+    if Cast::new(tensor.stored, to).is_none() {
+        let message = format!("{} cannot be cast to {to}; keep it, or leave it out", tensor.stored);
+        return Err(Fault::new(ErrorKind::View, message));
+    }
+    if to.bits_of(tensor.shape).is_none() {
+        let message = format!("shape {:?} as {to} passes 2^64 bits", tensor.shape);
+        return Err(Fault::new(ErrorKind::Overflow, message));
+    }
+    Ok(())
+}

@@ -1,0 +1,413 @@
+//! How many files a catalog becomes, and which tensors each one holds.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::ReadText;
+use crate::catalog::{Catalog, named_some};
+use crate::error::{ErrorKind, Fault, quoted, real_name, shown_path};
+use crate::format::json::{UniqueMap, object};
+use crate::hash::Digest;
+
+/// How the tensors of a set become files.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Files, OpenOptions, View};
+///
+/// // As the hub splits a model into files of at most 20 kB.
+/// let view = View { files: Files::ShardSize(20_000), ..View::default() };
+/// let options = OpenOptions { view, ..OpenOptions::default() };
+/// let checkpoint = Checkpoint::open_with("tests/fixtures/hf/gpt2_tiny".as_ref(), &options)?;
+/// for file in checkpoint.virtual_files() {
+///     println!("{}", file.spec().name); // model-00001-of-00004.safetensors ...
+/// }
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Files {
+    /// One virtual file per set.
+    #[default]
+    Single,
+    /// Shards and weight map as they are.
+    Original,
+    /// As many files as it takes for none to have more bytes of tensors, except for a file of one
+    /// tensor that is larger.
+    ShardSize(u64),
+    /// This number of files, whose sizes differ as little as the order of the tensors allows.
+    ShardCount(u64),
+    /// The files that a list names.
+    Map(Arc<FileMap>),
+}
+
+/// The file of each tensor, by number.
+///
+/// ```
+/// use tensorfs::{FileMap, Files};
+///
+/// let text = br#"{"model.embed_tokens.weight": 1, "lm_head.weight": 2}"#;
+/// let files = Files::map("mapping.json".as_ref(), text)?;
+/// assert_eq!(files.to_string(), "map=mapping.json");
+/// assert!(Files::map("mapping.json".as_ref(), b"[1, 2]").is_err());
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileMap {
+    /// The file that it was read from.
+    pub path: PathBuf,
+    /// Hash of its text.
+    digest: Digest,
+    numbers: BTreeMap<String, u64>,
+}
+
+/// Bytes of a unit of the hub, by its letter.
+const DECIMAL: [(&str, u64); 5] =
+    [("kb", 1_000), ("mb", 1_000_000), ("gb", 1_000_000_000), ("tb", 1_000_000_000_000), ("b", 1)];
+
+/// Bytes of a binary unit.
+const BINARY: [(&str, u64); 8] = [
+    ("kib", 1 << 10),
+    ("mib", 1 << 20),
+    ("gib", 1 << 30),
+    ("tib", 1 << 40),
+    ("k", 1 << 10),
+    ("m", 1 << 20),
+    ("g", 1 << 30),
+    ("t", 1 << 40),
+];
+
+/// The values of `layout=`, for errors.
+pub const LAYOUTS: &str = "single, original, shards=N, shards=SIZE like 5GB, or map=FILE";
+
+impl Files {
+    /// The files that `word` asks for: a value of `layout=`. `read` gets the bytes of `map=FILE`.
+    ///
+    /// # Errors
+    /// One line without the option.
+    pub fn parse(word: &str, read: ReadText<'_>) -> Result<Files, String> {
+        match word.split_once('=') {
+            None if word == "single" => Ok(Files::Single),
+            None if word == "original" => Ok(Files::Original),
+            Some(("shards", size)) => shards(size).ok_or_else(|| {
+                "shards=N with a number of files from 1, or shards=SIZE with a size like 5GB, \
+                 500MB or 2GiB"
+                    .to_owned()
+            }),
+            Some(("map", "")) => Err("a file: map=FILE".to_owned()),
+            Some(("map", path)) => {
+                let map = read(Path::new(path)).and_then(|(path, text)| Files::map(&path, &text));
+                map.map_err(|why| format!("a list of tensors and files; {why}"))
+            }
+            _ => Err(LAYOUTS.to_owned()),
+        }
+    }
+
+    /// The files that `text` lists: a JSON object of tensor names and file numbers, as the
+    /// `fqn_to_index_mapping` of torch and NeMo. `path` is its name in errors.
+    ///
+    /// # Errors
+    /// One line with the file and the tensor.
+    pub fn map(path: &Path, text: &[u8]) -> Result<Files, String> {
+        let fail = |why: String| format!("{}: {why}", shown_path(path));
+        let form = "expected a JSON object of tensor names and file numbers, {\"NAME\": 1, ...}";
+        let object: UniqueMap<Value> = object(text, ErrorKind::View)
+            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
+        let UniqueMap(object) = object;
+        if object.is_empty() {
+            return Err(fail(format!("{form}; it names no tensor")));
+        }
+        let number = |(name, value): (String, Value)| match value.as_u64() {
+            Some(number @ 1..=NUMBER_MAX) => Ok((name, number)),
+            _ => Err(fail(format!(
+                "tensor {}: expected the number of a file from 1 to {NUMBER_MAX}, found {value}",
+                quoted(&name)
+            ))),
+        };
+        let numbers = object.into_iter().map(number).collect::<Result<_, _>>()?;
+        let (path, digest) = (path.to_owned(), Digest::of(text));
+        Ok(Files::Map(Arc::new(FileMap { path, digest, numbers })))
+    }
+
+    /// The file that it was read from, with the hash of its text.
+    pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
+        match self {
+            Files::Map(map) => Some((&map.path, map.digest)),
+            _ => None,
+        }
+    }
+
+    /// The tensors of each file of `catalog`, as positions in ascending order, with the number of
+    /// the file. Files without tensors do not exist. `None` if all tensors are in one file, or if
+    /// the files of the source stay.
+    pub(super) fn groups(&self, catalog: &Catalog) -> Result<Option<Groups>, Fault> {
+        let (total, files) = match self {
+            Files::Single | Files::Original => return Ok(None),
+            Files::Map(map) => return map.groups(catalog).map(Some),
+            Files::ShardSize(most) => {
+                let (order, lens) = in_disk_order(catalog);
+                let ends = ends_by_size(&lens, *most);
+                (ends.len(), cut(&order, &ends))
+            }
+            Files::ShardCount(count) => {
+                let (order, lens) = in_disk_order(catalog);
+                let fits = usize::try_from(*count).ok().filter(|count| *count <= order.len());
+                let Some(count) = fits else {
+                    let message = format!(
+                        "layout=shards={count} needs a tensor for each file, the checkpoint has {}",
+                        order.len()
+                    );
+                    return Err(Fault::new(ErrorKind::View, message));
+                };
+                (count, cut(&order, &ends_by_count(&lens, count)))
+            }
+        };
+        Ok((total > 1).then_some(Groups { total: total as u64, files }))
+    }
+}
+
+/// Largest number of a file: names have at least five digits, and may have more.
+const NUMBER_MAX: u64 = 999_999_999;
+
+/// Files of a catalog.
+pub(super) struct Groups {
+    /// The number in each name.
+    pub(super) total: u64,
+    /// Number from 1, and positions in ascending order.
+    pub(super) files: Vec<(u64, Vec<u32>)>,
+}
+
+impl fmt::Display for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Files::Single => f.write_str("single"),
+            Files::Original => f.write_str("original"),
+            Files::ShardSize(bytes) => write!(f, "shards={bytes}B"),
+            Files::ShardCount(count) => write!(f, "shards={count}"),
+            Files::Map(map) => write!(f, "map={}", real_name(&map.path)),
+        }
+    }
+}
+
+impl FileMap {
+    fn groups(&self, catalog: &Catalog) -> Result<Groups, Fault> {
+        let file = shown_path(&self.path);
+        let missing: Vec<&str> = catalog
+            .tensors()
+            .map(|tensor| tensor.name)
+            .filter(|name| !self.numbers.contains_key(*name))
+            .collect();
+        if let Some(first) = missing.first() {
+            let message = format!(
+                "layout=map={file}: the file names {} of the {} tensors; these are missing: {}",
+                catalog.len() - missing.len(),
+                catalog.len(),
+                named_some(missing.iter().copied())
+            );
+            return Err(Fault::new(ErrorKind::View, message).tensor(first));
+        }
+        // All tensors are named, so further names are those of no tensor.
+        let unknown: Vec<&str> = self
+            .numbers
+            .keys()
+            .map(String::as_str)
+            .filter(|n| catalog.tensor(n).is_none())
+            .collect();
+        if let Some(first) = unknown.first() {
+            let message = format!(
+                "layout=map={file}: the file names {} tensors that the checkpoint does not have: {}",
+                unknown.len(),
+                named_some(unknown.iter().copied())
+            );
+            return Err(Fault::new(ErrorKind::View, message).tensor(first));
+        }
+        let mut files: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+        for (position, number) in self.numbers.values().enumerate() {
+            // Both are in the order of names.
+            files.entry(*number).or_default().push(position as u32);
+        }
+        let total = files.keys().next_back().copied().unwrap_or(1);
+        Ok(Groups { total, files: files.into_iter().collect() })
+    }
+}
+
+/// A number of files, or a size of each.
+fn shards(text: &str) -> Option<Files> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number = number.parse::<u64>().ok().filter(|number| *number > 0)?;
+    if unit.is_empty() {
+        return Some(Files::ShardCount(number));
+    }
+    let unit = unit.to_ascii_lowercase();
+    let (_, bytes) = DECIMAL.iter().chain(&BINARY).find(|(known, _)| *known == unit)?;
+    number.checked_mul(*bytes).map(Files::ShardSize)
+}
+
+/// Positions of all tensors in the order of their first bytes on disk, and their lengths.
+fn in_disk_order(catalog: &Catalog) -> (Vec<u32>, Vec<u64>) {
+    let mut order: Vec<u32> = (0..catalog.len() as u32).collect();
+    order.sort_by_cached_key(|&position| {
+        let first = catalog.tensor_at(position as usize).first_piece();
+        (first.shard, first.range.start, position)
+    });
+    let lens = order.iter().map(|&position| catalog.tensor_at(position as usize).len).collect();
+    (order, lens)
+}
+
+/// Ends of the files that the hub makes of tensors of these lengths: a tensor of more than `most`
+/// bytes gets a file at once, and another that does not fit closes the file before it. The tensors
+/// of one file need not follow each other, so each end is the list of the file's tensors.
+fn ends_by_size(lens: &[u64], most: u64) -> Vec<Vec<usize>> {
+    let mut files = Vec::new();
+    let (mut open, mut bytes) = (Vec::new(), 0_u64);
+    for (index, &len) in lens.iter().enumerate() {
+        if len > most {
+            files.push(vec![index]);
+            continue;
+        }
+        if !open.is_empty() && bytes.saturating_add(len) > most {
+            files.push(std::mem::take(&mut open));
+            bytes = 0;
+        }
+        open.push(index);
+        bytes += len;
+    }
+    if !open.is_empty() {
+        files.push(open);
+    }
+    files
+}
+
+/// The tensors of `count` files of consecutive tensors, the largest of which is as small as it can
+/// be. No file is empty.
+fn ends_by_count(lens: &[u64], count: usize) -> Vec<Vec<usize>> {
+    let total = lens.iter().fold(0_u64, |sum, len| sum.saturating_add(*len));
+    let needed = |most: u64| {
+        let (mut files, mut bytes) = (1, 0_u64);
+        for &len in lens {
+            if bytes.saturating_add(len) > most {
+                files += 1;
+                bytes = 0;
+            }
+            bytes += len;
+        }
+        files
+    };
+    let (mut low, mut high) = (lens.iter().copied().max().unwrap_or(0), total);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if needed(middle) <= count { high = middle } else { low = middle + 1 }
+    }
+    let mut files: Vec<Vec<usize>> = Vec::with_capacity(count);
+    let (mut open, mut bytes) = (Vec::new(), 0_u64);
+    for (index, &len) in lens.iter().enumerate() {
+        let is_full = bytes.saturating_add(len) > high;
+        // Each file that is still to come needs a tensor.
+        let is_due = lens.len() - index == count - files.len() - 1;
+        if !open.is_empty() && (is_full || is_due) {
+            files.push(std::mem::take(&mut open));
+            bytes = 0;
+        }
+        open.push(index);
+        bytes += len;
+    }
+    files.push(open);
+    files
+}
+
+/// Numbers files, and turns indices of `order` into ascending positions.
+fn cut(order: &[u32], files: &[Vec<usize>]) -> Vec<(u64, Vec<u32>)> {
+    let positions = |file: &Vec<usize>| {
+        let mut positions: Vec<u32> = file.iter().map(|&index| order[index]).collect();
+        positions.sort_unstable();
+        positions
+    };
+    files.iter().enumerate().map(|(index, file)| (index as u64 + 1, positions(file))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parse(word: &str) -> Result<Files, String> {
+        Files::parse(word, &mut |path| Ok((path.to_owned(), br#"{"a": 2, "b": 1}"#.to_vec())))
+    }
+
+    #[test]
+    fn words_are_read_and_written_and_others_are_refused() {
+        for (word, files) in [
+            ("single", Files::Single),
+            ("original", Files::Original),
+            ("shards=8", Files::ShardCount(8)),
+            ("shards=5GB", Files::ShardSize(5_000_000_000)),
+            ("shards=5g", Files::ShardSize(5 << 30)),
+            ("shards=100kb", Files::ShardSize(100_000)),
+            ("shards=2GiB", Files::ShardSize(2 << 30)),
+            ("shards=7B", Files::ShardSize(7)),
+        ] {
+            assert_eq!(parse(word).as_ref(), Ok(&files), "{word}");
+            assert_eq!(parse(&files.to_string()), Ok(files), "{word}");
+        }
+        assert_eq!(parse("map=x.json").unwrap().to_string(), "map=x.json");
+        for word in [
+            "",
+            "double",
+            "shards",
+            "shards=",
+            "shards=0",
+            "shards=-1",
+            "shards=5XB",
+            "shards=0GB",
+            "shards=99999999999TB",
+            "map",
+            "map=",
+            "single=1",
+            "shards=1.5GB",
+        ] {
+            assert!(parse(word).is_err(), "{word}");
+        }
+    }
+
+    #[test]
+    fn a_list_with_a_name_twice_or_a_number_that_is_none_is_refused_with_the_tensor() {
+        let map = |text: &str| Files::map(Path::new("m.json"), text.as_bytes()).unwrap_err();
+        assert!(map(r#"{"a": 1, "a": 2}"#).contains('a'));
+        for bad in ["0", "-1", "1.5", "\"1\"", "null", "1000000000"] {
+            let error = map(&format!(r#"{{"some": 1, "x.y": {bad}}}"#));
+            assert!(error.starts_with("m.json: tensor") && error.contains("x.y"), "{error}");
+        }
+        for bad in ["", "{}", "[]", "1", "{\"a\"", "{\"a\": 1} x"] {
+            assert!(map(bad).starts_with("m.json: expected a JSON object"), "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn files_by_number_hold_all_tensors_and_none_is_larger_than_it_must_be(
+            lens in proptest::collection::vec(0_u64..50, 1..12), count in 1_usize..12,
+        ) {
+            let count = count.min(lens.len());
+            let files = ends_by_count(&lens, count);
+            prop_assert_eq!(files.len(), count);
+            prop_assert!(files.iter().all(|file| !file.is_empty()));
+            prop_assert_eq!(files.concat(), (0..lens.len()).collect::<Vec<_>>());
+            let len = |file: &[usize]| file.iter().map(|&at| lens[at]).sum::<u64>();
+            let largest = files.iter().map(|file| len(file)).max();
+            // Every way to choose the ends.
+            let best = (0_u32..1 << (lens.len() - 1))
+                .filter(|ends| ends.count_ones() as usize == count - 1)
+                .map(|ends| {
+                    let all: Vec<usize> = (0..lens.len()).collect();
+                    let cut = |a: &usize, _: &usize| ends >> a & 1 == 0;
+                    all.chunk_by(cut).map(len).max()
+                })
+                .min();
+            prop_assert_eq!(Some(largest), best);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Views as words: the options of mounts and commands, and the JSON of `user.tensorfs.source`.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::{DtypeCast, Files, NameGlob, RenameRules, View};
+use crate::error::real_name;
+use crate::words::UnknownWord;
+
+/// Gets the absolute path and the bytes of a file that an option names, or one line that says why
+/// it cannot.
+pub type ReadText<'a> = &'a mut dyn FnMut(&Path) -> Result<(PathBuf, Vec<u8>), String>;
+
+fn word<T: FromStr<Err = UnknownWord>>(value: &str) -> Result<T, String> {
+    value.parse().map_err(|known: UnknownWord| known.to_string())
+}
+
+impl View {
+    /// Sets the option `key` to `value`. `read` gets the bytes of files that it names. `None` if no
+    /// option of views has that name.
+    ///
+    /// # Errors
+    /// One line without the option: the values that are expected.
+    pub fn set(
+        &mut self,
+        key: &str,
+        value: &str,
+        read: ReadText<'_>,
+    ) -> Option<Result<(), String>> {
+        let set = match key {
+            "layout" => Files::parse(value, read).map(|files| self.files = files),
+            "format" => word(value).map(|format| self.format = format),
+            "weight-map" => word(value).map(|map| self.map = map),
+            "include" => NameGlob::new(value).map(|glob| self.include.push(glob)),
+            "exclude" => NameGlob::new(value).map(|glob| self.exclude.push(glob)),
+            "keep" => NameGlob::new(value).map(|glob| self.keep.push(glob)),
+            "dtype" => DtypeCast::parse(value, read).map(|dtype| self.dtype = Some(dtype)),
+            "rename" if value.is_empty() => Err("a file with rules".to_owned()),
+            "rename" => read(Path::new(value))
+                .and_then(|(path, text)| RenameRules::parse(&path, &text))
+                .map(|rules| self.rename = Some(Arc::new(rules)))
+                .map_err(|why| format!("a file of rules; {why}")),
+            _ => return None,
+        };
+        Some(set)
+    }
+
+    /// The options as JSON, for programs that find the source behind a mount.
+    pub(crate) fn to_json(&self) -> Map<String, Value> {
+        let mut json = Map::new();
+        let mut add = |key: &str, value: Value| drop(json.insert(key.to_owned(), value));
+        add("layout", self.files.to_string().into());
+        add("weight-map", self.map.as_str().into());
+        add("format", self.format.as_str().into());
+        let globs = |globs: &[NameGlob]| globs.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let given = [("include", &self.include), ("exclude", &self.exclude), ("keep", &self.keep)];
+        for (key, given) in given {
+            if !given.is_empty() {
+                add(key, globs(given).into());
+            }
+        }
+        if let Some(rules) = &self.rename {
+            add("rename", real_name(rules.path()).into());
+        }
+        if let Some(dtype) = &self.dtype {
+            add("dtype", dtype.to_string().into());
+        }
+        let dtypes = self.dtype.as_ref().and_then(DtypeCast::read_from);
+        let rules = self.rename.iter().map(|rules| (rules.path(), rules.digest()));
+        let files = self.files.read_from().into_iter().chain(rules).chain(dtypes);
+        let files: Map<String, Value> =
+            files.map(|(path, digest)| (real_name(path), digest.to_string().into())).collect();
+        if !files.is_empty() {
+            add("files", files.into());
+        }
+        json
+    }
+
+    /// The view that `to_json` wrote. `None` if another version wrote words that are not known
+    /// here, or if a file that the view was read from has changed since.
+    pub(crate) fn from_json(json: &Value, read: ReadText<'_>) -> Option<View> {
+        let mut view = View::default();
+        for key in ["layout", "weight-map", "format"] {
+            let former = if key == "weight-map" { json.get("index") } else { None };
+            let value = json.get(key).or(former)?.as_str()?;
+            view.set(key, value, read)?.ok()?;
+        }
+        for key in ["include", "exclude", "rename", "dtype", "keep"] {
+            let Some(value) = json.get(key) else { continue };
+            let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+            for value in values {
+                view.set(key, value.as_str()?, read)?.ok()?;
+            }
+        }
+        let same = view.to_json().get("files") == json.get("files");
+        same.then_some(view)
+    }
+}

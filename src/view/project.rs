@@ -1,0 +1,50 @@
+//! The tensors of a view: a catalog made from a catalog.
+
+use super::View;
+use super::select::select;
+use crate::catalog::{Catalog, Projected};
+use crate::error::Fault;
+
+impl View {
+    /// Whether its tensors are those of the source, under their names.
+    pub fn keeps_tensors(&self) -> bool {
+        let View { files: _, format: _, map: _, include, exclude, rename, dtype, keep: _ } = self;
+        include.is_empty() && exclude.is_empty() && rename.is_none() && dtype.is_none()
+    }
+
+    /// The catalog of the view: selects tensors, names them anew, and casts them. Each step sees
+    /// the names that the one before it gives.
+    ///
+    /// # Errors
+    /// `view` if a rule does not fit the catalog.
+    pub fn project(&self, catalog: &Catalog) -> Result<Catalog, Fault> {
+        if self.keeps_tensors() {
+            return Ok(catalog.clone());
+        }
+        let mut selected = select(catalog, &self.include, &self.exclude)?;
+        let mut names = None;
+        if let Some(rules) = &self.rename {
+            let renamed = rules.renamed(catalog, &selected)?;
+            selected = renamed.iter().map(|(_, position)| *position).collect();
+            names = Some(renamed);
+        }
+        let plain = selected.iter().map(|&position| {
+            let tensor = catalog.tensor_at(position as usize);
+            Projected { name: tensor.name, position, dtype: tensor.dtype }
+        });
+        let named = match &names {
+            None => catalog.project(plain),
+            Some(names) => catalog
+                .project(plain.zip(names).map(|(plain, (name, _))| Projected { name, ..plain })),
+        };
+        let Some(cast) = &self.dtype else { return Ok(named) };
+        let positions: Vec<u32> = (0..named.len() as u32).collect();
+        let dtypes = cast.dtypes(&named, &positions, &self.keep)?;
+        let tensors = positions.iter().zip(&dtypes).map(|(&position, &dtype)| Projected {
+            name: named.tensor_at(position as usize).name,
+            position,
+            dtype,
+        });
+        Ok(named.project(tensors))
+    }
+}

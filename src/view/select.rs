@@ -1,0 +1,108 @@
+//! Which tensors of a catalog a view has, by globs.
+
+use std::fmt;
+
+use globset::{GlobBuilder, GlobMatcher};
+
+use crate::catalog::{Catalog, named_some};
+use crate::error::{ErrorKind, Fault, quoted};
+
+/// A glob that matches whole names of tensors. `*` and `?` match dots too.
+///
+/// ```
+/// use tensorfs::NameGlob;
+///
+/// let glob = NameGlob::new("model.layers.[01].*")?;
+/// assert!(glob.matches("model.layers.0.mlp.up_proj.weight"));
+/// assert!(!glob.matches("model.layers.10.mlp.up_proj.weight"));
+/// assert!(NameGlob::new("model.layers.[0").is_err());
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct NameGlob {
+    text: String,
+    matcher: GlobMatcher,
+}
+
+/// Longest glob, in bytes.
+const GLOB_LEN_MAX: usize = 4096;
+
+impl NameGlob {
+    /// The glob `text`.
+    ///
+    /// # Errors
+    /// One line that says what is wrong with it.
+    pub fn new(text: &str) -> Result<NameGlob, String> {
+        if text.is_empty() || text.len() > GLOB_LEN_MAX {
+            return Err(format!("a glob of 1 to {GLOB_LEN_MAX} bytes, like model.layers.0.*"));
+        }
+        let glob = GlobBuilder::new(text).literal_separator(false).build();
+        let glob = glob.map_err(|e| format!("a glob; {}", e.kind()))?;
+        Ok(NameGlob { text: text.to_owned(), matcher: glob.compile_matcher() })
+    }
+
+    /// Whether it matches the whole of `name`.
+    pub fn matches(&self, name: &str) -> bool {
+        self.matcher.is_match(name)
+    }
+}
+
+impl PartialEq for NameGlob {
+    fn eq(&self, other: &NameGlob) -> bool {
+        self.text == other.text
+    }
+}
+
+impl Eq for NameGlob {}
+
+impl fmt::Display for NameGlob {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// The positions of the tensors of `catalog` that one of `include` matches, or all if there is
+/// none, without those that one of `exclude` matches.
+pub(super) fn select(
+    catalog: &Catalog,
+    include: &[NameGlob],
+    exclude: &[NameGlob],
+) -> Result<Vec<u32>, Fault> {
+    let mut used = vec![false; include.len() + exclude.len()];
+    let mut selected = Vec::new();
+    let (used_to_include, used_to_exclude) = used.split_at_mut(include.len());
+    for tensor in catalog.tensors() {
+        // Every glob is asked, to know which match nothing.
+        let any = |globs: &[NameGlob], used: &mut [bool]| {
+            let mut matched = false;
+            for (glob, used) in globs.iter().zip(used) {
+                let matches = glob.matches(tensor.name);
+                *used |= matches;
+                matched |= matches;
+            }
+            matched
+        };
+        let included = any(include, used_to_include) || include.is_empty();
+        if included & !any(exclude, used_to_exclude) {
+            selected.push(tensor.position() as u32);
+        }
+    }
+    let words = include.iter().map(|glob| ("include", glob));
+    let mut words = words.chain(exclude.iter().map(|glob| ("exclude", glob)));
+    if let Some(unused) = used.iter().position(|used| !used)
+        && let Some((word, glob)) = words.nth(unused)
+    {
+        let message = format!(
+            "{word}={} matches none of the {} tensors: {}",
+            quoted(&glob.text),
+            catalog.len(),
+            named_some(catalog.tensors().map(|tensor| tensor.name))
+        );
+        return Err(Fault::new(ErrorKind::View, message));
+    }
+    if selected.is_empty() && !catalog.is_empty() {
+        let message = format!("include= and exclude= leave none of the {} tensors", catalog.len());
+        return Err(Fault::new(ErrorKind::View, message));
+    }
+    Ok(selected)
+}

@@ -1,0 +1,51 @@
+"""Views of checkpoints by plain and slow code, to compare mounted views with: each function takes and gives tensors.
+
+Shares nothing with tensorfs. Sources are read by `oracle.tensors_of`.
+"""
+
+import json
+from pathlib import Path
+
+import oracle
+
+MAP = "model.safetensors.index.json"
+
+
+def in_disk_order(tensors):
+    return sorted(tensors, key=lambda t: (t.first, t.name))
+
+
+def split_by_size(tensors, limit):
+    """As `split_torch_state_dict_into_shards` of huggingface_hub goes about it."""
+    shards, current, size = [], [], 0
+    for tensor in tensors:
+        if len(tensor.data) > limit:
+            shards.append([tensor])
+            continue
+        if current and size + len(tensor.data) > limit:
+            shards.append(current)
+            current, size = [], 0
+        current.append(tensor)
+        size += len(tensor.data)
+    return shards + ([current] if current else [])
+
+
+def folder_of(groups, total, metadata, stem="model", map_metadata=None):
+    """File name -> bytes of the folder: `groups` are the number of each file and its tensors."""
+    if total == 1 and [number for number, _ in groups] == [1] and map_metadata is None:
+        return {f"{stem}.safetensors": oracle.write(list(groups[0][1]), metadata)}
+    files, weight_map, size = {}, {}, 0
+    for number, tensors in groups:
+        name = f"{stem}-{number:05}-of-{total:05}.safetensors"
+        files[name] = oracle.write(list(tensors), metadata)
+        weight_map.update({tensor.name: name for tensor in tensors})
+        size += sum(len(tensor.data) for tensor in tensors)
+    content = {"metadata": {**(map_metadata or {}), "total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    files[f"{stem}.safetensors.index.json"] = (json.dumps(content, indent=2) + "\n").encode()
+    return files
+
+
+def shown(folder):
+    """File name -> bytes of the weights and weight maps in a mounted folder."""
+    paths = (path for path in Path(folder).iterdir() if ".safetensors" in path.name)
+    return {path.name: path.read_bytes() for path in paths}

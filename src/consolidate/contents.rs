@@ -54,10 +54,13 @@ impl Contents {
     }
 
     /// The recorded hashes of a tensor. `None` if they are not recorded, or if the tensor lies in
-    /// several pieces, whose hashes are not those of its bytes.
+    /// several pieces or is cast: the hashes of the pieces are not those of its bytes then.
     pub fn recorded(&self, tensor: &Tensor<'_>) -> Option<TensorDigests> {
         if tensor.len == 0 {
             return Some(Vec::new());
+        }
+        if tensor.cast().is_some() {
+            return None;
         }
         let mut pieces = tensor.pieces().filter(|piece| !piece.is_empty());
         let (piece, None) = (pieces.next()?, pieces.next()) else { return None };

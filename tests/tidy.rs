@@ -62,6 +62,7 @@ const SAME_RANK: &[(&str, &str)] = &[
     ("layout", "view"),
     ("io", "source"),
     ("store", "source"),
+    ("mount_origin", "source"),
 ];
 
 /// The rooms of `mount/src/`. A room imports rooms of a lower rank only.

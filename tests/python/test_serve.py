@@ -245,6 +245,18 @@ class Serving(ServiceCase):
         service.wait_for_status("serving 2 of 2 mounts")
         self.assert_serves(self.a)
 
+    def test_a_mount_with_copies_goes_on_over_a_restart(self):
+        copies = self.tmp / "copies"
+        copies.mkdir()
+        service = self.serve(mount_config("a", SOURCE, self.a, f"assemble={copies},assemble-size=64M"))
+        service.wait_until_ready()
+        held = self.open(self.a / FILE)
+        service.restart()
+        service.wait_until_ready(2)
+        self.assertIn("handing over 1 mounts", service.log())
+        self.assert_same(os.pread(held, len(self.right), 0), self.right)
+        self.assert_serves(self.a)
+
     def test_a_killed_supervisor_leaves_no_mount_and_the_next_one_starts(self):
         service = self.serve(self.two())
         service.wait_until_ready()

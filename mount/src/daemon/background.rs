@@ -159,7 +159,7 @@ pub(crate) fn serve(
         Some(received) => session::plan_takeover(source, target, &received.target, options)?,
         None => session::plan(source, target, options)?,
     };
-    plan.open_assembler()?;
+    plan.open_assembler(received.is_none())?;
     let warnings = plan.warnings();
     if log_file.is_some() && tracing::enabled!(tracing::Level::WARN) {
         // With `log=FILE` the warnings go to that file; the user at the terminal needs them too.

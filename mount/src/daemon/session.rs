@@ -100,14 +100,21 @@ pub(crate) struct MountPlan {
 impl MountPlan {
     /// Opens the folder of `assemble=`, if there is one.
     ///
+    /// `fresh`: the mount is not there yet.
+    ///
     /// # Errors
     /// One line with the reason why it cannot be used. A folder that does not answer is an error
     /// too.
-    pub(crate) fn open_assembler(&mut self) -> Result<(), String> {
+    pub(crate) fn open_assembler(&mut self, fresh: bool) -> Result<(), String> {
         let options = self.options.clone();
-        let places = [self.nodes.tree().source.clone(), self.target.clone()];
+        // A mount that is taken over has no server now: a look at it would wait for this process.
+        let target = fresh.then(|| self.target.clone());
+        let places: Vec<_> = [self.nodes.tree().source.clone()].into_iter().chain(target).collect();
         let folder = options.assemble.as_deref().map(shown_path);
-        let open = move || service::assembler(&options, &[&places[0], &places[1]]);
+        let open = move || {
+            let places: Vec<&Path> = places.iter().map(PathBuf::as_path).collect();
+            service::assembler(&options, &places)
+        };
         let opened = unless_stalled(self.options.io_timeout, open);
         let stalls = |why| format!("assemble={}: {why}; not mounted", folder.unwrap_or_default());
         self.assembler = opened.map_err(stalls)??;

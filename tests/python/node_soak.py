@@ -1,5 +1,5 @@
 """A day of a node's life in minutes: models come, change and go, workers are killed and stopped, the service is
-restarted, killed and reloaded, and a disk fills, while readers map and read and compare every byte.
+restarted, upgraded, killed and reloaded, and a disk fills, while readers map and read and compare every byte.
 
     python tests/python/node_soak.py --seconds 1200
     python tests/python/node_soak.py --seconds 60 --readers 4
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from checkpoints import FORMAT, write_weight_map
-from mounts import detach, mount_table, process_gone, wait_until
+from mounts import BIN, detach, mount_table, process_gone, wait_until
 from services import Service, mount_config
 from soak import blocks, pattern, write_header
 
@@ -41,6 +41,7 @@ HANG_SECONDS = 90
 COME_SECONDS = 60
 WATCHDOG = 4
 # Errors that a reader may get while a worker or a source is changed under it.
+LOST = {"ENOTCONN", "ECONNABORTED", "ENODEV"}
 EXPECTED = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.ESTALE, errno.ENODEV}
 
 
@@ -242,6 +243,9 @@ class Life:
         self.failures = []
         self.peak = collections.defaultdict(int)
         self.service = None
+        self.binary = folder / "program" / "tensorfs"
+        self.binary.parent.mkdir()
+        shutil.copy(BIN, self.binary)
         for _ in range(options.models):
             self.new_model(self.store)
         for _ in range(2):
@@ -273,7 +277,7 @@ class Life:
 
     def start(self):
         (self.folder / "notify").unlink(missing_ok=True)
-        self.service = Service(self.folder, self.config())
+        self.service = Service(self.folder, self.config(), binary=self.binary)
         self.service.__enter__()
         self.service.wait_until_ready()
 
@@ -367,12 +371,47 @@ class Life:
             self.wait_for("a stopped worker is replaced", lambda: process_gone(pid))
             self.wait_for("new opens work after a stop of a worker", self.all_serve)
 
+    @contextlib.contextmanager
+    def nothing_lost(self, what):
+        """In this time no reader may lose its files."""
+        self.wait_for("all mounts serve", self.all_serve)
+        # Files that were opened before the last kill still fail.
+        self.readers.collect(1)
+        before = self.lost()
+        yield
+        self.wait_for(f"new opens work after {what}", self.all_serve)
+        self.readers.collect(1)
+        if lost := self.lost() - before:
+            self.failures.append(f"{what}: {lost} readers lost their files: {dict(self.readers.errors)}")
+
+    def lost(self):
+        """Number of readers so far that lost a connection."""
+        errors = sum(n for name, n in self.readers.errors.items() if name in LOST)
+        return errors + self.readers.figures["ended by SIGBUS"]
+
     def service_restarts(self):
+        """As by `systemctl restart`: the mounts go on."""
+        with self.nothing_lost("a restart"):
+            times = self.service.manager.count("READY=1")
+            self.service.restart()
+            self.wait_for("a restart ends", lambda: self.service.manager.count("READY=1") > times)
+
+    def service_is_upgraded(self):
+        """Another file takes the place of the program, and a reload runs it."""
+        with self.nothing_lost("an upgrade"):
+            new = self.binary.with_name("new")
+            shutil.copy(BIN, new)
+            new.rename(self.binary)
+            times = self.service.manager.count("READY=1")
+            self.service.reload()
+            self.wait_for("an upgrade ends", lambda: self.service.manager.count("READY=1") > times)
+
+    def service_stops_and_starts(self):
         if self.service.stop() != 0:
             self.failures.append(f"the service ended badly: {self.service.log()[-500:]}")
         self.end()
         self.start()
-        self.wait_for("new opens work after a restart", self.all_serve)
+        self.wait_for("new opens work after a stop and a start", self.all_serve)
 
     def service_is_killed(self):
         """All at once, as systemd does after a SIGKILL of the supervisor."""
@@ -417,7 +456,8 @@ class Life:
 
     EVENTS = {
         model_comes: 6, model_is_downloaded: 3, model_changes: 6, model_goes: 6, worker_is_killed: 4,
-        worker_is_stopped: 1, service_restarts: 1, service_is_killed: 1, service_reloads: 2, config_is_wrong: 1, disk_fills: 1,
+        worker_is_stopped: 1, service_restarts: 3, service_is_upgraded: 2, service_stops_and_starts: 1,
+        service_is_killed: 1, service_reloads: 2, config_is_wrong: 1, disk_fills: 1,
     }
 
     def measure(self):

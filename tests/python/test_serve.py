@@ -11,7 +11,7 @@ from pathlib import Path
 import checkpoints
 from faults import FaultFs, Reading
 from manifest import by_id
-from mounts import ROOT, Mount, find_mount, needs_root, process_gone, tensorfs, wait_until
+from mounts import BIN, ROOT, Mount, find_mount, needs_root, process_gone, tensorfs, wait_until
 from services import PATIENCE, Service, ServiceCase, mount_config
 
 FILE = "model.safetensors"
@@ -244,6 +244,21 @@ class Serving(ServiceCase):
         wait_until(lambda: service.workers().get("a") not in (None, before["a"]), PATIENCE, "another worker")
         service.wait_for_status("serving 2 of 2 mounts")
         self.assert_serves(self.a)
+
+    def test_an_upgrade_after_a_restart_keeps_the_mounts(self):
+        program = self.copy(BIN, "program")
+        service = self.serve(self.two(), binary=program)
+        service.wait_until_ready()
+        held = self.open(self.a / FILE)
+        service.restart()
+        service.wait_until_ready(2)
+        for times in (3, 4):
+            self.copy(BIN, "new").rename(program)
+            service.reload()
+            service.wait_until_ready(times)
+            self.assertEqual(service.manager.status(), "serving 2 of 2 mounts")
+            self.assert_same(os.pread(held, len(self.right), 0), self.right)
+        self.assert_serves(self.b)
 
     def test_a_mount_with_copies_goes_on_over_a_restart(self):
         copies = self.tmp / "copies"

@@ -130,7 +130,13 @@ impl Stored {
             pairs.push(format!("{name}={}", fd.as_raw_fd()));
         }
         let args: Vec<OsString> = std::env::args_os().skip(1).collect();
-        Command::new(program).arg0("tensorfs").args(args).env(VARIABLE, pairs.join(" ")).exec()
+        let mut command = Command::new(program);
+        command.arg0("tensorfs").args(args).env(VARIABLE, pairs.join(" "));
+        // The pid stays, so the new program would take numbers for its own that are closed now.
+        for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
+            command.env_remove(name);
+        }
+        command.exec()
     }
 }
 

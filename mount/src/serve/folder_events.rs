@@ -25,6 +25,9 @@ struct State {
     /// The kernel watches an inode once. While a folder moves, or is mounted at two places, it has
     /// several paths.
     paths: HashMap<WatchDescriptor, BTreeSet<PathBuf>>,
+    /// Folders that took the place of watched ones, since the last call of `take`: their entries
+    /// before the new watch had no events.
+    replaced: BTreeSet<PathBuf>,
 }
 
 /// Folders that had events.
@@ -87,6 +90,7 @@ impl FolderEvents {
         state.paths.entry(descriptor).or_default().insert(path.to_owned());
         if let Some(before) = before.filter(|before| *before != descriptor) {
             state.leave(inotify, path, before);
+            state.replaced.insert(path.to_owned());
         }
         Ok(())
     }
@@ -128,6 +132,7 @@ impl FolderEvents {
                 }
             }
         }
+        touched.paths.append(&mut self.state.lock().replaced);
         touched
     }
 }

@@ -33,6 +33,8 @@ pub struct WriteOptions {
     pub replace: bool,
     /// The files are read back from the disk and compared.
     pub verify: bool,
+    /// Other weight files may lie beside the new ones.
+    pub beside_others: bool,
 }
 
 impl Copier {

@@ -19,7 +19,7 @@ fn outline() -> Outline {
 
 /// Writes the fixture to `out`; `progress` is called as the copy calls it.
 fn write(out: &Path, verify: bool, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
-    let options = WriteOptions { replace: false, verify };
+    let options = WriteOptions { verify, ..WriteOptions::default() };
     let mut watch = Watch { progress, bytes: None };
     Copier::new(Settings::default()).write_folder(&outline(), out, options, &mut watch)
 }

@@ -3,6 +3,7 @@
 
 mod ahead;
 mod checkpoint;
+mod consolidate;
 mod dlpack;
 mod errors;
 mod loading;
@@ -22,6 +23,7 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<memory::Area>()?;
     module.add_class::<memory::Tensor>()?;
     module.add_function(wrap_pyfunction!(checkpoint::describe, module)?)?;
+    module.add_function(wrap_pyfunction!(consolidate::consolidate, module)?)?;
     module.add_function(wrap_pyfunction!(loading::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(dlpack::memory_of, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::load_indexed, module)?)?;

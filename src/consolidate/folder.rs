@@ -62,7 +62,7 @@ impl Copier {
         let partial = PartialFolder::claim(place).map_err(failed)?;
         let replace = options.replace || partial.interrupted;
         if exists {
-            check_names(outline, out, replace)?;
+            check_names(outline, out, WriteOptions { replace, ..options })?;
         }
         check_space(folder_of(&partial.path), out, outline.len_bytes()?)?;
         partial.empty().map_err(failed)?;
@@ -109,7 +109,7 @@ impl Copier {
 }
 
 /// Refuses to write into `out` if files there would be lost, or would be mixed with the new ones.
-fn check_names(outline: &Outline, out: &Path, replace: bool) -> Result<()> {
+fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<()> {
     let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     let sources = outline.files.iter().flat_map(|file| file.content.sources());
     let sources: HashSet<_> = sources.filter_map(|source| inode(source.path())).collect();
@@ -129,11 +129,11 @@ fn check_names(outline: &Outline, out: &Path, replace: bool) -> Result<()> {
                 let message = "is a file of the source; write somewhere else";
                 return Err(Error::usage(format!("{there}: {message}")));
             }
-            if meta.is_dir() || !replace {
+            if meta.is_dir() || !options.replace {
                 return Err(taken(&there));
             }
         }
-        if file.is_weights() {
+        if file.is_weights() && !options.beside_others {
             folders.insert(folder_of(&there).to_owned());
         }
         new.insert(there);

@@ -1,15 +1,16 @@
 //! The folders and files that a mount of a source shows.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, Content, ERROR_FILE, FolderId, Proved, Tree, VirtualFile};
-use crate::error::{Error, ErrorKind, Fault, Result, shown};
-use crate::format::names;
+use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown};
+use crate::format::{OutputFormat, names};
 use crate::reader::Reader;
 use crate::source::Source;
+use crate::view::FileSpec;
 
 /// The bytes of a file.
 #[derive(Clone, Debug)]
@@ -139,6 +140,54 @@ impl Outline {
             let mode = std::fs::metadata(&folder.path).map_or(0o755, |meta| meta.mode() & 0o777);
             outline.folders.push(OutlineFolder { path: folder.relative.clone(), mode });
         }
+        Ok(outline)
+    }
+
+    /// The tensors of `checkpoint` in files by number, with the names and the weight map that torch's
+    /// consolidation gives them, and nothing else.
+    ///
+    /// # Errors
+    /// `Error::Usage` if `numbers` lacks a tensor, names one that is not there, or has the number 0.
+    pub fn numbered(
+        checkpoint: &Arc<Checkpoint>,
+        numbers: &BTreeMap<String, u64>,
+    ) -> Result<Outline> {
+        let catalog = checkpoint.catalog();
+        let wrong = |name: &str, why: &str| {
+            Error::usage(format!("the list of files: tensor {}: {why}", quoted(name)))
+        };
+        if let Some((name, _)) = numbers.iter().find(|(name, _)| catalog.tensor(name).is_none()) {
+            return Err(wrong(name, "is not in the checkpoint"));
+        }
+        if let Some((name, _)) = numbers.iter().find(|&(_, &number)| number == 0) {
+            return Err(wrong(name, "expected a number from 1, found 0"));
+        }
+        let mut groups: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+        for tensor in catalog.tensors() {
+            let number = numbers.get(tensor.name);
+            let number = number.ok_or_else(|| wrong(tensor.name, "is not in the list"))?;
+            groups.entry(*number).or_default().push(tensor.position() as u32);
+        }
+        let last = groups.keys().last().copied().unwrap_or(0);
+        let name = |number: u64| format!("model-{number:05}-of-{last:05}.safetensors");
+        let mut outline = Outline { checkpoints: vec![checkpoint.clone()], ..Outline::default() };
+        outline.folders.push(OutlineFolder { path: PathBuf::new(), mode: 0o777 });
+        for (&number, tensors) in &groups {
+            let single = FileSpec::single(&name(number), OutputFormat::Safetensors);
+            let spec = FileSpec { tensors: Some(tensors.as_slice().into()), ..single };
+            let content = OutlineContent::Virtual(VirtualFile::new(checkpoint, spec));
+            outline.files.push(OutlineFile { path: name(number).into(), content });
+        }
+        let map: BTreeMap<&str, String> =
+            numbers.iter().map(|(tensor, &number)| (tensor.as_str(), name(number))).collect();
+        let map = serde_json::json!({
+            "metadata": { "total_size": catalog.data_len() },
+            "weight_map": map,
+        });
+        let content = OutlineContent::Text(format!("{map:#}\n").into_bytes().into());
+        outline
+            .files
+            .push(OutlineFile { path: names::weight_map("model.safetensors").into(), content });
         Ok(outline)
     }
 

@@ -27,7 +27,7 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     let tree = open_source(&args.source, options)?;
     let outline = Outline::of(&tree)?;
     let copier = Copier::new(settings);
-    let write = WriteOptions { replace: args.force, verify: args.verify };
+    let write = WriteOptions { replace: args.force, verify: args.verify, beside_others: false };
     let single = single(args, &outline)?;
     let (files, bytes) = match single {
         Some(file) => (1, file.content.len_bytes()?),

@@ -40,7 +40,7 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     };
     let mut hash = |bytes: &[u8]| digest.update(bytes);
     let mut watch = Watch { progress: &mut progress, bytes: Some(&mut hash) };
-    let write = WriteOptions { replace: args.force, verify: false };
+    let write = WriteOptions { replace: args.force, ..WriteOptions::default() };
     Copier::new(settings).write_file(&reader, &target, write, &mut watch)?;
     bar.finish_and_clear();
     let (algorithm, digest) = digest.finish();

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._bytes import deserialize
+from ._consolidate import Consolidated, consolidate
 from ._errors import DtypeError, MismatchError, SafetensorError
 from ._genuine import named
 from ._into import Loaded, load_into
@@ -27,6 +28,7 @@ TensorMeta = TensorMetadata
 """The name that safetensors uses."""
 
 __all__ = [
+    "Consolidated",
     "DtypeError",
     "Loaded",
     "MismatchError",
@@ -38,6 +40,7 @@ __all__ = [
     "TensorMeta",
     "TensorMetadata",
     "__version__",
+    "consolidate",
     "deserialize",
     "load_file",
     "load_into",

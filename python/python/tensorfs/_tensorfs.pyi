@@ -12,6 +12,7 @@ __all__ = [
     "Plan",
     "Tensor",
     "__version__",
+    "consolidate",
     "describe",
     "load_indexed",
     "memory_of",
@@ -155,6 +156,9 @@ class Tensor:
     ) -> Any: ...
 
 def describe(data: bytes) -> list[tuple[str, str, list[int], int, int]]: ...
+def consolidate(
+    sources: list[str], out: str, numbers: dict[str, int] | None, overwrite: bool, verify: bool
+) -> tuple[int, int]: ...
 def release_pinned() -> None: ...
 def load_indexed(
     loader: Loader, checkpoint: Checkpoint, position: int, index: Any, make: Callable[[tuple[int, ...]], tuple[Any, int]]

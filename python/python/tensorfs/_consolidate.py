@@ -1,0 +1,53 @@
+"""Writing a checkpoint as real files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Union
+
+from . import _tensorfs
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+# The names that this module gives to consolidated files.
+_WRITTEN = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+
+
+class Consolidated(NamedTuple):
+    """The files that `consolidate` has written."""
+
+    files: int
+    """Number of files."""
+    bytes: int
+    """Bytes of all files."""
+
+
+def consolidate(
+    source: Path | Sequence[Path],
+    out: Path,
+    *,
+    numbers: Mapping[str, int] | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+) -> Consolidated:
+    """Writes the files that a mount of `source` shows into the folder `out`, as `tensorfs consolidate` does.
+
+    `numbers` gives the number of a file for each tensor. Then the files are `model-0000I-of-0000N.safetensors` and
+    `model.safetensors.index.json`, as from the consolidation of torch, and `source` may be several files of one
+    checkpoint. `overwrite` replaces files that are there. `verify` reads the files back and compares them.
+
+    Each file appears whole or not at all. An error or Ctrl-C leaves nothing.
+    """
+    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    listed = None if numbers is None else dict(numbers)
+    if listed is not None and len(paths) == 1 and os.path.isdir(paths[0]):
+        folder = os.fspath(paths[0])
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+        # A folder may hold its consolidated files beside its shards.
+        shards = [name for name in names if not _WRITTEN.fullmatch(name)]
+        paths = [os.path.join(folder, name) for name in shards or names] or paths
+    sources = [os.fspath(path) for path in paths]
+    return Consolidated(*_tensorfs.consolidate(sources, os.fspath(out), listed, overwrite, verify))

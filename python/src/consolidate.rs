@@ -1,0 +1,82 @@
+//! Writing a checkpoint as files.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+
+use pyo3::prelude::*;
+use tensorfs::Error;
+use tensorfs::internal::checkpoint::{Checkpoint, Tree};
+use tensorfs::internal::consolidate::{Copier, Outline, Watch, WriteOptions};
+use tensorfs::internal::index::IndexStore;
+use tensorfs::internal::io::Settings;
+use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
+use tensorfs::internal::open_options::{Links, OpenOptions};
+
+use crate::errors::raised;
+use crate::waiting::beside;
+
+/// Writes files that show a checkpoint. Returns the number of files and of bytes.
+///
+/// `sources` is one path, as a mount takes it; with `numbers` it may be several files of one
+/// checkpoint, and the files are those of torch's consolidation.
+#[pyfunction]
+pub(crate) fn consolidate(
+    py: Python<'_>,
+    sources: Vec<PathBuf>,
+    out: PathBuf,
+    numbers: Option<BTreeMap<String, u64>>,
+    overwrite: bool,
+    verify: bool,
+) -> PyResult<(usize, u64)> {
+    let options = WriteOptions { replace: overwrite, verify, beside_others: numbers.is_some() };
+    let stopped = Arc::new(AtomicBool::new(false));
+    let (ended, wait) = channel::<()>();
+    let stop = stopped.clone();
+    let work = move || {
+        let _ended = ended;
+        let outline = match &numbers {
+            Some(numbers) => {
+                let checkpoint = match sources.as_slice() {
+                    // One file alone would be taken as it is, without its sharding note.
+                    [one] => Checkpoint::open(one)?,
+                    several => Checkpoint::of_files(several)?,
+                };
+                Outline::numbered(&checkpoint, numbers)?
+            }
+            None => outline(&sources)?,
+        };
+        let mut progress = |_| {
+            let is_stopped = stop.load(Ordering::Relaxed);
+            if is_stopped { Err(Error::cancelled("interrupted")) } else { Ok(()) }
+        };
+        let mut watch = Watch { progress: &mut progress, bytes: None };
+        let bytes = outline.len_bytes()?;
+        Copier::new(Settings::default()).write_folder(&outline, &out, options, &mut watch)?;
+        Ok((outline.files.len(), bytes))
+    };
+    match beside(py, "tensorfs-write", None, "write", work) {
+        Ok(written) => written.map_err(|error| raised(py, &error, None)),
+        Err(interrupted) => {
+            // The files are gone before the exception is seen.
+            stopped.store(true, Ordering::Relaxed);
+            py.detach(move || drop(wait.recv()));
+            Err(interrupted)
+        }
+    }
+}
+
+/// The files that a mount of the source would show.
+fn outline(sources: &[PathBuf]) -> tensorfs::Result<Outline> {
+    let [source] = sources else {
+        return Err(Error::usage("one source is needed"));
+    };
+    let index = IndexStore::of_user().map(|store| store.folder().to_owned());
+    let (path, options) = match resolve_mount(source) {
+        Some(MountOrigin { path, options }) => (path, options),
+        None => (source.clone(), OpenOptions { links: Links::Inside, ..OpenOptions::default() }),
+    };
+    Outline::of(&Tree::scan(&path, &OpenOptions { index, ..options })?)
+}

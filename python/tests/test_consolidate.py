@@ -1,0 +1,120 @@
+"""`tensorfs.consolidate`, and the drop-in for the consolidation of torch and NeMo."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import safetensors
+
+import checkpoints
+import oracle
+from manifest import GOOD
+from package import ROOT, TestCase, has_torch, wait_until
+
+import tensorfs
+
+
+def drop_in():
+    path = ROOT / "examples/consolidate_safetensors_files.py"
+    spec = importlib.util.spec_from_file_location("consolidate_safetensors_files", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Consolidate(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = checkpoints.grid_2d(self.tmp / "src")
+        self.out = self.tmp / "out"
+
+    def tensors(self, path):
+        return {name: data for name, (_, _, data) in oracle.tensor_bytes(path).items()}
+
+    def test_a_folder_gets_what_a_mount_shows(self):
+        written = tensorfs.consolidate(self.source, self.out, verify=True)
+        self.assertEqual(written.files, 2)
+        self.assertEqual(written.bytes, sum(path.stat().st_size for path in self.out.iterdir()))
+        self.assert_same((self.out / "model.safetensors").read_bytes(), oracle.from_dcp(self.source))
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "is there already"):
+            tensorfs.consolidate(self.source, self.out)
+        tensorfs.consolidate(self.source, self.out, overwrite=True)
+
+    def test_the_drop_in_writes_the_files_of_torch(self):
+        consolidate = drop_in().consolidate_safetensors_files
+        self.out.mkdir()
+        consolidate(str(self.source), str(self.out), {"a": 1, "b": 2}, num_threads=4)
+        tensorfs.consolidate(self.source, self.tmp / "whole")
+        whole = self.tensors(self.tmp / "whole/model.safetensors")
+        for number, name in ((1, "a"), (2, "b")):
+            tensors = self.tensors(self.out / f"model-0000{number}-of-00002.safetensors")
+            self.assertEqual({key: len(data) for key, data in tensors.items()}, {name: len(whole[name])})
+            self.assert_same(tensors[name], whole[name])
+        index = json.loads((self.out / "model.safetensors.index.json").read_text())
+        self.assertEqual(index["metadata"]["total_size"], sum(map(len, whole.values())))
+        self.assertEqual(index["weight_map"]["b"], "model-00002-of-00002.safetensors")
+        # Without a mapping, beside the shards, and a second time.
+        for _ in range(2):
+            consolidate(str(self.source), str(self.source))
+        tensors = self.tensors(self.source / "model-00001-of-00001.safetensors")
+        self.assertEqual(sorted(tensors), ["a", "b"])
+
+    def test_a_mapping_that_misses_or_adds_tensors_is_refused_and_nothing_is_written(self):
+        for mapping, word in (({"a": 1}, "`b`: is not in the list"), ({"a": 1, "b": 1, "c": 2}, "`c`: is not in the checkpoint"),
+                              ({"a": 0, "b": 1}, "found 0")):
+            with self.assertRaisesRegex(tensorfs.SafetensorError, word):
+                tensorfs.consolidate(self.source, self.out, numbers=mapping)
+        self.assertFalse(self.out.exists())
+
+    def test_every_dtype_and_a_scalar_are_written_as_they_are(self):
+        consolidate = drop_in().consolidate_safetensors_files
+        for entry in GOOD:
+            if entry.kind == "dcp":
+                with self.subTest(entry.id):
+                    out = self.tmp / entry.id
+                    consolidate(str(entry.source), str(out))
+                    found = self.tensors(out / "model-00001-of-00001.safetensors")
+                    whole = self.tmp / "whole.safetensors"
+                    whole.write_bytes(entry.whole_file())
+                    self.assertEqual(found, self.tensors(whole))
+
+    def test_the_result_is_read_by_the_genuine_package(self):
+        drop_in().consolidate_safetensors_files(str(self.source), str(self.out), None)
+        with safetensors.safe_open(self.out / "model-00001-of-00001.safetensors", "np") as read:
+            self.assertEqual((read.get_slice("a").get_shape(), read.get_slice("b").get_dtype()), ([1001, 801], "BF16"))
+
+    def test_an_interrupted_copy_leaves_nothing(self):
+        large = self.tmp / "large.safetensors"
+        header = json.dumps({"t": {"dtype": "U8", "shape": [10**9], "data_offsets": [0, 10**9]}}).encode()
+        large.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(large, 8 + len(header) + 10**9)
+        code = "import sys, tensorfs; tensorfs.consolidate(sys.argv[1], sys.argv[2])"
+        process = subprocess.Popen([sys.executable, "-c", code, large, self.out], stderr=subprocess.PIPE)
+        partial = self.tmp / ".out.tensorfs-partial/parts/0"
+        wait_until(partial.exists, 30, "the partial file")
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        self.assertIn(b"KeyboardInterrupt", error)
+        self.assertEqual(sorted(os.listdir(self.tmp)), ["large.safetensors", "src"])
+
+    def test_torch_and_the_drop_in_write_the_same_tensors_where_torch_is_right(self):
+        if not has_torch:
+            self.skipTest("needs torch")
+        from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+        folder = self.tmp / "floats"
+        made = checkpoints.DcpSet(9).cut("rows", (40, 6), (4, 1)).cut("columns", (6, 40), (1, 4)).cut("cube", (4, 6, 8), (1, 1, 4))
+        made.save(folder)
+        mapping = {"rows": 1, "columns": 2, "cube": 2}
+        theirs = self.tmp / "theirs"
+        theirs.mkdir()
+        consolidate_safetensors_files(str(folder), str(theirs), mapping)
+        drop_in().consolidate_safetensors_files(str(folder), str(self.out), mapping)
+        self.assertEqual(sorted(os.listdir(theirs)), sorted(os.listdir(self.out)))
+        for path in theirs.glob("*.safetensors"):
+            self.assertEqual(self.tensors(path), self.tensors(self.out / path.name))
+        indexes = [json.loads((at / "model.safetensors.index.json").read_text()) for at in (theirs, self.out)]
+        self.assertEqual(*indexes)

@@ -75,8 +75,11 @@ fn outline(sources: &[PathBuf]) -> tensorfs::Result<Outline> {
     };
     let index = IndexStore::of_user().map(|store| store.folder().to_owned());
     let (path, options) = match resolve_mount(source) {
-        Some(MountOrigin { path, options }) => (path, options),
-        None => (source.clone(), OpenOptions { links: Links::Inside, ..OpenOptions::default() }),
+        Some(MountOrigin { path, options, part: None }) => (path, options),
+        // One of several files of a view is read through the mount.
+        Some(_) | None => {
+            (source.clone(), OpenOptions { links: Links::Inside, ..OpenOptions::default() })
+        }
     };
     Outline::of(&Tree::scan(&path, &OpenOptions { index, ..options })?)
 }

@@ -62,7 +62,7 @@ pub(crate) fn consolidate(
         Err(interrupted) => {
             // The files are gone before the exception is seen.
             stopped.store(true, Ordering::Relaxed);
-            py.detach(move || drop(wait.recv()));
+            let _ = py.detach(move || wait.recv());
             Err(interrupted)
         }
     }

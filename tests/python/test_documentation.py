@@ -22,7 +22,7 @@ NOT_RUN = {
     "kubectl ": "takes a cluster",
     "kubernetes-validate ": "takes a package that the tests do not need",
     "lintian ": "checks a package that no test builds",
-    "packaging/deb/build ": "takes cargo-deb",
+    "mount/packaging/deb/build ": "takes cargo-deb",
     "git ": "changes this repository",
     "pip install ": "takes packages of the network",
     "python tests/bench/loaders.py ": "measures, and takes other loaders",
@@ -59,7 +59,7 @@ class Pages(TestCase):
     def run_blocks(self, page):
         for block in re.findall(r"(?m)^```sh\n(.*?)^```", page.read_text(), re.DOTALL):
             folder = self.sandbox()
-            for line in block.splitlines():
+            for line in block.replace("\\\n", " ").splitlines():
                 with self.subTest(page.name, line=line):
                     self.run_line(folder, line)
             unmount_below(folder)

@@ -7,7 +7,7 @@ import unittest
 
 from mounts import ROOT, TestCase, run, tensorfs
 
-SCRIPTS = [*sorted((ROOT / "packaging/deb/scripts").iterdir()), ROOT / "packaging/deb/build"]
+SCRIPTS = [*sorted((ROOT / "mount/packaging/deb/scripts").iterdir()), ROOT / "mount/packaging/deb/build"]
 
 
 class Packages(TestCase):
@@ -22,7 +22,7 @@ class Packages(TestCase):
         for words in (("upgrade", "2"), ("failed-upgrade", "1"), ("deconfigure", "in-favour", "a", "1")):
             with self.subTest(words=words):
                 # No program is found, so every step but the test of the first argument would fail.
-                script = ROOT / "packaging/deb/scripts/prerm"
+                script = ROOT / "mount/packaging/deb/scripts/prerm"
                 self.assert_done(run("/bin/sh", "-eu", script, *words, env={"PATH": "/nonexistent"}))
 
     def test_the_configuration_of_the_package_is_correct_and_mounts_nothing(self):
@@ -30,7 +30,7 @@ class Packages(TestCase):
         self.assert_done(outcome)
         self.assertIn("0 mounts", outcome.stdout)
         # The same pattern as in postinst, which starts the service if it finds one.
-        postinst = (ROOT / "packaging/deb/scripts/postinst").read_text()
+        postinst = (ROOT / "mount/packaging/deb/scripts/postinst").read_text()
         pattern = re.search(r"grep -q '([^']*)'", postinst)[1]
         self.assertEqual(run("grep", "-q", pattern, ROOT / "systemd/config.toml.example").code, 1)
         config = self.tmp / "config.toml"
@@ -54,6 +54,6 @@ class Packages(TestCase):
 
     @unittest.skipUnless(shutil.which("man"), "man is not installed")
     def test_the_page_of_the_helper_is_formatted_without_a_warning(self):
-        outcome = run("man", "--warnings", "-l", ROOT / "packaging/mount.tensorfs.8")
+        outcome = run("man", "--warnings", "-l", ROOT / "mount/packaging/mount.tensorfs.8")
         self.assert_done(outcome)
         self.assertEqual(outcome.stderr, "")

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -31,6 +32,12 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count :])
 """
 
 
+def has_ended(fd):
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+
+
 class Manager:
     """The service manager: keeps every message to its socket, in order, and the descriptors to store."""
 
@@ -51,15 +58,25 @@ class Manager:
                 if "FDSTORE=1" in lines:
                     self.stored += [(name, fd) for fd in fds]
                 else:
+                    if "FDSTOREREMOVE=1" in lines:
+                        self._drop(lambda stored, _, name=name: stored == name)
                     # A barrier ends when its descriptor is closed.
                     [os.close(fd) for fd in fds]
         return self.messages
 
-    def take_stored(self):
-        """Name and number of the stored descriptors, the last one first, as systemd passes them."""
+    def _drop(self, is_dropped):
+        for pair in [pair for pair in self.stored if is_dropped(*pair)]:
+            self.stored.remove(pair)
+            os.close(pair[1])
+
+    def passed(self):
+        """Name and number of the stored descriptors, the last one first, as systemd passes them.
+
+        They stay stored until the service removes them by name, or the other end of one is gone.
+        """
         self.heard()
-        stored, self.stored = self.stored[::-1], []
-        return stored
+        self._drop(lambda _, fd: has_ended(fd))
+        return self.stored[::-1]
 
     def count(self, message):
         return self.heard().count(message)
@@ -118,8 +135,8 @@ class Service:
         return self
 
     def start(self, **more):
-        """Starts the process, with the descriptors that the last one stored, and `more` variables."""
-        stored = self.manager.take_stored()
+        """Starts the process, with the descriptors that earlier ones stored, and `more` variables."""
+        stored = self.manager.passed()
         env = {**os.environ, "NOTIFY_SOCKET": str(self.manager.path), **self.env, **more}
         words = [str(word) for word in (self.binary, "serve", "--config", self.file, *self.args)]
         streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
@@ -132,7 +149,7 @@ class Service:
             streams["pass_fds"] = high
         self.process = subprocess.Popen(words, env=env, **{**streams, **self.popen})
         if stored:
-            [os.close(fd) for fd in (*high, *(fd for _, fd in stored))]
+            [os.close(fd) for fd in high]
 
     def restart(self, **more):
         """Restarts it as a service manager does. The fake `systemctl` tells the reason of the stop."""

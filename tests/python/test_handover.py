@@ -148,6 +148,35 @@ class HandedOver(ServiceCase):
     def test_readers_go_on_over_restarts_on_a_kernel_that_sends_nothing_twice(self):
         self.check_rounds(self.service(env={"TENSORFS_NO_RESEND": "1"}), ROUNDS // 3)
 
+    def read_afresh(self, held):
+        os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.pread(held, len(self.right), 0)
+
+    def test_each_restart_takes_the_last_state(self):
+        (self.source / "config.json").write_text('{"other": 1}')
+        service = self.service()
+        held = [self.open(self.a / FILE)]
+        for _ in range(3):
+            self.restart(service)
+            self.assertEqual(service.manager.passed(), [])
+            # A worker with an older state would not know this handle, or take it for another one.
+            held.append(self.open(self.a / FILE))
+            others = [self.open(self.a / "config.json") for _ in range(2)]
+            for descriptor in held:
+                self.assert_same(self.read_afresh(descriptor), self.right)
+            self.assertEqual([os.pread(other, 100, 0) for other in others], [b'{"other": 1}'] * 2)
+
+    def test_a_worker_that_is_killed_after_a_restart_hangs_nobody(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        self.restart(service)
+        before = service.workers()["a"]
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: service.workers().get("a", before) != before, PATIENCE, "another worker")
+        wait_until(self._reads_new, PATIENCE, "a new mount")
+        with self.assertRaises(OSError):
+            self.read_afresh(held)
+
     def test_files_that_the_kernel_serves_by_itself_go_on(self):
         one = self.source / "model-00001-of-00003.safetensors"
         shard = one.read_bytes()
@@ -297,7 +326,7 @@ class HandedOver(ServiceCase):
         with SystemCtl(service.folder, "stop"):
             self.assertEqual(service.stop(), 0)
         self.assert_not_mounted(self.a)
-        self.assertEqual(service.manager.take_stored(), [])
+        self.assertEqual(service.manager.passed(), [])
 
     def test_a_worker_that_is_killed_at_the_wrong_moment_hangs_nobody(self):
         service = self.service()

@@ -244,11 +244,21 @@ impl FsState {
         }
     }
 
-    fn read_file(self: &Arc<Self>, fh: u64, offset: u64, size: u32, reply: Timed<ReplyData>) {
+    fn read_file(
+        self: &Arc<Self>,
+        (ino, fh): (u64, u64),
+        offset: u64,
+        size: u32,
+        reply: Timed<ReplyData>,
+    ) {
         let handles = self.handles.read();
         // A handle that could not be taken over from another process is not known.
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EIO) };
         drop(handles);
+        if handle.node.ino != ino {
+            // Without this, a handle of another process could give the bytes of another file.
+            return reply.error(Errno::EIO);
+        }
         let opened = handle.opened.current();
         let file = match &opened.file {
             OpenContent::Virtual(file) | OpenContent::Whole(file) => file.clone(),
@@ -503,7 +513,7 @@ impl Filesystem for TensorFs {
     ) {
         traced(trace_span!("read", ino = ino.0, offset, len = size), || {
             let reply = self.0.timed(Operation::Read, reply);
-            self.0.read_file(fh.0, offset, size, reply);
+            self.0.read_file((ino.0, fh.0), offset, size, reply);
         });
     }
 
@@ -537,7 +547,7 @@ impl Filesystem for TensorFs {
     fn release(
         &self,
         _req: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         _flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
@@ -546,7 +556,8 @@ impl Filesystem for TensorFs {
     ) {
         guarded(|| {
             let mut handles = self.0.handles.write();
-            let handle = handles.remove(&fh.0);
+            let is_of_file = handles.get(&fh.0).is_some_and(|handle| handle.node.ino == ino.0);
+            let handle = if is_of_file { handles.remove(&fh.0) } else { None };
             drop(handles);
             if let Some(handle) = &handle {
                 self.0.service.closed(handle.node.ino);

@@ -5,7 +5,7 @@
 //! the source wait meanwhile: in the descriptor store of systemd, or in this process, which then
 //! runs the new program. The new supervisor gives them to new workers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, IoSlice, Read};
@@ -25,13 +25,14 @@ use nix::sys::socket::{
     socket, sockopt::SendTimeout,
 };
 use nix::sys::time::TimeVal;
+use nix::time::{ClockId, clock_gettime};
 use tensorfs::internal::error::shown_path;
 
 use super::worker_process::{End, WorkerProcess, start_umount};
 use crate::daemon::handover::state_version;
 
-/// Names the descriptors that a program got from its predecessor: `NAME.INDEX=NUMBER`, with spaces
-/// in between.
+/// Names the descriptors that a program got from its predecessor: `NAME=NUMBER`, with spaces in
+/// between.
 const VARIABLE: &str = "TENSORFS_HANDED_OVER";
 
 /// Ticks that a worker has to stop and to end.
@@ -55,28 +56,23 @@ impl Stored {
             let count = number("LISTEN_FDS").unwrap_or(0);
             let numbers = 3..3_i32.saturating_add(count);
             found.extend(names.split(':').map(str::to_owned).zip(numbers));
+            // The service manager would pass them again, and keep connections open that have ended.
+            if let Err(e) = ServiceManager::forget(found.iter().map(|(name, _)| name.as_str())) {
+                tracing::error!("the service manager keeps old descriptors: {e}");
+            }
         }
         let handed = std::env::var(VARIABLE).unwrap_or_default();
         let handed = handed.split(' ').filter_map(|pair| pair.split_once('='));
         found.extend(handed.filter_map(|(name, fd)| Some((name.to_owned(), fd.parse().ok()?))));
-        let mut by_name: BTreeMap<String, BTreeMap<usize, OwnedFd>> = BTreeMap::new();
-        for (name, fd) in found {
-            let Some((name, index)) = name.rsplit_once('.') else { continue };
-            let Ok(index) = index.parse() else { continue };
+        let own = |(name, fd): (String, RawFd)| {
             // SAFETY: the number is used for this call only, which fails if it is not open.
             let open = unsafe { BorrowedFd::borrow_raw(fd) };
-            if fd > 2 && fcntl(open, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).is_ok() {
-                // SAFETY: whoever started this process passed the descriptor to it by these
-                // variables, and nothing else in it owns one that it did not open.
-                let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-                by_name.entry(name.to_owned()).or_default().insert(index, fd);
-            }
-        }
-        let in_order = |(name, fds): (String, BTreeMap<usize, OwnedFd>)| {
-            let is_whole = fds.keys().copied().eq(0..fds.len());
-            is_whole.then(|| (name, fds.into_values().collect()))
+            let is_open = fd > 2 && fcntl(open, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).is_ok();
+            // SAFETY: whoever started this process passed the descriptor to it by these
+            // variables, and nothing else in it owns one that it did not open.
+            is_open.then(|| (name, unsafe { OwnedFd::from_raw_fd(fd) }))
         };
-        Stored(by_name.into_iter().filter_map(in_order).collect())
+        Stored(last_handover(found.into_iter().filter_map(own)))
     }
 
     /// The descriptors of the mount `name`.
@@ -93,13 +89,19 @@ impl Stored {
         self.0.insert(name, fds);
     }
 
-    fn named(&self) -> impl Iterator<Item = (String, &OwnedFd)> {
-        let numbered = |(name, fds): (&String, _)| {
-            let name = name.clone();
-            let fds: std::slice::Iter<'_, OwnedFd> = <[OwnedFd]>::iter(fds);
-            fds.enumerate().map(move |(index, fd)| (format!("{name}.{index}"), fd))
-        };
-        self.0.iter().map(|(name, fds)| (name, fds.as_slice())).flat_map(numbered)
+    /// The descriptors with their names, which tell this handover from earlier ones.
+    fn named(&self) -> Vec<(String, &OwnedFd)> {
+        // The clock never goes back while descriptors are kept.
+        let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from);
+        let generation = now.unwrap_or_default().as_nanos();
+        let mut named = Vec::new();
+        for (name, fds) in &self.0 {
+            let count = fds.len();
+            for (index, fd) in fds.iter().enumerate() {
+                named.push((format!("{name}.{generation}.{count}.{index}"), fd));
+            }
+        }
+        named
     }
 
     /// Leaves the descriptors to the service manager until the next start of the service.
@@ -109,15 +111,10 @@ impl Stored {
     fn store(&self) -> io::Result<()> {
         let manager = ServiceManager::connect()?;
         for (name, fd) in self.named() {
-            manager.send(&format!("FDSTORE=1\nFDNAME={name}\n"), fd.as_fd())?;
+            manager.send(&format!("FDSTORE=1\nFDNAME={name}\n"), Some(fd.as_fd()))?;
         }
-        // The manager may drop messages of a process that has ended, so this one waits for it.
-        let (read, write) = io::pipe()?;
-        manager.send("BARRIER=1\n", write.as_fd())?;
-        drop(write);
-        let limit = PollTimeout::try_from(ANSWER_TIMEOUT).unwrap_or(PollTimeout::MAX);
-        poll(&mut [PollFd::new(read.as_fd(), PollFlags::empty())], limit)?;
-        Ok(())
+        // The manager may drop messages of a process that has ended.
+        manager.wait()
     }
 
     /// Runs `program` with the arguments of this process in its place.
@@ -136,8 +133,34 @@ impl Stored {
         for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(name);
         }
-        command.exec()
+        let error = command.exec();
+        for fd in self.0.values().flatten() {
+            // Workers would inherit it, and keep a connection open that has to end.
+            let _ = fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
+        }
+        error
     }
+}
+
+/// The descriptors of the last handover, by name of the mount. A mount that lacks one is left out.
+fn last_handover<T>(found: impl Iterator<Item = (String, T)>) -> BTreeMap<String, Vec<T>> {
+    let mut by_generation: BTreeMap<u128, BTreeMap<_, BTreeMap<usize, T>>> = BTreeMap::new();
+    for (name, fd) in found {
+        let mut parts = name.rsplitn(4, '.');
+        let mut number = || parts.next()?.parse::<u128>().ok();
+        let (Some(index), Some(count), Some(generation)) = (number(), number(), number()) else {
+            continue;
+        };
+        let (Ok(index), Some(name)) = (usize::try_from(index), parts.next()) else { continue };
+        let sets = by_generation.entry(generation).or_default();
+        sets.entry((name.to_owned(), count)).or_default().insert(index, fd);
+    }
+    let last = by_generation.pop_last().map(|(_, sets)| sets).unwrap_or_default();
+    let whole = last.into_iter().filter_map(|((name, count), fds)| {
+        let is_whole = fds.len() as u128 == count && fds.keys().copied().eq(0..fds.len());
+        is_whole.then(|| (name, fds.into_values().collect()))
+    });
+    whole.collect()
 }
 
 /// The socket of the service manager.
@@ -161,12 +184,36 @@ impl ServiceManager {
         Ok(ServiceManager { socket, address })
     }
 
-    fn send(&self, text: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
-        let fds = [fd.as_raw_fd()];
+    /// Drops the stored descriptors of these names, and waits until that is done.
+    fn forget<'a>(names: impl Iterator<Item = &'a str>) -> io::Result<()> {
+        let names: BTreeSet<&str> = names.collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        let manager = ServiceManager::connect()?;
+        for name in names {
+            manager.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}\n"), None)?;
+        }
+        manager.wait()
+    }
+
+    /// Waits until it has taken all messages.
+    fn wait(&self) -> io::Result<()> {
+        let (read, write) = io::pipe()?;
+        self.send("BARRIER=1\n", Some(write.as_fd()))?;
+        drop(write);
+        let limit = PollTimeout::try_from(ANSWER_TIMEOUT).unwrap_or(PollTimeout::MAX);
+        poll(&mut [PollFd::new(read.as_fd(), PollFlags::empty())], limit)?;
+        Ok(())
+    }
+
+    fn send(&self, text: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let fds: Vec<RawFd> = fd.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&fds)];
+        let rights = if fds.is_empty() { &[][..] } else { &rights };
         let data = [IoSlice::new(text.as_bytes())];
         let (socket, flags) = (self.socket.as_raw_fd(), MsgFlags::MSG_NOSIGNAL);
-        sendmsg(socket, &data, &rights, flags, Some(&self.address))?;
+        sendmsg(socket, &data, rights, flags, Some(&self.address))?;
         Ok(())
     }
 }
@@ -363,5 +410,27 @@ impl Suspension {
                 Some(self.stored)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::last_handover;
+
+    fn last(names: &[&str]) -> Vec<(String, Vec<usize>)> {
+        let found = names.iter().enumerate().map(|(fd, name)| ((*name).to_owned(), fd));
+        last_handover(found).into_iter().collect()
+    }
+
+    #[test]
+    fn only_the_last_handover_counts_in_any_order() {
+        let names = ["a.9.2.1", "a.9.2.0", "a.10.2.1", "a.10.2.0", "b.9.1.0", "a.9.2.0"];
+        assert_eq!(last(&names), [("a".to_owned(), vec![3, 2])]);
+    }
+
+    #[test]
+    fn a_set_that_lacks_a_descriptor_is_left_out() {
+        let names = ["a.7.3.0", "a.7.3.1", "b.c.7.1.0", "x", "y.0", "z.7.1.1", ""];
+        assert_eq!(last(&names), [("b.c".to_owned(), vec![2])]);
     }
 }

@@ -14,6 +14,7 @@ use crate::format::names;
 use crate::index::now;
 use crate::source::{Identity, Version};
 use crate::store::Store;
+use crate::store::folder::OpenFolder;
 use crate::store::resolve::{LinkBounds, Unusable};
 
 use super::tree::{File, Folder, FolderId, Misfit};
@@ -527,14 +528,15 @@ pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
     let read_error = |e| Error::io(path, "read", e);
     let store = Store::Local;
     let begun = now();
-    let Version::Inode(identity) = store.version_behind_links(path).map_err(read_error)?;
-    let names = store.list(path).map_err(read_error)?;
+    let folder = OpenFolder::open(bounds.base_of(path), path).map_err(read_error)?;
+    let identity = folder.identity().map_err(read_error)?;
+    let names = folder.list().map_err(read_error)?;
     let (mut files, mut misfits, mut folders) = (Vec::new(), Vec::new(), Vec::new());
     let mut targets = BTreeSet::new();
     let len = names.len();
     for name in names {
         let here = path.join(&name);
-        let Ok(Version::Inode(identity)) = store.version(&here) else { continue };
+        let Ok(identity) = folder.identity_of(&name) else { continue };
         let is_link = identity.is_link();
         let found = if is_link {
             let found = bounds.resolve(&here);

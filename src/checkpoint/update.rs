@@ -6,6 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nix::libc;
+
 use crate::error::{Error, Result, shown_path};
 use crate::format::{manifest, names};
 use crate::index::SETTLED;
@@ -334,7 +336,8 @@ impl Tree {
 fn is_gone(error: &Error) -> bool {
     let Error::Io { source, .. } = error else { return false };
     let gone = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
-    gone.contains(&source.kind()) || source.kind() == io::ErrorKind::PermissionDenied
+    let is_link = source.raw_os_error() == Some(libc::ELOOP);
+    is_link || gone.contains(&source.kind()) || source.kind() == io::ErrorKind::PermissionDenied
 }
 
 /// The difference between the files of two listings of one folder.
@@ -537,6 +540,34 @@ mod tests {
         tree.look_again(&store.path("")).unwrap();
         assert_as_scanned(&store, &tree);
         assert_eq!(tree.folders.read().weight, Weight { entries: 2, ..Weight::default() });
+    }
+
+    #[test]
+    fn a_folder_that_makes_place_for_a_link_is_not_listed_through_the_link() {
+        let (store, tree) = Store::new(&["a/deep/x", "b/y"]);
+        let outside = Store::new(&["secret", "deep/secret"]).0;
+        std::fs::rename(store.path("a"), store.path("away")).unwrap();
+        store.link(outside.path("").to_str().unwrap(), "a");
+        // The folders are looked at before their parent.
+        let change = tree.look_again(&store.path("a/deep")).unwrap();
+        assert_eq!((change.added.len(), change.removed.len()), (0, 1));
+        let change = tree.look_again(&store.path("a")).unwrap();
+        assert_eq!((change.added.len(), change.removed.len()), (0, 1));
+        tree.look_again(&store.path("")).unwrap();
+        assert_as_scanned(&store, &tree);
+        assert!(!shape(&tree).iter().any(|line| line.contains("secret")));
+    }
+
+    #[test]
+    fn a_source_that_moves_and_leaves_a_link_is_still_listed() {
+        let (store, tree) = Store::new(&["root/a/x"]);
+        drop(tree);
+        let tree = Tree::scan(&store.path("root"), &OpenOptions::default()).unwrap();
+        std::fs::rename(store.path("root"), store.path("moved")).unwrap();
+        store.link("moved", "root");
+        store.write("moved/a/y");
+        assert_eq!(tree.look_again(&store.path("root/a")).unwrap().changed[0].plain, ["y"]);
+        assert!(tree.look_again(&store.path("root")).unwrap().changed.is_empty());
     }
 
     #[test]

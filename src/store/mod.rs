@@ -1,6 +1,7 @@
 //! Where sources lie: a store lists folders, finds versions and opens sources. Today each is the
 //! local file system.
 
+pub mod folder;
 pub mod resolve;
 
 use std::ffi::OsString;
@@ -11,6 +12,8 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::source::{Identity, Source, Version};
+
+use folder::OpenFolder;
 
 /// A place that holds sources.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,10 +39,7 @@ impl Store {
     /// Where there is no such folder, or it cannot be read.
     pub fn list(self, folder: &Path) -> io::Result<Vec<OsString>> {
         let Store::Local = self;
-        let names = fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.file_name()));
-        let mut names = names.collect::<io::Result<Vec<_>>>()?;
-        names.sort();
-        Ok(names)
+        OpenFolder::open(folder, folder)?.list()
     }
 
     /// The version of the file or folder at `path`, or of the link there.

@@ -146,6 +146,12 @@ impl LinkBounds {
         &self.root
     }
 
+    /// The folder of the user that `path` lies in: the links on the way to it are the user's own.
+    pub fn base_of(&self, path: &Path) -> &Path {
+        let bases = [&self.root].into_iter().chain(&self.follow);
+        bases.map(PathBuf::as_path).find(|base| path.starts_with(base)).unwrap_or(Path::new("/"))
+    }
+
     /// Leaves out everything on the device `dev`.
     pub fn leave_out_device(&self, dev: u64) {
         self.own.store(dev, Ordering::Relaxed);

@@ -1,0 +1,136 @@
+//! An open folder: its names and their attributes are those of one folder, also while others move.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{self, OFlag, OpenHow, ResolveFlag};
+use nix::libc;
+use nix::sys::stat::Mode;
+
+use crate::source::Identity;
+
+/// A folder that is open.
+#[derive(Debug)]
+pub struct OpenFolder {
+    folder: File,
+    /// A path that leads to the open folder, wherever it lies now.
+    here: PathBuf,
+}
+
+const FLAGS: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
+
+impl OpenFolder {
+    /// Opens the folder at `path`, which lies in the folder `base` without a link in between: a
+    /// link may have taken the place of a folder that had this path.
+    ///
+    /// # Errors
+    /// The errors of open(2). `ELOOP` or `ENOTDIR` where a link is on the way.
+    pub fn open(base: &Path, path: &Path) -> io::Result<OpenFolder> {
+        let rest = path.strip_prefix(base).unwrap_or(path);
+        if rest.as_os_str().is_empty() {
+            return Ok(OpenFolder::of(fcntl::open(path, FLAGS, Mode::empty())?.into(), path));
+        }
+        let above = fcntl::open(base, FLAGS.union(OFlag::O_PATH), Mode::empty())?;
+        let how = OpenHow::new().flags(FLAGS).resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
+        match fcntl::openat2(&above, rest, how) {
+            Ok(folder) => Ok(OpenFolder::of(folder.into(), path)),
+            // Kernels before 5.6 have no such call, and sandboxes hide it.
+            Err(Errno::ENOSYS | Errno::EPERM) => OpenFolder::open_and_compare(base, path),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Opens the folder, and looks where it lies.
+    fn open_and_compare(base: &Path, path: &Path) -> io::Result<OpenFolder> {
+        let flags = FLAGS.union(OFlag::O_NOFOLLOW);
+        let folder = OpenFolder::of(fcntl::open(path, flags, Mode::empty())?.into(), path);
+        let rest = path.strip_prefix(base).unwrap_or(path);
+        if fs::canonicalize(&folder.here)? == fs::canonicalize(base)?.join(rest) {
+            return Ok(folder);
+        }
+        Err(io::Error::from_raw_os_error(libc::ELOOP))
+    }
+
+    fn of(folder: File, path: &Path) -> OpenFolder {
+        let here = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()));
+        let inode = |meta: fs::Metadata| Identity::of(&meta);
+        let same = fs::metadata(&here).map(inode).is_ok_and(|there| {
+            folder.metadata().map(inode).is_ok_and(|own| own.same_inode(&there))
+        });
+        // Some containers have no /proc.
+        OpenFolder { folder, here: if same { here } else { path.to_owned() } }
+    }
+
+    /// The identity of the folder.
+    ///
+    /// # Errors
+    /// The errors of fstat(2).
+    pub fn identity(&self) -> io::Result<Identity> {
+        self.folder.metadata().map(|meta| Identity::of(&meta))
+    }
+
+    /// The names in the folder, sorted.
+    ///
+    /// # Errors
+    /// Where the folder cannot be read.
+    pub fn list(&self) -> io::Result<Vec<OsString>> {
+        let names = fs::read_dir(&self.here)?.map(|entry| entry.map(|entry| entry.file_name()));
+        let mut names = names.collect::<io::Result<Vec<_>>>()?;
+        names.sort();
+        Ok(names)
+    }
+
+    /// The identity of the file or folder of this name, or of the link of this name.
+    ///
+    /// # Errors
+    /// Where nothing has this name.
+    pub fn identity_of(&self, name: &OsStr) -> io::Result<Identity> {
+        fs::symlink_metadata(self.here.join(name)).map(|meta| Identity::of(&meta))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Opening = fn(&Path, &Path) -> io::Result<OpenFolder>;
+
+    #[test]
+    fn a_folder_is_opened_unless_a_link_lies_between_it_and_its_base() {
+        let temporary = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(temporary.path()).unwrap();
+        fs::create_dir_all(root.join("base/a/b")).unwrap();
+        fs::write(root.join("base/a/b/file"), "").unwrap();
+        std::os::unix::fs::symlink("a", root.join("base/link")).unwrap();
+        std::os::unix::fs::symlink("base", root.join("other")).unwrap();
+        for open in [OpenFolder::open as Opening, OpenFolder::open_and_compare] {
+            for (base, path) in
+                [("base", "base/a/b"), ("other", "other/a/b"), ("base/a/b", "base/a/b")]
+            {
+                let folder = open(&root.join(base), &root.join(path)).unwrap();
+                assert_eq!(folder.list().unwrap(), ["file"]);
+            }
+            for path in ["base/link", "base/link/b", "base/a/b/file", "base/none"] {
+                open(&root.join("base"), &root.join(path)).unwrap_err();
+            }
+        }
+    }
+
+    #[test]
+    fn an_open_folder_stays_the_same_while_another_takes_its_place() {
+        let temporary = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(temporary.path()).unwrap();
+        fs::create_dir_all(root.join("a")).unwrap();
+        fs::write(root.join("a/file"), "").unwrap();
+        let folder = OpenFolder::open(&root, &root.join("a")).unwrap();
+        fs::rename(root.join("a"), root.join("b")).unwrap();
+        std::os::unix::fs::symlink("/", root.join("a")).unwrap();
+        assert_eq!(folder.list().unwrap(), ["file"]);
+        assert!(folder.identity_of("file".as_ref()).unwrap().is_file());
+        folder.identity_of("proc".as_ref()).unwrap_err();
+    }
+}

@@ -127,10 +127,11 @@ impl Live {
 
     /// The facts for `tensorfs status`.
     pub(crate) fn status(&self) -> Value {
+        let with_events = self.events.len();
         let state = self.state.lock();
         json!({
             "mode": self.watch.as_str(),
-            "folders_with_events": self.events.len(),
+            "folders_with_events": with_events,
             "folders_polled": state.polled.len(),
             "changes": self.changes.load(Ordering::Relaxed),
             "overflows": self.overflows.load(Ordering::Relaxed),
@@ -360,12 +361,13 @@ impl Live {
     fn watch_events(&self, path: &Path) -> bool {
         let outcome = self.events.watch(path);
         if outcome == Err(Errno::ENOSPC) {
+            let with_events = self.events.len();
             let mut state = self.state.lock();
             if !std::mem::replace(&mut state.told_full, true) {
                 tracing::warn!(
                     "no inotify watch is left after {} folders; the others are polled each {} s \
                      (sysctl fs.inotify.max_user_watches allows more)",
-                    self.events.len(),
+                    with_events,
                     self.interval.as_secs()
                 );
             }

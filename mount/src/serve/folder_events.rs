@@ -25,6 +25,8 @@ struct State {
     /// The kernel watches an inode once. While a folder moves, or is mounted at two places, it has
     /// several paths.
     paths: HashMap<WatchDescriptor, BTreeSet<PathBuf>>,
+    /// Number of watches that have ended.
+    ends: u64,
     /// Folders that took the place of watched ones, since the last call of `take`: their entries
     /// before the new watch had no events.
     replaced: BTreeSet<PathBuf>,
@@ -83,9 +85,16 @@ impl FolderEvents {
             | AddWatchFlags::IN_MOVE_SELF
             | AddWatchFlags::IN_ONLYDIR
             | AddWatchFlags::IN_DONT_FOLLOW;
-        // The lock is held, so that no other thread ends the watch that this call finds.
-        let mut state = self.state.lock();
-        let descriptor = inotify.add_watch(path, mask)?;
+        // The lock is not held meanwhile: the file system of the folder may not answer.
+        let (mut state, descriptor) = loop {
+            let ends = self.state.lock().ends;
+            let descriptor = inotify.add_watch(path, mask)?;
+            let state = self.state.lock();
+            // Another thread may have ended the watch that this call has found.
+            if state.ends == ends || state.paths.contains_key(&descriptor) {
+                break (state, descriptor);
+            }
+        };
         let before = state.watches.insert(path.to_owned(), descriptor);
         state.paths.entry(descriptor).or_default().insert(path.to_owned());
         if let Some(before) = before.filter(|before| *before != descriptor) {
@@ -143,12 +152,14 @@ impl State {
         paths.remove(path);
         if paths.is_empty() {
             self.paths.remove(&descriptor);
+            self.ends += 1;
             let _ = inotify.rm_watch(descriptor);
         }
     }
 
     /// Notes that the kernel has ended a watch, because the folder is gone.
     fn ended(&mut self, descriptor: WatchDescriptor) {
+        self.ends += 1;
         for path in self.paths.remove(&descriptor).into_iter().flatten() {
             if self.watches.get(&path) == Some(&descriptor) {
                 self.watches.remove(&path);
@@ -211,6 +222,38 @@ mod tests {
         assert!(folders.touched().is_empty());
         folders.write("a/file");
         assert_eq!(folders.touched(), ["a"]);
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_folder_is_not_watched() {
+        let folders = Folders::new(&["a"]);
+        std::os::unix::fs::symlink("a", folders.path("link")).unwrap();
+        folders.1.watch(&folders.path("link")).unwrap_err();
+        folders.write("file");
+        folders.1.watch(&folders.path("file")).unwrap_err();
+        assert_eq!(folders.1.len(), 1);
+    }
+
+    #[test]
+    fn a_folder_that_is_watched_while_its_other_path_is_left_stays_watched() {
+        let folders = Folders::new(&["a", "b"]);
+        // Two paths of one inode, as of a folder that is mounted twice.
+        let other = folders.path("b/../a");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..2000 {
+                    folders.1.watch(&folders.path("a")).unwrap();
+                    folders.1.leave(&folders.path("a"));
+                }
+            });
+            for round in 0..200 {
+                folders.1.watch(&other).unwrap();
+                drop(folders.1.take());
+                folders.write(&format!("a/{round}"));
+                assert!(folders.1.take().paths.contains(&other));
+                folders.1.leave(&other);
+            }
+        });
     }
 
     #[test]

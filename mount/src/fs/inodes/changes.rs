@@ -253,8 +253,24 @@ impl Nodes {
     fn update_plain(&self, head: FolderId, id: FolderId, names: &[OsString]) -> bool {
         let lock = self.family_lock(head);
         let _one_at_a_time = lock.lock();
-        let Some(listed) = self.listed(id) else { return false };
-        let Some(watched) = &self.watched else { return false };
+        loop {
+            let Some(listed) = self.listed(id) else { return false };
+            if self.update_plain_of(&listed, head, id, names) {
+                return true;
+            }
+        }
+    }
+
+    /// Takes changes of plain files over into the entries `listed`. Returns false if another thread
+    /// has replaced them meanwhile, as a name that is found outdated does.
+    fn update_plain_of(
+        &self,
+        listed: &Listed,
+        head: FolderId,
+        id: FolderId,
+        names: &[OsString],
+    ) -> bool {
+        let Some(watched) = &self.watched else { return true };
         let tree = self.tree();
         let folder = tree.folder(id);
         let is_plain =
@@ -267,11 +283,11 @@ impl Nodes {
                 content: Content::Whole { file: file.clone(), proved: None },
             })
             .collect();
-        if let Some(again) = watched.hold_back_plain(&mut shown, Some(&listed)) {
+        if let Some(again) = watched.hold_back_plain(&mut shown, Some(listed)) {
             watched.set_due(head, Some(again));
         }
         let mut entries: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();
-        let mut old = Vec::new();
+        let (mut old, mut added) = (Vec::new(), Vec::new());
         for name in names {
             if entries.get(name).is_some_and(|node| node.follows()) {
                 old.extend(entries.remove_entry(name));
@@ -288,28 +304,27 @@ impl Nodes {
             let name = entry.name.clone();
             let node = self.registered(file_node(&tree, id, None, entry));
             identity.inspect(|now| node.set_attributes(now));
+            added.push((name.clone(), node.clone()));
             entries.insert(name, node);
         }
         let entries: Arc<Listing> = Arc::new(entries.into_iter().collect());
         let taken = |state: &mut FolderState| {
             let now = state.listed.as_mut()?;
+            if !Arc::ptr_eq(&now.entries, &listed.entries) {
+                return None;
+            }
             now.positions = Arc::new(positions(Some(now), &entries));
             now.entries = entries.clone();
             state.node.set_mtime(folder.newest());
             Some(state.node.clone())
         };
         let node = self.folders.write().get_mut(&id).and_then(taken);
-        match node {
-            Some(node) => {
-                self.unlist(&old);
-                watched.tell_kernel(&node, &listed.entries, &entries);
-            }
-            // The folder was removed meanwhile.
-            None => {
-                let added = entries.iter().filter(|(name, _)| names.contains(name));
-                self.unlist(added);
-            }
-        }
+        let Some(node) = node else {
+            self.unlist(&added);
+            return false;
+        };
+        self.unlist(&old);
+        watched.tell_kernel(&node, &listed.entries, &entries);
         true
     }
 }

@@ -177,6 +177,31 @@ class HandedOver(ServiceCase):
         with self.assertRaises(OSError):
             self.read_afresh(held)
 
+    def test_a_restart_right_after_a_restart_keeps_open_files(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        for round_ in range(6):
+            service.restart()
+            if round_ % 2:
+                wait_until(lambda: service.manager.heard() and service.workers(), PATIENCE, "a worker that takes over")
+            service.restart()
+            wait_until(lambda: service.manager.heard() and service.workers(), PATIENCE, "a worker")
+            self.assert_same(self.read_afresh(held), self.right)
+        self.restart(service)
+        self.assert_same(self.read_afresh(held), self.right)
+
+    def test_a_stop_during_an_upgrade_unmounts(self):
+        binary = self.tmp / "tensorfs"
+        shutil.copy(BIN, binary)
+        service = self.service(binary=binary)
+        shutil.copy(BIN, self.tmp / "newer")
+        os.replace(self.tmp / "newer", binary)
+        service.reload()
+        service.wait_for_log("handing over to this version")
+        with SystemCtl(service.folder, "stop"):
+            self.assertEqual(service.stop(), 0, service.log())
+        self.assert_not_mounted(self.a)
+
     def test_files_that_the_kernel_serves_by_itself_go_on(self):
         one = self.source / "model-00001-of-00003.safetensors"
         shard = one.read_bytes()
@@ -248,7 +273,9 @@ class HandedOver(ServiceCase):
                 service.reload()
                 service.wait_until_ready(round_ + 2)
                 readers.passes()
-                self.assertNotEqual(service.workers()["a"], before)
+                worker = service.workers()["a"]
+                self.assertNotEqual(worker, before)
+                self.assertNotIn(b"TENSORFS_HANDED_OVER", Path(f"/proc/{worker}/environ").read_bytes())
                 self.assertEqual(os.stat(f"/proc/{pid}/exe").st_ino, binary.stat().st_ino)
         self.assertEqual(readers.failures, [], service.log())
         print(f"\nupgrade: longest wait of a reader {max(readers.longest) * 1000:.0f} ms")

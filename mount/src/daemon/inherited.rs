@@ -9,6 +9,10 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
 use tensorfs::internal::sync::Mutex;
 
+/// Names the descriptors that a program got from its predecessor in the same process:
+/// `NAME=NUMBER`, with spaces in between.
+pub(crate) const HANDED_OVER: &str = "TENSORFS_HANDED_OVER";
+
 /// Signals that a caller may have ignored, as nohup and shells do.
 const IGNORABLE: [Signal; 8] = [
     Signal::SIGHUP,
@@ -28,8 +32,11 @@ static DESCRIPTORS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 /// child fails. Call it before the first thread starts.
 pub(crate) fn restore_signals() {
     restore(Signal::SIGCHLD);
-    // With these arguments the call cannot fail.
-    let _ = SigSet::empty().thread_set_mask();
+    // A predecessor left its signals blocked, so that one to end waits until this program takes it.
+    if std::env::var_os(HANDED_OVER).is_none() {
+        // With these arguments the call cannot fail.
+        let _ = SigSet::empty().thread_set_mask();
+    }
 }
 
 /// Restores the default action of every signal that a caller may have ignored.

@@ -19,21 +19,19 @@ use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, sendmsg, setsockopt,
     socket, sockopt::SendTimeout,
 };
 use nix::sys::time::TimeVal;
 use nix::time::{ClockId, clock_gettime};
+use nix::unistd::Pid;
 use tensorfs::internal::error::shown_path;
 
 use super::worker_process::{End, WorkerProcess, start_umount};
 use crate::daemon::handover::state_version;
-
-/// Names the descriptors that a program got from its predecessor: `NAME=NUMBER`, with spaces in
-/// between.
-const VARIABLE: &str = "TENSORFS_HANDED_OVER";
+use crate::daemon::inherited::HANDED_OVER;
 
 /// Ticks that a worker has to stop and to end.
 const GIVING_TICKS: u32 = 6;
@@ -61,7 +59,7 @@ impl Stored {
                 tracing::error!("the service manager keeps old descriptors: {e}");
             }
         }
-        let handed = std::env::var(VARIABLE).unwrap_or_default();
+        let handed = std::env::var(HANDED_OVER).unwrap_or_default();
         let handed = handed.split(' ').filter_map(|pair| pair.split_once('='));
         found.extend(handed.filter_map(|(name, fd)| Some((name.to_owned(), fd.parse().ok()?))));
         let own = |(name, fd): (String, RawFd)| {
@@ -85,7 +83,7 @@ impl Stored {
         self.0.keys().map(String::as_str)
     }
 
-    fn insert(&mut self, name: String, fds: Vec<OwnedFd>) {
+    pub(super) fn insert(&mut self, name: String, fds: Vec<OwnedFd>) {
         self.0.insert(name, fds);
     }
 
@@ -128,7 +126,7 @@ impl Stored {
         }
         let args: Vec<OsString> = std::env::args_os().skip(1).collect();
         let mut command = Command::new(program);
-        command.arg0("tensorfs").args(args).env(VARIABLE, pairs.join(" "));
+        command.arg0("tensorfs").args(args).env(HANDED_OVER, pairs.join(" "));
         // The pid stays, so the new program would take numbers for its own that are closed now.
         for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(name);
@@ -302,6 +300,8 @@ pub(super) enum Purpose {
 struct Giving {
     name: String,
     worker: WorkerProcess,
+    /// Whether it has the order. It takes none before it has mounted.
+    is_ordered: bool,
     /// The descriptors that it has handed over.
     fds: Vec<OwnedFd>,
 }
@@ -312,16 +312,24 @@ pub(super) struct Suspension {
     giving: Vec<Giving>,
     stored: Stored,
     ticks: u32,
+    /// A signal to end that came meanwhile.
+    pub signal: Option<Signal>,
 }
 
 impl Suspension {
-    /// Orders `workers` to hand over their mounts.
-    pub(super) fn begin(purpose: Purpose, workers: Vec<(String, WorkerProcess)>) -> Suspension {
-        let giving = workers.into_iter().map(|(name, worker)| {
-            worker.hand_over();
-            Giving { name, worker, fds: Vec::new() }
+    /// Orders `workers` to hand over their mounts. The mounts in `stored` have no worker.
+    pub(super) fn begin(
+        purpose: Purpose,
+        workers: Vec<(String, WorkerProcess)>,
+        stored: Stored,
+    ) -> Suspension {
+        let giving = workers.into_iter().map(|(name, worker)| Giving {
+            name,
+            worker,
+            is_ordered: false,
+            fds: Vec::new(),
         });
-        Suspension { purpose, giving: giving.collect(), stored: Stored::default(), ticks: 0 }
+        Suspension { purpose, giving: giving.collect(), stored, ticks: 0, signal: None }
     }
 
     /// Counts a second. Workers that take too long are killed, which ends their mounts.
@@ -356,8 +364,12 @@ impl Suspension {
     /// Takes messages and ends of the workers. Returns whether all have ended.
     pub(super) fn advance(&mut self) -> bool {
         let stored = &mut self.stored;
-        self.giving.retain_mut(|Giving { name, worker, fds }| {
+        self.giving.retain_mut(|Giving { name, worker, is_ordered, fds }| {
             worker.receive();
+            if worker.is_mounted && !*is_ordered {
+                *is_ordered = true;
+                worker.hand_over();
+            }
             if let Some(state) = worker.take_state() {
                 match state {
                     Ok(state) => {
@@ -393,6 +405,11 @@ impl Suspension {
     /// Leaves the mounts to the next process. Returns only if this process is to end (`None`), or to
     /// go on with the mounts itself.
     pub(super) fn finish(self) -> Option<Stored> {
+        if let (Purpose::Upgrade(_), Some(signal)) = (&self.purpose, self.signal) {
+            // This process takes it once more, and now obeys it.
+            let _ = kill(Pid::this(), signal);
+            return Some(self.stored);
+        }
         match &self.purpose {
             Purpose::Restart => {
                 let count = self.stored.0.len();

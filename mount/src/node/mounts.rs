@@ -103,6 +103,16 @@ impl ServiceMount {
         matches!(self.phase, Phase::Serving(..))
     }
 
+    /// Whether programs may read from it: a worker that takes over has the readers of the last one.
+    pub(super) fn may_have_readers(&self) -> bool {
+        self.is_serving() || self.worker().is_some_and(|it| self.is_takeover || it.is_mounted)
+    }
+
+    /// Takes the descriptors of the mount that no worker has taken over yet.
+    pub(super) fn take_handed(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.handed)
+    }
+
     /// When its worker is to be started.
     pub(super) fn starts_at(&self) -> Option<Instant> {
         match self.phase {
@@ -114,7 +124,9 @@ impl ServiceMount {
     /// Starts it at once if it is not there: after a reload.
     pub(super) fn retry(&mut self) {
         if matches!(self.phase, Phase::Waiting(_) | Phase::Unmounted) {
+            let handed = self.take_handed();
             *self = ServiceMount::new(self.config.clone());
+            self.go_on_with(handed);
         }
     }
 

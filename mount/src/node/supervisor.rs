@@ -242,8 +242,8 @@ impl Supervisor {
 
     /// Stops all mounts. A second signal ends workers that serve open files.
     fn stop(&mut self, signal: Signal) {
-        if self.suspension.is_some() {
-            // Its end is near.
+        if let Some(suspension) = &mut self.suspension {
+            suspension.signal = Some(signal);
             return;
         }
         if self.stopping.is_none() && handover::is_restart() {
@@ -266,19 +266,21 @@ impl Supervisor {
     /// Orders the workers to hand over their mounts.
     fn begin_suspension(&mut self, purpose: Purpose) {
         self.notifier.status("handing over".to_owned());
-        let mut workers = Vec::new();
+        let (mut workers, mut stored) = (Vec::new(), Stored::default());
         for mut mount in std::mem::take(&mut self.mounts) {
-            let (name, is_serving) = (mount.config.name.clone(), mount.is_serving());
+            let (name, has_readers) = (mount.config.name.clone(), mount.may_have_readers());
+            let handed = mount.take_handed();
             match mount.take_worker() {
-                Some(worker) if is_serving => workers.push((name, worker)),
+                Some(worker) if has_readers => workers.push((name, worker)),
                 // Nobody reads this mount yet.
                 Some(worker) => worker.signal(Signal::SIGKILL),
+                None if !handed.is_empty() => stored.insert(name, handed),
                 None => {}
             }
         }
         // The readers of the other mounts wait, so these have no more time for theirs.
         self.leaving.drain(..).for_each(|leaving| leaving.worker.signal(Signal::SIGKILL));
-        self.suspension = Some(Suspension::begin(purpose, workers));
+        self.suspension = Some(Suspension::begin(purpose, workers, stored));
     }
 
     /// Goes on with the handover of all mounts. Returns whether this process has to end.
@@ -322,8 +324,12 @@ impl Supervisor {
                 worker.stop();
                 self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: false });
             }
-            // A worker that crashed may have left a dead mount.
-            None => self.remove_rest_of(mount.target()),
+            // A worker that crashed may have left a dead mount. Without these descriptors, one that
+            // waited for its next worker is dead too.
+            None => {
+                drop(mount.take_handed());
+                self.remove_rest_of(mount.target());
+            }
         }
     }
 

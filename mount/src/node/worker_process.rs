@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 use super::channel::{Channel, Order, Report};
 use super::config::MountConfig;
 use super::notifier::VARIABLES;
+use crate::daemon::inherited::HANDED_OVER;
 
 /// Ticks between two pings of a worker.
 const PING_TICKS: u32 = 5;
@@ -64,7 +65,7 @@ pub(super) fn program(args: &[&str]) -> Command {
     // The running version, also after an upgrade of the file.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("tensorfs").args(args).stdin(Stdio::null()).stdout(Stdio::null());
-    for name in VARIABLES {
+    for name in VARIABLES.into_iter().chain([HANDED_OVER]) {
         command.env_remove(name);
     }
     command

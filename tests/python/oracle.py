@@ -98,7 +98,12 @@ def numeric(name):
 
 def from_weight_map(path):
     """The virtual file of the Hugging Face set that the weight map at `path` describes."""
-    return write(*tensors_of(path.parent))
+    return write(*_of_weight_map(Path(path)))
+
+
+def _of_weight_map(path):
+    names = set(json.loads(path.read_text())["weight_map"].values())
+    return _whole_tensors([path.with_name(name) for name in names])
 
 
 def tensors_of(folder):
@@ -106,8 +111,7 @@ def tensors_of(folder):
     if list(folder.glob("shard-*.safetensors")):
         return _dcp_tensors(folder)
     maps = list(folder.glob("*.safetensors.index.json"))
-    names = set(json.loads(maps[0].read_text())["weight_map"].values()) if maps else None
-    return _whole_tensors([path for path in folder.glob("*.safetensors") if names is None or path.name in names])
+    return _of_weight_map(maps[0]) if maps else _whole_tensors(list(folder.glob("*.safetensors")))
 
 
 def whole_tensors(paths):

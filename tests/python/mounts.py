@@ -304,6 +304,11 @@ class Mount:
         try:
             if self.mounted():
                 outcome = self.umount()
+                end = time.monotonic() + 10
+                # The kernel may let go of the files of a process a moment after its end.
+                while "target is busy" in outcome.stderr and time.monotonic() < end:
+                    time.sleep(0.1)
+                    outcome = self.umount()
                 if outcome.code:
                     problem = f"umount ended with {outcome.code}: {outcome.stderr.strip()}"
             if not problem and self.alive():

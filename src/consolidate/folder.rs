@@ -231,7 +231,8 @@ impl PartialFolder {
         sync_folder(folder_of(out)).map_err(failed)
     }
 
-    /// Moves all files to the folder `out`: weights last, so that whoever finds them finds the rest.
+    /// Moves all files to the folder `out`: weights last, so that
+    /// a program that finds the weights finds the other files too.
     fn publish_files(self, outline: &Outline, out: &Path, replace: bool) -> Result<()> {
         let failed = |e| Error::io(out, "write", e);
         let mark = File::create(self.path.join(PUBLISHING));

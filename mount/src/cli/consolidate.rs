@@ -14,7 +14,7 @@ use tensorfs::internal::error::{real_name, shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
 use super::sources::{open_source, query_options};
 use super::stopping::{check_stopped, stop_on_signals};
 use super::verify::bar;
@@ -52,10 +52,7 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     let rate = (bytes as f64 / seconds.max(1e-9)) as u64;
     let mut notes = outline.notes.clone();
     let unproven = outline.checkpoints.iter().filter(|set| set.tail == Tail::Unproven);
-    notes.extend(unproven.map(|set| {
-        let hint = "a lost last piece would not show; -o expect-shards= or reference= prove it";
-        format!("{}: tail: unproven: {hint}", set.name)
-    }));
+    notes.extend(unproven.map(|set| format!("{}: {UNPROVEN_TAIL}", set.name)));
     if args.source.json {
         return print_json(&json!({
             "source": real_name(&args.source.source),

@@ -14,7 +14,7 @@ use tensorfs::internal::reader::Reader;
 use tensorfs::internal::view::FileSpec;
 
 use super::args::{self, To};
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
 use super::sources::{one_checkpoint, query_options};
 use super::stopping::{check_stopped, stop_on_signals};
 use super::verify::bar;
@@ -46,8 +46,7 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     let (algorithm, digest) = digest.finish();
     let catalog = checkpoint.catalog();
     if checkpoint.tail == Tail::Unproven {
-        let hint = "a lost last piece would not show; -o expect-shards= or reference= prove it";
-        notes.push(format!("tail: unproven: {hint}"));
+        notes.push(UNPROVEN_TAIL.to_owned());
     }
     if args.source.json {
         return print_json(&json!({

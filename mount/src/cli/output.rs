@@ -6,6 +6,10 @@ use serde_json::Value;
 use tensorfs::ErrorKind;
 use tensorfs::internal::error::{is_hidden, quoted, shown_lines};
 
+/// The note on a checkpoint that may lack its last pieces.
+pub(super) const UNPROVEN_TAIL: &str =
+    "tail: unproven: a lost last piece would not show; -o expect-shards= or reference= prove it";
+
 /// The reason why a command failed.
 pub(super) enum Failure {
     /// The request makes no sense.

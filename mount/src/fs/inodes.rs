@@ -157,8 +157,8 @@ const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
     /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums
-    /// as they are read. `grace`: changes of the source are followed, and a set that is not whole
-    /// counts as on its way for so long.
+    /// as they are read. `grace`: changes of the source are followed, and this is the time after
+    /// which a set that is not whole counts as broken.
     pub(crate) fn new(tree: Tree, checked: bool, grace: Option<Duration>) -> Nodes {
         let nodes = Nodes {
             tree: Arc::new(tree),

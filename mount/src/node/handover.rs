@@ -66,8 +66,8 @@ impl Stored {
             // SAFETY: the number is used for this call only, which fails if it is not open.
             let open = unsafe { BorrowedFd::borrow_raw(fd) };
             let is_open = fd > 2 && fcntl(open, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).is_ok();
-            // SAFETY: whoever started this process passed the descriptor to it by these
-            // variables, and nothing else in it owns one that it did not open.
+            // SAFETY: the parent process passed the descriptor by these variables. This process did
+            // not open it, so nothing else here owns it.
             is_open.then(|| (name, unsafe { OwnedFd::from_raw_fd(fd) }))
         };
         Stored(last_handover(found.into_iter().filter_map(own)))
@@ -196,13 +196,18 @@ impl ServiceManager {
     }
 
     /// Waits until it has taken all messages.
+    ///
+    /// # Errors
+    /// If that takes too long.
     fn wait(&self) -> io::Result<()> {
         let (read, write) = io::pipe()?;
         self.send("BARRIER=1\n", Some(write.as_fd()))?;
         drop(write);
         let limit = PollTimeout::try_from(ANSWER_TIMEOUT).unwrap_or(PollTimeout::MAX);
-        poll(&mut [PollFd::new(read.as_fd(), PollFlags::empty())], limit)?;
-        Ok(())
+        match poll(&mut [PollFd::new(read.as_fd(), PollFlags::empty())], limit)? {
+            0 => Err(io::ErrorKind::TimedOut.into()),
+            _ => Ok(()),
+        }
     }
 
     fn send(&self, text: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {

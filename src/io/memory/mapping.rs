@@ -54,7 +54,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping made by `new`; whoever has a pointer into it keeps it alive.
+        // SAFETY: `new` made the mapping, and owners of pointers into it keep it alive.
         let _ = unsafe { munmap(self.base.cast(), self.mapped) };
     }
 }

@@ -79,8 +79,8 @@ const MOUNT_RANKS: &[(u32, &[&str])] = &[
 /// The modules of `python/src/`. A module imports modules of a lower rank only.
 const PYTHON_RANKS: &[(u32, &[&str])] = &[
     (0, &["dlpack", "errors", "waiting"]),
-    (1, &["checkpoint", "consolidate"]),
-    (2, &["memory"]),
+    (1, &["checkpoint"]),
+    (2, &["consolidate", "memory"]),
     (3, &["loading"]),
     (4, &["ahead", "slicing"]),
 ];

@@ -9,11 +9,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tensorfs::internal::error::quoted;
-use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
-use tensorfs::internal::view::Files;
 use tensorfs::words;
 
 pub(crate) use access::AccessRule;
@@ -276,19 +274,7 @@ impl Options {
         for option in strings.iter().flat_map(|s| split(s.as_ref())).filter(|o| !o.is_empty()) {
             options.apply(&option, &mut seen, sloppy)?;
         }
-        let original = options.open.view.files == Files::Original;
-        if original && !options.open.view.keeps_tensors() {
-            let why = "layout=original shows files as they are: give no include=, exclude=, \
-                       rename= or dtype= with it";
-            return Err(why.to_owned());
-        }
-        if options.open.view.dtype.is_none() && !options.open.view.keep.is_empty() {
-            return Err("option keep needs dtype=".to_owned());
-        }
-        if original && options.open.view.format == OutputFormat::Bintensors {
-            let why = "option format=bintensors: layout=original shows files as they are";
-            return Err(why.to_owned());
-        }
+        options.open.view.check()?;
         if !options.access.is_empty() && !options.allow_other {
             return Err("option access= needs allow_other: it lets other users in".to_owned());
         }

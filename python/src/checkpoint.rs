@@ -8,7 +8,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
-use tensorfs::internal::error::{quoted, real_name};
+use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::format::names::is_weights;
 use tensorfs::internal::format::safetensors::Header;
@@ -35,7 +35,7 @@ pub(crate) struct Checkpoint {
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
 
 /// Options of a view, as pairs of name and value.
-type ViewWords = Vec<(String, String)>;
+pub(crate) type ViewWords = Vec<(String, String)>;
 
 impl Checkpoint {
     /// Opens on another thread: a file system that does not answer must not block this one, which
@@ -185,19 +185,19 @@ impl Checkpoint {
     }
 }
 
+/// The view of the options `words`.
+pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
+    let words = words.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    View::from_words(words, &mut read_text).map_err(tensorfs::Error::usage)
+}
+
 /// Opens a checkpoint, and presents it by the options `words`. They are parsed before anything is
 /// opened.
 fn viewed(
     words: &ViewWords,
     open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>>,
 ) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let mut view = View::default();
-    for (key, value) in words {
-        let set = view.set(key, value, &mut read_text).unwrap_or_else(|| Err("nothing".to_owned()));
-        set.map_err(|why| {
-            tensorfs::Error::usage(format!("{key}={}: expected {why}", quoted(value)))
-        })?;
-    }
+    let view = view_of(words)?;
     open()?.viewed(&view)
 }
 

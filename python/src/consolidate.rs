@@ -14,20 +14,23 @@ use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::Settings;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::{Links, OpenOptions};
+use tensorfs::internal::view::View;
 
+use crate::checkpoint::{ViewWords, view_of};
 use crate::errors::raised;
 use crate::waiting::beside;
 
 /// Writes files that show a checkpoint. Returns the number of files and of bytes.
 ///
 /// `sources` is one path, as a mount takes it; with `numbers` it may be several files of one
-/// checkpoint, and the files are those of torch's consolidation.
+/// checkpoint, and the files are those of torch's consolidation. `view` are options of a view.
 #[pyfunction]
 pub(crate) fn consolidate(
     py: Python<'_>,
     sources: Vec<PathBuf>,
     out: PathBuf,
     numbers: Option<BTreeMap<String, u64>>,
+    view: ViewWords,
     overwrite: bool,
     verify: bool,
 ) -> PyResult<(usize, u64)> {
@@ -37,6 +40,7 @@ pub(crate) fn consolidate(
     let stop = stopped.clone();
     let work = move || {
         let _ended = ended;
+        let view = view_of(&view)?;
         let outline = match &numbers {
             Some(numbers) => {
                 let checkpoint = match sources.as_slice() {
@@ -44,9 +48,9 @@ pub(crate) fn consolidate(
                     [one] => Checkpoint::open(one)?,
                     several => Checkpoint::of_files(several)?,
                 };
-                Outline::numbered(&checkpoint, numbers)?
+                Outline::numbered(&checkpoint.viewed(&view)?, numbers)?
             }
-            None => outline(&sources)?,
+            None => outline(&sources, view)?,
         };
         let mut progress = |_| {
             let is_stopped = stop.load(Ordering::Relaxed);
@@ -68,17 +72,22 @@ pub(crate) fn consolidate(
     }
 }
 
-/// The files that a mount of the source would show.
-fn outline(sources: &[PathBuf]) -> tensorfs::Result<Outline> {
+/// The files that a mount of the source with this view would show.
+fn outline(sources: &[PathBuf], view: View) -> tensorfs::Result<Outline> {
     let [source] = sources else {
         return Err(Error::usage("one source is needed"));
     };
     let index = IndexStore::of_user().map(|store| store.folder().to_owned());
+    let is_default = view == View::default();
     let (path, options) = match resolve_mount(source) {
-        Some(MountOrigin { path, options, part: None }) => (path, options),
-        // One of several files of a view is read through the mount.
+        Some(MountOrigin { path, options, part: None }) if is_default => (path, options),
+        Some(MountOrigin { path, options, part: None }) if options.view.keeps_tensors() => {
+            (path, OpenOptions { view, ..options })
+        }
+        // These are read through the mount: one of several files of a view, and the tensors of a
+        // view that another view is put on.
         Some(_) | None => {
-            (source.clone(), OpenOptions { links: Links::Inside, ..OpenOptions::default() })
+            (source.clone(), OpenOptions { links: Links::Inside, view, ..OpenOptions::default() })
         }
     };
     Outline::of(&Tree::scan(&path, &OpenOptions { index, ..options })?)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import safetensors
 import checkpoints
 import oracle
 from manifest import GOOD
-from package import ROOT, TestCase, has_torch, wait_until
+from package import ROOT, Mount, TestCase, has_torch, wait_until
 
 import tensorfs
 
@@ -42,6 +44,74 @@ class Consolidate(TestCase):
         with self.assertRaisesRegex(tensorfs.SafetensorError, "is there already"):
             tensorfs.consolidate(self.source, self.out)
         tensorfs.consolidate(self.source, self.out, overwrite=True)
+
+    def assert_like_mount(self, source, **how):
+        """`consolidate` with these arguments writes the files that a mount with these options shows."""
+        options = []
+        for key, values in how.items():
+            values = [values] if isinstance(values, (str, os.PathLike)) else values
+            options += [f"{key.replace('_', '-')}={value}" for value in values]
+        tensorfs.consolidate(source, self.out, overwrite=True, **how)
+        with Mount(source, *options) as m:
+            for path in m.path.iterdir():
+                self.assert_same((self.out / path.name).read_bytes(), path.read_bytes(), f"{how}: {path.name}")
+            self.assertEqual(sorted(os.listdir(self.out)), sorted(os.listdir(m.path)))
+        shutil.rmtree(self.out)
+
+    def test_every_option_of_a_view_writes_what_a_mount_with_it_shows(self):
+        mapping, rules = self.tmp / "mapping.json", self.tmp / "rules.toml"
+        mapping.write_text('{"a": 2, "b": 1}')
+        rules.write_text("[[rename]]\nregex = '^'\nto = 'model.'\n")
+        for how in (
+            {"layout": "shards=2"}, {"layout": "shards=1MB"}, {"layout": f"map={mapping}"}, {"layout": "original"},
+            {"format": "bintensors"}, {"weight_map": "hide"}, {"include": "a"}, {"exclude": ["a"]}, {"rename": rules},
+            {"dtype": "f16"}, {"dtype": "f32", "keep": ["a", "b"]},
+            {"layout": "shards=2", "rename": rules, "dtype": "bf16", "keep": "model.b"},
+        ):
+            with self.subTest(how):
+                self.assert_like_mount(self.source, **how)
+
+    def test_behind_a_mount_the_arguments_apply_to_what_it_shows(self):
+        rules, again = self.tmp / "rules.toml", self.tmp / "again.toml"
+        rules.write_text("[[rename]]\nregex = '^'\nto = 'x.'\n")
+        again.write_text("[[rename]]\nfrom = 'x.a'\nto = 'y.a'\n")
+        with Mount(self.source, "layout=shards=2") as m:
+            tensorfs.consolidate(m.path, self.out)
+            for path in m.path.iterdir():
+                self.assert_same((self.out / path.name).read_bytes(), path.read_bytes(), path.name)
+            shutil.rmtree(self.out)
+            tensorfs.consolidate(m.path, self.tmp / "half", dtype="f16")
+        with Mount(self.source, "dtype=f16") as m:
+            tensorfs.consolidate(self.source, self.tmp / "source", dtype="f16")
+            whole = (m.path / "model.safetensors").read_bytes()
+        for folder in ("half", "source"):
+            self.assert_same((self.tmp / folder / "model.safetensors").read_bytes(), whole)
+        with Mount(self.source, f"rename={rules}") as m:
+            tensorfs.consolidate(m.path, self.out, rename=again, layout="shards=2")
+            shown = self.tensors(m.path / "model.safetensors")
+        found = {}
+        for path in self.out.glob("*.safetensors"):
+            found |= self.tensors(path)
+        self.assertEqual(found, {name.replace("x.a", "y.a"): data for name, data in shown.items()})
+
+    def test_options_that_do_not_fit_are_refused_before_anything_is_written(self):
+        for how, said in (
+            ({"layout": "double"}, "layout=`double`: expected single"), ({"format": "gguf"}, "format=`gguf`"),
+            ({"layout": "original", "dtype": "f16"}, "layout=original shows files as they are"), ({"keep": "a"}, "keep needs dtype"),
+            ({"include": "none*"}, "none*"), ({"numbers": {"a": 1, "b": 2}, "layout": "shards=2"}, "give no layout"),
+            ({"layout": "shards=7"}, "layout=shards=7 needs a tensor for each file"),
+        ):
+            with self.subTest(how), self.assertRaisesRegex(tensorfs.SafetensorError, re.escape(said)):
+                tensorfs.consolidate(self.source, self.out, **how)
+        self.assertEqual(os.listdir(self.tmp), ["src"])
+
+    def test_a_list_of_numbers_is_about_the_tensors_that_the_view_leaves(self):
+        rules = self.tmp / "rules.toml"
+        rules.write_text("[[rename]]\nregex = '^'\nto = 'x.'\n")
+        tensorfs.consolidate(self.source, self.out, numbers={"x.a": 1, "x.b": 2}, rename=rules, dtype="f32")
+        with Mount(self.source, f"rename={rules}", "dtype=f32", "layout=shards=2") as m:
+            for path in m.path.glob("*.safetensors"):
+                self.assert_same((self.out / path.name).read_bytes(), path.read_bytes(), path.name)
 
     def test_the_drop_in_writes_the_files_of_torch(self):
         consolidate = drop_in().consolidate_safetensors_files

@@ -7,12 +7,16 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::{DtypeCast, Files, NameGlob, RenameRules, View};
-use crate::error::real_name;
+use crate::error::{quoted, real_name};
+use crate::format::OutputFormat;
 use crate::words::UnknownWord;
 
 /// Gets the absolute path and the bytes of a file that an option names, or one line that says why
 /// it cannot.
 pub type ReadText<'a> = &'a mut dyn FnMut(&Path) -> Result<(PathBuf, Vec<u8>), String>;
+
+/// The names of all options of views, for errors.
+const OPTIONS: &str = "layout, format, weight-map, include, exclude, rename, dtype or keep";
 
 fn word<T: FromStr<Err = UnknownWord>>(value: &str) -> Result<T, String> {
     value.parse().map_err(|known: UnknownWord| known.to_string())
@@ -46,6 +50,45 @@ impl View {
             _ => return None,
         };
         Some(set)
+    }
+
+    /// The view of these options, which are pairs of name and value.
+    ///
+    /// # Errors
+    /// One line: the first option that is none or has another value, or `check`.
+    pub fn from_words<'a>(
+        words: impl IntoIterator<Item = (&'a str, &'a str)>,
+        read: ReadText<'_>,
+    ) -> Result<View, String> {
+        let mut view = View::default();
+        for (key, value) in words {
+            let set = view.set(key, value, read);
+            set.unwrap_or_else(|| Err(format!("{OPTIONS} as the name of an option")))
+                .map_err(|why| format!("{key}={}: expected {why}", quoted(value)))?;
+        }
+        view.check()?;
+        Ok(view)
+    }
+
+    /// Refuses options that exclude each other.
+    ///
+    /// # Errors
+    /// One line with the options.
+    pub fn check(&self) -> Result<(), String> {
+        let is_original = self.files == Files::Original;
+        if is_original && !self.keeps_tensors() {
+            let why = "layout=original shows files as they are: give no include=, exclude=, \
+                       rename= or dtype= with it";
+            return Err(why.to_owned());
+        }
+        if is_original && self.format == OutputFormat::Bintensors {
+            let why = "option format=bintensors: layout=original shows files as they are";
+            return Err(why.to_owned());
+        }
+        if self.dtype.is_none() && !self.keep.is_empty() {
+            return Err("option keep needs dtype=".to_owned());
+        }
+        Ok(())
     }
 
     /// The options as JSON, for programs that find the source behind a mount.

@@ -137,6 +137,57 @@ class Bytes(TestCase):
             self.assert_done(tensorfs("consolidate", m.path, out))
             self.assertEqual(content(out), content(m.path))
 
+    def assert_views_like_mounts(self, source, views, options=()):
+        """Writes each view, or finds that both the command and the mount refuse it. Returns the number written."""
+        written = 0
+        for view in views:
+            with self.subTest(source=source, view=view):
+                words = [word for option in (*options, *view) for word in ("-o", option)]
+                if tensorfs("ls", source, *words).code:
+                    self.assert_refused(tensorfs("consolidate", source, self.tmp / "refused", *words))
+                    self.assertFalse((self.tmp / "refused").exists())
+                    continue
+                shutil.rmtree(self.assert_like_mount(source, *options, *view))
+                written += 1
+        return written
+
+    def test_every_view_of_every_fixture_is_written_as_the_mount_shows_it(self):
+        (self.tmp / "x.toml").write_text("[[rename]]\nregex = '^'\nto = 'x.'\n")
+        rules = f"rename={self.tmp / 'x.toml'}"
+        views = (["layout=shards=2"], ["layout=shards=200B", rules, "dtype=f16"], ["format=bintensors", "dtype=f32"])
+        written = sum(
+            self.assert_views_like_mounts(entry.source, views, entry.options) for entry in GOOD if entry.source.is_dir()
+        )
+        self.assertGreater(written, len(GOOD))
+
+    def test_every_view_of_random_checkpoints_is_written_as_the_mount_shows_it(self):
+        rng = random.Random(41)
+        (self.tmp / "x.toml").write_text("[[rename]]\nregex = '^t(.)'\nto = 'l.$1.t'\n")
+        for number in range(5):
+            made = checkpoints.DcpSet(number)
+            count = rng.randint(2, 5)
+            for tensor in range(count):
+                shape = [rng.randint(1, 90) for _ in range(rng.randint(1, 4))]
+                # Long rows in narrow pieces: their cast takes many reads of few bytes.
+                shape[-1] *= rng.choice([1, 40])
+                made.cut(f"t{tensor}", shape, [rng.choice([1, 2, 3]) for _ in shape], rng.choice([2, 4, 8]))
+            source = made.save(self.tmp / f"random{number}")
+            mapping = self.tmp / f"map{number}.json"
+            mapping.write_text(json.dumps({f"t{tensor}": 1 + tensor % 2 for tensor in range(count)}))
+            rules = f"rename={self.tmp / 'x.toml'}"
+            views = (
+                ["dtype=bf16", f"layout=map={mapping}"], ["dtype=f16", rules, "layout=shards=2"], ["dtype=f32", "exclude=t0"],
+                ["include=t[01]", "format=bintensors", rules], ["weight-map=hide"], ["dtype=f32", "keep=t1", "layout=shards=40KB"],
+            )
+            self.assertEqual(self.assert_views_like_mounts(source, views), len(views))
+
+    def test_a_cast_of_very_many_narrow_pieces_keeps_to_the_memory_of_the_copy(self):
+        # One row of the tensor lies in 400 files, and each window of the copy needs thousands of reads of 16 bytes.
+        source = checkpoints.DcpSet(6).cut("t", (6000, 800), (1, 400), 8).save(self.tmp / "narrow")
+        for dtype in ("bf16", "f32"):
+            for direct in ("always", "never"):
+                self.assert_like_mount(source, f"dtype={dtype}", f"direct={direct}")
+
     def test_a_tree_of_models_is_written_whole(self):
         root = self.tmp / "tree"
         checkpoints.hf_set(root / "a/one")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from . import _tensorfs
+from ._errors import error
+from ._open import Globs, view_words
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -30,6 +32,14 @@ def consolidate(
     out: Path,
     *,
     numbers: Mapping[str, int] | None = None,
+    layout: str | None = None,
+    format: str | None = None,
+    weight_map: str | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
+    rename: Path | None = None,
+    dtype: Any = None,
+    keep: Globs = None,
     overwrite: bool = False,
     verify: bool = False,
 ) -> Consolidated:
@@ -37,10 +47,21 @@ def consolidate(
 
     `numbers` gives the number of a file for each tensor. Then the files are `model-0000I-of-0000N.safetensors` and
     `model.safetensors.index.json`, as from the consolidation of torch, and `source` may be several files of one
-    checkpoint. `overwrite` replaces files that are there. `verify` reads the files back and compares them.
+    checkpoint.
+
+    The other arguments up to `keep` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
+    "map=FILE" or "original", `format` is "bintensors", `weight_map` is "hide", and those of `safe_open` are as there.
+    If `source` is on a mount, they apply to what the mount shows.
+
+    `overwrite` replaces files that are there. `verify` reads the files back and compares them.
 
     Each file appears whole or not at all. An error or Ctrl-C leaves nothing.
     """
+    files = [("layout", layout), ("format", format), ("weight-map", weight_map)]
+    words = [(key, value) for key, value in files if value is not None]
+    if numbers is not None and words:
+        raise error(f"numbers says which files are written: give no {words[0][0].replace('-', '_')} with it")
+    words += view_words(include, exclude, rename, dtype, keep)
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     listed = None if numbers is None else dict(numbers)
     if listed is not None and len(paths) == 1 and os.path.isdir(paths[0]):
@@ -50,4 +71,4 @@ def consolidate(
         shards = [name for name in names if not _WRITTEN.fullmatch(name)]
         paths = [os.path.join(folder, name) for name in shards or names] or paths
     sources = [os.fspath(path) for path in paths]
-    return Consolidated(*_tensorfs.consolidate(sources, os.fspath(out), listed, overwrite, verify))
+    return Consolidated(*_tensorfs.consolidate(sources, os.fspath(out), listed, words, overwrite, verify))

@@ -157,7 +157,12 @@ class Tensor:
 
 def describe(data: bytes) -> list[tuple[str, str, list[int], int, int]]: ...
 def consolidate(
-    sources: list[str], out: str, numbers: dict[str, int] | None, overwrite: bool, verify: bool
+    sources: list[str],
+    out: str,
+    numbers: dict[str, int] | None,
+    view: list[tuple[str, str]],
+    overwrite: bool,
+    verify: bool,
 ) -> tuple[int, int]: ...
 def release_pinned() -> None: ...
 def load_indexed(

@@ -24,7 +24,9 @@ pub fn main() -> ExitCode {
     let first = args.next();
     // `mount -t fuse.tensorfs` runs `tensorfs SOURCE TARGET -o ...`.
     let called_with_source = first.as_ref().is_some_and(|arg| Path::new(arg).is_absolute());
-    let status = if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {
+    let status = if name == Some(OsStr::new(cli::generator::NAME)) {
+        cli::generator::main(std::env::args_os().skip(1))
+    } else if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {
         cli::mount_helper::main()
     } else if first.is_some_and(|arg| arg == cli::internal::WORD) {
         cli::internal::main(std::env::args_os().skip(1))

@@ -258,7 +258,10 @@ def automount_idles(guest):
 
 
 def ordered(guest):
+    equal(guest.property("data.mount", "Before").split().count("local-fs.target"), 0, "waits for data.mount")
     for unit in ("mnt-fstab.mount", "tensorfs@llama.service", "tensorfs.service"):
+        if "data.mount" not in guest.property(unit, "After").split():
+            raise AssertionError(f"{unit} is not ordered after data.mount")
         stamps = [
             int(guest.property(one, "ActiveEnterTimestampMonotonic")) for one in ("data.mount", unit)
         ]

@@ -18,6 +18,12 @@ DATA_SIZE = "512M"
 EMULATED = 8
 # Some hosts offer the feature that is off here, but refuse to set it.
 CPU = "max,arch-capabilities=off"
+# Arguments of qemu for each accelerator. One emulated processor keeps one real one busy, and qemu keeps
+# more translated code than it does by default. qemu 7.2 emulates cmpxchg16b wrongly at times: Linux 6.12 then panics.
+PROCESSOR = {"kvm": ["-accel", "kvm", "-cpu", CPU, "-smp", "2"],
+             "tcg": ["-accel", "tcg,tb-size=512", "-cpu", CPU + ",cx16=off", "-smp", "1"]}
+# Further words for the kernel.
+KERNEL_WORDS = {"kvm": "", "tcg": " mitigations=off"}
 AGENT_UNIT = """[Unit]
 Description=Commands of the host
 [Service]
@@ -124,17 +130,15 @@ class Machine:
         self.calls = 0
         self.accelerator = "kvm" if kvm_boots(work, kernel) else "tcg"
         self.slower = 1 if self.accelerator == "kvm" else EMULATED
-        # qemu 7.2 emulates cmpxchg16b wrongly at times: Linux 6.12 then panics.
-        self.without = "" if self.accelerator == "kvm" else ",cx16=off"
 
     def start(self):
         """Boots, and waits until the agent answers."""
         self.port.unlink(missing_ok=True)
         self.boots += 1
         words = [
-            "qemu-system-x86_64", "-machine", f"q35,accel={self.accelerator}", "-cpu", CPU + self.without, "-smp", "2", "-m", "1024",
+            "qemu-system-x86_64", "-machine", "q35", *PROCESSOR[self.accelerator], "-m", "1024",
             "-display", "none", "-no-reboot", "-nic", "none", "-kernel", self.kernel, "-initrd", self.initrd,
-            "-append", "root=/dev/vda rw console=ttyS0 systemd.journald.forward_to_console=0 panic=-1",
+            "-append", "root=/dev/vda rw console=ttyS0 systemd.journald.forward_to_console=0 panic=-1" + KERNEL_WORDS[self.accelerator],
             "-serial", f"file:{self.console}",
             "-drive", f"file={self.work}/root.img,if=virtio,format=raw,cache=unsafe",
             "-drive", f"file={self.work}/data.img,if=virtio,format=raw,cache=unsafe",

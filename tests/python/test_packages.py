@@ -8,6 +8,7 @@ import unittest
 from mounts import ROOT, TestCase, run, tensorfs
 
 SCRIPTS = [*sorted((ROOT / "mount/packaging/deb/scripts").iterdir()), ROOT / "mount/packaging/deb/build"]
+PAGES = sorted((ROOT / "mount/packaging").glob("*.[1-8]"))
 
 
 class Packages(TestCase):
@@ -53,7 +54,68 @@ class Packages(TestCase):
             self.assertIn(f"mkdir -p {target}", text)
 
     @unittest.skipUnless(shutil.which("man"), "man is not installed")
-    def test_the_page_of_the_helper_is_formatted_without_a_warning(self):
-        outcome = run("man", "--warnings", "-l", ROOT / "mount/packaging/mount.tensorfs.8")
+    def test_every_written_page_is_formatted_without_a_warning(self):
+        for page in PAGES:
+            with self.subTest(page=page.name):
+                outcome = run("man", "--warnings", "-l", page)
+                self.assert_done(outcome)
+                self.assertEqual(outcome.stderr, "")
+
+    def test_the_package_has_every_written_page(self):
+        build = (ROOT / "mount/packaging/deb/build").read_text()
+        for page in PAGES:
+            self.assertIn(f'cp mount/packaging/{page.name} "$share/man/man{page.suffix[1:]}/"', build)
+
+
+class ConfigPage(TestCase):
+    """tensorfs.toml(5) against the program."""
+
+    TEXT = (ROOT / "mount/packaging/tensorfs.toml.5").read_text()
+
+    def check(self, text):
+        file = self.tmp / "config.toml"
+        file.write_text(text)
+        return tensorfs("serve", "--check", "--config", file)
+
+    def known_keys(self, table):
+        """The keys that the program names after an unknown one."""
+        error = self.check(f"{table}\n{'z' * 40} = 1\n").stderr
+        return re.findall(r"`([\w-]+)`", error.partition("; expected ")[2])
+
+    def test_it_has_every_table_and_every_key_of_the_program(self):
+        mount = "[[mount]]\nname = 'a'\nsource = '/a'\ntarget = '/b'\noptions = 'allow_other'"
+        tables = {
+            "[service]": "[service]",
+            "[defaults]": "[defaults]",
+            "[[mount]]": "[[mount]]",
+            "[[mount.access]]": f"{mount}\n[[mount.access]]\npath = 'a'",
+        }
+        self.assertEqual(self.known_keys(""), ["service", "defaults", "mount"])
+        self.assertEqual(re.findall(r"(?m)^\.SH (\[.*)$", self.TEXT), [*tables])
+        for table, begin in tables.items():
+            with self.subTest(table=table):
+                section = self.TEXT.partition(f"\n.SH {table}\n")[2].partition("\n.SH ")[0]
+                shown = [key.replace("\\-", "-") for key in re.findall(r"(?m)^\.TP\n\.B (.*)$", section)]
+                # `access` has a section of its own.
+                known = [key for key in self.known_keys(begin) if key != "access"]
+                self.assertEqual(sorted(shown), sorted(known))
+                self.assertNotEqual(known, [])
+
+    def test_its_example_is_correct(self):
+        example = self.TEXT.partition(".EX\n")[2].partition(".EE\n")[0].replace("\\-", "-")
+        outcome = self.check(example)
         self.assert_done(outcome)
-        self.assertEqual(outcome.stderr, "")
+        self.assertIn("2 mounts", outcome.stdout)
+
+    def test_its_limits_and_words_are_those_of_the_program(self):
+        for line, accepted in {
+            "watchdog = 86400": True,
+            "watchdog = 86401": False,
+            "metrics = '127.0.0.1:9469'": True,
+            "metrics = 'unix:/run/tensorfs/metrics.sock'": True,
+            "metrics = '0.0.0.0:9469'": False,
+            "metrics = '0.0.0.0:9469'\nmetrics-public = true": True,
+            **{f"log-format = '{word}'": True for word in ("auto", "human", "json", "journal")},
+        }.items():
+            with self.subTest(line=line):
+                self.assertEqual(self.check(f"[service]\n{line}\n").code, 0 if accepted else 2)

@@ -50,6 +50,69 @@ class Units(TestCase):
         return path
 
 
+class Generator(TestCase):
+    """The order that the generator gives to services, from the paths in their configs."""
+
+    def generate(self, **configs):
+        """Runs it as systemd does, but for the folder of the configs. Returns its outcome, and what it made."""
+        folder, units = self.tmp / "etc", self.tmp / "units"
+        folder.mkdir(exist_ok=True)
+        units.mkdir(exist_ok=True)
+        for name, text in configs.items():
+            (folder / name.replace("_", ".")).write_text(text)
+        program = self.tmp / "tensorfs-generator"
+        if not program.exists():
+            program.symlink_to(BIN)
+        outcome = run(program, units, self.tmp / "early", self.tmp / "late", folder)
+        made = {str(path.relative_to(units)): path.read_text() for path in units.rglob("*.conf")}
+        return outcome, {name: re.findall(r"(?m)^After=(.*)$", text) for name, text in made.items()}
+
+    def test_services_start_after_the_file_systems_of_their_sources_and_targets(self):
+        config = '[[mount]]\nname = "a"\nsource = "/data/models"\ntarget = "/srv/a"\n'
+        outcome, made = self.generate(config_toml=config, llama_conf="SOURCE=/nfs/llama\nTARGET='/srv/b c/d'\n")
+        self.assert_done(outcome)
+        service = "tensorfs.service.d/50-tensorfs-order.conf"
+        instance = "tensorfs@llama.service.d/50-tensorfs-order.conf"
+        self.assertEqual(made[service], ["data-models.mount", "data.mount", "srv.mount"])
+        self.assertEqual(made[instance], ["nfs-llama.mount", "nfs.mount", r"srv-b\x20c.mount", "srv.mount"])
+        self.assertEqual(len(made), 2)
+
+    def test_without_configs_it_makes_nothing(self):
+        outcome, made = self.generate(config_toml="", other_toml="[[mount]]\nsource = '/data'\n")
+        self.assert_done(outcome)
+        self.assertEqual(made, {})
+        (self.tmp / "etc/config.toml").unlink()
+        (self.tmp / "etc/other.toml").unlink()
+        (self.tmp / "etc").rmdir()
+        self.assert_done(run(self.tmp / "tensorfs-generator", self.tmp / "units", "early", "late", self.tmp / "etc"))
+
+    def test_a_config_that_cannot_be_read_fails_with_its_name_and_the_others_count(self):
+        outcome, made = self.generate(config_toml="[[mount]\n", llama_conf="SOURCE=/nfs/llama\n")
+        self.assertEqual(outcome.code, 1)
+        self.assertIn(f"tensorfs-generator: {self.tmp}/etc/config.toml: not TOML: ", outcome.stderr)
+        self.assertEqual([*made], ["tensorfs@llama.service.d/50-tensorfs-order.conf"])
+
+    @unittest.skipUnless(shutil.which("systemd-escape"), "systemd-escape is not installed")
+    def test_names_of_units_are_those_of_systemd(self):
+        for path in ("/data/model-7", "/.a/.b", "//x//y/", "/50% \u00fc", "/a:b_c.d", "/~/@"):
+            with self.subTest(path=path):
+                outcome, made = self.generate(config_toml=f"[[mount]]\nsource = '{path}'\n")
+                self.assert_done(outcome)
+                [order] = made.values()
+                expected = run("systemd-escape", "--path", "--suffix=mount", path).stdout.strip()
+                self.assertIn(expected, order)
+
+    @unittest.skipUnless(shutil.which("systemd-analyze"), "systemd-analyze is not installed")
+    def test_systemd_accepts_what_it_makes(self):
+        self.generate(config_toml="[[mount]]\nsource = '/data/a b/50%-\u00fc'\ntarget = '/srv/a'\n")
+        text = (ROOT / "systemd/tensorfs.service").read_text()
+        unit = self.tmp / "units/tensorfs.service"
+        unit.write_text(re.sub(r"(?m)^(Exec\w+=-?)tensorfs ", rf"\g<1>{BIN} ", text))
+        outcome = run("systemd-analyze", "verify", "--man=no", unit)
+        self.assert_done(outcome)
+        self.assertNotIn("tensorfs", outcome.stderr)
+
+
 class Folders(TestCase):
     """The user, group and folders that a package makes."""
 

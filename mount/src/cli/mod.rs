@@ -7,6 +7,7 @@ mod convert;
 mod demo;
 mod diff;
 mod doctor;
+pub(crate) mod generator;
 mod heat;
 mod index;
 pub(crate) mod internal;

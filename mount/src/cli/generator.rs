@@ -1,0 +1,237 @@
+//! The generator for systemd: orders each service after the file systems that its mounts are made of and
+//! made on. systemd runs it at boot and at each `daemon-reload`, before it starts any unit.
+//!
+//! It reads text only. A look at a source could wait for a server that does not answer, and systemd
+//! would wait with it.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use tensorfs::internal::error::shown_path;
+use toml::de::{DeTable, DeValue};
+
+use crate::log;
+
+/// Name of the link to the program by which systemd calls it.
+pub(crate) const NAME: &str = "tensorfs-generator";
+
+/// Folder of the configs.
+const CONFIG_FOLDER: &str = "/etc/tensorfs";
+
+/// Longest name of a unit, in bytes.
+const UNIT_NAME_MAX: usize = 255;
+
+/// Runs with the arguments that systemd passes: folders for generated units. The first one is used.
+pub(crate) fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
+    let Some(units) = args.next() else {
+        log::say_as(NAME, "usage: tensorfs-generator UNITS; systemd calls it with its folder");
+        return ExitCode::from(2);
+    };
+    // Tests give another folder behind the three of systemd.
+    let configs = args.nth(2).map_or_else(|| PathBuf::from(CONFIG_FOLDER), PathBuf::from);
+    let failures = run(&configs, Path::new(&units));
+    for failure in &failures {
+        log::say_as(NAME, failure);
+    }
+    if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Writes a drop-in for each unit that has a config in `configs`. Returns what failed.
+fn run(configs: &Path, units: &Path) -> Vec<String> {
+    let files = match config_files(configs) {
+        Ok(files) => files,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Vec::new(),
+        Err(e) => return vec![format!("{}: {e}", shown_path(configs))],
+    };
+    let failure = |(unit, file): (String, PathBuf)| write_order(&unit, &file, units).err();
+    files.into_iter().filter_map(failure).collect()
+}
+
+/// The units with a config in `folder`, each with its file.
+fn config_files(folder: &Path) -> io::Result<Vec<(String, PathBuf)>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let file = entry?.path();
+        // Anything else could block.
+        if !fs::metadata(&file).is_ok_and(|metadata| metadata.is_file()) {
+            continue;
+        }
+        let Some(name) = file.file_name().and_then(|name| name.to_str()) else { continue };
+        let unit = match name.strip_suffix(".conf") {
+            Some(instance) => format!("tensorfs@{instance}.service"),
+            None if name == "config.toml" => "tensorfs.service".to_owned(),
+            None => continue,
+        };
+        files.push((unit, file));
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Writes the drop-in of `unit`, whose config is `file`.
+fn write_order(unit: &str, file: &Path, units: &Path) -> Result<(), String> {
+    let failed = |path: &Path, e: io::Error| format!("{}: {e}", shown_path(path));
+    let text = fs::read_to_string(file).map_err(|e| failed(file, e))?;
+    let mounts = if unit == "tensorfs.service" {
+        paths_of_toml(&text).map_err(|why| format!("{}: not TOML: {why}", shown_path(file)))?
+    } else {
+        paths_of_instance(&text)
+    };
+    let Some(drop_in) = drop_in(file, &mounts) else { return Ok(()) };
+    let folder = units.join(format!("{unit}.d"));
+    fs::create_dir_all(&folder).map_err(|e| failed(&folder, e))?;
+    let written = folder.join("50-tensorfs-order.conf");
+    fs::write(&written, drop_in).map_err(|e| failed(&written, e))
+}
+
+/// Source and target of a mount, as far as its config has them.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct MountPaths {
+    source: Option<String>,
+    target: Option<String>,
+}
+
+/// The paths of each `[[mount]]`. Leaves errors of the config to the service, which tells them.
+fn paths_of_toml(text: &str) -> Result<Vec<MountPaths>, String> {
+    let table = DeTable::parse(text).map_err(|e| e.message().replace('\n', " "))?;
+    let Some(DeValue::Array(mounts)) = table.get_ref().get("mount").map(|value| value.get_ref())
+    else {
+        return Ok(Vec::new());
+    };
+    let paths = mounts.iter().filter_map(|mount| {
+        let DeValue::Table(mount) = mount.get_ref() else { return None };
+        let path = |key: &str| mount.get(key)?.get_ref().as_str().map(str::to_owned);
+        Some(MountPaths { source: path("source"), target: path("target") })
+    });
+    Ok(paths.collect())
+}
+
+/// The paths in an environment file of systemd. Values with a backslash are left out.
+fn paths_of_instance(text: &str) -> Vec<MountPaths> {
+    let mut paths = MountPaths::default();
+    for line in text.lines() {
+        let Some((key, value)) = line.split_once('=') else { continue };
+        let value = value.trim();
+        let unquoted = ['"', '\''].iter().find_map(|&quote| {
+            value.strip_prefix(quote).and_then(|value| value.strip_suffix(quote))
+        });
+        let value = Some(unquoted.unwrap_or(value).to_owned()).filter(|v| !v.contains('\\'));
+        match key.trim() {
+            "SOURCE" => paths.source = value,
+            "TARGET" => paths.target = value,
+            _ => {}
+        }
+    }
+    vec![paths]
+}
+
+/// The text of the drop-in. `None` if the mounts need no order.
+fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
+    let mut units = Vec::new();
+    for mount in mounts {
+        let source = mount.source.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
+        // systemd makes a unit of the mount on the target itself, which the service makes.
+        let target = mount.target.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
+        units.extend(source.chain(target.skip(1)).filter_map(mount_unit));
+    }
+    units.sort();
+    units.dedup();
+    if units.is_empty() {
+        return None;
+    }
+    let mut text = format!(
+        "# Made by {NAME} from {}.\n#\n\
+         # Only an order: file systems of sources and targets are mounted before, but are not required.\n\
+         [Unit]\n",
+        shown_path(file)
+    );
+    for unit in units {
+        let _ = writeln!(text, "After={unit}");
+    }
+    Some(text)
+}
+
+/// The unit of a file system that is mounted on `folder`, as `systemd-escape --path` names it. `None`
+/// for the root, which is always there, and for a path that no unit can have.
+fn mount_unit(folder: &Path) -> Option<String> {
+    if folder.is_relative() || folder.components().any(|part| part.as_os_str() == "..") {
+        return None;
+    }
+    let mut name = String::new();
+    for part in folder.components().skip(1) {
+        if !name.is_empty() {
+            name.push('-');
+        }
+        for &byte in part.as_os_str().as_bytes() {
+            match byte {
+                b'.' if name.is_empty() => name.push_str("\\x2e"),
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b':' | b'_' | b'.' => {
+                    name.push(char::from(byte));
+                }
+                _ => {
+                    let _ = write!(name, "\\x{byte:02x}");
+                }
+            }
+        }
+    }
+    name.push_str(".mount");
+    (name != ".mount" && name.len() <= UNIT_NAME_MAX).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(text: &str) -> Vec<String> {
+        let paths = paths_of_toml(text).unwrap();
+        let text = drop_in(Path::new("/c.toml"), &paths).unwrap_or_default();
+        text.lines().filter_map(|line| line.strip_prefix("After=").map(str::to_owned)).collect()
+    }
+
+    #[test]
+    fn the_service_starts_after_each_file_system_that_may_hold_a_source_or_the_folder_of_a_target()
+    {
+        let one = "[[mount]]\nsource = '/data/models'\ntarget = '/srv/models'\n";
+        assert_eq!(order(one), ["data-models.mount", "data.mount", "srv.mount"]);
+        let two = format!("{one}[[mount]]\nsource = '/data/more/'\ntarget = '/m'\n");
+        let expected = ["data-models.mount", "data-more.mount", "data.mount", "srv.mount"];
+        assert_eq!(order(&two), expected);
+    }
+
+    #[test]
+    fn a_config_with_errors_still_gives_the_order_of_what_it_names() {
+        assert_eq!(order("mount = 3"), [""; 0]);
+        assert_eq!(order("[[mount]]\nsource = 'data'\ntarget = '../a/b'"), [""; 0]);
+        assert_eq!(order("unknown = 1\n[[mount]]\nsource = '/data'"), ["data.mount"]);
+        assert!(paths_of_toml("[[mount]\n").is_err());
+    }
+
+    #[test]
+    fn the_paths_of_an_instance_may_be_quoted() {
+        let found = paths_of_instance("# SOURCE=/x\n SOURCE = \"/data/a b\"\nTARGET='/srv/a'\nX=1");
+        let path = |path: &str| Some(path.to_owned());
+        assert_eq!(found, [MountPaths { source: path("/data/a b"), target: path("/srv/a") }]);
+        assert_eq!(paths_of_instance("SOURCE=/data/a\\\n"), [MountPaths::default()]);
+    }
+
+    #[test]
+    fn units_have_the_names_that_systemd_gives_them() {
+        for (folder, unit) in [
+            ("/", None),
+            ("data", None),
+            ("/a/../b", None),
+            ("/data/model-7", Some("data-model\\x2d7.mount")),
+            ("//data/./models//", Some("data-models.mount")),
+            ("/.hidden/.a", Some("\\x2ehidden-.a.mount")),
+            ("/srv/50% \u{fc}", Some("srv-50\\x25\\x20\\xc3\\xbc.mount")),
+        ] {
+            assert_eq!(mount_unit(Path::new(folder)).as_deref(), unit, "{folder}");
+        }
+        assert_eq!(mount_unit(Path::new(&format!("/{}", "a".repeat(250)))), None);
+    }
+}

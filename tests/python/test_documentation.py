@@ -1,5 +1,6 @@
 """The pages that users read: every command shown in them works as it stands, and every link and path leads somewhere."""
 
+import errno
 import importlib.util
 import os
 import re
@@ -12,6 +13,9 @@ from checkpoints import hf_set, hub_cache, row_wise
 from mounts import BIN, ROOT, TestCase, detach, mount_table, run
 
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+# Pages with tables of messages.
+ERROR_PAGES = [ROOT / "docs/errors.md", ROOT / "docs/troubleshooting.md"]
 
 # Folders of the pages that lie in the temporary folder of a test instead.
 MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)(?=[/\s]|$)")
@@ -133,6 +137,37 @@ class Text(unittest.TestCase):
                 with self.subTest(page.name, path=path):
                     self.assertTrue((ROOT / path).exists())
 
+    def test_every_message_of_the_pages_about_errors_is_one_of_the_program_or_the_system(self):
+        sources = [path for folder in ("src", "mount/src") for path in (ROOT / folder).rglob("*.rs")]
+        program = "\n".join(path.read_text() for path in sources)
+        # Strings that go on in the next line.
+        program = re.sub(r"\\\n\s*", "", program).replace('\\"', '"')
+        system = {os.strerror(number) for number in errno.errorcode}
+        for page in ERROR_PAGES:
+            messages = shown_messages(page.read_text())
+            self.assertGreater(len(messages), 20)
+            for message in messages:
+                # They are made of words of a table; the next test compares them as they are.
+                for part in [] if message.startswith("option `") else fixed_parts(message):
+                    with self.subTest(page.name, message=message, part=part):
+                        self.assertTrue(part in program or part in system)
+
+    def test_messages_about_values_of_options_are_those_of_the_program(self):
+        found = [re.fullmatch("option `(.*)`: (.*)", message) for message in shown_messages(ERROR_PAGES[0].read_text())]
+        found = [match.groups() for match in found if match]
+        self.assertGreater(len(found), 5)
+        for option, message in found:
+            with self.subTest(option=option):
+                outcome = run(BIN, "mount", "/nonexistent", "/nonexistent", "-o", option.replace("...", "nonsense"))
+                self.assertEqual(outcome.code, 2)
+                self.assertIn(f"`: {message}\n", outcome.stderr)
+
+    def test_a_message_that_no_program_has_is_noticed(self):
+        self.assertEqual(fixed_parts("SHARD: tensor NAME: bytes 3..7 of it"), ["tensor", "bytes", "of it"])
+        self.assertEqual(fixed_parts("a file `FILE`; it is (not) the TENSORFS-ERROR.txt"), ["a file", "it is", "not", "the TENSORFS-ERROR.txt"])
+        text = "| message | x |\n|---|---|\n| ``a `b` c``, or `d` in e | `f` |\n\n| class | x |\n|---|---|\n| `g` | |\n"
+        self.assertEqual(shown_messages(text), ["a `b` c", "d"])
+
     def test_every_python_example_is_python(self):
         for page in PAGES:
             for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
@@ -160,6 +195,26 @@ def headings(page):
     """The anchors of the headings of a page, as GitHub makes them."""
     lines = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)^```.*?^```", "", page.read_text(), flags=re.MULTILINE))
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def shown_messages(text):
+    """The messages in the first columns of the tables whose first column is about messages."""
+    found, is_message = [], False
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            is_message = False
+        elif line.startswith("| message"):
+            is_message = True
+        elif is_message and not line.startswith("|---"):
+            first = line.removeprefix("| ").partition(" | ")[0]
+            found += [a or b for a, b in re.findall(r"``(.+?)``|`(.+?)`", first)]
+    return [message.strip() for message in found]
+
+
+def fixed_parts(message):
+    """The parts of a message between marks, and between words in capitals, numbers and dots, which stand for others."""
+    parts = re.split(r"[:;,`()]|\.\.+|\b[A-Z]+\b(?![-_.])|\b\d+[KMGT]?\b", message)
+    return [part for part in (part.strip(" =") for part in parts) if len(part) > 2]
 
 
 def code_paths(text):

@@ -38,7 +38,7 @@ pub enum ErrorKind {
     HeaderUtf8,
     /// The header is not JSON of the expected form.
     HeaderJson,
-    /// The header is not the binary form that bintensors prescribes.
+    /// The header is not the binary form that its format prescribes.
     HeaderDecode,
     /// One key twice in a header, a weight map or a metadata map.
     DuplicateKey,
@@ -62,6 +62,8 @@ pub enum ErrorKind {
     LfsPointer,
     /// The file starts with a zip archive.
     ZipPrefix,
+    /// The tensors of the file are encrypted.
+    KeyRequired,
     /// The weight map is not JSON of the expected form.
     WeightMap,
     /// The weight map names something that is not a plain `*.safetensors` file name.
@@ -129,6 +131,7 @@ impl ErrorKind {
             ErrorKind::DataTrailing => "data_trailing",
             ErrorKind::LfsPointer => "lfs_pointer",
             ErrorKind::ZipPrefix => "zip_prefix",
+            ErrorKind::KeyRequired => "key_required",
             ErrorKind::WeightMap => "index_json",
             ErrorKind::UnsafePath => "unsafe_path",
             ErrorKind::ShardMissing => "shard_missing",

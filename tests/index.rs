@@ -173,7 +173,8 @@ fn every_good_fixture_is_the_same_from_the_index() {
     let home = tempfile::tempdir().unwrap();
     let files = fs::read_dir(fixtures().join("safetensors")).unwrap();
     let sources = files.map(|entry| entry.unwrap().path());
-    let folders = ["safetensors", "bintensors", "hf", "dcp"].map(|name| fixtures().join(name));
+    let folders =
+        ["safetensors", "bintensors", "tensorizer", "hf", "dcp"].map(|name| fixtures().join(name));
     let mut from_index = 0;
     for source in sources.chain(folders) {
         for (prefer, format) in [

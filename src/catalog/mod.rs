@@ -68,7 +68,8 @@ impl Shard {
     /// Whether `range` has bytes that describe the others.
     #[inline]
     pub fn is_description(&self, range: &Range<u64>) -> bool {
-        self.described.iter().any(|own| range.start < own.end && own.start < range.end)
+        let next = self.described.partition_point(|own| own.end <= range.start);
+        !range.is_empty() && self.described.get(next).is_some_and(|own| own.start < range.end)
     }
 
     fn of(shard: &ShardHeader) -> Shard {

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use crate::catalog::Heads;
 use crate::error::{Error, ErrorKind, Fault, Result};
-use crate::format::OutputFormat;
 use crate::format::names::{self, Numbered};
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
+use crate::format::{InputFormat, OutputFormat};
 use crate::open_options::Prefer;
 use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
@@ -39,6 +39,8 @@ pub enum SetKind {
     Single,
     /// One file in the bintensors format.
     Bintensors,
+    /// One file in the tensorizer format.
+    Tensorizer,
 }
 
 impl SetKind {
@@ -50,6 +52,7 @@ impl SetKind {
             SetKind::Numbered,
             SetKind::Single,
             SetKind::Bintensors,
+            SetKind::Tensorizer,
         ];
         kinds.into_iter().find(|kind| kind.as_str() == word)
     }
@@ -62,12 +65,27 @@ impl SetKind {
             SetKind::Numbered => "numbered",
             SetKind::Single => "single",
             SetKind::Bintensors => "bintensors",
+            SetKind::Tensorizer => "tensorizer",
+        }
+    }
+
+    /// The kind of a set that is one file of this format.
+    pub(super) fn of_file(format: InputFormat) -> SetKind {
+        match format {
+            InputFormat::Safetensors => SetKind::Single,
+            InputFormat::Bintensors => SetKind::Bintensors,
+            InputFormat::Tensorizer => SetKind::Tensorizer,
         }
     }
 
     /// Whether it is one file, in any format.
     pub(super) fn is_one_file(self) -> bool {
-        matches!(self, SetKind::Single | SetKind::Bintensors)
+        self == SetKind::Single || self.is_converted()
+    }
+
+    /// Whether it is one file of a format that is shown as another one by default.
+    pub(super) fn is_converted(self) -> bool {
+        matches!(self, SetKind::Bintensors | SetKind::Tensorizer)
     }
 
     /// Whether a set of this kind, shown as `format`, is a file that is served unchanged.
@@ -210,19 +228,29 @@ pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Di
     found.extend(numbered_sets(folder, free()));
     let misfits: BTreeSet<&str> = weight_misfits(folder).map(|(name, _)| name).collect();
     let of_sets = found.len();
-    let mut single: Vec<&String> = free().filter(|n| names::numbered(n).is_none()).collect();
+    let mut single: Vec<&String> = free().filter(|name| numbered(name).is_none()).collect();
     // A name that leads to no file is not a set of its own if the folder has other sets.
     if of_sets > 0 || single.iter().any(|name| !misfits.contains(name.as_str())) {
         single.retain(|name| !misfits.contains(name.as_str()));
     }
     found.extend(single.into_iter().map(|name| Candidate {
         members: BTreeSet::from([name.clone()]),
-        ..match names::bintensors_output(name) {
-            Some(output) => Candidate::new(output, SetKind::Bintensors),
-            None => Candidate::new(name.clone(), SetKind::Single),
-        }
+        ..single_set(name, weights)
     }));
     settle_names(found, prefer)
+}
+
+/// The set of the file called `name`, without the file. A file that cannot be read has the format
+/// of its name.
+fn single_set(name: &str, weights: &Weights) -> Candidate {
+    let read = weights.get(name).and_then(|loaded| Some(loaded.as_ref().ok()?.format));
+    let format = read.or(InputFormat::of_name(name)).unwrap_or(InputFormat::Safetensors);
+    let output = match format {
+        InputFormat::Safetensors => None,
+        InputFormat::Bintensors => names::bintensors_output(name),
+        InputFormat::Tensorizer => Some(names::tensorizer_output(name)),
+    };
+    Candidate::new(output.unwrap_or_else(|| name.to_owned()), SetKind::of_file(format))
 }
 
 impl Candidate {
@@ -244,10 +272,11 @@ impl Candidate {
 fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
     let noted: Vec<(&String, bool)> = weights
         .iter()
-        .filter(|(name, _)| !names::is_dcp_shard(name) && names::bintensors_output(name).is_none())
+        .filter(|(name, _)| !names::is_dcp_shard(name))
         .filter_map(|(name, loaded)| {
             let loaded = loaded.as_ref().ok()?;
-            is_noted(loaded).then(|| (name, loaded.shard.header.is_whole()))
+            let noted = loaded.format == InputFormat::Safetensors && is_noted(loaded);
+            noted.then(|| (name, loaded.shard.header.is_whole()))
         })
         .collect();
     let pieces = noted.iter().any(|(_, whole)| !whole);
@@ -347,18 +376,30 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
 }
 
+/// The facts that group numbered names: the file that the set is shown as, whether the names are
+/// those of tensorizer files, and the number of files.
+type NumberedGroup = (String, bool, u64);
+
+/// A numbered name, and whether it is one of a tensorizer file.
+fn numbered(name: &str) -> Option<(Numbered, bool)> {
+    let safetensors = names::numbered(name).map(|numbered| (numbered, false));
+    safetensors.or_else(|| Some((names::numbered_tensorizer(name)?, true)))
+}
+
 /// Sets of numbered shards without a weight map. An incomplete set is refused.
 fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) -> Vec<Candidate> {
-    let mut groups: BTreeMap<(String, u64), Vec<(u64, &str)>> = BTreeMap::new();
+    let mut groups: BTreeMap<NumberedGroup, Vec<(u64, &str)>> = BTreeMap::new();
     for name in free {
-        if let Some(Numbered { output, number, total }) = names::numbered(name) {
-            groups.entry((output, total)).or_default().push((number, name));
+        if let Some((Numbered { output, number, total }, is_tensorizer)) = numbered(name) {
+            groups.entry((output, is_tensorizer, total)).or_default().push((number, name));
         }
     }
-    let mut totals: BTreeMap<&str, u32> = BTreeMap::new();
-    groups.keys().for_each(|(output, _)| *totals.entry(output).or_default() += 1);
-    let sets = groups.iter().map(|((output, total), shards)| {
-        let fault = if totals[output.as_str()] > 1 {
+    let mut totals: BTreeMap<(&str, bool), u32> = BTreeMap::new();
+    for (output, is_tensorizer, _) in groups.keys() {
+        *totals.entry((output, *is_tensorizer)).or_default() += 1;
+    }
+    let sets = groups.iter().map(|((output, is_tensorizer, total), shards)| {
+        let fault = if totals[&(output.as_str(), *is_tensorizer)] > 1 {
             let message = "shards of two numbered sets of this name, with different totals; \
                            remove the old ones";
             Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
@@ -398,8 +439,8 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
 }
 
 /// Gives each name to one set. `prefer` decides between a whole file and a sharded set. Among
-/// sharded sets the first kind wins. A bintensors file loses to every other set, also to a sharded
-/// set with a member of its name.
+/// sharded sets the first kind wins. A bintensors or tensorizer file loses to every other set, also
+/// to a sharded set with a member of its name.
 fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     let mut set_of: BTreeMap<String, String> = BTreeMap::new();
     for set in found.iter().filter(|set| !set.kind.is_one_file()) {
@@ -407,7 +448,7 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     }
     let mut by_output: BTreeMap<String, Vec<Candidate>> = BTreeMap::new();
     for set in found {
-        let of_set = set_of.get(&set.output).filter(|_| set.kind == SetKind::Bintensors);
+        let of_set = set_of.get(&set.output).filter(|_| set.kind.is_converted());
         by_output.entry(of_set.unwrap_or(&set.output).clone()).or_default().push(set);
     }
     let mut settled = Discovered { winners: Vec::new(), losers: Vec::new(), notes: Vec::new() };
@@ -420,8 +461,8 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
                 "{output}: {} wins, {} is hidden ({})",
                 described(&winner),
                 described(&loser),
-                if loser.kind == SetKind::Bintensors && winner.kind != SetKind::Bintensors {
-                    "safetensors goes before bintensors"
+                if loser.kind.is_converted() && loser.kind != winner.kind {
+                    "safetensors goes before bintensors, and both before tensorizer"
                 } else if winner.kind == SetKind::Single || loser.kind == SetKind::Single {
                     "choose with -o prefer=file|shards"
                 } else {
@@ -439,7 +480,7 @@ fn described(set: &Candidate) -> String {
     let shards = set.members.len();
     match (set.kind, set.claims.first()) {
         (SetKind::Single, _) => "the whole file".to_owned(),
-        (SetKind::Bintensors, _) => set.members.iter().cloned().collect(),
+        (SetKind::Bintensors | SetKind::Tensorizer, _) => set.members.iter().cloned().collect(),
         (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
         (SetKind::Numbered, _) => format!("the set of {shards} numbered shards"),
         (SetKind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),

@@ -120,8 +120,7 @@ fn catalog_of(
     if let [one] = headers.as_slice() {
         let mut catalog = Catalog::of_whole_tensors(&headers, map)?;
         catalog.metadata = one.header.metadata.clone().map(Arc::new);
-        let bintensors = names::bintensors_output(&one.name).is_some();
-        return Ok((if bintensors { SetKind::Bintensors } else { SetKind::Single }, catalog));
+        return Ok((SetKind::of_file(loaded[0].format), catalog));
     }
     if loaded.iter().any(|file| is_noted(file) && !file.shard.header.is_whole()) {
         return Ok((SetKind::Dcp, Catalog::of_dcp_shards(&headers, map)?));

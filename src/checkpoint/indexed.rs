@@ -399,8 +399,7 @@ impl<'a> FolderIndex<'a> {
             kind: set.kind.as_str().to_owned(),
             files: set.files.iter().cloned().collect(),
             manifest: checkpoint.manifest,
-            noted: set.kind != SetKind::Bintensors
-                && set.files.iter().filter_map(loaded).any(is_noted),
+            noted: !set.kind.is_converted() && set.files.iter().filter_map(loaded).any(is_noted),
             map: checkpoint
                 .map
                 .as_ref()

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::Header;
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
-use crate::format::{Detected, InputFormat, RangeReader, ShardDescription, names};
+use crate::format::{Detected, InputFormat, RangeReader, ShardDescription};
 use crate::hash::Digest;
 use crate::source::Source;
 use crate::store::Store;
@@ -27,10 +27,11 @@ pub(super) struct OpenShard {
     pub(super) shard: ShardHeader,
     /// Hash of the bytes that describe the others.
     pub(super) hash: Digest,
+    pub(super) format: InputFormat,
 }
 
-/// A header and the hash of its bytes, or what is wrong with it.
-type Parsed = std::result::Result<(Arc<Head>, Digest), Fault>;
+/// A header, the hash of its bytes and its format, or what is wrong with it.
+type Parsed = std::result::Result<(Arc<Head>, Digest, InputFormat), Fault>;
 
 /// An open weight file whose header is not read yet.
 pub(super) struct Unread {
@@ -62,10 +63,13 @@ impl Unread {
         let parsed = parse(&self.source, detected)?;
         self.source.check()?;
         let add = |description| match detected.format {
-            InputFormat::Bintensors => heads.add_without_note(description),
+            InputFormat::Bintensors | InputFormat::Tensorizer => {
+                heads.add_without_note(description)
+            }
             InputFormat::Safetensors => heads.add(description),
         };
-        Ok(parsed.map(|(description, hash)| (Arc::new(add(description)), hash)))
+        let format = detected.format;
+        Ok(parsed.map(|(description, hash)| (Arc::new(add(description)), hash, format)))
     }
 }
 
@@ -126,10 +130,11 @@ pub(super) fn open_links(
 }
 
 fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Result<OpenShard> {
-    let (header, hash) = parsed.map_err(|fault| Error::refused(folder, fault.in_file(name)))?;
+    let (header, hash, format) =
+        parsed.map_err(|fault| Error::refused(folder, fault.in_file(name)))?;
     let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header };
     source.set_described(shard.header.described.clone(), hash);
-    Ok(OpenShard { source, shard, hash })
+    Ok(OpenShard { source, shard, hash, format })
 }
 
 /// The error with the name in the folder, which the user knows, not with the target of a link.
@@ -222,13 +227,13 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Reads the file with the expected tensors of a checkpoint: a safetensors or bintensors file, a
-/// weight map or a manifest.
+/// Reads the file with the expected tensors of a checkpoint: a weight file, a weight map or a
+/// manifest.
 pub(super) fn read_reference(path: &Path) -> Result<Reference> {
     let real = Store::Local.real_path(path).map_err(|e| Error::io(path, "open", e))?;
     let refused = |fault: Fault| Error::refused(path, fault);
     let name = path.to_str().unwrap_or_default();
-    if name.ends_with(names::SUFFIX) || names::is_bintensors(name) {
+    if InputFormat::of_name(name).is_some() {
         let unread = Unread::open(name, &real)?;
         let (source, detected) = (&unread.source, unread.detected.map_err(refused)?);
         let only_describes = source.len() == detected.description_len;

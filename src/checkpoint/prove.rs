@@ -176,9 +176,14 @@ fn prove_set(
     let catalog = match (candidate.kind, &linked) {
         (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
         (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
-        (SetKind::WeightMap | SetKind::Numbered | SetKind::Single | SetKind::Bintensors, None) => {
-            Catalog::of_whole_tensors(&headers, map)
-        }
+        (
+            SetKind::WeightMap
+            | SetKind::Numbered
+            | SetKind::Single
+            | SetKind::Bintensors
+            | SetKind::Tensorizer,
+            None,
+        ) => Catalog::of_whole_tensors(&headers, map),
     };
     let mut catalog = catalog.map_err(refused)?;
     let bintensors = candidate.kind == SetKind::Bintensors;

@@ -580,7 +580,8 @@ pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
 }
 
 fn is_weight_file(name: &OsStr) -> bool {
-    let suffixes = [names::SUFFIX].into_iter().chain(names::BINTENSORS_SUFFIXES);
+    let suffixes = [names::SUFFIX, names::TENSORIZER_SUFFIX];
+    let suffixes = suffixes.into_iter().chain(names::BINTENSORS_SUFFIXES);
     let name = name.as_encoded_bytes();
     !name.starts_with(b".") && suffixes.into_iter().any(|suffix| name.ends_with(suffix.as_bytes()))
 }

@@ -182,7 +182,7 @@ impl Tree {
     pub fn nothing_found(&self) -> String {
         let skipped = self.left_out.summary().map(|summary| format!("; {summary}"));
         format!(
-            "{}: no safetensors or bintensors files here or below{}",
+            "{}: no safetensors, bintensors or tensorizer files here or below{}",
             shown_path(&self.source),
             skipped.unwrap_or_default()
         )

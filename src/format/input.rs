@@ -3,11 +3,12 @@
 use std::cell::RefCell;
 use std::io::{self, Read};
 
-use crate::error::Fault;
+use crate::error::{ErrorKind, Fault};
+use crate::words;
 
 use super::description::ShardDescription;
-use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len};
-use super::{bintensors, flat, names};
+use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len, refuse_others};
+use super::{bintensors, flat, names, tensorizer};
 
 /// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
@@ -31,7 +32,15 @@ pub enum InputFormat {
     Safetensors,
     /// Binary header.
     Bintensors,
+    /// Binary header, and one more in front of each tensor.
+    Tensorizer,
 }
+
+words!(InputFormat {
+    Safetensors = "safetensors",
+    Bintensors = "bintensors",
+    Tensorizer = "tensorizer"
+});
 
 /// A shard that may be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,13 +55,16 @@ pub struct Detected {
 type ParseResult<T> = io::Result<Result<T, Fault>>;
 
 impl InputFormat {
-    /// The format of a file called `name`. Users name files of other names too, such as the blobs
-    /// of a hub cache: those are safetensors.
-    pub fn of_name(name: &str) -> InputFormat {
-        match names::is_bintensors(name) {
-            true => InputFormat::Bintensors,
-            false => InputFormat::Safetensors,
+    /// The format that the name of a file stands for, `None` for the names of no format, such as the
+    /// blobs of a hub cache.
+    pub fn of_name(name: &str) -> Option<InputFormat> {
+        if names::is_bintensors(name) {
+            return Some(InputFormat::Bintensors);
         }
+        if names::is_tensorizer(name) {
+            return Some(InputFormat::Tensorizer);
+        }
+        names::is_safetensors(name).then_some(InputFormat::Safetensors)
     }
 
     /// The format of the file called `name`, by its name and its first bytes.
@@ -61,13 +73,33 @@ impl InputFormat {
     /// The outer error is a failed read, the inner one says why the file is no shard.
     pub fn detect(name: &str, reader: &mut dyn RangeReader) -> ParseResult<Detected> {
         let file_len = reader.file_len();
-        let mut sniff = vec![0; SNIFF_LEN.min(file_len as usize)];
+        let sniff_len = (SNIFF_LEN as u64).max(tensorizer::HEAD_LEN);
+        let mut sniff = vec![0; sniff_len.min(file_len) as usize];
         reader.read_exact_at(0, &mut sniff)?;
-        Ok(header_len(&sniff, file_len).map(|header_len| Detected {
-            format: InputFormat::of_name(name),
-            description_len: PREFIX_LEN + header_len,
-        }))
+        Ok(detect(InputFormat::of_name(name), &sniff, file_len))
     }
+}
+
+/// The format of a file by the one that its name stands for, and by its first bytes.
+fn detect(named: Option<InputFormat>, sniff: &[u8], file_len: u64) -> Result<Detected, Fault> {
+    refuse_others(sniff, file_len)?;
+    let is_tensorizer = tensorizer::is_tensorizer(sniff);
+    let format = match named {
+        Some(InputFormat::Safetensors | InputFormat::Bintensors) if is_tensorizer => {
+            let message = "is a tensorizer file by its first bytes; call it `*.tensors`";
+            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        }
+        Some(format) => format,
+        None if is_tensorizer => InputFormat::Tensorizer,
+        None => InputFormat::Safetensors,
+    };
+    let description_len = match format {
+        InputFormat::Safetensors | InputFormat::Bintensors => {
+            PREFIX_LEN + header_len(sniff, file_len)?
+        }
+        InputFormat::Tensorizer => tensorizer::description_len(sniff, file_len)?,
+    };
+    Ok(Detected { format, description_len })
 }
 
 impl Detected {
@@ -76,28 +108,32 @@ impl Detected {
     /// # Errors
     /// The outer error is a failed read, the inner one is the fault of the file.
     pub fn parse(&self, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
+        let is_safetensors = match self.format {
+            InputFormat::Safetensors => true,
+            InputFormat::Bintensors => false,
+            InputFormat::Tensorizer => return tensorizer::parse(reader),
+        };
         let (end, file_len) = (self.description_len, reader.file_len());
         let header_len = end - PREFIX_LEN;
         if header_len > SLICE_LEN_MAX {
             let reader = RefCell::new(reader);
             let open = || ChunkReader { reader: &reader, offset: PREFIX_LEN, end };
-            let parsed = match self.format {
-                InputFormat::Safetensors => Header::parse_stream(open(), header_len, file_len)?,
-                InputFormat::Bintensors => bintensors::parse_stream(open, header_len, file_len)?,
+            let parsed = if is_safetensors {
+                Header::parse_stream(open(), header_len, file_len)?
+            } else {
+                bintensors::parse_stream(open, header_len, file_len)?
             };
             return Ok(parsed.map(ShardDescription::from));
         }
         let mut bytes = vec![0; end as usize];
         reader.read_exact_at(0, &mut bytes)?;
         let text = &bytes[PREFIX_LEN as usize..];
-        Ok(match self.format {
-            InputFormat::Safetensors => match flat::parse(text, file_len) {
-                Some(description) => Ok(description),
-                None => Header::parse(text, file_len).map(ShardDescription::from),
-            },
-            InputFormat::Bintensors => {
-                bintensors::parse(text, file_len).map(ShardDescription::from)
-            }
+        if !is_safetensors {
+            return Ok(bintensors::parse(text, file_len).map(ShardDescription::from));
+        }
+        Ok(match flat::parse(text, file_len) {
+            Some(description) => Ok(description),
+            None => Header::parse(text, file_len).map(ShardDescription::from),
         })
     }
 }
@@ -115,5 +151,19 @@ impl Read for ChunkReader<'_, '_> {
         self.reader.borrow_mut().read_exact_at(self.offset, &mut buf[..len])?;
         self.offset += len as u64;
         Ok(len)
+    }
+}
+
+/// A file in memory.
+impl RangeReader for &[u8] {
+    fn file_len(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let end = (offset as usize).checked_add(buf.len());
+        let bytes = end.and_then(|end| self.get(offset as usize..end));
+        buf.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
     }
 }

@@ -13,6 +13,7 @@ pub mod names;
 mod output;
 mod plain;
 pub mod safetensors;
+pub mod tensorizer;
 pub mod weight_map;
 
 pub use description::{ShardDescription, TensorDescription};

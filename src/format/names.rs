@@ -11,6 +11,9 @@ pub const SUFFIX: &str = ".safetensors";
 /// mentions.
 pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 
+/// Suffix of tensorizer files.
+pub const TENSORIZER_SUFFIX: &str = ".tensors";
+
 /// Minimum number of digits of a shard number. Savers write five, and more when needed.
 const DIGITS_MIN: usize = 5;
 
@@ -60,9 +63,16 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     Some(Numbered { output: whole(&format!("{plain}{variant}")), number, total })
 }
 
+/// Reads `<stem>-00001-of-00003.tensors`.
+pub fn numbered_tensorizer(name: &str) -> Option<Numbered> {
+    let (stem, number, (total, rest)) = split_of(name.strip_suffix(TENSORIZER_SUFFIX)?)?;
+    let known = rest.is_empty() && !stem.is_empty() && !is_hidden(name);
+    known.then(|| Numbered { output: whole(stem), number, total })
+}
+
 /// Whether `name` is the name of one of several shards of a set.
 pub fn is_shard(name: &str) -> bool {
-    is_dcp_shard(name) || numbered(name).is_some()
+    is_dcp_shard(name) || numbered(name).is_some() || numbered_tensorizer(name).is_some()
 }
 
 /// Whether a folder of this name is a model of a hub cache, with `blobs` and `snapshots` in it.
@@ -113,6 +123,23 @@ pub fn is_bintensors(name: &str) -> bool {
     BINTENSORS_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
+/// Name of the whole file that a tensorizer file of this name stands for. Users name tensorizer files
+/// of other suffixes too.
+pub fn tensorizer_output(name: &str) -> String {
+    let stem = name.strip_suffix(TENSORIZER_SUFFIX).filter(|stem| !stem.is_empty());
+    format!("{}{SUFFIX}", stem.unwrap_or(name))
+}
+
+/// Whether the name is one of a tensorizer file.
+pub fn is_tensorizer(name: &str) -> bool {
+    name.ends_with(TENSORIZER_SUFFIX)
+}
+
+/// Whether the name is one of a safetensors file.
+pub fn is_safetensors(name: &str) -> bool {
+    name.ends_with(SUFFIX) || numbered(name).is_some()
+}
+
 /// Name under which the whole file `output` is shown in `format`.
 pub fn in_format(output: &str, format: OutputFormat) -> String {
     match format {
@@ -129,8 +156,7 @@ pub fn numbered_name(name: &str, number: u64, total: u64, format: OutputFormat) 
 
 /// Whether the name is that of a weight file. Hidden files are no weight files.
 pub fn is_weights(name: &str) -> bool {
-    let is_named =
-        name.ends_with(SUFFIX) || numbered(name).is_some() || bintensors_output(name).is_some();
+    let is_named = is_safetensors(name) || bintensors_output(name).is_some() || is_tensorizer(name);
     is_named && !is_hidden(name)
 }
 

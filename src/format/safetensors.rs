@@ -129,9 +129,8 @@ impl Header {
     }
 }
 
-/// Length of the header, from the first bytes of a file: `SNIFF_LEN` of them, or the whole file if
-/// it is shorter.
-pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
+/// Refuses a file whose first bytes are those of a git-lfs pointer or of a zip archive.
+pub(super) fn refuse_others(sniff: &[u8], file_len: u64) -> Result<(), Fault> {
     if sniff.starts_with(b"version https://git-lfs.github.com/spec/") {
         return Err(Fault::new(
             ErrorKind::LfsPointer,
@@ -148,6 +147,13 @@ pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
              the header; save the checkpoint without them",
         ));
     }
+    Ok(())
+}
+
+/// Length of the header, from the first bytes of a file: `SNIFF_LEN` of them, or the whole file if
+/// it is shorter.
+pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
+    refuse_others(sniff, file_len)?;
     let Some(prefix) = sniff.first_chunk::<8>() else {
         return Err(Fault::new(
             ErrorKind::TooShort,

@@ -8,7 +8,7 @@ from pathlib import Path
 import oracle
 from mounts import FIXTURES
 
-KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp", "bintensors"}
+KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp", "bintensors", "tensorizer"}
 
 
 class Entry:
@@ -32,7 +32,7 @@ class Entry:
     def shown(self):
         if self.kind == "safetensors":
             return self.source.name
-        if self.kind == "bintensors":
+        if self.kind in ("bintensors", "tensorizer"):
             return f"{self.source.stem}.safetensors"
         if self.kind == "hf_single":
             return self.fields["single"]
@@ -63,6 +63,8 @@ class Entry:
             return oracle.whole_tensors(list(self.source.glob("*.safetensors")))
         if self.kind == "bintensors":
             return oracle.from_bintensors(self.source, older=self.fields["layout"].startswith("legacy"))
+        if self.kind == "tensorizer":
+            return oracle.from_tensorizer(self.source)
         return (self.source / self.shown if self.source.is_dir() else self.source).read_bytes()
 
 

@@ -22,6 +22,13 @@ BITS = {
 BINTENSORS_DTYPES = [
     "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64",
 ]
+# By their text in a file: those of numpy, and those of torch behind a NUL.
+TENSORIZER_DTYPES = {
+    "|b1": "BOOL", "|u1": "U8", "|i1": "I8", "<i2": "I16", "<u2": "U16", "<f2": "F16", "<i4": "I32", "<u4": "U32",
+    "<f4": "F32", "<f8": "F64", "<i8": "I64", "<u8": "U64", "<c8": "C64", "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ", "torch.float8_e8m0fnu": "F8_E8M0", "torch.float4_e2m1fn_x2": "F4",
+}
 DATA_ALIGNMENT = 4096
 DCP_KEYS = {"DCP_VERSION", "DCP_SHARDING_INFO"}
 
@@ -198,6 +205,35 @@ class _Bincode:
     def take(self, length):
         taken, self.data = self.data[:length], self.data[length:]
         return taken
+
+
+def from_tensorizer(path):
+    """The virtual file of a tensorizer file, by its list of tensors alone."""
+    data = Path(path).read_bytes()
+    rest, versioned, tensors = data[73:], data[9] & 2, []
+
+    def number(width):
+        nonlocal rest
+        taken, rest = rest[:width], rest[width:]
+        return int.from_bytes(taken, "little")
+
+    def text(width):
+        nonlocal rest
+        length = number(width)
+        taken, rest = rest[:length], rest[length:]
+        return taken
+
+    for _ in range(int.from_bytes(data[57:65], "little")):
+        long = versioned and number(4) == 5
+        name = text(2)
+        name = ".".join(map(str, json.loads(name[1:]))) if name[:1] == b"\x1e" else name.decode()
+        number(1)
+        dtype = TENSORIZER_DTYPES[text(1).decode().split("\0")[-1]]
+        shape = [number(8 if long else 4) for _ in range(number(1))]
+        shape = [*shape[:-1], shape[-1] * 2] if dtype == "F4" else shape
+        _, start, length = number(8), number(8), number(8)
+        tensors.append(Tensor(name, dtype, shape, data[start : start + length], (0, start)))
+    return write(tensors, {})
 
 
 def _merge(metadata, more):

@@ -14,7 +14,7 @@ use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
 use tensorfs::internal::consolidate::Contents;
 use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::format::InputFormat;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::View;
 
@@ -208,7 +208,7 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
     let shards = catalog.shards.iter().zip(counts).map(|(shard, tensors)| {
         json!({
             "name": shard.name,
-            "format": OutputFormat::of_name(&shard.name).unwrap_or_default().as_str(),
+            "format": InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors).as_str(),
             "size": shard.file_len,
             "header": shard.description_end(),
             "tensors": tensors,

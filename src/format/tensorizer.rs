@@ -1,0 +1,323 @@
+//! The tensorizer file: a fixed head, an area with an entry for each tensor, and then for each
+//! tensor a header of its own with its data right behind it.
+//!
+//! The entries are compared with the headers. The reference implementation (tensorizer 2.12) trusts
+//! the headers, so a file in which both differ can be read in two ways and is refused.
+
+mod entries;
+mod fields;
+mod names;
+
+use std::io;
+use std::ops::Range;
+
+use crate::dtype::Dtype;
+use crate::error::{ErrorKind, Fault};
+
+use self::entries::ListedTensor;
+use super::description::ShardDescription;
+use super::input::RangeReader;
+
+/// First bytes of a file.
+const MAGIC: &[u8; 5] = b"|TZR|";
+
+/// Length of the fixed head in bytes. The area of entries follows.
+pub const HEAD_LEN: u64 = 73;
+
+/// Longest area of entries that is read, in bytes. The reference implementation writes 256 KiB.
+pub const ENTRIES_LEN_MAX: u64 = 100_000_000;
+
+/// Longest header of a tensor, in bytes. Its fields have lengths of 8 and 16 bits.
+const TENSOR_HEADER_LEN_MAX: u64 = 256 << 10;
+
+/// Bytes of the mark after the last tensor.
+const END_MARK_LEN: u64 = 8;
+
+/// Feature flag: the data of tensors is encrypted. It has no meaning before `FLAGS_SINCE`.
+const ENCRYPTED: u8 = 1;
+
+/// Feature flag: each entry begins with its version.
+const VERSIONED: u8 = 2;
+
+/// First version whose files have feature flags, and may have tensors without data.
+const FLAGS_SINCE: u32 = 4;
+
+/// First version whose entries may have a version.
+const VERSIONED_SINCE: u32 = 5;
+
+/// The version that stands for encryption without a flag.
+const ENCRYPTED_VERSION: u32 = 3;
+
+/// A tensor of a file with the places of its header and its data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct StoredTensor {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    header: Range<u64>,
+    data: Range<u64>,
+}
+
+/// The fixed head of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileHead {
+    version: u32,
+    versioned: bool,
+    count: u64,
+    entries_len: u64,
+}
+
+/// Whether a file that begins with `sniff` is a tensorizer file.
+pub fn is_tensorizer(sniff: &[u8]) -> bool {
+    sniff.starts_with(MAGIC)
+}
+
+/// Length of the head and the area of entries, from the first `HEAD_LEN` bytes of a file, or the
+/// whole file if it is shorter.
+///
+/// # Errors
+/// Why this is no tensorizer file that can be read.
+pub fn description_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
+    FileHead::parse(sniff, file_len).map(|head| HEAD_LEN + head.entries_len)
+}
+
+/// Parses a whole file that is already in memory.
+///
+/// # Errors
+/// The fault of the file.
+pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
+    // A read from memory that passes the end is a fault of the parser, not of the file.
+    parse(&mut &*bytes).unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
+}
+
+/// Parses a file: its head, its entries and the header of each tensor.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one is the fault of the file.
+pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
+    let tensors = match read_tensors(reader) {
+        Ok(tensors) => tensors,
+        Err(ParseStop::Read(error)) => return Err(error),
+        Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
+    };
+    let first = tensors.first().map_or(HEAD_LEN, |tensor| tensor.header.start);
+    let names_len = tensors.iter().map(|tensor| tensor.name.len()).sum();
+    let mut description = ShardDescription::with_room(first, tensors.len(), names_len);
+    let mut numbers: Vec<u64> = Vec::new();
+    let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len());
+    described.push(0..first);
+    for StoredTensor { name, dtype, shape, header, data } in &tensors {
+        let begin = numbers.len() as u32;
+        numbers.extend_from_slice(shape);
+        description.push(name, *dtype, (begin, numbers.len() as u32), data.start);
+        match described.last_mut().filter(|before| before.end == header.start) {
+            Some(before) => before.end = header.end,
+            None => described.push(header.clone()),
+        }
+    }
+    description.set_numbers(numbers);
+    description.described = described;
+    Ok(Ok(description))
+}
+
+/// Why parsing ends early.
+enum ParseStop {
+    Read(io::Error),
+    Fault(Fault),
+}
+
+impl From<io::Error> for ParseStop {
+    fn from(error: io::Error) -> ParseStop {
+        ParseStop::Read(error)
+    }
+}
+
+impl From<Fault> for ParseStop {
+    fn from(fault: Fault) -> ParseStop {
+        ParseStop::Fault(fault)
+    }
+}
+
+impl FileHead {
+    fn parse(sniff: &[u8], file_len: u64) -> Result<FileHead, Fault> {
+        if !is_tensorizer(sniff) {
+            if sniff.len() < MAGIC.len() && MAGIC.starts_with(sniff) {
+                return Err(too_short(file_len));
+            }
+            let message = "does not begin with `|TZR|`, as tensorizer files do; if it has another \
+                           format, give it the suffix of that format";
+            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        }
+        let Some(head) = sniff.first_chunk::<{ HEAD_LEN as usize }>() else {
+            return Err(too_short(file_len));
+        };
+        let number = |start: usize| u64::from_le_bytes(std::array::from_fn(|i| head[start + i]));
+        let version = u32::from_le_bytes(std::array::from_fn(|i| head[MAGIC.len() + i]));
+        if !(1..=VERSIONED_SINCE).contains(&version) {
+            let message = format!("has the data version {version}, tensorfs reads 1 to 5");
+            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        }
+        let flags = &head[9..41];
+        let unknown = flags[0] > ENCRYPTED | VERSIONED || flags[1..].iter().any(|&byte| byte != 0);
+        let versioned = flags[0] & VERSIONED != 0;
+        if unknown || (versioned && version < VERSIONED_SINCE) {
+            let message = format!(
+                "has feature flags beginning {:#x} that its data version {version} does not have",
+                number(9)
+            );
+            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        }
+        if version == ENCRYPTED_VERSION || (version >= FLAGS_SINCE && flags[0] & ENCRYPTED != 0) {
+            let message = "is encrypted, and tensorfs does not decrypt tensorizer files; save it \
+                           again without encryption";
+            return Err(Fault::new(ErrorKind::KeyRequired, message));
+        }
+        let (count, entries_len) = (number(57), number(65));
+        if count == 0 {
+            let message = "lists no tensors; the program that saved it may have been stopped";
+            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        }
+        if entries_len > file_len - HEAD_LEN {
+            let message = format!(
+                "the list of tensors takes {entries_len} bytes from byte {HEAD_LEN} on, but the \
+                 file has {file_len} bytes; the download may be incomplete"
+            );
+            return Err(Fault::new(ErrorKind::HeaderLength, message));
+        }
+        if entries_len > ENTRIES_LEN_MAX {
+            let message = format!(
+                "the list of tensors takes {entries_len} bytes, tensorfs reads up to \
+                 {ENTRIES_LEN_MAX}"
+            );
+            return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+        }
+        Ok(FileHead { version, versioned, count, entries_len })
+    }
+}
+
+fn too_short(file_len: u64) -> Fault {
+    let message = format!("the file has {file_len} bytes, the head of a tensorizer file takes 73");
+    Fault::new(ErrorKind::TooShort, message)
+}
+
+/// The tensors of a file in the order of their bytes. Refuses bytes between them.
+fn read_tensors(reader: &mut dyn RangeReader) -> Result<Vec<StoredTensor>, ParseStop> {
+    let file_len = reader.file_len();
+    let mut sniff = vec![0; HEAD_LEN.min(file_len) as usize];
+    reader.read_exact_at(0, &mut sniff)?;
+    let head = FileHead::parse(&sniff, file_len)?;
+    let mut area = vec![0; head.entries_len as usize];
+    reader.read_exact_at(HEAD_LEN, &mut area)?;
+    let mut entries = entries::decode(&area, &head)?;
+    drop(area);
+    entries.sort_by_key(|entry| entry.header_start);
+    let entries_end = HEAD_LEN + head.entries_len;
+    let mut end = entries.first().map_or(0, |first| first.header_start);
+    if end < entries_end {
+        let message = format!(
+            "its header begins at byte {end}, within the list of tensors, which ends at \
+             {entries_end}"
+        );
+        let fault = Fault::new(ErrorKind::OffsetOverlap, message);
+        return Err(fault.tensor(&entries[0].name.joined).into());
+    }
+    let mut tensors = Vec::with_capacity(entries.len());
+    let mut header = Vec::new();
+    for entry in entries {
+        let name = entry.name.joined.clone();
+        let named = |fault: Fault| fault.tensor(&name);
+        let len = header_len(&entry, end, file_len).map_err(named)?;
+        header.resize(len as usize, 0);
+        reader.read_exact_at(entry.header_start, &mut header)?;
+        let tensor = stored(entry, &header, &head).map_err(named)?;
+        end = tensor.data.end;
+        tensors.push(tensor);
+    }
+    check_end(reader, end, file_len)?;
+    Ok(tensors)
+}
+
+/// Length of the header of a tensor, which has to begin at `previous_end`.
+fn header_len(entry: &ListedTensor, previous_end: u64, file_len: u64) -> Result<u64, Fault> {
+    let &ListedTensor { header_start, data_start, data_len, .. } = entry;
+    let data_end = data_start.checked_add(data_len);
+    if header_start > file_len || data_end.is_none_or(|end| end > file_len) {
+        let message = format!(
+            "its header begins at byte {header_start} and its data takes {data_len} bytes from \
+             byte {data_start} on, but the file has {file_len} bytes; the download or the save may \
+             be incomplete"
+        );
+        return Err(Fault::new(ErrorKind::DataTruncated, message));
+    }
+    if header_start != previous_end {
+        let (kind, place) = if header_start < previous_end {
+            (ErrorKind::OffsetOverlap, "before")
+        } else {
+            (ErrorKind::OffsetGap, "after")
+        };
+        let message = format!(
+            "its header begins at byte {header_start}, {place} byte {previous_end}, where the \
+             data of the tensor before ends"
+        );
+        return Err(Fault::new(kind, message));
+    }
+    let len = data_start.saturating_sub(header_start);
+    if !(fields::TENSOR_HEADER_LEN_MIN..=TENSOR_HEADER_LEN_MAX).contains(&len) {
+        let message = format!(
+            "its header begins at byte {header_start} and its data at byte {data_start}, {} to \
+             {TENSOR_HEADER_LEN_MAX} bytes expected between them",
+            fields::TENSOR_HEADER_LEN_MIN
+        );
+        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+    }
+    Ok(len)
+}
+
+/// The tensor of `entry`, whose header has the bytes `header`.
+fn stored(entry: ListedTensor, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
+    fields::compare(&entry, header)?;
+    let (dtype, shape) = entries::element_type(&entry)?;
+    let Some(bits) = dtype.bits_of(&shape) else {
+        let message = format!("the bits of shape {shape:?} of {dtype} pass 2^64");
+        return Err(Fault::new(ErrorKind::Overflow, message));
+    };
+    if bits % 8 != 0 {
+        let message = format!("shape {shape:?} of {dtype} takes {bits} bits, no whole bytes");
+        return Err(Fault::new(ErrorKind::Misaligned, message));
+    }
+    let ListedTensor { header_start, data_start, data_len, .. } = entry;
+    if data_len == 0 && bits > 0 && head.version >= FLAGS_SINCE {
+        let message = format!(
+            "is a meta tensor: the file has its shape {shape:?} and no data; save the checkpoint \
+             with the data of all tensors"
+        );
+        return Err(Fault::new(ErrorKind::SizeMismatch, message));
+    }
+    if data_len != bits / 8 {
+        let message =
+            format!("takes {data_len} bytes, but shape {shape:?} of {dtype} takes {}", bits / 8);
+        return Err(Fault::new(ErrorKind::SizeMismatch, message));
+    }
+    Ok(StoredTensor {
+        name: entry.name.joined,
+        dtype,
+        shape,
+        header: header_start..data_start,
+        data: data_start..data_start + data_len,
+    })
+}
+
+/// Refuses bytes behind the last tensor that are no end mark. A file may end without a mark.
+fn check_end(reader: &mut dyn RangeReader, end: u64, file_len: u64) -> Result<(), ParseStop> {
+    let mut mark = [0; END_MARK_LEN as usize];
+    let mark = &mut mark[..END_MARK_LEN.min(file_len - end) as usize];
+    reader.read_exact_at(end, mark)?;
+    if mark.iter().all(|&byte| byte == 0) {
+        return Ok(());
+    }
+    let message = format!(
+        "the last tensor that the file lists ends at byte {end}, and no end mark follows; the \
+         program that saved it may have been stopped"
+    );
+    Err(Fault::new(ErrorKind::DataTrailing, message).into())
+}

@@ -1,0 +1,167 @@
+//! The fields of entries and of tensor headers, and the comparison of both.
+
+use crate::error::{ErrorKind, Fault};
+
+use super::entries::ListedTensor;
+
+/// Shortest header of a tensor in bytes: its length, module, type, a name and a dtype of one byte
+/// each, no dimensions, no hashes, the length of the data.
+pub(super) const TENSOR_HEADER_LEN_MIN: u64 = 8 + 2 + 1 + 3 + 2 + 1 + 3 + DATA_LEN_LEN;
+
+/// Bytes of the length of the data, the last field of a header.
+const DATA_LEN_LEN: u64 = 8;
+
+/// Types of hashes with the length of their values in bytes: CRC32 and SHA-256.
+const HASH_LENS: [(u8, u8); 2] = [(0, 4), (1, 32)];
+
+/// Reads fields one after another, never beyond their end.
+pub(super) struct Fields<'a> {
+    bytes: &'a [u8],
+    /// Number of bytes read so far.
+    read: usize,
+    /// Offset of the first byte in the file.
+    start: u64,
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn new(bytes: &'a [u8], start: u64) -> Fields<'a> {
+        Fields { bytes, read: 0, start }
+    }
+
+    /// A fault at the current place.
+    pub(super) fn bad(&self, what: &str) -> Fault {
+        let offset = self.start + self.read as u64;
+        let message = format!("not a tensorizer file: before byte {offset}: {what}");
+        Fault::new(ErrorKind::HeaderDecode, message)
+    }
+
+    fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], Fault> {
+        let left = self.bytes.get(self.read..).unwrap_or_default();
+        let Some(taken) = left.get(..len) else {
+            return Err(self.bad(&format!(
+                "{what} takes {len} bytes, {} of this header are left",
+                left.len()
+            )));
+        };
+        self.read += len;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Fault> {
+        let bytes = self.take(N, what)?;
+        Ok(std::array::from_fn(|index| bytes[index]))
+    }
+
+    pub(super) fn u8(&mut self, what: &str) -> Result<u8, Fault> {
+        self.array(what).map(|[byte]| byte)
+    }
+
+    pub(super) fn u16(&mut self, what: &str) -> Result<u16, Fault> {
+        self.array(what).map(u16::from_le_bytes)
+    }
+
+    pub(super) fn u32(&mut self, what: &str) -> Result<u32, Fault> {
+        self.array(what).map(u32::from_le_bytes)
+    }
+
+    pub(super) fn u64(&mut self, what: &str) -> Result<u64, Fault> {
+        self.array(what).map(u64::from_le_bytes)
+    }
+
+    /// Bytes after their length in 8 bits.
+    pub(super) fn bytes_8(&mut self, what: &str) -> Result<&'a [u8], Fault> {
+        let len = self.u8(what)?;
+        self.take(len.into(), what)
+    }
+
+    /// Bytes after their length in 16 bits.
+    pub(super) fn bytes_16(&mut self, what: &str) -> Result<&'a [u8], Fault> {
+        let len = self.u16(what)?;
+        self.take(len.into(), what)
+    }
+
+    /// A shape with dimensions of 64 bits if `is_long`, or of 32.
+    pub(super) fn shape(&mut self, is_long: bool) -> Result<Vec<u64>, Fault> {
+        let what = "a dimension";
+        let rank = self.u8("the number of dimensions")?;
+        let mut shape = Vec::with_capacity(rank.into());
+        for _ in 0..rank {
+            shape.push(if is_long { self.u64(what)? } else { self.u32(what)?.into() });
+        }
+        Ok(shape)
+    }
+}
+
+/// Compares the header of a tensor with its entry.
+pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<(), Fault> {
+    let mut fields = Fields::new(header, entry.header_start);
+    let len = fields.u64("the length of a header")?;
+    if len != header.len() as u64 {
+        let message = format!(
+            "its header says that it has {len} bytes, {} are between its start and its data",
+            header.len()
+        );
+        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+    }
+    fields.u16("the number of a module")?;
+    let differs = |what: &str, found: &str, expected: &str| {
+        let message = format!(
+            "its header has the {what} {found}, the list of tensors has {expected}, so the file \
+             can be read in two ways"
+        );
+        Err(Fault::new(ErrorKind::HeaderDecode, message))
+    };
+    let text = |bytes: &[u8]| crate::error::quoted(&String::from_utf8_lossy(bytes));
+    let kind = fields.u8("the type of a tensor")?;
+    if kind != entry.kind {
+        return differs("type", &kind.to_string(), &entry.kind.to_string());
+    }
+    let name = fields.bytes_16("the name of a tensor")?;
+    if name != entry.stored_name {
+        return differs("name", &text(name), &text(&entry.stored_name));
+    }
+    let dtype = fields.bytes_8("a dtype")?;
+    if dtype != entry.dtype {
+        return differs("dtype", &text(dtype), &text(&entry.dtype));
+    }
+    let shape = fields.shape(entry.is_long)?;
+    if shape != entry.shape {
+        return differs("shape", &format!("{shape:?}"), &format!("{:?}", entry.shape));
+    }
+    check_hashes(&mut fields)?;
+    let data_len = fields.u64("the length of the data")?;
+    if data_len != entry.data_len {
+        // Negative lengths are reserved.
+        let found = data_len.cast_signed().to_string();
+        return differs("data length", &found, &entry.data_len.to_string());
+    }
+    if fields.read != header.len() {
+        let message = format!("{} bytes follow the last field", header.len() - fields.read);
+        return Err(fields.bad(&message));
+    }
+    Ok(())
+}
+
+fn check_hashes(fields: &mut Fields<'_>) -> Result<(), Fault> {
+    let start = fields.start + fields.read as u64 + 2;
+    let section = fields.bytes_16("the hashes")?;
+    let mut hashes = Fields::new(section, start);
+    for _ in 0..hashes.u8("the number of hashes")? {
+        let kind = hashes.u8("the type of a hash")?;
+        let value = hashes.bytes_8("a hash")?;
+        let known =
+            HASH_LENS.iter().any(|(known, len)| *known == kind && value.len() == usize::from(*len));
+        if !known {
+            let message = format!(
+                "a hash has the type {kind} and {} bytes, 0 with 4 or 1 with 32 expected",
+                value.len()
+            );
+            return Err(hashes.bad(&message));
+        }
+    }
+    if hashes.read != section.len() {
+        let message = format!("{} bytes follow the last hash", section.len() - hashes.read);
+        return Err(hashes.bad(&message));
+    }
+    Ok(())
+}

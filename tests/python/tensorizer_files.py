@@ -1,0 +1,113 @@
+"""Writes tensorizer files as the tensorizer package lays them out, or with one field changed.
+
+The package needs torch, so the tests do without it. The files that `tests/fixtures/make_tensorizer.py` makes of this
+are read by the package.
+"""
+
+import dataclasses
+import hashlib
+import struct
+import zlib
+
+# Size of the area of entries in files of the package.
+AREA = 256 * 1024
+
+DTYPES = {
+    "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4",
+    "F32": "<f4", "F64": "<f8", "I64": "<i8", "U64": "<u8", "C64": "<c8", "BF16": "<V2\0torch.bfloat16",
+    "F8_E4M3": "|V1\0torch.float8_e4m3fn", "F8_E5M2": "|V1\0torch.float8_e5m2",
+    "F8_E4M3FNUZ": "|V1\0torch.float8_e4m3fnuz", "F8_E5M2FNUZ": "|V1\0torch.float8_e5m2fnuz",
+    "F8_E8M0": "|V1\0torch.float8_e8m0fnu", "F4": "|V1\0torch.float4_e2m1fn_x2",
+}
+
+PARAMETER, BUFFER, STATE_DICT = 0, 1, 2
+VERSIONED = 2
+
+
+@dataclasses.dataclass
+class Stored:
+    """A tensor as it is stored: `dtype` is the text in the file. The `entry_` fields replace those of its entry."""
+
+    name: bytes
+    dtype: bytes
+    shape: list
+    data: bytes
+    kind: int = STATE_DICT
+    is_long: bool = False
+    header_len: int = None
+    data_len: int = None
+    hashes: list = None
+    entry_shape: list = None
+    entry_dtype: bytes = None
+    entry_kind: int = None
+    entry_header: int = None
+    entry_data: int = None
+    entry_len: int = None
+
+    @classmethod
+    def of(cls, name, dtype, shape, data, **fields):
+        """A tensor by its name and dtype in safetensors. A path is a list."""
+        import json
+
+        raw = b"\x1e" + json.dumps(name, separators=(",", ":")).encode() if isinstance(name, list) else name.encode()
+        shape = [*shape[:-1], shape[-1] // 2] if dtype == "F4" else list(shape)
+        return cls(raw, DTYPES[dtype].encode(), shape, data, **fields)
+
+
+def _described(name, kind, dtype, shape, is_long):
+    return (
+        struct.pack("<H", len(name)) + name, bytes([kind]), bytes([len(dtype)]) + dtype,
+        bytes([len(shape)]) + struct.pack(f"<{len(shape)}{'Q' if is_long else 'I'}", *shape),
+    )
+
+
+def header_of(tensor):
+    """The header in front of the data of a tensor, with its CRC32 and SHA-256."""
+    name, kind, dtype, shape = _described(tensor.name, tensor.kind, tensor.dtype, tensor.shape, tensor.is_long)
+    body = struct.pack("<H", 0) + kind + name + dtype + shape
+    data_len = struct.pack("<q", len(tensor.data) if tensor.data_len is None else tensor.data_len)
+
+    def joined(hashes):
+        section = bytes([len(hashes)]) + b"".join(bytes([kind, len(value)]) + value for kind, value in hashes)
+        section = struct.pack("<H", len(section)) + section
+        size = 8 + len(body) + len(section) + len(data_len)
+        size = size if tensor.header_len is None else tensor.header_len
+        return struct.pack("<Q", size) + body + section + data_len
+
+    if tensor.hashes is not None:
+        return joined(tensor.hashes)
+    empty = joined([(0, bytes(4)), (1, bytes(32))])
+    crc = zlib.crc32(tensor.data, zlib.crc32(empty))
+    return joined([(0, struct.pack("<I", crc)), (1, hashlib.sha256(empty + tensor.data).digest())])
+
+
+def file_of(tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None):
+    """A file of tensors. `area` is the size of the area of entries, `area_len` the number that the head has for it."""
+    is_long = any(tensor.is_long for tensor in tensors)
+    if version is None:
+        version = 5 if is_long else 2 if any(b"\0" in tensor.dtype for tensor in tensors) else 1
+    flags = (VERSIONED if is_long else 0) if flags is None else flags
+    headers = [header_of(tensor) for tensor in tensors]
+    parts = []
+    for tensor in tensors:
+        dtype = tensor.dtype if tensor.entry_dtype is None else tensor.entry_dtype
+        shape = tensor.shape if tensor.entry_shape is None else tensor.entry_shape
+        kind = tensor.kind if tensor.entry_kind is None else tensor.entry_kind
+        name, kind, dtype, shape = _described(tensor.name, kind, dtype, shape, tensor.is_long)
+        tag = struct.pack("<I", 5 if tensor.is_long else 1) if flags & VERSIONED else b""
+        parts.append(tag + name + kind + dtype + shape)
+    used = sum(len(part) + 24 for part in parts)
+    area = used if area is None else area
+    entries, body, place = b"", b"", 73 + area
+    for tensor, part, header in zip(tensors, parts, headers):
+        start = place if tensor.entry_header is None else tensor.entry_header
+        data = place + len(header) if tensor.entry_data is None else tensor.entry_data
+        length = len(tensor.data) if tensor.entry_len is None else tensor.entry_len
+        entries += part + struct.pack("<QQQ", start, data, length)
+        body += header + tensor.data
+        place += len(header) + len(tensor.data)
+    total = sum(len(tensor.data) for tensor in tensors)
+    head = magic + struct.pack("<I", version) + flags.to_bytes(32, "little")
+    head += struct.pack("<QQQ", total, 0, len(tensors) if count is None else count)
+    head += struct.pack("<Q", area if area_len is None else area_len)
+    return head + entries.ljust(area, b"\0") + body + end

@@ -1,0 +1,227 @@
+"""Tensorizer files as sources: which files form a set, what is shown of them, and what is refused."""
+
+import os
+import shutil
+
+import numpy as np
+import safetensors.numpy
+
+import checkpoints
+import oracle
+from manifest import by_id
+from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files
+from reading import raw_summary, summary
+from tensorizer_files import Stored, file_of
+
+
+def numbered(folder, count, dtype="BF16"):
+    """A set of numbered files; returns its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {
+        f"layer.{number}.weight": (dtype, [8, 32], checkpoints.random_bytes(number, 8 * 32 * 2))
+        for number in range(6)
+    }
+    names = list(made)
+    for number in range(count):
+        own = [Stored.of(name, *made[name]) for name in names[number::count]]
+        (folder / f"model-{number + 1:05}-of-{count:05}.tensors").write_bytes(file_of(own))
+    return made
+
+
+class Sets(TestCase):
+    def test_a_file_is_hidden_behind_what_it_is_shown_as_and_can_be_named(self):
+        folder = self.copy(by_id("tz_module").source.parent, "src")
+        (folder / "notes.txt").write_text("kept")
+        names = sorted(f"{path.stem}.safetensors" for path in folder.glob("*.tensors"))
+        with Mount(folder) as m:
+            self.assertEqual(visible_files(m.path), sorted([*names, "notes.txt"]))
+        with Mount(folder / "module.tensors") as m:
+            self.assertEqual(visible_files(m.path), ["module.safetensors"])
+        with Mount(folder, "layout=original") as m:
+            self.assertEqual(visible_files(m.path), visible_files(folder))
+            self.assertEqual((m.path / "module.tensors").read_bytes(), (folder / "module.tensors").read_bytes())
+
+    def test_the_files_of_ranks_are_checkpoints_of_their_own(self):
+        folder = self.tmp / "src"
+        folder.mkdir()
+        parts = {number: checkpoints.random_bytes(number, 64) for number in range(3)}
+        for number, data in parts.items():
+            stored = Stored.of("w", "F32", [16], data)
+            (folder / f"model-rank-{number:03}.tensors").write_bytes(file_of([stored]))
+        with Mount(folder) as m:
+            self.assertEqual(visible_files(m.path), [f"model-rank-{number:03}.safetensors" for number in parts])
+            for number, data in parts.items():
+                shown = oracle.tensor_bytes(m.path / f"model-rank-{number:03}.safetensors")
+                self.assertEqual(shown, {"w": ("F32", [16], data)})
+
+    def test_numbered_files_are_one_checkpoint_and_lost_ones_are_noticed(self):
+        folder = self.tmp / "src"
+        made = numbered(folder, 3)
+        for _ in range(2):
+            with Mount(folder) as m:
+                self.assertEqual(visible_files(m.path), ["model.safetensors"])
+                self.assertEqual(oracle.tensor_bytes(m.path / "model.safetensors"), made)
+        found = tensorfs("verify", folder, "--json").json()["sets"][0]
+        self.assertEqual((found["kind"], found["tensors"]), ("numbered", len(made)))
+        with Mount(folder, "layout=shards=3") as m:
+            parts = [oracle.tensor_bytes(m.path / name) for name in visible_files(m.path) if "-of-" in name]
+            self.assertEqual({name: tensor for part in parts for name, tensor in part.items()}, made)
+        (folder / "model-00002-of-00003.tensors").unlink()
+        outcome = tensorfs("verify", folder, "--json")
+        self.assert_refused(outcome)
+        self.assertEqual(outcome.json()["class"], "shard_missing")
+
+    def test_numbered_files_that_hold_one_name_twice_are_refused(self):
+        folder = self.tmp / "src"
+        folder.mkdir()
+        for number in (1, 2):
+            stored = Stored.of("w", "U8", [4], bytes([number] * 4))
+            (folder / f"m-0000{number}-of-00002.tensors").write_bytes(file_of([stored]))
+        outcome = tensorfs("verify", folder, "--json")
+        self.assert_refused(outcome)
+        self.assertEqual(outcome.json()["class"], "duplicate_tensor")
+
+    def test_safetensors_and_bintensors_of_the_stem_go_first_and_the_log_says_so(self):
+        folder = self.copy(by_id("hf_three_shards").source, "src")
+        one = by_id("tz_module").source
+        shard = next(folder.glob("*-00001-of-*.safetensors"))
+        shutil.copy(by_id("bt_one").source, folder / "both.bt")
+        for name in ("model.tensors", f"{shard.stem[:5]}.tensors", "both.tensors", "other.tensors"):
+            shutil.copy(one, folder / name)
+        with Mount(folder) as m:
+            weights = [f for f in visible_files(m.path) if f.endswith(".safetensors")]
+            self.assertEqual(weights, ["both.safetensors", "model.safetensors", "other.safetensors"])
+            self.assertNotIn(".w", oracle.tensor_bytes(m.path / "model.safetensors"))
+            self.assertIn("w", oracle.tensor_bytes(m.path / "both.safetensors"))
+            self.assertIn("model.tensors is hidden", m.log())
+        notes = " ".join(tensorfs("verify", folder, "--json").json()["notes"])
+        self.assertIn("both.tensors is hidden (safetensors goes before bintensors, and both before tensorizer)", notes)
+        with Mount(folder / "both.tensors") as m:
+            self.assertIn(".w", oracle.tensor_bytes(m.path / "both.safetensors"))
+
+    def test_a_file_of_another_name_is_known_by_its_first_bytes(self):
+        made = by_id("tz_module")
+        for name in ("0123abcd", "weights.bin"):
+            blob = self.copy(made.source, name)
+            with Mount(blob) as m:
+                self.assertEqual(visible_files(m.path), [f"{name}.safetensors"])
+                shown = raw_summary(m.path / f"{name}.safetensors")
+            self.assertEqual(shown, summary(made.tensors))
+
+    def test_a_file_with_the_name_of_another_format_is_refused(self):
+        for name in ("m.safetensors", "m-00001-of-00001.safetensors", "m.bt"):
+            folder = self.tmp / f"as_{name}"
+            folder.mkdir()
+            shutil.copy(by_id("tz_module").source, folder / name)
+            outcome = tensorfs("verify", folder, "--json")
+            self.assert_refused(outcome)
+            self.assertEqual(outcome.json()["class"], "header_decode")
+            self.assertIn("is a tensorizer file by its first bytes; call it `*.tensors`", outcome.stderr)
+        path = self.tmp / "s.tensors"
+        safetensors.numpy.save_file({"w": np.zeros(3)}, path)
+        outcome = tensorfs("verify", path)
+        self.assert_refused(outcome)
+        self.assertIn("does not begin with `|TZR|`", outcome.stderr)
+
+    def test_a_bad_file_in_a_tree_hides_only_itself(self):
+        folder = self.copy(by_id("tz_module").source.parent, "src")
+        shutil.copy(by_id("bad_tz_shape_differs").source, folder / "bad.tensors")
+        with Mount(folder) as m:
+            self.assertIn("module.safetensors", visible_files(m.path))
+            self.assertNotIn("bad.safetensors", visible_files(m.path))
+            text = (m.path / "TENSORFS-ERROR.txt").read_text()
+            self.assertIn("bad.tensors", text)
+            self.assertIn("header_decode", text)
+
+    def test_an_encrypted_file_is_refused_and_none_of_its_bytes_is_shown(self):
+        folder = self.tmp / "src"
+        folder.mkdir()
+        shutil.copy(by_id("bad_tz_encrypted_v3").source, folder / "secret.tensors")
+        with self.assertRaises(MountFailed) as caught, Mount(folder):
+            pass
+        self.assertIn("secret.tensors: is encrypted", caught.exception.stderr)
+        for command in ("ls", "inspect", "verify"):
+            self.assert_refused(tensorfs(command, folder))
+        self.assert_refused(tensorfs("consolidate", folder, self.tmp / "out"))
+        self.assertFalse((self.tmp / "out").exists())
+
+
+class Commands(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = self.tmp / "src"
+        self.made = numbered(self.folder, 2, dtype="F16")
+
+    def test_every_command_takes_tensorizer_files(self):
+        one = by_id("tz_every_dtype").source
+        for command in ("ls", "inspect", "verify"):
+            outcome = tensorfs(command, one, "--json")
+            self.assert_done(outcome)
+            found = outcome.json()["sets"][0]
+            self.assertEqual((found["name"], found["kind"]), ("every_dtype.safetensors", "tensorizer"))
+        self.assert_done(tensorfs("load", one))
+        out = self.tmp / "out"
+        self.assert_done(tensorfs("consolidate", self.folder, out, "--verify"))
+        self.assertEqual(oracle.tensor_bytes(out / "model.safetensors"), self.made)
+        self.assert_done(tensorfs("convert", self.folder, self.tmp / "copy.bt", "--to", "bintensors"))
+        self.assert_done(tensorfs("diff", self.folder, self.tmp / "copy.bt"))
+        self.assert_done(tensorfs("diff", self.folder, out))
+        self.assert_done(tensorfs("report", self.folder, "--html", self.tmp / "page.html"))
+        self.assert_done(tensorfs("report", one, "--html", self.tmp / "one.html", "-o", "layout=original"))
+
+    def test_views_select_rename_and_cast_tensors_of_tensorizer_files(self):
+        with Mount(self.folder, "dtype=f32", "include=layer.1.*") as m:
+            shown = oracle.tensor_bytes(m.path / "model.safetensors")
+        dtype, shape, data = shown["layer.1.weight"]
+        self.assertEqual((list(shown), dtype, shape), (["layer.1.weight"], "F32", [8, 32]))
+        expected = np.frombuffer(self.made["layer.1.weight"][2], np.float16).astype(np.float32)
+        found = np.frombuffer(data, np.float32)
+        np.testing.assert_array_equal(found[~np.isnan(expected)], expected[~np.isnan(expected)])
+
+    def test_a_tensorizer_file_is_a_reference(self):
+        out = self.tmp / "out"
+        one = by_id("tz_module").source
+        self.assert_done(tensorfs("consolidate", one, out))
+        self.assert_done(tensorfs("verify", out, "-o", f"reference={one}"))
+        outcome = tensorfs("verify", out, "-o", f"reference={by_id('tz_nested').source}", "--json")
+        self.assert_refused(outcome)
+        self.assertEqual(outcome.json()["class"], "tensor_missing")
+
+    def test_a_mount_from_the_index_shows_the_same_and_notices_a_header_that_changes(self):
+        for path in self.folder.iterdir():
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+        contents = []
+        for _ in range(3):
+            with Mount(self.folder) as m:
+                contents.append((m.path / "model.safetensors").read_bytes())
+        self.assertEqual(contents, contents[:1] * 3)
+        # The header of the last tensor: its name, in a file of the same length and times.
+        path = self.folder / "model-00002-of-00002.tensors"
+        data = path.read_bytes()
+        self.assertEqual(data.count(b"layer.5.weight"), 2)
+        path.write_bytes(data.replace(b"layer.5.weight", b"layer.6.weight"))
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        with Mount(self.folder) as m:
+            self.assertIn("layer.6.weight", oracle.tensor_bytes(m.path / "model.safetensors"))
+        with open(path, "r+b") as file:
+            file.seek(data.rindex(b"layer.5.weight"))
+            file.write(b"layer.7.weight")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        self.assert_refused(tensorfs("verify", self.folder))
+
+    def test_checksums_are_recorded_and_compared_before_a_read(self):
+        self.assert_done(tensorfs("verify", self.folder))
+        with Mount(self.folder, "verify=read") as m:
+            self.assertEqual(oracle.tensor_bytes(m.path / "model.safetensors"), self.made)
+        path = self.folder / "model-00001-of-00002.tensors"
+        data = bytearray(path.read_bytes())
+        place = data.index(self.made["layer.2.weight"][2])
+        data[place + 100] ^= 1
+        before = path.stat()
+        with open(path, "r+b") as file:
+            file.write(data)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        outcome = tensorfs("verify", self.folder, "--json")
+        self.assert_refused(outcome)
+        self.assertEqual((outcome.json()["class"]), "hash_mismatch")
+        self.assertIn("layer.2.weight", outcome.stderr)

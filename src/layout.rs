@@ -15,7 +15,7 @@ use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::{OutputFormat, bintensors, safetensors};
-use crate::strided::{RunRange, StridedCopy};
+use crate::strided::{OuterBox, RunRange, StridedCopy};
 use crate::view::{FileSpec, TensorOrder};
 
 pub use self::orders::{LayoutOrders, Successors};
@@ -25,6 +25,13 @@ mod orders;
 /// Tensor data of a virtual safetensors file begins at a multiple of this number of bytes. It is a
 /// page, so that tensors in a mapping of the file are aligned as in a mapping of the data.
 pub const DATA_ALIGN: u64 = 4096;
+
+/// Most bytes of a shard between two wanted ranges that are read rather than skipped.
+pub(crate) const GAP_MAX: u64 = 64 << 10;
+
+/// Most bytes of a shard from the first to the last of runs that are one extent though they do not
+/// follow each other.
+const SPAN_MAX: u64 = 8 << 20;
 
 /// Boundary at which data begins in a file of the reference implementation.
 const SAVED_ALIGN: u64 = 8;
@@ -94,24 +101,25 @@ pub enum Extent<'a> {
         /// The bytes of the shard.
         range: Range<u64>,
     },
-    /// Consecutive bytes of a shard that are spread over a part of the file.
+    /// Runs of a shard that are spread over a part of the file.
     Scatter {
         /// Offset in the file of the tensor that the runs count from.
         tensor_at: u64,
         /// The shard.
         shard: ShardId,
-        /// The bytes of the shard.
+        /// The bytes of the shard. Some between the runs may not be wanted.
         range: Range<u64>,
         /// The runs of the piece in the tensor.
         runs: &'a Arc<StridedCopy>,
         /// The part of the runs.
         part: RunRange,
     },
-    /// Consecutive bytes of a shard whose elements are cast.
+    /// Bytes of a shard whose elements are cast.
     Cast {
         /// The shard.
         shard: ShardId,
-        /// The bytes of the shard: whole elements. Some results may lie outside the wanted bytes.
+        /// The bytes of the shard: whole elements. Some results may lie outside the wanted bytes,
+        /// and some bytes between runs may not be wanted.
         range: Range<u64>,
         /// The place of the results.
         place: CastPlace,
@@ -339,14 +347,19 @@ impl Layout {
                 break;
             }
             let Some(part) = runs.inside(&wanted) else { continue };
-            let range = source + part.bytes.start..source + part.bytes.end;
-            visit(match (cast, part.is_contiguous()) {
-                (None, true) => Extent::Run { offset: bytes.start + part.target, shard, range },
-                (None, false) => {
-                    Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
-                }
-                (Some(cast), true) => cast_to(cast, range, CastRuns::One(part.target)),
-                (Some(cast), false) => cast_to(cast, range, CastRuns::Several(runs.clone(), part)),
+            runs.each_read(part, GAP_MAX, SPAN_MAX, &mut |part| {
+                let range = source + part.bytes.start..source + part.bytes.end;
+                let offset = bytes.start + part.target;
+                visit(match (cast, part.is_contiguous()) {
+                    (None, true) => Extent::Run { offset, shard, range },
+                    (None, false) => {
+                        Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
+                    }
+                    (Some(cast), true) => cast_to(cast, range, CastRuns::One(part.target)),
+                    (Some(cast), false) => {
+                        cast_to(cast, range, CastRuns::Several(runs.clone(), part))
+                    }
+                });
             });
         }
     }
@@ -409,15 +422,12 @@ fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault
     let own = placed.len();
     let stored_len = tensor.cast().map_or(tensor.len, |cast| cast.len_before(tensor.len));
     for piece in tensor.pieces().filter(|_| tensor.len > 0) {
-        let (runs, reach) = if piece.shape == tensor.shape {
+        let (runs, reach) = if piece.shape == tensor.shape && piece.is_contiguous() {
             (None, stored_len)
         } else {
-            let runs = StridedCopy::of_piece(
-                tensor.shape,
-                piece.offset,
-                piece.shape,
-                tensor.stored.bits(),
-            )?;
+            let to = OuterBox { shape: tensor.shape, offset: piece.offset };
+            let bits = tensor.stored.bits();
+            let runs = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits)?;
             let reach = runs.target_span().end;
             (Some(Arc::new(runs)), reach)
         };

@@ -89,19 +89,20 @@ impl StridedCopy {
         Ok(StridedCopy { from: from_start / 8, to: to_start / 8, run_len: run / 8, strides })
     }
 
-    /// The runs of a piece, which follow each other in the source, in its tensor: the piece is the
-    /// box at `offset` of extent `piece` in a tensor of extent `tensor`.
+    /// The runs of a piece in its tensor: the piece is the box `to.offset` of extent `piece` in a
+    /// tensor of extent `to.shape`, and the first of a stored box of extent `stored`. The source
+    /// begins with the first byte of the piece.
     ///
     /// # Errors
     /// The errors of `new`.
     pub fn of_piece(
-        tensor: &[u64],
-        offset: &[u64],
+        stored: &[u64],
+        to: OuterBox<'_>,
         piece: &[u64],
         bits: u64,
     ) -> Result<StridedCopy, Fault> {
-        let from = OuterBox { shape: piece, offset: &vec![0; piece.len()] };
-        StridedCopy::new(from, OuterBox { shape: tensor, offset }, piece, (bits, bits))
+        let from = OuterBox { shape: stored, offset: &vec![0; piece.len()] };
+        StridedCopy::new(from, to, piece, (bits, bits))
     }
 
     /// One run of `len` bytes, which begins at byte `from` of the source.
@@ -155,19 +156,44 @@ impl StridedCopy {
         self.to..self.target(self.count() - 1) + self.run_len
     }
 
-    /// The runs inside bytes `range` of the target, of a source whose runs follow each other: they
-    /// are one range of it.
+    /// The runs inside bytes `range` of the target.
     pub fn inside(&self, range: &Range<u64>) -> Option<RunRange> {
         let first = self.first_run(|start| start + self.run_len > range.start);
         let end = self.first_run(|start| start >= range.end);
         if first >= end {
             return None;
         }
-        let (first_start, last_start) = (self.target(first), self.target(end - 1));
+        let ((from, first_start), (last, last_start)) = (self.run(first), self.run(end - 1));
         let skipped = range.start.saturating_sub(first_start);
         let cut = (last_start + self.run_len).saturating_sub(range.end);
-        let bytes = first * self.run_len + skipped..end * self.run_len - cut;
+        let bytes = from + skipped..last + self.run_len - cut;
         Some(RunRange { runs: first..end, bytes, target: first_start + skipped })
+    }
+
+    /// Calls `visit` for the parts of `part` that are worth one read each. Runs are read together
+    /// if at most `gap` bytes of the source lie between them and the read then has at most `max`
+    /// bytes. Runs that follow each other in the source are one part of any length.
+    pub fn each_read(&self, part: RunRange, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
+        let dense_len = self.strides.iter().rev().try_fold(self.run_len, |len, stride| {
+            (stride.from == len).then_some(len * stride.count)
+        });
+        if dense_len.is_some() || part.is_contiguous() {
+            return visit(part);
+        }
+        let mut group = RunRange { runs: part.runs.start..part.runs.start, ..part.clone() };
+        for run in part.runs {
+            let (from, target) = self.run(run);
+            let bytes = from.max(part.bytes.start)..(from + self.run_len).min(part.bytes.end);
+            if group.runs.is_empty() {
+                group.bytes = bytes.clone();
+            } else if bytes.start - group.bytes.end > gap || bytes.end - group.bytes.start > max {
+                visit(group.clone());
+                group = RunRange { runs: run..run, bytes: bytes.clone(), target };
+            }
+            group.runs.end = run + 1;
+            group.bytes.end = bytes.end;
+        }
+        visit(group);
     }
 
     /// The first run whose start in the target satisfies `holds`, which holds from some run on.
@@ -187,13 +213,11 @@ impl StridedCopy {
     /// Calls `visit` for each run of `part`: its bytes, counted from the first byte of the part, and
     /// its first byte in the target.
     pub fn each_run(&self, part: &RunRange, mut visit: impl FnMut(Range<u64>, u64)) {
-        let len = part.bytes.end - part.bytes.start;
-        let mut within = part.bytes.start - part.runs.start * self.run_len;
-        let mut done = 0;
         for run in part.runs.clone() {
-            let next = (done + self.run_len - within).min(len);
-            visit(done..next, self.target(run) + within);
-            (done, within) = (next, 0);
+            let (from, target) = self.run(run);
+            let start = from.max(part.bytes.start);
+            let end = (from + self.run_len).min(part.bytes.end);
+            visit(start - part.bytes.start..end - part.bytes.start, target + (start - from));
         }
     }
 
@@ -212,7 +236,7 @@ impl StridedCopy {
 pub struct RunRange {
     /// Their numbers.
     pub runs: Range<u64>,
-    /// Their bytes of the source.
+    /// The bytes of the source from the first of them to the last.
     pub bytes: Range<u64>,
     /// Offset in the target of the first byte.
     pub target: u64,
@@ -222,5 +246,106 @@ impl RunRange {
     /// Whether its bytes follow each other in the target too.
     pub fn is_contiguous(&self) -> bool {
         self.runs.end - self.runs.start == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A piece of extent `size` in a stored box and in a tensor.
+    #[derive(Debug)]
+    struct Case {
+        size: Vec<u64>,
+        stored: Vec<u64>,
+        offset: Vec<u64>,
+        tensor: Vec<u64>,
+    }
+
+    /// The last dimension of each is even, so that elements of 4 bits begin and end on bytes.
+    fn case() -> impl Strategy<Value = Case> {
+        let dim = (1_u64..5, 0_u64..3, 0_u64..3, 0_u64..3);
+        (prop::collection::vec(dim.clone(), 0..4), dim).prop_map(|(outer, last)| {
+            let (size, more, before, after) = last;
+            let dims: Vec<_> =
+                outer.into_iter().chain([(2 * size, 2 * more, 2 * before, 2 * after)]).collect();
+            Case {
+                size: dims.iter().map(|dim| dim.0).collect(),
+                stored: dims.iter().map(|dim| dim.0 + dim.1).collect(),
+                offset: dims.iter().map(|dim| dim.2).collect(),
+                tensor: dims.iter().map(|dim| dim.2 + dim.0 + dim.3).collect(),
+            }
+        })
+    }
+
+    /// The bit of the source and of the target at which each element begins.
+    fn elements(case: &Case, bits: u64) -> Vec<(u64, u64)> {
+        let mut all = vec![(0, 0)];
+        for dim in 0..case.size.len() {
+            let index = |(from, to): (u64, u64)| {
+                (0..case.size[dim]).map(move |index| {
+                    let to_index = case.offset[dim] + index;
+                    (from * case.stored[dim] + index, to * case.tensor[dim] + to_index)
+                })
+            };
+            all = all.into_iter().flat_map(index).collect();
+        }
+        all.into_iter().map(|(from, to)| (from * bits, to * bits)).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn the_reads_of_any_range_bring_each_byte_of_a_piece_in_it_to_its_place_once(
+            case in case(),
+            bits in prop::sample::select(vec![4_u64, 8, 16]),
+            (start, len) in (0_u64..40, 1_u64..400),
+            gap in 0_u64..9,
+            max in 1_u64..60,
+        ) {
+            let to = OuterBox { shape: &case.tensor, offset: &case.offset };
+            let copy = StridedCopy::of_piece(&case.stored, to, &case.size, bits).unwrap();
+            let wanted = start..start + len;
+            let bytes = |element: u64| element / 8..(element + bits).div_ceil(8);
+            let mut right: Vec<(u64, u64)> = elements(&case, bits)
+                .into_iter()
+                .flat_map(|(from, to)| bytes(from).zip(bytes(to)))
+                .filter(|(_, to)| wanted.contains(to))
+                .collect();
+            right.dedup();
+            let mut found = Vec::new();
+            let mut reads: Vec<RunRange> = Vec::new();
+            if let Some(part) = copy.inside(&wanted) {
+                copy.each_read(part, gap, max, &mut |part| {
+                    let mut ends: Vec<u64> = Vec::new();
+                    copy.each_run(&part, |run, place| {
+                        let run = part.bytes.start + run.start..part.bytes.start + run.end;
+                        assert!(ends.last().is_none_or(|end| run.start - end <= gap));
+                        ends.push(run.end);
+                        found.extend(run.clone().zip(place..));
+                    });
+                    assert_eq!(ends.last(), Some(&part.bytes.end));
+                    reads.push(part);
+                });
+            }
+            prop_assert_eq!(found, right);
+            for pair in reads.windows(2) {
+                let between = pair[1].bytes.start - pair[0].bytes.end;
+                let first_len = copy.run_len().min(pair[1].bytes.end - pair[1].bytes.start);
+                let joined = pair[1].bytes.start + first_len - pair[0].bytes.start;
+                prop_assert!(between > gap || joined > max, "two reads where one would do");
+            }
+            if case.stored == case.size {
+                prop_assert!(reads.len() <= 1, "bytes that follow each other are one read");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_half_bytes_are_refused() {
+        let to = OuterBox { shape: &[2, 4], offset: &[0, 1] };
+        let error = StridedCopy::of_piece(&[2, 2], to, &[2, 2], 4).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Misaligned);
     }
 }

@@ -209,7 +209,7 @@ fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options })?;
         return match all.virtual_files().find(|file| file.spec().name == part) {
-            Some(file) => Ok(file.as_checkpoint()),
+            Some(file) => file.as_checkpoint(),
             // The source has changed since it was mounted.
             None => core::Checkpoint::of_files(&[path.to_owned()]),
         };

@@ -254,7 +254,7 @@ impl Loader {
         let tensor = checkpoint.catalog().tensor_at(position);
         let mut pieces = tensor.pieces();
         let one = pieces.next().filter(|_| pieces.len() == 0 && tensor.cast().is_none());
-        let Some(piece) = one else { return Ok(None) };
+        let Some(piece) = one.filter(|piece| piece.is_contiguous()) else { return Ok(None) };
         self.check(py, &checkpoint, position)?;
         Ok(Some((piece.shard.0, piece.range.start)))
     }

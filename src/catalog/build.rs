@@ -117,6 +117,7 @@ fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
         range: start..start + len,
         offset: place.offset.to_vec(),
         shape: shape.to_vec(),
+        stored_shape: None,
     };
     FoundPiece { dtype, box_id, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
 }

@@ -21,7 +21,7 @@ use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
 
 pub use heads::{Head, Heads};
-pub(crate) use project::Projected;
+pub(crate) use project::{Projected, ProjectedFrom, TensorParts};
 use tensors::TensorColumns;
 pub use tensors::{Piece, Tensor};
 

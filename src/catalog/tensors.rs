@@ -70,6 +70,8 @@ pub(crate) struct TensorColumns {
     pub(crate) replicas: Vec<(u32, PieceRow)>,
     /// Boxes: offset and shape.
     pub(crate) boxes: Vec<(ListId, ListId)>,
+    /// The shape of the stored box that holds each box; empty if each is stored without gaps.
+    pub(crate) stored_shapes: Vec<ListId>,
     pub(crate) lists: Lists,
     /// One zero for each dimension of the longest shape: the offset of whole pieces.
     pub(crate) zeros: Vec<u64>,
@@ -102,7 +104,8 @@ pub struct Tensor<'a> {
     index: u32,
 }
 
-/// The part of a tensor that one shard holds: a box, stored row-major without gaps.
+/// The part of a tensor that one shard holds: a box. It is stored row-major, without gaps or inside
+/// a larger box.
 ///
 /// ```
 /// use tensorfs::Checkpoint;
@@ -118,23 +121,34 @@ pub struct Tensor<'a> {
 pub struct Piece<'a> {
     /// The shard.
     pub shard: ShardId,
-    /// Bytes in the shard file, absolute.
+    /// Bytes in the shard file from the first of the piece to its last, absolute. If it lies inside
+    /// a larger box, some bytes between are not its own.
     pub range: Range<u64>,
     /// First index of the box in each dimension of the tensor.
     pub offset: &'a [u64],
     /// Extent of the box in each dimension.
     pub shape: &'a [u64],
+    /// Extent of the stored box in each dimension, whose row-major strides are those of the piece.
+    /// It is `shape` if the bytes of the piece follow each other.
+    pub stored_shape: &'a [u64],
+    /// Length of its own bytes.
+    len: u64,
 }
 
 impl Piece<'_> {
-    /// Length in bytes.
+    /// Length in bytes, without those between its rows that are not its own.
     pub fn len(&self) -> u64 {
-        self.range.end - self.range.start
+        self.len
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
+        self.len == 0
+    }
+
+    /// Whether its bytes follow each other.
+    pub fn is_contiguous(&self) -> bool {
+        self.len == self.range.end - self.range.start
     }
 }
 
@@ -221,9 +235,27 @@ impl<'a> Tensor<'a> {
             Some(&(offset, shape)) => (columns.lists.get(offset), columns.lists.get(shape)),
             None => (&columns.zeros[..self.shape.len()], self.shape),
         };
-        let end = row.start + len(self.stored, shape);
-        Piece { shard: row.shard, range: row.start..end, offset, shape }
+        let len = len(self.stored, shape);
+        let (stored_shape, span) = match columns.stored_shapes.get(row.box_id as usize) {
+            Some(&list) => {
+                let stored_shape = columns.lists.get(list);
+                (stored_shape, span(self.stored, shape, stored_shape))
+            }
+            None => (shape, len),
+        };
+        let range = row.start..row.start + span;
+        Piece { shard: row.shard, range, offset, shape, stored_shape, len }
     }
+}
+
+/// Bytes from the first element of a box to its last, in a stored box of this shape.
+fn span(dtype: Dtype, shape: &[u64], stored_shape: &[u64]) -> u64 {
+    if shape.contains(&0) {
+        return 0;
+    }
+    let last = shape.iter().zip(stored_shape);
+    let last = last.fold(0, |last, (size, stored_size)| last * stored_size + (size - 1));
+    (last + 1) * dtype.bits() / 8
 }
 
 /// Bytes of a box. It was checked before, so no product overflows.
@@ -246,6 +278,8 @@ pub(super) struct BoxSlice {
     pub(super) range: Range<u64>,
     pub(super) offset: Vec<u64>,
     pub(super) shape: Vec<u64>,
+    /// The shape of the stored box that holds it; `None` if its bytes follow each other.
+    pub(super) stored_shape: Option<Vec<u64>>,
 }
 
 /// Fills columns.
@@ -253,7 +287,7 @@ pub(super) struct BoxSlice {
 pub(super) struct Builder {
     columns: TensorColumns,
     known_lists: HashMap<Vec<u64>, ListId>,
-    known_boxes: HashMap<(ListId, ListId), u32>,
+    known_boxes: HashMap<(ListId, ListId, ListId), u32>,
 }
 
 impl Builder {
@@ -290,6 +324,13 @@ impl Builder {
             self.columns.replicas.push((index, row));
         }
         self.push_head(name, dtype, shape);
+    }
+
+    /// Number of tensors and pieces, plus all numbers of their boxes.
+    pub(super) fn rows(&self) -> usize {
+        let columns = &self.columns;
+        let pieces = columns.pieces.len() + columns.replicas.len() + columns.boxes.len();
+        columns.len() + pieces + columns.lists.numbers.len()
     }
 
     /// Adds a tensor that is a single piece from `start` on.
@@ -335,13 +376,20 @@ impl Builder {
     }
 
     fn box_id(&mut self, box_id: &BoxSlice, whole: &[u64]) -> u32 {
-        if box_id.shape == whole {
+        if box_id.shape == whole && box_id.stored_shape.is_none() {
             return WHOLE;
         }
-        let key = (self.list(&box_id.offset), self.list(&box_id.shape));
+        let (offset, shape) = (self.list(&box_id.offset), self.list(&box_id.shape));
+        let stored_shape = box_id.stored_shape.as_ref().map_or(shape, |list| self.list(list));
         let columns = &mut self.columns;
-        *self.known_boxes.entry(key).or_insert_with(|| {
-            columns.boxes.push(key);
+        *self.known_boxes.entry((offset, shape, stored_shape)).or_insert_with(|| {
+            if stored_shape != shape && columns.stored_shapes.is_empty() {
+                columns.stored_shapes.extend(columns.boxes.iter().map(|(_, shape)| *shape));
+            }
+            if stored_shape != shape || !columns.stored_shapes.is_empty() {
+                columns.stored_shapes.push(stored_shape);
+            }
+            columns.boxes.push((offset, shape));
             columns.boxes.len() as u32 - 1
         })
     }

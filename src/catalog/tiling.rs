@@ -197,7 +197,8 @@ mod tests {
     use super::*;
 
     fn piece(offset: &[u64], shape: &[u64]) -> BoxSlice {
-        BoxSlice { shard: ShardId(0), range: 0..0, offset: offset.to_vec(), shape: shape.to_vec() }
+        let (offset, shape) = (offset.to_vec(), shape.to_vec());
+        BoxSlice { shard: ShardId(0), range: 0..0, offset, shape, stored_shape: None }
     }
 
     /// How often each element of `shape` is covered, in row-major order.

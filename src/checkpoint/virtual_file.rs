@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crate::catalog::{Catalog, Projected, Tensor};
+use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor};
 use crate::error::{Fault, Result};
 use crate::hash::{Digest, Hasher};
 use crate::index::VirtualFileRecord;
@@ -138,28 +138,32 @@ impl VirtualFile {
     }
 
     /// A checkpoint of the tensors of this file alone. Its name is that of the file.
+    ///
+    /// # Errors
+    /// `overflow` if there are too many tensors.
     #[doc(hidden)]
-    pub fn as_checkpoint(&self) -> Arc<Checkpoint> {
+    pub fn as_checkpoint(&self) -> Result<Arc<Checkpoint>> {
         let all = &self.checkpoint;
         let positions = self.spec().positions(all.catalog());
         let tensors = positions.iter().map(|&position| {
             let Tensor { name, dtype, .. } = all.catalog().tensor_at(position as usize);
-            Projected { name, position, dtype }
+            Projected { name, from: ProjectedFrom::Whole(position), dtype }
         });
-        Arc::new(Checkpoint {
+        let catalog = all.catalog.project(tensors).map_err(|fault| all.refused(fault))?;
+        Ok(Arc::new(Checkpoint {
             name: self.spec().name.clone(),
             kind: all.kind,
             format: all.format,
             directory: all.directory.clone(),
             tail: all.tail,
             proved: all.proved.clone(),
-            catalog: all.catalog.project(tensors),
+            catalog,
             is_whole_file: false,
             sources: all.sources.clone(),
             files: Vec::new(),
             map: None,
             manifest: None,
-        })
+        }))
     }
 
     /// The byte layout of the file.
@@ -184,10 +188,16 @@ impl VirtualFile {
         if self.checkpoint.has_other_tensors() {
             // Two views may give the names of a header to other tensors.
             for tensor in layout.tensors().map(|(position, _)| self.catalog().tensor_at(position)) {
-                let first = tensor.first_piece();
-                header.update(&first.shard.0.to_le_bytes());
-                header.update(&first.range.start.to_le_bytes());
                 header.update(tensor.stored.name().as_bytes());
+                header.update(&(tensor.pieces().len() as u64).to_le_bytes());
+                for piece in tensor.pieces() {
+                    header.update(&piece.shard.0.to_le_bytes());
+                    header.update(&piece.range.start.to_le_bytes());
+                    let numbers = [piece.offset, piece.shape, piece.stored_shape];
+                    for number in numbers.into_iter().flatten() {
+                        header.update(&number.to_le_bytes());
+                    }
+                }
             }
         }
         let summary = FileSummary { len: layout.len(), header: header.finish() };

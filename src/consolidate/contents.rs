@@ -68,7 +68,7 @@ impl Contents {
         let sums = self.recorded.as_ref()?.of(shard)?;
         let parts = sums.boundaries.parts_of(&piece.range);
         let whole = parts.len() == 1 && sums.boundaries.part(parts.start) == piece.range;
-        whole.then(|| sums.digests_of(piece.range).collect())
+        (whole && piece.is_contiguous()).then(|| sums.digests_of(piece.range).collect())
     }
 
     /// Reads the tensors at `positions` of the catalog, and hashes them. `progress` is called with

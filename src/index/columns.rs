@@ -102,6 +102,7 @@ pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'stat
         numbers: List(lists.numbers.clone()),
         kinds: List(kinds),
         kind_of,
+        // Only views have boxes inside larger ones, and an index has the tensors of shards.
         boxes: List(tensors.boxes.clone()),
         piece_counts: if single { none() } else { counts().collect() },
         shards: tensors.pieces.iter().map(|row| u64::from(row.shard.0)).collect(),

@@ -96,18 +96,31 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
     let (Some(piece), None) = (pieces.next(), pieces.next()) else { return None };
     let (shard, start, bits) = (piece.shard, piece.range.start, tensor.dtype.bits());
     let one_run = |(skipped, len)| (shard, StridedCopy::one_run(start + skipped, len));
-    let Some(part) = part else { return (!piece.is_empty()).then(|| one_run((0, piece.len()))) };
+    if piece.is_empty() {
+        return None;
+    }
+    if part.is_none() && piece.is_contiguous() {
+        return Some(one_run((0, piece.len())));
+    }
+    let whole: Vec<Range<u64>>;
+    let part = match part {
+        Some(part) => part,
+        None => {
+            whole = tensor.shape.iter().map(|&size| 0..size).collect();
+            &whole
+        }
+    };
     let is_some =
         |(wanted, &size): (&Range<u64>, &u64)| wanted.start < wanted.end && wanted.end <= size;
     if part.len() != tensor.shape.len() || !part.iter().zip(tensor.shape).all(is_some) {
         return None;
     }
-    if let Some(run) = only_run(part, tensor.shape, bits) {
+    if let Some(run) = only_run(part, piece.stored_shape, bits) {
         return Some(one_run(run));
     }
     let size: Vec<u64> = part.iter().map(|wanted| wanted.end - wanted.start).collect();
     let offset: Vec<u64> = part.iter().map(|wanted| wanted.start).collect();
-    let from = OuterBox { shape: tensor.shape, offset: &offset };
+    let from = OuterBox { shape: piece.stored_shape, offset: &offset };
     let to = OuterBox { shape: &size, offset: &vec![0; size.len()] };
     let runs = StridedCopy::new(from, to, &size, (bits, bits)).ok()?;
     (runs.run_len() > 0).then(|| (shard, runs.behind(start)))

@@ -402,7 +402,7 @@ impl Plan {
             };
             let from_offset = relative(&|dim| piece.offset[dim]);
             let to_offset = relative(&|dim| part[dim].start);
-            let from = OuterBox { shape: piece.shape, offset: &from_offset };
+            let from = OuterBox { shape: piece.stored_shape, offset: &from_offset };
             let to = OuterBox { shape, offset: &to_offset };
             let copy = StridedCopy::new(from, to, &size, bits_each)?;
             self.cut(copy, piece.shard, piece.range.start, (number, cast), extents);

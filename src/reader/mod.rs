@@ -11,7 +11,7 @@ use crate::layout::{Layout, LayoutOrders};
 use crate::prefetch::{ReadOrder, TensorMap, TensorSpan};
 use crate::source::Source;
 
-use self::plan::BLOCK_LEN;
+use self::plan::{BLOCK_LEN, SPREAD_LEN_MAX};
 pub use block::{Block, Done};
 pub use plan::BlockPlan;
 
@@ -20,6 +20,9 @@ mod plan;
 
 /// Most bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: usize = 8 << 20;
+
+/// Fewest bytes read at a time, however many lie between them.
+const WINDOW_LEN_MIN: usize = 4 << 10;
 
 /// An open virtual file, or a file of the source as it is.
 ///
@@ -112,12 +115,20 @@ impl Reader {
     /// The errors of the sources; the content of `buf` is then undefined.
     pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let len = (buf.len() as u64).min(self.len.saturating_sub(offset)) as usize;
-        let mut start = offset;
-        for window in buf[..len].chunks_mut(WINDOW_LEN_MAX) {
-            let end = start + window.len() as u64;
+        let mut window_len = WINDOW_LEN_MAX;
+        let mut done = 0;
+        while done < len {
+            let start = offset + done as u64;
+            let end = start + window_len.min(len - done) as u64;
             let plan = self.plan_block(start..end);
+            if plan.spread_len() > SPREAD_LEN_MAX && window_len > WINDOW_LEN_MIN {
+                // Rows of larger boxes are read with the bytes between them.
+                window_len /= 2;
+                continue;
+            }
+            let window = &mut buf[done..done + (end - start) as usize];
             plan.fill(window, &|reads| read_all(reads).map(|()| true))?;
-            start = end;
+            done += window.len();
         }
         Ok(len)
     }

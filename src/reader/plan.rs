@@ -11,14 +11,14 @@ use crate::error::Result;
 use crate::io::{
     Buffer, CachedPages, Effort, Engine, Fetch, Priority, Read, ReadBuffer, Reservation, Ticket,
 };
-use crate::layout::{Extent, Layout};
+use crate::layout::{Extent, GAP_MAX, Layout};
 use crate::source::Source;
-
-/// Most bytes of a source between two wanted ranges that are read rather than skipped.
-const GAP_MAX: u64 = 64 << 10;
 
 /// Longest read that wanted ranges are merged into.
 const MERGED_LEN_MAX: u64 = 8 << 20;
+
+/// Most bytes that a thread spreads at a time, through memory that it keeps.
+pub(super) const SPREAD_LEN_MAX: u64 = 32 << 20;
 
 /// Usual length of a block.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
@@ -134,7 +134,8 @@ impl BlockPlan {
         let (parts, bytes) = scattered.fold((0, 0), |(parts, bytes), one| {
             (parts + 1, bytes + (one.range.end - one.range.start))
         });
-        if bytes < BLOCK_LEN / 2 {
+        // Rows of larger boxes are read with the bytes between them, which takes more memory.
+        if bytes < BLOCK_LEN / 2 || bytes > 2 * self.len {
             return BLOCK_LEN;
         }
         (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
@@ -144,6 +145,13 @@ impl BlockPlan {
     pub fn memory(&self) -> u64 {
         let reads: u64 = self.fetches.iter().map(|fetch| Buffer::len_for(&fetch.range)).sum();
         if self.is_one_read() { reads } else { reads + self.len }
+    }
+
+    /// Bytes that go through memory of the thread that fills the block.
+    pub(super) fn spread_len(&self) -> u64 {
+        let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
+        let spread = uses.filter(|one| !matches!(one.place, BlockPlace::Run(_)));
+        spread.map(|one| one.range.end - one.range.start).sum()
     }
 
     /// Whether the bytes of the block are those of one read.
@@ -168,12 +176,15 @@ impl BlockPlan {
     }
 
     /// Fills `block` from the kernel's page cache and never waits. Returns `false` if the cache
-    /// does not hold all bytes.
+    /// does not hold all bytes, or if rows take too much memory of the thread.
     ///
     /// # Errors
     /// The errors of the sources; the content of `block` is then undefined.
     pub fn read_cached(&mut self, engine: &Engine, block: &mut [u8]) -> Result<bool> {
-        Ok(self.is_cached(engine) && self.fill(block, &|reads| engine.copy_reads(reads))?)
+        let is_small = self.spread_len() <= BLOCK_LEN_MAX;
+        Ok(is_small
+            && self.is_cached(engine)
+            && self.fill(block, &|reads| engine.copy_reads(reads))?)
     }
 
     /// Fills `block` with the bytes that `carry` reads. Runs are read to their places, the bytes of

@@ -2,7 +2,7 @@
 
 use super::View;
 use super::select::select;
-use crate::catalog::{Catalog, Projected};
+use crate::catalog::{Catalog, Projected, ProjectedFrom};
 use crate::error::Fault;
 
 impl View {
@@ -30,21 +30,22 @@ impl View {
         }
         let plain = selected.iter().map(|&position| {
             let tensor = catalog.tensor_at(position as usize);
-            Projected { name: tensor.name, position, dtype: tensor.dtype }
+            let from = ProjectedFrom::Whole(position);
+            Projected { name: tensor.name, from, dtype: tensor.dtype }
         });
         let named = match &names {
             None => catalog.project(plain),
             Some(names) => catalog
                 .project(plain.zip(names).map(|(plain, (name, _))| Projected { name, ..plain })),
-        };
+        }?;
         let Some(cast) = &self.dtype else { return Ok(named) };
         let positions: Vec<u32> = (0..named.len() as u32).collect();
         let dtypes = cast.dtypes(&named, &positions, &self.keep)?;
         let tensors = positions.iter().zip(&dtypes).map(|(&position, &dtype)| Projected {
             name: named.tensor_at(position as usize).name,
-            position,
+            from: ProjectedFrom::Whole(position),
             dtype,
         });
-        Ok(named.project(tensors))
+        named.project(tensors)
     }
 }

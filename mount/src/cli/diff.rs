@@ -169,7 +169,8 @@ fn is_stored_once(old: (&Checkpoint, &Tensor<'_>), new: (&Checkpoint, &Tensor<'_
     let places = |(checkpoint, tensor): (&Checkpoint, &Tensor<'_>)| -> Vec<_> {
         let place = |piece: tensorfs::Piece<'_>| {
             let identity = checkpoint.sources()[piece.shard.0 as usize].identity();
-            (identity.dev, identity.ino, piece.range, piece.offset.to_vec(), piece.shape.to_vec())
+            let lists = [piece.offset, piece.shape, piece.stored_shape].map(<[u64]>::to_vec);
+            (identity.dev, identity.ino, piece.range, lists)
         };
         tensor.pieces().map(place).collect()
     };

@@ -8,7 +8,7 @@ use tensorfs::Error;
 use tensorfs::internal::catalog::{Piece, Tensor};
 use tensorfs::internal::checkpoint::Checkpoint;
 use tensorfs::internal::error::{real_name, shown, shown_path};
-use tensorfs::internal::strided::StridedCopy;
+use tensorfs::internal::strided::{OuterBox, StridedCopy};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text, printable};
@@ -285,9 +285,10 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     if piece.shape.contains(&0) {
         return (0, 0);
     }
-    match StridedCopy::of_piece(tensor.shape, piece.offset, piece.shape, tensor.stored.bits()) {
+    let to = OuterBox { shape: tensor.shape, offset: piece.offset };
+    match StridedCopy::of_piece(piece.stored_shape, to, piece.shape, tensor.stored.bits()) {
         Ok(runs) => (runs.count(), runs.run_len()),
         // Only pieces of a checkpoint with `layout=original` cannot be cut into runs.
-        Err(_) => (1, piece.range.end - piece.range.start),
+        Err(_) => (1, piece.len()),
     }
 }

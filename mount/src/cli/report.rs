@@ -242,7 +242,7 @@ fn describe(
         shape.push(shapes.number(json!(tensor.shape)));
         parameters += tensor.shape.iter().map(|&n| n as f64).product::<f64>();
         for piece in tensor.pieces() {
-            let len = piece.range.end - piece.range.start;
+            let len = piece.len();
             data[piece.shard.0 as usize] += len;
             piece_shard.push(piece.shard.0);
             piece_start.push(piece.range.start);

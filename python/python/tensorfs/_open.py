@@ -168,7 +168,7 @@ class safe_open:
         """The facts about a tensor that its header states."""
         checkpoint, info = self._checkpoint(), self._info(name)
         pieces, start = checkpoint.pieces(info.position), checkpoint.data_start()
-        is_stored = start is not None and pieces[0][2] - pieces[0][1] == info.nbytes
+        is_stored = start is not None and len(pieces) == 1 and pieces[0][2] - pieces[0][1] == info.nbytes
         offsets = (pieces[0][1] - start, pieces[0][2] - start) if is_stored else None
         return TensorMetadata(info.dtype, info.shape, info.nbytes, offsets, pieces)
 

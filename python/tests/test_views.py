@@ -104,6 +104,44 @@ class Arguments(TestCase):
                 self.assertEqual(set(only), {"x.2.w", "x.2.ids"})
                 np.testing.assert_array_equal(only["x.2.w"], self.wanted["x.2.w"])
 
+    def test_split_and_joined_tensors_are_loaded_as_numpy_makes_them(self):
+        self.rules.write_text("""
+            [[split]]
+            regex = '^l\\.(\\d)\\.w$'
+            to = ['l.$1.left', 'l.$1.right']
+            sizes = [100, 201]
+            dim = 1
+            [[fuse]]
+            from = ['l.2.right', 'l.1.right']
+            to = 'both'
+            [[fuse]]
+            from = ['l.2.norm', 'l.1.norm']
+            to = 'norms'
+        """)
+        l1, l2 = self.expected["l.1.w"], self.expected["l.2.w"]
+        wanted = {
+            "l.1.left": l1[:, :100], "l.2.left": l2[:, :100], "both": np.concatenate([l2[:, 100:], l1[:, 100:]]),
+            "norms": np.concatenate([self.expected["l.2.norm"], self.expected["l.1.norm"]]),
+            "l.1.ids": self.expected["l.1.ids"], "l.2.ids": self.expected["l.2.ids"],
+        }
+        for copy in (True, False):
+            found = tensorfs.numpy.load_file(self.source, rename=self.rules, copy=copy)
+            self.assertEqual(set(found), set(wanted))
+            for name, value in wanted.items():
+                np.testing.assert_array_equal(found[name], value, name)
+        with tensorfs.safe_open(self.source, "np", rename=self.rules) as opened, Mount(self.source, f"rename={self.rules}") as m:
+            behind = tensorfs.numpy.load_file(m.path)
+            for name, value in wanted.items():
+                np.testing.assert_array_equal(opened.get_tensor(name), value, name)
+                np.testing.assert_array_equal(opened.get_slice(name)[2:5], value[2:5], name)
+                if value.ndim == 2:
+                    np.testing.assert_array_equal(opened.get_slice(name)[3:, 7:50], value[3:, 7:50], name)
+                np.testing.assert_array_equal(behind[name], value, name)
+                self.assertEqual(opened.get_tensor_metadata(name).nbytes, value.nbytes)
+                self.assertIsNone(opened.get_tensor_metadata(name).data_offsets)
+        half = tensorfs.numpy.load_file(self.source, rename=self.rules, dtype="f16")
+        np.testing.assert_array_equal(half["both"], wanted["both"].astype(np.float16))
+
     def test_what_does_not_fit_is_refused_with_the_argument(self):
         for how, said in (
             ({"include": "none*"}, "none*"), ({"dtype": "f8"}, "dtype=`f8`: expected bf16"), ({"keep": "*"}, "keep needs"),

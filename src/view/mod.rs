@@ -22,6 +22,7 @@ mod files;
 mod options;
 mod project;
 mod rename;
+mod rules;
 mod select;
 
 /// How the weight map is shown.
@@ -66,7 +67,7 @@ pub struct View {
     pub include: Vec<NameGlob>,
     /// The tensors that it does not have.
     pub exclude: Vec<NameGlob>,
-    /// Other names of its tensors.
+    /// Other names of its tensors, and the tensors that it splits and joins.
     pub rename: Option<Arc<RenameRules>>,
     /// Other element types of its tensors.
     pub dtype: Option<DtypeCast>,

@@ -12,32 +12,24 @@ impl View {
         include.is_empty() && exclude.is_empty() && rename.is_none() && dtype.is_none()
     }
 
-    /// The catalog of the view: selects tensors, names them anew, and casts them. Each step sees
-    /// the names that the one before it gives.
+    /// The catalog of the view: selects tensors, splits them, joins them or names them anew, and
+    /// casts them. Each step sees the names that the one before it gives.
     ///
     /// # Errors
-    /// `view` if a rule does not fit the catalog.
+    /// `view` if a rule does not fit the catalog, and the errors of `Catalog::project`.
     pub fn project(&self, catalog: &Catalog) -> Result<Catalog, Fault> {
         if self.keeps_tensors() {
             return Ok(catalog.clone());
         }
-        let mut selected = select(catalog, &self.include, &self.exclude)?;
-        let mut names = None;
-        if let Some(rules) = &self.rename {
-            let renamed = rules.renamed(catalog, &selected)?;
-            selected = renamed.iter().map(|(_, position)| *position).collect();
-            names = Some(renamed);
-        }
-        let plain = selected.iter().map(|&position| {
-            let tensor = catalog.tensor_at(position as usize);
-            let from = ProjectedFrom::Whole(position);
-            Projected { name: tensor.name, from, dtype: tensor.dtype }
-        });
-        let named = match &names {
-            None => catalog.project(plain),
-            Some(names) => catalog
-                .project(plain.zip(names).map(|(plain, (name, _))| Projected { name, ..plain })),
-        }?;
+        let selected = select(catalog, &self.include, &self.exclude)?;
+        let named = match &self.rename {
+            Some(rules) => rules.project(catalog, &selected)?,
+            None => catalog.project(selected.iter().map(|&position| {
+                let tensor = catalog.tensor_at(position as usize);
+                let from = ProjectedFrom::Whole(position);
+                Projected { name: tensor.name, from, dtype: tensor.dtype }
+            }))?,
+        };
         let Some(cast) = &self.dtype else { return Ok(named) };
         let positions: Vec<u32> = (0..named.len() as u32).collect();
         let dtypes = cast.dtypes(&named, &positions, &self.keep)?;

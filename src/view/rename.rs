@@ -1,16 +1,14 @@
-//! Rules that give tensors other names.
+//! The names that a file of rules gives to tensors, and the tensors that it splits and joins.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use regex::Regex;
-use serde::Deserialize;
-
-use crate::catalog::Catalog;
+use super::rules::{NameRule, RuleTable, Rules};
+use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor, TensorParts};
 use crate::error::{ErrorKind, Fault, quoted, shown_path};
 use crate::hash::Digest;
 
-/// The rules of a file that names tensors anew.
+/// The rules of a file that names tensors anew, splits them and joins them.
 ///
 /// ```
 /// use tensorfs::RenameRules;
@@ -22,42 +20,35 @@ use crate::hash::Digest;
 ///     [[rename]]
 ///     regex = '^model\.layers\.(\d+)\.'
 ///     to = 'blk.$1.'
+///     [[fuse]]
+///     regex = ['\.gate_proj\.', '\.up_proj\.']
+///     to = '.gate_up_proj.'
 /// "#;
 /// let rules = RenameRules::parse("rules.toml".as_ref(), text)?;
 /// assert_eq!(rules.apply("model.layers.7.input_layernorm.weight"), "blk.7.input_layernorm.weight");
+/// assert_eq!(rules.apply("model.mlp.up_proj.weight"), "model.mlp.gate_up_proj.weight");
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct RenameRules {
     path: PathBuf,
     digest: Digest,
-    rules: Vec<Rule>,
-    /// The rule of each exact name.
-    exact: HashMap<String, usize>,
+    rules: Rules,
 }
 
-#[derive(Clone, Debug)]
-struct Rule {
-    /// Its number in the file, from 1, and what it matches, for messages.
-    label: String,
-    /// `None` for an exact name.
-    regex: Option<Regex>,
-    to: String,
+/// A tensor under its name in the view.
+pub(super) struct NamedTensor {
+    name: String,
+    /// Position of the tensor, or of the first of its parts.
+    position: u32,
+    /// The parts that it is made of; `None` for the whole tensor.
+    parts: Option<Box<TensorParts>>,
+    /// The rule that it follows.
+    rule: Option<usize>,
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RulesToml {
-    rename: Vec<RuleToml>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RuleToml {
-    from: Option<String>,
-    regex: Option<String>,
-    to: String,
-}
+/// The tensors that one rule joins under one name.
+type Operands = Vec<Option<u32>>;
 
 impl RenameRules {
     /// The rules in `text`, which is TOML. `path` is its file.
@@ -65,43 +56,8 @@ impl RenameRules {
     /// # Errors
     /// One line with the file and the rule.
     pub fn parse(path: &Path, text: &[u8]) -> Result<RenameRules, String> {
-        let fail = |why: String| format!("{}: {why}", shown_path(path));
-        let form = "expected TOML with [[rename]] tables, each with from or regex, and to";
-        let utf8 = std::str::from_utf8(text)
-            .map_err(|e| fail(format!("{form}; not UTF-8 at byte {}", e.valid_up_to())))?;
-        let toml: RulesToml = toml::from_str(utf8).map_err(|e| {
-            let line = e.span().map_or(1, |span| 1 + utf8[..span.start].matches('\n').count());
-            fail(format!("{form}; line {line}: {}", e.message().replace('\n', " ")))
-        })?;
-        if toml.rename.is_empty() {
-            return Err(fail(format!("{form}; it has no rule")));
-        }
-        let (mut rules, mut exact) = (Vec::with_capacity(toml.rename.len()), HashMap::new());
-        for (index, RuleToml { from, regex, to }) in toml.rename.into_iter().enumerate() {
-            let number = index + 1;
-            let wrong = |why: &str| fail(format!("rule {number}: {why}"));
-            let rule = match (from, regex) {
-                (Some(from), None) => {
-                    let label = format!("rule {number}, from = {}", quoted(&from));
-                    if let Some(before) = exact.insert(from, index) {
-                        return Err(wrong(&format!("rule {} has the same name", before + 1)));
-                    }
-                    Rule { label, regex: None, to }
-                }
-                (None, Some(text)) => {
-                    let label = format!("rule {number}, regex = {}", quoted(&text));
-                    let regex = Regex::new(&text).map_err(|e| wrong(&one_line(&e)))?;
-                    check_groups(&regex, &to).map_err(|why| wrong(&why))?;
-                    Rule { label, regex: Some(regex), to }
-                }
-                _ => return Err(wrong("needs one of from and regex")),
-            };
-            if rule.to.is_empty() {
-                return Err(wrong("to is empty"));
-            }
-            rules.push(rule);
-        }
-        Ok(RenameRules { path: path.to_owned(), digest: Digest::of(text), rules, exact })
+        let rules = Rules::parse(path, text)?;
+        Ok(RenameRules { path: path.to_owned(), digest: Digest::of(text), rules })
     }
 
     /// The file that they were read from.
@@ -114,74 +70,230 @@ impl RenameRules {
         self.digest
     }
 
-    /// The name of the tensor `name` by these rules: by the rule for this very name, otherwise by
-    /// the first regex that matches, otherwise `name` itself.
+    /// The name of the tensor `name`, or of the tensor that it is a part of, by these rules: by the
+    /// rule for this very name, otherwise by the first regex that matches, otherwise `name` itself.
+    /// Rules that split tensors do not count.
     pub fn apply(&self, name: &str) -> String {
-        self.applied(name).map_or_else(|| name.to_owned(), |(_, renamed)| renamed)
+        let names = &self.rules.names;
+        let found = names.find(name);
+        let renamed = found.map(|found| found.renamed(name, &names.rules[found.rule].to));
+        renamed.unwrap_or_else(|| name.to_owned())
     }
 
-    fn applied(&self, name: &str) -> Option<(usize, String)> {
-        if let Some(&rule) = self.exact.get(name) {
-            return Some((rule, self.rules[rule].to.clone()));
+    /// The tensors of `catalog` at the positions `selected`, by these rules.
+    ///
+    /// # Errors
+    /// `view` with the file, the rule and the tensor, and `misaligned` where sub-byte elements
+    /// would be cut inside a byte.
+    pub(super) fn project(&self, catalog: &Catalog, selected: &[u32]) -> Result<Catalog, Fault> {
+        if self.rules.splits.is_empty() {
+            let named = self.renamed(catalog, selected)?;
+            return self.projected(catalog, &named, &self.rules.names);
         }
-        self.rules.iter().enumerate().find_map(|(number, rule)| {
-            let regex = rule.regex.as_ref()?;
-            let is_match = regex.is_match(name);
-            is_match.then(|| (number, regex.replace_all(name, rule.to.as_str()).into_owned()))
+        let parts = self.split(catalog, selected)?;
+        let catalog = self.projected(catalog, &parts, &self.rules.splits)?;
+        if self.rules.names.is_empty() {
+            return Ok(catalog);
+        }
+        let all: Vec<u32> = (0..catalog.len() as u32).collect();
+        self.projected(&catalog, &self.renamed(&catalog, &all)?, &self.rules.names)
+    }
+
+    /// The catalog of these tensors. `table` has their rules.
+    fn projected<R>(
+        &self,
+        catalog: &Catalog,
+        named: &[NamedTensor],
+        table: &RuleTable<R>,
+    ) -> Result<Catalog, Fault> {
+        let tensors = named.iter().map(|one| {
+            let whole = ProjectedFrom::Whole(one.position);
+            let dtype = catalog.tensor_at(one.position as usize).dtype;
+            let from = one.parts.as_deref().map_or(whole, ProjectedFrom::Parts);
+            Projected { name: &one.name, from, dtype }
+        });
+        catalog.project(tensors).map_err(|fault| {
+            let name = fault.tensor.as_deref();
+            let rule = named.iter().find(|one| Some(one.name.as_str()) == name);
+            match rule.and_then(|one| one.rule) {
+                Some(rule) => {
+                    let message = format!("{}; {}", self.told(table.label(rule)), fault.message);
+                    Fault { message, ..fault }
+                }
+                None => fault,
+            }
         })
     }
 
-    /// The new names of the tensors at `positions`, sorted by new name.
-    pub(super) fn renamed(
-        &self,
-        catalog: &Catalog,
-        positions: &[u32],
-    ) -> Result<Vec<(String, u32)>, Fault> {
-        let file = shown_path(&self.path);
-        let fault = |message: String| Fault::new(ErrorKind::View, message);
-        let mut used = vec![false; self.rules.len()];
-        let mut renamed = Vec::with_capacity(positions.len());
+    /// The option, its file and a rule of it.
+    fn told(&self, label: &str) -> String {
+        format!("rename={}: {label}", shown_path(&self.path))
+    }
+
+    /// An error of a rule.
+    fn fault(&self, label: &str, why: &str) -> Fault {
+        Fault::new(ErrorKind::View, format!("{}: {why}", self.told(label)))
+    }
+
+    /// The tensors and the parts of those that are split, sorted by name.
+    fn split(&self, catalog: &Catalog, positions: &[u32]) -> Result<Vec<NamedTensor>, Fault> {
+        let splits = &self.rules.splits;
+        let mut used = vec![false; splits.rules.len()];
+        let mut named = Vec::with_capacity(positions.len());
         for &position in positions {
-            let name = catalog.tensor_at(position as usize).name;
-            let new = match self.applied(name) {
-                Some((rule, new)) => {
-                    used[rule] = true;
-                    if new.is_empty() {
-                        let label = &self.rules[rule].label;
-                        return Err(
-                            fault(format!("rename={file}: {label}: leaves no name")).tensor(name)
-                        );
-                    }
-                    new
-                }
-                None => name.to_owned(),
+            let tensor = catalog.tensor_at(position as usize);
+            let Some(found) = splits.find(tensor.name) else {
+                let name = tensor.name.to_owned();
+                named.push(NamedTensor { name, position, parts: None, rule: None });
+                continue;
             };
-            renamed.push((new, position));
+            let (label, rule) = (splits.label(found.rule), &splits.rules[found.rule]);
+            let fail = |why: &str| self.fault(label, why).tensor(tensor.name);
+            used[found.rule] = true;
+            let dim = dim_of(rule.dim, &tensor).map_err(|why| fail(&why))?;
+            let sizes = part_sizes(rule.sizes.as_deref(), rule.to.len() as u64, tensor.shape[dim]);
+            let sizes = sizes.map_err(|why| fail(&format!("{why} in dimension {dim}")))?;
+            let mut start = 0;
+            for (to, size) in rule.to.iter().zip(sizes) {
+                let name = found.renamed(tensor.name, to);
+                if name.is_empty() {
+                    return Err(fail("leaves no name"));
+                }
+                let parts = TensorParts { dim, parts: vec![(position, start..start + size)] };
+                let (parts, rule) = (Some(Box::new(parts)), Some(found.rule));
+                named.push(NamedTensor { name, position, parts, rule });
+                start += size;
+            }
         }
         if let Some(rule) = used.iter().position(|used| !used) {
-            let label = &self.rules[rule].label;
-            return Err(fault(format!(
-                "rename={file}: {label}: renames none of the {} tensors",
-                positions.len()
+            let why = format!("splits none of the {} tensors", positions.len());
+            return Err(self.fault(splits.label(rule), &why));
+        }
+        self.sorted(catalog, named, splits)
+    }
+
+    /// The tensors at `positions` under their new names, and those that are joined from them,
+    /// sorted by name.
+    fn renamed(&self, catalog: &Catalog, positions: &[u32]) -> Result<Vec<NamedTensor>, Fault> {
+        let names = &self.rules.names;
+        let mut used = vec![false; names.rules.len()];
+        let mut named = Vec::with_capacity(positions.len());
+        let mut joins: HashMap<(usize, String), Operands> = HashMap::new();
+        for &position in positions {
+            let tensor = catalog.tensor_at(position as usize);
+            let Some(found) = names.find(tensor.name) else {
+                let name = tensor.name.to_owned();
+                named.push(NamedTensor { name, position, parts: None, rule: None });
+                continue;
+            };
+            let (label, rule) = (names.label(found.rule), &names.rules[found.rule]);
+            used[found.rule] = true;
+            let name = found.renamed(tensor.name, &rule.to);
+            if name.is_empty() {
+                return Err(self.fault(label, "leaves no name").tensor(tensor.name));
+            }
+            let Some((count, _)) = rule.join else {
+                let rule = Some(found.rule);
+                named.push(NamedTensor { name, position, parts: None, rule });
+                continue;
+            };
+            let operands = joins.entry((found.rule, name)).or_insert_with(|| vec![None; count]);
+            if let Some(before) = operands[found.operand].replace(position) {
+                let why = format!(
+                    "would join {} and {} in the same place",
+                    quoted(catalog.tensor_at(before as usize).name),
+                    quoted(tensor.name)
+                );
+                return Err(self.fault(label, &why).tensor(tensor.name));
+            }
+        }
+        if let Some(rule) = used.iter().position(|used| !used) {
+            let verb = if names.rules[rule].join.is_some() { "joins" } else { "renames" };
+            let why = format!("{verb} none of the {} tensors", positions.len());
+            return Err(self.fault(names.label(rule), &why));
+        }
+        // Errors name the first tensor, whatever the order of the map.
+        let mut joins: Vec<_> = joins.into_iter().collect();
+        joins.sort_unstable();
+        for ((rule, name), operands) in joins {
+            named.push(self.joined(catalog, rule, name, &operands)?);
+        }
+        self.sorted(catalog, named, names)
+    }
+
+    /// The tensor `name` that a rule joins from these tensors.
+    fn joined(
+        &self,
+        catalog: &Catalog,
+        rule: usize,
+        name: String,
+        operands: &[Option<u32>],
+    ) -> Result<NamedTensor, Fault> {
+        let (label, NameRule { join, .. }) =
+            (self.rules.names.label(rule), &self.rules.names.rules[rule]);
+        let fail = |why: String| self.fault(label, &why).tensor(&name);
+        let there = || operands.iter().flatten().map(|&at| catalog.tensor_at(at as usize));
+        if let Some(missing) = operands.iter().position(Option::is_none) {
+            let found: Vec<String> = there().map(|tensor| quoted(tensor.name)).collect();
+            return Err(fail(format!(
+                "tensor {} of {} is missing; found {}",
+                missing + 1,
+                operands.len(),
+                found.join(", ")
             )));
         }
-        renamed.sort_unstable();
-        if let Some([first, second]) = renamed.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            let was = |one: &(String, u32)| catalog.tensor_at(one.1 as usize).name;
-            let rule = |one: &(String, u32)| match self.applied(was(one)) {
-                Some((rule, _)) => format!("by {}", self.rules[rule].label),
+        let positions: Vec<u32> = operands.iter().flatten().copied().collect();
+        let first = catalog.tensor_at(positions[0] as usize);
+        let dim = join.map_or(0, |(_, dim)| dim);
+        let dim =
+            dim_of(dim, &first).map_err(|why| fail(format!("{} {why}", quoted(first.name))))?;
+        if let Some(other) = there().find(|other| !may_join(&first, other, dim)) {
+            return Err(fail(format!(
+                "{} is {} {:?} and {} is {} {:?}; tensors that are joined in dimension {dim} have \
+                 one dtype and the same sizes in all other dimensions",
+                quoted(first.name),
+                first.dtype,
+                first.shape,
+                quoted(other.name),
+                other.dtype,
+                other.shape,
+            )));
+        }
+        let size = |position: u32| catalog.tensor_at(position as usize).shape[dim];
+        let total = positions.iter().try_fold(0_u64, |sum, &at| sum.checked_add(size(at)));
+        if total.is_none() {
+            return Err(fail(format!("the sizes in dimension {dim} pass 2^64")));
+        }
+        let parts = positions.iter().map(|&position| (position, 0..size(position))).collect();
+        let parts = Some(Box::new(TensorParts { dim, parts }));
+        Ok(NamedTensor { name, position: positions[0], parts, rule: Some(rule) })
+    }
+
+    /// `named`, sorted by name. Refuses two tensors of one name.
+    fn sorted<R>(
+        &self,
+        catalog: &Catalog,
+        mut named: Vec<NamedTensor>,
+        table: &RuleTable<R>,
+    ) -> Result<Vec<NamedTensor>, Fault> {
+        named.sort_unstable_by(|a, b| (&a.name, a.position).cmp(&(&b.name, b.position)));
+        if let Some([first, second]) = named.windows(2).find(|pair| pair[0].name == pair[1].name) {
+            let was = |one: &NamedTensor| quoted(catalog.tensor_at(one.position as usize).name);
+            let rule = |one: &NamedTensor| match one.rule {
+                Some(rule) => format!("by {}", table.label(rule)),
                 None => "by no rule".to_owned(),
             };
-            return Err(fault(format!(
-                "rename={file}: is the name of {} ({}) and of {} ({})",
-                quoted(was(first)),
+            let message = format!(
+                "rename={}: is the name of {} ({}) and of {} ({})",
+                shown_path(&self.path),
+                was(first),
                 rule(first),
-                quoted(was(second)),
+                was(second),
                 rule(second)
-            ))
-            .tensor(&first.0));
+            );
+            return Err(Fault::new(ErrorKind::View, message).tensor(&first.name));
         }
-        Ok(renamed)
+        Ok(named)
     }
 }
 
@@ -193,92 +305,32 @@ impl PartialEq for RenameRules {
 
 impl Eq for RenameRules {}
 
-/// The last line of an error of a regex, which says what is wrong; the others draw the place.
-fn one_line(error: &regex::Error) -> String {
-    let text = error.to_string();
-    let last = text.lines().last().unwrap_or_default();
-    format!("not a regex: {}", last.trim().trim_start_matches("error: "))
+/// The dimension `dim` of a tensor, counted from the end if it is negative.
+fn dim_of(dim: i64, tensor: &Tensor<'_>) -> Result<usize, String> {
+    let count = tensor.shape.len() as i64;
+    let own = if dim < 0 { count.saturating_add(dim) } else { dim };
+    if (0..count).contains(&own) {
+        return Ok(own as usize);
+    }
+    Err(format!("has shape {:?}, which has no dimension {dim}", tensor.shape))
 }
 
-/// Refuses a replacement that names a group which the regex lacks: it would be replaced by nothing.
-fn check_groups(regex: &Regex, to: &str) -> Result<(), String> {
-    let mut rest = to;
-    while let Some(dollar) = rest.find('$') {
-        let after = &rest[dollar + 1..];
-        if let Some(escaped) = after.strip_prefix('$') {
-            rest = escaped;
-            continue;
-        }
-        let name = match after.strip_prefix('{').and_then(|braced| braced.split_once('}')) {
-            Some((name, _)) => name,
-            None => {
-                let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-                let end = after.find(|c| !is_word(c)).unwrap_or(after.len());
-                &after[..end]
-            }
-        };
-        let known = match name.parse::<usize>() {
-            Ok(number) => number < regex.captures_len(),
-            Err(_) => regex.capture_names().flatten().any(|known| known == name),
-        };
-        if !known {
-            return Err(format!(
-                "to = {} names the group {}, which the regex does not have; write ${{1}} before \
-                 letters and digits, and $$ for a dollar sign",
-                quoted(to),
-                quoted(name)
-            ));
-        }
-        rest = after;
+/// The extents of the parts that a dimension of extent `size` is split into.
+fn part_sizes(sizes: Option<&[u64]>, count: u64, size: u64) -> Result<Vec<u64>, String> {
+    match sizes {
+        Some(sizes) => match sizes.iter().try_fold(0_u64, |sum, &one| sum.checked_add(one)) {
+            Some(sum) if sum == size => Ok(sizes.to_vec()),
+            _ => Err(format!("sizes {sizes:?} do not add up to {size}")),
+        },
+        None if size.is_multiple_of(count) => Ok(vec![size / count; count as usize]),
+        None => Err(format!("{count} equal parts do not add up to {size}")),
     }
-    Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(text: &str) -> Result<RenameRules, String> {
-        RenameRules::parse(Path::new("r.toml"), text.as_bytes())
-    }
-
-    #[test]
-    fn exact_names_win_and_then_the_first_regex_that_matches() {
-        let rules = parse(
-            "[[rename]]\nregex = '^a\\.(\\d+)'\nto = 'b.${1}x'\n\
-             [[rename]]\nregex = 'a'\nto = 'c'\n\
-             [[rename]]\nfrom = 'a.1'\nto = 'one'\n",
-        )
-        .unwrap();
-        for (name, new) in [("a.1", "one"), ("a.2", "b.2x"), ("a.x.a", "c.x.c"), ("z", "z")] {
-            assert_eq!(rules.apply(name), new);
-        }
-    }
-
-    #[test]
-    fn a_file_that_has_no_rules_or_wrong_ones_is_refused_in_one_line_with_the_rule() {
-        for (text, said) in [
-            ("", "missing field `rename`"),
-            ("rename = []", "no rule"),
-            ("{\"a\": \"b\"}", "line 1"),
-            ("[[rename]]\nto = 'x'", "rule 1: needs one of"),
-            ("[[rename]]\nfrom = 'a'\nregex = 'a'\nto = 'x'", "rule 1: needs one of"),
-            ("[[rename]]\nfrom = 'a'\nto = ''", "rule 1: to is empty"),
-            ("[[rename]]\nfrom = 'a'", "missing field `to`"),
-            ("[[rename]]\nform = 'a'\nto = 'x'", "form"),
-            ("[[rename]]\nregex = '('\nto = 'x'", "rule 1: not a regex: unclosed group"),
-            ("[[rename]]\nregex = '(a)'\nto = '$2'", "the group `2`"),
-            ("[[rename]]\nregex = '(a)'\nto = '$1_b'", "the group `1_b`"),
-            ("[[rename]]\nregex = '(a)'\nto = '$'", "the group ``"),
-            (
-                "[[rename]]\nfrom = 'a'\nto = 'x'\n[[rename]]\nfrom = 'a'\nto = 'y'",
-                "rule 2: rule 1 has the same name",
-            ),
-        ] {
-            let error = parse(text).unwrap_err();
-            assert!(error.starts_with("r.toml: ") && error.contains(said), "{text:?}: {error}");
-            assert!(!error.contains('\n'), "{error}");
-        }
-        assert!(parse("[[rename]]\nregex = '(?<n>a)'\nto = '$n$$${n}$0'").is_ok());
-    }
+/// Whether two tensors can be joined along a dimension.
+fn may_join(first: &Tensor<'_>, other: &Tensor<'_>, dim: usize) -> bool {
+    let same = |at: usize| at == dim || first.shape[at] == other.shape[at];
+    (first.dtype, first.stored) == (other.dtype, other.stored)
+        && first.shape.len() == other.shape.len()
+        && (0..first.shape.len()).all(same)
 }

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 
 pub(crate) mod boxes;
+pub(crate) mod dense;
 pub(crate) mod requests;
 
 use std::collections::BTreeMap;

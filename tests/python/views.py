@@ -6,6 +6,8 @@ Shares nothing with tensorfs. Sources are read by `oracle.tensors_of`.
 import json
 from pathlib import Path
 
+import numpy as np
+
 import oracle
 
 MAP = "model.safetensors.index.json"
@@ -49,3 +51,29 @@ def shown(folder):
     """File name -> bytes of the weights and weight maps in a mounted folder."""
     paths = (path for path in Path(folder).iterdir() if ".safetensors" in path.name)
     return {path.name: path.read_bytes() for path in paths}
+
+
+def array(tensor):
+    """The elements of a tensor, each with its bytes as one dimension more."""
+    width = oracle.BITS[tensor.dtype] // 8
+    return np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape, width)
+
+
+def made(name, dtype, elements):
+    return oracle.Tensor(name, dtype, list(elements.shape[:-1]), np.ascontiguousarray(elements).tobytes(), ())
+
+
+def split(tensor, names, dim, sizes):
+    """The tensor in parts of these sizes along a dimension."""
+    parts = np.split(array(tensor), np.cumsum(sizes)[:-1], axis=dim)
+    return [made(name, tensor.dtype, part) for name, part in zip(names, parts)]
+
+
+def fuse(tensors, name, dim):
+    """The tensors one after the other along a dimension."""
+    return made(name, tensors[0].dtype, np.concatenate([array(tensor) for tensor in tensors], axis=dim))
+
+
+def contents(tensors):
+    """Name -> dtype, shape and bytes, as `oracle.tensor_bytes` reads them from a file."""
+    return {tensor.name: (tensor.dtype, tensor.shape, tensor.data) for tensor in tensors}

@@ -236,7 +236,7 @@ const TABLE: &[OptionRow] = &[
     OptionRow::value(
         "rename",
         |options, value| view(options, "rename", value),
-        &[("FILE", "other names for tensors, by the rules in FILE")],
+        &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],
     )
     .for_queries(),
     OptionRow::value(

@@ -96,7 +96,7 @@ class safe_open:
     piece: writing to one changes no file, but a process that reads it ends if the file is truncated later.
 
     `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
-    other names, as the options of mounts. `dtype` is "bf16", "f16", "f32" or a dtype of torch, to which floating point
+    other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or a dtype of torch, to which floating point
     tensors are cast while they are read, except for quantized tensors, their scales, and those that the globs `keep`
     match. They apply to what the source shows.
 

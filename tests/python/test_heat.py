@@ -124,6 +124,25 @@ class Heat(TestCase):
 
             wait_until(is_new, 30, "heat of the new version")
 
+    @needs_root
+    def test_a_checkpoint_that_left_and_came_back_keeps_its_heat(self):
+        store, away, name = self.tmp / "store", self.tmp / "away", f"model/{FILE}"
+        store.mkdir()
+        self.source.rename(store / "model")
+        with Mount(store, "readahead=0", "watch=auto") as m:
+            (m.path / name).read_bytes()
+            before = file_of(heat_of(m.path), name)
+            (store / "model").rename(away)
+            wait_until(lambda: not (m.path / name).exists(), 30, "the checkpoint vanishes")
+            away.rename(store / "model")
+            wait_until((m.path / name).exists, 30, "the checkpoint is back")
+            (m.path / name).read_bytes()
+            after = file_of(heat_of(m.path), name)
+            self.assertEqual(after["version"], before["version"])
+            self.assertGreater(after["opens"], before["opens"])
+            self.assertGreaterEqual(after["bytes"], before["bytes"])
+            self.assertEqual(after["tensors_total"], before["tensors_total"])
+
 
 class Warm(TestCase):
     def setUp(self):

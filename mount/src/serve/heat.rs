@@ -71,8 +71,7 @@ struct FileHeat {
 
 /// The tensors of a virtual file, in its order. They have no names once the file is gone.
 struct TensorsHeat {
-    checkpoint: Weak<Checkpoint>,
-    layout: Weak<Layout>,
+    described: Mutex<(Weak<Checkpoint>, Weak<Layout>)>,
     counters: Box<[TensorHeat]>,
 }
 
@@ -192,6 +191,9 @@ impl HeatState {
         described: Option<(&Arc<Checkpoint>, &Arc<Layout>)>,
     ) -> Option<Arc<FileHeat>> {
         if let Some(known) = self.files.get(&ino) {
+            if let (Some(tensors), Some(described)) = (&known.tensors, described) {
+                tensors.describe(described);
+            }
             return Some(known.clone());
         }
         let count = described.map_or(0, |(_, layout)| layout.tensors().count());
@@ -211,8 +213,7 @@ impl HeatState {
             self.tensors -= dropped.tensors_len();
         }
         let tensors = described.map(|(checkpoint, layout)| TensorsHeat {
-            checkpoint: Arc::downgrade(checkpoint),
-            layout: Arc::downgrade(layout),
+            described: Mutex::new((Arc::downgrade(checkpoint), Arc::downgrade(layout))),
             counters: (0..count).map(|_| TensorHeat::default()).collect(),
         });
         self.tensors += count;
@@ -244,7 +245,7 @@ impl FileHeat {
 
     /// Whether it is a virtual file that the mount no longer has.
     fn is_gone(&self) -> bool {
-        self.tensors.as_ref().is_some_and(|tensors| tensors.layout.strong_count() == 0)
+        self.tensors.as_ref().is_some_and(|tensors| tensors.described().is_none())
     }
 
     /// `None` if the mount no longer has the file.
@@ -266,8 +267,21 @@ impl FileHeat {
 }
 
 impl TensorsHeat {
+    /// The checkpoint and the layout, which have the names of the tensors. `None` once the file is gone.
+    fn described(&self) -> Option<(Arc<Checkpoint>, Arc<Layout>)> {
+        let described = self.described.lock();
+        Some((described.0.upgrade()?, described.1.upgrade()?))
+    }
+
+    /// Takes a file of the same version, and so with the same tensors, for one that is gone.
+    fn describe(&self, (checkpoint, layout): (&Arc<Checkpoint>, &Arc<Layout>)) {
+        if self.described().is_none() && layout.tensors().count() == self.counters.len() {
+            *self.described.lock() = (Arc::downgrade(checkpoint), Arc::downgrade(layout));
+        }
+    }
+
     fn add_to(&self, json: &mut Value, room: &mut Room) -> Option<()> {
-        let (checkpoint, layout) = (self.checkpoint.upgrade()?, self.layout.upgrade()?);
+        let (checkpoint, layout) = self.described()?;
         let read = self.counters.iter().map(|heat| heat.bytes.get()).zip(0..);
         let mut rows: Vec<(u64, u32)> = read.filter(|(bytes, _)| *bytes > 0).collect();
         rows.sort_by_key(|(bytes, _)| Reverse(*bytes));

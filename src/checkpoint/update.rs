@@ -82,6 +82,28 @@ impl Tree {
         folder.identity.map(|identity| identity.dev)
     }
 
+    /// The devices that a look at the folder at the real path `path` asks: its own, and those of the
+    /// files and folders that its links lead to, as far as the tree knows them.
+    pub fn devices(&self, path: &Path) -> BTreeSet<u64> {
+        let folders = self.folders.read();
+        let all = |path: &Path| -> Vec<Arc<Folder>> {
+            let places = folders.at(path).iter();
+            places.filter_map(|&id| folders.get(id).cloned()).collect()
+        };
+        let places = all(path);
+        let own = places.iter().filter_map(|folder| folder.identity);
+        let children = places.iter().flat_map(|folder| folder.children.iter());
+        let children = children.filter_map(|(_, child)| folders.get(*child)?.identity);
+        // A folder outside of the tree has the files that links lead to.
+        let leading = folders.leading_into(path);
+        let leading: Vec<_> = leading.iter().flat_map(|path| all(path)).collect();
+        let behind = leading.iter().flat_map(|folder| folder.files.iter());
+        let behind = behind.filter(|file| file.path.parent() == Some(path));
+        let files = places.iter().flat_map(|folder| folder.files.iter()).chain(behind);
+        let files = files.map(|file| file.identity);
+        own.chain(children).chain(files).map(|identity| identity.dev).collect()
+    }
+
     /// Leaves out all folders and files on the device `dev` from now on: those of the mount itself,
     /// which would contain itself.
     pub fn leave_out_device(&self, dev: u64) {

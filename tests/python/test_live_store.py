@@ -392,6 +392,34 @@ class Stalled(Store):
             self.wait_for("links/far/second/model.safetensors", whole)
 
 
+    def test_links_into_a_file_system_that_stalls_hold_up_only_their_own_folders(self):
+        folder, whole = self.made("model")
+        far = self.tmp / "far"
+        shutil.copytree(folder, far / "first")
+        with FaultFs(far) as faults:
+            linked = [self.store / f"links-{n}" for n in range(5)]
+            for made in [*linked, self.store / "near"]:
+                made.mkdir()
+            for made in linked:
+                (made / "far").symlink_to(faults.path / "first")
+                (made / "config.json").symlink_to(faults.path / "first/config.json")
+            self.mounted("watch=auto", f"follow={faults.path}", "io-timeout=30")
+            with faults.lifted():
+                self.wait_for("links-4/far/model.safetensors", whole)
+                for request in ("getattr", "lookup", "readdir"):
+                    faults.tell(f"stall-{request}", "*")
+                # Each of these folders is local, and has changed.
+                for made in linked:
+                    (made / "new.json").write_text("1")
+                    (made / "next").symlink_to(faults.path / "first/config.json")
+                wait_until(lambda: faults.parked() > 0, HANGS, "a look is held back")
+                for name in ("one", "two", "three"):
+                    shutil.copytree(folder, self.store / "near" / name)
+                    self.wait_for(f"near/{name}/model.safetensors", whole)
+            for n in range(5):
+                self.wait_for(f"links-{n}/new.json", b"1")
+
+
 class Storms(Store):
     def test_thousands_of_renames_leave_right_bytes_and_nothing_behind(self):
         wholes = {}

@@ -4,7 +4,7 @@
 //! look, since a folder may lie on a file system that never answers: one at a time, and another
 //! one when all wait for long. Events of one folder in a row make one look.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// A look at a folder that takes longer may wait for a file system that does not answer.
 const STUCK: Duration = Duration::from_secs(1);
 
-/// Most threads that look, and most of them for one file system.
+/// Most threads that look, and most of them for one file system that is not local.
 const THREADS_MAX: usize = 8;
 const STUCK_MAX: usize = 2;
 
@@ -55,7 +55,8 @@ enum StoreLook {
 /// A look that a thread takes now.
 struct RunningLook {
     look: StoreLook,
-    device: u64,
+    /// The file systems that it may wait for.
+    devices: BTreeSet<u64>,
     since: Instant,
 }
 
@@ -66,6 +67,8 @@ struct State {
     /// Times before which folders are not looked at again.
     not_before: HashMap<StoreLook, Instant>,
     looking: Vec<RunningLook>,
+    /// Devices of local file systems: a look that waits does not wait for them.
+    local: HashSet<u64>,
     /// Folders without events.
     polled: BTreeSet<PathBuf>,
     /// States of folders outside the tree, into which links of the tree lead.
@@ -235,22 +238,27 @@ impl Live {
         let now = Instant::now();
         state.not_before.retain(|_, time| *time > now);
         let tree = self.nodes.tree();
-        let device = |look: &StoreLook| match look {
-            StoreLook::Folder(path) => tree.device(path).unwrap_or_default(),
-            StoreLook::Family(head) => {
-                tree.folder(*head).identity.map_or(0, |identity| identity.dev)
-            }
+        let devices = |look: &StoreLook| {
+            let mut devices: BTreeSet<u64> = match look {
+                StoreLook::Folder(path) => tree.devices(path),
+                StoreLook::Family(head) => {
+                    let family = tree.family(*head).into_iter();
+                    family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
+                }
+            };
+            devices.retain(|device| !state.local.contains(device));
+            devices
         };
+        let looking = &state.looking;
         let may_begin = |look: &StoreLook| {
-            let device = device(look);
-            let same = state.looking.iter().filter(|looking| looking.device == device).count();
-            let twice = state.looking.iter().any(|looking| looking.look == *look);
-            !state.not_before.contains_key(look) && same < STUCK_MAX && !twice
+            let twice = looking.iter().any(|running| running.look == *look);
+            let is_held_up = || looking.len() >= STUCK_MAX && is_held_up(&devices(look), looking);
+            !twice && !state.not_before.contains_key(look) && !is_held_up()
         };
         let look = state.todo.keys().find(|look| may_begin(look)).cloned()?;
+        let devices = devices(&look);
         let changed = state.todo.remove(&look)?;
-        let device = device(&look);
-        state.looking.push(RunningLook { look: look.clone(), device, since: now });
+        state.looking.push(RunningLook { look: look.clone(), devices, since: now });
         Some((look, changed))
     }
 
@@ -344,13 +352,18 @@ impl Live {
 
     /// Watches the folder, or notes that it must be polled.
     fn watch(&self, path: &Path) {
-        let sees = || match self.watch {
+        let is_local = FileSystem::of_folder(path).is_local();
+        let sees = match self.watch {
             Watch::Inotify => true,
-            Watch::Auto => FileSystem::of_folder(path).is_local(),
+            Watch::Auto => is_local,
             Watch::Poll | Watch::Off => false,
         };
-        let watched = self.events.is_on() && sees() && self.watch_events(path);
+        let watched = self.events.is_on() && sees && self.watch_events(path);
+        let device = self.nodes.tree().device(path);
         let mut state = self.state.lock();
+        if is_local {
+            state.local.extend(device);
+        }
         if watched {
             state.polled.remove(path);
         } else {
@@ -394,4 +407,10 @@ impl Live {
         };
         self.state.lock().outside.insert(path.to_owned(), now) != Some(now)
     }
+}
+
+/// Whether as many of the looks `running` as may wait already wait for one of `devices`.
+fn is_held_up(devices: &BTreeSet<u64>, running: &[RunningLook]) -> bool {
+    let waiting = |device| running.iter().filter(|look| look.devices.contains(device)).count();
+    devices.iter().any(|device| waiting(device) >= STUCK_MAX)
 }

@@ -10,6 +10,7 @@ use tensorfs::internal::error::shown_path;
 use super::config::MountConfig;
 use super::metrics::PostedMount;
 use super::worker_process::{End, WorkerProcess};
+use crate::options::Options;
 
 /// Time before the second start after a failure. It doubles with each further one.
 const BACK_OFF_MIN: Duration = Duration::from_millis(250);
@@ -19,6 +20,11 @@ const BACK_OFF_MAX: Duration = Duration::from_secs(60);
 
 /// A mount that has served for so long begins with `BACK_OFF_MIN` again.
 const STABLE: Duration = Duration::from_secs(60);
+
+/// Seconds that a worker has to take over a mount: its `io-timeout=`, within these limits. The readers
+/// wait meanwhile.
+const TAKEOVER_MIN: u32 = 10;
+const TAKEOVER_MAX: u32 = 30;
 
 /// The present state of a mount.
 enum Phase {
@@ -46,6 +52,8 @@ pub(super) struct ServiceMount {
     handed: Vec<OwnedFd>,
     /// Whether its worker takes over a mount.
     is_takeover: bool,
+    /// Ticks since its worker began to take over a mount.
+    takeover_ticks: u32,
     /// Whether it has served, or failed, since it was configured.
     pub has_outcome: bool,
 }
@@ -62,6 +70,7 @@ impl ServiceMount {
             failure: None,
             handed: Vec::new(),
             is_takeover: false,
+            takeover_ticks: 0,
             has_outcome: false,
         }
     }
@@ -134,7 +143,7 @@ impl ServiceMount {
     pub(super) fn start(&mut self, verbose: u8) {
         // If that worker fails, the connection closes with it, and the next one mounts anew.
         let handed = std::mem::take(&mut self.handed);
-        self.is_takeover = !handed.is_empty();
+        (self.is_takeover, self.takeover_ticks) = (!handed.is_empty(), 0);
         match WorkerProcess::start(&self.config, verbose, &handed) {
             Ok(worker) => self.phase = Phase::Starting(worker),
             Err(e) => self.fail(format!("cannot start a worker: {e}")),
@@ -205,8 +214,24 @@ impl ServiceMount {
         self.phase = Phase::Waiting(Instant::now() + wait);
     }
 
-    /// Counts a second. Returns the worker if it or its mount has been silent for `limit` seconds.
+    /// Counts a second. Returns the worker if it or its mount has been silent for `limit` seconds, or
+    /// if it takes too long to take over the mount.
     pub(super) fn tick(&mut self, limit: u32) -> Option<WorkerProcess> {
+        self.takeover_ticks = self.takeover_ticks.saturating_add(1);
+        let (is_takeover, ticks) = (self.is_takeover, self.takeover_ticks);
+        let worker = self.worker_mut()?;
+        if is_takeover && !worker.is_mounted && ticks >= TAKEOVER_MIN {
+            let pid = worker.pid();
+            let limit = takeover_limit(&self.config.options);
+            if ticks >= limit {
+                let late = self.take_worker();
+                self.fail(format!(
+                    "worker {pid} does not take over within {limit} s, because its source does not \
+                     answer"
+                ));
+                return late;
+            }
+        }
         let worker = self.worker_mut()?;
         if !worker.tick(limit) {
             return None;
@@ -239,5 +264,24 @@ impl ServiceMount {
                 None => ("starting", None),
             },
         }
+    }
+}
+
+/// Seconds that a worker with these options has to take over its mount.
+fn takeover_limit(options: &str) -> u32 {
+    let timeout = Options::parse(&[options], false).ok().and_then(|options| options.io_timeout);
+    let seconds = timeout
+        .map_or(TAKEOVER_MAX, |timeout| u32::try_from(timeout.as_secs()).unwrap_or(TAKEOVER_MAX));
+    seconds.clamp(TAKEOVER_MIN, TAKEOVER_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_a_takeover_follows_the_io_timeout_within_bounds() {
+        let limits = ["", "io-timeout=0", "io-timeout=1", "io-timeout=12", "io-timeout=300"];
+        assert_eq!(limits.map(takeover_limit), [30, 30, 10, 12, 30]);
     }
 }

@@ -28,13 +28,12 @@ use super::place;
 use super::server::KernelServer;
 use super::stalled::{probe_path, unless_stalled};
 use crate::fs::adapter::TensorFs;
-use crate::fs::adapter::handover::Carried;
+use crate::fs::adapter::handover::{Carried, Takeover};
 use crate::fs::attributes::Common;
 use crate::fs::inodes::{Nodes, OutOfDate, TellKernel};
 use crate::fs::live::Live;
 use crate::options::{IndexDir, Options, Passthrough, Verify, Watch};
 use crate::serve::assemble::Assembler;
-use crate::serve::blocking::offload;
 use crate::serve::change_watcher::{Forget, Watcher};
 use crate::serve::kernel::{self, Knob};
 use crate::serve::page_cache_store;
@@ -450,19 +449,12 @@ fn serve(
     let store = move |ino, offset, bytes: &[u8]| kernel.store(ino, offset, bytes);
     let (cache, counters) = (service.cache.clone(), service.counters.clone());
     store_worker.start(cache, counters, Box::new(store), forget.clone(), watcher.clone())?;
-    let mut changed = Vec::new();
+    let mut takeover = None;
     if let Some((handshake, carried)) = received {
-        let taken = fs.take_up(carried, &options.open);
+        takeover = Some(fs.take_up(carried, &options.open, forget.clone()));
         // If the rest fails, the other process goes on with the registrations of passthrough, which
         // a drop would close.
         std::mem::forget(fs.clone());
-        if taken.lost > 0 {
-            let (lost, handles) = (taken.lost, taken.handles + taken.lost);
-            tracing::warn!(
-                "{lost} of {handles} open handles lost their content: their reads get errors"
-            );
-        }
-        changed = taken.changed;
         // Requests that the other process read but has not answered come once more. They come
         // before any thread of this one reads, so none is answered twice.
         if handshake.can_resend() {
@@ -471,11 +463,8 @@ fn serve(
     }
     let in_flight = service.blocking.in_flight().clone();
     let server = KernelServer::start(fs, connection, threads, in_flight, attended)?;
-    watcher.start(forget.clone())?;
-    if !changed.is_empty() {
-        // This waits for reads that the threads above answer.
-        offload(move || changed.into_iter().for_each(|ino| forget(ino)));
-    }
+    watcher.start(forget)?;
+    takeover.into_iter().for_each(Takeover::begin);
     let live = kernel_teller(notifications)
         .and_then(|tell_kernel| Live::start(nodes.clone(), options, tell_kernel));
     let live = live.unwrap_or_else(|e| {

@@ -49,8 +49,11 @@ const MAX_BACKGROUND: u16 = 128;
 /// Number of requests in flight at which the kernel stops reading ahead.
 const CONGESTION: u16 = 96;
 
+mod adopting;
 pub(crate) mod handover;
 mod passthrough;
+
+use adopting::Adoptions;
 
 /// A slot for one of the `LOOKS_MAX` concurrent checks.
 struct Looking(Arc<FsState>);
@@ -104,6 +107,7 @@ struct FsState {
     serving: Mutex<OpenModes<Backing>>,
     /// The connection to the kernel.
     connection: Arc<OwnedFd>,
+    adoptions: Adoptions,
     /// Whether another process takes over, so that lookups and handles must not change any more.
     frozen: RwLock<bool>,
     /// Whether a thread checks all open sources because a read found a changed one.
@@ -133,6 +137,7 @@ impl TensorFs {
             next_handle: AtomicU64::new(1),
             serving: Mutex::default(),
             connection,
+            adoptions: Adoptions::default(),
             frozen: RwLock::new(false),
             sweeping: AtomicBool::new(false),
             looks: AtomicUsize::new(0),
@@ -388,19 +393,21 @@ impl FsState {
         then: impl FnOnce(&[(&'static str, String)], Timed<ReplyXattr>) + Send + 'static,
     ) {
         let reply = self.timed(Operation::Xattr, reply);
-        traced(trace_span!("xattr", ino = ino.0), || {
-            let (shared, uid, gid) = (self.clone(), req.uid(), req.gid());
+        let caller = (req.uid(), req.gid());
+        let ask = move |shared: Arc<FsState>, reply: Timed<ReplyXattr>| {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let pending = self.service.blocking.pending(&node.path, reply);
-            self.service.blocking.spawn(pending, move |pending| {
+            let pool = shared.service.blocking.clone();
+            let pending = pool.pending(&node.path, reply);
+            pool.spawn(pending, move |pending| {
                 let mut found =
-                    attributes::of(&shared.nodes.tree(), &shared.common.view, &node, (uid, gid));
+                    attributes::of(&shared.nodes.tree(), &shared.common.view, &node, caller);
                 found.extend(attributes::tail_of(&shared.nodes, &node));
                 if let Some(reply) = pending.take() {
                     then(&found, reply);
                 }
             });
-        });
+        };
+        traced(trace_span!("xattr", ino = ino.0), || self.when_adopted(ino.0, reply, ask));
     }
 }
 
@@ -462,8 +469,7 @@ impl Filesystem for TensorFs {
 
     fn getattr(&self, _req: &Request, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) {
         let reply = self.0.timed(Operation::Getattr, reply);
-        traced(trace_span!("getattr", ino = ino.0), || {
-            let shared = self.0.clone();
+        let get = move |shared: Arc<FsState>, reply: Timed<ReplyAttr>| {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             if !node.follows() {
                 return reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
@@ -474,8 +480,9 @@ impl Filesystem for TensorFs {
             let Some(looking) = Looking::begin(&shared) else {
                 return reply.ok().attr(&TTL, &known);
             };
-            let pending = shared.service.blocking.pending(&node.path, KnownAttr { reply, known });
-            self.0.service.blocking.spawn(pending, move |pending| {
+            let pool = shared.service.blocking.clone();
+            let pending = pool.pending(&node.path, KnownAttr { reply, known });
+            pool.spawn(pending, move |pending| {
                 let now = shared.look(&node, fh);
                 drop(looking);
                 if let Some(now) = now {
@@ -485,19 +492,20 @@ impl Filesystem for TensorFs {
                     reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
                 }
             });
-        });
+        };
+        traced(trace_span!("getattr", ino = ino.0), || self.0.when_adopted(ino.0, reply, get));
     }
 
     fn open(&self, req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.0.timed(Operation::Open, reply);
-        traced(trace_span!("open", ino = ino.0), || {
-            let shared = self.0.clone();
+        let caller = (req.uid(), req.pid());
+        let open = move |shared: Arc<FsState>, reply: Timed<ReplyOpen>| {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let pending = self.0.service.blocking.pending(&node.path, reply);
-            let caller = (req.uid(), req.pid());
-            let open = move |pending| shared.reply_open(node, caller, pending);
-            self.0.service.blocking.spawn(pending, open);
-        });
+            let pool = shared.service.blocking.clone();
+            let pending = pool.pending(&node.path, reply);
+            pool.spawn(pending, move |pending| shared.reply_open(node, caller, pending));
+        };
+        traced(trace_span!("open", ino = ino.0), || self.0.when_adopted(ino.0, reply, open));
     }
 
     fn read(
@@ -513,7 +521,9 @@ impl Filesystem for TensorFs {
     ) {
         traced(trace_span!("read", ino = ino.0, offset, len = size), || {
             let reply = self.0.timed(Operation::Read, reply);
-            self.0.read_file((ino.0, fh.0), offset, size, reply);
+            self.0.when_adopted(ino.0, reply, move |shared, reply| {
+                shared.read_file((ino.0, fh.0), offset, size, reply);
+            });
         });
     }
 
@@ -554,23 +564,25 @@ impl Filesystem for TensorFs {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        guarded(|| {
-            let mut handles = self.0.handles.write();
+        let shared = self.0.clone();
+        let release = move || {
+            let mut handles = shared.handles.write();
             let is_of_file = handles.get(&fh.0).is_some_and(|handle| handle.node.ino == ino.0);
             let handle = if is_of_file { handles.remove(&fh.0) } else { None };
             drop(handles);
             if let Some(handle) = &handle {
-                self.0.service.closed(handle.node.ino);
+                shared.service.closed(handle.node.ino);
                 if handle.backing.is_none() {
-                    self.0.serving.lock().closed_by_us(handle.node.ino);
+                    shared.serving.lock().closed_by_us(handle.node.ino);
                 }
             }
             reply.ok();
             let by_kernel = handle.filter(|handle| handle.backing.is_some());
             if let Some(ino) = by_kernel.map(|handle| handle.node.ino) {
-                self.0.serving.lock().closed_by_kernel(ino);
+                shared.serving.lock().closed_by_kernel(ino);
             }
-        });
+        };
+        guarded(|| self.0.adoptions.when_over(ino.0, release));
     }
 
     fn readdir(
@@ -614,13 +626,20 @@ impl Filesystem for TensorFs {
             let pending = self.0.service.blocking.pending(&node.path, reply);
             self.0.nodes.when_listed(&self.0.service.blocking, node.folder(), move |nodes| {
                 let Some(mut reply) = pending.take() else { return };
+                let frozen = shared.frozen.read();
                 for (next, name, node) in entries(nodes, &node, offset) {
-                    let attr = attr_of(&shared.common, &node);
-                    if reply.reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
+                    let mut attr = attr_of(&shared.common, &node);
+                    let ino = attr.ino;
+                    if *frozen {
+                        // No attributes, so no lookup that the next process does not know. An error
+                        // would reach the program.
+                        attr.ino = INodeNo(0);
+                    }
+                    if reply.reply.add(ino, next, name, &TTL, &attr, Generation(0)) {
                         break;
                     }
                     // The kernel counts a lookup for every entry but `.` and `..`.
-                    if next > 2 {
+                    if next > 2 && !*frozen {
                         nodes.looked_up(&node);
                     }
                 }

@@ -5,26 +5,30 @@
 //! the kernel looked up each number, the open handles, and the files behind handles whose source may
 //! be gone.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tensorfs::internal::cache::CachedFile;
 use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId};
+use tensorfs::internal::error::shown_path;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::source::{Identity, Source};
+use tensorfs::internal::sync::Mutex;
 
 use super::super::backing::Backing;
 use super::super::inodes::carried::FileMark;
 use super::super::node::{Node, NodeKind};
 use super::super::open_file::{OpenContent, OpenFile};
 use super::{FsState, Handle, TensorFs};
+use crate::serve::change_watcher::Forget;
 
 /// Most descriptors that one mount hands over beside its connection. Handles that would need more
 /// get errors if their source is gone.
@@ -73,8 +77,9 @@ struct CarriedNode {
 
 #[derive(Debug, Deserialize, Serialize)]
 enum CarriedContent {
-    /// A virtual file: place and length of the saved checkpoint, and the name in it.
-    Virtual((usize, usize), String),
+    /// A virtual file: place and length of the saved checkpoint, the name in it, and the hash of its
+    /// header.
+    Virtual((usize, usize), String, String),
     /// A file of the source, and whether it was proved.
     Whole(bool),
     /// Place and length of a text.
@@ -92,14 +97,11 @@ pub(crate) struct Carried {
 }
 
 /// The result of a takeover.
-#[derive(Debug, Default)]
-pub(crate) struct TakenUp {
+struct TakenUp {
     /// Number of open handles.
-    pub(crate) handles: usize,
+    handles: usize,
     /// Handles whose content is gone: their reads fail.
-    pub(crate) lost: usize,
-    /// Inodes whose cached pages may be out of date.
-    pub(crate) changed: Vec<u64>,
+    lost: usize,
 }
 
 /// Collects what is carried.
@@ -157,7 +159,8 @@ impl Packer {
                         place
                     }
                 };
-                CarriedContent::Virtual(place, file.spec().name.clone())
+                let header = file.summary().ok()?.header.to_string();
+                CarriedContent::Virtual(place, file.spec().name.clone(), header)
             }
             Content::Whole { proved, .. } => CarriedContent::Whole(proved.is_some()),
             Content::Text(text) => CarriedContent::Text(self.content(text)?),
@@ -247,115 +250,234 @@ impl TensorFs {
         }
     }
 
-    /// Takes up the state of another process, before any request is read. Only folders with open
-    /// files are proved now; the others follow when they are looked up.
-    pub(crate) fn take_up(&self, carried: Carried, options: &OpenOptions) -> TakenUp {
+    /// Takes up the state of another process, before any request is read. Does not access the source:
+    /// the open files are proved by `Takeover::begin`, other files when they are looked up. `forget`
+    /// makes the kernel drop its pages of an inode.
+    pub(crate) fn take_up(
+        &self,
+        carried: Carried,
+        options: &OpenOptions,
+        forget: Forget,
+    ) -> Takeover {
         let Carried { facts, contents, files } = carried;
-        let files = files.into_iter().map(|file| Some(File::from(file))).collect();
-        let taking = Taking { shared: &self.0, options, facts: &facts, contents: &contents };
-        taking.run(files)
-    }
-}
-
-/// A takeover.
-struct Taking<'a> {
-    shared: &'a FsState,
-    options: &'a OpenOptions,
-    facts: &'a CarriedFs,
-    contents: &'a [u8],
-}
-
-impl Taking<'_> {
-    fn run(&self, mut files: Vec<Option<File>>) -> TakenUp {
-        let (shared, facts) = (self.shared, self.facts);
+        let shared = &self.0;
         shared.next_handle.store(facts.next_handle, Ordering::Relaxed);
         for carried in &facts.nodes {
             if carried.version.is_empty() {
                 shared.nodes.know_folder(Path::new(&carried.path), carried.ino, carried.lookups);
             } else {
-                shared.nodes.mark(carried.ino, self.mark_of(carried));
+                shared.nodes.mark(carried.ino, mark_of(&facts, carried));
             }
         }
-        // The sources of files that no folder shows any more, each made once.
-        let mut adopted: HashMap<usize, Arc<Source>> = HashMap::new();
         let mut handles: HashMap<u64, Vec<u64>> = HashMap::new();
         facts.handles.iter().for_each(|(fh, ino)| handles.entry(*ino).or_default().push(*fh));
-        let mut result = TakenUp::default();
-        for carried in &facts.nodes {
-            let Some(fhs) = handles.remove(&carried.ino) else { continue };
-            if let Some(folder) = self.folder_of(carried) {
-                shared.nodes.list_now(folder);
+        let mut families: BTreeMap<Option<FolderId>, Vec<Adopted>> = BTreeMap::new();
+        for (index, carried) in facts.nodes.iter().enumerate() {
+            let Some(handles) = handles.remove(&carried.ino) else { continue };
+            let path = Path::new(&carried.path);
+            shared.adoptions.begin(carried.ino, path);
+            let folder = path.parent().and_then(|parent| shared.nodes.folder_at(parent));
+            let adopted = Adopted { index, ino: carried.ino, handles };
+            families.entry(folder).or_default().push(adopted);
+        }
+        let lost = handles.into_values().map(|handles| handles.len()).sum();
+        let files = files.into_iter().map(|file| Some(File::from(file))).collect();
+        let taking = Taking {
+            shared: shared.clone(),
+            options: options.clone(),
+            facts,
+            contents,
+            forget,
+            sources: Mutex::new(AdoptedSources { made: HashMap::new(), files }),
+            result: Mutex::new(TakenUp { handles: 0, lost }),
+        };
+        Takeover { taking: Arc::new(taking), families }
+    }
+
+    /// Waits until all open files of another process are proved, for `limit` at most. Returns whether
+    /// they are.
+    pub(crate) fn wait_for_adoptions(&self, limit: Duration) -> bool {
+        let started = Instant::now();
+        while !self.0.adoptions.are_over() {
+            if started.elapsed() >= limit {
+                return false;
             }
-            let same = |node: &Arc<Node>| {
-                node.listed_version() == carried.version
-                    && !node.is_known_to_be_outdated()
-                    && node.path.as_os_str() == carried.path
-            };
-            let (node, opened) = match shared.nodes.node(carried.ino).filter(same) {
-                Some(node) => {
-                    let opened = self.open(&node, carried, &mut result);
-                    (node, opened)
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+}
+
+/// A takeover whose open files are not proved yet.
+pub(crate) struct Takeover {
+    taking: Arc<Taking>,
+    /// The open files by their folder. Those without one are shown by no folder.
+    families: BTreeMap<Option<FolderId>, Vec<Adopted>>,
+}
+
+/// An open file that is taken over.
+struct Adopted {
+    /// Its index in the nodes of the state.
+    index: usize,
+    ino: u64,
+    handles: Vec<u64>,
+}
+
+impl Takeover {
+    /// Begins to prove the open files, each folder on a thread of its own. Requests for a file wait
+    /// for it meanwhile.
+    pub(crate) fn begin(self) {
+        let Takeover { taking, families } = self;
+        let (nodes, pool) = (taking.shared.nodes.clone(), taking.shared.service.blocking.clone());
+        for (folder, files) in families {
+            let place = PathBuf::from(&taking.facts.nodes[files[0].index].path);
+            let family = AdoptedFamily { taking: taking.clone(), folder, files };
+            match folder {
+                // The folder is proved on one thread, and its sources are opened on another one: other
+                // requests wait for the first one only.
+                Some(folder) => {
+                    let then = pool.clone();
+                    nodes.when_listed(&pool, folder, move |_| {
+                        then.spawn_detached(&place, move || family.take());
+                    });
                 }
+                None => pool.spawn_detached(&place, move || family.take()),
+            }
+        }
+    }
+}
+
+/// The open files of one folder. Requests for those that are left at its end fail.
+struct AdoptedFamily {
+    taking: Arc<Taking>,
+    folder: Option<FolderId>,
+    files: Vec<Adopted>,
+}
+
+impl AdoptedFamily {
+    fn take(mut self) {
+        let mut changed = Vec::new();
+        while let Some(adopted) = self.files.pop() {
+            let ino = adopted.ino;
+            let shared = self.taking.shared.clone();
+            let _ends = Ends(|| shared.adoptions.end(ino));
+            if !self.taking.take(self.folder, adopted) {
+                changed.push(ino);
+            }
+        }
+        // This waits for reads of these files.
+        changed.into_iter().for_each(|ino| (self.taking.forget)(ino));
+    }
+}
+
+impl Drop for AdoptedFamily {
+    fn drop(&mut self) {
+        for adopted in &self.files {
+            self.taking.result.lock().lost += adopted.handles.len();
+            self.taking.shared.adoptions.end(adopted.ino);
+        }
+    }
+}
+
+/// Calls its function at the end of the block, also after a panic.
+struct Ends<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for Ends<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+/// A takeover.
+struct Taking {
+    shared: Arc<FsState>,
+    options: OpenOptions,
+    facts: CarriedFs,
+    contents: Vec<u8>,
+    forget: Forget,
+    sources: Mutex<AdoptedSources>,
+    result: Mutex<TakenUp>,
+}
+
+/// The sources of files that no folder shows any more, each made once.
+struct AdoptedSources {
+    made: HashMap<usize, Arc<Source>>,
+    files: Vec<Option<File>>,
+}
+
+impl Drop for Taking {
+    fn drop(&mut self) {
+        let TakenUp { handles, lost } = *self.result.lock();
+        if lost > 0 {
+            tracing::warn!(
+                "{lost} of {} open handles lost their content: their reads get errors",
+                handles + lost
+            );
+        }
+    }
+}
+
+fn mark_of(facts: &CarriedFs, carried: &CarriedNode) -> FileMark {
+    let known = carried.sources.iter().filter_map(|index| facts.sources.get(*index));
+    FileMark {
+        version: carried.version.clone(),
+        lookups: carried.lookups,
+        opened: carried.opened,
+        outdated: carried.outdated,
+        last: carried.last.map(|last| Identity::from_words(&last)),
+        known: known.map(|source| Identity::from_words(&source.known)).collect(),
+    }
+}
+
+impl Taking {
+    /// Takes over one file. Returns whether the kernel's cached pages of it are still valid. Accesses
+    /// the source.
+    fn take(&self, folder: Option<FolderId>, adopted: Adopted) -> bool {
+        let shared = &self.shared;
+        let carried = &self.facts.nodes[adopted.index];
+        let same = |node: &Arc<Node>| {
+            node.listed_version() == carried.version
+                && !node.is_known_to_be_outdated()
+                && node.path.as_os_str() == carried.path
+        };
+        let (node, opened, unchanged) = match shared.nodes.node(carried.ino).filter(same) {
+            Some(node) => {
+                let (opened, unchanged) = self.open(&node);
+                (node, opened, unchanged)
+            }
+            None => match self.gone(folder, carried) {
+                Some((node, opened)) => (node, Some(opened), true),
                 None => {
-                    let mut source = |index: usize| {
-                        let made = adopted.get(&index).cloned().or_else(|| {
-                            Some(adopt_source(self.facts.sources.get(index)?, &mut files))
-                        })?;
-                        adopted.insert(index, made.clone());
-                        Some(made)
-                    };
-                    match self.gone(carried, &mut source) {
-                        Some((node, opened)) => (node, Some(opened)),
-                        None => {
-                            result.lost += fhs.len();
-                            continue;
-                        }
-                    }
+                    self.result.lock().lost += adopted.handles.len();
+                    return true;
                 }
-            };
-            self.take_handles(&node, opened, &fhs, &mut result);
+            },
+        };
+        self.take_handles(&node, opened, &adopted.handles);
+        unchanged
+    }
+
+    /// The source with this number in the state.
+    fn source(&self, index: usize) -> Option<Arc<Source>> {
+        let AdoptedSources { made, files } = &mut *self.sources.lock();
+        if let Some(known) = made.get(&index) {
+            return Some(known.clone());
         }
-        result.lost += handles.into_values().map(|fhs| fhs.len()).sum::<usize>();
-        result
+        let source = adopt_source(self.facts.sources.get(index)?, files);
+        made.insert(index, source.clone());
+        Some(source)
     }
 
-    /// The folder of a file, if it is still there.
-    fn folder_of(&self, carried: &CarriedNode) -> Option<FolderId> {
-        self.shared.nodes.folder_at(Path::new(&carried.path).parent()?)
-    }
-
-    fn mark_of(&self, carried: &CarriedNode) -> FileMark {
-        let known = carried.sources.iter().filter_map(|index| self.facts.sources.get(*index));
-        FileMark {
-            version: carried.version.clone(),
-            lookups: carried.lookups,
-            opened: carried.opened,
-            outdated: carried.outdated,
-            last: carried.last.map(|last| Identity::from_words(&last)),
-            known: known.map(|source| Identity::from_words(&source.known)).collect(),
-        }
-    }
-
-    /// Opens a file of this process whose handles are taken over.
-    fn open(
-        &self,
-        node: &Arc<Node>,
-        carried: &CarriedNode,
-        result: &mut TakenUp,
-    ) -> Option<Arc<OpenFile>> {
-        let shared = self.shared;
+    /// Opens a file of this process whose handles are taken over. Also returns whether the kernel's
+    /// cached pages are still valid.
+    fn open(&self, node: &Arc<Node>) -> (Option<Arc<OpenFile>>, bool) {
+        let shared = &self.shared;
         let storm = || shared.store_queue.on_fault_storm(node.ino, node.gate().cloned());
         match node.open(&shared.watcher, &shared.service, storm) {
-            Ok((opened, unchanged)) => {
-                if !unchanged {
-                    result.changed.push(carried.ino);
-                }
-                Some(opened)
-            }
+            Ok((opened, unchanged)) => (Some(opened), unchanged),
             Err(error) => {
                 tracing::error!("{error}; what has it open gets errors");
-                result.changed.push(carried.ino);
-                None
+                (None, false)
             }
         }
     }
@@ -363,10 +485,10 @@ impl Taking<'_> {
     /// A file that no folder shows any more, with the content that it had.
     fn gone(
         &self,
+        folder: Option<FolderId>,
         carried: &CarriedNode,
-        source: &mut dyn FnMut(usize) -> Option<Arc<Source>>,
     ) -> Option<(Arc<Node>, Arc<OpenFile>)> {
-        let shared = self.shared;
+        let shared = &self.shared;
         let text = |(offset, len): (usize, usize)| self.contents.get(offset..)?.get(..len);
         let cached =
             |reader, storm| -> Arc<CachedFile> { shared.service.cache.open(reader, storm) };
@@ -379,9 +501,9 @@ impl Taking<'_> {
                 (Content::Text(text.clone()), OpenContent::Text(text))
             }
             _ if unchecked => return None,
-            CarriedContent::Virtual(place, name) => {
+            CarriedContent::Virtual(place, name, header) => {
                 let sources: Option<Vec<_>> =
-                    carried.sources.iter().map(|index| source(*index)).collect();
+                    carried.sources.iter().map(|index| self.source(*index)).collect();
                 let sources = sources?;
                 let directory = sources.first().and_then(|source| source.path().parent());
                 let directory = directory.unwrap_or(Path::new("/")).to_owned();
@@ -390,14 +512,21 @@ impl Taking<'_> {
                 let file = checkpoint.virtual_files().find(|file| file.spec().name == *name);
                 let file = file.unwrap_or_else(|| checkpoint.single_file());
                 let reader = Reader::open(&file).ok()?;
-                if reader.len() != carried.len {
+                // Another version of the program may lay out the same checkpoint in another way.
+                let found = file.summary().ok()?.header.to_string();
+                if reader.len() != carried.len || found != *header {
+                    let path = shown_path(&path);
+                    tracing::error!(
+                        "{path}: this version lays out the file in another way (header {found}, and \
+                         {header} before); what has it open gets errors"
+                    );
                     return None;
                 }
                 let storm = shared.store_queue.on_fault_storm(carried.ino, None);
                 (Content::Virtual(file), OpenContent::Virtual(cached(reader, Some(storm))))
             }
             CarriedContent::Whole(proved) => {
-                let source = source(*carried.sources.first()?)?;
+                let source = self.source(*carried.sources.first()?)?;
                 if !proved {
                     source.set_followed();
                 }
@@ -410,7 +539,7 @@ impl Taking<'_> {
                 (Content::Whole { file, proved: proved.then_some(source) }, open)
             }
         };
-        let folder = self.folder_of(carried).unwrap_or_default();
+        let folder = folder.unwrap_or_default();
         let attributes = (carried.len, carried.mtime);
         let version = carried.version.clone();
         let node = Node::carried(carried.ino, folder, path, attributes, version, content);
@@ -423,14 +552,8 @@ impl Taking<'_> {
         Some((node, opened))
     }
 
-    fn take_handles(
-        &self,
-        node: &Arc<Node>,
-        opened: Option<Arc<OpenFile>>,
-        fhs: &[u64],
-        result: &mut TakenUp,
-    ) {
-        let shared = self.shared;
+    fn take_handles(&self, node: &Arc<Node>, opened: Option<Arc<OpenFile>>, fhs: &[u64]) {
+        let shared = &self.shared;
         let id = self.facts.backings.iter().find(|(ino, _)| *ino == node.ino).map(|(_, id)| *id);
         let backing = id.map(|id| Arc::new(Backing::adopted(&shared.connection, id)));
         let opened = match (opened, &backing) {
@@ -444,7 +567,7 @@ impl Taking<'_> {
                 opened
             }
             (None, None) => {
-                result.lost += fhs.len();
+                self.result.lock().lost += fhs.len();
                 return;
             }
         };
@@ -460,8 +583,8 @@ impl Taking<'_> {
             // The reader is not known any more.
             let handle = Handle { node, opened, backing, heat: None };
             shared.handles.write().insert(*fh, Arc::new(handle));
-            result.handles += 1;
         }
+        self.result.lock().handles += fhs.len();
     }
 }
 

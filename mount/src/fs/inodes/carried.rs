@@ -10,7 +10,7 @@ use tensorfs::internal::source::Identity;
 use tensorfs::internal::sync::Mutex;
 
 use super::super::node::{Node, NodeKind};
-use super::{Nodes, log_refusals};
+use super::Nodes;
 
 /// Facts about a file that another process served, until this process lists it.
 #[derive(Debug)]
@@ -88,16 +88,6 @@ impl Nodes {
     /// Keeps facts about a file of another process until it is listed here.
     pub(crate) fn mark(&self, ino: u64, mark: FileMark) {
         self.marks.0.lock().insert(ino, mark);
-    }
-
-    /// Lists `folder` if it is not listed yet. Accesses the source.
-    pub(crate) fn list_now(&self, folder: FolderId) {
-        if self.listing(folder).is_none() {
-            let head = self.tree().family_of(folder);
-            let lock = self.family_lock(head);
-            let _one_at_a_time = lock.lock();
-            log_refusals(self.prove(head));
-        }
     }
 
     /// The folder at `path` in the mount.

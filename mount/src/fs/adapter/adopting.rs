@@ -1,0 +1,119 @@
+//! Open files of another process, until this one has proved them.
+//!
+//! Requests for such a file wait for its proof, until the deadline of a request to its source. All
+//! other requests are answered meanwhile.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tensorfs::internal::sync::Mutex;
+
+use super::FsState;
+use crate::serve::blocking::{Fail, guarded};
+
+/// The open files that are not proved yet.
+#[derive(Default)]
+pub(super) struct Adoptions {
+    /// The files by inode number.
+    files: Mutex<HashMap<u64, AdoptedFile>>,
+    /// Number of `files`, so that a request after the last proof takes no lock.
+    count: AtomicUsize,
+}
+
+struct AdoptedFile {
+    /// Path in the mount.
+    path: PathBuf,
+    /// Requests that wait for it.
+    waiters: Vec<Box<dyn FnOnce() + Send>>,
+}
+
+impl Adoptions {
+    /// Notes that the file at `path` in the mount is not proved yet. Call it before the first
+    /// request is read.
+    pub(super) fn begin(&self, ino: u64, path: &Path) {
+        let file = AdoptedFile { path: path.to_owned(), waiters: Vec::new() };
+        if self.files.lock().insert(ino, file).is_none() {
+            self.count.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Notes that the file is proved, or lost, and goes on with the requests that wait for it.
+    pub(super) fn end(&self, ino: u64) {
+        let Some(file) = self.files.lock().remove(&ino) else { return };
+        self.count.fetch_sub(1, Ordering::SeqCst);
+        file.waiters.into_iter().for_each(guarded);
+    }
+
+    /// Whether no file is left.
+    pub(super) fn are_over(&self) -> bool {
+        self.count.load(Ordering::SeqCst) == 0
+    }
+
+    /// The path of the file, if it is not proved yet.
+    fn path(&self, ino: u64) -> Option<PathBuf> {
+        if self.are_over() {
+            return None;
+        }
+        self.files.lock().get(&ino).map(|file| file.path.clone())
+    }
+
+    /// Calls `then` once the file is proved: at once if it is.
+    pub(super) fn when_over(&self, ino: u64, then: impl FnOnce() + Send + 'static) {
+        if !self.are_over() {
+            let mut files = self.files.lock();
+            if let Some(file) = files.get_mut(&ino) {
+                return file.waiters.push(Box::new(then));
+            }
+        }
+        then();
+    }
+}
+
+impl FsState {
+    /// Calls `then` once the file of this number is proved: at once, unless another process had it
+    /// open. `reply` fails if that takes too long.
+    pub(super) fn when_adopted<R: Fail>(
+        self: &Arc<Self>,
+        ino: u64,
+        reply: R,
+        then: impl FnOnce(Arc<FsState>, R) + Send + 'static,
+    ) {
+        let Some(path) = self.adoptions.path(ino) else { return then(self.clone(), reply) };
+        let (shared, pending) = (self.clone(), self.service.blocking.pending(&path, reply));
+        self.adoptions.when_over(ino, move || {
+            if let Some(reply) = pending.take() {
+                then(shared, reply);
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn requests_wait_for_the_file_that_they_are_about_only() {
+        let adoptions = Adoptions::default();
+        adoptions.begin(7, Path::new("a/model.safetensors"));
+        adoptions.begin(8, Path::new("b/model.safetensors"));
+        let (send, done) = channel();
+        for ino in [7, 8, 9, 7] {
+            let send = send.clone();
+            adoptions.when_over(ino, move || send.send(ino).unwrap());
+        }
+        assert_eq!(done.try_iter().collect::<Vec<_>>(), [9]);
+        adoptions.end(7);
+        assert_eq!(done.try_iter().collect::<Vec<_>>(), [7, 7]);
+        assert!(!adoptions.are_over());
+        adoptions.end(7);
+        adoptions.end(8);
+        assert_eq!(done.try_iter().collect::<Vec<_>>(), [8]);
+        assert!(adoptions.are_over());
+        assert_eq!(adoptions.path(8), None);
+    }
+}

@@ -85,8 +85,12 @@ class Manager:
         """The last status, or ''."""
         return next((m[7:] for m in reversed(self.heard()) if m.startswith("STATUS=")), "")
 
+    def let_go(self):
+        """Drops the stored descriptors."""
+        self._drop(lambda *_: True)
+
     def close(self):
-        [os.close(fd) for _, fd in self.stored]
+        self.let_go()
         self._socket.close()
 
 

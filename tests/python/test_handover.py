@@ -1,8 +1,10 @@
 """Restart and upgrade of `tensorfs serve` under readers: their maps and open files go on."""
 
+import fcntl
 import json
 import mmap
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -18,6 +20,9 @@ SOURCE = by_id("hf_three_shards").source
 
 # Restarts under readers. Each takes less than a second.
 ROUNDS = int(os.environ.get("TENSORFS_HANDOVER_ROUNDS", "12"))
+
+# Numbers of linux/fcntl.h, which Python does not have.
+F_ADD_SEALS, F_SEAL_WRITE = 1033, 8
 
 # No reader may wait longer, however busy the machine is.
 BOUND = 30
@@ -74,6 +79,22 @@ try:
     print(os.pread(descriptor, 100, int(sys.argv[2])).hex(), flush=True)
 except OSError:
     print("error", flush=True)
+"""
+
+
+# Opens a file, and reads 100 bytes of it each time a line comes. A process that starts while nobody serves the mount
+# would wait for it, because it closes inherited files.
+LATE_READ = """
+import os, sys
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+print("open", flush=True)
+for line in sys.stdin:
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        print(os.pread(descriptor, 100, int(sys.argv[2])).hex(), flush=True)
+    except OSError:
+        print("error", flush=True)
 """
 
 
@@ -290,7 +311,7 @@ class HandedOver(ServiceCase):
         (self.tmp / "newer").chmod(0o755)
         os.replace(self.tmp / "newer", binary)
         service.reload()
-        service.wait_for_log("it keeps the state of mounts in version 99, the running one in version 1")
+        service.wait_for_log("it keeps the state of mounts in version 99, the running one in version 2")
         service.wait_until_ready(2)
         self.assertEqual(service.workers(), before)
         self.assert_same(os.pread(held, len(self.right), 0), self.right)
@@ -299,7 +320,7 @@ class HandedOver(ServiceCase):
         service = self.service()
         held = self.open(self.a / FILE)
         self.restart(service, TENSORFS_STATE_VERSION="99")
-        service.wait_for_log("the running version keeps its state in version 1, this one reads version 99")
+        service.wait_for_log("the running version keeps its state in version 2, this one reads version 99")
         wait_until(self._reads_new, PATIENCE, "a new mount")
         os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
         with self.assertRaises(OSError):
@@ -350,6 +371,121 @@ class HandedOver(ServiceCase):
         line, _, service = self.check_stalled(env={"TENSORFS_NO_RESEND": "1"})
         self.assertEqual(line, "error", service.log())
         self.assertIn("cannot hand over, because its source does not answer", service.log())
+
+    def late_reader(self, path):
+        child = self.enter(Child(LATE_READ, path, len(self.right) // 2))
+        self.assertEqual(child.line(BOUND), "open")
+        return child
+
+    def right_half(self):
+        return self.right[len(self.right) // 2 :][:100].hex()
+
+    def stop_for_restart(self, service):
+        with SystemCtl(service.folder, "restart"):
+            service.process.terminate()
+            service._wait()
+        # If the test fails before the next start, its readers end.
+        self.addCleanup(service.manager.let_go)
+
+    def start_again(self, service):
+        service.start()
+        # The service manager would keep connections open that end.
+        wait_until(lambda: service.manager.heard() and not service.manager.stored, PATIENCE, "no descriptor is stored")
+
+    def test_a_takeover_serves_other_files_while_the_source_of_one_stalls(self):
+        self.copy(SOURCE, "store/slow")
+        self.copy(SOURCE, "store/fast")
+        faults = self.enter(FaultFs(self.tmp / "store"))
+        self.source = faults.path
+        service = self.service("io-timeout=10,index-dir=none")
+        paths = {name: self.a / name / FILE for name in ("slow", "fast")}
+        wait_until(lambda: all(path.exists() for path in paths.values()), PATIENCE, "both checkpoints are shown")
+        slow, fast = (self.late_reader(paths[name]) for name in ("slow", "fast"))
+        self.stop_for_restart(service)
+        faults.tell("stall", "slow/*.safetensors")
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        # Nobody has an answer until the new worker serves.
+        slow.tell()
+        fast.tell()
+        self.start_again(service)
+        self.assertEqual(fast.line(BOUND), self.right_half(), service.log())
+        worker = service.workers()["a"]
+        self.assertGreater(faults.parked("slow/*"), 0)
+        self.assertEqual(slow.line(BOUND * 2), "error", service.log())
+        faults.tell("ok")
+
+        def reads_right():
+            slow.tell()
+            return slow.line(BOUND) == self.right_half()
+
+        wait_until(reads_right, PATIENCE, "the file goes on once its source answers")
+        self.assertEqual(service.workers()["a"], worker)
+
+    def test_a_takeover_of_a_source_that_cannot_be_listed_ends_after_a_limit(self):
+        faults = self.enter(FaultFs(self.source))
+        self.source = faults.path
+        service = self.service("io-timeout=0")
+        wait_until((self.a / FILE).exists, PATIENCE, "the checkpoint is shown")
+        child = self.late_reader(self.a / FILE)
+        self.stop_for_restart(service)
+        faults.tell("stall-readdir", "*")
+        child.tell()
+        self.start_again(service)
+        self.assertEqual(child.line(BOUND * 3), "error", service.log())
+        self.assertIn("does not take over within 30 s, because its source does not answer", service.log())
+        faults.tell("ok")
+        wait_until(self._reads_new, PATIENCE, "a new mount")
+
+    def test_a_mount_is_served_while_another_one_cannot_hand_over(self):
+        other = self.target("b")
+        faults = self.enter(FaultFs(self.copy(SOURCE, "behind")))
+        mounts = mount_config("a", self.source, self.a) + mount_config("b", faults.path, other)
+        service = self.serve(mounts, env={"TENSORFS_NO_RESEND": "1"})
+        service.wait_until_ready()
+        wait_until((other / FILE).exists, PATIENCE, "the checkpoint is shown")
+        child = self.late_reader(self.a / FILE)
+        faults.tell("stall", "*.safetensors")
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        stalled = self.enter(Child(ONE_READ, other / FILE, len(self.right) // 2))
+        wait_until(lambda: faults.parked(), PATIENCE, "a read waits for the source")
+        with SystemCtl(service.folder, "restart"):
+            service.process.terminate()
+            wait_until(lambda: "handing over" in service.manager.status(), PATIENCE, "the handover begins")
+            # The next process starts only after this read.
+            child.tell()
+            self.assertEqual(child.line(BOUND), self.right_half(), service.log())
+            service._wait()
+        faults.tell("ok")
+        self.start_again(service)
+        self.assertEqual(stalled.line(BOUND * 2), "error", service.log())
+        self.assertIn("mount b: worker", service.log())
+        self.assertNotIn("mount a: worker", service.log())
+        child.tell()
+        self.assertEqual(child.line(BOUND), self.right_half(), service.log())
+
+    def test_an_open_file_without_a_name_must_have_the_header_that_it_had(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        self.stop_for_restart(service)
+        shutil.rmtree(self.source)
+        self.copy(SOURCE, "source")
+        index, (name, state) = next(
+            (index, pair) for index, pair in enumerate(service.manager.stored) if pair[0].endswith(".1")
+        )
+        facts = os.pread(state, 1 << 24, 0)
+        # Place, name and hash of the header.
+        found = re.search(rb'"Virtual":\[\[\d+,\d+\],"model.safetensors","([0-9a-f]{32})"\]', facts)
+        self.assertIsNotNone(found)
+        changed = os.memfd_create("state", os.MFD_ALLOW_SEALING)
+        os.write(changed, facts[: found.start(1)] + b"0" * 32 + facts[found.end(1) :])
+        fcntl.fcntl(changed, F_ADD_SEALS, F_SEAL_WRITE)
+        service.manager.stored[index] = (name, changed)
+        os.close(state)
+        service.start()
+        service.wait_for_log(f"{FILE}: this version lays out the file in another way (header ")
+        with self.assertRaises(OSError):
+            self.read_afresh(held)
+        wait_until(self._reads_new, PATIENCE, "a new open has the new bytes")
 
     def test_a_stop_unmounts(self):
         service = self.service()

@@ -30,7 +30,6 @@ use nix::unistd::dup3;
 use serde::{Deserialize, Serialize};
 
 use crate::fs::adapter::TensorFs;
-use crate::serve::in_flight::InFlight;
 
 /// Longest message of the handshake, in bytes.
 const INIT_MAX: usize = 64 << 10;
@@ -200,18 +199,6 @@ impl StoppedReads {
         Ok(StoppedReads { over, late })
     }
 
-    /// Waits until all requests are answered, for `limit` at most. Returns whether they are.
-    pub(crate) fn drain(&self, in_flight: &InFlight, limit: Duration) -> bool {
-        let started = Instant::now();
-        while in_flight.count() > 0 {
-            if started.elapsed() >= limit {
-                return false;
-            }
-            std::thread::sleep(TICK);
-        }
-        true
-    }
-
     /// Returns once all replies that were given until now are sent. Later ones are dropped.
     pub(crate) fn end(self) {
         self.over.store(true, Ordering::SeqCst);
@@ -251,6 +238,11 @@ fn next_reply(late: &File, offset: u64) -> Option<Vec<u8>> {
 
 /// The signal that makes a blocked read return. Programs ignore it by default.
 const WAKE_UP: Signal = Signal::SIGURG;
+
+/// Lets `WAKE_UP` reach this thread and those that it starts, whatever the signals of its starter.
+pub(crate) fn allow_wake_up() {
+    let _ = SigSet::from(WAKE_UP).thread_unblock();
+}
 
 /// Makes `WAKE_UP` interrupt system calls, and do nothing else.
 fn ignore_wake_up() -> io::Result<()> {

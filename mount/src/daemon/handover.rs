@@ -9,6 +9,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -27,7 +28,7 @@ const MAGIC: &[u8; 8] = b"TFSSTATE";
 const HEADER: usize = 24;
 
 /// Version of the state. It increases with every change of its content.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// Longest state, in bytes.
 const STATE_MAX: u64 = 1 << 30;
@@ -110,6 +111,12 @@ impl Giver {
         minor: Option<u32>,
     ) -> Giver {
         Giver { server, mount, target: target.to_owned(), by_fusermount, minor }
+    }
+
+    /// Waits until `stop` and `give` would not wait for the source, for `limit` at most. Returns
+    /// whether they would not.
+    pub(crate) fn prepare(&self, limit: Duration) -> bool {
+        self.server.prepare_to_stop(limit)
     }
 
     /// Stops serving, and returns what another process needs. Requests wait in the kernel until

@@ -3,11 +3,11 @@
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorfs::internal::sync::{Condvar, Mutex};
 
-use super::connection::{Attended, Handshake, StoppedReads, attend};
+use super::connection::{Attended, Handshake, StoppedReads, allow_wake_up, attend};
 use crate::fs::adapter::TensorFs;
 use crate::serve::in_flight::InFlight;
 
@@ -71,6 +71,7 @@ impl KernelServer {
     fn run(&self, attended: Attended) -> io::Result<()> {
         let shared = self.0.clone();
         let run = move || {
+            allow_wake_up();
             let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| attended.run()));
             let bug = |_| Err(io::Error::other("the server failed by a bug"));
             shared.state.lock().ended = Some(ended.unwrap_or_else(bug));
@@ -106,6 +107,15 @@ impl KernelServer {
         }
     }
 
+    /// Waits until `stop` and `give` would not wait for the source, for `limit` at most, while
+    /// requests are served. Returns whether they would not.
+    pub(crate) fn prepare_to_stop(&self, limit: Duration) -> bool {
+        let (shared, started) = (&*self.0, Instant::now());
+        shared.fs.wait_for_adoptions(limit)
+            && (shared.handshake.can_resend()
+                || shared.in_flight.wait_for_earlier(limit.saturating_sub(started.elapsed())))
+    }
+
     /// Stops reading requests, waits a short time for the answers of those that were read, and lets
     /// nothing change any more that another process needs to know.
     ///
@@ -113,6 +123,9 @@ impl KernelServer {
     /// If it does not serve now. It then goes on as before.
     pub(crate) fn stop(&self) -> io::Result<()> {
         let shared = &*self.0;
+        if !shared.fs.wait_for_adoptions(Duration::ZERO) {
+            return Err(io::Error::other("open files that it has taken over are not proved yet"));
+        }
         let number = {
             let state = shared.state.lock();
             if !matches!(state.phase, ServerPhase::Serving) || state.ended.is_some() {
@@ -131,7 +144,7 @@ impl KernelServer {
                 return Err(e);
             }
         };
-        stopped.drain(&shared.in_flight, DRAIN_TIMEOUT);
+        shared.in_flight.wait_for_all(DRAIN_TIMEOUT);
         shared.fs.set_frozen(true);
         shared.state.lock().phase = ServerPhase::Stopped(Some(stopped));
         Ok(())
@@ -167,7 +180,7 @@ impl KernelServer {
             ServerPhase::Serving | ServerPhase::Given => None,
         };
         if let Some(stopped) = stopped.filter(|_| !shared.handshake.can_resend()) {
-            stopped.drain(&shared.in_flight, Duration::MAX);
+            shared.in_flight.wait_for_all(Duration::MAX);
             stopped.end();
         }
         // The other process goes on with the registrations of passthrough, which a drop would close.

@@ -33,6 +33,8 @@ pub(super) enum Order {
     ReopenLog,
     /// Unmount and end.
     Stop,
+    /// Answer with `Report::Prepared` once a handover would not wait for the source.
+    Prepare,
     /// Stop reading requests, and answer with `Report::State`.
     HandOver,
     /// End without an unmount, after `Report::State`.
@@ -51,6 +53,8 @@ pub(super) enum Report {
     Failed { message: String },
     /// The answer to `Order::Ping`.
     Pong,
+    /// The answer to `Order::Prepare`.
+    Prepared,
     /// The descriptors come along with which another worker takes the mount over.
     State,
     /// The answer to `Order::Give`: all requests are answered, or go to the next worker.

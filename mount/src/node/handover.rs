@@ -33,11 +33,15 @@ use super::worker_process::{End, WorkerProcess, start_umount};
 use crate::daemon::handover::state_version;
 use crate::daemon::inherited::HANDED_OVER;
 
-/// Ticks that a worker has to stop and to end.
+/// Ticks that a worker has to prepare, while all mounts are served, and then to stop and to end.
 const GIVING_TICKS: u32 = 6;
 
-/// Longest time for an answer of the service manager, or of another version.
+/// Longest time for an answer of the service manager, or of another version. Readers wait meanwhile.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest time for the answer of a program. All mounts are served meanwhile, and the service manager
+/// of a busy machine may need long.
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The descriptors of mounts without a worker, by name of the mount.
 #[derive(Debug, Default)]
@@ -182,7 +186,8 @@ impl ServiceManager {
         Ok(ServiceManager { socket, address })
     }
 
-    /// Drops the stored descriptors of these names, and waits until that is done.
+    /// Drops the stored descriptors of these names. Readers wait, so this does not wait until it is done:
+    /// the manager takes all messages of this process in their order.
     fn forget<'a>(names: impl Iterator<Item = &'a str>) -> io::Result<()> {
         let names: BTreeSet<&str> = names.collect();
         if names.is_empty() {
@@ -192,7 +197,7 @@ impl ServiceManager {
         for name in names {
             manager.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}\n"), None)?;
         }
-        manager.wait()
+        Ok(())
     }
 
     /// Waits until it has taken all messages.
@@ -279,7 +284,7 @@ fn output_in_time(mut command: Command) -> Option<String> {
     let status = loop {
         match child.try_wait().ok()? {
             Some(status) => break status,
-            None if started.elapsed() > ANSWER_TIMEOUT => {
+            None if started.elapsed() > PROGRAM_TIMEOUT => {
                 let _ = child.kill();
                 let _ = child.wait();
                 return None;
@@ -305,8 +310,8 @@ pub(super) enum Purpose {
 struct Giving {
     name: String,
     worker: WorkerProcess,
-    /// Whether it has the order. It takes none before it has mounted.
-    is_ordered: bool,
+    /// Whether it was told to prepare. It takes no order before it has mounted.
+    is_told: bool,
     /// The descriptors that it has handed over.
     fds: Vec<OwnedFd>,
 }
@@ -316,13 +321,17 @@ pub(super) struct Suspension {
     purpose: Purpose,
     giving: Vec<Giving>,
     stored: Stored,
+    /// Whether the workers have the order to stop.
+    are_ordered: bool,
+    /// Ticks since it began, or since that order.
     ticks: u32,
     /// A signal to end that came meanwhile.
     pub signal: Option<Signal>,
 }
 
 impl Suspension {
-    /// Orders `workers` to hand over their mounts. The mounts in `stored` have no worker.
+    /// Makes `workers` hand over their mounts, all at once: a worker that waits for its source holds up
+    /// the others while they still serve. The mounts in `stored` have no worker.
     pub(super) fn begin(
         purpose: Purpose,
         workers: Vec<(String, WorkerProcess)>,
@@ -331,17 +340,20 @@ impl Suspension {
         let giving = workers.into_iter().map(|(name, worker)| Giving {
             name,
             worker,
-            is_ordered: false,
+            is_told: false,
             fds: Vec::new(),
         });
-        Suspension { purpose, giving: giving.collect(), stored, ticks: 0, signal: None }
+        let giving = giving.collect();
+        Suspension { purpose, giving, stored, are_ordered: false, ticks: 0, signal: None }
     }
 
     /// Counts a second. Workers that take too long are killed, which ends their mounts.
     pub(super) fn tick(&mut self) {
         self.ticks += 1;
-        if self.ticks == GIVING_TICKS {
-            for giving in &self.giving {
+        let (is_late, are_ordered) = (self.ticks == GIVING_TICKS, self.are_ordered);
+        let is_stuck = |giving: &Giving| are_ordered || !giving.worker.is_prepared;
+        if is_late {
+            for giving in self.giving.iter().filter(|giving| is_stuck(giving)) {
                 tracing::error!(
                     "mount {}: worker {} cannot hand over, because its source does not answer; its \
                      readers get errors",
@@ -357,7 +369,7 @@ impl Suspension {
             }
         }
         if self.ticks > GIVING_TICKS {
-            self.giving.clear();
+            self.giving.retain(|giving| !is_stuck(giving));
         }
     }
 
@@ -369,11 +381,11 @@ impl Suspension {
     /// Takes messages and ends of the workers. Returns whether all have ended.
     pub(super) fn advance(&mut self) -> bool {
         let stored = &mut self.stored;
-        self.giving.retain_mut(|Giving { name, worker, is_ordered, fds }| {
+        self.giving.retain_mut(|Giving { name, worker, is_told, fds }| {
             worker.receive();
-            if worker.is_mounted && !*is_ordered {
-                *is_ordered = true;
-                worker.hand_over();
+            if worker.is_mounted && !*is_told {
+                *is_told = true;
+                worker.prepare();
             }
             if let Some(state) = worker.take_state() {
                 match state {
@@ -404,6 +416,10 @@ impl Suspension {
             }
             false
         });
+        if !self.are_ordered && self.giving.iter().all(|giving| giving.worker.is_prepared) {
+            (self.are_ordered, self.ticks) = (true, 0);
+            self.giving.iter().for_each(|giving| giving.worker.hand_over());
+        }
         self.giving.is_empty()
     }
 

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill};
 use nix::unistd::{Pid, setsid};
@@ -14,6 +15,9 @@ use crate::daemon::handover::{Giver, Handed};
 use crate::daemon::{background, ending, inherited};
 use crate::log;
 use crate::options::{Options, Watch};
+
+/// Longest wait for a source before a handover: longer than the supervisor waits.
+const PREPARE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves the mount of the first order until the supervisor stops it or somebody unmounts it.
 ///
@@ -76,6 +80,7 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
                 Order::Ping => drop(channel.send(&Report::Pong, &[])),
                 Order::ReopenLog => log::reopen(),
                 Order::Stop => end(),
+                Order::Prepare => prepare(&channel, giver.get()),
                 Order::HandOver => hand_over(&channel, giver.get()),
                 Order::Give => {
                     if let Some(giver) = giver.get() {
@@ -95,6 +100,14 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
     });
     let _ = before.thread_set_mask();
     started.map(|_| ())
+}
+
+/// Waits until a handover would not wait for the source, and tells it. If that takes too long, the
+/// supervisor kills this process.
+fn prepare(channel: &Channel, giver: Option<&Giver>) {
+    if giver.is_none_or(|giver| giver.prepare(PREPARE_TIMEOUT)) {
+        let _ = channel.send(&Report::Prepared, &[]);
+    }
 }
 
 /// Stops serving, and sends what another worker needs.

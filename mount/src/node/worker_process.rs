@@ -34,6 +34,8 @@ pub(super) struct WorkerProcess {
     pub is_mounted: bool,
     /// The reason for its end, if it has told one.
     end: Option<End>,
+    /// Whether it can hand over its mount without a wait for the source.
+    pub is_prepared: bool,
     /// The answer to the order to hand over.
     state: Option<Result<Vec<OwnedFd>, String>>,
     /// Whether it has left its mount to the next worker.
@@ -98,6 +100,7 @@ impl WorkerProcess {
             target,
             is_mounted: false,
             end: None,
+            is_prepared: false,
             state: None,
             has_given: false,
             ticks: 0,
@@ -127,6 +130,7 @@ impl WorkerProcess {
                 Ok(Some((Report::Failed { message }, _))) => self.end = Some(End::Failed(message)),
                 Ok(Some((Report::Unmounted, _))) => self.end = Some(End::Unmounted),
                 Ok(Some((Report::Pong, _))) => self.pinged = false,
+                Ok(Some((Report::Prepared, _))) => self.is_prepared = true,
                 Ok(Some((Report::Given, _))) => self.has_given = true,
                 Ok(Some((Report::State, fds))) => self.state = Some(Ok(fds)),
                 Ok(Some((Report::NotHandedOver { message }, _))) => {
@@ -206,6 +210,13 @@ impl WorkerProcess {
     /// Orders it to unmount and to end.
     pub(super) fn stop(&self) {
         if self.channel.send(&Order::Stop, &[]).is_err() {
+            self.signal(Signal::SIGTERM);
+        }
+    }
+
+    /// Orders it to tell when it can hand over its mount without a wait for the source.
+    pub(super) fn prepare(&self) {
+        if self.channel.send(&Order::Prepare, &[]).is_err() {
             self.signal(Signal::SIGTERM);
         }
     }

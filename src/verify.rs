@@ -3,6 +3,7 @@
 //! Each shard is read once, from its beginning on. All hashes are computed from that: the checksums
 //! to compare with the recorded ones, the checksums to compare replicas, and sha256.
 
+mod header_hashes;
 mod mismatch;
 mod recorded;
 pub(crate) mod stored;
@@ -20,6 +21,7 @@ use crate::index::{ChunkHasher, ShardSums, now};
 use crate::io::{Read, read_all};
 use crate::source::Source;
 
+use header_hashes::HeaderHashCheck;
 pub use mismatch::Mismatch;
 pub use recorded::Recorded;
 pub use stored::ShardPlace;
@@ -48,6 +50,8 @@ pub struct Verified {
     pub bytes: u64,
     /// Hub blobs whose sha256 is their name.
     pub blobs: u64,
+    /// Tensors whose bytes match the hashes in their headers.
+    pub hashed: u64,
     /// Replicas that hold the bytes of the piece that is used.
     pub replicas: u64,
     /// Number of headers and stored pieces that match their record.
@@ -73,6 +77,7 @@ struct ShardHashes {
     /// The hash of its description.
     head: Digest,
     sha256: Option<String>,
+    hashed: HeaderHashCheck,
 }
 
 /// Number of bytes that `verify` reads of `checkpoint`.
@@ -81,12 +86,12 @@ pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
     lens.fold(0, u64::saturating_add)
 }
 
-/// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name,
-/// replicas with each other, and all bytes with their recorded checksums. Calls `progress` with the
+/// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name, tensors
+/// with the hashes in their headers, replicas with each other, and all bytes with their recorded checksums. Calls `progress` with the
 /// bytes read since the last call.
 ///
 /// # Errors
-/// Bytes that cannot be read, blobs and replicas that differ. `Verified::mismatch`
+/// Bytes that cannot be read, blobs, tensors and replicas that differ. `Verified::mismatch`
 /// tells which bytes differ from their checksum, once all was read.
 pub fn verify(
     checkpoint: &Checkpoint,
@@ -105,12 +110,17 @@ pub fn verify(
         let named = stored::Named { shard, stored, name_of: &name_of };
         let mismatched = verified.mismatch.is_some();
         judge(&mut verified, task, &named, source, &seen);
+        verified.hashed += seen.hashed.matched;
+        // Whether the checksums show no closer place.
+        let no_closer_place = mismatched == verified.mismatch.is_some();
+        if let Some(fault) = seen.hashed.mismatch.filter(|_| no_closer_place) {
+            return Err(checkpoint.refused(fault.in_file(&shard.name)));
+        }
         if let Some(expected) = blob_hash(source) {
             let found = seen.sha256.as_deref().unwrap_or_default();
             if found == expected {
                 verified.blobs += 1;
-            } else if mismatched == verified.mismatch.is_some() {
-                // The checksums do not show a closer place.
+            } else if no_closer_place {
                 let message = format!(
                     "its bytes have the sha256 {found}, the blob is named {expected}; download it again"
                 );
@@ -152,6 +162,7 @@ fn read_shard(
     let mut recorded = known.filter(other).map(|known| ChunkHasher::new(known.boundaries.clone()));
     let mut whole = (sha256 || blob_hash(source).is_some()).then(Sha256::new);
     let mut head = Hasher::new();
+    let mut hashed = HeaderHashCheck::new(source)?;
     let mut buf = vec![0; CHUNK_LEN.min(shard.file_len) as usize];
     let mut offset = 0;
     while offset < shard.file_len {
@@ -165,6 +176,7 @@ fn read_shard(
         if let Some(hash) = &mut whole {
             hash.update(&chunk);
         }
+        hashed.update(chunk, offset);
         offset += chunk.len() as u64;
         progress(chunk.len() as u64);
     }
@@ -183,6 +195,7 @@ fn read_shard(
         as_recorded: recorded.and_then(ChunkHasher::finish),
         head: head.finish(),
         sha256: whole.map(|hash| format!("{:x}", hash.finalize())),
+        hashed,
     })
 }
 

@@ -8,6 +8,7 @@ use crate::catalog::{Head, Heads, ShardHeader};
 use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::Header;
+use crate::format::tensorizer::{self, HashedTensor};
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
 use crate::format::{Detected, InputFormat, RangeReader, ShardDescription};
 use crate::hash::Digest;
@@ -163,6 +164,20 @@ fn parse(
         (_, described) => source.hash_ranges(described)?,
     };
     Ok(Ok((description, hash)))
+}
+
+/// The hashes that the shard `source` holds of its tensors, if its format has any.
+///
+/// # Errors
+/// A failed read, or a fault of a header that has changed since it was proved.
+pub(crate) fn header_hashes(source: &Arc<Source>) -> Result<Vec<HashedTensor>> {
+    let mut sniff = vec![0; tensorizer::HEAD_LEN.min(source.len()) as usize];
+    source.read_exact_at(&mut sniff, 0)?;
+    if !tensorizer::is_tensorizer(&sniff) {
+        return Ok(Vec::new());
+    }
+    let hashes = SourceReader::new(source).run(|reader| tensorizer::hashes(reader))?;
+    hashes.map_err(|fault| Error::refused(source.path(), fault))
 }
 
 /// A source as parsers read it.

@@ -32,6 +32,7 @@ pub use discover::SetKind;
 pub use entries::{Content, ERROR_FILE, MountEntry};
 pub use indexed::IndexedHeads;
 pub(crate) use indexed::fingerprint;
+pub(crate) use load::header_hashes;
 pub use scan::LeftOut;
 pub use set::{IndexState, Origin, Proved, Set};
 pub use tree::{File, Folder, FolderId, Misfit, Tree};

@@ -25,7 +25,7 @@ const MAGIC: &[u8; 5] = b"|TZR|";
 pub const HEAD_LEN: u64 = 73;
 
 /// Longest area of entries that is read, in bytes. The reference implementation writes 256 KiB.
-pub const ENTRIES_LEN_MAX: u64 = 100_000_000;
+pub const ENTRIES_LEN_MAX: u64 = 16 << 20;
 
 /// Longest header of a tensor, in bytes. Its fields have lengths of 8 and 16 bits.
 const TENSOR_HEADER_LEN_MAX: u64 = 256 << 10;
@@ -56,6 +56,39 @@ struct StoredTensor {
     shape: Vec<u64>,
     header: Range<u64>,
     data: Range<u64>,
+    hashes: Vec<HeaderHash>,
+}
+
+/// A tensor of a file and the hashes that its header holds. They are those of its header and its
+/// data, with zeros in place of the values of hashes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HashedTensor {
+    /// Its name.
+    pub name: String,
+    /// The bytes of the file that are hashed.
+    pub range: Range<u64>,
+    /// The hashes, by their place.
+    pub hashes: Vec<HeaderHash>,
+}
+
+/// A hash in the header of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeaderHash {
+    /// Its kind.
+    pub kind: HashKind,
+    /// Its value: 4 bytes, little-endian, or 32.
+    pub value: Vec<u8>,
+    /// First byte of the value in the file.
+    pub start: u64,
+}
+
+/// The kind of a hash in the header of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HashKind {
+    /// CRC32 as zlib computes it.
+    Crc32,
+    /// SHA-256.
+    Sha256,
 }
 
 /// The fixed head of a file.
@@ -106,7 +139,7 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     let mut numbers: Vec<u64> = Vec::new();
     let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len());
     described.push(0..first);
-    for StoredTensor { name, dtype, shape, header, data } in &tensors {
+    for StoredTensor { name, dtype, shape, header, data, .. } in &tensors {
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(shape);
         description.push(name, *dtype, (begin, numbers.len() as u32), data.start);
@@ -118,6 +151,25 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     description.set_numbers(numbers);
     description.described = described;
     Ok(Ok(description))
+}
+
+/// Parses a file like `parse`, and returns its tensors that have hashes, in the order of their bytes.
+///
+/// # Errors
+/// The errors of `parse`.
+pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTensor>, Fault>> {
+    let tensors = match read_tensors(reader) {
+        Ok(tensors) => tensors,
+        Err(ParseStop::Read(error)) => return Err(error),
+        Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
+    };
+    let hashed = tensors.into_iter().filter(|tensor| !tensor.hashes.is_empty());
+    let hashed = hashed.map(|StoredTensor { name, header, data, hashes, .. }| HashedTensor {
+        name,
+        range: header.start..data.end,
+        hashes,
+    });
+    Ok(Ok(hashed.collect()))
 }
 
 /// Why parsing ends early.
@@ -275,7 +327,7 @@ fn header_len(entry: &ListedTensor, previous_end: u64, file_len: u64) -> Result<
 
 /// The tensor of `entry`, whose header has the bytes `header`.
 fn stored(entry: ListedTensor, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
-    fields::compare(&entry, header)?;
+    let hashes = fields::compare(&entry, header)?;
     let (dtype, shape) = entries::element_type(&entry)?;
     let Some(bits) = dtype.bits_of(&shape) else {
         let message = format!("the bits of shape {shape:?} of {dtype} pass 2^64");
@@ -304,6 +356,7 @@ fn stored(entry: ListedTensor, header: &[u8], head: &FileHead) -> Result<StoredT
         shape,
         header: header_start..data_start,
         data: data_start..data_start + data_len,
+        hashes,
     })
 }
 

@@ -209,6 +209,41 @@ class Commands(TestCase):
         os.utime(path, (1_700_000_000, 1_700_000_000))
         self.assert_refused(tensorfs("verify", self.folder))
 
+    def test_verify_compares_the_hashes_in_the_headers_of_tensors(self):
+        for entry in ("tz_v1_module", "tz_v2_nested", "tz_v5_long", "tz_every_dtype"):
+            outcome = tensorfs("verify", by_id(entry).source, "--json")
+            self.assert_done(outcome)
+            self.assertEqual(outcome.json()["sets"][0]["header_hashes_compared"], len(by_id(entry).tensors))
+        outcome = tensorfs("verify", self.folder)
+        self.assert_done(outcome)
+        self.assertIn("6 tensors match their hashes", outcome.stdout)
+        # Nothing was recorded of these files before.
+        path = self.copy(by_id("tz_module").source)
+        data = path.read_bytes()
+        stored = oracle.tensor_bytes(self.shown(path))[".w"][2]
+        for place in (data.index(stored) + 5, data.index(stored) - 20):
+            changed = bytearray(data)
+            changed[place] ^= 0x10
+            path.write_bytes(changed)
+            outcome = tensorfs("verify", path, "--record", "--json")
+            self.assert_refused(outcome)
+            self.assertEqual((outcome.json()["class"], outcome.json()["sets"][0]["tensor"]), ("hash_mismatch", ".w"))
+            self.assertRegex(outcome.stderr, "tensor `.w`: its header and its bytes have the (CRC32|SHA-256) [0-9a-f]+, its ")
+            path.write_bytes(data)
+            self.assert_done(tensorfs("verify", path))
+
+    def shown(self, path):
+        out = self.tmp / "shown.safetensors"
+        self.assert_done(tensorfs("convert", path, out, "--to", "safetensors", "--force"))
+        return out
+
+    def test_a_file_without_hashes_is_verified_without_them(self):
+        path = self.tmp / "plain.tensors"
+        path.write_bytes(file_of([Stored.of("w", "U8", [4], b"abcd", hashes=[])]))
+        outcome = tensorfs("verify", path, "--json")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.json()["sets"][0]["header_hashes_compared"], 0)
+
     def test_checksums_are_recorded_and_compared_before_a_read(self):
         self.assert_done(tensorfs("verify", self.folder))
         with Mount(self.folder, "verify=read") as m:

@@ -243,6 +243,7 @@ impl Judged {
         line["notes"] = json!(catalog.notes);
         line["bytes_read"] = json!(verified.bytes);
         line["sha256_compared"] = json!(verified.blobs);
+        line["header_hashes_compared"] = json!(verified.hashed);
         line["replicas_compared"] = json!(verified.replicas);
         line["checksums"] = json!(self.checksums);
         line["checksums_compared"] = json!(verified.compared);
@@ -301,6 +302,9 @@ impl Judged {
         );
         if verified.blobs > 0 {
             text.push_str(&format!("; {} blobs match their sha256", verified.blobs));
+        }
+        if verified.hashed > 0 {
+            text.push_str(&format!("; {} tensors match their hashes", verified.hashed));
         }
         if verified.replicas > 0 {
             text.push_str(&format!("; {} replicas are equal", verified.replicas));

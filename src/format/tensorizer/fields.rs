@@ -3,6 +3,7 @@
 use crate::error::{ErrorKind, Fault};
 
 use super::entries::ListedTensor;
+use super::{HashKind, HeaderHash};
 
 /// Shortest header of a tensor in bytes: its length, module, type, a name and a dtype of one byte
 /// each, no dimensions, no hashes, the length of the data.
@@ -11,8 +12,8 @@ pub(super) const TENSOR_HEADER_LEN_MIN: u64 = 8 + 2 + 1 + 3 + 2 + 1 + 3 + DATA_L
 /// Bytes of the length of the data, the last field of a header.
 const DATA_LEN_LEN: u64 = 8;
 
-/// Types of hashes with the length of their values in bytes: CRC32 and SHA-256.
-const HASH_LENS: [(u8, u8); 2] = [(0, 4), (1, 32)];
+/// Types of hashes with the length of their values in bytes.
+const HASHES: [(u8, usize, HashKind); 2] = [(0, 4, HashKind::Crc32), (1, 32, HashKind::Sha256)];
 
 /// Reads fields one after another, never beyond their end.
 pub(super) struct Fields<'a> {
@@ -92,8 +93,8 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Compares the header of a tensor with its entry.
-pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<(), Fault> {
+/// Compares the header of a tensor with its entry, and returns the hashes in it.
+pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<Vec<HeaderHash>, Fault> {
     let mut fields = Fields::new(header, entry.header_start);
     let len = fields.u64("the length of a header")?;
     if len != header.len() as u64 {
@@ -128,7 +129,7 @@ pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<(), Fault> 
     if shape != entry.shape {
         return differs("shape", &format!("{shape:?}"), &format!("{:?}", entry.shape));
     }
-    check_hashes(&mut fields)?;
+    let hashes = hashes_of(&mut fields)?;
     let data_len = fields.u64("the length of the data")?;
     if data_len != entry.data_len {
         // Negative lengths are reserved.
@@ -139,29 +140,31 @@ pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<(), Fault> 
         let message = format!("{} bytes follow the last field", header.len() - fields.read);
         return Err(fields.bad(&message));
     }
-    Ok(())
+    Ok(hashes)
 }
 
-fn check_hashes(fields: &mut Fields<'_>) -> Result<(), Fault> {
+fn hashes_of(fields: &mut Fields<'_>) -> Result<Vec<HeaderHash>, Fault> {
     let start = fields.start + fields.read as u64 + 2;
     let section = fields.bytes_16("the hashes")?;
-    let mut hashes = Fields::new(section, start);
-    for _ in 0..hashes.u8("the number of hashes")? {
-        let kind = hashes.u8("the type of a hash")?;
-        let value = hashes.bytes_8("a hash")?;
-        let known =
-            HASH_LENS.iter().any(|(known, len)| *known == kind && value.len() == usize::from(*len));
-        if !known {
+    let mut parts = Fields::new(section, start);
+    let mut hashes = Vec::new();
+    for _ in 0..parts.u8("the number of hashes")? {
+        let code = parts.u8("the type of a hash")?;
+        let value = parts.bytes_8("a hash")?;
+        let known = |(known, len, _): &&(u8, usize, _)| *known == code && *len == value.len();
+        let Some(&(_, len, kind)) = HASHES.iter().find(known) else {
             let message = format!(
-                "a hash has the type {kind} and {} bytes, 0 with 4 or 1 with 32 expected",
+                "a hash has the type {code} and {} bytes, 0 with 4 or 1 with 32 expected",
                 value.len()
             );
-            return Err(hashes.bad(&message));
-        }
+            return Err(parts.bad(&message));
+        };
+        let start = start + (parts.read - len) as u64;
+        hashes.push(HeaderHash { kind, value: value.to_vec(), start });
     }
-    if hashes.read != section.len() {
-        let message = format!("{} bytes follow the last hash", section.len() - hashes.read);
-        return Err(hashes.bad(&message));
+    if parts.read != section.len() {
+        let message = format!("{} bytes follow the last hash", section.len() - parts.read);
+        return Err(parts.bad(&message));
     }
-    Ok(())
+    Ok(hashes)
 }

@@ -1,0 +1,194 @@
+//! The hashes in the headers of tensors, compared with the bytes of a shard as they are read.
+
+use std::sync::Arc;
+
+use sha2::{Digest as _, Sha256};
+
+use crate::checkpoint::header_hashes;
+use crate::error::{ErrorKind, Fault, Result};
+use crate::format::tensorizer::{HashKind, HashedTensor, HeaderHash};
+use crate::source::Source;
+
+/// Hashes zeros in place of the value of a hash. No value is longer.
+const ZEROS: [u8; 32] = [0; 32];
+
+/// Compares the hashes in the headers of one shard.
+pub(super) struct HeaderHashCheck {
+    tensors: Vec<HashedTensor>,
+    /// Position in `tensors` of the tensor that is hashed next, or now.
+    next: usize,
+    hashers: Vec<TensorHasher>,
+    /// Number of tensors whose hashes match.
+    pub(super) matched: u64,
+    /// The first hash that does not match.
+    pub(super) mismatch: Option<Fault>,
+}
+
+enum TensorHasher {
+    Crc32(crc32fast::Hasher),
+    Sha256(Sha256),
+}
+
+impl TensorHasher {
+    fn new(kind: HashKind) -> TensorHasher {
+        match kind {
+            HashKind::Crc32 => TensorHasher::Crc32(crc32fast::Hasher::new()),
+            HashKind::Sha256 => TensorHasher::Sha256(Sha256::new()),
+        }
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        match self {
+            TensorHasher::Crc32(hasher) => hasher.update(bytes),
+            TensorHasher::Sha256(hasher) => hasher.update(bytes),
+        }
+    }
+
+    /// The name of the hash, and its value as a header has it.
+    fn finish(self) -> (&'static str, Vec<u8>) {
+        match self {
+            TensorHasher::Crc32(hasher) => ("CRC32", hasher.finalize().to_le_bytes().to_vec()),
+            TensorHasher::Sha256(hasher) => ("SHA-256", hasher.finalize().to_vec()),
+        }
+    }
+}
+
+impl HeaderHashCheck {
+    /// The check of the shard `source`, whose bytes are then given from its first byte on.
+    pub(super) fn new(source: &Arc<Source>) -> Result<HeaderHashCheck> {
+        header_hashes(source).map(HeaderHashCheck::of)
+    }
+
+    fn of(tensors: Vec<HashedTensor>) -> HeaderHashCheck {
+        HeaderHashCheck { tensors, next: 0, hashers: Vec::new(), matched: 0, mismatch: None }
+    }
+
+    /// Hashes `bytes`, which lie in the shard from `offset` on, where the last ones ended.
+    pub(super) fn update(&mut self, bytes: &[u8], offset: u64) {
+        let end = offset + bytes.len() as u64;
+        while let Some(tensor) = self.tensors.get(self.next) {
+            let range = tensor.range.start.max(offset)..tensor.range.end.min(end);
+            if range.is_empty() {
+                return;
+            }
+            if range.start == tensor.range.start {
+                let kinds = tensor.hashes.iter().map(|hash| hash.kind);
+                self.hashers = kinds.map(TensorHasher::new).collect();
+            }
+            let within = |place: u64| (place.clamp(range.start, range.end) - offset) as usize;
+            let mut hashed = within(range.start);
+            for HeaderHash { value, start, .. } in &tensor.hashes {
+                let value = within(*start)..within(start + value.len() as u64);
+                self.hashers.iter_mut().for_each(|hasher| {
+                    hasher.update(&bytes[hashed..value.start]);
+                    hasher.update(&ZEROS[..value.len()]);
+                });
+                hashed = value.end;
+            }
+            let rest = &bytes[hashed..within(range.end)];
+            self.hashers.iter_mut().for_each(|hasher| hasher.update(rest));
+            if tensor.range.end > end {
+                return;
+            }
+            self.compare();
+        }
+    }
+
+    /// Compares the hashes of the tensor whose last byte was hashed.
+    fn compare(&mut self) {
+        let HashedTensor { name, hashes, .. } = &self.tensors[self.next];
+        let found = self.hashers.drain(..).map(TensorHasher::finish);
+        let mut pairs = found.zip(hashes);
+        let differs = pairs.find(|((_, found), hash)| *found != hash.value);
+        match differs {
+            None => self.matched += 1,
+            Some(((kind, found), hash)) => {
+                let message = format!(
+                    "its header and its bytes have the {kind} {}, its header says {}; restore the \
+                     file from a good copy",
+                    hex(&found),
+                    hex(&hash.value)
+                );
+                let fault = Fault::new(ErrorKind::HashMismatch, message).tensor(name);
+                self.mismatch.get_or_insert(fault);
+            }
+        }
+        self.next += 1;
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::tensorizer::hashes;
+
+    fn file(name: &str) -> (Vec<u8>, Vec<HashedTensor>) {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        let bytes = std::fs::read(folder.join("tensorizer").join(name)).unwrap();
+        let tensors = hashes(&mut bytes.as_slice()).unwrap().unwrap();
+        (bytes, tensors)
+    }
+
+    fn check(bytes: &[u8], tensors: &[HashedTensor], chunk_len: usize) -> HeaderHashCheck {
+        let mut check = HeaderHashCheck::of(tensors.to_vec());
+        let mut offset = 0;
+        for chunk in bytes.chunks(chunk_len) {
+            check.update(chunk, offset);
+            offset += chunk.len() as u64;
+        }
+        check
+    }
+
+    #[test]
+    fn the_hashes_of_the_package_match_in_chunks_of_any_length() {
+        for (name, count) in
+            [("v1_module.tensors", 5), ("v2_nested.tensors", 25), ("v5_long.tensors", 3)]
+        {
+            let (bytes, tensors) = file(name);
+            assert_eq!(tensors.len(), count);
+            assert!(tensors.iter().all(|tensor| tensor.hashes.len() == 2));
+            for chunk_len in [1, 7, 64, 100, 4096, bytes.len()] {
+                let check = check(&bytes, &tensors, chunk_len);
+                assert_eq!((check.matched, check.mismatch), (count as u64, None), "{chunk_len}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_change_of_any_hashed_byte_is_named_with_its_tensor() {
+        let (bytes, tensors) = file("v5_long.tensors");
+        for tensor in &tensors {
+            let values = |place: &u64| {
+                let within = |hash: &HeaderHash| {
+                    (hash.start..hash.start + hash.value.len() as u64).contains(place)
+                };
+                !tensor.hashes.iter().any(within)
+            };
+            for place in tensor.range.clone().filter(values) {
+                let mut bytes = bytes.clone();
+                bytes[place as usize] ^= 1;
+                let check = check(&bytes, &tensors, 50);
+                let fault = check.mismatch.unwrap();
+                assert_eq!(
+                    (fault.kind, fault.tensor),
+                    (ErrorKind::HashMismatch, Some(tensor.name.clone()))
+                );
+                assert!(fault.message.contains("CRC32"), "{}", fault.message);
+                assert_eq!(check.matched, 2);
+            }
+        }
+    }
+
+    #[test]
+    fn a_hash_that_is_not_that_of_the_bytes_is_named() {
+        let (bytes, mut tensors) = file("v5_long.tensors");
+        tensors[1].hashes[1].value[31] ^= 1;
+        let fault = check(&bytes, &tensors, 64).mismatch.unwrap();
+        assert!(fault.message.contains("SHA-256"), "{}", fault.message);
+        assert_eq!(fault.tensor.as_ref(), Some(&tensors[1].name));
+    }
+}

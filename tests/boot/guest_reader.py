@@ -1,7 +1,7 @@
 """Runs in the guest: keeps a map and a descriptor of one file, and compares their bytes with the expected file.
 
-guest_reader.py FILE EXPECTED STATE [once]: writes its progress to STATE as JSON after every round, for ever, or for
-one round. Ends with status 1 at the first wrong byte or failed read. A read of a map that fails ends it by SIGBUS.
+guest_reader.py FILE EXPECTED STATE once|PAUSE: writes its progress to STATE as JSON after every round, for one round, or
+for ever with PAUSE seconds between rounds. Ends with status 1 at the first wrong byte or failed read. A read of a map that fails ends it by SIGBUS.
 """
 
 import json
@@ -14,8 +14,7 @@ STEP = 1 << 20
 
 
 def main():
-    path, expected_path, state_path = sys.argv[1:4]
-    once = sys.argv[4:] == ["once"]
+    path, expected_path, state_path, pause = sys.argv[1:]
     with open(expected_path, "rb") as file:
         expected = file.read()
     file = os.open(path, os.O_RDONLY)
@@ -37,12 +36,12 @@ def main():
         with open(state_path + ".new", "w") as report:
             json.dump(state, report)
         os.rename(state_path + ".new", state_path)
-        if once:
+        if pause == "once":
             return
         # The next round must ask the daemon again.
         mapped.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        time.sleep(0.01)
+        time.sleep(float(pause))
 
 
 main()

@@ -27,17 +27,26 @@ class Packages(TestCase):
                 self.assert_done(run("/bin/sh", "-eu", script, *words, env={"PATH": "/nonexistent"}))
 
     def test_the_configuration_of_the_package_is_correct_and_mounts_nothing(self):
-        outcome = tensorfs("serve", "--check", "--config", ROOT / "systemd/config.toml.example")
-        self.assert_done(outcome)
-        self.assertIn("0 mounts", outcome.stdout)
         # The same pattern as in postinst, which starts the service if it finds one.
         postinst = (ROOT / "mount/packaging/deb/scripts/postinst").read_text()
         pattern = re.search(r"grep -q '([^']*)'", postinst)[1]
-        self.assertEqual(run("grep", "-q", pattern, ROOT / "systemd/config.toml.example").code, 1)
         config = self.tmp / "config.toml"
+        for file in (ROOT / "systemd/config.toml.example", ROOT / "mount/packaging/deb/config.toml"):
+            self.assertIn("0 mounts", self.checked(file))
+            self.assertEqual(run("grep", "-q", pattern, file).code, 1)
+            # Without the marks, its example is correct too.
+            example = re.sub(r"(?m)^#(?= *\[| *[\w-]+ = )", "", file.read_text())
+            config.write_text(example.replace('group = "team-a"', 'group = "root"'))
+            self.assertIn('target = "/srv/models"\n', example)
+            self.assertIn("1 mounts", self.checked(config))
         config.write_text("# mounts\n [[ mount ]]\nname = 'a'\nsource = '/a'\ntarget = '/b'\n")
         self.assert_done(tensorfs("serve", "--check", "--config", config))
         self.assert_done(run("grep", "-q", pattern, config))
+
+    def checked(self, config):
+        outcome = tensorfs("serve", "--check", "--config", config)
+        self.assert_done(outcome)
+        return outcome.stdout
 
     def test_the_configuration_of_the_daemon_set_is_correct(self):
         text = (ROOT / "examples/kubernetes/tensorfs.yaml").read_text()

@@ -155,10 +155,11 @@ impl Checkpoint {
         pieces.map(piece).collect()
     }
 
-    /// Offset of the tensor data. `None` unless the checkpoint is one file.
+    /// Offset of the tensor data. `None` unless the checkpoint is one file with one header in front
+    /// of all data.
     fn data_start(&self) -> Option<u64> {
         match self.first.catalog().shards.as_slice() {
-            [one] => Some(one.description_end()),
+            [one] if one.described.len() == 1 => Some(one.description_end()),
             _ => None,
         }
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::internal::atomic_file::TemporaryFile;
-use tensorfs::internal::catalog::Tensor;
+use tensorfs::internal::catalog::{Shard, Tensor};
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
 use tensorfs::internal::consolidate::Contents;
 use tensorfs::internal::error::{real_name, shown_path};
@@ -210,11 +210,16 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
             "name": shard.name,
             "format": InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors).as_str(),
             "size": shard.file_len,
-            "header": shard.description_end(),
+            "header": header_len(shard),
             "tensors": tensors,
         })
     });
     Ok((shards.collect(), places))
+}
+
+/// Bytes of a shard that describe the others.
+fn header_len(shard: &Shard) -> u64 {
+    shard.described.iter().map(|range| range.end - range.start).sum()
 }
 
 /// A set as the page takes it: columns of its tensors.
@@ -252,8 +257,9 @@ fn describe(
         first.push(piece_shard.len());
     }
     let shards = catalog.shards.iter().zip(data).map(|(shard, data)| {
-        let header: u64 = shard.described.iter().map(|range| range.end - range.start).sum();
-        json!({ "name": shard.name, "size": shard.file_len, "header": header, "data": data })
+        json!({
+            "name": shard.name, "size": shard.file_len, "header": header_len(shard), "data": data
+        })
     });
     let contents = Contents::new(checkpoint, tree.options.index.as_deref());
     Ok(json!({

@@ -1,5 +1,6 @@
 """The files of the Debian package and of the container examples, as far as that needs no package and no cluster."""
 
+import json
 import re
 import shutil
 import textwrap
@@ -55,6 +56,21 @@ class Packages(TestCase):
         outcome = tensorfs("serve", "--check", "--config", config)
         self.assert_done(outcome)
         self.assertIn("1 mounts", outcome.stdout)
+
+    def test_an_image_is_healthy_if_there_are_mounts_and_all_of_them_answer(self):
+        text = (ROOT / "examples/Containerfile").read_text()
+        command = json.loads(re.search(r"(?m)^HEALTHCHECK (?:.*\\\n)* *CMD (.*)$", text)[1])
+        program = self.tmp / "tensorfs"
+        for output, code, healthy in (
+            ("no tensorfs mounts", 0, False),
+            ("/srv/a b\n  state     running, pid 7", 0, True),
+            ("/srv/a\n  state     its daemon does not answer", 1, False),
+        ):
+            program.write_text(f"#!/bin/sh\ncat <<END\n{output}\nEND\nexit {code}\n")
+            program.chmod(0o755)
+            outcome = run(*command, env={"PATH": f"{self.tmp}:/usr/bin:/bin"})
+            self.assertEqual(outcome.code == 0, healthy, output)
+        self.assertIn("no tensorfs mounts", (ROOT / "mount/src/cli/status.rs").read_text())
 
     def test_every_example_of_a_mount_is_below_the_folder_that_the_daemon_set_shares(self):
         text = (ROOT / "examples/kubernetes/tensorfs.yaml").read_text()

@@ -9,7 +9,7 @@ import time
 import checkpoints
 import oracle
 from faults import FaultFs, status_of, values_of, without_inotify
-from mounts import HANGS, Child, Mount, TestCase, wait_until
+from mounts import HANGS, Child, Mount, TestCase, detach, needs_root, run, wait_until
 
 ERROR_FILE = "TENSORFS-ERROR.txt"
 
@@ -81,6 +81,15 @@ class Appearing(Store):
         folder.rename(self.store / "model")
         self.wait_for("model/model.safetensors", whole)
         self.assertNotIn(ERROR_FILE, os.listdir(self.mount / "model"))
+
+    @needs_root
+    def test_a_file_system_that_is_mounted_on_the_store_later_is_shown(self):
+        folder, whole = self.made("model")
+        self.mounted()
+        self.assertEqual(os.listdir(self.mount), [])
+        self.assert_done(run("mount", "--bind", folder.parent, self.store))
+        self.addCleanup(detach, self.store)
+        self.wait_for("model/model.safetensors", whole)
 
     def test_a_folder_that_is_renamed_into_the_store_and_out_of_it_comes_and_goes(self):
         first, whole = self.made("first")

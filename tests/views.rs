@@ -25,7 +25,9 @@ use tensorfs::internal::loader::{Loader, LoaderConfig};
 use tensorfs::internal::plan::TensorRequest;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::verify::{Recorded, Task, verify};
-use tensorfs::{Dtype, DtypeCast, ErrorKind, OpenOptions, RenameRules, View};
+use tensorfs::{
+    CutRules, Dtype, DtypeCast, ErrorKind, OpenOptions, RenameRules, TensorParallel, View,
+};
 
 type Tensors = BTreeMap<String, Dense>;
 
@@ -109,6 +111,13 @@ fn read_all(checkpoint: &Arc<Checkpoint>) -> (Reader, Vec<u8>) {
     (reader, file)
 }
 
+/// The options for a rank, whose tensors are cut by these rules.
+fn rank_of(rules: &str, ranks: u32, rank: u32) -> OpenOptions {
+    let rules = CutRules::parse(Path::new("tp.toml"), rules.as_bytes()).unwrap();
+    let shard = Some(TensorParallel { ranks, rank, rules: Some(Arc::new(rules)) });
+    OpenOptions { view: View { shard, ..View::default() }, ..OpenOptions::default() }
+}
+
 fn is_wide_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16)
 }
@@ -175,6 +184,58 @@ proptest! {
             let part = request.part.as_deref();
             if loader.copy_from_page_cache(&checkpoint, request.tensor, part, &mut copy).unwrap() {
                 prop_assert_eq!(copy, right);
+            }
+        }
+    }
+
+    #[test]
+    fn every_rank_has_the_slices_that_torch_chunk_gives_it_and_together_they_are_the_tensors(
+        tensors in checkpoint(),
+        dims in prop::collection::vec(0usize..4, 3),
+        halves in any::<[bool; 3]>(),
+        ranks in 1u32..9,
+        form in 0usize..3,
+        limits in limits(),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        [write_hf, write_dcp, write_dense_dcp][form](folder.path(), &tensors);
+        let mut rules = String::new();
+        let mut dim_of = BTreeMap::new();
+        for (number, tensor) in tensors.iter().enumerate() {
+            let dim = dims[number] % tensor.shape.len();
+            let is_last = dim + 1 == tensor.shape.len();
+            // Elements of fewer than 8 bits would be cut inside a byte.
+            if tensor.dtype.bits() % 8 != 0 && is_last {
+                continue;
+            }
+            let parts = if halves[number] && tensor.shape[dim].is_multiple_of(2) { 2 } else { 1 };
+            writeln!(rules, "[[rule]]\nfrom = '{}'\ncut = {dim}\nparts = {parts}", tensor.name).unwrap();
+            dim_of.insert(tensor.name.clone(), (dim, parts));
+        }
+        prop_assume!(!rules.is_empty());
+        for rank in 0..ranks {
+            let checkpoint = Checkpoint::open_with(folder.path(), &rank_of(&rules, ranks, rank)).unwrap();
+            let read = read_naively(&read_all(&checkpoint).1);
+            let loader = Loader::new(LoaderConfig { limits, ..LoaderConfig::default() });
+            for (number, tensor) in tensors.iter().enumerate() {
+                let whole = Dense::of(tensor);
+                let right = match dim_of.get(&tensor.name) {
+                    None => whole,
+                    Some(&(dim, parts)) => {
+                        let part_len = tensor.shape[dim] / parts;
+                        let chunk = part_len.div_ceil(u64::from(ranks));
+                        let own = |part: u64| {
+                            let at = |rank: u32| part * part_len + (chunk * u64::from(rank)).min(part_len);
+                            whole.part(dim, at(rank)..at(rank + 1))
+                        };
+                        Dense::join(&(0..parts).map(own).collect::<Vec<_>>(), dim)
+                    }
+                };
+                let found = &read[&tensor.name];
+                prop_assert_eq!((&found.1, &found.2), (&right.shape, &right.bytes()), "rank {} of {}", rank, ranks);
+                let request = TensorRequest::whole(number);
+                let loaded = loader.load(&checkpoint, &[request], &mut |_| true).unwrap();
+                prop_assert_eq!(loaded.bytes(0), &right.bytes()[..]);
             }
         }
     }
@@ -323,6 +384,76 @@ fn a_part_along_the_first_dimension_reads_its_own_bytes_and_no_others() {
         let loaded = loader.load(&checkpoint, &[request], &mut |_| true).unwrap();
         assert_eq!(loaded.bytes(0), &data[number << 17..(number + 1) << 17]);
         assert_eq!(loaded.report.stats.read, 1 << 17);
+    }
+}
+
+#[test]
+fn a_rank_of_eight_moves_its_own_bytes_where_tensors_are_cut_in_the_first_dimension() {
+    let folder = tempfile::tempdir().unwrap();
+    let names: Vec<String> = (0..8).map(|number| format!("w{number}")).collect();
+    let tensors: Vec<_> = names
+        .iter()
+        .map(|name| {
+            (
+                name.as_str(),
+                Dtype::Bf16,
+                &[2048, 256][..],
+                common::bytes(name, Dtype::Bf16, &[2048, 256]),
+            )
+        })
+        .collect();
+    common::write_shard(&folder.path().join("model.safetensors"), &BTreeMap::new(), &tensors);
+    for rank in 0..8 {
+        let options = rank_of("[[rule]]\nregex = 'w'\ncut = 0", 8, rank);
+        let checkpoint = Checkpoint::open_with(folder.path(), &options).unwrap();
+        let requests: Vec<_> = (0..8).map(TensorRequest::whole).collect();
+        let loader = Loader::new(LoaderConfig::default());
+        let loaded = loader.load(&checkpoint, &requests, &mut |_| true).unwrap();
+        let own: u64 = checkpoint.catalog().data_len();
+        assert_eq!(own, 8 * 2048 * 256 * 2 / 8);
+        let read = loaded.report.stats.read;
+        assert!(read <= own + own / 10, "{read} bytes read for {own}");
+    }
+}
+
+#[test]
+fn ranks_that_the_units_do_not_fit_are_refused_and_a_rule_may_repeat_units() {
+    let folder = tempfile::tempdir().unwrap();
+    let content = common::bytes("k", Dtype::U8, &[8, 3]);
+    let tensors = [("k", Dtype::U8, &[8, 3][..], content.clone())];
+    common::write_shard(&folder.path().join("model.safetensors"), &BTreeMap::new(), &tensors);
+    let open = |rules: &str, ranks, rank| {
+        Checkpoint::open_with(folder.path(), &rank_of(rules, ranks, rank))
+            .map_err(|e| e.to_string())
+    };
+    let rule = "[[rule]]\nfrom = 'k'\ncut = 0\nunits = 4\n";
+    for (rules, ranks, said) in [
+        (
+            rule,
+            8,
+            [
+                "rule 1, from = `k`",
+                "4 units cannot be given to 8 ranks evenly; a rule with replicate",
+            ],
+        ),
+        (rule, 3, ["tensor `k`", "to 3 ranks evenly; choose another number"]),
+        ("[[rule]]\nfrom = 'k'\ncut = 0\nunits = 3\n", 1, ["8 indices of dimension 0", "3 units"]),
+        ("[[rule]]\nfrom = 'k'\ncut = 0\nunits = 'heads'\n", 2, ["config.json", "tp.toml"]),
+        ("[[rule]]\nfrom = 'k'\ncut = 2\n", 2, ["tensor `k`", "no dimension 2"]),
+        ("[[rule]]\nfrom = 'k'\ncut = 0\nparts = 3\n", 2, ["3 equal parts", "8 in dimension 0"]),
+        ("[[rule]]\nfrom = 'k'\ncut = 0\nparts = [1, 2]\n", 2, ["[1, 2]", "8 in dimension 0"]),
+        ("[[rule]]\nfrom = 'k'\nrefuse = 'not this one'\n", 2, ["tensor `k`", "not this one"]),
+        ("[[rule]]\nregex = 'v'\ncut = 0\n", 2, ["tp=2", "matches none of the 1 tensors"]),
+    ] {
+        let error = open(rules, ranks, 0).map(drop).unwrap_err();
+        assert!(said.iter().all(|word| error.contains(word)) && !error.contains('\n'), "{error}");
+    }
+    let replicated = format!("{rule}replicate = true\n");
+    for rank in 0..8 {
+        let checkpoint = open(&replicated, 8, rank).unwrap();
+        let read = read_naively(&read_all(&checkpoint).1);
+        let first = rank as usize / 2 * 2 * 3;
+        assert_eq!(read["k"].2, &content[first..first + 6]);
     }
 }
 

@@ -142,13 +142,62 @@ class Arguments(TestCase):
         half = tensorfs.numpy.load_file(self.source, rename=self.rules, dtype="f16")
         np.testing.assert_array_equal(half["both"], wanted["both"].astype(np.float16))
 
+    def test_a_rank_has_its_slices(self):
+        self.rules.write_text("[[rule]]\nregex = '\\.w$'\ncut = 1\n[[rule]]\nregex = '\\.norm$'\ncut = 0\n")
+        for rank in (0, 2):
+            def own(value, dim):
+                return np.take(value, range(-(-value.shape[dim] // 3) * rank, value.shape[dim]), axis=dim) if rank else value[
+                    tuple(slice(0, -(-size // 3)) if at == dim else slice(None) for at, size in enumerate(value.shape))
+                ]
+
+            wanted = {
+                name: own(value, 1) if name.endswith("w") else own(value, 0) if name.endswith("norm") else value
+                for name, value in self.expected.items()
+            }
+            how = {"tp": 3, "rank": rank, "tp_rules": self.rules}
+            for copy in (True, False):
+                found = tensorfs.numpy.load_file(self.source, copy=copy, **how)
+                self.assertEqual(set(found), set(wanted))
+                for name, value in wanted.items():
+                    np.testing.assert_array_equal(found[name], value, name)
+            with tensorfs.safe_open(self.source, "np", **how) as opened:
+                for name, value in wanted.items():
+                    np.testing.assert_array_equal(opened.get_slice(name)[1:3], value[1:3], name)
+            with Mount(self.source, "tp=3", f"rank={rank}", f"tp-rules={self.rules}") as m:
+                for name, value in tensorfs.numpy.load_file(m.path).items():
+                    np.testing.assert_array_equal(value, wanted[name], name)
+            out = self.tmp / f"out{rank}"
+            tensorfs.consolidate(self.source, out, **how)
+            for name, value in load_file(out / "model.safetensors").items():
+                np.testing.assert_array_equal(value, wanted[name], name)
+
+    def test_the_family_of_a_model_decides_how_it_is_cut(self):
+        config = {"model_type": "gpt_neox", "num_attention_heads": 4}
+        names = ["gpt_neox.embed_in", "l.0.attention.query_key_value", "l.0.attention.dense", "l.0.mlp.dense_h_to_4h",
+                 "l.0.mlp.dense_4h_to_h"]
+        tensors = {f"{name}.weight": np.arange(16 * 8, dtype=np.float32).reshape(16, 8) + at for at, name in enumerate(names)}
+        folder = self.tmp / "neox"
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "config.json"):
+            tensorfs.numpy.load_file(folder, tp=2, rank=1)
+        (folder / "config.json").write_text(json.dumps(config))
+        for source in (folder, folder / "model.safetensors", [folder / "model.safetensors"]):
+            found = tensorfs.numpy.load_file(source, tp=2, rank=1)
+            for name, value in tensors.items():
+                by_input = "attention.dense" in name or "4h_to_h" in name
+                np.testing.assert_array_equal(found[name], value[:, 4:] if by_input else value[8:], name)
+
     def test_what_does_not_fit_is_refused_with_the_argument(self):
         for how, said in (
             ({"include": "none*"}, "none*"), ({"dtype": "f8"}, "dtype=`f8`: expected bf16"), ({"keep": "*"}, "keep needs"),
             ({"rename": self.tmp / "gone.toml"}, "gone.toml"), ({"dtype": "f16", "keep": "none*"}, "none*"),
-            ({"include": "["}, "include=`[`"),
+            ({"include": "["}, "include=`[`"), ({"tp": 2}, "rank="), ({"rank": 0}, "tp="), ({"tp": 2, "rank": 2}, "0 to 1"),
+            ({"tp": 2, "rank": 0, "tp_rules": self.tmp / "gone.toml"}, "gone.toml"),
         ):
             with self.subTest(how), self.assertRaisesRegex(tensorfs.SafetensorError, re.escape(said)):
                 tensorfs.safe_open(self.source, "np", **how)
         with self.assertRaises(TypeError):
             tensorfs.safe_open(self.source, "np", include=[1])
+        with self.assertRaises(TypeError):
+            tensorfs.safe_open(self.source, "np", tp="2", rank=0)

@@ -12,6 +12,7 @@ use crate::source::Source;
 use crate::store::Store;
 use crate::view::View;
 
+use super::config::with_config_beside;
 use super::discover::{SetKind, is_noted};
 use super::load::{OpenShard, open_shard};
 use super::openers::map_files;
@@ -88,7 +89,8 @@ fn open_files(
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
     let view = View::default();
     let presented =
-        present(catalog, kind, &output, &view).map_err(|fault| Error::refused(&folder, fault))?;
+        with_config_beside(&folder, |config| present(catalog, kind, &output, &view, config))
+            .map_err(|fault| Error::refused(&folder, fault))?;
     let Presented { proved, catalog, files, is_whole_file } = presented;
     Ok(Arc::new(Checkpoint {
         name: output,

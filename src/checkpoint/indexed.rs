@@ -18,6 +18,7 @@ use crate::source::{Identity, Source};
 use crate::store::Store;
 
 use super::Checkpoint;
+use super::config::with_config_of;
 use super::discover::{SetKind, Weights, is_noted};
 use super::openers::map_files;
 use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
@@ -256,7 +257,10 @@ impl<'a> FolderIndex<'a> {
             Ok(proved) => proved,
             Err(error) => return Ok(Err(error)),
         };
-        let presented = match present(catalog, kind, &record.name, &options.view) {
+        let presented = with_config_of(self.folder, |config| {
+            present(catalog, kind, &record.name, &options.view, config)
+        });
+        let presented = match presented {
             Ok(presented) => presented,
             Err(fault) => return Ok(Err(Error::refused(&self.folder.path, fault))),
         };

@@ -1,6 +1,7 @@
 //! Opens checkpoints: finds the files of a folder that belong together, proves that they are whole,
 //! and holds them open.
 
+mod config;
 mod discover;
 mod entries;
 mod files;

@@ -10,6 +10,7 @@ use crate::open_options::OpenOptions;
 use crate::source::Source;
 
 use super::Checkpoint;
+use super::config::with_config_of;
 use super::discover::{Candidate, Discovered, SetKind, Weights, discover, is_noted, open_weights};
 use super::indexed::FolderIndex;
 use super::load::OpenShard;
@@ -209,7 +210,8 @@ fn prove_set(
     let sources = sources.collect();
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
-    let presented = present(catalog, kind, &name, view).map_err(refused)?;
+    let presented = with_config_of(folder, |config| present(catalog, kind, &name, view, config));
+    let presented = presented.map_err(refused)?;
     let Presented { proved, catalog, files, is_whole_file } = presented;
     Ok(Checkpoint {
         name,

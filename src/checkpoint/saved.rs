@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+use super::config::with_config_beside;
 use super::discover::SetKind;
 use super::virtual_file::{Presented, present};
 use super::{Checkpoint, Tail};
@@ -63,7 +64,10 @@ impl Checkpoint {
             Some((name, metadata)) => Some((name, serde_json::from_str(&metadata).ok()?)),
             None => None,
         };
-        let presented = present(record.catalog, kind, &record.name, view).ok()?;
+        let presented = with_config_beside(directory, |config| {
+            present(record.catalog, kind, &record.name, view, config)
+        });
+        let presented = presented.ok()?;
         let Presented { proved, catalog, files, is_whole_file } = presented;
         let checkpoint = Checkpoint {
             name: record.name,

@@ -15,6 +15,7 @@ use crate::source::{Identity, Version};
 use crate::store::Store;
 use crate::store::resolve::Unusable;
 
+use super::config::CONFIG;
 use super::folders::Weight;
 use super::scan::{Graft, LIMITS, Listing, Scan, ScanLimits, Subfolder, left_out, read};
 use super::tree::{File, Folder, FolderId, Tree};
@@ -224,6 +225,10 @@ impl Tree {
             }
         }
         let mut found = compare(before, &folder, self.only.as_deref());
+        if self.options.view.shard.is_some() && found.plain.iter().any(|name| name == CONFIG) {
+            // It decides how tensors are cut.
+            found.weights = true;
+        }
         found.id = id;
         let mut folders = self.folders.write();
         match folders.get(id) {

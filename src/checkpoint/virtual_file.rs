@@ -8,8 +8,9 @@ use crate::hash::{Digest, Hasher};
 use crate::index::VirtualFileRecord;
 use crate::layout::Layout;
 use crate::source::Source;
-use crate::view::{FileSpec, View, arrange};
+use crate::view::{FileSpec, ReadConfig, View, arrange};
 
+use super::config::with_config_beside;
 use super::{Checkpoint, SetKind};
 
 /// The facts about a virtual file that its attributes need.
@@ -71,7 +72,7 @@ pub(super) struct Presented {
 /// The proved catalog of the set `name` as `view` presents it.
 ///
 /// Every catalog passes here, whether it comes from headers or from an index. A step from a
-/// catalog to a catalog (select, rename, slice, fuse, cast) goes in front of `arrange`.
+/// catalog to a catalog (select, slice, split, fuse, rename, cast) goes in front of `arrange`.
 ///
 /// # Errors
 /// `view` if the view does not fit the catalog.
@@ -80,8 +81,9 @@ pub(super) fn present(
     kind: SetKind,
     name: &str,
     view: &View,
+    read_config: ReadConfig<'_>,
 ) -> std::result::Result<Presented, Fault> {
-    let catalog = view.project(&proved)?;
+    let catalog = view.project(&proved, read_config)?;
     let mut specs = arrange(name, &catalog, view)?;
     let is_whole_file = kind.stands_as(view.format)
         && view.keeps_tensors()
@@ -215,7 +217,9 @@ impl Checkpoint {
         if view.keeps_tensors() {
             return Ok(self.clone());
         }
-        let catalog = view.project(&self.catalog).map_err(|fault| self.refused(fault))?;
+        let catalog =
+            with_config_beside(&self.directory, |config| view.project(&self.catalog, config));
+        let catalog = catalog.map_err(|fault| self.refused(fault))?;
         Ok(Arc::new(Checkpoint {
             name: self.name.clone(),
             kind: self.kind,

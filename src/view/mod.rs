@@ -11,15 +11,20 @@ use crate::words;
 
 pub use self::arrange::{FileSpec, TensorOrder, arrange};
 pub use self::cast::{DtypeCast, DtypeMap};
+pub use self::cut_rules::CutRules;
 pub use self::files::{FileMap, Files, LAYOUTS};
 pub use self::options::ReadText;
+pub use self::parallel::{ReadConfig, TensorParallel};
 pub use self::rename::RenameRules;
 pub use self::select::NameGlob;
 
 mod arrange;
 mod cast;
+mod cut_rules;
+mod families;
 mod files;
 mod options;
+mod parallel;
 mod project;
 mod rename;
 mod rules;
@@ -67,6 +72,8 @@ pub struct View {
     pub include: Vec<NameGlob>,
     /// The tensors that it does not have.
     pub exclude: Vec<NameGlob>,
+    /// The rank of a tensor-parallel group whose slices it has; whole tensors if there is none.
+    pub shard: Option<TensorParallel>,
     /// Other names of its tensors, and the tensors that it splits and joins.
     pub rename: Option<Arc<RenameRules>>,
     /// Other element types of its tensors.

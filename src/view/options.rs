@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::{DtypeCast, Files, NameGlob, RenameRules, View};
+use super::parallel::RANKS_MAX;
+use super::{CutRules, DtypeCast, Files, NameGlob, RenameRules, TensorParallel, View};
 use crate::error::{quoted, real_name};
 use crate::format::OutputFormat;
 use crate::words::UnknownWord;
@@ -16,10 +17,16 @@ use crate::words::UnknownWord;
 pub type ReadText<'a> = &'a mut dyn FnMut(&Path) -> Result<(PathBuf, Vec<u8>), String>;
 
 /// The names of all options of views, for errors.
-const OPTIONS: &str = "layout, format, weight-map, include, exclude, rename, dtype or keep";
+const OPTIONS: &str = "layout, format, weight-map, include, exclude, tp, rank, tp-rules, rename, dtype \
+                       or keep";
 
 fn word<T: FromStr<Err = UnknownWord>>(value: &str) -> Result<T, String> {
     value.parse().map_err(|known: UnknownWord| known.to_string())
+}
+
+fn number(value: &str) -> Result<u32, String> {
+    let number = value.parse().ok().filter(|&number| number <= RANKS_MAX);
+    number.ok_or_else(|| format!("a number up to {RANKS_MAX}"))
 }
 
 impl View {
@@ -42,6 +49,13 @@ impl View {
             "exclude" => NameGlob::new(value).map(|glob| self.exclude.push(glob)),
             "keep" => NameGlob::new(value).map(|glob| self.keep.push(glob)),
             "dtype" => DtypeCast::parse(value, read).map(|dtype| self.dtype = Some(dtype)),
+            "tp" => number(value).map(|ranks| self.shard_mut().ranks = ranks),
+            "rank" => number(value).map(|rank| self.shard_mut().rank = rank),
+            "tp-rules" if value.is_empty() => Err("a file with rules".to_owned()),
+            "tp-rules" => read(Path::new(value))
+                .and_then(|(path, text)| CutRules::parse(&path, &text))
+                .map(|rules| self.shard_mut().rules = Some(Arc::new(rules)))
+                .map_err(|why| format!("a file of rules; {why}")),
             "rename" if value.is_empty() => Err("a file with rules".to_owned()),
             "rename" => read(Path::new(value))
                 .and_then(|(path, text)| RenameRules::parse(&path, &text))
@@ -50,6 +64,11 @@ impl View {
             _ => return None,
         };
         Some(set)
+    }
+
+    /// The rank whose options are being set. Until they are set, its numbers are none.
+    fn shard_mut(&mut self) -> &mut TensorParallel {
+        self.shard.get_or_insert_with(|| TensorParallel { rank: u32::MAX, ..Default::default() })
     }
 
     /// The view of these options, which are pairs of name and value.
@@ -77,13 +96,19 @@ impl View {
     pub fn check(&self) -> Result<(), String> {
         let is_original = self.files == Files::Original;
         if is_original && !self.keeps_tensors() {
-            let why = "layout=original shows files as they are: give no include=, exclude=, \
+            let why = "layout=original shows files as they are: give no include=, exclude=, tp=, \
                        rename= or dtype= with it";
             return Err(why.to_owned());
         }
         if is_original && self.format == OutputFormat::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
+        }
+        if let Some(shard) = &self.shard {
+            if shard.ranks == 0 {
+                return Err("options rank= and tp-rules= need tp=, a number of ranks".to_owned());
+            }
+            shard.check()?;
         }
         if self.dtype.is_none() && !self.keep.is_empty() {
             return Err("option keep needs dtype=".to_owned());
@@ -105,6 +130,13 @@ impl View {
                 add(key, globs(given).into());
             }
         }
+        if let Some(TensorParallel { ranks, rank, rules }) = &self.shard {
+            add("tp", ranks.to_string().into());
+            add("rank", rank.to_string().into());
+            if let Some(path) = rules.as_ref().and_then(|rules| rules.path()) {
+                add("tp-rules", real_name(path).into());
+            }
+        }
         if let Some(rules) = &self.rename {
             add("rename", real_name(rules.path()).into());
         }
@@ -113,7 +145,9 @@ impl View {
         }
         let dtypes = self.dtype.as_ref().and_then(DtypeCast::read_from);
         let rules = self.rename.iter().map(|rules| (rules.path(), rules.digest()));
-        let files = self.files.read_from().into_iter().chain(rules).chain(dtypes);
+        let cuts = self.shard.iter().filter_map(|shard| shard.rules.as_ref());
+        let cuts = cuts.filter_map(|rules| Some((rules.path()?, rules.digest())));
+        let files = self.files.read_from().into_iter().chain(rules).chain(dtypes).chain(cuts);
         let files: Map<String, Value> =
             files.map(|(path, digest)| (real_name(path), digest.to_string().into())).collect();
         if !files.is_empty() {
@@ -131,7 +165,7 @@ impl View {
             let value = json.get(key).or(former)?.as_str()?;
             view.set(key, value, read)?.ok()?;
         }
-        for key in ["include", "exclude", "rename", "dtype", "keep"] {
+        for key in ["include", "exclude", "tp", "rank", "tp-rules", "rename", "dtype", "keep"] {
             let Some(value) = json.get(key) else { continue };
             let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
             for value in values {

@@ -1,6 +1,7 @@
 //! The tensors of a view: a catalog made from a catalog.
 
 use super::View;
+use super::parallel::{RankTensors, ReadConfig};
 use super::select::select;
 use crate::catalog::{Catalog, Projected, ProjectedFrom};
 use crate::error::Fault;
@@ -8,30 +9,45 @@ use crate::error::Fault;
 impl View {
     /// Whether its tensors are those of the source, under their names.
     pub fn keeps_tensors(&self) -> bool {
-        let View { files: _, format: _, map: _, include, exclude, rename, dtype, keep: _ } = self;
-        include.is_empty() && exclude.is_empty() && rename.is_none() && dtype.is_none()
+        let View { files: _, format: _, map: _, include, exclude, shard, rename, dtype, keep: _ } =
+            self;
+        let keeps_names = include.is_empty() && exclude.is_empty() && rename.is_none();
+        keeps_names && shard.is_none() && dtype.is_none()
     }
 
-    /// The catalog of the view: selects tensors, splits them, joins them or names them anew, and
-    /// casts them. Each step sees the names that the one before it gives.
+    /// The catalog of the view: selects tensors, takes the slices of a rank, splits them, joins them
+    /// or names them anew, and casts them. Each step sees the names that the one before it gives.
+    /// `read_config` is called if a rule needs `config.json`.
     ///
     /// # Errors
     /// `view` if a rule does not fit the catalog, and the errors of `Catalog::project`.
-    pub fn project(&self, catalog: &Catalog) -> Result<Catalog, Fault> {
+    pub(crate) fn project(
+        &self,
+        catalog: &Catalog,
+        read_config: ReadConfig<'_>,
+    ) -> Result<Catalog, Fault> {
         if self.keeps_tensors() {
             return Ok(catalog.clone());
         }
         let selected = select(catalog, &self.include, &self.exclude)?;
-        let named = match &self.rename {
-            Some(rules) => rules.project(catalog, &selected)?,
-            None => catalog.project(selected.iter().map(|&position| {
+        let named = match (&self.shard, &self.rename) {
+            (Some(shard), rename) => {
+                let RankTensors { catalog, cuts } =
+                    shard.project(catalog, &selected, read_config)?;
+                match rename {
+                    Some(rules) => rules.project(&catalog, &all_of(&catalog), &cuts)?,
+                    None => catalog,
+                }
+            }
+            (None, Some(rules)) => rules.project(catalog, &selected, &[])?,
+            (None, None) => catalog.project(selected.iter().map(|&position| {
                 let tensor = catalog.tensor_at(position as usize);
                 let from = ProjectedFrom::Whole(position);
                 Projected { name: tensor.name, from, dtype: tensor.dtype }
             }))?,
         };
         let Some(cast) = &self.dtype else { return Ok(named) };
-        let positions: Vec<u32> = (0..named.len() as u32).collect();
+        let positions = all_of(&named);
         let dtypes = cast.dtypes(&named, &positions, &self.keep)?;
         let tensors = positions.iter().zip(&dtypes).map(|(&position, &dtype)| Projected {
             name: named.tensor_at(position as usize).name,
@@ -40,4 +56,9 @@ impl View {
         });
         named.project(tensors)
     }
+}
+
+/// The positions of all tensors.
+fn all_of(catalog: &Catalog) -> Vec<u32> {
+    (0..catalog.len() as u32).collect()
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use super::rules::{NameRule, RuleTable, Rules};
+use super::rules::{NameRule, RuleTable, Rules, dim_of};
 use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor, TensorParts};
 use crate::error::{ErrorKind, Fault, quoted, shown_path};
 use crate::hash::Digest;
@@ -80,17 +80,23 @@ impl RenameRules {
         renamed.unwrap_or_else(|| name.to_owned())
     }
 
-    /// The tensors of `catalog` at the positions `selected`, by these rules.
+    /// The tensors of `catalog` at the positions `selected`, by these rules. `cuts` has, for each
+    /// tensor of a rank, the dimension in which it is cut already; it is empty for whole tensors.
     ///
     /// # Errors
     /// `view` with the file, the rule and the tensor, and `misaligned` where sub-byte elements
     /// would be cut inside a byte.
-    pub(super) fn project(&self, catalog: &Catalog, selected: &[u32]) -> Result<Catalog, Fault> {
+    pub(super) fn project(
+        &self,
+        catalog: &Catalog,
+        selected: &[u32],
+        cuts: &[Option<usize>],
+    ) -> Result<Catalog, Fault> {
         if self.rules.splits.is_empty() {
             let named = self.renamed(catalog, selected)?;
             return self.projected(catalog, &named, &self.rules.names);
         }
-        let parts = self.split(catalog, selected)?;
+        let parts = self.split(catalog, selected, cuts)?;
         let catalog = self.projected(catalog, &parts, &self.rules.splits)?;
         if self.rules.names.is_empty() {
             return Ok(catalog);
@@ -136,7 +142,12 @@ impl RenameRules {
     }
 
     /// The tensors and the parts of those that are split, sorted by name.
-    fn split(&self, catalog: &Catalog, positions: &[u32]) -> Result<Vec<NamedTensor>, Fault> {
+    fn split(
+        &self,
+        catalog: &Catalog,
+        positions: &[u32],
+        cuts: &[Option<usize>],
+    ) -> Result<Vec<NamedTensor>, Fault> {
         let splits = &self.rules.splits;
         let mut used = vec![false; splits.rules.len()];
         let mut named = Vec::with_capacity(positions.len());
@@ -151,6 +162,12 @@ impl RenameRules {
             let fail = |why: &str| self.fault(label, why).tensor(tensor.name);
             used[found.rule] = true;
             let dim = dim_of(rule.dim, &tensor).map_err(|why| fail(&why))?;
+            if cuts.get(position as usize) == Some(&Some(dim)) {
+                return Err(fail(&format!(
+                    "tp= cuts it in dimension {dim}, so its parts lie on several ranks; split the \
+                     checkpoint first, with tensorfs consolidate"
+                )));
+            }
             let sizes = part_sizes(rule.sizes.as_deref(), rule.to.len() as u64, tensor.shape[dim]);
             let sizes = sizes.map_err(|why| fail(&format!("{why} in dimension {dim}")))?;
             let mut start = 0;
@@ -304,16 +321,6 @@ impl PartialEq for RenameRules {
 }
 
 impl Eq for RenameRules {}
-
-/// The dimension `dim` of a tensor, counted from the end if it is negative.
-fn dim_of(dim: i64, tensor: &Tensor<'_>) -> Result<usize, String> {
-    let count = tensor.shape.len() as i64;
-    let own = if dim < 0 { count.saturating_add(dim) } else { dim };
-    if (0..count).contains(&own) {
-        return Ok(own as usize);
-    }
-    Err(format!("has shape {:?}, which has no dimension {dim}", tensor.shape))
-}
 
 /// The extents of the parts that a dimension of extent `size` is split into.
 fn part_sizes(sizes: Option<&[u64]>, count: u64, size: u64) -> Result<Vec<u64>, String> {

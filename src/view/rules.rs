@@ -5,7 +5,9 @@ use std::path::Path;
 
 use regex::Regex;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
+use crate::catalog::Tensor;
 use crate::error::{quoted, shown_path};
 
 /// The rules of a file.
@@ -107,12 +109,7 @@ impl Rules {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let form = "expected TOML with [[rename]], [[split]] and [[fuse]] tables, each with from or \
                     regex, and to";
-        let utf8 = std::str::from_utf8(text)
-            .map_err(|e| fail(format!("{form}; not UTF-8 at byte {}", e.valid_up_to())))?;
-        let toml: RulesToml = toml::from_str(utf8).map_err(|e| {
-            let line = e.span().map_or(1, |span| 1 + utf8[..span.start].matches('\n').count());
-            fail(format!("{form}; line {line}: {}", e.message().replace('\n', " ")))
-        })?;
+        let toml: RulesToml = parse_toml(text).map_err(|why| fail(format!("{form}; {why}")))?;
         if toml.rename.is_empty() && toml.split.is_empty() && toml.fuse.is_empty() {
             return Err(fail(format!("{form}; it has no rule")));
         }
@@ -142,7 +139,7 @@ impl Rules {
         {
             return Err(format!("sizes needs {} numbers from 1, one for each part", to.len()));
         }
-        let given = one_of(from, regex)?;
+        let given = NamePattern::one_of(from, regex)?;
         self.splits.add(number, &[given], &to.iter().map(String::as_str).collect::<Vec<_>>())?;
         self.splits.rules.push(SplitRule { to, dim, sizes });
         Ok(())
@@ -165,30 +162,64 @@ impl Rules {
 
     fn add_rename(&mut self, number: &str, rename: RenameToml) -> Result<(), String> {
         let RenameToml { from, regex, to } = rename;
-        let given = one_of(from, regex)?;
+        let given = NamePattern::one_of(from, regex)?;
         self.names.add(number, &[given], &[&to])?;
         self.names.rules.push(NameRule { to, join: None });
         Ok(())
     }
 }
 
+/// The value that `text` describes, which is TOML.
+///
+/// # Errors
+/// The line and the mistake.
+pub(super) fn parse_toml<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
+    let utf8 =
+        std::str::from_utf8(text).map_err(|e| format!("not UTF-8 at byte {}", e.valid_up_to()))?;
+    toml::from_str(utf8).map_err(|e| {
+        let line = e.span().map_or(1, |span| 1 + utf8[..span.start].matches('\n').count());
+        format!("line {line}: {}", e.message().replace('\n', " "))
+    })
+}
+
+/// The dimension `dim` of a tensor, counted from the end if it is negative.
+pub(super) fn dim_of(dim: i64, tensor: &Tensor<'_>) -> Result<usize, String> {
+    let count = tensor.shape.len() as i64;
+    let own = if dim < 0 { count.saturating_add(dim) } else { dim };
+    if (0..count).contains(&own) {
+        return Ok(own as usize);
+    }
+    Err(format!("has shape {:?}, which has no dimension {dim}", tensor.shape))
+}
+
 /// The tensors that a rule is about.
-enum NamePattern {
+pub(super) enum NamePattern {
     Exact(String),
     Regex(String),
 }
 
-fn one_of(from: Option<String>, regex: Option<String>) -> Result<NamePattern, String> {
-    match (from, regex) {
-        (Some(from), None) => Ok(NamePattern::Exact(from)),
-        (None, Some(regex)) => Ok(NamePattern::Regex(regex)),
-        _ => Err("needs one of from and regex".to_owned()),
+impl NamePattern {
+    /// The only one of the two that is given.
+    pub(super) fn one_of(
+        from: Option<String>,
+        regex: Option<String>,
+    ) -> Result<NamePattern, String> {
+        match (from, regex) {
+            (Some(from), None) => Ok(NamePattern::Exact(from)),
+            (None, Some(regex)) => Ok(NamePattern::Regex(regex)),
+            _ => Err("needs one of from and regex".to_owned()),
+        }
     }
 }
 
 impl<R> RuleTable<R> {
     /// Adds the tensors that the next rule is about, whose new names are `to`. The caller adds the rule.
-    fn add(&mut self, number: &str, given: &[NamePattern], to: &[&str]) -> Result<(), String> {
+    pub(super) fn add(
+        &mut self,
+        number: &str,
+        given: &[NamePattern],
+        to: &[&str],
+    ) -> Result<(), String> {
         let rule = self.rules.len();
         let word = match &given[0] {
             NamePattern::Exact(_) => "from",

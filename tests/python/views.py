@@ -4,6 +4,7 @@ Shares nothing with tensorfs. Sources are read by `oracle.tensors_of`.
 """
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -77,3 +78,16 @@ def fuse(tensors, name, dim):
 def contents(tensors):
     """Name -> dtype, shape and bytes, as `oracle.tensor_bytes` reads them from a file."""
     return {tensor.name: (tensor.dtype, tensor.shape, tensor.data) for tensor in tensors}
+
+
+def chunk(tensor, dim, ranks, rank, parts=1):
+    """The slice of a rank as `torch.chunk` cuts it, from each of the equal parts of the tensor."""
+    slices = []
+    for part in np.split(array(tensor), parts, axis=dim):
+        size = -(-part.shape[dim] // ranks)
+        slices.append(np.take(part, range(min(size * rank, part.shape[dim]), min(size * (rank + 1), part.shape[dim])), axis=dim))
+    return made(tensor.name, tensor.dtype, np.concatenate(slices, axis=dim))
+
+
+def version(path):
+    return os.getxattr(path, "user.tensorfs.version")

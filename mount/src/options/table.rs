@@ -234,6 +234,24 @@ const TABLE: &[OptionRow] = &[
     .repeats()
     .for_queries(),
     OptionRow::value(
+        "tp",
+        |options, value| view(options, "tp", value),
+        &[("N", "with rank=, the slices of one of N tensor-parallel ranks")],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "rank",
+        |options, value| view(options, "rank", value),
+        &[("R", "with tp=N, the rank, from 0 to N-1")],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "tp-rules",
+        |options, value| view(options, "tp-rules", value),
+        &[("FILE", "with tp=N, how tensors are cut; the default is by the model's config.json")],
+    )
+    .for_queries(),
+    OptionRow::value(
         "rename",
         |options, value| view(options, "rename", value),
         &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],

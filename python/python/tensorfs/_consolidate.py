@@ -40,6 +40,9 @@ def consolidate(
     rename: Path | None = None,
     dtype: Any = None,
     keep: Globs = None,
+    tp: int | None = None,
+    rank: int | None = None,
+    tp_rules: Path | None = None,
     overwrite: bool = False,
     verify: bool = False,
 ) -> Consolidated:
@@ -49,7 +52,7 @@ def consolidate(
     `model.safetensors.index.json`, as from the consolidation of torch, and `source` may be several files of one
     checkpoint.
 
-    The other arguments up to `keep` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
+    The other arguments up to `tp_rules` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
     "map=FILE" or "original", `format` is "bintensors", `weight_map` is "hide", and those of `safe_open` are as there.
     If `source` is on a mount, they apply to what the mount shows.
 
@@ -61,7 +64,7 @@ def consolidate(
     words = [(key, value) for key, value in files if value is not None]
     if numbers is not None and words:
         raise error(f"numbers says which files are written: give no {words[0][0].replace('-', '_')} with it")
-    words += view_words(include, exclude, rename, dtype, keep)
+    words += view_words(include, exclude, rename, dtype, keep, tp, rank, tp_rules)
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     listed = None if numbers is None else dict(numbers)
     if listed is not None and len(paths) == 1 and os.path.isdir(paths[0]):

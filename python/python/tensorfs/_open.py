@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
 
@@ -39,7 +40,14 @@ Globs = Union[str, Sequence[str], None]
 
 
 def view_words(
-    include: Globs, exclude: Globs, rename: StrPath | None, dtype: str | None, keep: Globs
+    include: Globs,
+    exclude: Globs,
+    rename: StrPath | None,
+    dtype: str | None,
+    keep: Globs,
+    tp: int | None = None,
+    rank: int | None = None,
+    tp_rules: StrPath | None = None,
 ) -> list[tuple[str, str]]:
     """The options of a view, as `mount -o` takes them."""
     words = []
@@ -51,6 +59,11 @@ def view_words(
             if not isinstance(glob, str):
                 raise TypeError(f"{key}: expected a glob or a list of them, not {type(glob).__name__}")
             words.append((key, glob))
+    for key, number in (("tp", tp), ("rank", rank)):
+        if number is not None:
+            words.append((key, str(operator.index(number))))
+    if tp_rules is not None:
+        words.append(("tp-rules", _path(tp_rules)))
     if rename is not None:
         words.append(("rename", _path(rename)))
     if dtype is not None:
@@ -96,9 +109,13 @@ class safe_open:
     piece: writing to one changes no file, but a process that reads it ends if the file is truncated later.
 
     `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
-    other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or a dtype of torch, to which floating point
-    tensors are cast while they are read, except for quantized tensors, their scales, and those that the globs `keep`
-    match. They apply to what the source shows.
+    other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or
+    a dtype of torch, to which floating point tensors are cast while they are read, except for quantized tensors, their
+    scales, and those that the globs `keep` match. They apply to what the source shows.
+
+    `tp` is the number of ranks of a tensor-parallel group, and `rank` is one of them, from 0: the tensors are the slices
+    of that rank. `tp_rules` is a file with rules that say how they are cut. Without it the family of models decides,
+    by the `config.json` beside the shards.
 
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
@@ -117,6 +134,9 @@ class safe_open:
         rename: StrPath | None = None,
         dtype: Any = None,
         keep: Globs = None,
+        tp: int | None = None,
+        rank: int | None = None,
+        tp_rules: StrPath | None = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -131,9 +151,8 @@ class safe_open:
         found = _frameworks.find(framework, self._gpu)
         loader = _settings.loader(*self._how, self._gpu)
         strict = backend == "pread" or not found.indexes_itself
-        self._open: Reader | None = Reader(
-            open_checkpoint(filename, loader, view_words(include, exclude, rename, dtype, keep)), found, loader, strict, copy
-        )
+        view = view_words(include, exclude, rename, dtype, keep, tp, rank, tp_rules)
+        self._open: Reader | None = Reader(open_checkpoint(filename, loader, view), found, loader, strict, copy)
 
     def __enter__(self) -> safe_open:
         return self

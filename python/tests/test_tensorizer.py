@@ -5,7 +5,7 @@ import numpy as np
 import tensorfs
 import tensorfs.numpy
 from package import Mount, TestCase
-from tensorizer_files import Stored, file_of
+from tensorizer_files import Stored, file_of, write_long
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "U8": np.uint8}
 
@@ -71,6 +71,13 @@ class Tensorizer(TestCase):
                 ((path, begin, end),) = meta.pieces
                 self.assertEqual((meta.data_offsets, path), (None, str(self.file)))
                 self.assertEqual(data[begin:end], array.tobytes())
+
+    def test_parts_behind_the_first_4_gib_are_read(self):
+        path = self.tmp / "long.tensors"
+        last = write_long(path, 2**32 + 9)
+        with tensorfs.safe_open(path, "np") as f:
+            self.assertEqual(f.get_tensor("last").tobytes(), last)
+            np.testing.assert_array_equal(f.get_slice("long")[2**32 - 3 :], np.zeros(12, np.uint8))
 
     def test_a_file_that_is_cut_is_refused(self):
         data = self.file.read_bytes()

@@ -81,6 +81,23 @@ def header_of(tensor):
     return joined([(0, struct.pack("<I", crc)), (1, hashlib.sha256(empty + tensor.data).digest())])
 
 
+def write_long(path, length):
+    """Writes a file whose first tensor, `long`, has `length` zeros that take no space, and returns the bytes of the
+    second, `last`."""
+    last = bytes(range(1, 17))
+    long = Stored.of("long", "U8", [length], b"", is_long=True, hashes=[], data_len=length, entry_len=length)
+    end = Stored.of("last", "F32", [4], last, hashes=[])
+    hole = len(file_of([long, end], end=b"")) - len(header_of(end)) - len(last)
+    end.entry_header = hole + length
+    end.entry_data = end.entry_header + len(header_of(end))
+    data = file_of([long, end])
+    with open(path, "wb") as file:
+        file.write(data[:hole])
+        file.seek(hole + length)
+        file.write(data[hole:])
+    return last
+
+
 def file_of(tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None):
     """A file of tensors. `area` is the size of the area of entries, `area_len` the number that the head has for it."""
     is_long = any(tensor.is_long for tensor in tensors)

@@ -10,6 +10,7 @@ import checkpoints
 import oracle
 from faults import FaultFs, status_of, values_of, without_inotify
 from mounts import HANGS, Child, Mount, TestCase, detach, needs_root, run, wait_until
+from tensorizer_files import Stored, file_of
 
 ERROR_FILE = "TENSORFS-ERROR.txt"
 
@@ -280,6 +281,23 @@ class OnItsWay(Store):
             file.flush()
             time.sleep(1.5)
             file.write(whole[1000:])
+        self.wait_for("one.safetensors", whole)
+        end()
+
+    def test_a_tensorizer_file_whose_head_is_written_last_is_shown_once_it_is_whole(self):
+        data = checkpoints.random_bytes(4, 100_000)
+        made = self.tmp / "made.tensors"
+        made.write_bytes(file_of([Stored.of("a", "U8", [len(data)], data), Stored.of("b", "F32", [2], bytes(8))]))
+        raw, whole = made.read_bytes(), oracle.from_tensorizer(made)
+        self.mounted()
+        end = self.watching(whole, "one.safetensors")
+        with open(self.store / "one.tensors", "wb") as file:
+            # As the serializer does: the list of tensors is filled and counted at the end.
+            for start, part in ((73, bytes(200)), (0, raw[:57] + bytes(16)), (500, raw[500:]), (0, raw)):
+                file.seek(start)
+                file.write(part)
+                file.flush()
+                time.sleep(0.5)
         self.wait_for("one.safetensors", whole)
         end()
 

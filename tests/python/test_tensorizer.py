@@ -11,7 +11,7 @@ import oracle
 from manifest import by_id
 from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files
 from reading import raw_summary, summary
-from tensorizer_files import Stored, file_of
+from tensorizer_files import Stored, file_of, write_long
 
 
 def numbered(folder, count, dtype="BF16"):
@@ -144,6 +144,25 @@ class Sets(TestCase):
             self.assert_refused(tensorfs(command, folder))
         self.assert_refused(tensorfs("consolidate", folder, self.tmp / "out"))
         self.assertFalse((self.tmp / "out").exists())
+
+
+class Long(TestCase):
+    def test_a_tensor_longer_than_32_bits_can_say_is_shown_and_the_one_behind_it(self):
+        length = 5 * 2**30 + 3
+        last = write_long(self.tmp / "long.tensors", length)
+        with Mount(self.tmp / "long.tensors") as m:
+            path = m.path / "long.safetensors"
+            header = oracle.read_header_of(path)
+            self.assertEqual(header.tensors["long"]["shape"], [length])
+            with open(path, "rb") as file:
+                for name, offset, expected in (("last", 0, last), ("long", length - 100, bytes(100)), ("long", 2**32, b"\0")):
+                    file.seek(header.data_start + header.tensors[name]["data_offsets"][0] + offset)
+                    self.assertEqual(file.read(len(expected)), expected)
+        # A tensor of the length that is left after 32 bits is another one.
+        cut = self.tmp / "cut.tensors"
+        write_long(cut, length)
+        os.truncate(cut, cut.stat().st_size - 2**32)
+        self.assert_refused(tensorfs("verify", cut))
 
 
 class Commands(TestCase):

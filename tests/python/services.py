@@ -95,16 +95,17 @@ class Manager:
 
 
 class SystemCtl:
-    """`with SystemCtl(folder, "restart"):` makes `systemctl list-jobs` show that job of the unit."""
+    """`with SystemCtl(folder, "restart"):` makes `systemctl list-jobs` show that job of the unit, after `seconds`."""
 
-    def __init__(self, folder, job):
+    def __init__(self, folder, job, seconds=0):
         self.path = Path(folder) / "bin" / "systemctl"
         self.job = job
+        self.seconds = seconds
 
     def __enter__(self):
         self.path.parent.mkdir(exist_ok=True)
         lines = f"1 other.service stop running\n2 {UNIT} {self.job} running\n"
-        self.path.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
+        self.path.write_text(f"#!/bin/sh\nsleep {self.seconds}\ncat <<'END'\n{lines}END\n")
         self.path.chmod(0o755)
         return self.path
 

@@ -487,6 +487,18 @@ class HandedOver(ServiceCase):
             self.read_afresh(held)
         wait_until(self._reads_new, PATIENCE, "a new open has the new bytes")
 
+    def test_a_restart_is_one_also_if_the_service_manager_answers_slowly(self):
+        service = self.service()
+        held = self.open(self.a / FILE)
+        with SystemCtl(service.folder, "restart", seconds=7):
+            service.process.terminate()
+            # The mount is served until the answer comes.
+            self.assert_same(self.read_afresh(held), self.right)
+            service._wait()
+        service.start()
+        service.wait_until_ready(2)
+        self.assert_same(self.read_afresh(held), self.right)
+
     def test_a_stop_unmounts(self):
         service = self.service()
         with SystemCtl(service.folder, "stop"):

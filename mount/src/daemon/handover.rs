@@ -143,10 +143,10 @@ impl Giver {
         self.server.resume()
     }
 
-    /// Ends the service after `stop`, because another process serves the mount. Returns once this
-    /// process may end.
-    pub(crate) fn give(&self) {
-        self.server.give();
+    /// Ends the service after `stop`, because another process serves the mount. Calls `tell` once this
+    /// process may end; after that it may end at any time.
+    pub(crate) fn give(&self, tell: impl FnOnce()) {
+        self.server.give(tell);
     }
 
     fn write(&self, carried: Carried) -> io::Result<(OwnedFd, Vec<OwnedFd>)> {

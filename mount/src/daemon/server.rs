@@ -171,9 +171,10 @@ impl KernelServer {
         self.run(attended)
     }
 
-    /// Leaves the connection to another process. Returns once all requests that were read are
-    /// answered, unless the kernel gives them to that process.
-    pub(crate) fn give(&self) {
+    /// Leaves the connection to another process. Calls `tell` once all requests that were read are
+    /// answered, unless the kernel gives them to that process. After that this process may end at any
+    /// time.
+    pub(crate) fn give(&self, tell: impl FnOnce()) {
         let shared = &*self.0;
         let stopped = match &mut shared.state.lock().phase {
             ServerPhase::Stopped(stopped) => stopped.take(),
@@ -185,6 +186,7 @@ impl KernelServer {
         }
         // The other process goes on with the registrations of passthrough, which a drop would close.
         std::mem::forget(shared.fs.clone());
+        tell();
         shared.state.lock().phase = ServerPhase::Given;
         shared.changed.notify_all();
     }

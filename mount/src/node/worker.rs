@@ -83,11 +83,13 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
                 Order::Prepare => prepare(&channel, giver.get()),
                 Order::HandOver => hand_over(&channel, giver.get()),
                 Order::Give => {
-                    if let Some(giver) = giver.get() {
-                        giver.give();
+                    // A thread that waits for its source may keep this process from ending, so the
+                    // supervisor does not wait for the end.
+                    let tell = || drop(channel.send(&Report::Given, &[]));
+                    match giver.get() {
+                        Some(giver) => giver.give(tell),
+                        None => tell(),
                     }
-                    // A thread that waits for its source may keep this process from ending.
-                    let _ = channel.send(&Report::Given, &[]);
                     // The end of the supervisor means nothing to a mount of another process.
                     return;
                 }

@@ -261,7 +261,6 @@ fn read_tensors(reader: &mut dyn RangeReader) -> Result<Vec<StoredTensor>, Parse
     let mut area = vec![0; head.entries_len as usize];
     reader.read_exact_at(HEAD_LEN, &mut area)?;
     let mut entries = entries::decode(&area, &head)?;
-    drop(area);
     entries.sort_by_key(|entry| entry.header_start);
     let entries_end = HEAD_LEN + head.entries_len;
     let mut end = entries.first().map_or(0, |first| first.header_start);
@@ -290,7 +289,7 @@ fn read_tensors(reader: &mut dyn RangeReader) -> Result<Vec<StoredTensor>, Parse
 }
 
 /// Length of the header of a tensor, which has to begin at `previous_end`.
-fn header_len(entry: &ListedTensor, previous_end: u64, file_len: u64) -> Result<u64, Fault> {
+fn header_len(entry: &ListedTensor<'_>, previous_end: u64, file_len: u64) -> Result<u64, Fault> {
     let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     let data_end = data_start.checked_add(data_len);
     if header_start > file_len || data_end.is_none_or(|end| end > file_len) {
@@ -326,7 +325,7 @@ fn header_len(entry: &ListedTensor, previous_end: u64, file_len: u64) -> Result<
 }
 
 /// The tensor of `entry`, whose header has the bytes `header`.
-fn stored(entry: ListedTensor, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
+fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
     let hashes = fields::compare(&entry, header)?;
     let (dtype, shape) = entries::element_type(&entry)?;
     let Some(bits) = dtype.bits_of(&shape) else {

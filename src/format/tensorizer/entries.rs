@@ -53,12 +53,12 @@ const F4_PACKED: u64 = 2;
 
 /// The entry of a tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct ListedTensor {
+pub(super) struct ListedTensor<'a> {
     pub(super) name: TensorName,
     /// The bytes of the name as they are stored.
-    pub(super) stored_name: Vec<u8>,
+    pub(super) stored_name: &'a [u8],
     pub(super) kind: u8,
-    pub(super) dtype: Vec<u8>,
+    pub(super) dtype: &'a [u8],
     pub(super) shape: Vec<u64>,
     /// Whether its dimensions have 64 bits, in its header too.
     pub(super) is_long: bool,
@@ -68,7 +68,7 @@ pub(super) struct ListedTensor {
 }
 
 /// Decodes the entries of a file, in their order.
-pub(super) fn decode(area: &[u8], head: &FileHead) -> Result<Vec<ListedTensor>, Fault> {
+pub(super) fn decode<'a>(area: &'a [u8], head: &FileHead) -> Result<Vec<ListedTensor<'a>>, Fault> {
     if head.count > head.entries_len / ENTRY_LEN_MIN {
         let message = format!(
             "lists {} tensors in {} bytes, an entry takes at least {ENTRY_LEN_MIN}",
@@ -85,13 +85,13 @@ pub(super) fn decode(area: &[u8], head: &FileHead) -> Result<Vec<ListedTensor>, 
     Ok(entries)
 }
 
-fn entry(fields: &mut Fields<'_>, versioned: bool) -> Result<ListedTensor, Fault> {
+fn entry<'a>(fields: &mut Fields<'a>, versioned: bool) -> Result<ListedTensor<'a>, Fault> {
     let version = if versioned { fields.u32("the version of an entry")? } else { SHORT };
     if version != SHORT && version != LONG {
         return Err(fields.bad(&format!("an entry has the version {version}, 1 or 5 expected")));
     }
-    let stored_name = fields.bytes_16("the name of a tensor")?.to_vec();
-    let name = TensorName::decode(&stored_name)?;
+    let stored_name = fields.bytes_16("the name of a tensor")?;
+    let name = TensorName::decode(stored_name)?;
     let mut entry =
         ListedTensor { name, stored_name, is_long: version == LONG, ..ListedTensor::default() };
     match details(fields, &mut entry) {
@@ -101,17 +101,17 @@ fn entry(fields: &mut Fields<'_>, versioned: bool) -> Result<ListedTensor, Fault
 }
 
 /// Decodes the fields behind the name.
-fn details(fields: &mut Fields<'_>, entry: &mut ListedTensor) -> Result<(), Fault> {
+fn details<'a>(fields: &mut Fields<'a>, entry: &mut ListedTensor<'a>) -> Result<(), Fault> {
     entry.kind = fields.u8("the type of a tensor")?;
     if !KINDS.contains(&entry.kind) {
         let message = format!("the type of a tensor is {}, 0 to 2 expected", entry.kind);
         return Err(fields.bad(&message));
     }
-    if entry.name.is_path && entry.kind != STATE_DICT {
+    if entry.name.is_path() && entry.kind != STATE_DICT {
         let message = format!("its name is a path, so its type is 2, not {}", entry.kind);
         return Err(fields.bad(&message));
     }
-    entry.dtype = fields.bytes_8("a dtype")?.to_vec();
+    entry.dtype = fields.bytes_8("a dtype")?;
     entry.shape = fields.shape(entry.is_long)?;
     entry.header_start = fields.u64("the start of a header")?;
     entry.data_start = fields.u64("the start of data")?;
@@ -120,7 +120,7 @@ fn details(fields: &mut Fields<'_>, entry: &mut ListedTensor) -> Result<(), Faul
 }
 
 /// The element type and the shape of a tensor in other formats.
-pub(super) fn element_type(entry: &ListedTensor) -> Result<(Dtype, Vec<u64>), Fault> {
+pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>), Fault> {
     let ListedTensor { dtype: code, shape, .. } = entry;
     let unknown = |why: &str| {
         let text = quoted(&String::from_utf8_lossy(code));

@@ -94,7 +94,7 @@ impl<'a> Fields<'a> {
 }
 
 /// Compares the header of a tensor with its entry, and returns the hashes in it.
-pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<Vec<HeaderHash>, Fault> {
+pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<HeaderHash>, Fault> {
     let mut fields = Fields::new(header, entry.header_start);
     let len = fields.u64("the length of a header")?;
     if len != header.len() as u64 {
@@ -119,11 +119,11 @@ pub(super) fn compare(entry: &ListedTensor, header: &[u8]) -> Result<Vec<HeaderH
     }
     let name = fields.bytes_16("the name of a tensor")?;
     if name != entry.stored_name {
-        return differs("name", &text(name), &text(&entry.stored_name));
+        return differs("name", &text(name), &text(entry.stored_name));
     }
     let dtype = fields.bytes_8("a dtype")?;
     if dtype != entry.dtype {
-        return differs("dtype", &text(dtype), &text(&entry.dtype));
+        return differs("dtype", &text(dtype), &text(entry.dtype));
     }
     let shape = fields.shape(entry.is_long)?;
     if shape != entry.shape {

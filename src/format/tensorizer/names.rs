@@ -1,5 +1,7 @@
 //! Names of tensors: text, or a path through nested dicts and lists.
 
+use std::borrow::Cow;
+
 use serde::Deserialize;
 
 use crate::error::{ErrorKind, Fault, quoted};
@@ -12,10 +14,8 @@ const PATH_MARK: u8 = 0x1e;
 pub(super) struct TensorName {
     /// The name in other formats: text as it is, the steps of a path joined by dots.
     pub(super) joined: String,
-    /// Whether it is a path.
-    pub(super) is_path: bool,
-    /// Its steps as JSON, with a comma after each. A path begins with the key of each path above it.
-    key: String,
+    /// The key of a path, `None` for text.
+    path: Option<String>,
 }
 
 /// A step of a path: the key of a dict, or a position in a list.
@@ -27,6 +27,19 @@ enum PathStep {
 }
 
 impl TensorName {
+    /// Whether it is a path.
+    pub(super) fn is_path(&self) -> bool {
+        self.path.is_some()
+    }
+
+    /// Its steps as JSON, with a comma after each. A path begins with the key of each path above it.
+    fn key(&self) -> Cow<'_, str> {
+        match &self.path {
+            Some(key) => key.into(),
+            None => key_of(&[PathStep::Key(self.joined.clone())]).into(),
+        }
+    }
+
     /// Decodes the bytes of a name.
     pub(super) fn decode(bytes: &[u8]) -> Result<TensorName, Fault> {
         let Some((&first, rest)) = bytes.split_first() else {
@@ -40,8 +53,7 @@ impl TensorName {
                 format!("the name of a tensor is not UTF-8 at its byte {}", e.valid_up_to());
             Fault::new(ErrorKind::HeaderUtf8, message)
         })?;
-        let key = key_of(&[PathStep::Key(name.to_owned())]);
-        Ok(TensorName { joined: name.to_owned(), is_path: false, key })
+        Ok(TensorName { joined: name.to_owned(), path: None })
     }
 }
 
@@ -64,7 +76,7 @@ fn path(json: &[u8]) -> Result<TensorName, Fault> {
         PathStep::Position(position) => position.to_string(),
     });
     let joined = texts.collect::<Vec<_>>().join(".");
-    Ok(TensorName { joined, is_path: true, key: key_of(&steps) })
+    Ok(TensorName { joined, path: Some(key_of(&steps)) })
 }
 
 fn key_of(steps: &[PathStep]) -> String {
@@ -86,8 +98,8 @@ fn key_of(steps: &[PathStep]) -> String {
 pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) -> Result<(), Fault> {
     let mut names: Vec<&TensorName> = names.collect();
     names.sort_unstable_by(|a, b| a.joined.cmp(&b.joined));
-    if let Some(&[first, second]) = pairs(&names).find(|[a, b]| a.joined == b.joined) {
-        let message = if first.key == second.key {
+    if let Some([first, second]) = names.windows(2).find(|pair| pair[0].joined == pair[1].joined) {
+        let message = if first.path == second.path {
             "stands twice in the file, so the file can be read in two ways"
         } else {
             "is the name of two tensors once the steps of their paths are joined by dots; save \
@@ -95,17 +107,19 @@ pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) ->
         };
         return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(&first.joined));
     }
-    names.sort_unstable_by(|a, b| a.key.cmp(&b.key));
-    match pairs(&names).find(|[above, below]| below.key.starts_with(&above.key)) {
+    if !names.iter().any(|name| name.is_path()) {
+        return Ok(());
+    }
+    let mut keys: Vec<(Cow<'_, str>, &TensorName)> =
+        names.iter().map(|name| (name.key(), *name)).collect();
+    keys.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+    let through = |pair: &&[(Cow<'_, str>, &TensorName)]| pair[1].0.starts_with(&*pair[0].0);
+    match keys.windows(2).find(through) {
         None => Ok(()),
-        Some([first, second]) => {
-            let message =
-                format!("is a tensor and also a step of the path {}", quoted(&second.joined));
-            Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(&first.joined))
+        Some(pair) => {
+            let path = quoted(&pair[1].1.joined);
+            let message = format!("is a tensor and also a step of the path {path}");
+            Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(&pair[0].1.joined))
         }
     }
-}
-
-fn pairs<'a, 'b>(names: &'b [&'a TensorName]) -> impl Iterator<Item = &'b [&'a TensorName; 2]> {
-    names.windows(2).filter_map(|pair| pair.first_chunk())
 }

@@ -56,8 +56,8 @@ pub use open_options::{Links, OpenOptions, Prefer};
 pub use plan::TensorRequest;
 pub use reader::Reader;
 pub use view::{
-    CutRules, DtypeCast, DtypeMap, FileMap, FileSpec, Files, MapPolicy, NameGlob, RenameRules,
-    TensorOrder, TensorParallel, View,
+    CutRules, DtypeCast, DtypeMap, FileMap, FileSpec, Files, MapPolicy, NameGlob, NamedViews,
+    RenameRules, TensorOrder, TensorParallel, View,
 };
 pub use words::UnknownWord;
 

@@ -1,10 +1,12 @@
 //! The options for the open of a source: how its sets are found and proved, and the view on them.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use crate::view::{ReadText, View};
+use crate::error::real_name;
+use crate::view::{NamedViews, ReadText, View};
 use crate::words;
 
 /// The choice if a whole file and a sharded set have the same name.
@@ -74,6 +76,8 @@ pub struct OpenOptions {
     pub index: Option<PathBuf>,
     /// How the sets are presented.
     pub view: View,
+    /// Several views, each of which a mount shows as a folder. Then `view` is the default.
+    pub views: Option<Arc<NamedViews>>,
 }
 
 impl OpenOptions {
@@ -84,6 +88,10 @@ impl OpenOptions {
         let mut json = self.view.to_json();
         json.insert("prefer".to_owned(), self.prefer.as_str().into());
         json.insert("follow".to_owned(), json!(self.follow));
+        if let Some(views) = &self.views {
+            json.insert("views".to_owned(), real_name(views.path()).into());
+            json.insert("views-digest".to_owned(), views.digest().to_string().into());
+        }
         json.into()
     }
 
@@ -93,8 +101,19 @@ impl OpenOptions {
     #[doc(hidden)]
     pub fn from_json(json: &Value, read: ReadText<'_>) -> Option<OpenOptions> {
         let follow = json.get("follow")?.as_array()?.iter();
+        let views = match json.get("views") {
+            None => None,
+            Some(file) => {
+                let (path, text) = read(file.as_str()?.as_ref()).ok()?;
+                let views = NamedViews::parse(&path, &text, read).ok()?;
+                let digest = views.digest().to_string();
+                (json.get("views-digest")?.as_str()? == digest).then_some(())?;
+                Some(Arc::new(views))
+            }
+        };
         Some(OpenOptions {
             view: View::from_json(json, read)?,
+            views,
             prefer: json.get("prefer")?.as_str()?.parse().ok()?,
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))

@@ -12,6 +12,7 @@ use tensorfs::internal::error::quoted;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
+use tensorfs::internal::view::View;
 use tensorfs::words;
 
 pub(crate) use access::AccessRule;
@@ -275,6 +276,11 @@ impl Options {
             options.apply(&option, &mut seen, sloppy)?;
         }
         options.open.view.check()?;
+        if options.open.views.is_some() && options.open.view != View::default() {
+            let why = "option views: each view has its own options: give layout=, format= and so on \
+                       in its file";
+            return Err(why.to_owned());
+        }
         if !options.access.is_empty() && !options.allow_other {
             return Err("option access= needs allow_other: it lets other users in".to_owned());
         }

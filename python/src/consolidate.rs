@@ -81,11 +81,13 @@ fn outline(sources: &[PathBuf], view: View) -> tensorfs::Result<Outline> {
     let is_default = view == View::default();
     let (path, options) = match resolve_mount(source) {
         Some(MountOrigin { path, options, part: None }) if is_default => (path, options),
-        Some(MountOrigin { path, options, part: None }) if options.view.keeps_tensors() => {
+        Some(MountOrigin { path, options, part: None })
+            if options.view.keeps_tensors() && options.views.is_none() =>
+        {
             (path, OpenOptions { view, ..options })
         }
-        // These are read through the mount: one of several files of a view, and the tensors of a
-        // view that another view is put on.
+        // These are read through the mount: one of several files of a view, several views, and the
+        // tensors of a view that another view is put on.
         Some(_) | None => {
             (source.clone(), OpenOptions { links: Links::Inside, view, ..OpenOptions::default() })
         }

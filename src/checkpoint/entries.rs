@@ -50,6 +50,7 @@ impl Tree {
     /// The files that folder `id` shows, by name; its subfolders are shown beside them.
     pub fn entries(&self, id: FolderId, proved: &Proved) -> Vec<MountEntry> {
         let folder = self.folder(id);
+        let map = self.options_of(&folder).view.map;
         let mut shown = Vec::new();
         let whole = |file: &File, proved| MountEntry {
             name: file.name.clone(),
@@ -66,12 +67,12 @@ impl Tree {
         for set in proved.sets.iter().filter(|set| set.shown_at_parent.is_none()) {
             let Ok(checkpoint) = &set.outcome else { continue };
             if checkpoint.files.is_empty() {
-                let files = set.files.iter().filter(|name| self.shows_map(checkpoint, name));
+                let files = set.files.iter().filter(|name| shows_map(map, checkpoint, name));
                 shown.extend(files.filter_map(|name| {
                     Some(whole(folder.file(name)?, checkpoint.source(name).cloned()))
                 }));
             } else {
-                self.show_virtual(checkpoint, &mut shown);
+                show_virtual(map, checkpoint, &mut shown);
             }
         }
         if let Some(text) = error_text(proved, &folder.lacks) {
@@ -97,7 +98,7 @@ impl Tree {
             return merged;
         };
         if !is_named(&folder.path, |name| name == "blobs")
-            || self.options.view.files == Files::Original
+            || self.options_of(folder).view.files == Files::Original
         {
             return merged;
         }
@@ -137,35 +138,32 @@ impl Tree {
         }
         emptied
     }
+}
 
-    fn shows_map(&self, checkpoint: &Checkpoint, name: &str) -> bool {
-        self.options.view.map != MapPolicy::Hide
-            || checkpoint.weight_map().is_none_or(|(map, _)| map != name)
+fn shows_map(map: MapPolicy, checkpoint: &Checkpoint, name: &str) -> bool {
+    map != MapPolicy::Hide || checkpoint.weight_map().is_none_or(|(file, _)| file != name)
+}
+
+fn show_virtual(map: MapPolicy, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<MountEntry>) {
+    shown.extend(checkpoint.virtual_files().map(|file| {
+        let name = file.spec().name.clone().into();
+        MountEntry { name, content: Content::Virtual(file) }
+    }));
+    // Readers of weight maps expect safetensors.
+    if checkpoint.format != OutputFormat::Safetensors || map != MapPolicy::Rewrite {
+        return;
     }
-
-    fn show_virtual(&self, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<MountEntry>) {
-        shown.extend(checkpoint.virtual_files().map(|file| {
-            let name = file.spec().name.clone().into();
-            MountEntry { name, content: Content::Virtual(file) }
-        }));
-        // Readers of weight maps expect safetensors.
-        if checkpoint.format != OutputFormat::Safetensors
-            || self.options.view.map != MapPolicy::Rewrite
-        {
-            return;
+    let (name, metadata) = match checkpoint.weight_map() {
+        Some((name, metadata)) => (name.to_owned(), metadata.clone()),
+        // The consolidation of rank shards writes a weight map beside its file, and some
+        // readers of such files need it.
+        None if checkpoint.kind == SetKind::Dcp || checkpoint.files.len() > 1 => {
+            (names::weight_map(&checkpoint.name), Map::new())
         }
-        let (name, metadata) = match checkpoint.weight_map() {
-            Some((name, metadata)) => (name.to_owned(), metadata.clone()),
-            // The consolidation of rank shards writes a weight map beside its file, and some
-            // readers of such files need it.
-            None if checkpoint.kind == SetKind::Dcp || checkpoint.files.len() > 1 => {
-                (names::weight_map(&checkpoint.name), Map::new())
-            }
-            None => return,
-        };
-        let text = weight_map_text(checkpoint, &metadata);
-        shown.push(MountEntry { name: name.into(), content: Content::Text(text.into()) });
-    }
+        None => return,
+    };
+    let text = weight_map_text(checkpoint, &metadata);
+    shown.push(MountEntry { name: name.into(), content: Content::Text(text.into()) });
 }
 
 /// The weight map of the virtual files of `checkpoint`.

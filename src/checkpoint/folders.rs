@@ -103,7 +103,9 @@ impl Folders {
 
     fn insert(&mut self, id: FolderId, folder: Folder) {
         self.weight.add(Weight::of(&folder));
-        self.by_path.entry(folder.path.clone()).or_default().push(id);
+        if !folder.made {
+            self.by_path.entry(folder.path.clone()).or_default().push(id);
+        }
         for target in folder.targets.iter() {
             self.by_target.entry(target.clone()).or_default().insert(id);
         }

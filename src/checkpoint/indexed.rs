@@ -90,7 +90,7 @@ impl<'a> FolderIndex<'a> {
     pub(super) fn file_name(&self) -> String {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
-        let options = &self.tree.options;
+        let options = self.tree.options_of(self.folder);
         let bintensors = u8::from(options.view.format == OutputFormat::Bintensors);
         let looked_at = [u8::from(options.prefer == Prefer::Shards) | bintensors << 1];
         file_name(&[folder, only, &looked_at], EXTENSION)
@@ -222,7 +222,7 @@ impl<'a> FolderIndex<'a> {
         judged: bool,
         files: &[FileRecord],
     ) -> Result<crate::Result<Checkpoint>, String> {
-        let (catalog, options) = (record.catalog, &self.tree.options);
+        let (catalog, options) = (record.catalog, self.tree.options_of(self.folder));
         let mut sources = Vec::with_capacity(catalog.shards.len());
         for shard in &catalog.shards {
             let file = self.folder.file(&shard.name).ok_or("lists a shard that does not exist")?;

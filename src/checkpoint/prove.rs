@@ -61,7 +61,7 @@ impl Tree {
             proved.notes.clear();
         }
         let alone = winners.iter().all(|set| set.kind.is_one_file());
-        let options = &self.options;
+        let options = self.options_of(folder);
         let mut links = FirstLinks::new();
         let mut judged: Vec<Judged> = Vec::with_capacity(winners.len());
         for candidate in winners {

@@ -13,6 +13,7 @@ use crate::source::{Identity, Version};
 use crate::store::Store;
 use crate::store::resolve::{LinkBounds, Unusable};
 use crate::sync::RwLock;
+use crate::view::View;
 
 use super::folders::Folders;
 use super::scan::{Graft, LIMITS, LeftOut, Scan};
@@ -70,6 +71,10 @@ pub struct Folder {
     pub(super) targets: Arc<[PathBuf]>,
     /// Time of its listing in seconds since 1970.
     pub(super) listed: i64,
+    /// Position of the view that presents its sets. `None` if the source has one view.
+    pub(super) view: Option<usize>,
+    /// Whether the tree has made it: no folder of the source has its entries.
+    pub(super) made: bool,
 }
 
 /// A scanned source. Contents are proved folder by folder. Names stay as they were scanned, until
@@ -89,6 +94,8 @@ pub struct Tree {
     /// the work for its own folder.
     pub(super) folders: RwLock<Folders>,
     pub(super) bounds: LinkBounds,
+    /// The options for each of several views, with its name.
+    views: Vec<(OsString, OpenOptions)>,
     /// Stands for each folder that is gone.
     nothing: Arc<Folder>,
 }
@@ -113,6 +120,7 @@ impl Tree {
             folders: RwLock::default(),
             nothing: Arc::default(),
             bounds: LinkBounds::new(root.clone(), follow, options.links),
+            views: views_of(options),
         };
         if identity.is_folder() {
             tree.scan_folders(root)?;
@@ -141,7 +149,9 @@ impl Tree {
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
         self.scan_folders(folder)?;
-        if self.folder(0).file(name).is_none() {
+        // With several views the root is followed by the folder of the first one.
+        let own = self.folder(usize::from(!self.views.is_empty()));
+        if own.file(name).is_none() {
             let why = match self.options.links {
                 Links::Inside => {
                     "a link out of its folder; allow its target with -o follow=DIR".to_owned()
@@ -156,11 +166,76 @@ impl Tree {
     fn scan_folders(&mut self, root: PathBuf) -> Result<()> {
         // If the source is one file, folders beside it do not matter.
         let scan = Scan::new(&self.bounds, LIMITS, self.only.is_none());
-        let (folders, left_out) = scan.run(root, Graft::default())?;
-        self.folders.write().graft(None, folders);
+        let (scanned, left_out) = scan.run(root, Graft::default())?;
+        if self.views.is_empty() {
+            self.folders.write().graft(None, scanned);
+        } else {
+            self.graft_views(scanned)?;
+        }
         // If the source is one file, names beside it are not reported.
         self.left_out = if self.only.is_none() { left_out } else { LeftOut::default() };
         Ok(())
+    }
+
+    /// Shows the folders of the source once for each view, in a folder of its name.
+    ///
+    /// # Errors
+    /// If these are too many.
+    fn graft_views(&self, scanned: Vec<Folder>) -> Result<()> {
+        let Some(source) = scanned.first() else { return Ok(()) };
+        let root = Folder {
+            path: source.path.clone(),
+            identity: source.identity,
+            listed: source.listed,
+            made: true,
+            ..Folder::default()
+        };
+        let mut folders = self.folders.write();
+        let id = folders.graft(None, vec![root.clone()]);
+        let mut children = Vec::with_capacity(self.views.len());
+        for (view, (name, _)) in self.views.iter().enumerate() {
+            let placed = scanned.iter().map(|folder| Folder {
+                relative: in_folder(name, &folder.relative),
+                view: Some(view),
+                ..folder.clone()
+            });
+            children.push((name.clone(), folders.graft(Some(id), placed.collect())));
+        }
+        folders.replace(id, Folder { children, ..root });
+        let weight = folders.weight;
+        if weight.entries > LIMITS.entries || weight.linked_entries > LIMITS.linked_entries {
+            return Err(Error::usage(format!(
+                "{}: {} views have {} files and folders, {} of them behind links; at most {} and \
+                 {} can be shown",
+                shown_path(&self.source),
+                self.views.len(),
+                weight.entries + weight.linked_entries,
+                weight.linked_entries,
+                LIMITS.entries,
+                LIMITS.linked_entries
+            )));
+        }
+        Ok(())
+    }
+
+    /// The options for the sets of `folder`.
+    pub fn options_of(&self, folder: &Folder) -> &OpenOptions {
+        folder.view.and_then(|view| self.views.get(view)).map_or(&self.options, |(_, own)| own)
+    }
+
+    /// The options for the sets in the folder `path` of the tree, which may be gone.
+    pub fn options_at(&self, path: &Path) -> &OpenOptions {
+        let first = path.components().next().map(|first| first.as_os_str());
+        let view = self.views.iter().find(|(name, _)| Some(name.as_os_str()) == first);
+        view.map_or(&self.options, |(_, own)| own)
+    }
+
+    /// Whether `folder` shows the source itself.
+    pub(super) fn is_source(&self, folder: &Folder) -> bool {
+        match folder.parent {
+            None => true,
+            Some(parent) => self.folder(parent).made,
+        }
     }
 
     /// The numbers of all folders, parents before children.
@@ -296,6 +371,19 @@ fn look_at(bounds: &LinkBounds, path: &Path) -> Option<(PathBuf, Identity)> {
     let (real, _) = bounds.resolve(path).ok()?;
     let Version::Inode(now) = Store::Local.fresh_version(&real).ok()?;
     now.is_file().then_some((real, now))
+}
+
+/// The options for each view of `options.views`.
+fn views_of(options: &OpenOptions) -> Vec<(OsString, OpenOptions)> {
+    let views = options.views.iter().flat_map(|views| views.iter());
+    let options_of =
+        |view: &View| OpenOptions { view: view.clone(), views: None, ..options.clone() };
+    views.map(|(name, view)| (name.into(), options_of(view))).collect()
+}
+
+/// `relative` in the folder `name`. Joining an empty path would add a slash.
+fn in_folder(name: &OsStr, relative: &Path) -> PathBuf {
+    if relative.as_os_str().is_empty() { name.into() } else { Path::new(name).join(relative) }
 }
 
 fn is_twin(name: &OsStr) -> bool {

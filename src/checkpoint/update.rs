@@ -139,7 +139,11 @@ impl Tree {
             let listing = match read(&self.bounds, path) {
                 _ if places.is_empty() => None,
                 Ok(listing) => Some(listing),
-                Err(error) if is_gone(&error) && places.iter().all(|(id, _)| *id != 0) => None,
+                Err(error)
+                    if is_gone(&error) && !places.iter().any(|(_, at)| self.is_source(at)) =>
+                {
+                    None
+                }
                 Err(error) => return Err(error),
             };
             let done = match &listing {
@@ -203,6 +207,7 @@ impl Tree {
             path: before.path.clone(),
             parent: before.parent,
             linked: before.linked,
+            view: before.view,
             ..listing.folder()
         };
         let left = self.limits_without(before);
@@ -330,7 +335,8 @@ impl Tree {
         }
         let scan = Scan::new(&self.bounds, limits, true);
         match scan.run(child.real.clone(), Graft { relative, above, linked }) {
-            Ok((folders, left_out)) => {
+            Ok((mut folders, left_out)) => {
+                folders.iter_mut().for_each(|folder| folder.view = parent.view);
                 left_out.lines.iter().for_each(|line| tracing::warn!("{line}"));
                 Ok(folders)
             }

@@ -15,7 +15,7 @@ use tensorfs::internal::format::OutputFormat;
 
 use super::args;
 use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
-use super::sources::{open_source, query_options};
+use super::sources::{open_source_with_views, query_options};
 use super::stopping::{check_stopped, stop_on_signals};
 use super::verify::bar;
 
@@ -24,7 +24,7 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     let started = Instant::now();
     let options = query_options(&args.source)?;
     let settings = options.settings();
-    let tree = open_source(&args.source, options)?;
+    let tree = open_source_with_views(&args.source, options)?;
     let outline = Outline::of(&tree)?;
     let copier = Copier::new(settings);
     let write = WriteOptions { replace: args.force, verify: args.verify, beside_others: false };

@@ -12,7 +12,7 @@ use tensorfs::internal::strided::{OuterBox, StridedCopy};
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text, printable};
-use super::sources::{FoundSet, open_source, prove_all, query_options};
+use super::sources::{FoundSet, open_source_with_views, prove_all, query_options};
 use crate::log;
 
 /// A tensor and its place in the file that shows it.
@@ -109,7 +109,7 @@ struct Looked {
 
 fn look(args: &args::SourceArgs) -> Result<Looked, Failure> {
     let options = query_options(args)?;
-    let tree = open_source(args, options)?;
+    let tree = open_source_with_views(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };
     for FoundSet { directory, set } in found {

@@ -21,16 +21,37 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
     folder.map(|folder| format!("index-dir={}", escape(&folder.to_string_lossy())))
 }
 
-/// Scans the source of a query. For a path on a mount, scans the source behind it with the view of
-/// the mount, unless `-o` is given.
+/// Scans the source of a query that is about one view. For a path on a mount, scans the source
+/// behind it with the view of the mount, unless `-o` is given.
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
+    if options.open.views.is_some() {
+        let why = "option views: only mount, serve, ls, inspect and consolidate take several views";
+        return Err(Failure::Usage(why.to_owned()));
+    }
+    scan_source(args, options, false)
+}
+
+/// As `open_source`, also for a source with several views.
+pub(super) fn open_source_with_views(
+    args: &args::SourceArgs,
+    options: Options,
+) -> Result<Tree, Failure> {
+    scan_source(args, options, true)
+}
+
+fn scan_source(
+    args: &args::SourceArgs,
+    options: Options,
+    with_views: bool,
+) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
     let (mut path, mut open) = (args.source.clone(), options.open);
     if let Some(MountOrigin { path: source, options: mounted, .. }) = resolve_mount(&args.source) {
         path = source;
         if args.options.is_empty() {
             let OpenOptions { expect_shards, reference, .. } = open;
-            open = OpenOptions { expect_shards, reference, ..mounted };
+            let views = mounted.views.clone().filter(|_| with_views);
+            open = OpenOptions { expect_shards, reference, views, ..mounted };
         }
     }
     let tree = Tree::scan(&path, &OpenOptions { index, ..open })?;

@@ -420,7 +420,6 @@ fn serve(
         passthrough: options.passthrough == Passthrough::Auto,
         is_root: !by_fusermount,
         max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
-        view: options.open.to_json(),
         source: nodes.tree().folder(0).path.clone(),
     };
     let (store_queue, store_worker) = page_cache_store::store_queue();
@@ -451,7 +450,7 @@ fn serve(
     store_worker.start(cache, counters, Box::new(store), forget.clone(), watcher.clone())?;
     let mut takeover = None;
     if let Some((handshake, carried)) = received {
-        takeover = Some(fs.take_up(carried, &options.open, forget.clone()));
+        takeover = Some(fs.take_up(carried, forget.clone()));
         // If the rest fails, the other process goes on with the registrations of passthrough, which
         // a drop would close.
         std::mem::forget(fs.clone());

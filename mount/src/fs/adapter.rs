@@ -399,8 +399,7 @@ impl FsState {
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path, reply);
             pool.spawn(pending, move |pending| {
-                let mut found =
-                    attributes::of(&shared.nodes.tree(), &shared.common.view, &node, caller);
+                let mut found = attributes::of(&shared.nodes.tree(), &node, caller);
                 found.extend(attributes::tail_of(&shared.nodes, &node));
                 if let Some(reply) = pending.take() {
                     then(&found, reply);

@@ -50,8 +50,6 @@ pub(crate) struct Common {
     pub is_root: bool,
     /// Largest request in bytes.
     pub max_request: u32,
-    /// The view as JSON, for `user.tensorfs.source`.
-    pub view: serde_json::Value,
     /// The source.
     pub source: PathBuf,
 }
@@ -98,12 +96,7 @@ impl Common {
 }
 
 /// The extended attributes of `node` that the caller may see.
-pub(crate) fn of(
-    tree: &Tree,
-    view: &serde_json::Value,
-    node: &Node,
-    (uid, gid): (u32, u32),
-) -> Vec<(&'static str, String)> {
+pub(crate) fn of(tree: &Tree, node: &Node, (uid, gid): (u32, u32)) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
     let folder = tree.folder(node.folder()).path.clone();
     let may_read_files = || match &node.kind {
@@ -117,15 +110,16 @@ pub(crate) fn of(
         _ => true,
     };
     if access::may_read_folder(&folder, uid, gid) && may_read_files() {
-        found.extend(source_of(tree, view, node).map(|source| (XATTR_SOURCE, source)));
+        found.extend(source_of(tree, node).map(|source| (XATTR_SOURCE, source)));
     }
     found.extend(node.version().map(|version| (XATTR_VERSION, version)));
     found
 }
 
 /// The value of `XATTR_SOURCE`.
-fn source_of(tree: &Tree, view: &serde_json::Value, node: &Node) -> Option<String> {
-    let mut folder = tree.folder(node.folder()).path.clone();
+fn source_of(tree: &Tree, node: &Node) -> Option<String> {
+    let found = tree.folder(node.folder());
+    let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
     let (mut member, mut part) = (None, None);
     match &node.kind {
         NodeKind::Folder => {

@@ -2,12 +2,15 @@
 
 use std::ffi::OsStr;
 use std::ops::RangeInclusive;
+use std::path::Path;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
 use tensorfs::internal::source::read_text;
+use tensorfs::internal::view::NamedViews;
 use tensorfs::internal::words::UnknownWord;
 
 use super::access::AccessRule;
@@ -276,6 +279,20 @@ const TABLE: &[OptionRow] = &[
     )
     .repeats()
     .for_queries(),
+    OptionRow::value(
+        "views",
+        |options, value| {
+            let (path, text) = read_text(Path::new(&text(value)?))?;
+            let views = NamedViews::parse(&path, &text, &mut read_text)?;
+            options.open.views = Some(Arc::new(views));
+            Ok(())
+        },
+        &[(
+            "FILE",
+            "several views, each as a folder: a [view.NAME] table in TOML for each, with the options \
+             above as keys",
+        )],
+    ),
     OptionRow::value(
         "prefer",
         |options, value| word(&mut options.open.prefer, value),

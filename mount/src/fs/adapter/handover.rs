@@ -18,7 +18,6 @@ use serde::{Deserialize, Serialize};
 use tensorfs::internal::cache::CachedFile;
 use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId};
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::source::{Identity, Source};
 use tensorfs::internal::sync::Mutex;
@@ -253,12 +252,7 @@ impl TensorFs {
     /// Takes up the state of another process, before any request is read. Does not access the source:
     /// the open files are proved by `Takeover::begin`, other files when they are looked up. `forget`
     /// makes the kernel drop its pages of an inode.
-    pub(crate) fn take_up(
-        &self,
-        carried: Carried,
-        options: &OpenOptions,
-        forget: Forget,
-    ) -> Takeover {
+    pub(crate) fn take_up(&self, carried: Carried, forget: Forget) -> Takeover {
         let Carried { facts, contents, files } = carried;
         let shared = &self.0;
         shared.next_handle.store(facts.next_handle, Ordering::Relaxed);
@@ -284,7 +278,6 @@ impl TensorFs {
         let files = files.into_iter().map(|file| Some(File::from(file))).collect();
         let taking = Taking {
             shared: shared.clone(),
-            options: options.clone(),
             facts,
             contents,
             forget,
@@ -391,7 +384,6 @@ impl<F: FnMut()> Drop for Ends<F> {
 /// A takeover.
 struct Taking {
     shared: Arc<FsState>,
-    options: OpenOptions,
     facts: CarriedFs,
     contents: Vec<u8>,
     forget: Forget,
@@ -507,7 +499,8 @@ impl Taking {
                 let sources = sources?;
                 let directory = sources.first().and_then(|source| source.path().parent());
                 let directory = directory.unwrap_or(Path::new("/")).to_owned();
-                let view = &self.options.view;
+                let tree = shared.nodes.tree();
+                let view = &tree.options_at(&path).view;
                 let checkpoint = Checkpoint::restore(text(*place)?, &directory, sources, view)?;
                 let file = checkpoint.virtual_files().find(|file| file.spec().name == *name);
                 let file = file.unwrap_or_else(|| checkpoint.single_file());

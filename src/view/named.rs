@@ -1,0 +1,201 @@
+//! Several views of one source, by name: the file of `views=`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::{Table, Value};
+
+use super::{ReadText, View};
+use crate::error::{quoted, shown_path};
+use crate::hash::Digest;
+
+/// Several views of one source, each of which is shown as a folder.
+///
+/// ```
+/// use tensorfs::NamedViews;
+///
+/// let text = br#"
+///     [view.half]
+///     dtype = "bf16"
+///     [view.experts]
+///     include = ["*.experts.*", "*.router.*"]
+///     layout = "shards=8"
+/// "#;
+/// // The views name no files.
+/// let mut read = |_: &std::path::Path| Err("no file".to_owned());
+/// let views = NamedViews::parse("views.toml".as_ref(), text, &mut read)?;
+/// assert_eq!(views.iter().map(|(name, _)| name).collect::<Vec<_>>(), ["experts", "half"]);
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedViews {
+    path: PathBuf,
+    digest: Digest,
+    views: BTreeMap<String, View>,
+}
+
+/// Most views of a file: the mount has all files of the source once in each.
+const VIEWS_MAX: usize = 100;
+
+/// Names that stand for something else in a folder of checkpoints.
+const RESERVED: [&str; 2] = ["sharded", "consolidated"];
+
+/// Options that may be given more than once.
+const LISTS: [&str; 3] = ["include", "exclude", "keep"];
+
+/// Options whose values are numbers.
+const NUMBERS: [&str; 2] = ["tp", "rank"];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ViewsToml {
+    #[serde(default)]
+    view: BTreeMap<String, Table>,
+}
+
+impl NamedViews {
+    /// The views in `text`, which is TOML with a table for each view and the options of views as
+    /// keys. `path` is its file. `read` gets the bytes of files that views name; relative paths
+    /// begin in the folder of `path`.
+    ///
+    /// # Errors
+    /// One line with the file, the view and the option.
+    pub fn parse(path: &Path, text: &[u8], read: ReadText<'_>) -> Result<NamedViews, String> {
+        let fail = |why: String| format!("{}: {why}", shown_path(path));
+        let form = "expected TOML with a [view.NAME] table for each view";
+        let utf8 = std::str::from_utf8(text)
+            .map_err(|e| fail(format!("{form}; not UTF-8 at byte {}", e.valid_up_to())))?;
+        let toml: ViewsToml = toml::from_str(utf8).map_err(|e| {
+            let line = e.span().map_or(1, |span| 1 + utf8[..span.start].matches('\n').count());
+            fail(format!("{form}; line {line}: {}", e.message().replace('\n', " ")))
+        })?;
+        let count = toml.view.len();
+        if !(1..=VIEWS_MAX).contains(&count) {
+            return Err(fail(format!("{form}, 1 to {VIEWS_MAX} of them; it has {count}")));
+        }
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let mut views = BTreeMap::new();
+        for (name, table) in toml.view {
+            check_name(&name)
+                .map_err(|why| fail(format!("view {}: the name {why}", quoted(&name))))?;
+            let view = view_of(&table, &mut |path| read(&folder.join(path)));
+            let view = view.map_err(|why| fail(format!("view {}: {why}", quoted(&name))))?;
+            views.insert(name, view);
+        }
+        Ok(NamedViews { path: path.to_owned(), digest: Digest::of(text), views })
+    }
+
+    /// Names and views, in the order of the names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &View)> {
+        self.views.iter().map(|(name, view)| (name.as_str(), view))
+    }
+
+    /// The file that they were read from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Hash of the text of that file.
+    pub(crate) fn digest(&self) -> Digest {
+        self.digest
+    }
+}
+
+/// Refuses names that cannot be those of folders. The error says why.
+fn check_name(name: &str) -> Result<(), String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if name.is_empty() || name.len() > 100 || !name.chars().all(is_plain) || name.starts_with('.') {
+        let why = "has to be 1 to 100 ASCII letters, digits, `.`, `_` and `-`, without a `.` first";
+        return Err(why.to_owned());
+    }
+    if RESERVED.contains(&name) {
+        return Err("stands for the folder of another form of a checkpoint".to_owned());
+    }
+    Ok(())
+}
+
+fn view_of(table: &Table, read: ReadText<'_>) -> Result<View, String> {
+    let mut words: Vec<(&str, String)> = Vec::new();
+    for (key, value) in table {
+        let is_list = LISTS.contains(&key.as_str());
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let strings: Option<Vec<String>> = match value {
+            Value::String(value) => Some(vec![value.clone()]),
+            Value::Integer(value) if NUMBERS.contains(&key.as_str()) => {
+                Some(vec![value.to_string()])
+            }
+            Value::Array(values) if is_list => values.iter().map(text).collect(),
+            _ => None,
+        };
+        let strings = strings.ok_or_else(|| {
+            let or_list = if is_list { " or a list of strings" } else { "" };
+            format!("{key}: expected a string{or_list}, found {}", value.type_str())
+        })?;
+        words.extend(strings.into_iter().map(|value| (key.as_str(), value)));
+    }
+    View::from_words(words.iter().map(|(key, value)| (*key, value.as_str())), read)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::view::Files;
+
+    fn parse(text: &str) -> Result<NamedViews, String> {
+        NamedViews::parse(Path::new("/conf/v.toml"), text.as_bytes(), &mut |path| {
+            assert!(path.starts_with("/conf") || path.starts_with("/maps"), "{path:?}");
+            Ok((path.to_owned(), br#"{"a": 1, "b": 2}"#.to_vec()))
+        })
+    }
+
+    #[test]
+    fn each_table_is_a_view_and_its_keys_are_the_options_of_views() {
+        let text = "[view.b]\nlayout = 'map=m.json'\nexclude = ['x', 'y*']\n\
+                    [view.a]\n[view.'c.1']\ndtype = 'f16'\nkeep = 'norm'\nlayout = 'shards=2'";
+        let views = parse(text).unwrap();
+        let found: Vec<(&str, &View)> = views.iter().collect();
+        assert_eq!(found.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["a", "b", "c.1"]);
+        assert_eq!(*found[0].1, View::default());
+        assert_eq!(found[1].1.files.to_string(), "map=/conf/m.json");
+        assert_eq!(found[1].1.exclude.len(), 2);
+        assert_eq!(found[2].1.files, Files::ShardCount(2));
+        let ranks = parse("[view.r0]\ntp = 2\nrank = 0\n[view.r1]\ntp = '2'\nrank = '1'").unwrap();
+        let ranks: Vec<_> = ranks.iter().filter_map(|(_, view)| view.shard.as_ref()).collect();
+        assert_eq!(
+            ranks.iter().map(|one| (one.ranks, one.rank)).collect::<Vec<_>>(),
+            [(2, 0), (2, 1)]
+        );
+        let absolute = parse("[view.b]\nlayout = 'map=/maps/m.json'").unwrap();
+        assert_ne!(absolute, parse("[view.b]\nlayout = 'map=m.json'").unwrap());
+    }
+
+    #[test]
+    fn files_that_are_no_views_are_refused_in_one_line_with_the_view() {
+        for (text, said) in [
+            ("", "1 to 100 of them; it has 0"),
+            ("view = 1", "line 1"),
+            ("[views.a]", "line 1"),
+            ("[view.a]\n[view.a]", "line 2"),
+            ("[view.a]\nlayout = 1", "view `a`: layout: expected a string, found integer"),
+            ("[view.a]\ninclude = [1]", "expected a string or a list of strings, found array"),
+            ("[view.a]\nlayout = ['single']", "layout: expected a string, found array"),
+            ("[view.a]\ncolour = 'red'", "expected layout, format"),
+            ("[view.a]\ndtype = 'f8'", "view `a`: dtype=`f8`: expected bf16"),
+            ("[view.a]\ntp = 2.5", "tp: expected a string, found float"),
+            ("[view.a]\nrank = 1", "need tp="),
+            ("[view.a]\nkeep = 'x'", "keep needs dtype="),
+            ("[view.a]\nlayout = 'original'\ndtype = 'f16'", "layout=original shows files"),
+            ("[view.'a/b']", "view `a/b`: the name has to be"),
+            ("[view.'..']", "the name has to be"),
+            ("[view.'']", "the name has to be"),
+            ("[view.sharded]", "view `sharded`: the name stands for"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.starts_with("/conf/v.toml: ") && error.contains(said), "{text}: {error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+        }
+        let many: String = (0..101).map(|number| format!("[view.v{number}]\n")).collect();
+        assert!(parse(&many).unwrap_err().contains("it has 101"));
+    }
+}

@@ -212,6 +212,7 @@ class ServedViews(ServiceCase):
         service.wait_until_ready()
         path = target / "half" / FILE
         wait_until(path.exists, PATIENCE, "the checkpoint is shown")
+        self.assert_same(path.read_bytes(), right)
         held = self.open(path)
         self.assert_same(os.pread(held, 1000, 0), right[:1000])
         ready = service.manager.count("READY=1")

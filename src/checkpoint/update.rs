@@ -230,7 +230,9 @@ impl Tree {
             }
         }
         let mut found = compare(before, &folder, self.only.as_deref());
-        if self.options.view.shard.is_some() && found.plain.iter().any(|name| name == CONFIG) {
+        if self.options_of(before).view.shard.is_some()
+            && found.plain.iter().any(|name| name == CONFIG)
+        {
             // It decides how tensors are cut.
             found.weights = true;
         }

@@ -19,6 +19,7 @@ VIEWS = {
     "names": (['rename = "x.toml"', 'layout = "shards=2"'], ["rename={folder}/x.toml", "layout=shards=2"]),
     "old": (['layout = "original"'], ["layout=original"]),
     "plain": ([], []),
+    "rank": (["tp = 2", "rank = 1", 'tp-rules = "tp.toml"'], ["tp=2", "rank=1", "tp-rules={folder}/tp.toml"]),
     "some": (['exclude = "a"', 'format = "bintensors"', 'weight-map = "hide"'], ["exclude=a", "format=bintensors", "weight-map=hide"]),
 }
 
@@ -30,6 +31,7 @@ class ViewsCase(TestCase):
         (self.source / "config.json").write_text('{"a": 1}')
         (self.tmp / "conf").mkdir()
         (self.tmp / "conf/x.toml").write_text("[[rename]]\nregex = '^'\nto = 'x.'\n")
+        (self.tmp / "conf/tp.toml").write_text("[[rule]]\nregex = '.'\ncut = 0\n")
         self.views = self.write(VIEWS)
 
     def write(self, views, name="views.toml"):
@@ -89,7 +91,7 @@ class Views(ViewsCase):
         self.assert_shows(out, expected)
         listed = tensorfs("ls", self.source, "-o", f"views={self.views}", "--json").json()
         self.assertEqual({one["directory"]: len(one["tensors"]) for one in listed["sets"]},
-                         {"half": 2, "names": 2, "old": 2, "plain": 2, "some": 1})
+                         {"half": 2, "names": 2, "old": 2, "plain": 2, "rank": 2, "some": 1})
         with Mount(self.source, f"views={self.views}") as m:
             # Behind the mount lie its source and its views.
             self.assert_done(tensorfs("consolidate", m.path, self.tmp / "behind"))

@@ -625,20 +625,16 @@ impl Filesystem for TensorFs {
             let pending = self.0.service.blocking.pending(&node.path, reply);
             self.0.nodes.when_listed(&self.0.service.blocking, node.folder(), move |nodes| {
                 let Some(mut reply) = pending.take() else { return };
-                let frozen = shared.frozen.read();
+                // A process that takes over does not know the lookups of a late answer. It keeps the
+                // files that a folder shows without them. Anything else would reach the program: an
+                // error, or names without numbers, which C libraries leave out.
                 for (next, name, node) in entries(nodes, &node, offset) {
-                    let mut attr = attr_of(&shared.common, &node);
-                    let ino = attr.ino;
-                    if *frozen {
-                        // No attributes, so no lookup that the next process does not know. An error
-                        // would reach the program.
-                        attr.ino = INodeNo(0);
-                    }
-                    if reply.reply.add(ino, next, name, &TTL, &attr, Generation(0)) {
+                    let attr = attr_of(&shared.common, &node);
+                    if reply.reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
                         break;
                     }
                     // The kernel counts a lookup for every entry but `.` and `..`.
-                    if next > 2 && !*frozen {
+                    if next > 2 {
                         nodes.looked_up(&node);
                     }
                 }

@@ -414,3 +414,26 @@ fn is_held_up(devices: &BTreeSet<u64>, running: &[RunningLook]) -> bool {
     let waiting = |device| running.iter().filter(|look| look.devices.contains(device)).count();
     devices.iter().any(|device| waiting(device) >= STUCK_MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_looks_that_wait_hold_up_only_those_that_ask_the_same_file_system() {
+        let running = |path: &str, devices: &[u64]| RunningLook {
+            look: StoreLook::Folder(path.into()),
+            devices: devices.iter().copied().collect(),
+            since: Instant::now(),
+        };
+        // Two folders with links into file system 7, and one with links into 8.
+        let looks = [running("/a", &[7]), running("/b", &[7]), running("/c", &[8])];
+        let is_held_up =
+            |devices: &[u64]| super::is_held_up(&devices.iter().copied().collect(), &looks);
+        assert!(is_held_up(&[7]));
+        assert!(is_held_up(&[7, 8]));
+        assert!(!is_held_up(&[8]));
+        // A folder of a local file system without links.
+        assert!(!is_held_up(&[]));
+    }
+}

@@ -92,7 +92,8 @@ def make_disk(folder, image, size):
 
 
 def kvm_boots(work, kernel):
-    """Whether the kernel starts by kvm: there are machines whose /dev/kvm only runs special kernels."""
+    """Whether the kernel starts by kvm. There are machines whose kvm is made for special kernels: it emulates each
+    instruction of other ones, slower than qemu does, and lacks some."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
     console = work / "kvm.log"

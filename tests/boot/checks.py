@@ -112,7 +112,8 @@ class Guest:
 
     def daemon(self, target):
         """The process behind a mount, as its status says."""
-        mounts = json.loads(self.run(f"tensorfs status --json {target}"))
+        # It waits two seconds for the daemon, which is short for an emulated processor.
+        mounts = json.loads(self.wait(f"tensorfs status --json {target}", 20, "the status of the mount"))
         found = mounts["mounts"] if isinstance(mounts, dict) and "mounts" in mounts else mounts
         found = found[0] if isinstance(found, list) else found
         return int(found["pid"])

@@ -20,7 +20,7 @@ use tensorfs::internal::format::safetensors::Header;
 use tensorfs::internal::io::{Backend, Budget, DirectIo, Engine, Settings};
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::view::FileSpec;
-use tensorfs::{Dtype, Error};
+use tensorfs::{CutRules, Dtype, Error, OpenOptions, TensorParallel, View};
 
 const SHARDS: usize = 3;
 const TENSORS: usize = 4;
@@ -111,10 +111,42 @@ fn two_virtual_files_of_one_checkpoint_are_read_at_once_and_share_no_bytes() {
     }
 }
 
+/// A tensor of as many columns in one shard.
+fn write_wide<const COLUMNS: u64>(folder: &Path) {
+    const ROWS: u64 = 1000;
+    let pattern: Vec<u8> = (0..9973).map(|at| byte("w", at)).collect();
+    let data = pattern.into_iter().cycle().take((ROWS * COLUMNS) as usize).collect();
+    write_shard(
+        &folder.join("model.safetensors"),
+        &BTreeMap::new(),
+        &[("w", Dtype::U8, &[ROWS, COLUMNS], data)],
+    );
+}
+
+/// The columns of the last of these ranks.
+fn columns_of_a_rank(ranks: u32) -> OpenOptions {
+    let rules = CutRules::parse("tp.toml".as_ref(), b"[[rule]]\nfrom = 'w'\ncut = 1\n").unwrap();
+    let shard = Some(TensorParallel { ranks, rank: ranks - 1, rules: Some(Arc::new(rules)) });
+    OpenOptions { view: View { shard, ..View::default() }, ..OpenOptions::default() }
+}
+
+/// The function that writes the shards, and the options with which they are opened.
+type Kind = (fn(&Path), OpenOptions);
+
+/// Pieces of every kind: all of a tensor, rows of one without gaps, rows of 2 KiB with gaps of 6 KiB.
+fn kinds() -> [Kind; 3] {
+    let plain = OpenOptions::default;
+    [(write_rows, plain()), (write_columns, plain()), (write_wide::<8192>, columns_of_a_rank(4))]
+}
+
 fn fixture(write: fn(&Path), settings: Settings) -> Fixture {
+    fixture_of(write, &OpenOptions::default(), settings)
+}
+
+fn fixture_of(write: fn(&Path), options: &OpenOptions, settings: Settings) -> Fixture {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path());
-    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let checkpoint = Checkpoint::open_with(folder.path(), options).unwrap();
     let reader = Reader::open(&checkpoint.single_file()).unwrap();
     let mut whole = vec![0; reader.len() as usize];
     assert_eq!(reader.read_at(0, &mut whole).unwrap(), whole.len());
@@ -171,10 +203,10 @@ impl Fixture {
 
 #[test]
 fn a_file_read_in_order_has_the_right_bytes_and_is_read_ahead_of() {
-    for write in [write_rows as fn(&Path), write_columns] {
+    for (write, options) in kinds() {
         for settings in ways() {
             let direct = matches!(settings.direct, DirectIo::Always);
-            let fixture = fixture(write, settings);
+            let fixture = fixture_of(write, &options, settings);
             // Lengths that fit no block.
             let mut at = 0;
             while at < fixture.whole.len() as u64 {
@@ -192,9 +224,9 @@ fn a_file_read_in_order_has_the_right_bytes_and_is_read_ahead_of() {
 
 #[test]
 fn readers_at_random_places_all_get_the_right_bytes_within_the_bound() {
-    for write in [write_rows as fn(&Path), write_columns] {
+    for (write, options) in kinds() {
         for settings in ways() {
-            let fixture = fixture(write, settings);
+            let fixture = fixture_of(write, &options, settings);
             let most = Mutex::new(0);
             std::thread::scope(|scope| {
                 for thread in 0..8u64 {
@@ -223,8 +255,13 @@ fn readers_at_random_places_all_get_the_right_bytes_within_the_bound() {
 
 #[test]
 fn a_read_that_needs_more_than_half_of_the_memory_gets_its_bytes_too() {
-    for write in [write_rows as fn(&Path), write_columns] {
-        let fixture = fixture(write, Settings { direct: DirectIo::Always, ..Settings::default() });
+    let narrow: Kind = (write_wide::<32768>, columns_of_a_rank(16));
+    for (write, options) in kinds().into_iter().chain([narrow]) {
+        let fixture = fixture_of(
+            write,
+            &options,
+            Settings { direct: DirectIo::Always, ..Settings::default() },
+        );
         fixture.assert_reads(3, BUDGET_MIN - 4097);
     }
 }

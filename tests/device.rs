@@ -13,6 +13,8 @@ mod common;
 mod fake;
 #[path = "device/theirs.rs"]
 mod theirs;
+#[path = "device/views.rs"]
+mod views;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

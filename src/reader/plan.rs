@@ -26,6 +26,10 @@ pub(super) const BLOCK_LEN: u64 = 1 << 20;
 /// Longest block, if many shards have a part in it.
 const BLOCK_LEN_MAX: u64 = 8 << 20;
 
+/// Length of the reads of a block whose rows have gaps, and the shortest such block.
+const SPARSE_READ_LEN: u64 = 4 << 20;
+const SPARSE_LEN_MIN: u64 = 64 << 10;
+
 /// Shortest read of a shard that is worth its own disk access.
 const PART_LEN: u64 = 1 << 20;
 
@@ -134,9 +138,14 @@ impl BlockPlan {
         let (parts, bytes) = scattered.fold((0, 0), |(parts, bytes), one| {
             (parts + 1, bytes + (one.range.end - one.range.start))
         });
-        // Rows of larger boxes are read with the bytes between them, which takes more memory.
-        if bytes < BLOCK_LEN / 2 || bytes > 2 * self.len {
+        if bytes < BLOCK_LEN / 2 {
             return BLOCK_LEN;
+        }
+        if bytes > 2 * self.len {
+            // Rows of larger boxes are read with the bytes between them. The block is shorter, so
+            // that they fit into the memory for read-ahead.
+            let len = u128::from(self.len) * u128::from(SPARSE_READ_LEN) / u128::from(bytes);
+            return (len as u64 / SPARSE_LEN_MIN * SPARSE_LEN_MIN).clamp(SPARSE_LEN_MIN, BLOCK_LEN);
         }
         (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
     }

@@ -78,6 +78,8 @@ pub struct OpenOptions {
     pub view: View,
     /// Several views, each of which a mount shows as a folder. Then `view` is the default.
     pub views: Option<Arc<NamedViews>>,
+    /// A tree of models is shown as a cache of the Hugging Face hub.
+    pub hub: bool,
 }
 
 impl OpenOptions {
@@ -88,6 +90,9 @@ impl OpenOptions {
         let mut json = self.view.to_json();
         json.insert("prefer".to_owned(), self.prefer.as_str().into());
         json.insert("follow".to_owned(), json!(self.follow));
+        if self.hub {
+            json.insert("hub".to_owned(), true.into());
+        }
         if let Some(views) = &self.views {
             json.insert("views".to_owned(), real_name(views.path()).into());
             json.insert("views-digest".to_owned(), views.digest().to_string().into());
@@ -114,6 +119,7 @@ impl OpenOptions {
         Some(OpenOptions {
             view: View::from_json(json, read)?,
             views,
+            hub: json.get("hub").is_some_and(|hub| *hub == true),
             prefer: json.get("prefer")?.as_str()?.parse().ok()?,
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))

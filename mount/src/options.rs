@@ -276,9 +276,14 @@ impl Options {
             options.apply(&option, &mut seen, sloppy)?;
         }
         options.open.view.check()?;
-        if options.open.views.is_some() && options.open.view != View::default() {
+        let has_one = options.open.hub || options.open.view != View::default();
+        if options.open.views.is_some() && has_one {
             let why = "option views: each view has its own options: give layout=, format= and so on \
                        in its file";
+            return Err(why.to_owned());
+        }
+        if options.open.hub && options.watch() != Watch::Off {
+            let why = "layout=hub shows the models that are there at its start: give watch=off";
             return Err(why.to_owned());
         }
         if !options.access.is_empty() && !options.allow_other {

@@ -82,7 +82,7 @@ fn outline(sources: &[PathBuf], view: View) -> tensorfs::Result<Outline> {
     let (path, options) = match resolve_mount(source) {
         Some(MountOrigin { path, options, part: None }) if is_default => (path, options),
         Some(MountOrigin { path, options, part: None })
-            if options.view.keeps_tensors() && options.views.is_none() =>
+            if options.view.keeps_tensors() && options.views.is_none() && !options.hub =>
         {
             (path, OpenOptions { view, ..options })
         }

@@ -75,6 +75,10 @@ impl Tree {
                 show_virtual(map, checkpoint, &mut shown);
             }
         }
+        shown.extend(folder.texts.iter().map(|(name, text)| MountEntry {
+            name: name.clone(),
+            content: Content::Text(text.clone()),
+        }));
         if let Some(text) = error_text(proved, &folder.lacks) {
             let content = Content::Text(text.into_bytes().into());
             shown.retain(|file| file.name != ERROR_FILE);

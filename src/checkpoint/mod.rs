@@ -7,6 +7,7 @@ mod entries;
 mod files;
 mod folders;
 mod header_memory;
+mod hub;
 mod indexed;
 mod load;
 mod openers;

@@ -16,6 +16,7 @@ use crate::sync::RwLock;
 use crate::view::View;
 
 use super::folders::Folders;
+use super::hub;
 use super::scan::{Graft, LIMITS, LeftOut, Scan};
 
 /// Names of subfolders that hold the checkpoint of their parent in another form.
@@ -75,6 +76,8 @@ pub struct Folder {
     pub(super) view: Option<usize>,
     /// Whether the tree has made it: no folder of the source has its entries.
     pub(super) made: bool,
+    /// Files that the tree has made: names and texts.
+    pub(super) texts: Arc<[(OsString, Arc<[u8]>)]>,
 }
 
 /// A scanned source. Contents are proved folder by folder. Names stay as they were scanned, until
@@ -94,7 +97,8 @@ pub struct Tree {
     /// the work for its own folder.
     pub(super) folders: RwLock<Folders>,
     pub(super) bounds: LinkBounds,
-    /// The options for each of several views, with its name.
+    /// The options for each of several views, with its name. With `OpenOptions::hub` those for the
+    /// snapshots, without a name.
     views: Vec<(OsString, OpenOptions)>,
     /// Stands for each folder that is gone.
     nothing: Arc<Folder>,
@@ -137,6 +141,9 @@ impl Tree {
     /// that is the name of the link, not of the blob.
     fn scan_one_file(&mut self, file: &Path) -> Result<()> {
         let shown = shown_path(file);
+        if self.options.hub {
+            return Err(Error::usage(format!("{shown}: layout=hub needs a folder of models")));
+        }
         let name = file.file_name().and_then(OsStr::to_str);
         let name =
             name.ok_or_else(|| Error::usage(format!("{shown}: the file name is not UTF-8")))?;
@@ -167,7 +174,10 @@ impl Tree {
         // If the source is one file, folders beside it do not matter.
         let scan = Scan::new(&self.bounds, LIMITS, self.only.is_none());
         let (scanned, left_out) = scan.run(root, Graft::default())?;
-        if self.views.is_empty() {
+        if self.options.hub {
+            let folders = hub::as_hub(&scanned, Some(0))?;
+            self.folders.write().graft(None, folders);
+        } else if self.views.is_empty() {
             self.folders.write().graft(None, scanned);
         } else {
             self.graft_views(scanned)?;
@@ -378,7 +388,9 @@ fn views_of(options: &OpenOptions) -> Vec<(OsString, OpenOptions)> {
     let views = options.views.iter().flat_map(|views| views.iter());
     let options_of =
         |view: &View| OpenOptions { view: view.clone(), views: None, ..options.clone() };
-    views.map(|(name, view)| (name.into(), options_of(view))).collect()
+    let named = views.map(|(name, view)| (name.into(), options_of(view)));
+    let snapshots = OpenOptions { hub: false, ..options.clone() };
+    named.chain(options.hub.then(|| (OsString::new(), snapshots))).collect()
 }
 
 /// `relative` in the folder `name`. Joining an empty path would add a slash.
@@ -386,7 +398,7 @@ fn in_folder(name: &OsStr, relative: &Path) -> PathBuf {
     if relative.as_os_str().is_empty() { name.into() } else { Path::new(name).join(relative) }
 }
 
-fn is_twin(name: &OsStr) -> bool {
+pub(super) fn is_twin(name: &OsStr) -> bool {
     TWIN_FOLDERS.iter().any(|twin| name == *twin)
 }
 

@@ -1,10 +1,16 @@
 """A whole hub cache as source: each snapshot has one merged file, and no blob shows the bytes of it again."""
 
 import hashlib
+import json
+import os
+import re
+import shutil
 import unittest
 
 import checkpoints
-from mounts import Mount, TestCase, visible_files
+from mounts import Mount, TestCase, needs_root, tensorfs, visible_files, wait_until
+from services import PATIENCE, ServiceCase, mount_config
+from test_consolidate import content
 
 MODEL = "models--ORG--NAME"
 
@@ -53,6 +59,101 @@ class HubCache(TestCase):
         shown = self.shown(self.hub)[1]
         self.assertIn(name, shown)
         self.assertIn(blob.name, shown)
+
+
+def models_of(hub):
+    """Model -> the folder of its snapshot, as huggingface_hub finds it: by the revision in refs/main."""
+    found = {}
+    for folder in sorted(hub.iterdir()):
+        kind, *names = folder.name.split("--")
+        assert kind == "models", folder
+        found["/".join(names)] = folder / "snapshots" / (folder / "refs/main").read_text()
+    return found
+
+
+class FolderOfModels(TestCase):
+    """`layout=hub`: a folder of models as a hub cache."""
+
+    def setUp(self):
+        super().setUp()
+        self.root = self.tmp / "models"
+        self.whole = {}
+        for seed, (name, place) in enumerate({"org/one": "org/one", "org/two": "org/two", "three": "three"}.items(), 1):
+            folder = checkpoints.hf_set(self.root / place, megabytes=1, seed=seed)
+            (folder / "config.json").write_text(json.dumps({"name": name}))
+            self.whole[name] = checkpoints.hf_whole(folder)
+        (self.root / "org/README.md").write_text("about the organization")
+        (self.root / "org/two/onnx").mkdir()
+        (self.root / "org/two/onnx/model.onnx").write_bytes(b"onnx")
+        (self.root / ".cache").mkdir()
+        (self.root / ".cache/x.json").write_text("{}")
+        (self.root / "note.txt").write_text("text")
+        checkpoints.row_wise(self.root / "rank/shards")
+        with Mount(self.root / "rank/shards") as m:
+            self.whole["rank/shards"] = (m.path / "model.safetensors").read_bytes()
+        cached = checkpoints.hf_set(self.tmp / "checkpoint", megabytes=1, seed=9)
+        self.snapshot = checkpoints.hub_cache(self.root / "models--else--where", cached)
+        self.whole["else/where"] = checkpoints.hf_whole(cached)
+
+    def assert_is_hub(self, path):
+        models = models_of(path)
+        self.assertEqual(sorted(models), sorted(self.whole))
+        for name, snapshot in models.items():
+            self.assertRegex(snapshot.name, re.compile("^[0-9a-f]{40}$"))
+            self.assert_same((snapshot / "model.safetensors").read_bytes(), self.whole[name], name)
+            self.assertEqual(sorted(os.listdir(snapshot.parents[1])), ["refs", "snapshots"])
+            self.assertEqual(os.listdir(snapshot.parent), [snapshot.name])
+        self.assertEqual(json.loads((models["org/two"] / "config.json").read_text()), {"name": "org/two"})
+        self.assertEqual((models["org/two"] / "onnx/model.onnx").read_bytes(), b"onnx")
+        self.assertEqual(models["else/where"].name, self.snapshot.name)
+        for entry in path.rglob("*"):
+            self.assertFalse(entry.is_symlink(), entry)
+
+    def test_each_model_is_one_snapshot_with_one_merged_file(self):
+        with Mount(self.root, "layout=hub") as m:
+            self.assert_is_hub(m.path)
+            first = content(m.path)
+            snapshot = models_of(m.path)["org/one"]
+            known = json.loads(os.getxattr(snapshot, "user.tensorfs.source"))
+            self.assertEqual((known["source"], known["view"]["layout"]), (str(self.root / "org/one"), "single"))
+            self.assertNotIn("hub", known["view"])
+            self.assert_done(tensorfs("ls", snapshot, "--json"))
+        with Mount(self.root, "layout=hub") as m:
+            # The revisions of a folder are the same at each mount.
+            self.assertEqual(content(m.path), first)
+
+    def test_consolidate_writes_a_cache_and_other_commands_refuse(self):
+        out = self.tmp / "out"
+        self.assert_done(tensorfs("consolidate", self.root, out, "-o", "layout=hub"))
+        self.assert_is_hub(out)
+        for command in (("verify", self.root), ("load", self.root), ("bench", "--source", self.root)):
+            self.assertNotEqual(tensorfs(*command, "-o", "layout=hub").code, 0, command)
+        for options, said in ((["layout=hub,watch=auto"], "give watch=off"), (["layout=hubs"], "or hub")):
+            outcome = tensorfs("mount", self.root, self.mount_point(), *(w for o in options for w in ("-o", o)))
+            self.assert_refused(outcome, 2)
+            self.assertIn(said, outcome.stderr)
+
+    def test_two_folders_of_one_model_are_refused_and_a_model_by_itself_is_a_cache(self):
+        with Mount(self.root / "org/one", "layout=hub") as m:
+            self.assertEqual(list(models_of(m.path)), ["one"])
+            self.assert_same((models_of(m.path)["one"] / "model.safetensors").read_bytes(), self.whole["org/one"])
+        shutil.copytree(self.root / "models--else--where", self.root / "models--org--one", symlinks=True)
+        outcome = tensorfs("ls", self.root, "-o", "layout=hub")
+        self.assert_refused(outcome)
+        self.assertIn("another folder is models--org--one too", outcome.stderr)
+        file = self.root / "three" / min(os.listdir(self.root / "three"))
+        self.assertIn("needs a folder of models", tensorfs("ls", file, "-o", "layout=hub").stderr)
+
+
+@needs_root
+class ServedHub(ServiceCase):
+    def test_the_service_shows_a_folder_of_models_as_a_cache(self):
+        source = checkpoints.hf_set(self.tmp / "models/org/one", megabytes=1)
+        target = self.target("hub")
+        self.serve(mount_config("hub", self.tmp / "models", target, "layout=hub")).wait_until_ready()
+        wait_until(lambda: os.listdir(target) == ["models--org--one"], PATIENCE, "the model")
+        snapshot = models_of(target)["org/one"]
+        self.assert_same((snapshot / "model.safetensors").read_bytes(), checkpoints.hf_whole(source))
 
 
 if __name__ == "__main__":

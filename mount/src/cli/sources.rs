@@ -28,6 +28,10 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
         let why = "option views: only mount, serve, ls, inspect and consolidate take several views";
         return Err(Failure::Usage(why.to_owned()));
     }
+    if options.open.hub {
+        let why = "layout=hub: only mount, serve, ls, inspect and consolidate take it";
+        return Err(Failure::Usage(why.to_owned()));
+    }
     scan_source(args, options, false)
 }
 
@@ -51,7 +55,8 @@ fn scan_source(
         if args.options.is_empty() {
             let OpenOptions { expect_shards, reference, .. } = open;
             let views = mounted.views.clone().filter(|_| with_views);
-            open = OpenOptions { expect_shards, reference, views, ..mounted };
+            let hub = mounted.hub && with_views;
+            open = OpenOptions { expect_shards, reference, views, hub, ..mounted };
         }
     }
     let tree = Tree::scan(&path, &OpenOptions { index, ..open })?;

@@ -60,7 +60,8 @@ fn serve(
 ) -> Result<(), String> {
     let mut options = Options::parse(&[options], false)?;
     // A node serves for long, and its stores change.
-    options.watch.get_or_insert(Watch::Auto);
+    let watch = if options.open.hub { Watch::Off } else { Watch::Auto };
+    options.watch.get_or_insert(watch);
     background::serve(source, target, options, handed, |mounted| {
         log::flush();
         let _ = giver.set(mounted.giver.clone());

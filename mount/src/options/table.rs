@@ -195,13 +195,20 @@ fn size_in(sizes: RangeInclusive<u64>, expected: &str, value: &str) -> Result<Op
 const TABLE: &[OptionRow] = &[
     OptionRow::value(
         "layout",
-        |options, value| view(options, "layout", value),
+        |options, value| {
+            if value == "hub" {
+                options.open.hub = true;
+                return Ok(());
+            }
+            view(options, "layout", value).map_err(|values| format!("{values}, or hub"))
+        },
         &[
             ("single", "one virtual file per checkpoint (default)"),
             ("original", "shards and weight map as they are, still proved"),
             ("shards=N", "N virtual files of about one size, with a weight map"),
             ("shards=SIZE", "virtual files of at most SIZE, like 5GB, as the hub splits models"),
             ("map=FILE", "the files that FILE lists: {\"TENSOR\": NUMBER, ...} in JSON"),
+            ("hub", "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
         ],
     ),
     OptionRow::value(

@@ -128,8 +128,9 @@ class FolderOfModels(TestCase):
         self.assert_is_hub(out)
         for command in (("verify", self.root), ("load", self.root), ("bench", "--source", self.root)):
             self.assertNotEqual(tensorfs(*command, "-o", "layout=hub").code, 0, command)
-        for options, said in ((["layout=hub,watch=auto"], "give watch=off"), (["layout=hubs"], "or hub")):
-            outcome = tensorfs("mount", self.root, self.mount_point(), *(w for o in options for w in ("-o", o)))
+        target = self.mount_point()
+        for option, said in (("layout=hub,watch=auto", "give watch=off"), ("layout=hubs", "or hub")):
+            outcome = tensorfs("mount", self.root, target, "-o", option)
             self.assert_refused(outcome, 2)
             self.assertIn(said, outcome.stderr)
 

@@ -103,7 +103,9 @@ fn bench(args: &BenchArgs) -> Outcome {
         return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));
     }
     if options.open.views.is_some() || options.open.hub {
-        return Err(Failure::Usage("the bench reads one view: give no views= or layout=hub".to_owned()));
+        return Err(Failure::Usage(
+            "the bench reads one view: give no views= or layout=hub".to_owned(),
+        ));
     }
     // This check comes before any file is made or mounted.
     args.against.as_deref().map_or(Ok(()), check_file)?;

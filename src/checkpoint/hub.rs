@@ -25,7 +25,8 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Result<Vec<Fold
     let Some(source) = scanned.first() else { return Ok(Vec::new()) };
     let mut hub = Hub { scanned, view, folders: Vec::new(), models: BTreeSet::new() };
     let root = hub.make(None, OsStr::new(""), source);
-    if is_model(source) {
+    let has_models = || named(source).any(|(_, index)| is_model(&scanned[index]));
+    if is_described(source) || (is_model(source) && !has_models()) {
         let name = source.path.file_name().and_then(OsStr::to_str).unwrap_or("model");
         hub.add_model(root, &[name], 0)?;
         return Ok(hub.folders);
@@ -50,6 +51,11 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Result<Vec<Fold
 fn named(folder: &Folder) -> impl Iterator<Item = (&str, usize)> {
     let names = folder.children.iter().filter_map(|(name, child)| Some((name.to_str()?, *child)));
     names.filter(|(name, _)| !name.starts_with('.'))
+}
+
+/// Whether `folder` has a file that describes a model, as no folder of models has.
+fn is_described(folder: &Folder) -> bool {
+    ["config.json", "model_index.json"].iter().any(|name| folder.file(name).is_some())
 }
 
 /// Whether `folder` holds a model, and not the models of an organization.

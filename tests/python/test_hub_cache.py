@@ -88,6 +88,8 @@ class FolderOfModels(TestCase):
         (self.root / ".cache").mkdir()
         (self.root / ".cache/x.json").write_text("{}")
         (self.root / "note.txt").write_text("text")
+        # A file of weights beside the models does not make one model of all.
+        shutil.copy(min((self.root / "three").glob("*.safetensors")), self.root / "stray.safetensors")
         checkpoints.row_wise(self.root / "rank/shards")
         with Mount(self.root / "rank/shards") as m:
             self.whole["rank/shards"] = (m.path / "model.safetensors").read_bytes()

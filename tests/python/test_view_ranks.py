@@ -6,7 +6,7 @@ import re
 import checkpoints
 import oracle
 import views
-from mounts import Mount, TestCase, tensorfs
+from mounts import HANGS, Mount, TestCase, tensorfs, wait_until
 from test_view_layouts import Refusals
 from test_view_parts import rule
 
@@ -217,6 +217,24 @@ class Ranks(TestCase):
         tensors, _ = oracle.tensors_of(source)
         options = [f"index-dir={index}", "verify=read", "tp=2", "rank=1"]
         self.assert_shows(source, options, slices(tensors, DENSE, 2, 1))
+
+    def test_a_watched_model_is_cut_anew_if_its_config_changes(self):
+        store = self.tmp / "store"
+        store.mkdir()
+        source = model(store / "llama", "llama")
+        expected = views.contents(slices(oracle.tensors_of(source)[0], DENSE, 2, 1))
+        config = (source / "config.json").read_text()
+        with Mount(store, "watch=auto", "watch-grace=1", "tp=2", "rank=1") as m:
+            weights, error = m.path / "llama" / FILE, m.path / "llama/TENSORFS-ERROR.txt"
+            self.assertEqual(oracle.tensor_bytes(weights), expected)
+            for text, is_shown in ((config.replace('heads": 4', 'heads": 1'), False), (config, True)):
+                (source / "new").write_text(text)
+                (source / "new").rename(source / "config.json")
+                wait_until(lambda: weights.exists() == is_shown and error.exists() != is_shown, HANGS, text)
+                if is_shown:
+                    self.assertEqual(oracle.tensor_bytes(weights), expected)
+                else:
+                    self.assertIn("1 units (num_key_value_heads)", error.read_text())
 
     def test_two_ranks_have_different_versions(self):
         source = model(self.tmp / "llama", "llama")

@@ -12,7 +12,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -71,16 +70,32 @@ def sync_and_drop(cold):
         Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
+# The peak of a process counts what its parent had at the fork, so that a small process has to start it.
+MEASURE = """
+import os, sys, time
+start = time.perf_counter()
+pid = os.fork()
+if pid == 0:
+    os.execvp(sys.argv[2], sys.argv[2:])
+_, status, usage = os.wait4(pid, 0)
+seconds = time.perf_counter() - start
+os.write(int(sys.argv[1]), f"{seconds} {usage.ru_maxrss * 1024}".encode())
+os._exit(0 if status == 0 else 1)
+"""
+
+
 def run(words):
-    """Seconds of a command and its peak resident size in bytes."""
-    start = time.perf_counter()
-    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE)
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    """Seconds of a command, its output, and its peak resident size in bytes."""
+    source, sink = os.pipe()
+    measure = [sys.executable, "-I", "-S", "-c", MEASURE, sink, *words]
+    done = subprocess.run([str(word) for word in measure], stdout=subprocess.PIPE, pass_fds=[sink], check=False)
+    os.close(sink)
+    with open(source) as figures:
+        text = figures.read()
+    if done.returncode:
         sys.exit(f"{words[0]} failed")
-    return time.perf_counter() - start, out, usage.ru_maxrss * 1024
+    seconds, peak = text.split()
+    return float(seconds), done.stdout, int(peak)
 
 
 def measured(runs, length, one):

@@ -31,6 +31,22 @@ class MountedViews(TestCase):
                 whole = tensorfs.numpy.load_file(m.path)
                 self.assertEqual(set(whole), set(weight_map))
 
+    def test_each_of_several_views_is_read_from_the_shards_with_its_own_options(self):
+        source = grid(self.tmp / "grid")
+        views = self.tmp / "views.toml"
+        views.write_text('[view.half]\ndtype = "f16"\n[view.two]\nlayout = "shards=2"\n')
+        with Mount(source, f"views={views}") as m:
+            for view in ("half", "two"):
+                expected = {}
+                for path in (m.path / view).glob("*.safetensors"):
+                    expected |= load_file(path)
+                with tensorfs.safe_open(m.path / view, "np") as opened:
+                    paths = {path for t in opened.keys() for path, *_ in opened.get_tensor_metadata(t).pieces}
+                    self.assertTrue(all(path.startswith(str(source)) for path in paths), paths)
+                found = tensorfs.numpy.load_file(m.path / view)
+                self.assertEqual({name: (str(t.dtype), t.tobytes()) for name, t in found.items()},
+                                 {name: (str(t.dtype), t.tobytes()) for name, t in expected.items()})
+
     def test_a_list_that_has_changed_since_the_mount_is_not_used(self):
         source = grid(self.tmp / "grid")
         mapping = self.tmp / "map.json"

@@ -129,7 +129,9 @@ class Reader:
         begin = self.random.randrange(start, end)
         stop = min(end, begin + self.random.choice([1, 4096, 100_000, 1 << 20]))
         if self.mapped:
-            with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapped:
+            # `mmap` with length 0 hides the error of its stat: it is then an invalid argument.
+            length = os.fstat(descriptor).st_size
+            with mmap.mmap(descriptor, length, prot=mmap.PROT_READ) as mapped:
                 data = mapped[begin:stop]
         else:
             data = self.pread(descriptor, stop - begin, begin, path)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import checkpoints
 from checkpoints import numbered_set
@@ -139,6 +140,35 @@ class Ends(Processes):
             with contextlib.suppress(OSError):
                 (m.path / FILE).read_bytes()
             wait_until(lambda: log.exists() and shard.name in log.read_text(), 3, "the change is logged")
+
+
+CLOSE = """
+import os, sys
+print("ready", flush=True)
+input()
+os.close(int(sys.argv[1]))
+print("closed", flush=True)
+"""
+
+
+class Stopped(Processes):
+    def test_a_file_is_closed_without_the_daemon(self):
+        release = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+        if release < (5, 16):
+            self.skipTest("before Linux 5.16 the daemon is asked at the first close")
+        with Mount(self.source) as m, held_open(m.path / FILE) as descriptor:
+            os.pread(descriptor, 1, 0)
+            with Child(CLOSE, descriptor, pass_fds=[descriptor]) as child:
+                self.assertEqual(child.line(), "ready")
+                m.kill(signal.SIGSTOP)
+                try:
+                    state = Path(f"/proc/{m.pid}/stat")
+                    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 5, "the daemon stops")
+                    # The first close of a file of this mount.
+                    child.tell()
+                    self.assertEqual(child.line(10), "closed")
+                finally:
+                    m.kill(signal.SIGCONT)
 
 
 class Killed(Processes):

@@ -242,9 +242,10 @@ impl FsState {
                     self.service.read_by_us(node.listed_version(), file, None);
                 }
                 let fh = self.handle(node, opened, None, caller);
-                // Without the flag the kernel drops its cached pages.
-                let keep = FopenFlags::FOPEN_KEEP_CACHE;
-                reply.ok().opened(fh, if unchanged { keep } else { FopenFlags::empty() });
+                let mut flags = FopenFlags::FOPEN_NOFLUSH;
+                // Without this flag the kernel drops its cached pages.
+                flags.set(FopenFlags::FOPEN_KEEP_CACHE, unchanged);
+                reply.ok().opened(fh, flags);
             }
         }
     }
@@ -534,7 +535,7 @@ impl Filesystem for TensorFs {
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        // Nothing is written, so the kernel need not ask again.
+        // Nothing is written. Linux before 5.16 asks once, although open says that it need not.
         reply.error(Errno::ENOSYS);
     }
 

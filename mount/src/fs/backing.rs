@@ -47,7 +47,7 @@ impl Backing {
         // SAFETY: the registration is open on the connection of `reply` for as long as `self`
         // exists, and `into_raw` keeps the value from closing it.
         let id = unsafe { reply.wrap_backing(self.id) };
-        reply.opened_passthrough(fh, FopenFlags::empty(), &id);
+        reply.opened_passthrough(fh, FopenFlags::FOPEN_NOFLUSH, &id);
         id.into_raw();
     }
 }

@@ -26,7 +26,7 @@ use tensorfs::internal::plan::TensorRequest;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::verify::{Recorded, Task, verify};
 use tensorfs::{
-    CutRules, Dtype, DtypeCast, ErrorKind, OpenOptions, RenameRules, TensorParallel, View,
+    CutRules, Dtype, DtypeCast, ErrorKind, Links, OpenOptions, RenameRules, TensorParallel, View,
 };
 
 type Tensors = BTreeMap<String, Dense>;
@@ -454,6 +454,129 @@ fn ranks_that_the_units_do_not_fit_are_refused_and_a_rule_may_repeat_units() {
         let read = read_naively(&read_all(&checkpoint).1);
         let first = rank as usize / 2 * 2 * 3;
         assert_eq!(read["k"].2, &content[first..first + 6]);
+    }
+}
+
+/// The view of rank 0 of 2 by the rules of the family that `config.json` names.
+fn of_family() -> View {
+    View { shard: Some(TensorParallel { ranks: 2, rank: 0, rules: None }), ..View::default() }
+}
+
+/// A small Llama in two shards, without a `config.json`, in the new folder `folder`.
+fn write_llama(folder: &Path) {
+    std::fs::create_dir_all(folder).unwrap();
+    for (number, names) in [
+        ["model.embed_tokens.weight", "model.norm.weight"],
+        ["a.mlp.up_proj.weight", "b.mlp.up_proj.weight"],
+    ]
+    .iter()
+    .enumerate()
+    {
+        let tensor = |name: &&'static str| (*name, Dtype::U8, &[4, 2][..], vec![7; 8]);
+        let tensors: Vec<_> = names.iter().map(tensor).collect();
+        let name = format!("model-{:05}-of-00002.safetensors", number + 1);
+        common::write_shard(&folder.join(name), &BTreeMap::new(), &tensors);
+    }
+}
+
+#[test]
+fn the_config_of_a_hub_cache_is_found_through_its_link() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("models--a--b");
+    let (blobs, snapshot) = (model.join("blobs"), model.join("snapshots/1"));
+    write_llama(&blobs);
+    std::fs::create_dir_all(&snapshot).unwrap();
+    std::fs::write(blobs.join("config.json"), r#"{"model_type": "llama"}"#).unwrap();
+    for entry in std::fs::read_dir(&blobs).unwrap() {
+        let name = entry.unwrap().file_name();
+        let target = Path::new("../../blobs").join(&name);
+        std::os::unix::fs::symlink(target, snapshot.join(name)).unwrap();
+    }
+    let shape = |checkpoint: Arc<Checkpoint>| {
+        checkpoint.catalog().tensor("model.embed_tokens.weight").unwrap().shape.to_vec()
+    };
+    let shard = snapshot.join("model-00001-of-00002.safetensors");
+    let opened = Checkpoint::open(&snapshot).unwrap().viewed(&of_family()).unwrap();
+    assert_eq!(shape(opened), [2, 2]);
+    let opened = Checkpoint::of_files(std::slice::from_ref(&shard)).unwrap();
+    assert_eq!(shape(opened.viewed(&of_family()).unwrap()), [2, 2]);
+    let inside = OpenOptions { view: of_family(), links: Links::Inside, ..OpenOptions::default() };
+    for source in [&snapshot, &shard] {
+        assert_eq!(shape(Checkpoint::open_with(source, &inside).unwrap()), [2, 2]);
+    }
+}
+
+#[test]
+fn a_config_that_is_no_file_or_lies_outside_is_refused_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    write_llama(&model);
+    let (shard, config) =
+        (model.join("model-00001-of-00002.safetensors"), model.join("config.json"));
+    let files = std::slice::from_ref(&shard);
+    let opened = || Checkpoint::of_files(files).unwrap().viewed(&of_family());
+    let refused = |said: &str| {
+        let message = opened().map(drop).unwrap_err().to_string();
+        assert!(message.contains(said) && !message.contains('\n'), "{message}");
+    };
+    refused("there is no config.json");
+    std::fs::create_dir(&config).unwrap();
+    refused("config.json is a folder");
+    std::fs::remove_dir(&config).unwrap();
+    let socket = std::os::unix::net::UnixListener::bind(&config).unwrap();
+    refused("config.json is neither a file nor a folder");
+    drop(socket);
+    std::fs::remove_file(&config).unwrap();
+    let target = folder.path().join("elsewhere.json");
+    std::os::unix::fs::symlink(&target, &config).unwrap();
+    refused("config.json is a link that leads nowhere");
+    std::fs::write(&target, r#"{"model_type": "llama"}"#).unwrap();
+    opened().unwrap();
+    let options = OpenOptions { view: of_family(), links: Links::Inside, ..OpenOptions::default() };
+    for source in [&model, &shard] {
+        let message = Checkpoint::open_with(source, &options).map(drop).unwrap_err().to_string();
+        assert!(
+            message.contains("config.json is a link that leads out of the source"),
+            "{message}"
+        );
+    }
+    let options = OpenOptions { follow: vec![folder.path().to_owned()], ..options };
+    for source in [&model, &shard] {
+        Checkpoint::open_with(source, &options).unwrap();
+    }
+}
+
+#[test]
+fn the_rules_of_a_family_apply_to_one_shard_and_to_lists_of_shards() {
+    let folder = tempfile::tempdir().unwrap();
+    write_llama(folder.path());
+    std::fs::write(folder.path().join("config.json"), r#"{"model_type": "llama"}"#).unwrap();
+    let shards: Vec<_> = [1, 2]
+        .iter()
+        .map(|n| folder.path().join(format!("model-{n:05}-of-00002.safetensors")))
+        .collect();
+    for (files, cut) in [(&shards[..1], 1), (&shards[1..], 2), (&shards[..], 3)] {
+        let checkpoint = Checkpoint::of_files(files).unwrap().viewed(&of_family()).unwrap();
+        let halves = checkpoint.catalog().tensors().filter(|tensor| tensor.shape == [2, 2]);
+        assert_eq!(halves.count(), cut);
+    }
+    let norms = folder.path().join("other.safetensors");
+    common::write_shard(&norms, &BTreeMap::new(), &[("norm", Dtype::U8, &[4, 2], vec![7; 8])]);
+    let refused = Checkpoint::of_files(&[norms]).unwrap().viewed(&of_family());
+    let message = refused.map(drop).unwrap_err().to_string();
+    assert!(message.contains("the rules for llama: they match none of the 1 tensors"), "{message}");
+}
+
+#[test]
+fn a_dimension_of_nearly_all_64_bits_is_cut_without_overflow() {
+    let folder = tempfile::tempdir().unwrap();
+    let size = u64::MAX;
+    let tensors = [("k", Dtype::U8, &[size, 0][..], Vec::new())];
+    common::write_shard(&folder.path().join("model.safetensors"), &BTreeMap::new(), &tensors);
+    for (ranks, own) in [(1, size), (2, size / 2), (7, size - 6 * size.div_ceil(7))] {
+        let options = rank_of("[[rule]]\nfrom = 'k'\ncut = 0", ranks, ranks - 1);
+        let checkpoint = Checkpoint::open_with(folder.path(), &options).unwrap();
+        assert_eq!(checkpoint.catalog().tensor("k").unwrap().shape, [own, 0]);
     }
 }
 

@@ -3,7 +3,10 @@
 use std::io;
 use std::path::Path;
 
-use crate::error::Error;
+use crate::error::shown_path;
+use crate::open_options::{Links, OpenOptions};
+use crate::store::Store;
+use crate::store::resolve::{LinkBounds, Unusable};
 use crate::view::ReadConfig;
 
 use super::load::read_text;
@@ -15,24 +18,47 @@ pub(super) const CONFIG: &str = "config.json";
 /// Most bytes that it may have.
 const LEN_MAX: u64 = 16 << 20;
 
-/// Calls `act` with a function that reads the file in `folder`.
-pub(super) fn with_config_of<T>(folder: &Folder, act: impl FnOnce(ReadConfig<'_>) -> T) -> T {
+/// Calls `act` with a function that reads the file in `folder`, which was opened with `options`.
+pub(super) fn with_config_of<T>(
+    folder: &Folder,
+    options: &OpenOptions,
+    act: impl FnOnce(ReadConfig<'_>) -> T,
+) -> T {
     match folder.file(CONFIG) {
-        Some(file) => act(&|| read(&file.path)),
+        Some(file) => act(&|| read(&file.path).map(Some)),
         // The folder of a single file lists no others.
-        None => with_config_beside(&folder.path, act),
+        None => {
+            let real = options.follow.iter().filter_map(|path| Store::Local.real_path(path).ok());
+            let bounds = LinkBounds::new(folder.path.clone(), real.collect(), options.links);
+            act(&|| read_within(&folder.path, &bounds))
+        }
     }
 }
 
 /// Calls `act` with a function that reads the file in the folder at `directory`.
 pub(super) fn with_config_beside<T>(directory: &Path, act: impl FnOnce(ReadConfig<'_>) -> T) -> T {
-    act(&|| read(&directory.join(CONFIG)))
+    let bounds = LinkBounds::new(directory.to_owned(), Vec::new(), Links::Anywhere);
+    act(&|| read_within(directory, &bounds))
 }
 
-fn read(path: &Path) -> Result<Option<Vec<u8>>, String> {
-    match read_text(path, LEN_MAX) {
-        Ok(text) => Ok(Some(text)),
-        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error.to_string()),
+/// The text of the file in `directory`, which may be a link that stays in `bounds`; `None` if
+/// nothing has that name.
+fn read_within(directory: &Path, bounds: &LinkBounds) -> Result<Option<Vec<u8>>, String> {
+    let path = directory.join(CONFIG);
+    match Store::Local.version(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        _ => {}
     }
+    let fail = |why: Unusable| format!("{} is {}; {}", shown_path(&path), why.text(), why.advice());
+    match bounds.resolve(&path).map_err(fail)? {
+        (real, identity) if identity.is_file() => read(&real).map(Some),
+        (_, identity) if identity.is_folder() => {
+            Err(format!("{} is a folder; put a regular file there", shown_path(&path)))
+        }
+        _ => Err(fail(Unusable::Special)),
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    read_text(path, LEN_MAX).map_err(|error| error.to_string())
 }

@@ -257,7 +257,7 @@ impl<'a> FolderIndex<'a> {
             Ok(proved) => proved,
             Err(error) => return Ok(Err(error)),
         };
-        let presented = with_config_of(self.folder, |config| {
+        let presented = with_config_of(self.folder, options, |config| {
             present(catalog, kind, &record.name, &options.view, config)
         });
         let presented = match presented {

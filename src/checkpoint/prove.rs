@@ -210,7 +210,8 @@ fn prove_set(
     let sources = sources.collect();
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
-    let presented = with_config_of(folder, |config| present(catalog, kind, &name, view, config));
+    let presented =
+        with_config_of(folder, options, |config| present(catalog, kind, &name, view, config));
     let presented = presented.map_err(refused)?;
     let Presented { proved, catalog, files, is_whole_file } = presented;
     Ok(Checkpoint {

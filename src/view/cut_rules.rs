@@ -69,6 +69,9 @@ pub(super) struct Cut {
     pub(super) parts: PartSizes,
 }
 
+/// Most equal parts of a dimension.
+const PARTS_MAX: u64 = 1 << 16;
+
 /// A number of units.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
@@ -146,6 +149,11 @@ impl CutRules {
         self.digest
     }
 
+    /// Their name, for messages.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// A rule, for messages.
     pub(super) fn told(&self, rule: usize) -> String {
         format!("{}: {}", self.name, self.table.label(rule))
@@ -187,8 +195,17 @@ fn add(table: &mut RuleTable<CutRule>, number: &str, rule: CutRuleToml) -> Resul
             }
             let parts = parts.unwrap_or(PartSizes::Equal(1));
             match (&units, &parts) {
+                (Some(Units::Keys(keys)), _) if keys.is_empty() => {
+                    return Err("units is an empty list: give the keys of config.json".to_owned());
+                }
+                (_, PartSizes::Sizes(sizes)) if sizes.is_empty() => {
+                    return Err("parts is an empty list: give the size of each part".to_owned());
+                }
                 (Some(Units::Number(0)), _) | (_, PartSizes::Equal(0)) => {
                     return Err("units and parts are numbers from 1".to_owned());
+                }
+                (_, PartSizes::Equal(count)) if *count > PARTS_MAX => {
+                    return Err(format!("parts = {count} is more than {PARTS_MAX} parts"));
                 }
                 _ => CutAction::Cut(Cut { dim, units, replicate, parts }),
             }
@@ -222,6 +239,9 @@ mod tests {
             ("[[rule]]\nfrom = 'a'\ncut = 0\nunits = 2\nparts = 2", "exclude each other"),
             ("[[rule]]\nfrom = 'a'\ncut = 0\nunits = 0", "numbers from 1"),
             ("[[rule]]\nfrom = 'a'\ncut = 0\nparts = 0", "numbers from 1"),
+            ("[[rule]]\nfrom = 'a'\ncut = 0\nunits = []", "rule 1: units is an empty list"),
+            ("[[rule]]\nfrom = 'a'\ncut = 0\nparts = []", "rule 1: parts is an empty list"),
+            ("[[rule]]\nfrom = 'a'\ncut = 0\nparts = 65537", "more than 65536 parts"),
             ("[[rule]]\nfrom = 'a'\ncut = 'x'", "line 3"),
             ("[[rule]]\nregex = '('\ncut = 0", "rule 1: not a regex"),
             ("[[rule]]\nfrom = 'a'\ncut = 0\n[[rule]]\nfrom = 'a'\ncut = 1", "rule 2: rule 1 has"),

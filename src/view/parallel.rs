@@ -126,17 +126,28 @@ impl TensorParallel {
         Fault::new(ErrorKind::View, format!("tp={}: {why}", self.ranks))
     }
 
-    /// Refuses rules that match no tensor, whatever is selected.
+    /// Refuses rules that match no tensor, whatever is selected. The rules of a family are about
+    /// whole models, and a file may be one shard, so one of them must match.
     fn check_used(&self, catalog: &Catalog, rules: &CutRules) -> Result<(), Fault> {
         let mut used: Vec<bool> = rules.table.rules.iter().map(|rule| rule.is_optional).collect();
+        let mut matched = false;
         for tensor in catalog.tensors() {
             if let Some(found) = rules.table.find(tensor.name) {
                 used[found.rule] = true;
+                matched = true;
             }
+        }
+        let count = catalog.len();
+        if rules.path().is_none() {
+            if matched {
+                return Ok(());
+            }
+            let why = format!("{}: they match none of the {count} tensors", rules.name());
+            return Err(self.fault(&format!("{why}; give tp-rules=FILE")));
         }
         let Some(rule) = used.iter().position(|used| !used) else { return Ok(()) };
         let told = rules.told(rule);
-        Err(self.fault(&format!("{told}: matches none of the {} tensors", catalog.len())))
+        Err(self.fault(&format!("{told}: matches none of the {count} tensors")))
     }
 
     /// The part of `tensor` that the rank gets.
@@ -217,8 +228,8 @@ impl TensorParallel {
         });
         let own = |(start, size): (u64, &u64)| {
             let chunk = size.div_ceil(u64::from(self.ranks));
-            let first = (chunk * u64::from(self.rank)).min(*size);
-            start + first..start + (first + chunk).min(*size)
+            let first = chunk.saturating_mul(u64::from(self.rank)).min(*size);
+            start + first..start + first.saturating_add(chunk).min(*size)
         };
         Ok(starts.zip(&sizes).map(own).collect())
     }

@@ -205,6 +205,26 @@ fn every_good_fixture_is_the_same_from_the_index() {
 }
 
 #[test]
+fn a_changed_end_mark_of_a_tensorizer_file_is_noticed_with_an_index() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model");
+    fs::create_dir(&model).unwrap();
+    let path = model.join("module.tensors");
+    let mut bytes = fs::read(fixtures().join("tensorizer/module.tensors")).unwrap();
+    fs::write(&path, &bytes).unwrap();
+    prove_model(home.path());
+    assert!(prove_model(home.path()).from_index());
+    let last = bytes.len() - 1;
+    assert_eq!(bytes[last - 7..], [0; 8]);
+    bytes[last] = 1;
+    fs::write(&path, &bytes).unwrap();
+    let changed = prove_model(home.path());
+    assert!(!changed.from_index());
+    let error = changed.sets[0].outcome.as_ref().unwrap_err().to_string();
+    assert!(error.contains("no end mark follows"), "{error}");
+}
+
+#[test]
 fn what_options_ask_for_is_judged_anew_at_each_start() {
     let home = model();
     prove_model(home.path());

@@ -66,7 +66,7 @@ fn read(description: &ShardDescription, file: &[u8]) -> Tensors {
     description.tensors().map(tensor).collect()
 }
 
-/// Checks that descriptions and tensors cover the file up to the end mark, without overlap.
+/// Checks that descriptions and tensors cover the file with its end mark, without overlap.
 fn check(description: &ShardDescription, file: &[u8]) {
     let mut ranges = description.described.clone();
     assert_eq!(ranges[0].start, 0);
@@ -79,7 +79,7 @@ fn check(description: &ShardDescription, file: &[u8]) {
     ranges.sort_by_key(|range| range.start);
     assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranges:?}");
     let end = ranges.last().expect("a file has a head").end as usize;
-    assert!(file[end..].iter().take(8).all(|&byte| byte == 0));
+    assert!(end == file.len() || file[end - 8..end] == [0; 8]);
 }
 
 #[test]
@@ -133,18 +133,46 @@ fn versioned() -> TensorizerFile {
 }
 
 #[test]
-fn files_without_faults_are_read_whatever_the_order_of_their_entries() {
+fn files_without_faults_are_read() {
     for file in [plain(), versioned()] {
-        for order in [vec![], vec![2, 0, 1], vec![1, 2, 0]] {
-            let bytes = TensorizerFile { order, ..file.clone() }.bytes();
-            let description = parse_file(&bytes).unwrap();
-            check(&description, &bytes);
-            let found = read(&description, &bytes);
-            let shape = &file.tensors[1].entry.shape;
-            assert_eq!(found["a"], (Dtype::F32, vec![2, 3], vec![7; 24]));
-            assert_eq!(found["none"], (Dtype::U8, shape.clone(), vec![]));
-            assert_eq!(found["b.c"], (Dtype::Bf16, vec![4], vec![9; 8]));
-        }
+        let bytes = file.bytes();
+        let description = parse_file(&bytes).unwrap();
+        check(&description, &bytes);
+        let found = read(&description, &bytes);
+        let shape = &file.tensors[1].entry.shape;
+        assert_eq!(found["a"], (Dtype::F32, vec![2, 3], vec![7; 24]));
+        assert_eq!(found["none"], (Dtype::U8, shape.clone(), vec![]));
+        assert_eq!(found["b.c"], (Dtype::Bf16, vec![4], vec![9; 8]));
+    }
+}
+
+#[test]
+fn entries_in_another_order_than_the_data_are_refused() {
+    for order in [vec![2, 0, 1], vec![1, 2, 0], vec![0, 2, 1]] {
+        let fault = parse_file(&TensorizerFile { order, ..plain() }.bytes()).unwrap_err();
+        assert_eq!(fault.kind, ErrorKind::HeaderDecode);
+        assert!(fault.message.contains("can be read in two ways; save"), "{}", fault.message);
+    }
+}
+
+#[test]
+fn bytes_between_the_list_and_the_first_tensor_are_refused_and_not_described() {
+    let fault = parse_file(&TensorizerFile { gap: 5, ..plain() }.bytes()).unwrap_err();
+    assert_eq!((fault.kind, fault.tensor.as_deref()), (ErrorKind::OffsetGap, Some("a")));
+    let expected = "after byte 252, where the list of tensors ends; save";
+    assert!(fault.message.contains(expected), "{}", fault.message);
+}
+
+#[test]
+fn the_end_mark_is_described_as_far_as_the_file_has_it() {
+    for len in [0, 3, 8, 20] {
+        let bytes = TensorizerFile { end: vec![0; len], ..plain() }.bytes();
+        let description = parse_file(&bytes).unwrap();
+        let data_end = (bytes.len() - len) as u64;
+        let marks = description.described.iter().filter(|range| range.start >= data_end);
+        let marks: Vec<_> = marks.cloned().collect();
+        let expected = (len > 0).then(|| data_end..data_end + len.min(8) as u64);
+        assert_eq!(marks, Vec::from_iter(expected), "{len} bytes behind the data");
     }
 }
 
@@ -373,7 +401,7 @@ const PLACES: &[Case] = &[
     }),
     ("two tensors in one place", ErrorKind::OffsetOverlap, |f| {
         // Here the header of the first one begins.
-        f.tensors[2].header_start = Some(252);
+        f.tensors[1].header_start = Some(252);
     }),
     ("data before its header", DECODE, |f| f.tensors[0].data_start = Some(100)),
     ("data one byte late", DECODE, |f| f.tensors[0].data_start = Some(331)),
@@ -389,6 +417,8 @@ const PLACES: &[Case] = &[
     ("a hash of another type", DECODE, |f| f.tensors[0].hashes[0].0 = 2),
     ("a CRC32 of 5 bytes", DECODE, |f| f.tensors[0].hashes[0].1 = vec![0; 5]),
     ("a SHA-256 of 31 bytes", DECODE, |f| f.tensors[0].hashes[1].1 = vec![0; 31]),
+    ("two hashes of a type", DECODE, |f| f.tensors[0].hashes.push((0, vec![1; 4]))),
+    ("254 hashes", DECODE, |f| f.tensors[0].hashes = vec![(1, vec![2; 32]); 254]),
     ("a hash without bytes", DECODE, |f| f.tensors[0].hashes[1].1.clear()),
 ];
 

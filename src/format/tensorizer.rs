@@ -12,7 +12,7 @@ use std::io;
 use std::ops::Range;
 
 use crate::dtype::Dtype;
-use crate::error::{ErrorKind, Fault};
+use crate::error::{ErrorKind, Fault, quoted};
 
 use self::entries::ListedTensor;
 use super::description::ShardDescription;
@@ -56,7 +56,16 @@ struct StoredTensor {
     shape: Vec<u64>,
     header: Range<u64>,
     data: Range<u64>,
+    /// Empty if the hashes are not kept.
     hashes: Vec<HeaderHash>,
+}
+
+/// The tensors of a file in the order of their bytes, and the mark behind them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct StoredFile {
+    tensors: Vec<StoredTensor>,
+    /// Shorter than a mark, or empty, if the file ends before.
+    end_mark: Range<u64>,
 }
 
 /// A tensor of a file and the hashes that its header holds. They are those of its header and its
@@ -128,8 +137,8 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// # Errors
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
-    let tensors = match read_tensors(reader) {
-        Ok(tensors) => tensors,
+    let StoredFile { tensors, end_mark } = match read_tensors(reader, false) {
+        Ok(file) => file,
         Err(ParseStop::Read(error)) => return Err(error),
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
     };
@@ -137,20 +146,28 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     let names_len = tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(first, tensors.len(), names_len);
     let mut numbers: Vec<u64> = Vec::new();
-    let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len());
+    let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len() + 1);
     described.push(0..first);
     for StoredTensor { name, dtype, shape, header, data, .. } in &tensors {
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(shape);
         description.push(name, *dtype, (begin, numbers.len() as u32), data.start);
-        match described.last_mut().filter(|before| before.end == header.start) {
-            Some(before) => before.end = header.end,
-            None => described.push(header.clone()),
-        }
+        append(&mut described, header);
+    }
+    if !end_mark.is_empty() {
+        append(&mut described, &end_mark);
     }
     description.set_numbers(numbers);
     description.described = described;
     Ok(Ok(description))
+}
+
+/// Appends `range`, or extends the last range that ends where it begins.
+fn append(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
+    match ranges.last_mut().filter(|before| before.end == range.start) {
+        Some(before) => before.end = range.end,
+        None => ranges.push(range.clone()),
+    }
 }
 
 /// Parses a file like `parse`, and returns its tensors that have hashes, in the order of their bytes.
@@ -158,8 +175,8 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
 /// # Errors
 /// The errors of `parse`.
 pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTensor>, Fault>> {
-    let tensors = match read_tensors(reader) {
-        Ok(tensors) => tensors,
+    let tensors = match read_tensors(reader, true) {
+        Ok(file) => file.tensors,
         Err(ParseStop::Read(error)) => return Err(error),
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
     };
@@ -252,44 +269,61 @@ fn too_short(file_len: u64) -> Fault {
     Fault::new(ErrorKind::TooShort, message)
 }
 
-/// The tensors of a file in the order of their bytes. Refuses bytes between them.
-fn read_tensors(reader: &mut dyn RangeReader) -> Result<Vec<StoredTensor>, ParseStop> {
+/// Reads the list of tensors and the header of each tensor. Refuses bytes between them, and a list
+/// in another order. The hashes of all headers are checked, and kept if `keep_hashes`.
+fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<StoredFile, ParseStop> {
     let file_len = reader.file_len();
     let mut sniff = vec![0; HEAD_LEN.min(file_len) as usize];
     reader.read_exact_at(0, &mut sniff)?;
     let head = FileHead::parse(&sniff, file_len)?;
     let mut area = vec![0; head.entries_len as usize];
     reader.read_exact_at(HEAD_LEN, &mut area)?;
-    let mut entries = entries::decode(&area, &head)?;
-    entries.sort_by_key(|entry| entry.header_start);
-    let entries_end = HEAD_LEN + head.entries_len;
-    let mut end = entries.first().map_or(0, |first| first.header_start);
-    if end < entries_end {
+    let entries = entries::decode(&area, &head)?;
+    // A header behind the end of the file is a fault of its own.
+    let descends = |pair: &&[ListedTensor<'_>]| {
+        (pair[1].header_start..=file_len).contains(&pair[0].header_start)
+            && pair[0].header_start != pair[1].header_start
+    };
+    if let Some([first, second]) = entries.windows(2).find(descends) {
         let message = format!(
-            "its header begins at byte {end}, within the list of tensors, which ends at \
-             {entries_end}"
+            "stands behind {} in the list of tensors, but its header at byte {} is before that \
+             one at byte {}, so the file can be read in two ways; save the checkpoint again",
+            quoted(&first.name.joined),
+            second.header_start,
+            first.header_start
         );
-        let fault = Fault::new(ErrorKind::OffsetOverlap, message);
-        return Err(fault.tensor(&entries[0].name.joined).into());
+        let fault = Fault::new(ErrorKind::HeaderDecode, message);
+        return Err(fault.tensor(&second.name.joined).into());
     }
+    let mut end = HEAD_LEN + head.entries_len;
+    let mut before = "the list of tensors";
     let mut tensors = Vec::with_capacity(entries.len());
     let mut header = Vec::new();
     for entry in entries {
         let name = entry.name.joined.clone();
         let named = |fault: Fault| fault.tensor(&name);
-        let len = header_len(&entry, end, file_len).map_err(named)?;
+        let len = header_len(&entry, before, end, file_len).map_err(named)?;
         header.resize(len as usize, 0);
         reader.read_exact_at(entry.header_start, &mut header)?;
-        let tensor = stored(entry, &header, &head).map_err(named)?;
+        let mut tensor = stored(entry, &header, &head).map_err(named)?;
+        if !keep_hashes {
+            tensor.hashes = Vec::new();
+        }
         end = tensor.data.end;
+        before = "the data of the tensor before";
         tensors.push(tensor);
     }
-    check_end(reader, end, file_len)?;
-    Ok(tensors)
+    let end_mark = read_end_mark(reader, end, file_len)?;
+    Ok(StoredFile { tensors, end_mark })
 }
 
-/// Length of the header of a tensor, which has to begin at `previous_end`.
-fn header_len(entry: &ListedTensor<'_>, previous_end: u64, file_len: u64) -> Result<u64, Fault> {
+/// Length of the header of a tensor, which has to begin at `previous_end`, where `before` ends.
+fn header_len(
+    entry: &ListedTensor<'_>,
+    before: &str,
+    previous_end: u64,
+    file_len: u64,
+) -> Result<u64, Fault> {
     let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     let data_end = data_start.checked_add(data_len);
     if header_start > file_len || data_end.is_none_or(|end| end > file_len) {
@@ -307,8 +341,8 @@ fn header_len(entry: &ListedTensor<'_>, previous_end: u64, file_len: u64) -> Res
             (ErrorKind::OffsetGap, "after")
         };
         let message = format!(
-            "its header begins at byte {header_start}, {place} byte {previous_end}, where the \
-             data of the tensor before ends"
+            "its header begins at byte {header_start}, {place} byte {previous_end}, where \
+             {before} ends; save the checkpoint again"
         );
         return Err(Fault::new(kind, message));
     }
@@ -316,7 +350,7 @@ fn header_len(entry: &ListedTensor<'_>, previous_end: u64, file_len: u64) -> Res
     if !(fields::TENSOR_HEADER_LEN_MIN..=TENSOR_HEADER_LEN_MAX).contains(&len) {
         let message = format!(
             "its header begins at byte {header_start} and its data at byte {data_start}, {} to \
-             {TENSOR_HEADER_LEN_MAX} bytes expected between them",
+             {TENSOR_HEADER_LEN_MAX} bytes expected between them; save the checkpoint again",
             fields::TENSOR_HEADER_LEN_MIN
         );
         return Err(Fault::new(ErrorKind::HeaderDecode, message));
@@ -359,13 +393,18 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
     })
 }
 
-/// Refuses bytes behind the last tensor that are no end mark. A file may end without a mark.
-fn check_end(reader: &mut dyn RangeReader, end: u64, file_len: u64) -> Result<(), ParseStop> {
+/// The place of the end mark. Refuses bytes behind the last tensor that are no end mark. A file may
+/// end without a mark.
+fn read_end_mark(
+    reader: &mut dyn RangeReader,
+    end: u64,
+    file_len: u64,
+) -> Result<Range<u64>, ParseStop> {
     let mut mark = [0; END_MARK_LEN as usize];
     let mark = &mut mark[..END_MARK_LEN.min(file_len - end) as usize];
     reader.read_exact_at(end, mark)?;
     if mark.iter().all(|&byte| byte == 0) {
-        return Ok(());
+        return Ok(end..end + mark.len() as u64);
     }
     let message = format!(
         "the last tensor that the file lists ends at byte {end}, and no end mark follows; the \

@@ -64,6 +64,8 @@ impl Recorded {
         let refused = |kind, name: &str, message| {
             Err(checkpoint.refused(Fault::new(kind, message).in_file(name)))
         };
+        // One chunk at a time.
+        let mut bytes = Vec::new();
         for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.source_catalog().shards)
         {
             let now = fingerprint(&source.identity());
@@ -74,13 +76,12 @@ impl Recorded {
                 return refused(ErrorKind::NotRecorded, &shard.name, message);
             };
             for described in &shard.described {
-                let mut bytes = vec![0; (described.end - described.start) as usize];
-                read_all(&mut [Read { source, offset: described.start, target: &mut bytes }])?;
                 for chunk in known.boundaries.chunks_of(described.clone()) {
                     let inside =
                         chunk.range.start.max(described.start)..chunk.range.end.min(described.end);
-                    let within = |byte: u64| (byte - described.start) as usize;
-                    let found = Digest::of(&bytes[within(inside.start)..within(inside.end)]);
+                    bytes.resize((inside.end - inside.start) as usize, 0);
+                    read_all(&mut [Read { source, offset: inside.start, target: &mut bytes }])?;
+                    let found = Digest::of(&bytes);
                     if inside != chunk.range || found != known.digests[chunk.number] {
                         let digests = Some((known.digests[chunk.number], found));
                         let mismatch =

@@ -46,6 +46,8 @@ pub(crate) struct TensorizerFile {
     pub(crate) area_len: Option<u64>,
     pub(crate) padding: usize,
     pub(crate) tensors: Vec<StoredTensor>,
+    /// Zeros between the area of entries and the first header.
+    pub(crate) gap: usize,
     /// The order of the entries; empty for that of the data.
     pub(crate) order: Vec<usize>,
     pub(crate) end: Vec<u8>,
@@ -145,6 +147,7 @@ impl TensorizerFile {
             count: None,
             area_len: None,
             padding: 0,
+            gap: 0,
             tensors,
             order: Vec::new(),
             end: vec![0; 8],
@@ -177,7 +180,7 @@ impl TensorizerFile {
         let area = entries(&[]).len() + self.padding;
         let (mut body, mut places) = (Vec::new(), Vec::new());
         for tensor in &self.tensors {
-            let start = (73 + area + body.len()) as u64;
+            let start = (73 + area + self.gap + body.len()) as u64;
             let header = tensor.header_bytes();
             places.push((start, start + header.len() as u64));
             body.extend(header);
@@ -190,7 +193,7 @@ impl TensorizerFile {
         bytes.extend(self.count.unwrap_or(self.tensors.len() as u64).to_le_bytes());
         bytes.extend(self.area_len.unwrap_or(area as u64).to_le_bytes());
         bytes.extend(entries(&places));
-        bytes.resize(bytes.len() + self.padding, 0);
+        bytes.resize(bytes.len() + self.padding + self.gap, 0);
         bytes.extend(body);
         bytes.extend(&self.end);
         bytes

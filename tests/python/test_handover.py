@@ -276,6 +276,35 @@ class HandedOver(ServiceCase):
             os.pread(held, len(self.right), 0)
         wait_until(lambda: self._reads_new(), PATIENCE, "a new open has the new bytes")
 
+    def test_a_change_of_a_file_that_two_processes_did_not_list_is_seen(self):
+        shutil.rmtree(self.source)
+        parts = {name: self.copy(SOURCE, f"source/{name}") for name in ("a", "b", "z")}
+        notes = parts["b"] / "notes.txt"
+        notes.write_text("old notes")
+        os.utime(notes, (1_000_000_000,) * 2)
+        service = self.service("passthrough=never")
+        shown = self.a / "b"
+        self.assert_same((shown / FILE).read_bytes(), self.right)
+        self.assertEqual((shown / "notes.txt").read_text(), "old notes")
+        for _ in range(2):
+            self.restart(service)
+        shard = sorted(parts["b"].glob("model-*.safetensors"))[-1]
+        for path, offset, data in ((shard, shard.stat().st_size - 64, b"\x55" * 64), (notes, 0, b"new")):
+            times = path.stat()
+            with open(path, "r+b") as file:
+                file.seek(offset)
+                file.write(data)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+        def reads_new():
+            try:
+                return (shown / FILE).read_bytes() == checkpoints.hf_whole(parts["b"])
+            except OSError:
+                return False
+
+        wait_until(reads_new, PATIENCE, "a new open has the new bytes")
+        wait_until(lambda: (shown / "notes.txt").read_text() == "new notes", PATIENCE, "a new open has the new text")
+
     def _reads_new(self):
         try:
             return (self.a / FILE).read_bytes() == checkpoints.hf_whole(self.source)

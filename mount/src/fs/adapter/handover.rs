@@ -143,6 +143,30 @@ impl Packer {
         Some((offset, bytes.len()))
     }
 
+    /// Adds the facts about a file that no process since the one of the mark has listed.
+    fn mark(&mut self, ino: u64, mark: &FileMark) {
+        let CarriedFs { sources, nodes, .. } = &mut self.carried.facts;
+        let first = sources.len();
+        sources.extend(mark.known.iter().map(|known| CarriedSource {
+            path: OsString::new(),
+            known: known.to_words(),
+            file: None,
+        }));
+        nodes.push(CarriedNode {
+            ino,
+            lookups: mark.lookups,
+            path: OsString::new(),
+            len: 0,
+            mtime: (0, 0),
+            version: mark.version.clone(),
+            opened: mark.opened,
+            outdated: mark.outdated,
+            last: mark.last.map(|last| last.to_words()),
+            sources: (first..sources.len()).collect(),
+            content: None,
+        });
+    }
+
     /// Describes the content of an open file, so that it can be read without its names.
     fn describe(&mut self, node: &Node) -> Option<CarriedContent> {
         let NodeKind::File { content, .. } = &node.kind else { return None };
@@ -217,6 +241,7 @@ impl TensorFs {
             let node = self.pack(&mut packer, &node, opened.as_ref().map(|now| &now.file));
             packer.carried.facts.nodes.push(node);
         }
+        shared.nodes.each_mark(|ino, mark| packer.mark(ino, mark));
         packer.carried
     }
 

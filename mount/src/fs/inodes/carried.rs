@@ -85,6 +85,15 @@ impl Nodes {
         known.cloned().collect()
     }
 
+    /// Calls `each` with the files of another process that were not listed here, and that the kernel
+    /// knows.
+    pub(crate) fn each_mark(&self, mut each: impl FnMut(u64, &FileMark)) {
+        let by_ino = self.by_ino.read();
+        let marks = self.marks.0.lock();
+        let left = marks.iter().filter(|(ino, mark)| mark.lookups > 0 && !by_ino.contains_key(ino));
+        left.for_each(|(ino, mark)| each(*ino, mark));
+    }
+
     /// Keeps facts about a file of another process until it is listed here.
     pub(crate) fn mark(&self, ino: u64, mark: FileMark) {
         self.marks.0.lock().insert(ino, mark);

@@ -211,6 +211,9 @@ impl CacheInner {
         &self,
         request: ReadRequest,
     ) -> Option<(ReadRequest, Option<BlockPlan>)> {
+        if request.file.reader.is_scattered(&request.range) {
+            return Some((request, None));
+        }
         let mut plan = request.file.reader.plan_block(request.range.clone());
         BUFFER.with_borrow_mut(|buffer| {
             let len = (request.range.end - request.range.start) as usize;
@@ -255,15 +258,15 @@ impl CacheInner {
     ) -> Option<QueuedRead> {
         let (file, reader, range) = (request.file.clone(), request.reader, request.range.clone());
         self.drop_outdated(&file, &range);
+        if file.reader.is_scattered(&range) {
+            return UncachedRead::begin(self, self.state.lock(), request);
+        }
         let (mut state, covers, plans) = self.plan(&file, &range, plan);
         let mut holes = Vec::new();
         for (start, plan) in plans {
             let need = plan.memory();
             if need > self.budget.limit() / 2 {
-                let taken = UncachedRead::take_in(&mut state.uncached, request);
-                drop(state);
-                let refused = taken.map(|uncached| uncached.start(self)).err();
-                return refused.map(|request| QueuedRead { request, reason: WaitReason::Fairness });
+                return UncachedRead::begin(self, state, request);
             }
             match self.reserve_in_turn(&mut state, &request, &plan) {
                 Ok(reservation) => holes.push(Hole { start, plan, reservation }),

@@ -314,6 +314,49 @@ impl Layout {
         }
     }
 
+    /// About how many extents bytes `range` have, by arithmetic.
+    pub(crate) fn extent_count(&self, range: &Range<u64>) -> u64 {
+        let first = self.first_at(range.start).unwrap_or(self.tensors.len());
+        let mut count = 0;
+        for index in first..self.tensors.len() {
+            let bytes = self.bytes_of(index);
+            if bytes.start >= range.end {
+                break;
+            }
+            let (wanted, pieces) = self.pieces_in(index, &bytes, range);
+            for piece in pieces {
+                let Some(runs) = &piece.runs else {
+                    count += 1;
+                    break;
+                };
+                if runs.target_span().start >= wanted.end {
+                    break;
+                }
+                count += runs.inside(&wanted).map_or(0, |part| runs.reads_in(&part, GAP_MAX));
+            }
+        }
+        count
+    }
+
+    /// The part of bytes `range` of the file that lies in a tensor, whose bytes are `bytes`, and
+    /// the pieces that end after its start. The part counts from the tensor's start, in bytes
+    /// before a cast.
+    fn pieces_in(
+        &self,
+        index: usize,
+        bytes: &Range<u64>,
+        range: &Range<u64>,
+    ) -> (Range<u64>, &[PlacedPiece]) {
+        let wanted = range.start.max(bytes.start) - bytes.start
+            ..range.end.min(bytes.end).saturating_sub(bytes.start);
+        let start = if index == 0 { 0 } else { self.tensors[index - 1].pieces_end };
+        let pieces = &self.pieces[start as usize..self.tensors[index].pieces_end as usize];
+        let cast = self.casts.get(index).copied().flatten();
+        let wanted = cast.map_or(wanted.clone(), |cast| cast.elements_before(&wanted));
+        let first = pieces.partition_point(|piece| piece.reach <= wanted.start);
+        (wanted, &pieces[first..])
+    }
+
     fn extents_of<'a>(
         &'a self,
         index: usize,
@@ -321,15 +364,9 @@ impl Layout {
         range: &Range<u64>,
         visit: &mut dyn FnMut(Extent<'a>),
     ) {
-        let wanted = range.start.max(bytes.start) - bytes.start
-            ..range.end.min(bytes.end).saturating_sub(bytes.start);
-        let start = if index == 0 { 0 } else { self.tensors[index - 1].pieces_end };
-        let pieces = &self.pieces[start as usize..self.tensors[index].pieces_end as usize];
         let cast = self.casts.get(index).copied().flatten();
-        // Pieces are those of the bytes before a cast.
-        let wanted = cast.map_or(wanted.clone(), |cast| cast.elements_before(&wanted));
-        let first = pieces.partition_point(|piece| piece.reach <= wanted.start);
-        for PlacedPiece { shard, source, runs, .. } in &pieces[first..] {
+        let (wanted, pieces) = self.pieces_in(index, &bytes, range);
+        for PlacedPiece { shard, source, runs, .. } in pieces {
             let shard = *shard;
             let cast_to = |cast, range, runs| {
                 let place = CastPlace { cast, tensor_start: bytes.start, runs };

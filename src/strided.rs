@@ -196,6 +196,20 @@ impl StridedCopy {
         visit(group);
     }
 
+    /// About how many parts `each_read` makes of `part` if their length is not limited, by
+    /// arithmetic.
+    pub fn reads_in(&self, part: &RunRange, gap: u64) -> u64 {
+        let (mut len, mut joined) = (self.run_len, 1);
+        for stride in self.strides.iter().rev() {
+            if stride.from - len > gap {
+                break;
+            }
+            len += (stride.count - 1) * stride.from;
+            joined *= stride.count;
+        }
+        (part.runs.end - part.runs.start).div_ceil(joined)
+    }
+
     /// The first run whose start in the target satisfies `holds`, which holds from some run on.
     fn first_run(&self, holds: impl Fn(u64) -> bool) -> u64 {
         let (mut low, mut high) = (0, self.count());
@@ -328,6 +342,12 @@ mod tests {
                     assert_eq!(ends.last(), Some(&part.bytes.end));
                     reads.push(part);
                 });
+            }
+            if let Some(part) = copy.inside(&wanted) {
+                let counted = copy.reads_in(&part, gap);
+                let mut right = 0;
+                copy.each_read(part, gap, u64::MAX, &mut |_| right += 1);
+                prop_assert!(right <= counted + 1, "{} counted as {}", right, counted);
             }
             prop_assert_eq!(found, right);
             for pair in reads.windows(2) {

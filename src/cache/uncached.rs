@@ -5,8 +5,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::{CacheInner, ReadRequest, too_late};
-use crate::sync::Mutex;
+use super::queue::{QueuedRead, WaitReason};
+use super::{CacheInner, ReadRequest, State, too_late};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Most such reads, including those whose thread still waits for the source after the answer.
 const UNCACHED_MAX: usize = 4;
@@ -17,7 +18,7 @@ pub(super) struct UncachedRead(Arc<Mutex<Option<ReadRequest>>>);
 
 impl UncachedRead {
     /// Takes a read in among `others`, or returns it if there are too many.
-    pub(super) fn take_in(
+    fn take_in(
         others: &mut Vec<UncachedRead>,
         request: ReadRequest,
     ) -> Result<UncachedRead, ReadRequest> {
@@ -29,8 +30,20 @@ impl UncachedRead {
         Ok(read)
     }
 
+    /// Takes a read in and starts its thread. Returns the read if there are too many.
+    pub(super) fn begin(
+        cache: &Arc<CacheInner>,
+        mut state: MutexGuard<'_, State>,
+        request: ReadRequest,
+    ) -> Option<QueuedRead> {
+        let taken = UncachedRead::take_in(&mut state.uncached, request);
+        drop(state);
+        let refused = taken.map(|uncached| uncached.start(cache)).err();
+        refused.map(|request| QueuedRead { request, reason: WaitReason::Fairness })
+    }
+
     /// Starts the thread of the read.
-    pub(super) fn start(self, cache: &Arc<CacheInner>) {
+    fn start(self, cache: &Arc<CacheInner>) {
         cache.deadlines.added();
         let (of, this) = (cache.clone(), self.clone());
         let read = move || this.carry_out(&of);

@@ -138,10 +138,12 @@ impl Copier {
     /// Reads the bytes of `reader` from `start` on into `target`: on this thread if they are in memory
     /// or in the page cache, else by the engine, which has a deadline for each read.
     fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
-        if reader.sources().iter().all(|source| source.is_in_memory()) {
+        let range = start..start + target.len() as u64;
+        let in_memory = reader.sources().iter().all(|source| source.is_in_memory());
+        if in_memory || reader.is_scattered(&range) {
             return reader.read_at(start, target).map(drop);
         }
-        let mut plan = reader.plan_block(start..start + target.len() as u64);
+        let mut plan = reader.plan_block(range);
         if plan.read_cached(&self.engine, target)? {
             return Ok(());
         }

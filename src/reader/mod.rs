@@ -17,12 +17,15 @@ pub use plan::BlockPlan;
 
 mod block;
 mod plan;
+#[cfg(test)]
+mod tests;
 
 /// Most bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: usize = 8 << 20;
 
-/// Fewest bytes read at a time, however many lie between them.
-const WINDOW_LEN_MIN: usize = 4 << 10;
+/// Most parts of shards that are planned at a time. Each takes a page of memory or more if it is
+/// read by itself.
+const PARTS_MAX: u64 = 8 << 10;
 
 /// An open virtual file, or a file of the source as it is.
 ///
@@ -119,18 +122,36 @@ impl Reader {
         let mut done = 0;
         while done < len {
             let start = offset + done as u64;
-            let end = start + window_len.min(len - done) as u64;
-            let plan = self.plan_block(start..end);
-            if plan.spread_len() > SPREAD_LEN_MAX && window_len > WINDOW_LEN_MIN {
-                // Rows of larger boxes are read with the bytes between them.
-                window_len /= 2;
-                continue;
-            }
-            let window = &mut buf[done..done + (end - start) as usize];
+            let plan = self.plan_window(start..start + window_len.min(len - done) as u64);
+            let window = &mut buf[done..done + plan.len() as usize];
             plan.fill(window, &|reads| read_all(reads).map(|()| true))?;
+            window_len = (2 * window.len()).min(WINDOW_LEN_MAX);
             done += window.len();
         }
         Ok(len)
+    }
+
+    /// The reads of the first part of bytes `range` that takes little memory: all of it, or a half,
+    /// a quarter and so on, down to one byte. Rows are read with the bytes between them, so one
+    /// byte of the file may take 64 KiB of memory.
+    fn plan_window(&self, mut range: Range<u64>) -> BlockPlan {
+        loop {
+            let half = range.start..range.start + (range.end - range.start) / 2;
+            if half.is_empty() || !self.is_scattered(&range) {
+                let plan = self.plan_block(range);
+                if half.is_empty() || plan.spread_len() <= SPREAD_LEN_MAX {
+                    return plan;
+                }
+            }
+            range = half;
+        }
+    }
+
+    /// Whether bytes `range` lie in more than `PARTS_MAX` parts of shards. The plan of their reads
+    /// then takes much memory, so they are read in steps, with `read_at`.
+    #[doc(hidden)]
+    pub fn is_scattered(&self, range: &Range<u64>) -> bool {
+        self.layout.as_ref().is_some_and(|layout| layout.extent_count(range) > PARTS_MAX)
     }
 
     /// The reads that bytes `range` take; the range lies inside the file.
@@ -145,7 +166,13 @@ impl Reader {
     /// The reads of the first part of bytes `range`, of a length that is good for a block.
     #[doc(hidden)]
     pub fn plan_first_block(&self, range: Range<u64>) -> BlockPlan {
-        let first = |len| range.start..range.end.min(range.start + len);
+        let first = |mut len: u64| {
+            let first = |len| range.start..range.end.min(range.start + len);
+            while len > 1 && self.is_scattered(&first(len)) {
+                len /= 2;
+            }
+            first(len)
+        };
         let plan = self.plan_block(first(BLOCK_LEN));
         let longer = first(plan.good_len());
         // Only column pieces are worth longer blocks, whose extents are mapped again.

@@ -18,7 +18,7 @@ use crate::source::Source;
 const MERGED_LEN_MAX: u64 = 8 << 20;
 
 /// Most bytes that a thread spreads at a time, through memory that it keeps.
-pub(super) const SPREAD_LEN_MAX: u64 = 32 << 20;
+pub(super) const SPREAD_LEN_MAX: u64 = 16 << 20;
 
 /// Usual length of a block.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
@@ -135,17 +135,21 @@ impl BlockPlan {
             BlockPlace::Scatter { .. } => true,
             BlockPlace::Cast(_, place) => place.is_spread(),
         });
-        let (parts, bytes) = scattered.fold((0, 0), |(parts, bytes), one| {
+        let (parts, rows) = scattered.fold((0, 0), |(parts, bytes), one| {
             (parts + 1, bytes + (one.range.end - one.range.start))
         });
-        if bytes < BLOCK_LEN / 2 {
-            return BLOCK_LEN;
-        }
-        if bytes > 2 * self.len {
+        // Runs far from each other each have a page of memory or more.
+        let whole = |one: &BlockUse| matches!(one.place, BlockPlace::Run(_));
+        let runs = self.fetches.iter().filter(|fetch| fetch.uses.iter().all(whole));
+        let bytes = runs.map(|fetch| Buffer::len_for(&fetch.range)).sum::<u64>().max(rows);
+        if bytes > 2 * self.len && bytes >= BLOCK_LEN / 2 {
             // Rows of larger boxes are read with the bytes between them. The block is shorter, so
             // that they fit into the memory for read-ahead.
             let len = u128::from(self.len) * u128::from(SPARSE_READ_LEN) / u128::from(bytes);
             return (len as u64 / SPARSE_LEN_MIN * SPARSE_LEN_MIN).clamp(SPARSE_LEN_MIN, BLOCK_LEN);
+        }
+        if rows < BLOCK_LEN / 2 {
+            return BLOCK_LEN;
         }
         (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
     }

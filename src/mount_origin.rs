@@ -9,6 +9,7 @@ use nix::libc;
 use serde_json::Value;
 
 use crate::format::names;
+use crate::hash::Digest;
 use crate::mountinfo;
 use crate::open_options::OpenOptions;
 use crate::source::read_text;
@@ -46,6 +47,12 @@ pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
     let mut source = PathBuf::from(json.get("source")?.as_str()?);
     if let Some(file) = json.get("file").and_then(Value::as_str) {
         source.push(file);
+    }
+    // The mount cuts tensors by the text that it read, which may have changed since.
+    if let Some(digest) = json.get("config").and_then(Value::as_str) {
+        let folder = if source.is_dir() { &*source } else { source.parent()? };
+        let (_, text) = read_text(&folder.join("config.json")).ok()?;
+        (Digest::of(&text).to_string() == digest).then_some(())?;
     }
     let options = OpenOptions::from_json(json.get("view")?, &mut read_text)?;
     let part = json.get("part").and_then(Value::as_str).map(str::to_owned);

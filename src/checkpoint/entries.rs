@@ -158,7 +158,14 @@ fn show_virtual(map: MapPolicy, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Mo
         return;
     }
     let (name, metadata) = match checkpoint.weight_map() {
-        Some((name, metadata)) => (name.to_owned(), metadata.clone()),
+        Some((name, metadata)) => {
+            let mut metadata = metadata.clone();
+            // A view may have other parameters than its source.
+            if checkpoint.has_other_tensors() {
+                metadata.remove("total_parameters");
+            }
+            (name.to_owned(), metadata)
+        }
         // The consolidation of rank shards writes a weight map beside its file, and some
         // readers of such files need it.
         None if checkpoint.kind == SetKind::Dcp || checkpoint.files.len() > 1 => {

@@ -56,6 +56,7 @@ impl Checkpoint {
             files: self.files.iter().map(|file| ArrangedFile::new(file.spec.clone())).collect(),
             map: self.map.clone(),
             manifest: self.manifest,
+            config: self.config,
         })
     }
 }
@@ -91,7 +92,7 @@ fn open_files(
     let presented =
         with_config_beside(&folder, |config| present(catalog, kind, &output, &view, config))
             .map_err(|fault| Error::refused(&folder, fault))?;
-    let Presented { proved, catalog, files, is_whole_file } = presented;
+    let Presented { proved, catalog, files, is_whole_file, config } = presented;
     Ok(Arc::new(Checkpoint {
         name: output,
         kind,
@@ -111,6 +112,7 @@ fn open_files(
         files,
         map: map.map(|map| (names::weight_map(&names::whole("model")), map.metadata)),
         manifest: None,
+        config,
     }))
 }
 

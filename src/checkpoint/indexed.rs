@@ -264,7 +264,7 @@ impl<'a> FolderIndex<'a> {
             Ok(presented) => presented,
             Err(fault) => return Ok(Err(Error::refused(&self.folder.path, fault))),
         };
-        let Presented { proved, catalog, files, is_whole_file } = presented;
+        let Presented { proved, catalog, files, is_whole_file, config } = presented;
         let checkpoint = Checkpoint {
             name: record.name,
             kind,
@@ -278,6 +278,7 @@ impl<'a> FolderIndex<'a> {
             files,
             map,
             manifest,
+            config,
         };
         Ok(checkpoint.summarize(&record.virtual_files).map(|()| checkpoint))
     }

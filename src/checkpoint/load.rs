@@ -230,8 +230,10 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     }
     let mut text = vec![0; TEXT_SNIFF_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
-    // A text with another first character is no JSON object, so the rest is not read.
-    if !text.trim_ascii_start().is_empty() && !text.trim_ascii_start().starts_with(b"{") {
+    // A text with another first character is no JSON object, so the rest is not read. A byte order
+    // mark may stand before it.
+    let begin = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&text).trim_ascii_start();
+    if !begin.is_empty() && !begin.starts_with(b"{") {
         let fault = Fault::new(ErrorKind::WeightMap, "expected a JSON object");
         return Err(Error::refused(path, fault));
     }

@@ -213,7 +213,7 @@ fn prove_set(
     let presented =
         with_config_of(folder, options, |config| present(catalog, kind, &name, view, config));
     let presented = presented.map_err(refused)?;
-    let Presented { proved, catalog, files, is_whole_file } = presented;
+    let Presented { proved, catalog, files, is_whole_file, config } = presented;
     Ok(Checkpoint {
         name,
         kind,
@@ -227,6 +227,7 @@ fn prove_set(
         files,
         map: candidate.map.map(|(name, map)| (name, map.metadata)),
         manifest,
+        config,
     })
 }
 

@@ -68,7 +68,7 @@ impl Checkpoint {
             present(record.catalog, kind, &record.name, view, config)
         });
         let presented = presented.ok()?;
-        let Presented { proved, catalog, files, is_whole_file } = presented;
+        let Presented { proved, catalog, files, is_whole_file, config } = presented;
         let checkpoint = Checkpoint {
             name: record.name,
             kind,
@@ -82,6 +82,7 @@ impl Checkpoint {
             files,
             map,
             manifest: record.manifest,
+            config,
         };
         Some(Arc::new(checkpoint))
     }

@@ -1,5 +1,6 @@
 //! The virtual files of a checkpoint.
 
+use std::cell::Cell;
 use std::sync::{Arc, OnceLock};
 
 use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor};
@@ -67,6 +68,8 @@ pub(super) struct Presented {
     pub(super) files: Vec<Arc<ArrangedFile>>,
     /// Whether it is one file that is served unchanged.
     pub(super) is_whole_file: bool,
+    /// Hash of the `config.json` that the view read, `None` if it read none.
+    pub(super) config: Option<Digest>,
 }
 
 /// The proved catalog of the set `name` as `view` presents it.
@@ -83,7 +86,13 @@ pub(super) fn present(
     view: &View,
     read_config: ReadConfig<'_>,
 ) -> std::result::Result<Presented, Fault> {
-    let catalog = view.project(&proved, read_config)?;
+    let config = Cell::new(None);
+    let read = || {
+        let text = read_config()?;
+        config.set(text.as_deref().map(Digest::of));
+        Ok(text)
+    };
+    let catalog = view.project(&proved, &read)?;
     let mut specs = arrange(name, &catalog, view)?;
     let is_whole_file = kind.stands_as(view.format)
         && view.keeps_tensors()
@@ -92,7 +101,7 @@ pub(super) fn present(
         specs.clear();
     }
     let files = specs.into_iter().map(ArrangedFile::new).collect();
-    Ok(Presented { proved, catalog, files, is_whole_file })
+    Ok(Presented { proved, catalog, files, is_whole_file, config: config.get() })
 }
 
 /// One virtual file of a checkpoint: some of its tensors behind one header.
@@ -165,6 +174,7 @@ impl VirtualFile {
             files: Vec::new(),
             map: None,
             manifest: None,
+            config: all.config,
         }))
     }
 
@@ -233,6 +243,7 @@ impl Checkpoint {
             files: Vec::new(),
             map: None,
             manifest: self.manifest,
+            config: self.config,
         }))
     }
 
@@ -248,6 +259,12 @@ impl Checkpoint {
         let single = FileSpec::single(&self.name, self.format);
         let own = self.virtual_files().find(|file| *file.spec() == single);
         own.unwrap_or_else(|| VirtualFile::new(self, single))
+    }
+
+    /// Hash of the `config.json` that its view read, `None` if it read none.
+    #[doc(hidden)]
+    pub fn config(&self) -> Option<Digest> {
+        self.config
     }
 
     /// Whether its view selects, names or casts tensors.

@@ -49,6 +49,9 @@ impl View {
             "exclude" => NameGlob::new(value).map(|glob| self.exclude.push(glob)),
             "keep" => NameGlob::new(value).map(|glob| self.keep.push(glob)),
             "dtype" => DtypeCast::parse(value, read).map(|dtype| self.dtype = Some(dtype)),
+            "tp" if value.trim_start_matches('0').is_empty() => {
+                Err(format!("a number from 1 to {RANKS_MAX}"))
+            }
             "tp" => number(value).map(|ranks| self.shard_mut().ranks = ranks),
             "rank" => number(value).map(|rank| self.shard_mut().rank = rank),
             "tp-rules" if value.is_empty() => Err("a file with rules".to_owned()),

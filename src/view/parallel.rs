@@ -9,7 +9,7 @@ use super::cut_rules::{Cut, CutAction, CutRules, PartSizes, Units};
 use super::families;
 use super::rules::dim_of;
 use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor, TensorParts};
-use crate::error::{ErrorKind, Fault};
+use crate::error::{ErrorKind, Fault, quoted};
 
 /// Gets the bytes of the `config.json` of a checkpoint, `None` if there is none, or one line that
 /// says why it cannot.
@@ -49,7 +49,7 @@ pub struct TensorParallel {
 /// The tensors of a rank.
 pub(super) struct RankTensors {
     pub(super) catalog: Catalog,
-    /// The dimension in which each of them is cut.
+    /// The dimension in which each of them is cut; `None` if the rank has all of it.
     pub(super) cuts: Vec<Option<usize>>,
 }
 
@@ -81,7 +81,8 @@ impl TensorParallel {
         read_config: ReadConfig<'_>,
     ) -> Result<RankTensors, Fault> {
         self.check().map_err(|why| Fault::new(ErrorKind::Usage, why))?;
-        let mut config = Config { read: read_config, parsed: None };
+        let mut config =
+            Config { read: read_config, parsed: None, has_rules: self.rules.is_some() };
         let rules = match &self.rules {
             Some(rules) => rules.clone(),
             None => Arc::new(config.family().map_err(|why| self.fault(&why))?),
@@ -118,8 +119,14 @@ impl TensorParallel {
             let told = rule.map_or_else(String::new, |told| format!("{told}: "));
             Fault { message: format!("tp={}: {told}{}", self.ranks, fault.message), ..fault }
         })?;
-        let cuts = parts.into_iter().map(|(parts, _)| parts.map(|parts| parts.dim)).collect();
-        Ok(RankTensors { catalog: projected, cuts })
+        let is_cut = |position: u32, TensorParts { dim, parts }: &TensorParts| {
+            let own = parts.iter().fold(0, |sum, (_, range)| sum + (range.end - range.start));
+            own < catalog.tensor_at(position as usize).shape[*dim]
+        };
+        let cuts = selected.iter().zip(parts).map(|(&position, (parts, _))| {
+            parts.filter(|parts| is_cut(position, parts)).map(|parts| parts.dim)
+        });
+        Ok(RankTensors { catalog: projected, cuts: cuts.collect() })
     }
 
     fn fault(&self, why: &str) -> Fault {
@@ -239,18 +246,27 @@ impl TensorParallel {
 struct Config<'a> {
     read: ReadConfig<'a>,
     parsed: Option<Value>,
+    /// Whether the rules come from a file.
+    has_rules: bool,
 }
 
 impl Config<'_> {
     fn get(&mut self, key: &str) -> Result<Option<&Value>, String> {
         if self.parsed.is_none() {
             let Some(text) = (self.read)()? else {
-                let why = "there is no config.json beside the shards that says which model this \
-                           is; give tp-rules=FILE";
-                return Err(why.to_owned());
+                let why = match self.has_rules {
+                    true => format!(
+                        "there is no config.json beside the shards with the number {}; put it \
+                         there, or write the number into the rule",
+                        quoted(key)
+                    ),
+                    false => "there is no config.json beside the shards that says which model \
+                              this is; give tp-rules=FILE"
+                        .to_owned(),
+                };
+                return Err(why);
             };
-            let parsed = serde_json::from_slice(&text);
-            self.parsed = Some(parsed.map_err(|e| format!("config.json is no JSON: {e}"))?);
+            self.parsed = Some(parse(&text)?);
         }
         Ok(self.parsed.as_ref().and_then(|config| config.get(key)))
     }
@@ -260,7 +276,7 @@ impl Config<'_> {
         let model_type = self.get("model_type")?.and_then(Value::as_str).unwrap_or_default();
         let known = families::NAMES.join(", ");
         CutRules::of_family(model_type).unwrap_or_else(|| {
-            let model_type = crate::error::quoted(model_type);
+            let model_type = quoted(model_type);
             Err(format!(
                 "config.json has model_type {model_type}; there are rules for {known}; give \
                  tp-rules=FILE"
@@ -282,4 +298,39 @@ impl Config<'_> {
         }
         Err(format!("config.json has no number {}", keys.join(" or ")))
     }
+}
+
+/// The JSON in `text`, as Python writes it: the bare words NaN, Infinity and -Infinity count as
+/// null, and a byte order mark may stand before it.
+fn parse(text: &[u8]) -> Result<Value, String> {
+    let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
+    serde_json::from_slice(text).or_else(|error| {
+        let parsed = serde_json::from_slice(&without_words(text));
+        parsed.map_err(|_| format!("config.json is no JSON: {error}"))
+    })
+}
+
+/// `text` with null instead of the numbers that JSON does not have.
+fn without_words(text: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(text.len());
+    let (mut rest, mut is_string) = (text, false);
+    while let Some((&first, after)) = rest.split_first() {
+        let words = [&b"NaN"[..], b"Infinity", b"-Infinity"];
+        match (words.iter().find(|word| rest.starts_with(word)), after.split_first()) {
+            (Some(word), _) if !is_string => {
+                plain.extend(b"null");
+                rest = &rest[word.len()..];
+            }
+            (_, Some((&escaped, behind))) if is_string && first == b'\\' => {
+                plain.extend([first, escaped]);
+                rest = behind;
+            }
+            _ => {
+                is_string ^= first == b'"';
+                plain.push(first);
+                rest = after;
+            }
+        }
+    }
+    plain
 }

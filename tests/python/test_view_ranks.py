@@ -1,6 +1,7 @@
 """`tp=`, `rank=` and `tp-rules=`: the slices of one rank of a tensor-parallel group."""
 
 import json
+import os
 import re
 
 import checkpoints
@@ -236,6 +237,55 @@ class Ranks(TestCase):
                 else:
                     self.assertIn("1 units (num_key_value_heads)", error.read_text())
 
+    def test_a_mount_whose_config_has_changed_since_is_read_as_it_is(self):
+        source = model(self.tmp / "llama", "llama")
+        config = (source / "config.json").read_text()
+        with Mount(source, "tp=2", "rank=1") as m:
+            for path in (m.path, m.path / FILE):
+                known = json.loads(os.getxattr(path, "user.tensorfs.source"))
+                self.assertRegex(known["config"], "^[0-9a-f]+$")
+            before = [tensorfs("ls", path).stdout for path in (m.path, m.path / FILE)]
+            (source / "config.json").write_text(config.replace('heads": 4', 'heads": 1'))
+            for path, expected in zip((m.path, m.path / FILE), before):
+                outcome = tensorfs("ls", path)
+                self.assert_done(outcome)
+                tensors = lambda text: [line.split()[:3] for line in text.splitlines() if ".weight" in line]
+                self.assertEqual(tensors(outcome.stdout), tensors(expected))
+        self.assertEqual(tensorfs("ls", source, "-o", "tp=2,rank=1").code, 1)
+
+    def test_the_config_may_have_the_words_that_python_writes_for_numbers(self):
+        source = model(self.tmp / "llama", "llama", a=float("nan"), b=[float("inf"), -float("inf")])
+        config = source / "config.json"
+        self.assertIn("NaN", config.read_text())
+        expected = slices(oracle.tensors_of(source)[0], DENSE, 2, 1)
+        self.assert_shows(source, ["tp=2", "rank=1"], expected)
+        config.write_text(chr(0xFEFF) + config.read_text(), "utf-8")
+        self.assert_shows(source, ["tp=2", "rank=1"], expected)
+
+    def test_the_only_rank_may_be_split_in_any_dimension(self):
+        source = model(self.tmp / "llama", "llama")
+        name = "model.layers.0.mlp.up_proj.weight"
+        rules = self.rules(rule("split", name, ["a", "b"]))
+        with Mount(source, "tp=1", "rank=0", f"rename={rules}") as m:
+            found = oracle.tensor_bytes(m.path / FILE)
+        self.assertEqual([found[part][1] for part in "ab"], [[INNER // 2, HIDDEN]] * 2)
+        whole = next(tensor.data for tensor in oracle.tensors_of(source)[0] if tensor.name == name)
+        self.assertEqual(bytes(found["a"][2]) + bytes(found["b"][2]), whole)
+
+    def test_the_weight_map_of_other_tensors_does_not_count_the_parameters_of_the_source(self):
+        source = model(self.tmp / "llama", "llama")
+        tensors, _ = oracle.tensors_of(source)
+        index = source / f"{FILE}.index.json"
+        half = len(tensors) // 2
+        shards = [checkpoints.shard_name(number, 2) for number in (1, 2)]
+        names = {name: shards[at >= half] for at, name in enumerate(hub("llama"))}
+        metadata = {"total_size": sum(len(t.data) for t in tensors), "total_parameters": 7, "other": 1}
+        index.write_text(json.dumps({"metadata": metadata, "weight_map": names}))
+        for options, counted in ((), True), (("tp=2", "rank=0"), False):
+            with Mount(source, *options) as m:
+                shown = json.loads((m.path / index.name).read_text())["metadata"]
+            self.assertEqual(("total_parameters" in shown, shown["other"]), (counted, 1), options)
+
     def test_two_ranks_have_different_versions(self):
         source = model(self.tmp / "llama", "llama")
         found = set()
@@ -258,6 +308,8 @@ class Refused(Refusals):
         file.write_text("[[rule]]\nregex = 'gone'\ncut = 0\n")
         split = self.tmp / "split.toml"
         split.write_text(rule("split", "model.layers.0.mlp.up_proj.weight", ["a", "b"]))
+        heads = self.tmp / "heads.toml"
+        heads.write_text("[[rule]]\nregex = 'q_proj'\ncut = 0\nunits = 'heads'\n")
         rows = checkpoints.row_wise(self.tmp / "rows")
         for source, options, said in (
             (plain, "tp=8,rank=0", ("k_proj.weight", "4 units (num_key_value_heads)", "8 ranks", "replicate", "tp-rules=FILE")),
@@ -265,6 +317,7 @@ class Refused(Refusals):
             (scaled, "tp=2,rank=0", ("up_proj.weight_scale_inv", "the rules for llama", "tp-rules=FILE")),
             (other, "tp=2,rank=0", ("`falcon7`", "llama, mistral", "tp-rules=FILE")),
             (bare, "tp=2,rank=0", ("config.json", "tp-rules=FILE")),
+            (bare, f"tp=2,rank=0,tp-rules={heads}", ("no config.json beside the shards with the number `heads`; put it there",)),
             (broken, "tp=2,rank=0", ("config.json", "JSON")),
             (rows, f"tp=2,rank=0,tp-rules={file}", (str(file), "rule 1, regex = `gone`", "none of the 3")),
             (plain, f"tp=2,rank=0,rename={split}", (str(split), "split rule 1", "up_proj.weight", "tp= cuts it in dimension 0")),
@@ -279,7 +332,7 @@ class Refused(Refusals):
         file = self.tmp / "rules.toml"
         file.write_text("[[cut]]\n")
         for options, said in (
-            ("tp=2", "rank="), ("rank=1", "tp="), ("tp=2,rank=2", "0 to 1"), ("tp=0,rank=0", "tp="), ("tp=x,rank=0", "number"),
+            ("tp=2", "rank="), ("rank=1", "tp="), ("tp=2,rank=2", "0 to 1"), ("tp=0,rank=0", "`tp=0`: expected a number from 1 to"), ("tp=x,rank=0", "number"),
             (f"tp-rules={file},tp=2,rank=0", "line 1"), ("tp-rules=,tp=2,rank=0", "rules"), ("tp=2,rank=-1", "number"),
             ("layout=original,tp=2,rank=0", "tp="),
         ):

@@ -400,7 +400,7 @@ impl FsState {
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path, reply);
             pool.spawn(pending, move |pending| {
-                let mut found = attributes::of(&shared.nodes.tree(), &node, caller);
+                let mut found = attributes::of(&shared.nodes, &node, caller);
                 found.extend(attributes::tail_of(&shared.nodes, &node));
                 if let Some(reply) = pending.take() {
                     then(&found, reply);

@@ -96,7 +96,12 @@ impl Common {
 }
 
 /// The extended attributes of `node` that the caller may see.
-pub(crate) fn of(tree: &Tree, node: &Node, (uid, gid): (u32, u32)) -> Vec<(&'static str, String)> {
+pub(crate) fn of(
+    nodes: &Nodes,
+    node: &Node,
+    (uid, gid): (u32, u32),
+) -> Vec<(&'static str, String)> {
+    let tree = &nodes.tree();
     let mut found = Vec::new();
     let folder = tree.folder(node.folder()).path.clone();
     let may_read_files = || match &node.kind {
@@ -110,14 +115,15 @@ pub(crate) fn of(tree: &Tree, node: &Node, (uid, gid): (u32, u32)) -> Vec<(&'sta
         _ => true,
     };
     if access::may_read_folder(&folder, uid, gid) && may_read_files() {
-        found.extend(source_of(tree, node).map(|source| (XATTR_SOURCE, source)));
+        let config = nodes.tails().config_of(node.folder()).map(|digest| digest.to_string());
+        found.extend(source_of(tree, node, config).map(|source| (XATTR_SOURCE, source)));
     }
     found.extend(node.version().map(|version| (XATTR_VERSION, version)));
     found
 }
 
-/// The value of `XATTR_SOURCE`.
-fn source_of(tree: &Tree, node: &Node) -> Option<String> {
+/// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
+fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String> {
     let found = tree.folder(node.folder());
     let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
     let (mut member, mut part) = (None, None);
@@ -141,6 +147,9 @@ fn source_of(tree: &Tree, node: &Node) -> Option<String> {
     let mut json = serde_json::json!({ "source": folder, "file": member, "view": view });
     if let Some(part) = part {
         json["part"] = part.into();
+    }
+    if let Some(config) = config {
+        json["config"] = config.into();
     }
     Some(json.to_string())
 }

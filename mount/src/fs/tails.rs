@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::{FolderId, Proved, Tail, Tree};
 use tensorfs::internal::error::shown_path;
+use tensorfs::internal::hash::Digest;
 use tensorfs::internal::sync::Mutex;
 
 /// Sets that `status` names.
@@ -31,6 +32,8 @@ struct FolderTails {
     proven: usize,
     /// The tail of the set of each weight file in the mount.
     files: BTreeMap<String, Tail>,
+    /// Hash of the `config.json` that decides how its tensors are cut.
+    config: Option<Digest>,
 }
 
 impl Tails {
@@ -45,6 +48,7 @@ impl Tails {
             } else {
                 folder.proven += 1;
             }
+            folder.config = folder.config.or(checkpoint.config());
             let mut files: Vec<String> =
                 checkpoint.virtual_files().map(|file| file.spec().name.clone()).collect();
             if files.is_empty() {
@@ -83,6 +87,12 @@ impl Tails {
     /// The tail of the set to which the weight file `name` of `folder` belongs.
     pub(crate) fn of(&self, folder: FolderId, name: &str) -> Option<Tail> {
         self.0.lock().get(&folder)?.files.get(name).copied()
+    }
+
+    /// Hash of the `config.json` that decides how the tensors of `folder` are cut, `None` if none
+    /// does.
+    pub(crate) fn config_of(&self, folder: FolderId) -> Option<Digest> {
+        self.0.lock().get(&folder)?.config
     }
 
     /// The facts for `tensorfs status`: number of sets of each kind, and the unproven sets.

@@ -54,7 +54,7 @@ def numbers_of(one):
             "offset": one["offset"][t],
             "bytes": one["bytes"][t],
             "pieces": [
-                (one["shards"][one["pieceShard"][p]]["name"], one["pieceStart"][p], one["pieceLen"][p]) for p in pieces
+                (one["shards"][one["pieceShard"][p]]["name"], one["pieceStart"][p], one["pieceEnd"][p]) for p in pieces
             ],
         }
     return rows
@@ -115,7 +115,7 @@ class Report(ReportCase):
                     self.assertEqual((row["dtype"], row["shape"]),
                                      (header.tensors[name]["dtype"], header.tensors[name]["shape"]))
                     self.assertEqual(row["bytes"], end - start)
-                    self.assertEqual(sum(length for *_, length in row["pieces"]), row["bytes"])
+                    self.assertEqual(sum(end - start for _, start, end in row["pieces"]), row["bytes"])
 
     def test_the_map_leads_from_the_file_of_the_mount_to_the_bytes_of_the_shards(self):
         source = checkpoints.hf_set(self.tmp / "src")
@@ -124,9 +124,28 @@ class Report(ReportCase):
             shown = (m.path / "model.safetensors").read_bytes()
         self.assertEqual(one["files"][0]["size"], len(shown))
         for name, row in numbers_of(one).items():
-            for shard, start, length in row["pieces"]:
-                stored = (source / shard).read_bytes()[start:start + length]
+            for shard, start, end in row["pieces"]:
+                stored = (source / shard).read_bytes()[start:end]
                 self.assert_same(shown[row["offset"]:row["offset"] + row["bytes"]], stored, name)
+
+    def test_columns_of_a_tensor_end_with_their_last_row(self):
+        folder = self.tmp / "columns"
+        folder.mkdir()
+        checkpoints.write_shard(folder / "model.safetensors", [("w", "U8", [10, 100], bytes(1000))])
+        rules = self.tmp / "rules.toml"
+        rules.write_text("[[split]]\nfrom = 'w'\nto = ['a', 'b']\ndim = 1\nsizes = [30, 70]\n")
+        data_start = oracle.read_header((folder / "model.safetensors").read_bytes()).data_start
+        rows = numbers_of(self.data_of(self.report(folder, "-o", f"rename={rules}"))["sets"][0])
+        name = "model.safetensors"
+        self.assertEqual(rows["a"]["pieces"], [(name, data_start, data_start + 930)])
+        self.assertEqual(rows["b"]["pieces"], [(name, data_start + 30, data_start + 1000)])
+        inspected = tensorfs("inspect", folder, "-o", f"rename={rules}", "--json").json()["sets"][0]
+        for tensor, shape in zip(inspected["tensors"], ([10, 30], [10, 70]), strict=True):
+            (piece,) = tensor["pieces"]
+            self.assertEqual((piece["shape"], piece["stored_shape"]), (shape, [10, 100]))
+            self.assertEqual((piece["runs"], piece["run_bytes"]), (10, shape[1]))
+        text = tensorfs("inspect", folder, "-o", f"rename={rules}").stdout
+        self.assertIn("box [10, 30] at [0, 0] of a stored box [10, 100], 10 runs of 30 bytes", text)
 
     def test_duplicates_are_told_once_checksums_are_recorded(self):
         folder = self.tmp / "double"

@@ -230,6 +230,7 @@ impl Shown {
                 "range": [piece.range.start, piece.range.end],
                 "offset": piece.offset,
                 "shape": piece.shape,
+                "stored_shape": piece.stored_shape,
                 "runs": runs,
                 "run_bytes": run_bytes,
             })
@@ -267,9 +268,13 @@ impl Shown {
         let copies = tensor.replicas().map(|piece| (piece, ", a copy"));
         for (piece, remark) in used.chain(copies) {
             let (runs, run_bytes) = runs_of(tensor, &piece);
+            let stored = match piece.is_contiguous() {
+                true => String::new(),
+                false => format!(" of a stored box {:?}", piece.stored_shape),
+            };
             let _ = writeln!(
                 text,
-                "    {} bytes {}..{}: box {:?} at {:?}, {runs} runs of {run_bytes} bytes{remark}",
+                "    {} bytes {}..{}: box {:?} at {:?}{stored}, {runs} runs of {run_bytes} bytes{remark}",
                 shown(&self.checkpoint.catalog().shard(piece.shard).name),
                 piece.range.start,
                 piece.range.end,

@@ -236,7 +236,7 @@ fn describe(
     let mut widths = Vec::new();
     let [mut dtype, mut shape, mut first] = [Vec::new(), Vec::new(), vec![0]];
     let (mut piece_shard, mut piece_box) = (Vec::new(), Vec::new());
-    let [mut piece_start, mut piece_len] = [Vec::new(), Vec::new()];
+    let [mut piece_start, mut piece_end] = [Vec::new(), Vec::new()];
     let mut parameters = 0.0;
     let mut data = vec![0; catalog.shards.len()];
     for tensor in catalog.tensors() {
@@ -251,7 +251,8 @@ fn describe(
             data[piece.shard.0 as usize] += len;
             piece_shard.push(piece.shard.0);
             piece_start.push(piece.range.start);
-            piece_len.push(len);
+            // With the bytes between its rows.
+            piece_end.push(piece.range.end);
             piece_box.push(boxes.number(json!([piece.offset, piece.shape])));
         }
         first.push(piece_shard.len());
@@ -282,7 +283,7 @@ fn describe(
         "first": first,
         "pieceShard": piece_shard,
         "pieceStart": piece_start,
-        "pieceLen": piece_len,
+        "pieceEnd": piece_end,
         "pieceBox": piece_box,
         "boxes": boxes.values,
         "recorded": contents.is_recorded(),

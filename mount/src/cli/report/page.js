@@ -233,7 +233,7 @@ function drawMap() {
     const from = set.first[t], to = set.first[t + 1];
     for (let p = from; p < to; p += 1) {
       const shard = set.pieceShard[p], y = top + space + shard * step;
-      const px = (set.pieceStart[p] / longest) * width, pw = Math.max((set.pieceLen[p] / longest) * width, 0.15);
+      const px = (set.pieceStart[p] / longest) * width, pw = Math.max(((set.pieceEnd[p] - set.pieceStart[p]) / longest) * width, 0.15);
       const part = w / (to - from);
       ctx.fillStyle = shardColour(shard);
       ctx.fillRect(x + (p - from) * part, 0, part, top);
@@ -387,7 +387,7 @@ function select(t) {
     for (let p = set.first[t]; p < Math.min(set.first[t + 1], set.first[t] + 500); p += 1) {
       const box = set.boxes[set.pieceBox[p]];
       rows.push([plain(set.shards[set.pieceShard[p]].name), count(set.pieceStart[p]),
-        count(set.pieceStart[p] + set.pieceLen[p]), `[${box[0].join(", ")}]`, `[${box[1].join(", ")}]`]);
+        count(set.pieceEnd[p]), `[${box[0].join(", ")}]`, `[${box[1].join(", ")}]`]);
     }
     detail.append(table(make("table"), ["shard", "#first byte", "#end", "at", "shape of the piece"], rows));
   }

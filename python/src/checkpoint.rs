@@ -144,7 +144,8 @@ impl Checkpoint {
         dtypes
     }
 
-    /// File, first byte and end of each piece of the tensor at this position.
+    /// File, first byte and end of each piece of the tensor at this position. If the piece is a
+    /// part of a larger stored box, the bytes between its rows are of other tensors.
     fn pieces(&self, position: usize) -> Vec<(String, u64, u64)> {
         let (checkpoint, catalog) = (&self.first, self.first.catalog());
         let pieces = catalog.tensor_at(position).pieces();
@@ -155,13 +156,22 @@ impl Checkpoint {
         pieces.map(piece).collect()
     }
 
-    /// Offset of the tensor data. `None` unless the checkpoint is one file with one header in front
-    /// of all data.
-    fn data_start(&self) -> Option<u64> {
-        match self.first.catalog().shards.as_slice() {
-            [one] if one.described.len() == 1 => Some(one.description_end()),
-            _ => None,
-        }
+    /// First byte and end in the data section of the tensor at this position. `None` unless the
+    /// checkpoint is one file with one header in front of all data, and the tensor's bytes follow
+    /// each other there as they are loaded.
+    fn data_offsets(&self, position: usize) -> Option<(u64, u64)> {
+        let catalog = self.first.catalog();
+        let [shard] = catalog.shards.as_slice() else { return None };
+        let tensor = catalog.tensor_at(position);
+        let mut pieces = tensor.pieces();
+        let piece = pieces.next().filter(|piece| {
+            shard.described.len() == 1
+                && pieces.len() == 0
+                && tensor.cast().is_none()
+                && piece.is_contiguous()
+        })?;
+        let start = shard.description_end();
+        Some((piece.range.start.checked_sub(start)?, piece.range.end.checked_sub(start)?))
     }
 
     /// The metadata of the files, merged.

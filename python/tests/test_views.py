@@ -158,6 +158,18 @@ class Arguments(TestCase):
         half = tensorfs.numpy.load_file(self.source, rename=self.rules, dtype="f16")
         np.testing.assert_array_equal(half["both"], wanted["both"].astype(np.float16))
 
+    def test_a_tensor_that_is_cast_or_cut_by_columns_claims_no_bytes_of_the_file(self):
+        folder = self.tmp / "columns"
+        folder.mkdir()
+        save_file({"w": np.arange(24, dtype=np.float16).reshape(2, 12)}, folder / "model.safetensors")
+        self.rules.write_text("[[split]]\nfrom = 'w'\nto = ['a', 'b']\ndim = 1\nsizes = [4, 8]\n")
+        with tensorfs.safe_open(folder, "np") as opened:
+            self.assertEqual(opened.get_tensor_metadata("w").data_offsets, (0, 48))
+        for options in ({"rename": self.rules}, {"dtype": "bf16"}, {"rename": self.rules, "dtype": "f32"}):
+            with tensorfs.safe_open(folder, "np", **options) as opened:
+                for name in opened.keys():
+                    self.assertIsNone(opened.get_tensor_metadata(name).data_offsets, options)
+
     def test_a_rank_has_its_slices(self):
         self.rules.write_text("[[rule]]\nregex = '\\.w$'\ncut = 1\n[[rule]]\nregex = '\\.norm$'\ncut = 0\n")
         for rank in (0, 2):

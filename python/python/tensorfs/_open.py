@@ -30,9 +30,9 @@ class TensorMetadata(NamedTuple):
     shape: list[int]
     nbytes: int
     data_offsets: tuple[int, int] | None
-    """Its bytes in the data section. None if the checkpoint is not one file."""
+    """Its bytes in the data section. None if the checkpoint is not one file, or if they do not lie there as loaded."""
     pieces: list[tuple[str, int, int]]
-    """File, first byte and end of each piece."""
+    """File, first byte and end of each piece. A piece of a view may be rows with bytes of other tensors between them."""
 
 
 Globs = Union[str, Sequence[str], None]
@@ -186,9 +186,7 @@ class safe_open:
     def get_tensor_metadata(self, name: str) -> TensorMetadata:
         """The facts about a tensor that its header states."""
         checkpoint, info = self._checkpoint(), self._info(name)
-        pieces, start = checkpoint.pieces(info.position), checkpoint.data_start()
-        is_stored = start is not None and len(pieces) == 1 and pieces[0][2] - pieces[0][1] == info.nbytes
-        offsets = (pieces[0][1] - start, pieces[0][2] - start) if is_stored else None
+        pieces, offsets = checkpoint.pieces(info.position), checkpoint.data_offsets(info.position)
         return TensorMetadata(info.dtype, info.shape, info.nbytes, offsets, pieces)
 
     get_tensor_meta = get_tensor_metadata

@@ -111,11 +111,12 @@ pub fn verify(
         let mismatched = verified.mismatch.is_some();
         judge(&mut verified, task, &named, source, &seen);
         verified.hashed += seen.hashed.matched;
-        // Whether the checksums show no closer place.
-        let no_closer_place = mismatched == verified.mismatch.is_some();
-        if let Some(fault) = seen.hashed.mismatch.filter(|_| no_closer_place) {
+        // `--record` does not mend a tensor that differs from the hash in its header.
+        if let Some(fault) = seen.hashed.mismatch {
             return Err(checkpoint.refused(fault.in_file(&shard.name)));
         }
+        // Whether the checksums show no closer place.
+        let no_closer_place = mismatched == verified.mismatch.is_some();
         if let Some(expected) = blob_hash(source) {
             let found = seen.sha256.as_deref().unwrap_or_default();
             if found == expected {

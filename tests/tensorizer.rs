@@ -5,9 +5,11 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use serde_json::Value;
+use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::format::ShardDescription;
 use tensorfs::internal::format::tensorizer::parse_file;
-use tensorfs::{Dtype, ErrorKind};
+use tensorfs::internal::open_options::{OpenOptions, Prefer};
+use tensorfs::{Dtype, ErrorKind, SetKind};
 
 use written::{StoredTensor, TensorizerFile};
 
@@ -195,6 +197,77 @@ fn fields_that_no_reader_uses_may_have_any_value() {
     assert!(parse_file(&bytes).is_ok());
 }
 
+#[test]
+fn safetensors_go_before_bintensors_and_both_before_tensorizer_also_before_numbered_files() {
+    const NUMBERED: [&str; 2] = ["model-00001-of-00002.tensors", "model-00002-of-00002.tensors"];
+    let hidden = |winner: &str, loser: &str, why: &str| {
+        format!("model.safetensors: {winner} wins, {loser} is hidden ({why})")
+    };
+    let formats = "safetensors goes before bintensors, and both before tensorizer";
+    let choose = "choose with -o prefer=file|shards";
+    let set = "the set of 2 numbered tensorizer files";
+    for (file, number, prefer, kind, note) in [
+        (
+            "model.safetensors",
+            2,
+            Prefer::File,
+            SetKind::Single,
+            hidden("the whole file", set, formats),
+        ),
+        (
+            "model.safetensors",
+            2,
+            Prefer::Shards,
+            SetKind::Single,
+            hidden("the whole file", set, formats),
+        ),
+        ("model.bt", 2, Prefer::File, SetKind::Bintensors, hidden("model.bt", set, formats)),
+        ("model.bt", 2, Prefer::Shards, SetKind::Bintensors, hidden("model.bt", set, formats)),
+        (
+            "model.bt",
+            1,
+            Prefer::File,
+            SetKind::Bintensors,
+            hidden("model.bt", "the set of 1 numbered tensorizer files", formats),
+        ),
+        (
+            "model.tensors",
+            2,
+            Prefer::File,
+            SetKind::Tensorizer,
+            hidden("model.tensors", set, choose),
+        ),
+        (
+            "model.tensors",
+            2,
+            Prefer::Shards,
+            SetKind::Numbered,
+            hidden(set, "model.tensors", choose),
+        ),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let bytes = match file {
+            "model.safetensors" => fixture("safetensors/no_metadata.safetensors"),
+            "model.bt" => fixture("bintensors/one.bt"),
+            _ => plain().bytes(),
+        };
+        std::fs::write(folder.path().join(file), bytes).unwrap();
+        for (index, name) in NUMBERED.iter().enumerate().take(number) {
+            let tensor = StoredTensor::new(&format!("t{index}"), "|u1", &[4], &[5; 4]);
+            let bytes = TensorizerFile::new(1, vec![tensor]).bytes();
+            std::fs::write(folder.path().join(name), bytes).unwrap();
+        }
+        let options = OpenOptions { prefer, ..OpenOptions::default() };
+        let tree = Tree::scan(folder.path(), &options).unwrap();
+        let mut proved = tree.families().into_iter().flat_map(|head| tree.prove(head));
+        let (_, proved) = proved.next().unwrap();
+        let kinds: Vec<SetKind> = proved.sets.iter().map(|set| set.kind).collect();
+        assert_eq!(kinds, [kind], "{file} {prefer:?}");
+        assert!(proved.sets[0].outcome.is_ok(), "{file} {prefer:?}");
+        assert_eq!(proved.notes, [note]);
+    }
+}
+
 /// A file with one fault: its name, the kind of the refusal, and the change that makes it.
 type Case = (&'static str, ErrorKind, fn(&mut TensorizerFile));
 
@@ -260,6 +333,9 @@ const TENSORS: &[Case] = &[
     }),
     ("a path with space before it", DECODE, |f| {
         f.tensors[0].both(|t| t.name = b"\x1e [1]".to_vec())
+    }),
+    ("a path that is an empty name", DECODE, |f| {
+        f.tensors[0].both(|t| t.name = b"\x1e[\"\"]".to_vec())
     }),
     ("a path with a newline", DECODE, |f| f.tensors[0].both(|t| t.name = b"\x1e[\n1]".to_vec())),
     ("a path with a return", DECODE, |f| f.tensors[0].both(|t| t.name = b"\x1e[\r1]".to_vec())),

@@ -259,6 +259,22 @@ impl Candidate {
         Candidate { output, kind, members, claims, map: None, refused: None }
     }
 
+    /// The format of its files.
+    fn format(&self) -> InputFormat {
+        match self.kind {
+            SetKind::Bintensors => InputFormat::Bintensors,
+            SetKind::Tensorizer => InputFormat::Tensorizer,
+            SetKind::Numbered
+                if self.members.first().is_some_and(|name| names::is_tensorizer(name)) =>
+            {
+                InputFormat::Tensorizer
+            }
+            SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered | SetKind::Single => {
+                InputFormat::Safetensors
+            }
+        }
+    }
+
     /// Its files: weight files, weight maps, and the other names that it claims.
     pub(super) fn files(&self) -> impl Iterator<Item = &String> {
         self.members.iter().chain(&self.claims)
@@ -438,9 +454,9 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
     Some(Fault::new(ErrorKind::ShardMissing, message).in_file(shards[0].1))
 }
 
-/// Gives each name to one set. `prefer` decides between a whole file and a sharded set. Among
-/// sharded sets the first kind wins. A bintensors or tensorizer file loses to every other set, also
-/// to a sharded set with a member of its name.
+/// Gives each name to one set. The first format wins. Among sets of one format `prefer` decides
+/// between a whole file and a sharded set, and the first kind wins among sharded sets. A set that is
+/// no safetensors also loses to a sharded set with a member of its name.
 fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     let mut set_of: BTreeMap<String, String> = BTreeMap::new();
     for set in found.iter().filter(|set| !set.kind.is_one_file()) {
@@ -448,12 +464,13 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     }
     let mut by_output: BTreeMap<String, Vec<Candidate>> = BTreeMap::new();
     for set in found {
-        let of_set = set_of.get(&set.output).filter(|_| set.kind.is_converted());
+        let of_set = set_of.get(&set.output).filter(|_| set.format() != InputFormat::Safetensors);
         by_output.entry(of_set.unwrap_or(&set.output).clone()).or_default().push(set);
     }
     let mut settled = Discovered { winners: Vec::new(), losers: Vec::new(), notes: Vec::new() };
     for (output, mut sets) in by_output {
-        sets.sort_by_key(|set| (prefer == Prefer::Shards || set.kind != SetKind::Single, set.kind));
+        let is_late = |set: &Candidate| prefer == Prefer::Shards || !set.kind.is_one_file();
+        sets.sort_by_key(|set| (set.format(), is_late(set), set.kind));
         let mut sets = sets.into_iter();
         let Some(winner) = sets.next() else { continue };
         for loser in sets {
@@ -461,9 +478,9 @@ fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
                 "{output}: {} wins, {} is hidden ({})",
                 described(&winner),
                 described(&loser),
-                if loser.kind.is_converted() && loser.kind != winner.kind {
+                if loser.format() != winner.format() {
                     "safetensors goes before bintensors, and both before tensorizer"
-                } else if winner.kind == SetKind::Single || loser.kind == SetKind::Single {
+                } else if winner.kind.is_one_file() != loser.kind.is_one_file() {
                     "choose with -o prefer=file|shards"
                 } else {
                     "one name, one set"
@@ -482,6 +499,9 @@ fn described(set: &Candidate) -> String {
         (SetKind::Single, _) => "the whole file".to_owned(),
         (SetKind::Bintensors | SetKind::Tensorizer, _) => set.members.iter().cloned().collect(),
         (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
+        (SetKind::Numbered, _) if set.format() == InputFormat::Tensorizer => {
+            format!("the set of {shards} numbered tensorizer files")
+        }
         (SetKind::Numbered, _) => format!("the set of {shards} numbered shards"),
         (SetKind::WeightMap, map) => format!("the set of {}", map.map_or("a weight map", |m| m)),
     }

@@ -25,8 +25,8 @@ pub trait RangeReader {
     fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 }
 
-/// A format that shards are read in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A format that shards are read in, in the order of precedence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum InputFormat {
     /// JSON header.
     Safetensors,

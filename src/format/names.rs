@@ -115,7 +115,7 @@ pub fn whole(stem: &str) -> String {
 /// Name of the whole file that a bintensors file of this name stands for.
 pub fn bintensors_output(name: &str) -> Option<String> {
     let stems = BINTENSORS_SUFFIXES.iter().filter_map(|suffix| name.strip_suffix(suffix));
-    stems.filter(|stem| !stem.is_empty()).map(|stem| format!("{stem}{SUFFIX}")).next()
+    stems.filter(|stem| !stem.is_empty()).map(whole).next()
 }
 
 /// Whether the name is one of a bintensors file.
@@ -127,7 +127,7 @@ pub fn is_bintensors(name: &str) -> bool {
 /// of other suffixes too.
 pub fn tensorizer_output(name: &str) -> String {
     let stem = name.strip_suffix(TENSORIZER_SUFFIX).filter(|stem| !stem.is_empty());
-    format!("{}{SUFFIX}", stem.unwrap_or(name))
+    whole(stem.unwrap_or(name))
 }
 
 /// Whether the name is one of a tensorizer file.
@@ -270,6 +270,10 @@ mod tests {
         assert_eq!(bintensors_output("model.bt").as_deref(), Some("model.safetensors"));
         assert_eq!(bintensors_output("a.b.bintensors").as_deref(), Some("a.b.safetensors"));
         assert!(is_weights("model.bt"));
+        let of_consolidated = ["consolidated.bt", "consolidated.00.tensors"];
+        let outputs =
+            (bintensors_output(of_consolidated[0]), tensorizer_output(of_consolidated[1]));
+        assert_eq!(outputs, (Some("model.safetensors".into()), "model.00.safetensors".into()));
         for name in [".bt", "model.btx", "model.bt.json", "bt"] {
             assert_eq!(bintensors_output(name), None, "{name}");
             assert!(!is_weights(name), "{name}");

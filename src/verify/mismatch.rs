@@ -28,6 +28,8 @@ pub struct Mismatch {
     pub same_mtime: bool,
     /// Number of further headers and stored pieces that differ.
     pub others: u64,
+    /// Number of bytes behind `range` that the checksum is of too.
+    more_bytes: u64,
 }
 
 impl Mismatch {
@@ -48,6 +50,7 @@ impl Mismatch {
             recorded: known.recorded,
             same_mtime: known.fingerprint.mtime == now.mtime,
             others: 0,
+            more_bytes: 0,
         }
     }
 
@@ -85,15 +88,17 @@ impl Mismatch {
         found: Digest,
     ) -> Option<Mismatch> {
         let differs = record.described == shard.described && record.hash != found;
-        differs.then(|| Mismatch {
+        let (first, rest) = shard.described.split_first().filter(|_| differs)?;
+        Some(Mismatch {
             shard: shard.name.clone(),
             place: ShardPlace::Header,
-            range: 0..shard.description_end(),
+            range: first.clone(),
             digests: Some((record.hash, found)),
             lens: (shard.file_len, shard.file_len),
             recorded: made,
             same_mtime: true,
             others: 0,
+            more_bytes: rest.iter().map(|range| range.end - range.start).sum(),
         })
     }
 
@@ -133,6 +138,9 @@ impl Mismatch {
     fn what(&self) -> String {
         let (start, end) = (self.range.start, self.range.end);
         let bytes = match &self.place {
+            ShardPlace::Header if self.more_bytes > 0 => {
+                format!("bytes {start}..{end} and {} more, its headers,", self.more_bytes)
+            }
             ShardPlace::Header => format!("bytes {start}..{end}, its header,"),
             ShardPlace::Tensor(_) => format!("bytes {start}..{end} of the file"),
             ShardPlace::Unused => format!("bytes {start}..{end}, which no tensor uses,"),
@@ -187,6 +195,12 @@ mod tests {
             message.starts_with("bytes 0..40, its header, have the checksum 0808"),
             "{message}"
         );
+        let apart = vec![0..40, 60..70, 88..90];
+        let shard_apart = Shard { described: apart.clone(), ..shard.clone() };
+        let record_apart = FileRecord { described: apart, ..record.clone() };
+        let mismatch = Mismatch::find_in_head(&shard_apart, &record_apart, 0, Digest([8; 16]));
+        let message = mismatch.unwrap().fault().to_string();
+        assert!(message.starts_with("bytes 0..40 and 12 more, its headers, have"), "{message}");
         let longer = FileRecord { described: described(41), ..record };
         assert_eq!(Mismatch::find_in_head(&shard, &longer, 0, Digest([8; 16])), None);
     }

@@ -186,7 +186,10 @@ class Commands(TestCase):
         self.assert_done(tensorfs("diff", self.folder, self.tmp / "copy.bt"))
         self.assert_done(tensorfs("diff", self.folder, out))
         self.assert_done(tensorfs("report", self.folder, "--html", self.tmp / "page.html"))
-        self.assert_done(tensorfs("report", one, "--html", self.tmp / "one.html", "-o", "layout=original"))
+        shutil.copy(one, self.tmp / "blob")
+        page = self.tmp / "blob.html"
+        self.assert_done(tensorfs("report", self.tmp / "blob", "--html", page, "-o", "layout=original"))
+        self.assertRegex(page.read_text(), r'"format": ?"tensorizer"')
 
     def test_views_select_rename_and_cast_tensors_of_tensorizer_files(self):
         with Mount(self.folder, "dtype=f32", "include=layer.1.*") as m:
@@ -279,3 +282,5 @@ class Commands(TestCase):
         self.assert_refused(outcome)
         self.assertEqual((outcome.json()["class"]), "hash_mismatch")
         self.assertIn("layer.2.weight", outcome.stderr)
+        self.assertIn("its header and its bytes have the ", outcome.stderr)
+        self.assertNotIn("--record", outcome.stderr)

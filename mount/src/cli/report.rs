@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use tensorfs::Error;
 use tensorfs::internal::atomic_file::TemporaryFile;
 use tensorfs::internal::catalog::{Shard, Tensor};
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
@@ -17,6 +16,7 @@ use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::format::InputFormat;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::View;
+use tensorfs::{Error, SetKind};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text};
@@ -205,10 +205,16 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
         places[tensor.position()] = (piece.shard.0 as usize, piece.range.start);
         counts[piece.shard.0 as usize] += 1;
     }
+    let format = |shard: &Shard| match checkpoint.kind {
+        SetKind::Single => InputFormat::Safetensors,
+        SetKind::Bintensors => InputFormat::Bintensors,
+        SetKind::Tensorizer => InputFormat::Tensorizer,
+        _ => InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors),
+    };
     let shards = catalog.shards.iter().zip(counts).map(|(shard, tensors)| {
         json!({
             "name": shard.name,
-            "format": InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors).as_str(),
+            "format": format(shard).as_str(),
             "size": shard.file_len,
             "header": header_len(shard),
             "tensors": tensors,

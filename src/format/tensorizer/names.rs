@@ -43,7 +43,10 @@ impl TensorName {
     /// Decodes the bytes of a name.
     pub(super) fn decode(bytes: &[u8]) -> Result<TensorName, Fault> {
         let Some((&first, rest)) = bytes.split_first() else {
-            return Err(Fault::new(ErrorKind::HeaderDecode, "a tensor has an empty name"));
+            return Err(Fault::new(
+                ErrorKind::HeaderDecode,
+                "a tensor has an empty name; save it with another name",
+            ));
         };
         if first == PATH_MARK {
             return path(rest);
@@ -76,6 +79,10 @@ fn path(json: &[u8]) -> Result<TensorName, Fault> {
         PathStep::Position(position) => position.to_string(),
     });
     let joined = texts.collect::<Vec<_>>().join(".");
+    if joined.is_empty() {
+        let message = "a tensor has a path that is an empty name; save it with another name";
+        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+    }
     Ok(TensorName { joined, path: Some(key_of(&steps)) })
 }
 

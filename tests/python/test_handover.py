@@ -305,6 +305,21 @@ class HandedOver(ServiceCase):
         wait_until(reads_new, PATIENCE, "a new open has the new bytes")
         wait_until(lambda: (shown / "notes.txt").read_text() == "new notes", PATIENCE, "a new open has the new text")
 
+    def test_files_that_are_written_stay_listed(self):
+        log = self.source / "training.log"
+        log.write_text("one\n")
+        service = self.service()
+        self.assertEqual((self.a / log.name).read_text(), "one\n")
+        self.assert_same((self.a / FILE).read_bytes(), self.right)
+        shard = next(self.source.glob("model-00002*.safetensors"))
+        with open(log, "a") as writer, open(shard, "r+b"):
+            for _ in range(2):
+                print("more", file=writer, flush=True)
+                self.restart(service)
+                names = os.listdir(self.a)
+                self.assertIn(log.name, names)
+                self.assertIn(FILE, names)
+
     def _reads_new(self):
         try:
             return (self.a / FILE).read_bytes() == checkpoints.hf_whole(self.source)
@@ -328,6 +343,7 @@ class HandedOver(ServiceCase):
                 self.assertNotEqual(worker, before)
                 self.assertNotIn(b"TENSORFS_HANDED_OVER", Path(f"/proc/{worker}/environ").read_bytes())
                 self.assertEqual(os.stat(f"/proc/{pid}/exe").st_ino, binary.stat().st_ino)
+                wait_until(lambda before=before: not Path(f"/proc/{before}").exists(), PATIENCE, "the old worker is collected")
         self.assertEqual(readers.failures, [], service.log())
         print(f"\n{round_ + 1} upgrades: longest wait of a reader {max(readers.longest) * 1000:.0f} ms")
 

@@ -180,8 +180,11 @@ impl KernelServer {
             ServerPhase::Stopped(stopped) => stopped.take(),
             ServerPhase::Serving | ServerPhase::Given => None,
         };
-        if let Some(stopped) = stopped.filter(|_| !shared.handshake.can_resend()) {
-            shared.in_flight.wait_for_all(Duration::MAX);
+        if let Some(stopped) = stopped {
+            if !shared.handshake.can_resend() {
+                shared.in_flight.wait_for_all(Duration::MAX);
+            }
+            // A reply that is not sent here would be given again by the other process.
             stopped.end();
         }
         // The other process goes on with the registrations of passthrough, which a drop would close.

@@ -59,6 +59,14 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
+    /// Shows the sets that are held back, but `was_shown` says that another process showed them.
+    pub(super) fn show(&mut self, was_shown: impl Fn(&str) -> bool) {
+        self.held.retain(|name| !was_shown(name));
+        for mark in &mut self.marks {
+            mark.shown |= !self.held.contains(&mark.name);
+        }
+    }
+
     fn hold(&mut self, time: Duration) {
         self.again = Some(self.again.map_or(time, |again| again.min(time)));
     }

@@ -274,14 +274,17 @@ impl Nodes {
             origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
             let before = self.listed(id);
             let mut arrivals = Arrivals::default();
+            let was_shown =
+                |entry: &MountEntry| self.marks.has(|| file_node(&tree, id, None, entry.clone()));
             if let Some(watched) = &self.watched {
                 self.forget_shards(id, &folder);
-                arrivals = watched.hold_back(&tree, id, &mut folder, before.as_ref());
+                let before = before.as_ref();
+                arrivals = watched.hold_back(&tree, id, &mut folder, before, &was_shown);
             }
             let gates = self.checked.then(|| verify_policy::admit(&tree, id, &mut folder));
             let mut shown = tree.entries(id, &folder);
             if let Some(watched) = &self.watched {
-                let plain = watched.hold_back_plain(&mut shown, before.as_ref());
+                let plain = watched.hold_back_plain(&mut shown, before.as_ref(), &was_shown);
                 arrivals.again = arrivals.again.into_iter().chain(plain).min();
             }
             family.push((id, folder, shown, gates, arrivals));

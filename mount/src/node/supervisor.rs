@@ -16,6 +16,8 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo;
 
@@ -77,6 +79,8 @@ pub(crate) struct Supervisor {
     leaving: Vec<Leaving>,
     /// Programs that take dead mounts off, and whether the end of the service waits for them.
     helpers: Vec<(Child, bool)>,
+    /// Children of the program that ran in this process before, until they have ended.
+    earlier: Vec<Pid>,
     reading: Option<Reading>,
     notifier: Notifier,
     /// Facts for the metrics, and their server.
@@ -106,6 +110,13 @@ pub(crate) fn take_signals() -> io::Result<SignalFd> {
     Ok(SignalFd::with_flags(&signals, flags)?)
 }
 
+/// The children of this thread. Call it before this program starts one.
+fn children() -> Vec<Pid> {
+    let listed = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
+    let pids = listed.split_whitespace().filter_map(|pid| pid.parse().ok());
+    pids.map(Pid::from_raw).collect()
+}
+
 impl Supervisor {
     pub(crate) fn new(file: &Path, config: Config, verbose: u8) -> Supervisor {
         let mut stored = Stored::from_environment();
@@ -124,6 +135,7 @@ impl Supervisor {
             mounts,
             leaving: Vec::new(),
             helpers: Vec::new(),
+            earlier: children(),
             reading: None,
             notifier: Notifier::start(),
             board: Arc::default(),
@@ -499,6 +511,10 @@ impl Supervisor {
             }
             matches!(helper.try_wait(), Ok(None))
         });
+        let is_running = |pid: &Pid| {
+            matches!(waitpid(*pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
+        };
+        self.earlier.retain(is_running);
         let now = Instant::now();
         for index in 0..self.mounts.len() {
             let is_due = self.mounts[index].starts_at().is_some_and(|at| at <= now);

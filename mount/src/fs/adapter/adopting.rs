@@ -18,7 +18,7 @@ use crate::serve::blocking::{Fail, guarded};
 pub(super) struct Adoptions {
     /// The files by inode number.
     files: Mutex<HashMap<u64, AdoptedFile>>,
-    /// Number of `files`, so that a request after the last proof takes no lock.
+    /// Number of `files` and of those whose requests go on now, so that a request after the last proof takes no lock.
     count: AtomicUsize,
 }
 
@@ -41,9 +41,23 @@ impl Adoptions {
 
     /// Notes that the file is proved, or lost, and goes on with the requests that wait for it.
     pub(super) fn end(&self, ino: u64) {
-        let Some(file) = self.files.lock().remove(&ino) else { return };
+        if self.go_on(ino) {
+            self.count_end();
+        }
+    }
+
+    /// Goes on with the requests that wait for the file. It counts as not proved until `count_end`,
+    /// which must follow if this returns true.
+    pub(super) fn go_on(&self, ino: u64) -> bool {
+        let file = self.files.lock().remove(&ino);
+        let is_first = file.is_some();
+        file.into_iter().flat_map(|file| file.waiters).for_each(guarded);
+        is_first
+    }
+
+    /// Counts a file of `go_on` as proved.
+    pub(super) fn count_end(&self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
-        file.waiters.into_iter().for_each(guarded);
     }
 
     /// Whether no file is left.
@@ -95,6 +109,18 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use super::*;
+
+    #[test]
+    fn a_file_counts_until_the_requests_that_waited_for_it_have_gone_on() {
+        let adoptions = Arc::new(Adoptions::default());
+        adoptions.begin(7, Path::new("a/model.safetensors"));
+        let (send, done) = channel();
+        let seen = adoptions.clone();
+        adoptions.when_over(7, move || send.send(seen.are_over()).unwrap());
+        adoptions.end(7);
+        assert_eq!(done.try_iter().collect::<Vec<_>>(), [false]);
+        assert!(adoptions.are_over());
+    }
 
     #[test]
     fn requests_wait_for_the_file_that_they_are_about_only() {

@@ -374,17 +374,23 @@ struct AdoptedFamily {
 
 impl AdoptedFamily {
     fn take(mut self) {
-        let mut changed = Vec::new();
         while let Some(adopted) = self.files.pop() {
             let ino = adopted.ino;
+            let place = PathBuf::from(&self.taking.facts.nodes[adopted.index].path);
             let shared = self.taking.shared.clone();
             let _ends = Ends(|| shared.adoptions.end(ino));
-            if !self.taking.take(self.folder, adopted) {
-                changed.push(ino);
+            if self.taking.take(self.folder, adopted) || !shared.adoptions.go_on(ino) {
+                continue;
             }
+            // The kernel drops its old pages. That waits for reads of this file, and no other file waits
+            // for it.
+            let (counted, forget) = (shared.clone(), self.taking.forget.clone());
+            let counts = Ends(move || counted.adoptions.count_end());
+            shared.service.blocking.spawn_detached(&place, move || {
+                let _counts = counts;
+                forget(ino);
+            });
         }
-        // This waits for reads of these files.
-        changed.into_iter().for_each(|ino| (self.taking.forget)(ino));
     }
 }
 

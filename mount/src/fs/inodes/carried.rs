@@ -40,6 +40,17 @@ impl FileMarks {
         mark.is_some_and(|mark| mark.outdated && mark.version == node.listed_version())
     }
 
+    /// Whether the other process showed this file in this version. Asks for it only if there are marks.
+    pub(super) fn has(&self, node: impl FnOnce() -> Arc<Node>) -> bool {
+        if self.0.lock().is_empty() {
+            return false;
+        }
+        let node = node();
+        let marks = self.0.lock();
+        let mark = marks.get(&node.ino);
+        mark.is_some_and(|mark| !mark.outdated && mark.version == node.listed_version())
+    }
+
     /// Sets a new node to what the other process knew of this version, so that all changes since
     /// count.
     pub(super) fn apply(&self, node: &Node) {

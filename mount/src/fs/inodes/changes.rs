@@ -6,7 +6,9 @@ use std::ffi::{OsStr, OsString};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Proved, Tree, TreeChange};
+use tensorfs::internal::checkpoint::{
+    Content, FolderId, MountEntry, Proved, Set, Tree, TreeChange,
+};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::Mutex;
 
@@ -67,16 +69,27 @@ impl SourceWatch {
         self.due.lock().remove(&head);
     }
 
-    /// Takes out of a folder what is on its way. `before` is its listing until now.
+    /// Takes out of a folder what is on its way. `before` is its listing until now. If there is none,
+    /// what another process showed (`was_shown`) stays.
     pub(super) fn hold_back(
         &self,
         tree: &Tree,
         id: FolderId,
         proved: &mut Proved,
         before: Option<&Listed>,
+        was_shown: &dyn Fn(&MountEntry) -> bool,
     ) -> Arrivals {
         let marks = before.map_or(&[][..], |before| &before.marks);
-        let arrivals = arrival::judge(tree, id, &proved.sets, marks, self.grace);
+        let mut arrivals = arrival::judge(tree, id, &proved.sets, marks, self.grace);
+        if before.is_none() && !arrivals.held.is_empty() {
+            let mut shown = tree.entries(id, proved);
+            shown.retain(|entry| was_shown(entry));
+            let was_shown = |name: &str| {
+                let set = proved.sets.iter().find(|set| set.name == name);
+                set.is_some_and(|set| shown.iter().any(|entry| is_of_set(tree, id, set, entry)))
+            };
+            arrivals.show(was_shown);
+        }
         let folder = &tree.folder(id).relative;
         for name in &arrivals.held {
             let known = before.is_some_and(|before| before.held.contains(name));
@@ -90,10 +103,12 @@ impl SourceWatch {
     }
 
     /// Removes plain files that are on their way from `shown`. Returns the time until the next look.
+    /// Files of the listing `before` stay, and those that another process showed (`was_shown`).
     pub(super) fn hold_back_plain(
         &self,
         shown: &mut Vec<MountEntry>,
         before: Option<&Listed>,
+        was_shown: &dyn Fn(&MountEntry) -> bool,
     ) -> Option<Duration> {
         let mut again: Option<Duration> = None;
         shown.retain(|entry| {
@@ -107,7 +122,8 @@ impl SourceWatch {
             if known.is_some() {
                 return true;
             }
-            let time = arrival::plain_held_for(entry, self.grace);
+            let held_for = arrival::plain_held_for(entry, self.grace);
+            let time = held_for.filter(|_| before.is_some() || !was_shown(entry));
             again = again.into_iter().chain(time).min();
             time.is_none()
         });
@@ -126,6 +142,18 @@ impl SourceWatch {
         }
         tell(OutOfDate::Attributes(node.ino));
     }
+}
+
+/// Whether an entry of folder `id` has bytes of a file of `set`.
+fn is_of_set(tree: &Tree, id: FolderId, set: &Set, entry: &MountEntry) -> bool {
+    let folder = tree.folder(id);
+    let sources = match &entry.content {
+        Content::Virtual(file) => file.sources(),
+        Content::Whole { proved, .. } => proved.as_slice(),
+        Content::Text(_) => &[],
+    };
+    let mut files = set.files.iter().filter_map(|name| folder.file(name));
+    files.any(|file| sources.iter().any(|source| source.identity() == file.identity))
 }
 
 /// The names of `before` that stand for something else in `now`, or for nothing.
@@ -283,7 +311,7 @@ impl Nodes {
                 content: Content::Whole { file: file.clone(), proved: None },
             })
             .collect();
-        if let Some(again) = watched.hold_back_plain(&mut shown, Some(listed)) {
+        if let Some(again) = watched.hold_back_plain(&mut shown, Some(listed), &|_| false) {
             watched.set_due(head, Some(again));
         }
         let mut entries: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();

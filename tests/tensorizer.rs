@@ -535,6 +535,8 @@ fn each_file_with_a_fault_is_refused_for_that_fault() {
             Err(fault) if fault.kind == *kind => {
                 let text = fault.to_string();
                 assert!(!text.contains('\n') && text.len() < 2000, "{name}: {text}");
+                let advice = ["save ", "; the download", "; the program", "give it the suffix"];
+                assert!(advice.iter().any(|advice| text.contains(advice)), "{name}: {text}");
             }
             other => wrong.push(format!("{name}: {other:?}")),
         }

@@ -223,7 +223,9 @@ impl FileHead {
         let number = |start: usize| u64::from_le_bytes(std::array::from_fn(|i| head[start + i]));
         let version = u32::from_le_bytes(std::array::from_fn(|i| head[MAGIC.len() + i]));
         if !(1..=VERSIONED_SINCE).contains(&version) {
-            let message = format!("has the data version {version}, tensorfs reads 1 to 5");
+            let message = format!(
+                "has the data version {version}, tensorfs reads 1 to 5; save it with tensorizer 2"
+            );
             return Err(Fault::new(ErrorKind::HeaderDecode, message));
         }
         let flags = &head[9..41];
@@ -231,7 +233,8 @@ impl FileHead {
         let versioned = flags[0] & VERSIONED != 0;
         if unknown || (versioned && version < VERSIONED_SINCE) {
             let message = format!(
-                "has feature flags beginning {:#x} that its data version {version} does not have",
+                "has feature flags beginning {:#x} that its data version {version} does not have; \
+                 save the checkpoint again",
                 number(9)
             );
             return Err(Fault::new(ErrorKind::HeaderDecode, message));
@@ -256,7 +259,7 @@ impl FileHead {
         if entries_len > ENTRIES_LEN_MAX {
             let message = format!(
                 "the list of tensors takes {entries_len} bytes, tensorfs reads up to \
-                 {ENTRIES_LEN_MAX}"
+                 {ENTRIES_LEN_MAX}; save the tensors in several files"
             );
             return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
         }
@@ -265,7 +268,10 @@ impl FileHead {
 }
 
 fn too_short(file_len: u64) -> Fault {
-    let message = format!("the file has {file_len} bytes, the head of a tensorizer file takes 73");
+    let message = format!(
+        "the file has {file_len} bytes, the head of a tensorizer file takes 73; the download may be \
+         incomplete"
+    );
     Fault::new(ErrorKind::TooShort, message)
 }
 
@@ -363,11 +369,14 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
     let hashes = fields::compare(&entry, header)?;
     let (dtype, shape) = entries::element_type(&entry)?;
     let Some(bits) = dtype.bits_of(&shape) else {
-        let message = format!("the bits of shape {shape:?} of {dtype} pass 2^64");
+        let message =
+            format!("the bits of shape {shape:?} of {dtype} pass 2^64; save the checkpoint again");
         return Err(Fault::new(ErrorKind::Overflow, message));
     };
     if bits % 8 != 0 {
-        let message = format!("shape {shape:?} of {dtype} takes {bits} bits, no whole bytes");
+        let message = format!(
+            "shape {shape:?} of {dtype} takes {bits} bits, no whole bytes; save it in another type"
+        );
         return Err(Fault::new(ErrorKind::Misaligned, message));
     }
     let ListedTensor { header_start, data_start, data_len, .. } = entry;
@@ -379,8 +388,11 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
         return Err(Fault::new(ErrorKind::SizeMismatch, message));
     }
     if data_len != bits / 8 {
-        let message =
-            format!("takes {data_len} bytes, but shape {shape:?} of {dtype} takes {}", bits / 8);
+        let message = format!(
+            "takes {data_len} bytes, but shape {shape:?} of {dtype} takes {}; \
+             save the checkpoint again",
+            bits / 8
+        );
         return Err(Fault::new(ErrorKind::SizeMismatch, message));
     }
     Ok(StoredTensor {

@@ -71,7 +71,8 @@ pub(super) struct ListedTensor<'a> {
 pub(super) fn decode<'a>(area: &'a [u8], head: &FileHead) -> Result<Vec<ListedTensor<'a>>, Fault> {
     if head.count > head.entries_len / ENTRY_LEN_MIN {
         let message = format!(
-            "lists {} tensors in {} bytes, an entry takes at least {ENTRY_LEN_MIN}",
+            "lists {} tensors in {} bytes, an entry takes at least {ENTRY_LEN_MIN}; \
+             save the checkpoint again",
             head.count, head.entries_len
         );
         return Err(Fault::new(ErrorKind::HeaderDecode, message));
@@ -143,11 +144,14 @@ pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>)
     let mut shape = shape.clone();
     if packed > 1 {
         let Some(last) = shape.last_mut() else {
-            let message = "is one element of 4 bits, no whole bytes";
+            let message = "is one element of 4 bits, no whole bytes; save it in another type";
             return Err(Fault::new(ErrorKind::Misaligned, message));
         };
         *last = last.checked_mul(packed).ok_or_else(|| {
-            Fault::new(ErrorKind::Overflow, format!("the dimension {last} times 2 passes 2^64"))
+            Fault::new(
+                ErrorKind::Overflow,
+                format!("the dimension {last} times 2 passes 2^64; save the checkpoint again"),
+            )
         })?;
     }
     Ok((dtype, shape))

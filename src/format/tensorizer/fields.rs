@@ -32,7 +32,9 @@ impl<'a> Fields<'a> {
     /// A fault at the current place.
     pub(super) fn bad(&self, what: &str) -> Fault {
         let offset = self.start + self.read as u64;
-        let message = format!("not a tensorizer file: before byte {offset}: {what}");
+        let message = format!(
+            "not a tensorizer file: before byte {offset}: {what}; save the checkpoint again"
+        );
         Fault::new(ErrorKind::HeaderDecode, message)
     }
 
@@ -100,7 +102,8 @@ pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<Hea
     let len = fields.u64("the length of a header")?;
     if len != header.len() as u64 {
         let message = format!(
-            "its header says that it has {len} bytes, {} are between its start and its data",
+            "its header says that it has {len} bytes, {} are between its start and its data; \
+             save the checkpoint again",
             header.len()
         );
         return Err(Fault::new(ErrorKind::HeaderDecode, message));
@@ -109,7 +112,7 @@ pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<Hea
     let differs = |what: &str, found: &str, expected: &str| {
         let message = format!(
             "its header has the {what} {found}, the list of tensors has {expected}, so the file \
-             can be read in two ways"
+             can be read in two ways; save the checkpoint again"
         );
         Err(Fault::new(ErrorKind::HeaderDecode, message))
     };
@@ -162,10 +165,7 @@ fn hashes_of(fields: &mut Fields<'_>) -> Result<Vec<HeaderHash>, Fault> {
         };
         // Each hash costs a pass over the data, and the bounds of a header depend on their number.
         if hashes.iter().any(|before: &HeaderHash| before.kind == kind) {
-            let message = format!(
-                "two hashes have the type {code}, one of each type expected; save the checkpoint \
-                 again"
-            );
+            let message = format!("two hashes have the type {code}, one of each type expected");
             return Err(parts.bad(&message));
         }
         let start = start + (parts.read - len) as u64;

@@ -52,8 +52,10 @@ impl TensorName {
             return path(rest);
         }
         let name = std::str::from_utf8(bytes).map_err(|e| {
-            let message =
-                format!("the name of a tensor is not UTF-8 at its byte {}", e.valid_up_to());
+            let message = format!(
+                "the name of a tensor is not UTF-8 at its byte {}; save it with another name",
+                e.valid_up_to()
+            );
             Fault::new(ErrorKind::HeaderUtf8, message)
         })?;
         Ok(TensorName { joined: name.to_owned(), path: None })
@@ -63,8 +65,10 @@ impl TensorName {
 fn path(json: &[u8]) -> Result<TensorName, Fault> {
     let bad = || {
         let text = quoted(&String::from_utf8_lossy(json));
-        let message =
-            format!("the name {text} is no JSON array of texts and numbers from 0 on, in one line");
+        let message = format!(
+            "the name {text} is no JSON array of texts and numbers from 0 on, in one line; \
+             save the checkpoint again"
+        );
         Fault::new(ErrorKind::HeaderDecode, message)
     };
     if json.first() != Some(&b'[') || json.iter().any(|byte| matches!(byte, b'\n' | b'\r')) {
@@ -107,7 +111,8 @@ pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) ->
     names.sort_unstable_by(|a, b| a.joined.cmp(&b.joined));
     if let Some([first, second]) = names.windows(2).find(|pair| pair[0].joined == pair[1].joined) {
         let message = if first.path == second.path {
-            "stands twice in the file, so the file can be read in two ways"
+            "stands twice in the file, so the file can be read in two ways; \
+             save the checkpoint again"
         } else {
             "is the name of two tensors once the steps of their paths are joined by dots; save \
              them with other names"
@@ -125,7 +130,9 @@ pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) ->
         None => Ok(()),
         Some(pair) => {
             let path = quoted(&pair[1].1.joined);
-            let message = format!("is a tensor and also a step of the path {path}");
+            let message = format!(
+                "is a tensor and also a step of the path {path}; save them with other names"
+            );
             Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(&pair[0].1.joined))
         }
     }

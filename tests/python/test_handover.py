@@ -476,7 +476,7 @@ class HandedOver(ServiceCase):
         child.tell()
         self.start_again(service)
         self.assertEqual(child.line(BOUND * 3), "error", service.log())
-        self.assertIn("does not take over within 30 s, because its source does not answer", service.log())
+        self.assertIn("has not listed its source within 30 s: the source is large, or does not answer; io-timeout= sets the limit, from 10 to 30 s", service.log())
         faults.tell("ok")
         wait_until(self._reads_new, PATIENCE, "a new mount")
 

@@ -226,8 +226,9 @@ impl ServiceMount {
             if ticks >= limit {
                 let late = self.take_worker();
                 self.fail(format!(
-                    "worker {pid} does not take over within {limit} s, because its source does not \
-                     answer"
+                    "worker {pid} has not listed its source within {limit} s: the source is large, or \
+                     does not answer; io-timeout= sets the limit, from {TAKEOVER_MIN} to \
+                     {TAKEOVER_MAX} s"
                 ));
                 return late;
             }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::scan::ScanLimits;
 use super::tree::{Folder, FolderId};
 
 /// The folders of a tree. A number is never used again, so that a late result about a folder that
@@ -32,7 +33,7 @@ pub(super) struct Weight {
 }
 
 impl Weight {
-    fn of(folder: &Folder) -> Weight {
+    pub(super) fn of(folder: &Folder) -> Weight {
         let entries = folder.files.len() + folder.misfits.len() + folder.children.len();
         match folder.linked {
             true => Weight { entries: 0, linked: 1, linked_entries: entries },
@@ -40,10 +41,33 @@ impl Weight {
         }
     }
 
-    fn add(&mut self, other: Weight) {
+    pub(super) fn add(&mut self, other: Weight) {
         self.entries += other.entries;
         self.linked += other.linked;
         self.linked_entries += other.linked_entries;
+    }
+
+    pub(super) fn times(self, count: usize) -> Weight {
+        Weight {
+            entries: self.entries * count,
+            linked: self.linked * count,
+            linked_entries: self.linked_entries * count,
+        }
+    }
+
+    /// Refuses the weight of `views` views if it is above `limits`. The error says why.
+    pub(super) fn check(self, views: usize, limits: ScanLimits) -> Result<(), String> {
+        let counts = [
+            (self.entries, limits.entries, "files and folders"),
+            (self.linked, limits.linked, "folders behind links"),
+            (self.linked_entries, limits.linked_entries, "files and folders behind links"),
+        ];
+        match counts.into_iter().find(|(found, max, _)| found > max) {
+            None => Ok(()),
+            Some((found, max, of)) => {
+                Err(format!("{views} views have {found} {of}, at most {max} can be shown"))
+            }
+        }
     }
 
     fn take(&mut self, other: Weight) {
@@ -149,5 +173,25 @@ impl Folders {
             }
         }
         Some(folder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_whose_folders_are_above_any_limit_are_refused_with_their_number() {
+        let limits = ScanLimits { depth: 40, entries: 60, linked: 10, linked_entries: 40 };
+        let one = Weight { entries: 12, linked: 2, linked_entries: 8 };
+        assert_eq!(one.times(5).check(5, limits), Ok(()));
+        for (heavy, said) in [
+            (Weight { entries: 13, ..one }, "5 views have 65 files and folders, at most 60"),
+            (Weight { linked: 3, ..one }, "5 views have 15 folders behind links, at most 10"),
+            (Weight { linked_entries: 9, ..one }, "have 45 files and folders behind links"),
+        ] {
+            let why = heavy.times(5).check(5, limits).unwrap_err();
+            assert!(why.contains(said), "{why}");
+        }
     }
 }

@@ -1,15 +1,19 @@
 //! The folders of `layout=hub`: a tree of models as a cache of the Hugging Face hub.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Result, shown_path};
+use crate::error::shown_path;
 use crate::format::names;
 use crate::hash::Digest;
 
 use super::tree::{Folder, is_twin};
+
+/// Files that programs look for in the folder of a model.
+const MODEL_FILES: [&str; 4] =
+    ["config.json", "model_index.json", "adapter_config.json", "model.safetensors"];
 
 /// Longest name of a model or of its organization.
 const NAME_LEN_MAX: usize = 96;
@@ -17,52 +21,85 @@ const NAME_LEN_MAX: usize = 96;
 /// The folders of a cache in which each model of `scanned` is one snapshot. `scanned` is a whole
 /// source, parents before children, whose folders refer to each other by position; so does the
 /// result. Models of a cache keep their snapshots, and have no blobs. Folders that show a folder of
-/// the source get `view`.
-///
-/// # Errors
-/// `Error::Usage` if two folders are the same model.
-pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Result<Vec<Folder>> {
-    let Some(source) = scanned.first() else { return Ok(Vec::new()) };
-    let mut hub = Hub { scanned, view, folders: Vec::new(), models: BTreeSet::new() };
+/// the source get `view`. Warns of folders and weights that are not shown.
+pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
+    let Some(source) = scanned.first() else { return Vec::new() };
+    let mut hub = Hub { scanned, view, folders: Vec::new(), models: BTreeMap::new() };
     let root = hub.make(None, OsStr::new(""), source);
-    let has_models = || named(source).any(|(_, index)| is_model(&scanned[index]));
-    if is_described(source) || (is_model(source) && !has_models()) {
+    let is_many = || named(source).any(|(name, index)| hub.content(name, index).is_some());
+    if is_one_model(source) || (has_model_file(source) && !is_many()) {
         let name = source.path.file_name().and_then(OsStr::to_str).unwrap_or("model");
-        hub.add_model(root, &[name], 0)?;
-        return Ok(hub.folders);
+        hub.add_model(root, &[name], 0);
+        return hub.folders;
     }
-    for (name, index) in named(source) {
-        let folder = &scanned[index];
-        let is_cached = folder.children.iter().any(|(child, _)| child == "snapshots");
-        if names::is_hub_model(name) && is_cached {
-            hub.add_cached(root, name, index)?;
-        } else if is_model(folder) {
-            hub.add_model(root, &[name], index)?;
-        } else {
-            for (model, index) in named(folder) {
-                hub.add_model(root, &[name, model], index)?;
-            }
+    warn_of_weights(source);
+    let contents = named(source).map(|(name, index)| (name, index, hub.content(name, index)));
+    let contents: Vec<_> = contents.collect();
+    // A model of a cache is shown, rather than a folder of the same model.
+    for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Content::Cached)) {
+        hub.add_cached(root, name, *index);
+    }
+    for (name, index, content) in contents {
+        match content {
+            Some(Content::Cached) => {}
+            Some(Content::Model) => hub.add_model(root, &[name], index),
+            Some(Content::Models) => hub.add_organization(root, name, index),
+            None => warn_of_no_model(&scanned[index]),
         }
     }
-    Ok(hub.folders)
+    hub.folders
+}
+
+/// The content of a folder of the source.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Content {
+    /// A model of a cache, with its snapshots.
+    Cached,
+    Model,
+    /// The models of an organization.
+    Models,
 }
 
 /// Folders in `folder` that may be models, by name.
 fn named(folder: &Folder) -> impl Iterator<Item = (&str, usize)> {
     let names = folder.children.iter().filter_map(|(name, child)| Some((name.to_str()?, *child)));
-    names.filter(|(name, _)| !name.starts_with('.'))
+    names.filter(|(name, _)| !name.starts_with('.') && !is_twin(OsStr::new(name)))
 }
 
-/// Whether `folder` has a file that describes a model, as no folder of models has.
-fn is_described(folder: &Folder) -> bool {
-    ["config.json", "model_index.json"].iter().any(|name| folder.file(name).is_some())
+fn file_names(folder: &Folder) -> impl Iterator<Item = &str> {
+    folder.files.iter().filter_map(|file| file.name.to_str())
 }
 
-/// Whether `folder` holds a model, and not the models of an organization.
-fn is_model(folder: &Folder) -> bool {
-    let mut files = folder.files.iter().filter_map(|file| file.name.to_str());
-    files.any(|name| names::is_weights(name) || name.ends_with(".json"))
-        || folder.children.iter().any(|(name, _)| is_twin(name))
+/// Whether `folder` has something that no folder of models has: a file that programs look for in a
+/// model, or a sharded set.
+fn is_one_model(folder: &Folder) -> bool {
+    let is_of_model = |name: &str| {
+        MODEL_FILES.contains(&name)
+            || names::weight_map_output(name).is_some()
+            || names::is_shard(name)
+    };
+    file_names(folder).any(is_of_model) || folder.children.iter().any(|(name, _)| is_twin(name))
+}
+
+/// Whether `folder` has a file or a folder that may be that of a model.
+fn has_model_file(folder: &Folder) -> bool {
+    is_one_model(folder)
+        || file_names(folder).any(|name| names::is_weights(name) || name.ends_with(".json"))
+}
+
+fn warn_of_weights(folder: &Folder) {
+    for name in file_names(folder).filter(|name| names::is_weights(name)) {
+        let path = shown_path(&folder.path.join(name));
+        tracing::warn!("{path}: not shown: it lies beside folders of models");
+    }
+}
+
+fn warn_of_no_model(folder: &Folder) {
+    let path = shown_path(&folder.path);
+    tracing::warn!(
+        "{path}: not shown: no weights and no .json file in it, so it is no model; models are \
+         folders NAME or ORG/NAME of the source"
+    );
 }
 
 /// A cache in the making.
@@ -70,10 +107,24 @@ struct Hub<'a> {
     scanned: &'a [Folder],
     view: Option<usize>,
     folders: Vec<Folder>,
-    models: BTreeSet<String>,
+    /// The source of each model, by its name.
+    models: BTreeMap<String, PathBuf>,
 }
 
 impl Hub<'_> {
+    /// The content of the folder `index` in the source itself, `None` if it has no model.
+    fn content(&self, name: &str, index: usize) -> Option<Content> {
+        let folder = &self.scanned[index];
+        let is_cached = folder.children.iter().any(|(child, _)| child == "snapshots");
+        let has_models = || named(folder).any(|(_, child)| has_model_file(&self.scanned[child]));
+        match () {
+            () if names::is_hub_model(name) && is_cached => Some(Content::Cached),
+            () if is_one_model(folder) => Some(Content::Model),
+            () if has_models() => Some(Content::Models),
+            () => has_model_file(folder).then_some(Content::Model),
+        }
+    }
+
     /// Adds a folder `name` with no entries of its own, which stands for `of`.
     fn make(&mut self, parent: Option<usize>, name: &OsStr, of: &Folder) -> usize {
         let made = Folder {
@@ -112,15 +163,29 @@ impl Hub<'_> {
         copied
     }
 
-    fn add_model(&mut self, root: usize, id: &[&str], index: usize) -> Result<()> {
+    fn add_organization(&mut self, root: usize, name: &str, index: usize) {
+        let folder = &self.scanned[index];
+        warn_of_weights(folder);
+        for (model, index) in named(folder) {
+            if has_model_file(&self.scanned[index]) {
+                self.add_model(root, &[name, model], index);
+            } else {
+                warn_of_no_model(&self.scanned[index]);
+            }
+        }
+    }
+
+    fn add_model(&mut self, root: usize, id: &[&str], index: usize) {
         let source = &self.scanned[index];
         if !id.iter().all(|name| is_name(name)) {
             let path = shown_path(&source.path);
             tracing::warn!("{path}: not shown: the hub has no models of such a name");
-            return Ok(());
+            return;
         }
         let name = format!("models--{}", id.join("--"));
-        self.take_name(&name, source)?;
+        if !self.take_name(&name, source) {
+            return;
+        }
         let model = self.make(Some(root), name.as_ref(), source);
         let revision = revision(&source.relative);
         let refs = self.make(Some(model), OsStr::new("refs"), source);
@@ -128,24 +193,24 @@ impl Hub<'_> {
         self.folders[refs].texts = Arc::new([(OsString::from("main"), text)]);
         let snapshots = self.make(Some(model), OsStr::new("snapshots"), source);
         self.copy(snapshots, revision.as_ref(), index, "");
-        Ok(())
     }
 
-    fn add_cached(&mut self, root: usize, name: &str, index: usize) -> Result<()> {
-        self.take_name(name, &self.scanned[index])?;
-        let model = self.copy(root, name.as_ref(), index, "blobs");
-        self.folders[model].made = true;
-        Ok(())
-    }
-
-    fn take_name(&mut self, name: &str, source: &Folder) -> Result<()> {
-        if self.models.insert(name.to_owned()) {
-            return Ok(());
+    fn add_cached(&mut self, root: usize, name: &str, index: usize) {
+        if self.take_name(name, &self.scanned[index]) {
+            let model = self.copy(root, name.as_ref(), index, "blobs");
+            self.folders[model].made = true;
         }
-        let source = shown_path(&source.path);
-        Err(Error::usage(format!(
-            "{source}: layout=hub: another folder is {name} too; rename one of them"
-        )))
+    }
+
+    /// Whether no other folder is the model `name`. Warns if one is.
+    fn take_name(&mut self, name: &str, source: &Folder) -> bool {
+        if let Some(shown) = self.models.get(name) {
+            let (path, shown) = (shown_path(&source.path), shown_path(shown));
+            tracing::warn!("{path}: not shown: {shown} is {name} too, and is shown");
+            return false;
+        }
+        self.models.insert(name.to_owned(), source.path.clone());
+        true
     }
 }
 
@@ -157,6 +222,7 @@ fn is_name(name: &str) -> bool {
         && name.chars().all(is_plain)
         && !name.contains("--")
         && !name.contains("..")
+        && !name.ends_with(".git")
         && !at_end('-')
         && !at_end('.')
 }

@@ -15,7 +15,7 @@ use crate::store::resolve::{LinkBounds, Unusable};
 use crate::sync::RwLock;
 use crate::view::View;
 
-use super::folders::Folders;
+use super::folders::{Folders, Weight};
 use super::hub;
 use super::scan::{Graft, LIMITS, LeftOut, Scan};
 
@@ -175,7 +175,7 @@ impl Tree {
         let scan = Scan::new(&self.bounds, LIMITS, self.only.is_none());
         let (scanned, left_out) = scan.run(root, Graft::default())?;
         if self.options.hub {
-            let folders = hub::as_hub(&scanned, Some(0))?;
+            let folders = hub::as_hub(&scanned, Some(0));
             self.folders.write().graft(None, folders);
         } else if self.views.is_empty() {
             self.folders.write().graft(None, scanned);
@@ -200,6 +200,12 @@ impl Tree {
             made: true,
             ..Folder::default()
         };
+        let count = self.views.len();
+        let mut weight = Weight { entries: count, ..Weight::default() };
+        scanned.iter().for_each(|folder| weight.add(Weight::of(folder).times(count)));
+        weight
+            .check(count, LIMITS)
+            .map_err(|why| Error::usage(format!("{}: {why}", shown_path(&self.source))))?;
         let mut folders = self.folders.write();
         let id = folders.graft(None, vec![root.clone()]);
         let mut children = Vec::with_capacity(self.views.len());
@@ -212,19 +218,6 @@ impl Tree {
             children.push((name.clone(), folders.graft(Some(id), placed.collect())));
         }
         folders.replace(id, Folder { children, ..root });
-        let weight = folders.weight;
-        if weight.entries > LIMITS.entries || weight.linked_entries > LIMITS.linked_entries {
-            return Err(Error::usage(format!(
-                "{}: {} views have {} files and folders, {} of them behind links; at most {} and \
-                 {} can be shown",
-                shown_path(&self.source),
-                self.views.len(),
-                weight.entries + weight.linked_entries,
-                weight.linked_entries,
-                LIMITS.entries,
-                LIMITS.linked_entries
-            )));
-        }
         Ok(())
     }
 
@@ -403,6 +396,12 @@ pub(super) fn is_twin(name: &OsStr) -> bool {
 }
 
 impl Folder {
+    /// Whether it stands for no folder of the source: one between the root and the models of
+    /// `OpenOptions::hub`. The root stands for the source.
+    pub fn is_made_below_root(&self) -> bool {
+        self.made && self.parent.is_some()
+    }
+
     /// The file of this name.
     pub fn file(&self, name: &str) -> Option<&File> {
         let index = self.files.binary_search_by(|file| file.name.as_os_str().cmp(OsStr::new(name)));

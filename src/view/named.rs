@@ -76,14 +76,19 @@ impl NamedViews {
         }
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut views = BTreeMap::new();
+        let mut digests = Digest::of(text).to_string();
         for (name, table) in toml.view {
             check_name(&name)
                 .map_err(|why| fail(format!("view {}: the name {why}", quoted(&name))))?;
-            let view = view_of(&table, &mut |path| read(&folder.join(path)));
+            let view = view_of(&table, &mut |path| {
+                let (path, bytes) = read(&folder.join(path))?;
+                digests.push_str(&Digest::of(&bytes).to_string());
+                Ok((path, bytes))
+            });
             let view = view.map_err(|why| fail(format!("view {}: {why}", quoted(&name))))?;
             views.insert(name, view);
         }
-        Ok(NamedViews { path: path.to_owned(), digest: Digest::of(text), views })
+        Ok(NamedViews { path: path.to_owned(), digest: Digest::of(digests.as_bytes()), views })
     }
 
     /// Names and views, in the order of the names.
@@ -96,7 +101,7 @@ impl NamedViews {
         &self.path
     }
 
-    /// Hash of the text of that file.
+    /// Hash of the text of that file, and of each file that its views name.
     pub(crate) fn digest(&self) -> Digest {
         self.digest
     }
@@ -168,6 +173,25 @@ mod tests {
         );
         let absolute = parse("[view.b]\nlayout = 'map=/maps/m.json'").unwrap();
         assert_ne!(absolute, parse("[view.b]\nlayout = 'map=m.json'").unwrap());
+    }
+
+    #[test]
+    fn the_digest_covers_the_text_and_the_files_that_it_names() {
+        let text = b"[view.a]\nrename = 'x.toml'\n[view.b]\nlayout = 'map=m.json'";
+        let digest = |text: &[u8], rules: &str, map: &str| {
+            let views = NamedViews::parse(Path::new("/v.toml"), text, &mut |path| {
+                let is_map = path.ends_with("m.json");
+                Ok((path.to_owned(), if is_map { map } else { rules }.as_bytes().to_vec()))
+            });
+            views.unwrap().digest()
+        };
+        let (rules, map) = ("[[rename]]\nregex = '^'\nto = 'x.'\n", "{\"a\": 1}");
+        let first = digest(text, rules, map);
+        assert_eq!(first, digest(text, rules, map));
+        assert_ne!(first, digest(text, &rules.replace("x.", "y."), map));
+        assert_ne!(first, digest(text, rules, "{\"b\": 1}"));
+        let longer = [text, b"\n[view.c]".as_slice()].concat();
+        assert_ne!(first, digest(&longer, rules, map));
     }
 
     #[test]

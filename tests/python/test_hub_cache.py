@@ -136,16 +136,80 @@ class FolderOfModels(TestCase):
             self.assert_refused(outcome, 2)
             self.assertIn(said, outcome.stderr)
 
-    def test_two_folders_of_one_model_are_refused_and_a_model_by_itself_is_a_cache(self):
+    def test_a_model_by_itself_is_a_cache_and_a_file_is_refused(self):
         with Mount(self.root / "org/one", "layout=hub") as m:
             self.assertEqual(list(models_of(m.path)), ["one"])
             self.assert_same((models_of(m.path)["one"] / "model.safetensors").read_bytes(), self.whole["org/one"])
-        shutil.copytree(self.root / "models--else--where", self.root / "models--org--one", symlinks=True)
-        outcome = tensorfs("ls", self.root, "-o", "layout=hub")
-        self.assert_refused(outcome)
-        self.assertIn("another folder is models--org--one too", outcome.stderr)
         file = self.root / "three" / min(os.listdir(self.root / "three"))
         self.assertIn("needs a folder of models", tensorfs("ls", file, "-o", "layout=hub").stderr)
+
+    def listed(self, root):
+        """Names in a mount of `root`, and what the log says about the rest."""
+        outcome = self.assert_done(tensorfs("ls", root, "-o", "layout=hub", "--json"))
+        return sorted({one["directory"].split("/")[0] for one in outcome.json()["sets"]}), outcome.stderr
+
+    # The mount of a whole folder of models was refused.
+    def test_a_model_of_a_cache_is_shown_rather_than_a_folder_of_the_same_model(self):
+        cached = self.root / "models--org--one"
+        shutil.copytree(self.root / "models--else--where", cached, symlinks=True)
+        self.whole["org/one"] = self.whole["else/where"]
+        with Mount(self.root, "layout=hub") as m:
+            models = models_of(m.path)
+            self.assertEqual(sorted(models), sorted(self.whole))
+            self.assert_same((models["org/one"] / "model.safetensors").read_bytes(), self.whole["org/one"])
+            self.assertEqual(models["org/one"].name, self.snapshot.name)
+        said = self.listed(self.root)[1]
+        self.assertIn(f"{self.root / 'org/one'}: not shown: {cached} is models--org--one too", said)
+
+    # `sharded` was shown as a model of its own.
+    def test_shards_in_a_folder_sharded_belong_to_the_model_above(self):
+        model = self.tmp / "dcpsh"
+        checkpoints.grid_2d(model / "sharded")
+        (model / "sharded/config.json").write_text("{}")
+        self.assertEqual(self.listed(model)[0], ["models--dcpsh"])
+        (self.tmp / "above").mkdir()
+        model.rename(self.tmp / "above/dcpsh")
+        self.assertEqual(self.listed(self.tmp / "above")[0], ["models--dcpsh"])
+
+    # Only the subfolder was shown, and nothing was said.
+    def test_a_set_is_one_model_whatever_its_subfolders_have(self):
+        for name in ("weight-map", "numbered"):
+            model = checkpoints.hf_set(self.tmp / "sets" / name, megabytes=1)
+            (model / "config.json").unlink(missing_ok=True)
+            if name == "numbered":
+                (model / "model.safetensors.index.json").unlink()
+            (model / "original").mkdir()
+            (model / "original/params.json").write_text("{}")
+            self.assertEqual(self.listed(model)[0], [f"models--{name}"])
+        self.assertEqual(self.listed(self.tmp / "sets")[0], ["models--numbered", "models--weight-map"])
+        self.assertIn(f"{self.root / 'stray.safetensors'}: not shown", self.listed(self.root)[1])
+
+    # `org` was shown as a model without weights, and its models were not.
+    def test_a_json_file_beside_models_hides_none_and_folders_without_a_model_are_named(self):
+        for place in (".", "org", "rank"):
+            (self.root / place / "collection.json").write_text("{}")
+        for place in ("empty", "org/notes", "deep/er/model"):
+            (self.root / place).mkdir(parents=True)
+        shutil.copytree(self.root / "three", self.root / "deep/er/model", dirs_exist_ok=True)
+        shutil.copytree(self.root / "three", self.root / "three.git")
+        with Mount(self.root, "layout=hub") as m:
+            self.assert_is_hub(m.path)
+        said = self.listed(self.root)[1]
+        for place in ("empty", "org/notes", "deep", "three.git"):
+            self.assertIn(f"{self.root / place}: not shown", said)
+
+    # `models--org--one` was written with the snapshots of a cache one folder too deep.
+    def test_the_folders_above_a_snapshot_are_read_through_the_mount(self):
+        with Mount(self.root, "layout=hub") as m:
+            expected = content(m.path)
+            for model in ("models--org--one", "models--else--where"):
+                folder = m.path / model
+                for path in (folder, *([folder / "refs", folder / "refs/main", folder / "snapshots"] if "one" in model else [])):
+                    self.assertNotIn("user.tensorfs.source", os.listxattr(path))
+                self.assert_done(tensorfs("consolidate", folder, self.tmp / model))
+                self.assertEqual(content(self.tmp / model), content(folder))
+            self.assert_done(tensorfs("consolidate", m.path, self.tmp / "all"))
+            self.assertEqual(content(self.tmp / "all"), expected)
 
 
 @needs_root

@@ -116,6 +116,31 @@ class Views(ViewsCase):
             status = tensorfs("status", m.path, "--json").json()
             self.assertIn(str(self.views), json.dumps(status))
 
+    # The commands read the mounted source with the new rules, and the mount showed the old ones.
+    def test_a_change_of_a_file_that_a_view_names_leaves_the_mount_as_it_is(self):
+        with Mount(self.source, f"views={self.views}") as m:
+            expected = content(m.path)
+            (self.tmp / "conf/x.toml").write_text("[[rename]]\nregex = '^'\nto = 'y.'\n")
+            listed = tensorfs("ls", m.path, "--json").json()
+            names = [tensor["name"] for one in listed["sets"] if one["directory"] == "names" for tensor in one["tensors"]]
+            self.assertEqual({name[:2] for name in names}, {"x."})
+            self.assert_done(tensorfs("consolidate", m.path, self.tmp / "out"))
+            self.assertEqual(content(self.tmp / "out"), expected)
+
+    # They read the shards without a view, as if none were mounted.
+    def test_commands_for_one_view_refuse_a_mount_with_several(self):
+        with Mount(self.source, f"views={self.views}") as m:
+            out = self.tmp / "out.safetensors"
+            page = self.tmp / "page.html"
+            for command in (("convert", m.path, out, "--to", "safetensors"), ("load", m.path), ("report", m.path, "--html", page), ("diff", m.path / "plain", m.path)):
+                outcome = tensorfs(*command)
+                self.assert_refused(outcome, 2)
+                self.assertIn(f"{m.path}: several views here, name the folder of one: {m.path / 'half'}", outcome.stderr)
+            self.assertFalse(out.exists() or page.exists())
+            self.assert_done(tensorfs("convert", m.path / "plain", out, "--to", "safetensors"))
+            for command in ("verify", "index"):
+                self.assert_done(tensorfs(command, m.path, "--index-dir", self.tmp / "index"))
+
     def test_checksums_guard_each_view(self):
         index = f"index-dir={self.tmp / 'index'}"
         self.assert_done(tensorfs("verify", self.source, "--index-dir", self.tmp / "index"))

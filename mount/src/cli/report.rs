@@ -20,7 +20,7 @@ use tensorfs::{Error, SetKind};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text};
-use super::sources::{FoundSet, open_source, prove_all, query_options};
+use super::sources::{FoundSet, open_source, prove_all, query_options, refuse_several_views};
 use crate::log;
 
 /// The page, with marks for its parts.
@@ -34,6 +34,7 @@ const PAGE_START: usize = 96;
 pub(super) fn run(args: &args::ReportArgs) -> Outcome {
     let options = query_options(&args.source)?;
     check_target(args)?;
+    refuse_several_views(&args.source)?;
     let tree = open_source(&args.source, options)?;
     let (found, mut notes) = prove_all(&tree)?;
     let (mut sets, mut refused) = (Vec::new(), Vec::new());

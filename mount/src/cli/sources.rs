@@ -35,6 +35,21 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
     scan_source(args, options, false)
 }
 
+/// Refuses a path on a mount with several views, for commands about what one view shows. `-o` gives
+/// the view.
+pub(super) fn refuse_several_views(args: &args::SourceArgs) -> Result<(), Failure> {
+    let origin = resolve_mount(&args.source).filter(|_| args.options.is_empty());
+    let Some(views) = origin.and_then(|origin| origin.options.views) else { return Ok(()) };
+    let folder = |name: &str| shown_path(&args.source.join(name));
+    let names: Vec<String> = views.iter().take(4).map(|(name, _)| folder(name)).collect();
+    Err(Failure::Usage(format!(
+        "{}: several views here, name the folder of one: {}{}",
+        shown_path(&args.source),
+        names.join(", "),
+        if views.iter().count() > names.len() { ", ..." } else { "" }
+    )))
+}
+
 /// As `open_source`, also for a source with several views.
 pub(super) fn open_source_with_views(
     args: &args::SourceArgs,
@@ -125,6 +140,7 @@ pub(super) fn one_checkpoint(
 ) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
     options.open.view =
         View { files: Files::Original, format: OutputFormat::default(), ..options.open.view };
+    refuse_several_views(args)?;
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     match <[FoundSet; 1]>::try_from(found) {

@@ -123,8 +123,12 @@ pub(crate) fn of(
 }
 
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
+/// Folders that stand for none of the source have none, and are read through the mount.
 fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String> {
     let found = tree.folder(node.folder());
+    if found.is_made_below_root() {
+        return None;
+    }
     let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
     let (mut member, mut part) = (None, None);
     match &node.kind {

@@ -145,7 +145,8 @@ class FolderOfModels(TestCase):
 
     def listed(self, root):
         """Names in a mount of `root`, and what the log says about the rest."""
-        outcome = self.assert_done(tensorfs("ls", root, "-o", "layout=hub", "--json"))
+        outcome = tensorfs("ls", root, "-o", "layout=hub", "--json")
+        self.assert_done(outcome)
         return sorted({one["directory"].split("/")[0] for one in outcome.json()["sets"]}), outcome.stderr
 
     # The mount of a whole folder of models was refused.

@@ -36,23 +36,23 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
     let contents = named(source).map(|(name, index)| (name, index, hub.content(name, index)));
     let contents: Vec<_> = contents.collect();
     // A model of a cache is shown, rather than a folder of the same model.
-    for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Content::Cached)) {
+    for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Holding::Cached)) {
         hub.add_cached(root, name, *index);
     }
     for (name, index, content) in contents {
         match content {
-            Some(Content::Cached) => {}
-            Some(Content::Model) => hub.add_model(root, &[name], index),
-            Some(Content::Models) => hub.add_organization(root, name, index),
+            Some(Holding::Cached) => {}
+            Some(Holding::Model) => hub.add_model(root, &[name], index),
+            Some(Holding::Models) => hub.add_organization(root, name, index),
             None => warn_of_no_model(&scanned[index]),
         }
     }
     hub.folders
 }
 
-/// The content of a folder of the source.
+/// The models that a folder of the source holds.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Content {
+enum Holding {
     /// A model of a cache, with its snapshots.
     Cached,
     Model,
@@ -113,15 +113,15 @@ struct Hub<'a> {
 
 impl Hub<'_> {
     /// The content of the folder `index` in the source itself, `None` if it has no model.
-    fn content(&self, name: &str, index: usize) -> Option<Content> {
+    fn content(&self, name: &str, index: usize) -> Option<Holding> {
         let folder = &self.scanned[index];
         let is_cached = folder.children.iter().any(|(child, _)| child == "snapshots");
         let has_models = || named(folder).any(|(_, child)| has_model_file(&self.scanned[child]));
         match () {
-            () if names::is_hub_model(name) && is_cached => Some(Content::Cached),
-            () if is_one_model(folder) => Some(Content::Model),
-            () if has_models() => Some(Content::Models),
-            () => has_model_file(folder).then_some(Content::Model),
+            () if names::is_hub_model(name) && is_cached => Some(Holding::Cached),
+            () if is_one_model(folder) => Some(Holding::Model),
+            () if has_models() => Some(Holding::Models),
+            () => has_model_file(folder).then_some(Holding::Model),
         }
     }
 

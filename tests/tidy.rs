@@ -109,6 +109,8 @@ const CRATE_HOMES: &[(&str, &[&str])] = &[
     ("cudarc", &["src/device/cuda.rs"]),
     ("io_uring", &["src/io/uring.rs"]),
     ("bincode", &["src/index/", "src/format/bintensors.rs"]),
+    ("crypto_secretbox", &["src/format/tensorizer/secretbox.rs"]),
+    ("argon2", &["src/format/tensorizer/keys.rs"]),
     ("lru", &["src/cache.rs", "python/src/loading.rs"]),
 ];
 

@@ -4,9 +4,12 @@
 //! The entries are compared with the headers. The reference implementation (tensorizer 2.12) trusts
 //! the headers, so a file in which both differ can be read in two ways and is refused.
 
+pub mod crypt;
 mod entries;
 mod fields;
+pub mod keys;
 mod names;
+pub mod secretbox;
 
 use std::io;
 use std::ops::Range;

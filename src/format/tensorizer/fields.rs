@@ -50,7 +50,7 @@ impl<'a> Fields<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Fault> {
+    pub(super) fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Fault> {
         let bytes = self.take(N, what)?;
         Ok(std::array::from_fn(|index| bytes[index]))
     }
@@ -81,6 +81,23 @@ impl<'a> Fields<'a> {
     pub(super) fn bytes_16(&mut self, what: &str) -> Result<&'a [u8], Fault> {
         let len = self.u16(what)?;
         self.take(len.into(), what)
+    }
+
+    /// The fields in the bytes after their length in 64 bits.
+    pub(super) fn section_64(&mut self, what: &str) -> Result<Fields<'a>, Fault> {
+        let len = self.u64(what)?;
+        // More than the memory of the machine is more than is left.
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let start = self.start + self.read as u64;
+        self.take(len, what).map(|bytes| Fields::new(bytes, start))
+    }
+
+    /// Refuses bytes behind the last field.
+    pub(super) fn end(&self, what: &str) -> Result<(), Fault> {
+        match self.bytes.len() - self.read {
+            0 => Ok(()),
+            left => Err(self.bad(&format!("{left} bytes follow the last field of {what}"))),
+        }
     }
 
     /// A shape with dimensions of 64 bits if `is_long`, or of 32.

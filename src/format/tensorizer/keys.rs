@@ -1,0 +1,162 @@
+//! The secret that opens an encrypted file: a key, or a passphrase that keys are derived from.
+
+use std::fmt;
+use std::sync::Arc;
+
+use argon2::{Algorithm, Argon2, Block, Params, Version};
+use zeroize::Zeroizing;
+
+use crate::error::{ErrorKind, Fault};
+use crate::sync::Mutex;
+
+use super::secretbox::{DataKey, KEY_LEN};
+
+/// Length of the salt of a passphrase in bytes.
+pub const SALT_LEN: usize = 16;
+
+/// Least memory of a derivation in bytes.
+const MEM_LIMIT_MIN: u64 = 8 << 10;
+
+/// Most memory of a derivation in bytes. It is that of the strongest preset of libsodium.
+const MEM_LIMIT_MAX: u64 = 1 << 30;
+
+/// Most bytes that the passes of a derivation write together: four times those of that preset.
+const WORK_MAX: u64 = 16 << 30;
+
+/// Most derived keys that are kept. A file has one derivation, whose parameters stand at each tensor.
+const KEPT_MAX: usize = 64;
+
+/// How a key is derived from a passphrase: Argon2id, version 1.3, with one lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyDerivation {
+    /// Number of passes.
+    pub ops_limit: u64,
+    /// Memory in bytes, used in whole KiB.
+    pub mem_limit: u64,
+    /// Salt.
+    pub salt: [u8; SALT_LEN],
+}
+
+impl KeyDerivation {
+    /// Refuses parameters that take too much memory or time. They come from a file.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        let &KeyDerivation { ops_limit, mem_limit, .. } = self;
+        let bad = |what: String| {
+            let message = format!(
+                "its key derivation {what}; save it again with other limits, or give its key \
+                 instead of the passphrase"
+            );
+            Err(Fault::new(ErrorKind::HeaderDecode, message))
+        };
+        if !(MEM_LIMIT_MIN..=MEM_LIMIT_MAX).contains(&mem_limit) {
+            return bad(format!(
+                "takes {mem_limit} bytes of memory, {MEM_LIMIT_MIN} to {MEM_LIMIT_MAX} expected"
+            ));
+        }
+        if ops_limit == 0 || ops_limit > WORK_MAX / mem_limit {
+            return bad(format!(
+                "makes {ops_limit} passes over {mem_limit} bytes of memory, 1 to {} expected",
+                WORK_MAX / mem_limit
+            ));
+        }
+        Ok(())
+    }
+
+    /// Derives the key of `passphrase`. Takes `mem_limit` bytes of memory, and a time that grows with
+    /// `mem_limit` and `ops_limit`.
+    ///
+    /// # Errors
+    /// A limit is too large, or the memory is not there.
+    pub fn derive(&self, passphrase: &[u8]) -> Result<DataKey, Fault> {
+        self.check()?;
+        let no_memory = |_| {
+            let message = format!(
+                "its key derivation takes {} bytes of memory, which the system does not give; \
+                 free memory, or give its key instead of the passphrase",
+                self.mem_limit
+            );
+            Fault::new(ErrorKind::OutOfMemory, message)
+        };
+        let refused = |e: argon2::Error| {
+            let message =
+                format!("no key can be derived from the passphrase: {e}; give another one");
+            Fault::new(ErrorKind::Usage, message)
+        };
+        // Both fit after the check.
+        let (kib, passes) = ((self.mem_limit >> 10) as u32, self.ops_limit as u32);
+        let params = Params::new(kib, passes, 1, Some(KEY_LEN)).map_err(refused)?;
+        let mut blocks = Zeroizing::new(Vec::new());
+        blocks.try_reserve_exact(params.block_count()).map_err(no_memory)?;
+        blocks.resize(params.block_count(), Block::default());
+        let argon2 = Argon2::new(Algorithm::Argon2id, Version::V0x13, params);
+        DataKey::try_fill(|key| {
+            argon2.hash_password_into_with_memory(
+                passphrase,
+                &self.salt,
+                key,
+                blocks.as_mut_slice(),
+            )
+        })
+        .map_err(refused)
+    }
+}
+
+/// The secret of a source. Its memory is wiped when it is dropped, and it is never printed.
+pub struct Secret {
+    kind: SecretKind,
+    /// Keys of the passphrase by their parameters. Deriving one takes seconds.
+    derived: Mutex<Vec<(KeyDerivation, Arc<DataKey>)>>,
+}
+
+enum SecretKind {
+    Key(Arc<DataKey>),
+    Passphrase(Zeroizing<Vec<u8>>),
+}
+
+impl Secret {
+    /// A key.
+    pub fn key(key: DataKey) -> Secret {
+        Secret { kind: SecretKind::Key(Arc::new(key)), derived: Mutex::default() }
+    }
+
+    /// A passphrase, as the bytes of a text.
+    pub fn passphrase(bytes: Zeroizing<Vec<u8>>) -> Secret {
+        Secret { kind: SecretKind::Passphrase(bytes), derived: Mutex::default() }
+    }
+
+    /// The key for data that was encrypted with a key of `derivation`, or with a plain key.
+    ///
+    /// # Errors
+    /// This is a passphrase, and the key was not derived from one. Errors of `KeyDerivation::derive`.
+    pub fn key_of(&self, derivation: Option<&KeyDerivation>) -> Result<Arc<DataKey>, Fault> {
+        let passphrase = match &self.kind {
+            SecretKind::Key(key) => return Ok(Arc::clone(key)),
+            SecretKind::Passphrase(passphrase) => passphrase,
+        };
+        let Some(derivation) = derivation else {
+            let message = "is encrypted with a key that was not derived from a passphrase; give \
+                           the key itself";
+            return Err(Fault::new(ErrorKind::KeyRequired, message));
+        };
+        // The lock is held, so that two threads do not derive one key twice.
+        let mut derived = self.derived.lock();
+        if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
+            return Ok(Arc::clone(key));
+        }
+        let key = Arc::new(derivation.derive(passphrase)?);
+        if derived.len() == KEPT_MAX {
+            derived.remove(0);
+        }
+        derived.push((*derivation, Arc::clone(&key)));
+        Ok(key)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.kind {
+            SecretKind::Key(_) => "Secret(key)",
+            SecretKind::Passphrase(_) => "Secret(passphrase)",
+        })
+    }
+}

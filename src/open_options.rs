@@ -87,17 +87,31 @@ impl OpenOptions {
     /// one start needs are left out: how a set is proved, and where indexes are kept.
     #[doc(hidden)]
     pub fn to_json(&self) -> Value {
-        let mut json = self.view.to_json();
+        let all_ranks = self.views.as_ref().and_then(|views| views.ranks_of());
+        let mut json = all_ranks.unwrap_or(&self.view).to_json();
         json.insert("prefer".to_owned(), self.prefer.as_str().into());
         json.insert("follow".to_owned(), json!(self.follow));
         if self.hub {
             json.insert("hub".to_owned(), true.into());
         }
-        if let Some(views) = &self.views {
-            json.insert("views".to_owned(), real_name(views.path()).into());
-            json.insert("views-digest".to_owned(), views.digest().to_string().into());
+        if let Some((path, digest)) = self.views.as_ref().and_then(|views| views.read_from()) {
+            json.insert("views".to_owned(), real_name(path).into());
+            json.insert("views-digest".to_owned(), digest.to_string().into());
         }
         json.into()
+    }
+
+    /// If its view has no rank of a tensor-parallel group, takes the views of all ranks instead.
+    ///
+    /// # Errors
+    /// One line if they are too many, or if it is no view.
+    #[doc(hidden)]
+    pub fn show_all_ranks(&mut self) -> Result<(), String> {
+        if self.view.has_all_ranks() && self.views.is_none() && !self.hub {
+            self.views = Some(Arc::new(NamedViews::of_ranks(&self.view)?));
+            self.view = View::default();
+        }
+        Ok(())
     }
 
     /// The options that `to_json` wrote, also those of the release before; `None` if another
@@ -111,12 +125,12 @@ impl OpenOptions {
             Some(file) => {
                 let (path, text) = read(file.as_str()?.as_ref()).ok()?;
                 let views = NamedViews::parse(&path, &text, read).ok()?;
-                let digest = views.digest().to_string();
-                (json.get("views-digest")?.as_str()? == digest).then_some(())?;
+                let (_, digest) = views.read_from()?;
+                (json.get("views-digest")?.as_str()? == digest.to_string()).then_some(())?;
                 Some(Arc::new(views))
             }
         };
-        Some(OpenOptions {
+        let mut options = OpenOptions {
             view: View::from_json(json, read)?,
             views,
             hub: json.get("hub").is_some_and(|hub| *hub == true),
@@ -127,14 +141,16 @@ impl OpenOptions {
             // Files that the mount does not show are not part of its source.
             links: Links::Inside,
             ..OpenOptions::default()
-        })
+        };
+        options.show_all_ranks().ok()?;
+        Some(options)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::view::{Files, MapPolicy};
+    use crate::view::{Files, MapPolicy, TensorParallel};
 
     fn none(_: &std::path::Path) -> Result<(PathBuf, Vec<u8>), String> {
         Err("no file is read".to_owned())
@@ -160,6 +176,19 @@ mod tests {
         assert_eq!(OpenOptions::from_json(&plain.to_json(), &mut none), Some(plain));
         json["layout"] = "double".into();
         assert_eq!(OpenOptions::from_json(&json, &mut none), None);
+    }
+
+    #[test]
+    fn the_views_of_all_ranks_come_back_from_json() {
+        let shard = Some(TensorParallel { ranks: 3, rank: None, rules: None });
+        let view = View { shard, ..View::default() };
+        let mut options = OpenOptions { view, links: Links::Inside, ..OpenOptions::default() };
+        options.show_all_ranks().unwrap();
+        assert_eq!(options.views.as_ref().map(|views| views.iter().count()), Some(3));
+        assert_eq!(options.view, View::default());
+        let json = options.to_json();
+        assert_eq!((json["tp"].as_str(), json.get("rank")), (Some("3"), None));
+        assert_eq!(OpenOptions::from_json(&json, &mut none), Some(options));
     }
 
     #[test]

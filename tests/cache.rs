@@ -126,7 +126,7 @@ fn write_wide<const COLUMNS: u64>(folder: &Path) {
 /// The columns of the last of these ranks.
 fn columns_of_a_rank(ranks: u32) -> OpenOptions {
     let rules = CutRules::parse("tp.toml".as_ref(), b"[[rule]]\nfrom = 'w'\ncut = 1\n").unwrap();
-    let shard = Some(TensorParallel { ranks, rank: ranks - 1, rules: Some(Arc::new(rules)) });
+    let shard = Some(TensorParallel { ranks, rank: Some(ranks - 1), rules: Some(Arc::new(rules)) });
     OpenOptions { view: View { shard, ..View::default() }, ..OpenOptions::default() }
 }
 

@@ -114,7 +114,7 @@ fn read_all(checkpoint: &Arc<Checkpoint>) -> (Reader, Vec<u8>) {
 /// The options for a rank, whose tensors are cut by these rules.
 fn rank_of(rules: &str, ranks: u32, rank: u32) -> OpenOptions {
     let rules = CutRules::parse(Path::new("tp.toml"), rules.as_bytes()).unwrap();
-    let shard = Some(TensorParallel { ranks, rank, rules: Some(Arc::new(rules)) });
+    let shard = Some(TensorParallel { ranks, rank: Some(rank), rules: Some(Arc::new(rules)) });
     OpenOptions { view: View { shard, ..View::default() }, ..OpenOptions::default() }
 }
 
@@ -459,7 +459,7 @@ fn ranks_that_the_units_do_not_fit_are_refused_and_a_rule_may_repeat_units() {
 
 /// The view of rank 0 of 2 by the rules of the family that `config.json` names.
 fn of_family() -> View {
-    View { shard: Some(TensorParallel { ranks: 2, rank: 0, rules: None }), ..View::default() }
+    View { shard: Some(TensorParallel { ranks: 2, rank: Some(0), rules: None }), ..View::default() }
 }
 
 /// A small Llama in two shards, without a `config.json`, in the new folder `folder`.

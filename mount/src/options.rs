@@ -275,6 +275,7 @@ impl Options {
         for option in strings.iter().flat_map(|s| split(s.as_ref())).filter(|o| !o.is_empty()) {
             options.apply(&option, &mut seen, sloppy)?;
         }
+        options.open.show_all_ranks()?;
         options.open.view.check()?;
         let has_one = options.open.hub || options.open.view != View::default();
         if options.open.views.is_some() && has_one {

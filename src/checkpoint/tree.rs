@@ -1,7 +1,7 @@
 //! The tree of folders and files of a source, as its scan and later looks at single folders found
 //! them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -97,9 +97,9 @@ pub struct Tree {
     /// the work for its own folder.
     pub(super) folders: RwLock<Folders>,
     pub(super) bounds: LinkBounds,
-    /// The options for each of several views, with its name. With `OpenOptions::hub` those for the
-    /// snapshots, without a name.
-    views: Vec<(OsString, OpenOptions)>,
+    /// The options for each of several views, with the path of its folder. With `OpenOptions::hub`
+    /// those for the snapshots, without a path.
+    views: Vec<(PathBuf, OpenOptions)>,
     /// Stands for each folder that is gone.
     nothing: Arc<Folder>,
 }
@@ -156,8 +156,8 @@ impl Tree {
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
         self.scan_folders(folder)?;
-        // With several views the root is followed by the folder of the first one.
-        let own = self.folder(usize::from(!self.views.is_empty()));
+        // The folder of the first view comes after those that lead to it.
+        let own = self.folder(self.views.first().map_or(0, |(path, _)| path.components().count()));
         if own.file(name).is_none() {
             let why = match self.options.links {
                 Links::Inside => {
@@ -207,17 +207,24 @@ impl Tree {
             .check(count, LIMITS)
             .map_err(|why| Error::usage(format!("{}: {why}", shown_path(&self.source))))?;
         let mut folders = self.folders.write();
-        let id = folders.graft(None, vec![root.clone()]);
-        let mut children = Vec::with_capacity(self.views.len());
-        for (view, (name, _)) in self.views.iter().enumerate() {
+        let mut leading =
+            BTreeMap::from([(PathBuf::new(), folders.graft(None, vec![root.clone()]))]);
+        for (view, (path, _)) in self.views.iter().enumerate() {
+            let mut parent = leading[Path::new("")];
+            let above: Vec<&Path> = path.ancestors().skip(1).collect();
+            for above in above.into_iter().rev() {
+                parent = *leading.entry(above.to_owned()).or_insert_with(|| {
+                    let made = Folder { relative: above.to_owned(), ..root.clone() };
+                    graft_child(&mut folders, parent, above, vec![made])
+                });
+            }
             let placed = scanned.iter().map(|folder| Folder {
-                relative: in_folder(name, &folder.relative),
+                relative: in_folder(path, &folder.relative),
                 view: Some(view),
                 ..folder.clone()
             });
-            children.push((name.clone(), folders.graft(Some(id), placed.collect())));
+            graft_child(&mut folders, parent, path, placed.collect());
         }
-        folders.replace(id, Folder { children, ..root });
         Ok(())
     }
 
@@ -228,8 +235,7 @@ impl Tree {
 
     /// The options for the sets in the folder `path` of the tree, which may be gone.
     pub fn options_at(&self, path: &Path) -> &OpenOptions {
-        let first = path.components().next().map(|first| first.as_os_str());
-        let view = self.views.iter().find(|(name, _)| Some(name.as_os_str()) == first);
+        let view = self.views.iter().find(|(folder, _)| path.starts_with(folder));
         view.map_or(&self.options, |(_, own)| own)
     }
 
@@ -377,18 +383,34 @@ fn look_at(bounds: &LinkBounds, path: &Path) -> Option<(PathBuf, Identity)> {
 }
 
 /// The options for each view of `options.views`.
-fn views_of(options: &OpenOptions) -> Vec<(OsString, OpenOptions)> {
+fn views_of(options: &OpenOptions) -> Vec<(PathBuf, OpenOptions)> {
     let views = options.views.iter().flat_map(|views| views.iter());
     let options_of =
         |view: &View| OpenOptions { view: view.clone(), views: None, ..options.clone() };
     let named = views.map(|(name, view)| (name.into(), options_of(view)));
     let snapshots = OpenOptions { hub: false, ..options.clone() };
-    named.chain(options.hub.then(|| (OsString::new(), snapshots))).collect()
+    named.chain(options.hub.then(|| (PathBuf::new(), snapshots))).collect()
 }
 
-/// `relative` in the folder `name`. Joining an empty path would add a slash.
-fn in_folder(name: &OsStr, relative: &Path) -> PathBuf {
-    if relative.as_os_str().is_empty() { name.into() } else { Path::new(name).join(relative) }
+/// Adds `scanned` below `parent`, which shows it by the name of `path`. Returns its number.
+fn graft_child(
+    folders: &mut Folders,
+    parent: FolderId,
+    path: &Path,
+    scanned: Vec<Folder>,
+) -> FolderId {
+    let id = folders.graft(Some(parent), scanned);
+    if let (Some(above), Some(name)) = (folders.get(parent), path.file_name()) {
+        let mut above = Folder::clone(above);
+        above.children.push((name.to_owned(), id));
+        folders.replace(parent, above);
+    }
+    id
+}
+
+/// `relative` in `folder`. Joining an empty path would add a slash.
+fn in_folder(folder: &Path, relative: &Path) -> PathBuf {
+    if relative.as_os_str().is_empty() { folder.to_owned() } else { folder.join(relative) }
 }
 
 pub(super) fn is_twin(name: &OsStr) -> bool {

@@ -1,4 +1,4 @@
-//! Several views of one source, by name: the file of `views=`.
+//! Several views of one source, by name: the file of `views=`, and all ranks of `tp=`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::{ReadText, View};
+use super::{ReadText, TensorParallel, View};
 use crate::error::{quoted, shown_path};
 use crate::hash::Digest;
 
-/// Several views of one source, each of which is shown as a folder.
+/// Several views of one source, each of which is shown as a folder. The name of a view is the path
+/// of its folder.
 ///
 /// ```
 /// use tensorfs::NamedViews;
@@ -30,13 +31,23 @@ use crate::hash::Digest;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedViews {
-    path: PathBuf,
-    digest: Digest,
+    origin: ViewsOrigin,
     views: BTreeMap<String, View>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum ViewsOrigin {
+    /// A file, with the hash of its text and of each file that its views name.
+    File(PathBuf, Digest),
+    /// All ranks of this view.
+    Ranks(Box<View>),
 }
 
 /// Most views of a file: the mount has all files of the source once in each.
 const VIEWS_MAX: usize = 100;
+
+/// Most ranks that are shown as folders.
+const RANK_FOLDERS_MAX: u32 = 256;
 
 /// Names that stand for something else in a folder of checkpoints.
 const RESERVED: [&str; 2] = ["sharded", "consolidated"];
@@ -88,7 +99,43 @@ impl NamedViews {
             let view = view.map_err(|why| fail(format!("view {}: {why}", quoted(&name))))?;
             views.insert(name, view);
         }
-        Ok(NamedViews { path: path.to_owned(), digest: Digest::of(digests.as_bytes()), views })
+        let origin = ViewsOrigin::File(path.to_owned(), Digest::of(digests.as_bytes()));
+        Ok(NamedViews { origin, views })
+    }
+
+    /// `view`, which names the ranks of a tensor-parallel group, for each of them: `tp-N/rank-0` to
+    /// `tp-N/rank-M`, where N is the number of ranks and M is N - 1.
+    ///
+    /// ```
+    /// use tensorfs::{NamedViews, TensorParallel, View};
+    ///
+    /// let shard = Some(TensorParallel { ranks: 2, rank: None, rules: None });
+    /// let views = NamedViews::of_ranks(&View { shard, ..View::default() })?;
+    /// let names: Vec<_> = views.iter().map(|(name, _)| name).collect();
+    /// assert_eq!(names, ["tp-2/rank-0", "tp-2/rank-1"]);
+    /// # Ok::<(), String>(())
+    /// ```
+    ///
+    /// # Errors
+    /// One line if it has more than 256 ranks or none, or if it is no view.
+    pub fn of_ranks(view: &View) -> Result<NamedViews, String> {
+        let shard = view.shard.clone().unwrap_or_default();
+        let ranks = shard.ranks;
+        if ranks > RANK_FOLDERS_MAX {
+            return Err(format!(
+                "option tp={ranks} needs rank=: at most {RANK_FOLDERS_MAX} ranks are shown as folders"
+            ));
+        }
+        let of_rank = |rank: Option<u32>| View {
+            shard: Some(TensorParallel { rank, ..shard.clone() }),
+            ..view.clone()
+        };
+        of_rank(Some(0)).check()?;
+        let named = (0..ranks).map(|rank| (format!("tp-{ranks}/rank-{rank}"), of_rank(Some(rank))));
+        Ok(NamedViews {
+            origin: ViewsOrigin::Ranks(Box::new(of_rank(None))),
+            views: named.collect(),
+        })
     }
 
     /// Names and views, in the order of the names.
@@ -96,14 +143,26 @@ impl NamedViews {
         self.views.iter().map(|(name, view)| (name.as_str(), view))
     }
 
-    /// The file that they were read from.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// The file that they were read from. `None` for the ranks of a view.
+    pub fn path(&self) -> Option<&Path> {
+        self.read_from().map(|(path, _)| path)
     }
 
-    /// Hash of the text of that file, and of each file that its views name.
-    pub(crate) fn digest(&self) -> Digest {
-        self.digest
+    /// The file that they were read from, with a hash of its text and of each file that its views
+    /// name.
+    pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
+        match &self.origin {
+            ViewsOrigin::File(path, digest) => Some((path, *digest)),
+            ViewsOrigin::Ranks(_) => None,
+        }
+    }
+
+    /// The view whose ranks they are.
+    pub(crate) fn ranks_of(&self) -> Option<&View> {
+        match &self.origin {
+            ViewsOrigin::File(..) => None,
+            ViewsOrigin::Ranks(view) => Some(view),
+        }
     }
 }
 
@@ -169,7 +228,7 @@ mod tests {
         let ranks: Vec<_> = ranks.iter().filter_map(|(_, view)| view.shard.as_ref()).collect();
         assert_eq!(
             ranks.iter().map(|one| (one.ranks, one.rank)).collect::<Vec<_>>(),
-            [(2, 0), (2, 1)]
+            [(2, Some(0)), (2, Some(1))]
         );
         let absolute = parse("[view.b]\nlayout = 'map=/maps/m.json'").unwrap();
         assert_ne!(absolute, parse("[view.b]\nlayout = 'map=m.json'").unwrap());
@@ -183,7 +242,7 @@ mod tests {
                 let is_map = path.ends_with("m.json");
                 Ok((path.to_owned(), if is_map { map } else { rules }.as_bytes().to_vec()))
             });
-            views.unwrap().digest()
+            views.unwrap().read_from().unwrap().1
         };
         let (rules, map) = ("[[rename]]\nregex = '^'\nto = 'x.'\n", "{\"a\": 1}");
         let first = digest(text, rules, map);
@@ -192,6 +251,23 @@ mod tests {
         assert_ne!(first, digest(text, rules, "{\"b\": 1}"));
         let longer = [text, b"\n[view.c]".as_slice()].concat();
         assert_ne!(first, digest(&longer, rules, map));
+    }
+
+    #[test]
+    fn a_view_of_all_ranks_is_one_view_for_each_rank() {
+        let shard = |ranks, rank| Some(TensorParallel { ranks, rank, rules: None });
+        let view = |ranks| View { shard: shard(ranks, None), ..View::default() };
+        let views = NamedViews::of_ranks(&view(3)).unwrap();
+        let found: Vec<_> = views.iter().map(|(name, view)| (name, view.shard.clone())).collect();
+        let expected = ["tp-3/rank-0", "tp-3/rank-1", "tp-3/rank-2"];
+        let expected: Vec<_> =
+            expected.into_iter().zip((0..3).map(|rank| shard(3, Some(rank)))).collect();
+        assert_eq!(found, expected);
+        assert_eq!(views.ranks_of(), Some(&view(3)));
+        assert!(NamedViews::of_ranks(&view(257)).unwrap_err().contains("at most 256 ranks"));
+        assert!(NamedViews::of_ranks(&View::default()).is_err());
+        let wrong = View { files: Files::Original, ..view(2) };
+        assert!(NamedViews::of_ranks(&wrong).unwrap_err().contains("layout=original"));
     }
 
     #[test]

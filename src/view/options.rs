@@ -53,7 +53,7 @@ impl View {
                 Err(format!("a number from 1 to {RANKS_MAX}"))
             }
             "tp" => number(value).map(|ranks| self.shard_mut().ranks = ranks),
-            "rank" => number(value).map(|rank| self.shard_mut().rank = rank),
+            "rank" => number(value).map(|rank| self.shard_mut().rank = Some(rank)),
             "tp-rules" if value.is_empty() => Err("a file with rules".to_owned()),
             "tp-rules" => read(Path::new(value))
                 .and_then(|(path, text)| CutRules::parse(&path, &text))
@@ -69,9 +69,14 @@ impl View {
         Some(set)
     }
 
-    /// The rank whose options are being set. Until they are set, its numbers are none.
+    /// The rank whose options are being set. It has 0 ranks until their number is set.
     fn shard_mut(&mut self) -> &mut TensorParallel {
-        self.shard.get_or_insert_with(|| TensorParallel { rank: u32::MAX, ..Default::default() })
+        self.shard.get_or_insert_default()
+    }
+
+    /// Whether it stands for all ranks of a tensor-parallel group.
+    pub(crate) fn has_all_ranks(&self) -> bool {
+        self.shard.as_ref().is_some_and(|shard| shard.ranks > 0 && shard.rank.is_none())
     }
 
     /// The view of these options, which are pairs of name and value.
@@ -111,7 +116,7 @@ impl View {
             if shard.ranks == 0 {
                 return Err("options rank= and tp-rules= need tp=, a number of ranks".to_owned());
             }
-            shard.check()?;
+            shard.one_rank()?;
         }
         if self.dtype.is_none() && !self.keep.is_empty() {
             return Err("option keep needs dtype=".to_owned());
@@ -135,7 +140,9 @@ impl View {
         }
         if let Some(TensorParallel { ranks, rank, rules }) = &self.shard {
             add("tp", ranks.to_string().into());
-            add("rank", rank.to_string().into());
+            if let Some(rank) = rank {
+                add("rank", rank.to_string().into());
+            }
             if let Some(path) = rules.as_ref().and_then(|rules| rules.path()) {
                 add("tp-rules", real_name(path).into());
             }

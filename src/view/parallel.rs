@@ -27,7 +27,7 @@ pub(super) const RANKS_MAX: u32 = 1 << 16;
 ///
 /// let text = b"[[rule]]\nregex = 'c_attn.weight$'\ncut = 1\n";
 /// let rules = Arc::new(CutRules::parse("tp.toml".as_ref(), text)?);
-/// let shard = Some(TensorParallel { ranks: 4, rank: 0, rules: Some(rules) });
+/// let shard = Some(TensorParallel { ranks: 4, rank: Some(0), rules: Some(rules) });
 /// let options = OpenOptions { view: View { shard, ..View::default() }, ..OpenOptions::default() };
 /// let checkpoint = Checkpoint::open_with("tests/fixtures/hf/gpt2_tiny".as_ref(), &options)
 ///     .map_err(|error| error.to_string())?;
@@ -39,11 +39,18 @@ pub(super) const RANKS_MAX: u32 = 1 << 16;
 pub struct TensorParallel {
     /// Number of ranks.
     pub ranks: u32,
-    /// The rank, from 0.
-    pub rank: u32,
+    /// The rank, from 0. `None` stands for all ranks, each of which needs a view of its own:
+    /// `NamedViews::of_ranks`.
+    pub rank: Option<u32>,
     /// The rules by which tensors are cut. If `None`, those for the family of models that
     /// `config.json` names.
     pub rules: Option<Arc<CutRules>>,
+}
+
+/// A rank of a group, and the number of its ranks.
+pub(super) struct OneRank {
+    ranks: u64,
+    rank: u64,
 }
 
 /// The tensors of a rank.
@@ -54,19 +61,19 @@ pub(super) struct RankTensors {
 }
 
 impl TensorParallel {
-    /// Refuses numbers that are none.
+    /// The rank of the group.
     ///
     /// # Errors
-    /// One line with the options.
-    pub(super) fn check(&self) -> Result<(), String> {
+    /// One line with the options if they are no such numbers.
+    pub(super) fn one_rank(&self) -> Result<OneRank, String> {
         let TensorParallel { ranks, rank, .. } = self;
         if !(1..=RANKS_MAX).contains(ranks) {
             return Err(format!("option tp= is a number of ranks from 1 to {RANKS_MAX}"));
         }
-        if rank >= ranks {
-            return Err(format!("option tp={ranks} needs rank=, a number from 0 to {}", ranks - 1));
+        match rank.filter(|rank| rank < ranks) {
+            Some(rank) => Ok(OneRank { ranks: u64::from(*ranks), rank: u64::from(rank) }),
+            None => Err(format!("option tp={ranks} needs rank=, a number from 0 to {}", ranks - 1)),
         }
-        Ok(())
     }
 
     /// The tensors at the positions `selected` of `catalog`, as the rank has them.
@@ -80,7 +87,7 @@ impl TensorParallel {
         selected: &[u32],
         read_config: ReadConfig<'_>,
     ) -> Result<RankTensors, Fault> {
-        self.check().map_err(|why| Fault::new(ErrorKind::Usage, why))?;
+        let one = self.one_rank().map_err(|why| Fault::new(ErrorKind::Usage, why))?;
         let mut config =
             Config { read: read_config, parsed: None, has_rules: self.rules.is_some() };
         let rules = match &self.rules {
@@ -98,7 +105,7 @@ impl TensorParallel {
             let told = rules.told(found.rule);
             let fail = |why: String| self.fault(&format!("{told}: {why}")).tensor(tensor.name);
             let own = match &rules.table.rules[found.rule].action {
-                CutAction::Cut(cut) => Some(self.cut(cut, &tensor, &mut config).map_err(fail)?),
+                CutAction::Cut(cut) => Some(one.cut(cut, &tensor, &mut config).map_err(fail)?),
                 CutAction::Repeat => None,
                 CutAction::Refuse(why) => {
                     let hint = "write rules for this model, and give tp-rules=FILE";
@@ -156,7 +163,9 @@ impl TensorParallel {
         let told = rules.told(rule);
         Err(self.fault(&format!("{told}: matches none of the {count} tensors")))
     }
+}
 
+impl OneRank {
     /// The part of `tensor` that the rank gets.
     fn cut(
         &self,
@@ -183,7 +192,7 @@ impl TensorParallel {
         size: u64,
         dim: usize,
     ) -> Result<Range<u64>, String> {
-        let (ranks, rank) = (u64::from(self.ranks), u64::from(self.rank));
+        let OneRank { ranks, rank } = *self;
         if units == 0 || !size.is_multiple_of(units) {
             return Err(format!(
                 "its {size} indices of dimension {dim} are not {units} units{name}"
@@ -234,8 +243,8 @@ impl TensorParallel {
             Some(*end - size)
         });
         let own = |(start, size): (u64, &u64)| {
-            let chunk = size.div_ceil(u64::from(self.ranks));
-            let first = chunk.saturating_mul(u64::from(self.rank)).min(*size);
+            let chunk = size.div_ceil(self.ranks);
+            let first = chunk.saturating_mul(self.rank).min(*size);
             start + first..start + first.saturating_add(chunk).min(*size)
         };
         Ok(starts.zip(&sizes).map(own).collect())

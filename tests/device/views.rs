@@ -35,7 +35,7 @@ fn open(folder: &Path, ranks: u32, rank: u32) -> Arc<Checkpoint> {
     let rules = CutRules::parse("tp.toml".as_ref(), RULES.as_bytes()).unwrap();
     let join = b"[[fuse]]\nfrom = ['a', 'c']\nto = 'ac'\n";
     let view = View {
-        shard: Some(TensorParallel { ranks, rank, rules: Some(Arc::new(rules)) }),
+        shard: Some(TensorParallel { ranks, rank: Some(rank), rules: Some(Arc::new(rules)) }),
         rename: Some(Arc::new(RenameRules::parse("r.toml".as_ref(), join).unwrap())),
         ..View::default()
     };

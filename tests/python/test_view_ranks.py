@@ -332,7 +332,7 @@ class Refused(Refusals):
         file = self.tmp / "rules.toml"
         file.write_text("[[cut]]\n")
         for options, said in (
-            ("tp=2", "rank="), ("rank=1", "tp="), ("tp=2,rank=2", "0 to 1"), ("tp=0,rank=0", "`tp=0`: expected a number from 1 to"), ("tp=x,rank=0", "number"),
+            ("rank=1", "tp="), ("tp=2,rank=2", "0 to 1"), ("tp=0,rank=0", "`tp=0`: expected a number from 1 to"), ("tp=x,rank=0", "number"),
             (f"tp-rules={file},tp=2,rank=0", "line 1"), ("tp-rules=,tp=2,rank=0", "rules"), ("tp=2,rank=-1", "number"),
             ("layout=original,tp=2,rank=0", "tp="),
         ):

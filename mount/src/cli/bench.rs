@@ -104,7 +104,7 @@ fn bench(args: &BenchArgs) -> Outcome {
     }
     if options.open.views.is_some() || options.open.hub {
         return Err(Failure::Usage(
-            "the bench reads one view: give no views= or layout=hub".to_owned(),
+            "the bench reads one view: give no views= or layout=hub, and rank= with tp=".to_owned(),
         ));
     }
     // This check comes before any file is made or mounted.

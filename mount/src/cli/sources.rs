@@ -24,9 +24,12 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
 /// Scans the source of a query that is about one view. For a path on a mount, scans the source
 /// behind it with the view of the mount, unless `-o` is given.
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
-    if options.open.views.is_some() {
-        let why = "option views: only mount, serve, ls, inspect and consolidate take several views";
-        return Err(Failure::Usage(why.to_owned()));
+    let several = "only mount, serve, ls, inspect and consolidate take several views";
+    if let Some(views) = &options.open.views {
+        return Err(Failure::Usage(match views.path() {
+            Some(_) => format!("option views: {several}"),
+            None => format!("option tp needs rank=, or shows a view for each rank; {several}"),
+        }));
     }
     if options.open.hub {
         let why = "layout=hub: only mount, serve, ls, inspect and consolidate take it";

@@ -246,7 +246,11 @@ const TABLE: &[OptionRow] = &[
     OptionRow::value(
         "tp",
         |options, value| view(options, "tp", value),
-        &[("N", "with rank=, the slices of one of N tensor-parallel ranks")],
+        &[(
+            "N",
+            "the slices of N tensor-parallel ranks, each as a folder tp-N/rank-R; with rank=, those of \
+             one",
+        )],
     )
     .for_queries(),
     OptionRow::value(

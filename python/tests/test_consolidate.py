@@ -14,7 +14,7 @@ import safetensors
 import checkpoints
 import oracle
 from manifest import GOOD
-from package import ROOT, Mount, TestCase, has_torch, wait_until
+from package import ROOT, Mount, TestCase, has_torch, needs_torch, wait_until
 
 import tensorfs
 
@@ -131,6 +131,54 @@ class Consolidate(TestCase):
             consolidate(str(self.source), str(self.source))
         tensors = self.tensors(self.source / "model-00001-of-00001.safetensors")
         self.assertEqual(sorted(tensors), ["a", "b"])
+
+    def test_the_drop_in_casts_by_the_rules_of_nemo(self):
+        consolidate = drop_in().consolidate_safetensors_files
+        dtypes = {"kept": "F32", "listed": "F32", "wide": "F64", "number": "I64", "small": "F8_E4M3"}
+        entries = [(name, dtype, (4, 6), bytes(24 * oracle.BITS[dtype] // 8)) for name, dtype in dtypes.items()]
+        info = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(dict.fromkeys(dtypes, {"saved_offsets": [0, 0]}))}
+        (self.tmp / "mixed").mkdir()
+        checkpoints.write_shard(self.tmp / "mixed" / checkpoints.dcp_name(1), sorted(entries, key=lambda e: -oracle.BITS[e[1]]), info)
+        mapping = {"kept": 1, "listed": 1, "wide": 2, "number": 2, "small": 2}
+
+        def found(**how):
+            consolidate(str(self.tmp / "mixed"), str(self.out), mapping, **how)
+            files = sorted(self.out.glob("*.safetensors"))
+            return {name: dtype for file in files for name, (dtype, _, _) in oracle.tensor_bytes(file).items()}
+
+        same = {"number": "I64", "small": "F8_E4M3"}
+        listed = {"kept": "F32", "listed": "F16", "number": "F32", "small": "F32", "none": "F32"}
+        self.assertEqual(found(), {"kept": "F32", "listed": "F32", "wide": "F64", **same})
+        self.assertEqual(found(cast_dtype="torch.bfloat16"), {"kept": "BF16", "listed": "BF16", "wide": "BF16", **same})
+        self.assertEqual(found(fqn_to_dtype_mapping=listed), {"kept": "F32", "listed": "F16", "wide": "F64", **same})
+        self.assertEqual(
+            found(cast_dtype="torch.bfloat16", fqn_to_dtype_mapping=listed, use_staging=True, staging_dir="/none"),
+            {"kept": "F32", "listed": "BF16", "wide": "BF16", **same},
+        )
+        # A quantized original was saved as floats.
+        with self.assertLogs("consolidate_safetensors_files", "WARNING"):
+            self.assertEqual(found(fqn_to_dtype_mapping={"kept": "F8_E4M3"})["kept"], "F32")
+        for word, kind, said in (
+            ("torch.float64", tensorfs.SafetensorError, "F32 cannot be cast to F64"),
+            ("torch.int8", ValueError, "cast_dtype=torch.int8: expected one of torch.bfloat16"),
+        ):
+            with self.assertRaisesRegex(kind, said):
+                found(cast_dtype=word)
+
+    def test_names_that_no_shard_has_are_refused_unless_the_caller_ignores_them(self):
+        consolidate, mapping = drop_in().consolidate_safetensors_files, {"a": 1, "b": 1, "tied": 1}
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "`tied`: is not in the checkpoint"):
+            consolidate(str(self.source), str(self.out), mapping)
+        self.assertFalse(self.out.exists())
+        with self.assertLogs("consolidate_safetensors_files", "WARNING") as logged:
+            consolidate(str(self.source), str(self.out), mapping, ignore_missing=True)
+        self.assertIn("tied", logged.output[0])
+        self.assertEqual(sorted(self.tensors(self.out / "model-00001-of-00001.safetensors")), ["a", "b"])
+
+    @needs_torch
+    def test_without_a_process_group_the_caller_writes(self):
+        drop_in().consolidate_safetensors_files_on_every_rank(str(self.source), str(self.out), {"a": 1, "b": 1})
+        self.assertEqual(sorted(self.tensors(self.out / "model-00001-of-00001.safetensors")), ["a", "b"])
 
     def test_a_mapping_that_misses_or_adds_tensors_is_refused_and_nothing_is_written(self):
         for mapping, word in (({"a": 1}, "`b`: is not in the list"), ({"a": 1, "b": 1, "c": 2}, "`c`: is not in the checkpoint"),

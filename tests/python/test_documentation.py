@@ -31,6 +31,7 @@ NOT_RUN = {
     "pip install ": "takes packages of the network",
     "python tests/bench/loaders.py ": "measures, and takes other loaders",
     "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
+    "python python/tests/consolidation_suite.py ": "takes the tests of torch or NeMo",
     "sudo ": "changes this machine",
     "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",
     "tests/run": "is what runs this test",

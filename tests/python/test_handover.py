@@ -13,7 +13,7 @@ from pathlib import Path
 import checkpoints
 from faults import FaultFs
 from manifest import by_id
-from mounts import BIN, Child, find_mount, needs_root, process_gone, wait_until
+from mounts import BIN, Child, detach, find_mount, needs_root, process_gone, run, wait_until
 from services import PATIENCE, ServiceCase, SystemCtl, mount_config
 
 FILE = "model.safetensors"
@@ -464,6 +464,56 @@ class HandedOver(ServiceCase):
 
         wait_until(reads_right, PATIENCE, "the file goes on once its source answers")
         self.assertEqual(service.workers()["a"], worker)
+
+    def two_file_systems(self, slow_count):
+        """A service on folders of a file system that can stall, with open files, and the folder `fast` on another one.
+
+        Returns the service, a reader of a file of `fast`, the file system, and the open files of the other folders.
+        """
+        for number in range(slow_count):
+            self.copy(SOURCE, f"behind/{number:03}")
+        self.copy(SOURCE, "store/fast")
+        self.source = self.tmp / "store"
+        # Its name comes first.
+        slow = self.source / "a"
+        slow.mkdir()
+        faults = self.enter(FaultFs(self.tmp / "behind"))
+        self.addCleanup(detach, slow)
+        self.assert_done(run("mount", "--bind", faults.path, slow))
+        service = self.service("io-timeout=10,index-dir=none")
+        paths = [self.a / "a" / f"{number:03}" / FILE for number in range(slow_count)]
+        wait_until(lambda: all(path.exists() for path in paths), PATIENCE, "all checkpoints are shown")
+        fast = self.late_reader(self.a / "fast" / FILE)
+        return service, fast, faults, [self.open(path) for path in paths]
+
+    def test_a_takeover_proves_other_folders_while_a_source_of_many_stalls(self):
+        # More than there are threads.
+        service, fast, faults, held = self.two_file_systems(slow_count=70)
+        self.stop_for_restart(service)
+        faults.tell("stall", "*")
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        fast.tell()
+        self.start_again(service)
+        self.assertEqual(fast.line(BOUND), self.right_half(), service.log())
+        self.assertGreater(faults.parked(), 0)
+        faults.tell("ok")
+        for descriptor in held:
+            self.assert_same(self.read_afresh(descriptor), self.right)
+        self.assertNotIn("lost their content", service.log())
+
+    def test_a_takeover_goes_on_with_a_deleted_file_while_the_sources_of_others_stall(self):
+        service, fast, faults, _ = self.two_file_systems(slow_count=12)
+        self.stop_for_restart(service)
+        for path in (*(self.tmp / "behind").iterdir(), self.source / "fast"):
+            shutil.rmtree(path)
+        # A process that takes up a deleted file asks for the kind of its file system.
+        faults.tell("stall-statfs", "*/*")
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        fast.tell()
+        self.start_again(service)
+        self.assertEqual(fast.line(BOUND), self.right_half(), service.log())
+        self.assertGreater(faults.parked(), 0)
+        faults.tell("ok")
 
     def test_a_takeover_of_a_source_that_cannot_be_listed_ends_after_a_limit(self):
         faults = self.enter(FaultFs(self.source))

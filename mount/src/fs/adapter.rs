@@ -50,6 +50,7 @@ const MAX_BACKGROUND: u16 = 128;
 const CONGESTION: u16 = 96;
 
 mod adopting;
+mod adoption_queue;
 pub(crate) mod handover;
 mod passthrough;
 

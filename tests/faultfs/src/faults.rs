@@ -19,6 +19,7 @@ pub(crate) enum Request {
     Read,
     Flush,
     Readdir,
+    Statfs,
 }
 
 /// The fate of a request.
@@ -105,7 +106,7 @@ impl Faults {
             Request::Getattr => counts.getattrs += 1,
             Request::Open => counts.opens += 1,
             Request::Read => counts.reads += 1,
-            Request::Flush | Request::Readdir => {}
+            Request::Flush | Request::Readdir | Request::Statfs => {}
         }
         let due = match fault {
             None | Some(Fault::NoDirect) => return now(state, job, Answer::Right),
@@ -261,6 +262,7 @@ fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault), Strin
             Some((fault, "lookup")) => (fault, Request::Lookup),
             Some((fault, "flush")) => (fault, Request::Flush),
             Some((fault, "readdir")) => (fault, Request::Readdir),
+            Some((fault, "statfs")) => (fault, Request::Statfs),
             Some(_) => return Err(format!("unknown request in {name}")),
         },
     };

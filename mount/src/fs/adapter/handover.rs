@@ -10,8 +10,8 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,7 @@ use super::super::backing::Backing;
 use super::super::inodes::carried::FileMark;
 use super::super::node::{Node, NodeKind};
 use super::super::open_file::{OpenContent, OpenFile};
+use super::adoption_queue::{AdoptionQueue, Devices, Turn};
 use super::{FsState, Handle, TensorFs};
 use crate::serve::change_watcher::Forget;
 
@@ -290,26 +291,32 @@ impl TensorFs {
         }
         let mut handles: HashMap<u64, Vec<u64>> = HashMap::new();
         facts.handles.iter().for_each(|(fh, ino)| handles.entry(*ino).or_default().push(*fh));
-        let mut families: BTreeMap<Option<FolderId>, Vec<Adopted>> = BTreeMap::new();
+        let mut families: BTreeMap<FolderId, Vec<Adopted>> = BTreeMap::new();
+        let mut unlisted = Vec::new();
         for (index, carried) in facts.nodes.iter().enumerate() {
             let Some(handles) = handles.remove(&carried.ino) else { continue };
             let path = Path::new(&carried.path);
             shared.adoptions.begin(carried.ino, path);
             let folder = path.parent().and_then(|parent| shared.nodes.folder_at(parent));
             let adopted = Adopted { index, ino: carried.ino, handles };
-            families.entry(folder).or_default().push(adopted);
+            match folder {
+                Some(folder) => families.entry(folder).or_default().push(adopted),
+                None => unlisted.push(adopted),
+            }
         }
         let lost = handles.into_values().map(|handles| handles.len()).sum();
         let files = files.into_iter().map(|file| Some(File::from(file))).collect();
+        let made = facts.sources.iter().map(|_| OnceLock::new()).collect();
         let taking = Taking {
             shared: shared.clone(),
             facts,
             contents,
             forget,
-            sources: Mutex::new(AdoptedSources { made: HashMap::new(), files }),
+            made,
+            files: Mutex::new(files),
             result: Mutex::new(TakenUp { handles: 0, lost }),
         };
-        Takeover { taking: Arc::new(taking), families }
+        Takeover { taking: Arc::new(taking), families, unlisted }
     }
 
     /// Waits until all open files of another process are proved, for `limit` at most. Returns whether
@@ -329,8 +336,10 @@ impl TensorFs {
 /// A takeover whose open files are not proved yet.
 pub(crate) struct Takeover {
     taking: Arc<Taking>,
-    /// The open files by their folder. Those without one are shown by no folder.
-    families: BTreeMap<Option<FolderId>, Vec<Adopted>>,
+    /// The open files by their folder.
+    families: BTreeMap<FolderId, Vec<Adopted>>,
+    /// Open files whose folder is gone.
+    unlisted: Vec<Adopted>,
 }
 
 /// An open file that is taken over.
@@ -342,41 +351,55 @@ struct Adopted {
 }
 
 impl Takeover {
-    /// Begins to prove the open files, each folder on a thread of its own. Requests for a file wait
-    /// for it meanwhile.
+    /// Begins to prove the open files: each folder on a thread of its own, and each file whose folder
+    /// is gone. Few at a time ask the same file systems. Requests for a file wait for it meanwhile.
     pub(crate) fn begin(self) {
-        let Takeover { taking, families } = self;
+        let Takeover { taking, families, unlisted } = self;
         let (nodes, pool) = (taking.shared.nodes.clone(), taking.shared.service.blocking.clone());
+        let (tree, queue) = (nodes.tree(), AdoptionQueue::new());
+        for adopted in unlisted {
+            let (place, devices) = (taking.path(&adopted), taking.devices(&adopted));
+            let (taking, pool) = (taking.clone(), pool.clone());
+            queue.add(devices, move |turn| {
+                let family =
+                    AdoptedFamily { taking, folder: None, files: vec![adopted], _turn: turn };
+                pool.spawn_detached(&place, move || family.take());
+            });
+        }
         for (folder, files) in families {
-            let place = PathBuf::from(&taking.facts.nodes[files[0].index].path);
-            let family = AdoptedFamily { taking: taking.clone(), folder, files };
-            match folder {
+            let place = taking.path(&files[0]);
+            // The proof of a folder asks its whole family.
+            let family = tree.family(tree.family_of(folder)).into_iter();
+            let devices = family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect();
+            let (taking, nodes, pool) = (taking.clone(), nodes.clone(), pool.clone());
+            queue.add(devices, move |turn| {
+                let family = AdoptedFamily { taking, folder: Some(folder), files, _turn: turn };
                 // The folder is proved on one thread, and its sources are opened on another one: other
                 // requests wait for the first one only.
-                Some(folder) => {
-                    let then = pool.clone();
-                    nodes.when_listed(&pool, folder, move |_| {
-                        then.spawn_detached(&place, move || family.take());
-                    });
-                }
-                None => pool.spawn_detached(&place, move || family.take()),
-            }
+                let then = pool.clone();
+                nodes.when_listed(&pool, folder, move |_| {
+                    then.spawn_detached(&place, move || family.take());
+                });
+            });
         }
     }
 }
 
-/// The open files of one folder. Requests for those that are left at its end fail.
+/// The open files of one folder, or one file whose folder is gone. Requests for those that are left
+/// at its end fail.
 struct AdoptedFamily {
     taking: Arc<Taking>,
     folder: Option<FolderId>,
     files: Vec<Adopted>,
+    /// Other proofs wait for its end.
+    _turn: Turn,
 }
 
 impl AdoptedFamily {
     fn take(mut self) {
         while let Some(adopted) = self.files.pop() {
             let ino = adopted.ino;
-            let place = PathBuf::from(&self.taking.facts.nodes[adopted.index].path);
+            let place = self.taking.path(&adopted);
             let shared = self.taking.shared.clone();
             let _ends = Ends(|| shared.adoptions.end(ino));
             if self.taking.take(self.folder, adopted) || !shared.adoptions.go_on(ino) {
@@ -418,14 +441,12 @@ struct Taking {
     facts: CarriedFs,
     contents: Vec<u8>,
     forget: Forget,
-    sources: Mutex<AdoptedSources>,
+    /// The sources of files that no folder shows any more, each made once. That may take long, so no
+    /// lock is held.
+    made: Vec<OnceLock<Arc<Source>>>,
+    /// Open files of the source, until they are used.
+    files: Mutex<Vec<Option<File>>>,
     result: Mutex<TakenUp>,
-}
-
-/// The sources of files that no folder shows any more, each made once.
-struct AdoptedSources {
-    made: HashMap<usize, Arc<Source>>,
-    files: Vec<Option<File>>,
 }
 
 impl Drop for Taking {
@@ -480,15 +501,23 @@ impl Taking {
         unchanged
     }
 
-    /// The source with this number in the state.
+    /// The path of a file in the mount.
+    fn path(&self, adopted: &Adopted) -> PathBuf {
+        PathBuf::from(&self.facts.nodes[adopted.index].path)
+    }
+
+    /// The devices that its sources lay on.
+    fn devices(&self, adopted: &Adopted) -> Devices {
+        let carried = self.facts.nodes[adopted.index].sources.iter();
+        let known = carried.filter_map(|index| self.facts.sources.get(*index));
+        known.map(|source| Identity::from_words(&source.known).dev).collect()
+    }
+
+    /// The source with this number in the state. Accesses it.
     fn source(&self, index: usize) -> Option<Arc<Source>> {
-        let AdoptedSources { made, files } = &mut *self.sources.lock();
-        if let Some(known) = made.get(&index) {
-            return Some(known.clone());
-        }
-        let source = adopt_source(self.facts.sources.get(index)?, files);
-        made.insert(index, source.clone());
-        Some(source)
+        let carried = self.facts.sources.get(index)?;
+        let file = || self.files.lock().get_mut(carried.file?)?.take();
+        Some(self.made.get(index)?.get_or_init(|| adopt_source(carried, file())).clone())
     }
 
     /// Opens a file of this process whose handles are taken over. Also returns whether the kernel's
@@ -612,10 +641,9 @@ impl Taking {
     }
 }
 
-/// The source that another process had open.
-fn adopt_source(carried: &CarriedSource, files: &mut [Option<File>]) -> Arc<Source> {
+/// The source that another process had open, with its descriptor if that was handed over.
+fn adopt_source(carried: &CarriedSource, file: Option<File>) -> Arc<Source> {
     let (path, known) = (Path::new(&carried.path), Identity::from_words(&carried.known));
-    let file = carried.file.and_then(|index| files.get_mut(index)?.take());
     match file {
         Some(file) => Source::adopted(path, known, file),
         None => Source::closed(path, known),

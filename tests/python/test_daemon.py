@@ -551,6 +551,25 @@ class Ends(DaemonCase):
         self.assertEqual([line.split(" - ")[1].split()[:2] for line in lines[:2]], [["tmpfs", "one"], ["tmpfs", "two"]])
         self.assertEqual(lines[2:], ["two", "one"], outcome.stdout)
 
+    def test_a_mount_in_a_root_that_is_a_plain_folder_is_taken_off(self):
+        # The mount table in there does not have the mount of the root.
+        script = (
+            'set -e; cd "$0"; mkdir root; cd root; mkdir proc dev tmp mnt; cp -r "$2" source; cp "$1" tensorfs; '
+            'mount --rbind /proc proc; mount --rbind /dev dev; '
+            'for name in usr bin sbin lib lib64; do '
+            'if [ -L /$name ]; then cp -P /$name $name; '
+            'elif [ -d /$name ]; then mkdir $name; mount --rbind /$name $name; fi; done; '
+            'chroot . sh -c \'! grep -q " / / " /proc/self/mountinfo; '
+            '/tensorfs mount --foreground -o index-dir=none /source /mnt >/log 2>&1 & pid=$!; '
+            'until grep -q " /mnt .*fuse.tensorfs" /proc/self/mountinfo; do kill -0 $pid; sleep 0.1; done; '
+            'kill $pid; wait $pid; echo $?; cat /log; grep -c fuse.tensorfs /proc/self/mountinfo || true\''
+        )
+        outcome = run("unshare", "-m", "--propagation", "private", "sh", "-c", script, self.tmp, BIN, SOURCE, timeout=HANGS)
+        self.assert_done(outcome)
+        self.assertNotIn("cannot unmount", outcome.stdout)
+        lines = outcome.stdout.splitlines()
+        self.assertEqual((lines[0], lines[-1]), ("0", "0"), outcome.stdout)
+
     def test_a_mount_that_was_moved_or_is_seen_in_two_places_is_taken_off(self):
         moved, second = self.tmp / "moved", self.tmp / "second"
         moved.mkdir(), second.mkdir()

@@ -61,13 +61,14 @@ fn is_there(id: u32) -> bool {
 /// The first folder on the path of mount `ours`, mount point included, that another mount covers.
 fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
     let parent_of = |mount: &&Mount| table.iter().find(|other| other.id == mount.parent);
-    let mut way = Vec::new();
+    let mut way = vec![ours.id];
     for mount in std::iter::successors(Some(ours), parent_of) {
         // The first mount of a namespace is its own parent.
-        if way.contains(&mount.id) {
+        if way.contains(&mount.parent) {
             break;
         }
-        way.push(mount.id);
+        // The table of a process whose root is a plain folder does not have the mount of that folder.
+        way.push(mount.parent);
     }
     let folders: Vec<&Path> = ours.target.ancestors().collect();
     for folder in folders.into_iter().rev() {

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
+use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -81,6 +82,21 @@ struct State {
 impl State {
     fn add(&mut self, look: StoreLook, changed: bool) {
         *self.todo.entry(look).or_default() |= changed;
+    }
+
+    /// The first pending look after `last` that may begin, unless it waits for a file system.
+    fn next_after(&mut self, last: Option<&StoreLook>) -> Option<StoreLook> {
+        let now = Instant::now();
+        self.not_before.retain(|_, time| *time > now);
+        let after = last.map_or(Bound::Unbounded, Bound::Excluded);
+        let mut pending = self.todo.range((after, Bound::Unbounded)).map(|(look, _)| look);
+        pending.find(|look| self.may_begin(look)).cloned()
+    }
+
+    /// Whether no thread takes this look now, and its pause is over.
+    fn may_begin(&self, look: &StoreLook) -> bool {
+        let runs = self.looking.iter().any(|running| running.look == *look);
+        !runs && !self.not_before.contains_key(look)
     }
 }
 
@@ -214,13 +230,13 @@ impl Live {
     /// Starts the threads that are needed.
     fn begin_looks(self: &Arc<Self>) {
         loop {
-            let mut state = self.state.lock();
+            let state = self.state.lock();
             let waits = |looking: &RunningLook| looking.since.elapsed() >= STUCK;
             if state.looking.len() >= THREADS_MAX || !state.looking.iter().all(waits) {
                 return;
             }
-            let Some(next) = self.begin(&mut state) else { return };
             drop(state);
+            let Some(next) = self.begin() else { return };
             let live = self.clone();
             let thread = std::thread::Builder::new().name("look".to_owned());
             let failed = next.0.clone();
@@ -234,32 +250,40 @@ impl Live {
     }
 
     /// Takes the next thing to look at.
-    fn begin(&self, state: &mut State) -> Option<(StoreLook, bool)> {
-        let now = Instant::now();
-        state.not_before.retain(|_, time| *time > now);
-        let tree = self.nodes.tree();
-        let devices = |look: &StoreLook| {
-            let mut devices: BTreeSet<u64> = match look {
-                StoreLook::Folder(path) => tree.devices(path),
-                StoreLook::Family(head) => {
-                    let family = tree.family(*head).into_iter();
-                    family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
-                }
-            };
+    fn begin(&self) -> Option<(StoreLook, bool)> {
+        let mut last = None;
+        loop {
+            let look = self.state.lock().next_after(last.as_ref())?;
+            // This takes long in a large folder, so the lock is not held.
+            let mut devices = self.devices(&look);
+            let mut state = self.state.lock();
             devices.retain(|device| !state.local.contains(device));
-            devices
-        };
-        let looking = &state.looking;
-        let may_begin = |look: &StoreLook| {
-            let twice = looking.iter().any(|running| running.look == *look);
-            let is_held_up = || looking.len() >= STUCK_MAX && is_held_up(&devices(look), looking);
-            !twice && !state.not_before.contains_key(look) && !is_held_up()
-        };
-        let look = state.todo.keys().find(|look| may_begin(look)).cloned()?;
-        let devices = devices(&look);
-        let changed = state.todo.remove(&look)?;
-        state.looking.push(RunningLook { look: look.clone(), devices, since: now });
-        Some((look, changed))
+            let looking = &state.looking;
+            let is_held_up = looking.len() >= STUCK_MAX && is_held_up(&devices, looking);
+            // Another thread may have taken it meanwhile.
+            if !is_held_up
+                && state.may_begin(&look)
+                && let Some(changed) = state.todo.remove(&look)
+            {
+                let since = Instant::now();
+                state.looking.push(RunningLook { look: look.clone(), devices, since });
+                return Some((look, changed));
+            }
+            drop(state);
+            last = Some(look);
+        }
+    }
+
+    /// The devices that a look asks.
+    fn devices(&self, look: &StoreLook) -> BTreeSet<u64> {
+        let tree = self.nodes.tree();
+        match look {
+            StoreLook::Folder(path) => tree.devices(path),
+            StoreLook::Family(head) => {
+                let family = tree.family(*head).into_iter();
+                family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
+            }
+        }
     }
 
     /// Body of a thread: looks at one thing after the other.
@@ -272,7 +296,7 @@ impl Live {
                 StoreLook::Family(head) => self.look_at_family(*head),
             });
             self.end(&look, changed, begun.elapsed());
-            next = self.begin(&mut self.state.lock());
+            next = self.begin();
         }
         self.events.wake();
     }
@@ -418,6 +442,22 @@ fn is_held_up(devices: &BTreeSet<u64>, running: &[RunningLook]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pending_looks_are_taken_in_order_without_those_that_run_or_pause() {
+        let folder = |path: &str| StoreLook::Folder(path.into());
+        let mut state = State::default();
+        for path in ["/a", "/b", "/c", "/d"] {
+            state.add(folder(path), false);
+        }
+        let (since, devices) = (Instant::now(), BTreeSet::new());
+        state.looking.push(RunningLook { look: folder("/a"), devices, since });
+        state.not_before.insert(folder("/c"), since + Duration::from_secs(1000));
+        state.not_before.insert(folder("/d"), since);
+        let found =
+            std::iter::successors(state.next_after(None), |last| state.next_after(Some(last)));
+        assert_eq!(found.collect::<Vec<_>>(), [folder("/b"), folder("/d")]);
+    }
 
     #[test]
     fn two_looks_that_wait_hold_up_only_those_that_ask_the_same_file_system() {

@@ -559,7 +559,7 @@ class Ends(DaemonCase):
             'for name in usr bin sbin lib lib64; do '
             'if [ -L /$name ]; then cp -P /$name $name; '
             'elif [ -d /$name ]; then mkdir $name; mount --rbind /$name $name; fi; done; '
-            'chroot . sh -c \'! grep -q " / / " /proc/self/mountinfo; '
+            'chroot . sh -c \'if grep -q " / / " /proc/self/mountinfo; then exit 9; fi; '
             '/tensorfs mount --foreground -o index-dir=none /source /mnt >/log 2>&1 & pid=$!; '
             'until grep -q " /mnt .*fuse.tensorfs" /proc/self/mountinfo; do kill -0 $pid; sleep 0.1; done; '
             'kill $pid; wait $pid; echo $?; cat /log; grep -c fuse.tensorfs /proc/self/mountinfo || true\''

@@ -457,6 +457,11 @@ pub fn quoted(name: &str) -> String {
     format!("`{}`", shortened(&shown(name), NAME_SHOWN_MAX))
 }
 
+/// `count` of a thing: `1 shard`, `3 shards`.
+pub fn counted(count: usize, thing: &str) -> String {
+    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
+}
+
 /// `path` fit for one line.
 pub fn shown_path(path: &Path) -> String {
     shown(&real_name(path))

@@ -201,7 +201,7 @@ class Warm(TestCase):
         (self.tmp / "heat.json").write_text(json.dumps(heat))
         outcome = tensorfs("warm", self.source, "--heat", self.tmp / "heat.json")
         self.assert_done(outcome)
-        self.assertIn("1 tensors of the heat are not in", outcome.stderr)
+        self.assertIn("1 tensor of the heat", outcome.stderr)
 
     def test_a_file_that_is_no_heat_is_refused_in_one_line(self):
         for text in ("", "{}", "[1]", '{"files": 3}', '{"files": []}', '{"files": [{"path": 3}]}'):

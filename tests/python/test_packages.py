@@ -39,7 +39,7 @@ class Packages(TestCase):
             example = re.sub(r"(?m)^#(?= *\[| *[\w-]+ = )", "", file.read_text())
             config.write_text(example.replace('group = "team-a"', 'group = "root"'))
             self.assertIn('target = "/srv/models"\n', example)
-            self.assertIn("1 mounts", self.checked(config))
+            self.assertIn("correct, 1 mount\n", self.checked(config))
         config.write_text("# mounts\n [[ mount ]]\nname = 'a'\nsource = '/a'\ntarget = '/b'\n")
         self.assert_done(tensorfs("serve", "--check", "--config", config))
         self.assert_done(run("grep", "-q", pattern, config))
@@ -55,7 +55,7 @@ class Packages(TestCase):
         config.write_text(textwrap.dedent(re.search(r"config\.toml: \|\n((?:    .*\n|\n)+)", text)[1]))
         outcome = tensorfs("serve", "--check", "--config", config)
         self.assert_done(outcome)
-        self.assertIn("1 mounts", outcome.stdout)
+        self.assertIn("correct, 1 mount\n", outcome.stdout)
 
     def test_an_image_is_healthy_if_there_are_mounts_and_all_of_them_answer(self):
         text = (ROOT / "examples/Containerfile").read_text()

@@ -194,7 +194,7 @@ class Serving(ServiceCase):
         for target, descriptor in held.items():
             self.assert_same(os.pread(descriptor, len(self.right), 0), self.right, target)
         self.assertEqual(service.manager.count("RELOADING=1"), 1)
-        self.assertIn("config reloaded: 1 mounts stay, 2 start, 2 end", service.log())
+        self.assertIn("config reloaded; mounts kept: 1, new: 2, ended: 2", service.log())
 
     def test_two_mounts_can_swap_their_targets(self):
         service = self.serve(self.two())
@@ -268,7 +268,7 @@ class Serving(ServiceCase):
         held = self.open(self.a / FILE)
         service.restart()
         service.wait_until_ready(2)
-        self.assertIn("handing over 1 mounts", service.log())
+        self.assertIn("handing over 1 mount\n", service.log())
         self.assert_same(os.pread(held, len(self.right), 0), self.right)
         self.assert_serves(self.a)
 

@@ -8,7 +8,7 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
 use tensorfs::internal::consolidate::{Copier, Watch, WriteOptions};
-use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::view::FileSpec;
@@ -69,9 +69,9 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
         }));
     }
     let mut text = format!(
-        "{}: {} tensors, {}, {algorithm} {digest}\n",
+        "{}: {}, {}, {algorithm} {digest}\n",
         shown_path(&target),
-        catalog.len(),
+        counted(catalog.len(), "tensor"),
         human(reader.len())
     );
     text.extend(notes.iter().map(|note| format!("  note: {}\n", shown(note))));

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
-use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::verify::Recorded;
 use tensorfs::internal::view::Files;
 
@@ -130,10 +130,10 @@ impl IndexReport {
 
     fn to_text(&self) -> String {
         let mut text = format!(
-            "{}: {} tensors in {} shards, {}",
+            "{}: {} in {}, {}",
             shown(&self.directory),
-            self.tensors,
-            self.shards,
+            counted(self.tensors, "tensor"),
+            counted(self.shards, "shard"),
             self.state.replace('_', " ")
         );
         if let Some(reason) = &self.reason {
@@ -145,7 +145,7 @@ impl IndexReport {
             text.push_str(&format!("\n  {path}, {}, {age} old", human(len)));
         }
         if let Some((shards, _)) = self.checksums {
-            text.push_str(&format!("\n  checksums of {shards} shards are recorded"));
+            text.push_str(&format!("\n  checksums of {} are recorded", counted(shards, "shard")));
         }
         text.push('\n');
         text

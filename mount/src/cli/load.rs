@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::Checkpoint;
 use tensorfs::internal::device::Gpu;
-use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::loader::{
     CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, MemoryStats, Progress, Report,
 };
@@ -105,11 +105,11 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
     let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
     let total = load.total();
     let mut text = format!(
-        "{}: {} tensors, {} in {} shards, loaded in {} at {}/s\n",
+        "{}: {}, {} in {}, loaded in {} at {}/s\n",
         shown_path(&checkpoint.directory.join(&checkpoint.name)),
-        catalog.len(),
+        counted(catalog.len(), "tensor"),
         human(stats.wanted),
-        catalog.shards.len(),
+        counted(catalog.shards.len(), "shard"),
         seconds(total),
         human(rate(stats.wanted, total)),
     );

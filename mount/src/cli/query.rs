@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::internal::catalog::{Piece, Tensor};
 use tensorfs::internal::checkpoint::Checkpoint;
-use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 
 use super::args;
@@ -243,12 +243,12 @@ impl Shown {
         let slash = if self.directory.is_empty() { "" } else { "/" };
         let _ = writeln!(
             text,
-            "{}{slash}{}: {} tensors, {} in {} shards ({}), tail {}",
+            "{}{slash}{}: {}, {} in {} ({}), tail {}",
             shown(&self.directory),
             shown(&self.checkpoint.name),
-            catalog.len(),
+            counted(catalog.len(), "tensor"),
             human(catalog.data_len()),
-            catalog.shards.len(),
+            counted(catalog.shards.len(), "shard"),
             self.checkpoint.kind.as_str(),
             self.checkpoint.tail.as_str(),
         );

@@ -1,5 +1,7 @@
 //! `tensorfs serve`: all mounts of a config, each in a process of its own.
 
+use tensorfs::internal::error::{counted, shown_path};
+
 use super::args;
 use super::output::{Failure, Outcome, print_text};
 use crate::daemon::{background, inherited};
@@ -14,8 +16,11 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
         ConfigError::Wrong(message) => Failure::Usage(message),
     })?;
     if args.check {
-        let file = tensorfs::internal::error::shown_path(&args.config);
-        return print_text(&format!("{file}: correct, {} mounts\n", config.mounts.len()));
+        let file = shown_path(&args.config);
+        return print_text(&format!(
+            "{file}: correct, {}\n",
+            counted(config.mounts.len(), "mount")
+        ));
     }
     // A relative path would name another file once the service reloads it elsewhere.
     let failed = |e: std::io::Error| Failure::Failed(format!("cannot start: {e}"));

@@ -10,7 +10,7 @@ use std::time::Instant;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Tail, Tree};
-use tensorfs::internal::error::{real_name, shown, shown_lines, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown, shown_lines, shown_path};
 use tensorfs::internal::source::CopyMode;
 use tensorfs::internal::verify::{
     Recorded, ShardPlace, Task, Verified, bytes_to_read, manifest, verify,
@@ -294,11 +294,11 @@ impl Judged {
         let seconds = started.elapsed().as_secs_f64();
         let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
         let mut text = format!(
-            "{}: ok: {} tensors, {} in {} shards, read at {speed}/s",
+            "{}: ok: {}, {} in {}, read at {speed}/s",
             shown_path(&checkpoint.directory.join(&checkpoint.name)),
-            catalog.len(),
+            counted(catalog.len(), "tensor"),
             human(catalog.data_len()),
-            catalog.shards.len(),
+            counted(catalog.shards.len(), "shard"),
         );
         if verified.blobs > 0 {
             text.push_str(&format!("; {} blobs match their sha256", verified.blobs));

@@ -13,7 +13,7 @@ use std::time::Instant;
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::ERROR_FILE;
-use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::sync::Mutex;
@@ -66,7 +66,11 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         }
     };
     if missing > 0 {
-        log::say(&format!("{missing} tensors of the heat are not in {}", shown_path(path)));
+        log::say(&format!(
+            "not in {}: {} of the heat",
+            shown_path(path),
+            counted(missing, "tensor")
+        ));
     }
     let total: u64 = files.iter().flat_map(|file| &file.ranges).map(len_of).sum();
     let available = available_memory();

@@ -27,7 +27,7 @@ use nix::sys::socket::{
 use nix::sys::time::TimeVal;
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{counted, shown_path};
 
 use super::worker_process::{End, WorkerProcess, start_umount};
 use crate::daemon::handover::state_version;
@@ -433,10 +433,10 @@ impl Suspension {
         }
         match &self.purpose {
             Purpose::Restart => {
-                let count = self.stored.0.len();
+                let mounts = counted(self.stored.0.len(), "mount");
                 match self.stored.store() {
-                    Ok(()) => tracing::info!("{count} mounts wait for the next start"),
-                    Err(e) => tracing::error!("{count} mounts are not handed over: {e}"),
+                    Ok(()) => tracing::info!("{mounts} kept for the next start"),
+                    Err(e) => tracing::error!("{mounts} not handed over: {e}"),
                 }
                 None
             }

@@ -18,7 +18,7 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{counted, shown_path};
 use tensorfs::internal::mountinfo;
 
 use super::config::{Config, ConfigError, MountConfig};
@@ -259,14 +259,14 @@ impl Supervisor {
             return;
         }
         if self.stopping.is_none() && handover::is_restart() {
-            tracing::info!("{signal}: handing over {} mounts", self.mounts.len());
+            tracing::info!("{signal}: handing over {}", counted(self.mounts.len(), "mount"));
             return self.begin_suspension(Purpose::Restart);
         }
         if self.stopping.is_some() {
             self.leaving.iter().for_each(|leaving| leaving.worker.signal(Signal::SIGTERM));
             return;
         }
-        tracing::info!("{signal}: stopping {} mounts", self.mounts.len());
+        tracing::info!("{signal}: stopping {}", counted(self.mounts.len(), "mount"));
         self.stopping = Some(0);
         self.notifier.stopping();
         self.notifier.status("stopping".to_owned());
@@ -430,7 +430,7 @@ impl Supervisor {
             }
         }
         let (ended, new) = (old.len(), mounts.len() - kept);
-        tracing::info!("config reloaded: {kept} mounts stay, {new} start, {ended} end");
+        tracing::info!("config reloaded; mounts kept: {kept}, new: {new}, ended: {ended}");
         for mut mount in old {
             self.end_mount(&mut mount);
         }
@@ -561,7 +561,7 @@ impl Supervisor {
     fn status(&self, serving: usize) -> String {
         let mut parts = vec![match self.mounts.len() {
             0 => format!("no mounts in {}", shown_path(&self.file)),
-            total => format!("serving {serving} of {total} mounts"),
+            total => format!("serving {serving} of {}", counted(total, "mount")),
         }];
         for mount in &self.mounts {
             let name = &mount.config.name;

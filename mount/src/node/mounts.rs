@@ -234,12 +234,10 @@ impl ServiceMount {
             }
         }
         let worker = self.worker_mut()?;
-        if !worker.tick(limit) {
-            return None;
-        }
+        let seconds = worker.tick(limit)?;
         let pid = worker.pid();
         let silent = self.take_worker();
-        self.fail(format!("worker {pid} did not answer within {limit} s and is replaced"));
+        self.fail(format!("worker {pid} did not answer within {seconds} s and is replaced"));
         silent
     }
 

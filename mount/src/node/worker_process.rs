@@ -40,8 +40,8 @@ pub(super) struct WorkerProcess {
     state: Option<Result<Vec<OwnedFd>, String>>,
     /// Whether it has left its mount to the next worker.
     pub has_given: bool,
-    /// Ticks since the last check began.
-    ticks: u32,
+    /// Ticks since the last check began, and those of them that do not count.
+    ticks: Silence,
     /// Ticks since a program last asked the mount.
     unprobed: u32,
     /// Whether a ping waits for its answer.
@@ -50,6 +50,36 @@ pub(super) struct WorkerProcess {
     probe: Option<Child>,
     /// Whether a probe has read from the mount.
     has_answered: bool,
+}
+
+/// Ticks since a check of a worker began.
+#[derive(Debug, Default)]
+struct Silence {
+    total: u32,
+    /// Ticks in which the worker was not stuck: it ran, or waited for a processor.
+    excused: u32,
+}
+
+impl Silence {
+    /// Counts a tick without an answer. Returns all ticks once `limit` of them count, and at twice the
+    /// limit in any case: a loop without end runs too.
+    fn count(&mut self, limit: u32, has_run: impl FnOnce() -> bool) -> Option<u32> {
+        self.total = self.total.saturating_add(1);
+        if self.excused < limit && has_run() {
+            self.excused += 1;
+        }
+        (self.total - self.excused >= limit).then_some(self.total)
+    }
+}
+
+/// Whether a thread of the process runs, or waits for a processor. Does not wait for the process.
+fn has_thread_to_run(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
+    threads.filter_map(Result::ok).any(|thread| {
+        // The name of the thread, in parentheses, comes before the state.
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" R"))
+    })
 }
 
 /// How a worker ended.
@@ -103,7 +133,7 @@ impl WorkerProcess {
             is_prepared: false,
             state: None,
             has_given: false,
-            ticks: 0,
+            ticks: Silence::default(),
             unprobed: 0,
             pinged: false,
             probe: None,
@@ -164,11 +194,11 @@ impl WorkerProcess {
         started.map_err(|e| tracing::warn!("cannot start a process: {e}")).ok()
     }
 
-    /// Counts a second. Returns whether the worker or its mount has been silent for `limit` seconds.
+    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns for how
+    /// long. Seconds in which it waits for a processor do not count, up to `limit` of them.
     ///
     /// Ticks, not a clock: time in which the supervisor was stopped too does not count.
-    pub(super) fn tick(&mut self, limit: u32) -> bool {
-        self.ticks += 1;
+    pub(super) fn tick(&mut self, limit: u32) -> Option<u32> {
         self.unprobed += 1;
         let has_probed =
             self.probe.as_mut().is_none_or(|probe| !matches!(probe.try_wait(), Ok(None)));
@@ -177,10 +207,12 @@ impl WorkerProcess {
         }
         let is_waiting = self.pinged || (self.probe.is_some() && self.has_answered);
         if is_waiting {
-            return self.ticks >= limit;
+            let asked = self.probe.as_ref().map(Child::id).into_iter().chain([self.pid()]);
+            return self.ticks.count(limit, || asked.into_iter().any(has_thread_to_run));
         }
-        if self.ticks >= PING_TICKS.min(limit.div_ceil(2)) {
-            self.ticks = 0;
+        self.ticks.total += 1;
+        if self.ticks.total >= PING_TICKS.min(limit.div_ceil(2)) {
+            self.ticks = Silence::default();
             self.pinged = true;
             // A worker that takes no message is silent, too.
             let _ = self.channel.send(&Order::Ping, &[]);
@@ -189,7 +221,7 @@ impl WorkerProcess {
                 self.probe = self.start_probe("probe-mount");
             }
         }
-        false
+        None
     }
 
     /// How it ended, if it has.
@@ -279,4 +311,51 @@ fn how(status: ExitStatus) -> String {
 /// If no process can be started.
 pub(super) fn start_umount(targets: &[PathBuf], how: &str) -> io::Result<Child> {
     program(&["umount", how, "--"]).args(targets).spawn()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_worker_that_runs_has_twice_the_limit_and_one_that_sleeps_has_it_once() {
+        let silent_for = |has_run: fn(u32) -> bool| {
+            let mut silence = Silence::default();
+            (0..1000).find_map(|tick| silence.count(30, || has_run(tick)))
+        };
+        assert_eq!(silent_for(|_| false), Some(30));
+        assert_eq!(silent_for(|_| true), Some(60));
+        // It has a processor again after 20 s, and still does not answer.
+        assert_eq!(silent_for(|tick| tick < 20), Some(50));
+        let mut endless = Silence::default();
+        assert!((0..1000).all(|_| endless.count(u32::MAX, || true).is_none()));
+    }
+
+    #[test]
+    fn only_a_process_that_runs_or_waits_for_a_processor_has_a_thread_to_run() {
+        let start = |script: &str| {
+            let child = Command::new("sh").args(["-c", script]).stdin(Stdio::piped()).spawn();
+            child.unwrap()
+        };
+        let (mut runs, mut sleeps) = (start("while :; do :; done"), start("read line"));
+        let wait_for = |child: &Child, expected: bool| {
+            let started = Instant::now();
+            while has_thread_to_run(child.id()) != expected {
+                assert!(started.elapsed() < Duration::from_secs(60));
+                std::thread::yield_now();
+            }
+        };
+        // Both run while they start.
+        wait_for(&sleeps, false);
+        wait_for(&runs, true);
+        kill(Pid::from_raw(i32::try_from(runs.id()).unwrap()), Signal::SIGSTOP).unwrap();
+        wait_for(&runs, false);
+        for child in [&mut runs, &mut sleeps] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(!has_thread_to_run(child.id()));
+        }
+    }
 }

@@ -1,4 +1,4 @@
-"""Runs the tests of the package: `python python/tests [-k PATTERN]... [-f]`, as `tests/python` does."""
+"""Runs the tests of the package: `python python/tests [-k PATTERN]... [-f] [-j JOBS]`, as `tests/python` does."""
 
 import importlib.util
 import sys
@@ -9,4 +9,5 @@ import package
 spec = importlib.util.spec_from_file_location("suite", package.ROOT / "tests/python/__main__.py")
 suite = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(suite)
-sys.exit(suite.main(str(Path(__file__).parent)))
+# One after the other: they share a GPU where there is one.
+sys.exit(suite.main(str(Path(__file__).parent), jobs=1))

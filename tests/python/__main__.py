@@ -1,15 +1,24 @@
-"""Runs the suite and ends with one line of counts: `python tests/python [-k PATTERN]... [-f]`."""
+"""Runs the suite and ends with one line of counts: `python tests/python [-k PATTERN]... [-f] [-j JOBS]`."""
 
 import argparse
+import json
+import os
+import select
 import signal
+import struct
+import subprocess
 import sys
 import time
 import unittest
 from pathlib import Path
 
+NUMBER = struct.Struct("I")
+# More at once would make tests wait for each other, and some have deadlines of seconds.
+MAX_JOBS = 4
+
 
 class Result(unittest.TextTestResult):
-    """A line per test with its duration."""
+    """A line per test, with its duration if that is long."""
 
     passed = 0
 
@@ -24,29 +33,116 @@ class Result(unittest.TextTestResult):
     def stopTest(self, test):
         seconds = time.monotonic() - self._start
         if seconds > 2:
-            self.stream.writeln(f"    ({seconds:.1f} s)")
+            self.stream.writeln(f"    ({seconds:.1f} s) {test.id()}")
         super().stopTest(test)
 
     def getDescription(self, test):
         return test.id()
 
+    def counts(self):
+        bad = {subtest_owner(test).id() for test, _ in self.failures + self.errors}
+        bad |= {test.id() for test in self.unexpectedSuccesses}
+        return {"passed": self.passed, "failed": len(bad), "skipped": len(self.skipped)}
 
-def main(folder=str(Path(__file__).parent)):
+
+def main(folder=str(Path(__file__).parent), jobs=min(os.cpu_count(), MAX_JOBS)):
     # A shell that starts this in the background has it ignored, and tests send it to their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    parser = argparse.ArgumentParser(prog=Path(folder).name)
-    parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="run the tests whose name matches")
-    parser.add_argument("-f", "--failfast", action="store_true", help="stop at the first failure")
-    options = parser.parse_args()
+    options = arguments(folder, jobs)
     loader = unittest.TestLoader()
     if options.k:
         loader.testNamePatterns = [p if "*" in p else f"*{p}*" for p in options.k]
-    suite = loader.discover(folder)
-    runner = unittest.TextTestRunner(verbosity=2, failfast=options.failfast, resultclass=Result)
-    result = runner.run(suite)
-    bad = {subtest_owner(test).id() for test, _ in result.failures + result.errors}
-    print(f"{result.passed} passed, {len(bad)} failed, {len(result.skipped)} skipped", flush=True)
-    return 0 if result.wasSuccessful() else 1
+    if options.worker:
+        return work(loader.discover(folder), *options.worker)
+    if options.jobs > 1 and not options.failfast:
+        counts = run_jobs(options)
+    else:
+        runner = unittest.TextTestRunner(verbosity=2, failfast=options.failfast, resultclass=Result)
+        counts = runner.run(loader.discover(folder)).counts()
+    print("{passed} passed, {failed} failed, {skipped} skipped".format(**counts), flush=True)
+    return 1 if counts["failed"] else 0
+
+
+def arguments(folder, jobs):
+    parser = argparse.ArgumentParser(prog=Path(folder).name)
+    parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="run the tests whose name matches")
+    parser.add_argument("-f", "--failfast", action="store_true", help="in order, up to the first failure")
+    parser.add_argument("-j", "--jobs", type=int, default=jobs, help="classes of tests at once (default: %(default)s)")
+    parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_jobs(options):
+    """Lets processes of this script take one class of tests after the other, and returns the sum of their counts."""
+    take, give = os.pipe()
+    workers = []
+    for _ in range(options.jobs):
+        reports, report = os.pipe()
+        words = [sys.executable, *sys.argv, "--worker", str(take), str(report)]
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[take, report]
+        )
+        os.close(report)
+        workers.append((process, reports))
+    os.close(take)
+    # A pipe holds 16,384 numbers, and a worker that finds no class of its number is done.
+    with open(give, "wb") as numbers:
+        numbers.write(b"".join(NUMBER.pack(n) for n in range(4096)))
+    copy_lines([process.stdout for process, _ in workers])
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for process, reports in workers:
+        with open(reports) as file:
+            report = file.read()
+        if process.wait() or not report:
+            print(f"a process of the suite ended with {process.returncode}")
+            report = report or json.dumps({"failed": 1})
+        for key, count in json.loads(report).items():
+            counts[key] += count
+    return counts
+
+
+def copy_lines(streams):
+    """Prints whole lines of several processes, until all have ended."""
+    rest = {stream.fileno(): b"" for stream in streams}
+    try:
+        while rest:
+            for fd in select.select(list(rest), [], [])[0]:
+                data = os.read(fd, 1 << 16)
+                whole, newline, part = (rest.pop(fd) + data).rpartition(b"\n")
+                sys.stdout.buffer.write(whole + newline + (b"" if data else part))
+                sys.stdout.flush()
+                if data:
+                    rest[fd] = part
+    finally:
+        # The test that each process was at, if this was interrupted.
+        sys.stdout.buffer.write(b"".join(part + b"\n" for part in rest.values() if part))
+
+
+def work(suite, take, report):
+    """Runs the classes of tests whose numbers it takes, and reports its counts."""
+    classes = {}
+    for test in all_tests(suite):
+        classes.setdefault(type(test), unittest.TestSuite()).addTest(test)
+    # The largest first, so that none is alone at the end.
+    order = sorted(classes.values(), key=unittest.TestSuite.countTestCases, reverse=True)
+    result = unittest.TextTestRunner(verbosity=2, resultclass=Result)._makeResult()
+    while number := os.read(take, NUMBER.size):
+        (number,) = NUMBER.unpack(number)
+        if number >= len(order):
+            break
+        order[number].run(result)
+    result.printErrors()
+    with open(report, "w") as file:
+        json.dump(result.counts(), file)
+    return 0
+
+
+def all_tests(suite):
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from all_tests(test)
+        else:
+            yield test
 
 
 def subtest_owner(test):

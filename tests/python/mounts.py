@@ -147,6 +147,19 @@ def process_gone(pid):
         return True
 
 
+def stop_process(pid):
+    """Sends SIGSTOP and waits until no thread runs any more: one that is in a system call may answer until then."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+
+    def stopped():
+        # A thread may end while the list is read.
+        stats = [read_or_none(task / "stat") for task in tasks.iterdir()]
+        return all(stat is None or stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
+
+    wait_until(stopped, 10, f"process {pid} stops")
+
+
 def daemon_of(path):
     """The pid of the daemon that serves `path`, looked up by its command line, or None."""
     for entry in Path("/proc").iterdir():

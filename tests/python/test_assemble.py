@@ -14,7 +14,7 @@ import checkpoints
 import oracle
 from checkpoints import numbered_set, overwrite, shard_name, write_one
 from faults import FaultFs, status_of
-from mounts import Child, Mount, MountFailed, TestCase, is_root, needs_root, run, tensorfs, wait_until
+from mounts import Child, Mount, MountFailed, TestCase, is_root, needs_root, run, stop_process, tensorfs, wait_until
 
 FILE = "model.safetensors"
 
@@ -36,10 +36,8 @@ def hash_while_stopped(m, path, seconds=10):
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         with Child(HASH, descriptor, pass_fds=[descriptor]) as child:
-            m.kill(signal.SIGSTOP)
+            stop_process(m.pid)
             try:
-                state = Path(f"/proc/{m.pid}/stat")
-                wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 5, "the daemon stops")
                 return child.line(seconds)
             except TimeoutError:
                 return None

@@ -9,7 +9,7 @@ import socket
 import threading
 
 from checkpoints import hf_set
-from mounts import find_mount, needs_root, wait_until
+from mounts import find_mount, needs_root, stop_process, wait_until
 from services import PATIENCE, ServiceCase, mount_config
 
 FILE = "model.safetensors"
@@ -113,7 +113,7 @@ class Metrics(ServiceCase):
     def test_a_stopped_worker_is_down_and_does_not_block_the_page(self):
         service = self.started(self.config("watchdog = 0"))
         pid = service.workers()["a"]
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             found = self.samples()
         finally:

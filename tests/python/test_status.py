@@ -18,7 +18,7 @@ import unittest
 from pathlib import Path
 
 from manifest import by_id
-from mounts import BIN, Mount, TestCase, needs_root, run, tensorfs, wait_until
+from mounts import BIN, Mount, TestCase, needs_root, run, stop_process, tensorfs, wait_until
 from test_processes import held_open
 from test_users import NAMESPACE, device_is_for_everybody
 
@@ -57,7 +57,7 @@ def status_of(path, **kwargs):
 
 @contextlib.contextmanager
 def stopped(m):
-    m.kill(signal.SIGSTOP)
+    stop_process(m.pid)
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ mod verify;
 mod view;
 mod walk;
 mod words;
+mod zeros;
 
 pub use catalog::{Catalog, Piece, Shard, ShardId, Tensor};
 pub use checkpoint::{Checkpoint, FileSummary, SetKind, Tail, VirtualFile};

@@ -12,6 +12,9 @@ mod files;
 #[path = "device/theirs.rs"]
 #[allow(dead_code, reason = "the test of devices uses all")]
 mod theirs;
+#[path = "common/tensorizer.rs"]
+#[allow(dead_code, reason = "the test of tensorizer files uses all")]
+mod written;
 
 use std::fs::File;
 use std::path::Path;
@@ -33,6 +36,7 @@ use tensorfs::internal::io::{DirectIo, Settings};
 use tensorfs::internal::loader::{CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, Report};
 use tensorfs::internal::plan::{Plan, PlanLimits, TensorRequest};
 use tensorfs::{Dtype, Error, ErrorKind};
+use written::{StoredTensor, TensorizerFile};
 
 /// Random plans, where `TENSORFS_TEST_PLANS` does not say how many.
 const PLANS: u32 = 1_000;
@@ -229,6 +233,27 @@ fn reads_go_from_the_file_to_the_device_and_the_rest_as_ever() {
     let stats = loaded.report.stats.device.as_ref().unwrap();
     assert_eq!(stats.cufile, 128 << 10);
     assert!(stats.copies > 0);
+}
+
+#[test]
+fn zeros_that_no_file_holds_do_not_go_by_cufile() {
+    let _fake = CuFile::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.tensors");
+    let stored: Vec<u8> = (0..128 << 10).map(|n: u32| (n % 251) as u8).collect();
+    let tensors = vec![
+        StoredTensor::new("a", "|u1", &[128 << 10], &stored),
+        StoredTensor::new("m", "<f4", &[300, 200], &[]),
+    ];
+    std::fs::write(&path, TensorizerFile::new(4, tensors).bytes()).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let requests = [TensorRequest::whole(0), TensorRequest::whole(1)];
+    let gpu = Gpu::open(0).unwrap();
+    let loaded =
+        Loader::new(tune()).load_device(&gpu, &checkpoint, &requests, &mut |_| true).unwrap();
+    assert!(loaded.bytes(0).unwrap() == stored);
+    assert!(loaded.bytes(1).unwrap() == vec![0; 240_000]);
+    assert_eq!(loaded.report.stats.device.as_ref().unwrap().cufile, 128 << 10);
 }
 
 #[test]

@@ -44,6 +44,7 @@ const RANKS: &[(u32, &[&str])] = &[
             "sync",
             "words",
             "atomic_file",
+            "zeros",
         ],
     ),
     (1, &["cast", "format", "strided"]),

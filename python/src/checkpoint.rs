@@ -144,11 +144,12 @@ impl Checkpoint {
         dtypes
     }
 
-    /// File, first byte and end of each piece of the tensor at this position. If the piece is a
+    /// File, first byte and end of each piece of the tensor at this position, without zeros that no
+    /// file holds. If the piece is a
     /// part of a larger stored box, the bytes between its rows are of other tensors.
     fn pieces(&self, position: usize) -> Vec<(String, u64, u64)> {
         let (checkpoint, catalog) = (&self.first, self.first.catalog());
-        let pieces = catalog.tensor_at(position).pieces();
+        let pieces = catalog.tensor_at(position).pieces().filter(|piece| !piece.is_zeros());
         let piece = |piece: tensorfs::internal::catalog::Piece<'_>| {
             let path = checkpoint.sources()[piece.shard.0 as usize].path();
             (real_name(path), piece.range.start, piece.range.end)
@@ -169,6 +170,7 @@ impl Checkpoint {
                 && pieces.len() == 0
                 && tensor.cast().is_none()
                 && piece.is_contiguous()
+                && !piece.is_zeros()
         })?;
         let start = shard.description_end();
         Some((piece.range.start.checked_sub(start)?, piece.range.end.checked_sub(start)?))

@@ -10,7 +10,6 @@ use nix::unistd::{getpid, gettid};
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
-use tensorfs::Dtype;
 use tensorfs::internal::cast::Cast;
 use tensorfs::internal::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::internal::error::quoted;
@@ -19,6 +18,7 @@ use tensorfs::internal::loader::{self as core, CachedPart, LoaderConfig};
 use tensorfs::internal::plan::{self, PlanLimits, TensorRequest};
 use tensorfs::internal::process::PerProcess;
 use tensorfs::internal::sync::{Mutex, MutexGuard};
+use tensorfs::{Dtype, Piece};
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
@@ -239,8 +239,8 @@ impl Loader {
         self.0.gpu.is_none()
     }
 
-    /// Shard and first byte of the tensor at `position`. `None` if it is not in one piece, or if a
-    /// view casts it.
+    /// Shard and first byte of the tensor at `position`. `None` if it is not in one piece, if a
+    /// view casts it, or if no shard holds it, because it is zeros.
     ///
     /// # Errors
     /// Fails if the shard has changed.
@@ -254,7 +254,8 @@ impl Loader {
         let tensor = checkpoint.catalog().tensor_at(position);
         let mut pieces = tensor.pieces();
         let one = pieces.next().filter(|_| pieces.len() == 0 && tensor.cast().is_none());
-        let Some(piece) = one.filter(|piece| piece.is_contiguous()) else { return Ok(None) };
+        let is_run = |piece: &Piece<'_>| piece.is_contiguous() && !piece.is_zeros();
+        let Some(piece) = one.filter(is_run) else { return Ok(None) };
         self.check(py, &checkpoint, position)?;
         Ok(Some((piece.shard.0, piece.range.start)))
     }

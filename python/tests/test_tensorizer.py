@@ -1,5 +1,7 @@
 """Tensorizer files in the package: alone, numbered, in a list, in parts, mapped, and through a mount."""
 
+import dataclasses
+
 import numpy as np
 
 import tensorfs
@@ -78,6 +80,35 @@ class Tensorizer(TestCase):
         with tensorfs.safe_open(path, "np") as f:
             self.assertEqual(f.get_tensor("last").tobytes(), last)
             np.testing.assert_array_equal(f.get_slice("long")[2**32 - 3 :], np.zeros(12, np.uint8))
+
+    def test_tensors_of_which_the_file_has_the_shape_only_are_zeros(self):
+        arrays = {name: array if len(name) % 2 else np.zeros_like(array) for name, array in self.arrays.items()}
+        path = self.tmp / "meta.tensors"
+        stored = [
+            dataclasses.replace(one, data=one.data if arrays[one.name.decode()].any() else b"") for one in self.stored
+        ]
+        path.write_bytes(file_of(stored, version=4))
+        self.arrays = arrays
+        self.check(tensorfs.numpy.load_file(path))
+        with tensorfs.safe_open(path, "np") as f:
+            self.check({name: f.get_tensor(name) for name in f.keys()})
+            self.check(dict(f.tensors()))
+            np.testing.assert_array_equal(f.get_slice("wwwwww")[99_000:], arrays["wwwwww"][99_000:])
+            np.testing.assert_array_equal(f.get_slice("ww")[3:30:7, 1:4], arrays["ww"][3:30:7, 1:4])
+            meta = f.get_tensor_metadata("ww")
+            self.assertEqual((meta.pieces, meta.data_offsets, meta.nbytes), ([], None, 660))
+        with tensorfs.safe_open(path, "np", copy=False) as f:
+            self.check(f.get_tensors())
+            np.testing.assert_array_equal(f.get_slice("wwwwww")[99_000:], arrays["wwwwww"][99_000:])
+            # Each has memory of its own.
+            zeros = f.get_tensors(["ww", "wwwwww"])
+            zeros["ww"][:] = 1
+            self.assertFalse(zeros["wwwwww"].any())
+        with tensorfs.safe_open(path, "np", dtype="f32", include="ww") as f:
+            np.testing.assert_array_equal(f.get_tensor("ww"), arrays["ww"].astype(np.float32))
+        target = {name: np.ones_like(array) for name, array in arrays.items()}
+        tensorfs.load_into(target, path)
+        self.check(target)
 
     def test_a_file_that_is_cut_is_refused(self):
         data = self.file.read_bytes()

@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::ShardId;
 use crate::cast::Cast;
 use crate::dtype::Dtype;
+use crate::zeros::are_zeros;
 
 /// Number of a list of `Lists`.
 pub(crate) type ListId = u32;
@@ -122,7 +123,8 @@ pub struct Piece<'a> {
     /// The shard.
     pub shard: ShardId,
     /// Bytes in the shard file from the first of the piece to its last, absolute. If it lies inside
-    /// a larger box, some bytes between are not its own.
+    /// a larger box, some bytes between are not its own. From 2^63 on, where no file has bytes, all
+    /// are zeros: see `is_zeros`.
     pub range: Range<u64>,
     /// First index of the box in each dimension of the tensor.
     pub offset: &'a [u64],
@@ -144,6 +146,12 @@ impl Piece<'_> {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Whether its elements are zeros that the shard does not hold, as those of a tensor of which a
+    /// tensorizer file has the shape only.
+    pub fn is_zeros(&self) -> bool {
+        are_zeros(self.range.start)
     }
 
     /// Whether its bytes follow each other.

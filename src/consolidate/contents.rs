@@ -53,8 +53,9 @@ impl Contents {
         self.recorded.is_some()
     }
 
-    /// The recorded hashes of a tensor. `None` if they are not recorded, or if the tensor lies in
-    /// several pieces or is cast: the hashes of the pieces are not those of its bytes then.
+    /// The recorded hashes of a tensor. `None` if they are not recorded, as those of zeros that no
+    /// shard holds, or if the tensor lies in several pieces or is cast: the hashes of the pieces are
+    /// not those of its bytes then.
     pub fn recorded(&self, tensor: &Tensor<'_>) -> Option<TensorDigests> {
         if tensor.len == 0 {
             return Some(Vec::new());
@@ -64,6 +65,9 @@ impl Contents {
         }
         let mut pieces = tensor.pieces().filter(|piece| !piece.is_empty());
         let (piece, None) = (pieces.next()?, pieces.next()) else { return None };
+        if piece.is_zeros() {
+            return None;
+        }
         let shard = &self.checkpoint.catalog().shard(piece.shard).name;
         let sums = self.recorded.as_ref()?.of(shard)?;
         let parts = sums.boundaries.parts_of(&piece.range);

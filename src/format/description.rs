@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::dtype::Dtype;
 use crate::format::safetensors::Header;
 
-/// The tensors of one valid shard, in data order, in a few large vectors.
+/// The tensors of one valid shard, in the order of the file, in a few large vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShardDescription {
     /// The free-form strings, if the file has any.
@@ -37,7 +37,7 @@ pub struct TensorDescription<'a> {
     pub dtype: Dtype,
     /// Extent of each dimension, outermost first.
     pub shape: &'a [u64],
-    /// First byte in the file.
+    /// First byte in the file, or of the zeros behind it (`zeros`).
     pub start: u64,
 }
 
@@ -78,7 +78,7 @@ impl ShardDescription {
         self.tensors.is_empty()
     }
 
-    /// Its tensors, in data order.
+    /// Its tensors, in the order of the file.
     pub fn tensors(&self) -> impl Iterator<Item = TensorDescription<'_>> {
         let mut begin = 0;
         self.tensors.iter().map(move |&DescriptionRow { name_end, shape, dtype, start }| {

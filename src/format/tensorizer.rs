@@ -1,6 +1,8 @@
 //! The tensorizer file: a fixed head, an area with an entry for each tensor, and then for each
 //! tensor a header of its own with its data right behind it.
 //!
+//! A meta tensor has a shape and no data. Its elements are zeros, which stand behind the file.
+//!
 //! The entries are compared with the headers. The reference implementation (tensorizer 2.12) trusts
 //! the headers, so a file in which both differ can be read in two ways and is refused.
 
@@ -15,7 +17,8 @@ use std::io;
 use std::ops::Range;
 
 use crate::dtype::Dtype;
-use crate::error::{ErrorKind, Fault, quoted};
+use crate::error::{ErrorKind, Fault};
+use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START};
 
 use self::entries::ListedTensor;
 use super::description::ShardDescription;
@@ -32,6 +35,9 @@ pub const ENTRIES_LEN_MAX: u64 = 16 << 20;
 
 /// Longest header of a tensor, in bytes. Its fields have lengths of 8 and 16 bits.
 const TENSOR_HEADER_LEN_MAX: u64 = 256 << 10;
+
+/// The zeros of a meta tensor begin at a multiple of this.
+const ZEROS_ALIGN: u64 = 64;
 
 /// Bytes of the mark after the last tensor.
 const END_MARK_LEN: u64 = 8;
@@ -59,6 +65,8 @@ struct StoredTensor {
     shape: Vec<u64>,
     header: Range<u64>,
     data: Range<u64>,
+    /// First of its zeros, behind the file, if it is a meta tensor: a shape without data.
+    zeros: Option<u64>,
     /// Empty if the hashes are not kept.
     hashes: Vec<HeaderHash>,
 }
@@ -95,7 +103,7 @@ pub struct HeaderHash {
 }
 
 /// The kind of a hash in the header of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HashKind {
     /// CRC32 as zlib computes it.
     Crc32,
@@ -151,10 +159,11 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     let mut numbers: Vec<u64> = Vec::new();
     let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len() + 1);
     described.push(0..first);
-    for StoredTensor { name, dtype, shape, header, data, .. } in &tensors {
+    for StoredTensor { name, dtype, shape, header, data, zeros, .. } in &tensors {
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(shape);
-        description.push(name, *dtype, (begin, numbers.len() as u32), data.start);
+        let start = zeros.unwrap_or(data.start);
+        description.push(name, *dtype, (begin, numbers.len() as u32), start);
         append(&mut described, header);
     }
     if !end_mark.is_empty() {
@@ -278,8 +287,8 @@ fn too_short(file_len: u64) -> Fault {
     Fault::new(ErrorKind::TooShort, message)
 }
 
-/// Reads the list of tensors and the header of each tensor. Refuses bytes between them, and a list
-/// in another order. The hashes of all headers are checked, and kept if `keep_hashes`.
+/// Reads the list of tensors, in any order, and the header of each tensor. Refuses bytes between
+/// them. The hashes of all headers are checked, and kept if `keep_hashes`.
 fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<StoredFile, ParseStop> {
     let file_len = reader.file_len();
     let mut sniff = vec![0; HEAD_LEN.min(file_len) as usize];
@@ -287,36 +296,28 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
     let head = FileHead::parse(&sniff, file_len)?;
     let mut area = vec![0; head.entries_len as usize];
     reader.read_exact_at(HEAD_LEN, &mut area)?;
-    let entries = entries::decode(&area, &head)?;
-    // A header behind the end of the file is a fault of its own.
-    let descends = |pair: &&[ListedTensor<'_>]| {
-        (pair[1].header_start..=file_len).contains(&pair[0].header_start)
-            && pair[0].header_start != pair[1].header_start
-    };
-    if let Some([first, second]) = entries.windows(2).find(descends) {
-        let message = format!(
-            "stands behind {} in the list of tensors, but its header at byte {} is before that \
-             one at byte {}, so the file can be read in two ways; save the checkpoint again",
-            quoted(&first.name.joined),
-            second.header_start,
-            first.header_start
-        );
-        let fault = Fault::new(ErrorKind::HeaderDecode, message);
-        return Err(fault.tensor(&second.name.joined).into());
+    let mut entries = entries::decode(&area, &head)?;
+    for entry in &entries {
+        check_inside(entry, file_len).map_err(|fault| fault.tensor(&entry.name.joined))?;
     }
+    entries.sort_by_key(|entry| entry.header_start);
     let mut end = HEAD_LEN + head.entries_len;
     let mut before = "the list of tensors";
+    let mut zeros_end = ZEROS_START;
     let mut tensors = Vec::with_capacity(entries.len());
     let mut header = Vec::new();
     for entry in entries {
         let name = entry.name.joined.clone();
         let named = |fault: Fault| fault.tensor(&name);
-        let len = header_len(&entry, before, end, file_len).map_err(named)?;
+        let len = header_len(&entry, before, end).map_err(named)?;
         header.resize(len as usize, 0);
         reader.read_exact_at(entry.header_start, &mut header)?;
         let mut tensor = stored(entry, &header, &head).map_err(named)?;
         if !keep_hashes {
             tensor.hashes = Vec::new();
+        }
+        if tensor.is_meta() {
+            zeros_end = tensor.give_zeros(zeros_end).map_err(named)?;
         }
         end = tensor.data.end;
         before = "the data of the tensor before";
@@ -326,23 +327,24 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
     Ok(StoredFile { tensors, end_mark })
 }
 
-/// Length of the header of a tensor, which has to begin at `previous_end`, where `before` ends.
-fn header_len(
-    entry: &ListedTensor<'_>,
-    before: &str,
-    previous_end: u64,
-    file_len: u64,
-) -> Result<u64, Fault> {
+/// Refuses a tensor that passes the end of the file.
+fn check_inside(entry: &ListedTensor<'_>, file_len: u64) -> Result<(), Fault> {
     let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     let data_end = data_start.checked_add(data_len);
-    if header_start > file_len || data_end.is_none_or(|end| end > file_len) {
-        let message = format!(
-            "its header begins at byte {header_start} and its data takes {data_len} bytes from \
-             byte {data_start} on, but the file has {file_len} bytes; the download or the save may \
-             be incomplete"
-        );
-        return Err(Fault::new(ErrorKind::DataTruncated, message));
+    if header_start <= file_len && data_end.is_some_and(|end| end <= file_len) {
+        return Ok(());
     }
+    let message = format!(
+        "its header begins at byte {header_start} and its data takes {data_len} bytes from byte \
+         {data_start} on, but the file has {file_len} bytes; the download or the save may be \
+         incomplete"
+    );
+    Err(Fault::new(ErrorKind::DataTruncated, message))
+}
+
+/// Length of the header of a tensor, which has to begin at `previous_end`, where `before` ends.
+fn header_len(entry: &ListedTensor<'_>, before: &str, previous_end: u64) -> Result<u64, Fault> {
+    let &ListedTensor { header_start, data_start, .. } = entry;
     if header_start != previous_end {
         let (kind, place) = if header_start < previous_end {
             (ErrorKind::OffsetOverlap, "before")
@@ -383,14 +385,8 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
         return Err(Fault::new(ErrorKind::Misaligned, message));
     }
     let ListedTensor { header_start, data_start, data_len, .. } = entry;
-    if data_len == 0 && bits > 0 && head.version >= FLAGS_SINCE {
-        let message = format!(
-            "is a meta tensor: the file has its shape {shape:?} and no data; save the checkpoint \
-             with the data of all tensors"
-        );
-        return Err(Fault::new(ErrorKind::SizeMismatch, message));
-    }
-    if data_len != bits / 8 {
+    let is_meta = data_len == 0 && head.version >= FLAGS_SINCE;
+    if data_len != bits / 8 && !is_meta {
         let message = format!(
             "takes {data_len} bytes, but shape {shape:?} of {dtype} takes {}; \
              save the checkpoint again",
@@ -404,8 +400,38 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
         shape,
         header: header_start..data_start,
         data: data_start..data_start + data_len,
+        zeros: None,
         hashes,
     })
+}
+
+impl StoredTensor {
+    /// Length in bytes by dtype and shape.
+    fn len(&self) -> u64 {
+        self.dtype.bits_of(&self.shape).map_or(0, |bits| bits / 8)
+    }
+
+    /// Whether the file has its shape only.
+    fn is_meta(&self) -> bool {
+        self.data.is_empty() && self.len() > 0
+    }
+
+    /// Gives it zeros behind the file, after those that end at `zeros_end`. Returns where they end.
+    fn give_zeros(&mut self, zeros_end: u64) -> Result<u64, Fault> {
+        // Any element is aligned there.
+        let start = zeros_end.next_multiple_of(ZEROS_ALIGN);
+        self.zeros = Some(start);
+        start.checked_add(self.len()).filter(|end| end - ZEROS_START <= ZEROS_LEN_MAX).ok_or_else(
+            || {
+                let message = format!(
+                    "is a meta tensor of shape {:?}, with which the tensors without data pass \
+                     {ZEROS_LEN_MAX} bytes; save them in several files",
+                    self.shape
+                );
+                Fault::new(ErrorKind::Overflow, message)
+            },
+        )
+    }
 }
 
 /// The place of the end mark. Refuses bytes behind the last tensor that are no end mark. A file may

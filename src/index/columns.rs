@@ -13,6 +13,7 @@ use crate::catalog::Shard;
 use crate::catalog::ShardId;
 use crate::catalog::tensors::{Lists, PieceRow, TensorColumns, WHOLE};
 use crate::dtype::Dtype;
+use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};
 
 use super::frame::{List, Numbers};
 
@@ -294,7 +295,9 @@ impl Check<'_> {
             if row.box_id == WHOLE { Some(len) } else { self.box_len(row.box_id, dtype, shape) };
         let len = len.ok_or("has a box outside its tensor")?;
         let shard = self.shards.get(row.shard.0 as usize).ok_or("has a piece in no shard")?;
-        let end = row.start.checked_add(len).filter(|&end| end <= shard.file_len);
+        let end_max =
+            if are_zeros(row.start) { ZEROS_START + ZEROS_LEN_MAX } else { shard.file_len };
+        let end = row.start.checked_add(len).filter(|&end| end <= end_max);
         if end.is_none_or(|end| shard.is_description(&(row.start..end))) {
             return Err("has a piece outside its shard");
         }

@@ -282,6 +282,9 @@ impl DeviceQueue {
 
     /// Carries out a read with `pread(2)`, however long the kernel takes.
     fn read(&self, mut transfer: Transfer) -> Result<ReadBuffer> {
+        if transfer.fill_zeros() {
+            return transfer.finish();
+        }
         loop {
             let (file, offset, target) = transfer.next();
             let result = file.read_at(target, offset);

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use nix::libc;
 
 use super::memory::{ALIGN, pages_around};
+use crate::zeros::are_zeros;
 
 /// The number of cachestat(2), the same on all machines but Alpha; Linux 6.5 and later.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -75,6 +76,11 @@ impl CachedPages {
 /// the caller neither owns nor may write.
 pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
     let page = page_len();
+    if are_zeros(range.start) {
+        // They take no read.
+        let all = (range.end - range.start).div_ceil(page);
+        return Some(CachedPages { cached: all, all });
+    }
     let around = pages_around(range);
     if around.is_empty() {
         // For cachestat(2) a length of zero means up to the end of the file.
@@ -148,6 +154,10 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
 /// Copies the cached bytes at `offset` to `target` without waiting. Returns whether `target` is
 /// filled.
 pub(super) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
+    if are_zeros(offset) {
+        target.fill(0);
+        return true;
+    }
     let mut done = 0;
     while done < target.len() {
         let rest = &mut target[done..];

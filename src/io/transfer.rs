@@ -15,6 +15,7 @@ use super::queue::ReadJob;
 use super::{CachedPages, DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
 use crate::source::Source;
+use crate::zeros::are_zeros;
 
 /// Most EAGAIN results that are retried, and the pause after each but the first.
 const AGAIN_MAX: u32 = 100;
@@ -61,6 +62,7 @@ impl Transfer {
         let Source::Local(local) = &*source;
         let file = local.file()?;
         let past_cache = match direct {
+            _ if are_zeros(range.start) => false,
             DirectIo::Never => false,
             DirectIo::Always => true,
             DirectIo::Auto if source.may_block() => false,
@@ -94,6 +96,15 @@ impl Transfer {
             began,
             span,
         })
+    }
+
+    /// Fills the memory if the wanted bytes are zeros that no file holds. Returns whether they are.
+    pub(super) fn fill_zeros(&mut self) -> bool {
+        let is_zeros = are_zeros(self.start);
+        if is_zeros {
+            self.buffer[self.wanted.clone()].fill(0);
+        }
+        is_zeros
     }
 
     /// Number of wanted bytes.

@@ -22,6 +22,7 @@ use crate::io::DirectIo;
 use crate::plan::{Chunk, ChunkTarget, Move, Plan};
 use crate::source::Source;
 use crate::sync::Mutex;
+use crate::zeros::are_zeros;
 
 /// Maximum number of reader threads. cuFile itself splits large reads and distributes the parts.
 const READERS_MAX: usize = 8;
@@ -93,7 +94,7 @@ impl CuFileJob {
     fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<CuFileJob> {
         let Beginning { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
-        if source.may_block() {
+        if source.may_block() || are_zeros(chunk.range.start) {
             return None;
         }
         let Chunk { shard, range, target } = chunk;

@@ -14,6 +14,7 @@ use super::identity::{Identity, stat_file, stat_path};
 use crate::error::{Error, Result};
 use crate::hash::{Digest, Hasher};
 use crate::sync::Mutex;
+use crate::zeros::are_zeros;
 
 /// Bytes hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
@@ -168,6 +169,10 @@ impl LocalFile {
     /// `Error::Changed` if the file ends before, `Error::Io` if the read fails.
     pub(super) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_known()?;
+        if are_zeros(offset) {
+            buf.fill(0);
+            return Ok(());
+        }
         self.file()?.read_exact_at(buf, offset).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => self.ends_before(offset + buf.len() as u64),
             _ => Error::io(self.path(), "read", e),

@@ -17,6 +17,7 @@ pub(super) struct HeaderHashCheck {
     tensors: Vec<HashedTensor>,
     /// Position in `tensors` of the tensor that is hashed next, or now.
     next: usize,
+    /// One hasher of each kind that the tensor has a hash of.
     hashers: Vec<TensorHasher>,
     /// Number of tensors whose hashes match.
     pub(super) matched: u64,
@@ -44,11 +45,15 @@ impl TensorHasher {
         }
     }
 
-    /// The name of the hash, and its value as a header has it.
-    fn finish(self) -> (&'static str, Vec<u8>) {
+    /// The kind and the name of the hash, and its value as a header has it.
+    fn finish(self) -> (HashKind, &'static str, Vec<u8>) {
         match self {
-            TensorHasher::Crc32(hasher) => ("CRC32", hasher.finalize().to_le_bytes().to_vec()),
-            TensorHasher::Sha256(hasher) => ("SHA-256", hasher.finalize().to_vec()),
+            TensorHasher::Crc32(hasher) => {
+                (HashKind::Crc32, "CRC32", hasher.finalize().to_le_bytes().to_vec())
+            }
+            TensorHasher::Sha256(hasher) => {
+                (HashKind::Sha256, "SHA-256", hasher.finalize().to_vec())
+            }
         }
     }
 }
@@ -72,8 +77,10 @@ impl HeaderHashCheck {
                 return;
             }
             if range.start == tensor.range.start {
-                let kinds = tensor.hashes.iter().map(|hash| hash.kind);
-                self.hashers = kinds.map(TensorHasher::new).collect();
+                let mut kinds: Vec<HashKind> = tensor.hashes.iter().map(|hash| hash.kind).collect();
+                kinds.sort_unstable();
+                kinds.dedup();
+                self.hashers = kinds.into_iter().map(TensorHasher::new).collect();
             }
             let within = |place: u64| (place.clamp(range.start, range.end) - offset) as usize;
             let mut hashed = within(range.start);
@@ -97,16 +104,18 @@ impl HeaderHashCheck {
     /// Compares the hashes of the tensor whose last byte was hashed.
     fn compare(&mut self) {
         let HashedTensor { name, hashes, .. } = &self.tensors[self.next];
-        let found = self.hashers.drain(..).map(TensorHasher::finish);
-        let mut pairs = found.zip(hashes);
-        let differs = pairs.find(|((_, found), hash)| *found != hash.value);
+        let found: Vec<_> = self.hashers.drain(..).map(TensorHasher::finish).collect();
+        let differs = hashes.iter().find_map(|hash| {
+            let (_, name, found) = found.iter().find(|(kind, ..)| *kind == hash.kind)?;
+            (*found != hash.value).then_some((name, found, hash))
+        });
         match differs {
             None => self.matched += 1,
-            Some(((kind, found), hash)) => {
+            Some((kind, found, hash)) => {
                 let message = format!(
                     "its header and its bytes have the {kind} {}, its header says {}; restore the \
                      file from a good copy",
-                    hex(&found),
+                    hex(found),
                     hex(&hash.value)
                 );
                 let fault = Fault::new(ErrorKind::HashMismatch, message).tensor(name);
@@ -181,6 +190,17 @@ mod tests {
                 assert_eq!(check.matched, 2);
             }
         }
+    }
+
+    #[test]
+    fn each_of_several_hashes_of_a_kind_is_compared() {
+        let (bytes, mut tensors) = file("v5_long.tensors");
+        let again = tensors[1].hashes[0].clone();
+        tensors[1].hashes.push(again);
+        assert_eq!(check(&bytes, &tensors, 64).matched, 3);
+        tensors[1].hashes[2].value[0] ^= 1;
+        let fault = check(&bytes, &tensors, 64).mismatch.unwrap();
+        assert!(fault.message.contains("CRC32"), "{}", fault.message);
     }
 
     #[test]

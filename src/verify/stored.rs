@@ -25,11 +25,12 @@ pub(crate) struct StoredPiece {
     pub(crate) tensor: u32,
 }
 
-/// The pieces and replicas with bytes, by shard and offset.
+/// The pieces and replicas with bytes in their shard, by shard and offset.
 pub(crate) fn by_shard(catalog: &Catalog) -> Vec<Vec<StoredPiece>> {
     let mut stored: Vec<Vec<StoredPiece>> = vec![Vec::new(); catalog.shards.len()];
     for tensor in catalog.tensors() {
-        for piece in tensor.pieces().chain(tensor.replicas()).filter(|piece| !piece.is_empty()) {
+        let pieces = tensor.pieces().chain(tensor.replicas());
+        for piece in pieces.filter(|piece| !piece.is_empty() && !piece.is_zeros()) {
             let (range, tensor) = (piece.range, tensor.position() as u32);
             stored[piece.shard.0 as usize].push(StoredPiece { range, tensor });
         }

@@ -210,7 +210,7 @@ class _Bincode:
 def from_tensorizer(path):
     """The virtual file of a tensorizer file, by its list of tensors alone."""
     data = Path(path).read_bytes()
-    rest, versioned, tensors = data[73:], data[9] & 2, []
+    rest, versioned, tensors, zeros = data[73:], data[9] & 2, [], 2**63
 
     def number(width):
         nonlocal rest
@@ -232,7 +232,12 @@ def from_tensorizer(path):
         shape = [number(8 if long else 4) for _ in range(number(1))]
         shape = [*shape[:-1], shape[-1] * 2] if dtype == "F4" else shape
         _, start, length = number(8), number(8), number(8)
-        tensors.append(Tensor(name, dtype, shape, data[start : start + length], (0, start)))
+        content = data[start : start + length]
+        if length == 0 and 0 not in shape:
+            # A meta tensor. Its zeros stand behind the file.
+            content, start = bytes(BITS[dtype] * math.prod(shape) // 8), zeros
+            zeros += len(content)
+        tensors.append(Tensor(name, dtype, shape, content, (0, start)))
     return write(tensors, {})
 
 

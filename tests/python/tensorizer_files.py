@@ -98,8 +98,11 @@ def write_long(path, length):
     return last
 
 
-def file_of(tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None):
-    """A file of tensors. `area` is the size of the area of entries, `area_len` the number that the head has for it."""
+def file_of(
+    tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None, order=None
+):
+    """A file of tensors. `area` is the size of the area of entries, `area_len` the number that the head has for it,
+    `order` the positions of the tensors in the list."""
     is_long = any(tensor.is_long for tensor in tensors)
     if version is None:
         version = 5 if is_long else 2 if any(b"\0" in tensor.dtype for tensor in tensors) else 1
@@ -115,16 +118,17 @@ def file_of(tensors, version=None, area=None, count=None, flags=None, magic=b"|T
         parts.append(tag + name + kind + dtype + shape)
     used = sum(len(part) + 24 for part in parts)
     area = used if area is None else area
-    entries, body, place = b"", b"", 73 + area
+    entries, body, place = [], b"", 73 + area
     for tensor, part, header in zip(tensors, parts, headers):
         start = place if tensor.entry_header is None else tensor.entry_header
         data = place + len(header) if tensor.entry_data is None else tensor.entry_data
         length = len(tensor.data) if tensor.entry_len is None else tensor.entry_len
-        entries += part + struct.pack("<QQQ", start, data, length)
+        entries.append(part + struct.pack("<QQQ", start, data, length))
         body += header + tensor.data
         place += len(header) + len(tensor.data)
     total = sum(len(tensor.data) for tensor in tensors)
     head = magic + struct.pack("<I", version) + flags.to_bytes(32, "little")
     head += struct.pack("<QQQ", total, 0, len(tensors) if count is None else count)
     head += struct.pack("<Q", area if area_len is None else area_len)
+    entries = b"".join(entries if order is None else [entries[index] for index in order])
     return head + entries.ljust(area, b"\0") + body + end

@@ -165,6 +165,107 @@ class Long(TestCase):
         self.assert_refused(tensorfs("verify", cut))
 
 
+class Meta(TestCase):
+    """Tensors of which a file has the shape only."""
+
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(3)
+        self.arrays = {
+            "a": rng.random((6, 10)).astype(np.float32),
+            "m": np.zeros((4, 10), np.float32),
+            "n": np.zeros((6, 5), np.float32),
+            "big": np.zeros((1500, 1001), np.float16),
+            "z": rng.random((6, 3)).astype(np.float32),
+        }
+        dtypes = {"float32": "F32", "float16": "F16"}
+        self.file = self.tmp / "m.tensors"
+        self.file.write_bytes(file_of([
+            Stored.of(name, dtypes[array.dtype.name], array.shape, array.tobytes() if array.any() else b"")
+            for name, array in self.arrays.items()
+        ], version=4))
+
+    def shown(self, *options):
+        with Mount(self.file, *options) as m:
+            return {
+                name: np.frombuffer(data, {"F32": np.float32, "F16": np.float16}[dtype]).reshape(shape)
+                for name, (dtype, shape, data) in oracle.tensor_bytes(m.path / "m.safetensors").items()
+            }
+
+    def check(self, found, expected):
+        self.assertEqual(set(found), set(expected))
+        for name, array in expected.items():
+            self.assertEqual(found[name].dtype, array.dtype, name)
+            np.testing.assert_array_equal(found[name], array, name)
+
+    def test_they_are_zeros_in_a_mount_and_in_its_views(self):
+        for options in ((), ("direct=never",), ("io=pread",)):
+            self.check(self.shown(*options), self.arrays)
+        rules = self.tmp / "rules.toml"
+        rules.write_text(
+            "[[fuse]]\nfrom = ['a', 'n', 'z']\nto = 'wide'\ndim = 1\n"
+            "[[split]]\nfrom = 'm'\nto = ['m.0', 'm.1']\ndim = 1\nsizes = [3, 7]\n"
+        )
+        wide = np.concatenate([self.arrays[name] for name in "anz"], 1)
+        zeros = {"m.0": np.zeros((4, 3), np.float32), "m.1": np.zeros((4, 7), np.float32), "big": self.arrays["big"]}
+        self.check(self.shown(f"rename={rules}"), {"wide": wide, **zeros})
+        half = {name: array.astype(np.float16) for name, array in {"wide": wide, **zeros}.items()}
+        self.check(self.shown(f"rename={rules}", "dtype=f16"), half)
+
+    def test_every_command_takes_them(self):
+        for out, arguments in (("v.st", ["--to", "safetensors"]), ("v.bt", ["--to", "bintensors"])):
+            self.assert_done(tensorfs("convert", self.file, self.tmp / out, *arguments))
+        self.check(safetensors.numpy.load_file(self.tmp / "v.st"), self.arrays)
+        shutil.move(self.tmp / "v.st", self.tmp / "v.safetensors")
+        self.assert_done(tensorfs("diff", self.file, self.tmp / "v.safetensors"))
+        outcome = tensorfs("verify", self.file, "--json")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.json()["sets"][0]["header_hashes_compared"], 5)
+        # Once more, against the checksums that were recorded.
+        self.assert_done(tensorfs("verify", self.file))
+        self.check(self.shown("verify=read"), self.arrays)
+        self.assert_done(tensorfs("load", self.file))
+        self.assert_done(tensorfs("warm", self.file))
+        self.assert_done(tensorfs("report", self.file, "--html", self.tmp / "page.html"))
+        outcome = tensorfs("inspect", self.file, "--json")
+        pieces = {tensor["name"]: tensor["pieces"] for tensor in outcome.json()["sets"][0]["tensors"]}
+        self.assertEqual([pieces[name][0]["range"] for name in ("m", "n", "big")], [None] * 3)
+        self.assertEqual(len(pieces["a"][0]["range"]), 2)
+        self.assertIn("the shape only, read as zeros: box [4, 10]", tensorfs("inspect", self.file).stdout)
+
+    def test_a_folder_of_them_is_mounted_from_its_index(self):
+        folder = self.tmp / "src"
+        folder.mkdir()
+        shutil.copy(self.file, folder / "m.tensors")
+        os.utime(folder / "m.tensors", (1_700_000_000, 1_700_000_000))
+        self.file = folder
+        for _ in range(3):
+            self.check(self.shown(), self.arrays)
+
+    def test_a_tensor_of_a_tebibyte_takes_neither_memory_nor_disk(self):
+        path = self.tmp / "huge.tensors"
+        huge = Stored.of("huge", "U8", [2**40], b"", is_long=True)
+        last = Stored.of("last", "F32", [2], bytes(range(8)))
+        path.write_bytes(file_of([huge, last], version=5))
+        self.assert_done(tensorfs("verify", path))
+        with Mount(path) as m:
+            shown = m.path / "huge.safetensors"
+            self.assertGreater(shown.stat().st_size, 2**40)
+            header = oracle.read_header_of(shown)
+            with open(shown, "rb") as file:
+                for name, offset, expected in (("last", 0, bytes(range(8))), ("huge", 0, bytes(99)), ("huge", 2**40 - 99, bytes(99))):
+                    file.seek(header.data_start + header.tensors[name]["data_offsets"][0] + offset)
+                    self.assertEqual(file.read(len(expected)), expected)
+        outcome = tensorfs("load", path)
+        self.assert_refused(outcome)
+        self.assertIn("bytes of memory", outcome.stderr)
+        for command in (("convert", path, self.tmp / "out.safetensors", "--to", "safetensors"), ("consolidate", path, self.tmp / "out")):
+            outcome = tensorfs(*command)
+            self.assert_refused(outcome)
+            self.assertRegex(outcome.stderr, r"takes \d+ bytes|bytes are free|free")
+            self.assertEqual([entry.name for entry in self.tmp.iterdir() if entry.name.startswith(".") or entry.name == "out"], [])
+
+
 class Commands(TestCase):
     def setUp(self):
         super().setUp()

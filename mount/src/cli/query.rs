@@ -227,7 +227,7 @@ impl Shown {
             let (runs, run_bytes) = runs_of(tensor, &piece);
             json!({
                 "shard": self.checkpoint.catalog().shard(piece.shard).name,
-                "range": [piece.range.start, piece.range.end],
+                "range": (!piece.is_zeros()).then_some([piece.range.start, piece.range.end]),
                 "offset": piece.offset,
                 "shape": piece.shape,
                 "stored_shape": piece.stored_shape,
@@ -272,12 +272,14 @@ impl Shown {
                 true => String::new(),
                 false => format!(" of a stored box {:?}", piece.stored_shape),
             };
+            let bytes = match piece.is_zeros() {
+                true => "the shape only, read as zeros".to_owned(),
+                false => format!("bytes {}..{}", piece.range.start, piece.range.end),
+            };
             let _ = writeln!(
                 text,
-                "    {} bytes {}..{}: box {:?} at {:?}{stored}, {runs} runs of {run_bytes} bytes{remark}",
+                "    {} {bytes}: box {:?} at {:?}{stored}, {runs} runs of {run_bytes} bytes{remark}",
                 shown(&self.checkpoint.catalog().shard(piece.shard).name),
-                piece.range.start,
-                piece.range.end,
                 piece.shape,
                 piece.offset,
             );

@@ -203,7 +203,9 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
     let mut counts = vec![0; catalog.shards.len()];
     for tensor in catalog.tensors() {
         let piece = tensor.first_piece();
-        places[tensor.position()] = (piece.shard.0 as usize, piece.range.start);
+        // Zeros that the file does not hold stand behind it.
+        let start = piece.range.start.min(catalog.shard(piece.shard).file_len);
+        places[tensor.position()] = (piece.shard.0 as usize, start);
         counts[piece.shard.0 as usize] += 1;
     }
     let format = |shard: &Shard| match checkpoint.kind {
@@ -253,7 +255,7 @@ fn describe(
         }
         shape.push(shapes.number(json!(tensor.shape)));
         parameters += tensor.shape.iter().map(|&n| n as f64).product::<f64>();
-        for piece in tensor.pieces() {
+        for piece in tensor.pieces().filter(|piece| !piece.is_zeros()) {
             let len = piece.len();
             data[piece.shard.0 as usize] += len;
             piece_shard.push(piece.shard.0);

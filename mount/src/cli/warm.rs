@@ -158,9 +158,12 @@ fn of_source(
                 for name in names {
                     for tensor in heat.tensors_of(&directory.join(name)) {
                         match catalog.tensor(tensor) {
-                            Some(tensor) => tensor.pieces().for_each(|piece| {
-                                ranges[piece.shard.0 as usize].push(piece.range.clone());
-                            }),
+                            Some(tensor) => tensor
+                                .pieces()
+                                .filter(|piece| !piece.is_zeros())
+                                .for_each(|piece| {
+                                    ranges[piece.shard.0 as usize].push(piece.range.clone());
+                                }),
                             None => *missing += 1,
                         }
                     }

@@ -193,7 +193,8 @@ impl ChecksumGate {
         match &self.guarded {
             Guarded::Virtual(file) => {
                 let tensor = file.catalog().tensor_at(unit as usize);
-                let pieces = tensor.pieces().filter(|piece: &Piece<'_>| !piece.is_empty());
+                let is_stored = |piece: &Piece<'_>| !piece.is_empty() && !piece.is_zeros();
+                let pieces = tensor.pieces().filter(is_stored);
                 pieces.map(|piece| (piece.shard.0, piece.range)).collect()
             }
             Guarded::Shard(id) => {

@@ -112,8 +112,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Compares the header of a tensor with its entry, and returns the hashes in it, at most one of each
-/// kind.
+/// Compares the header of a tensor with its entry, and returns the hashes in it.
 pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<HeaderHash>, Fault> {
     let mut fields = Fields::new(header, entry.header_start);
     let len = fields.u64("the length of a header")?;
@@ -180,11 +179,6 @@ fn hashes_of(fields: &mut Fields<'_>) -> Result<Vec<HeaderHash>, Fault> {
             );
             return Err(parts.bad(&message));
         };
-        // Each hash costs a pass over the data, and the bounds of a header depend on their number.
-        if hashes.iter().any(|before: &HeaderHash| before.kind == kind) {
-            let message = format!("two hashes have the type {code}, one of each type expected");
-            return Err(parts.bad(&message));
-        }
         let start = start + (parts.read - len) as u64;
         hashes.push(HeaderHash { kind, value: value.to_vec(), start });
     }

@@ -67,13 +67,13 @@ def arguments(folder, jobs):
     parser = argparse.ArgumentParser(prog=Path(folder).name)
     parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="run the tests whose name matches")
     parser.add_argument("-f", "--failfast", action="store_true", help="in order, up to the first failure")
-    parser.add_argument("-j", "--jobs", type=int, default=jobs, help="classes of tests at once (default: %(default)s)")
+    parser.add_argument("-j", "--jobs", type=int, default=jobs, help="modules of tests at once (default: %(default)s)")
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def run_jobs(options):
-    """Lets processes of this script take one class of tests after the other, and returns the sum of their counts."""
+    """Lets processes of this script take one module of tests after the other, and returns the sum of their counts."""
     take, give = os.pipe()
     workers = []
     for _ in range(options.jobs):
@@ -85,7 +85,7 @@ def run_jobs(options):
         os.close(report)
         workers.append((process, reports))
     os.close(take)
-    # A pipe holds 16,384 numbers, and a worker that finds no class of its number is done.
+    # A pipe holds 16,384 numbers, and a worker that finds no module of its number is done.
     with open(give, "wb") as numbers:
         numbers.write(b"".join(NUMBER.pack(n) for n in range(4096)))
     copy_lines([process.stdout for process, _ in workers])
@@ -119,12 +119,12 @@ def copy_lines(streams):
 
 
 def work(suite, take, report):
-    """Runs the classes of tests whose numbers it takes, and reports its counts."""
-    classes = {}
+    """Runs the modules of tests whose numbers it takes, and reports its counts."""
+    modules = {}
     for test in all_tests(suite):
-        classes.setdefault(type(test), unittest.TestSuite()).addTest(test)
+        modules.setdefault(type(test).__module__, unittest.TestSuite()).addTest(test)
     # The largest first, so that none is alone at the end.
-    order = sorted(classes.values(), key=unittest.TestSuite.countTestCases, reverse=True)
+    order = sorted(modules.values(), key=unittest.TestSuite.countTestCases, reverse=True)
     result = unittest.TextTestRunner(verbosity=2, resultclass=Result)._makeResult()
     while number := os.read(take, NUMBER.size):
         (number,) = NUMBER.unpack(number)

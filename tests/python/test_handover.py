@@ -526,7 +526,9 @@ class HandedOver(ServiceCase):
         child.tell()
         self.start_again(service)
         self.assertEqual(child.line(BOUND * 3), "error", service.log())
-        self.assertIn("has not listed its source within 30 s: the source is large, or does not answer; io-timeout= sets the limit, from 10 to 30 s", service.log())
+        limit = "the source is large, or does not answer; io-timeout= sets the limit, from 10 to 30 s"
+        said = f"has not listed its source within 30 s: {limit}"
+        wait_until(lambda: said in service.log(), PATIENCE, "the limit is told")
         faults.tell("ok")
         wait_until(self._reads_new, PATIENCE, "a new mount")
 

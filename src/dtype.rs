@@ -25,6 +25,7 @@ macro_rules! dtypes {
             }
 
             /// Width of one element in bits.
+            #[inline]
             pub fn bits(self) -> u64 {
                 match self { $(Dtype::$variant => $bits,)* }
             }

@@ -30,9 +30,13 @@ fn all_casts() -> Vec<Cast> {
     pairs.filter_map(|(from, to)| Cast::new(from, to)).collect()
 }
 
+/// The cast of `from`, with the instructions of this processor and with those of any.
 fn convert(cast: Cast, from: &[u8]) -> Vec<u8> {
     let mut to = vec![0; cast.len_after(from.len() as u64) as usize];
     cast.convert(from, &mut to);
+    let mut anywhere = vec![0; to.len()];
+    cast.convert_anywhere(from, &mut anywhere);
+    assert!(to == anywhere, "{cast:?} of {} bytes", from.len());
     to
 }
 

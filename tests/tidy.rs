@@ -144,8 +144,10 @@ const EFFECTS: &[&[&str]] = &[
     &["rustix"],
 ];
 
-/// The only files that may contain `unsafe`: they talk to the kernel or to a device.
+/// The only files that may contain `unsafe`: they talk to the kernel or to a device, or use
+/// instructions that not every processor has.
 const UNSAFE_FILES: &[&str] = &[
+    "src/cast.rs",
     "src/process.rs",
     "src/io/memory/arena.rs",
     "src/io/memory/mapping.rs",

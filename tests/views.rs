@@ -144,7 +144,12 @@ proptest! {
                 *tensor = tensor.cast(to);
             }
         }
-        let checkpoint = Checkpoint::open_with(folder.path(), &view(&rules, dtype)).unwrap();
+        let store = tempfile::tempdir().unwrap();
+        let options = OpenOptions { index: Some(store.path().into()), ..view(&rules, dtype) };
+        let first = Checkpoint::open_with(folder.path(), &options).unwrap();
+        // The record of the view beside the index gives the same.
+        let checkpoint = Checkpoint::open_with(folder.path(), &options).unwrap();
+        prop_assert_eq!(first.catalog(), checkpoint.catalog());
         let (reader, file) = read_all(&checkpoint);
         let read = read_naively(&file);
         prop_assert_eq!(read.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
@@ -213,8 +218,13 @@ proptest! {
             dim_of.insert(tensor.name.clone(), (dim, parts));
         }
         prop_assume!(!rules.is_empty());
+        let store = tempfile::tempdir().unwrap();
         for rank in 0..ranks {
-            let checkpoint = Checkpoint::open_with(folder.path(), &rank_of(&rules, ranks, rank)).unwrap();
+            let index = Some(store.path().into());
+            let options = OpenOptions { index, ..rank_of(&rules, ranks, rank) };
+            let first = Checkpoint::open_with(folder.path(), &options).unwrap();
+            let checkpoint = Checkpoint::open_with(folder.path(), &options).unwrap();
+            prop_assert_eq!(first.catalog(), checkpoint.catalog());
             let read = read_naively(&read_all(&checkpoint).1);
             let loader = Loader::new(LoaderConfig { limits, ..LoaderConfig::default() });
             for (number, tensor) in tensors.iter().enumerate() {

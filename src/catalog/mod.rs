@@ -68,6 +68,10 @@ impl Shard {
     /// Whether `range` has bytes that describe the others.
     #[inline]
     pub fn is_description(&self, range: &Range<u64>) -> bool {
+        // In most formats the description comes first.
+        if range.start >= self.description_end() {
+            return false;
+        }
         let next = self.described.partition_point(|own| own.end <= range.start);
         !range.is_empty() && self.described.get(next).is_some_and(|own| own.start < range.end)
     }
@@ -160,6 +164,7 @@ impl Catalog {
     }
 
     /// The tensor at this position of `tensors`.
+    #[inline]
     pub fn tensor_at(&self, position: usize) -> Tensor<'_> {
         self.columns.get(position)
     }

@@ -31,6 +31,7 @@ pub(crate) struct Lists {
 
 impl Lists {
     /// The list `id`.
+    #[inline]
     pub(crate) fn get(&self, id: ListId) -> &[u64] {
         let index = id as usize;
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
@@ -165,6 +166,7 @@ impl TensorColumns {
         self.name_ends.len()
     }
 
+    #[inline]
     pub(crate) fn get(&self, index: usize) -> Tensor<'_> {
         let (dtype, shape) = (self.dtypes[index], self.lists.get(self.shapes[index]));
         Tensor {
@@ -178,6 +180,7 @@ impl TensorColumns {
         }
     }
 
+    #[inline]
     pub(crate) fn name(&self, index: usize) -> &str {
         let start = if index == 0 { 0 } else { self.name_ends[index - 1] };
         &self.names[start as usize..self.name_ends[index] as usize]
@@ -222,6 +225,7 @@ impl<'a> Tensor<'a> {
         self.piece(&self.rows()[0])
     }
 
+    #[inline]
     fn rows(&self) -> &'a [PieceRow] {
         let (columns, index) = (self.columns, self.index as usize);
         let start = if index == 0 { 0 } else { columns.piece_ends[index - 1] };
@@ -237,6 +241,7 @@ impl<'a> Tensor<'a> {
         all[start..end].iter().map(move |(_, row)| tensor.piece(row))
     }
 
+    #[inline]
     fn piece(&self, row: &PieceRow) -> Piece<'a> {
         let columns = self.columns;
         let (offset, shape) = match columns.boxes.get(row.box_id as usize) {
@@ -257,7 +262,7 @@ impl<'a> Tensor<'a> {
 }
 
 /// Bytes from the first element of a box to its last, in a stored box of this shape.
-fn span(dtype: Dtype, shape: &[u64], stored_shape: &[u64]) -> u64 {
+pub(crate) fn span(dtype: Dtype, shape: &[u64], stored_shape: &[u64]) -> u64 {
     if shape.contains(&0) {
         return 0;
     }
@@ -267,6 +272,7 @@ fn span(dtype: Dtype, shape: &[u64], stored_shape: &[u64]) -> u64 {
 }
 
 /// Bytes of a box. It was checked before, so no product overflows.
+#[inline]
 fn len(dtype: Dtype, shape: &[u64]) -> u64 {
     shape.iter().product::<u64>() * dtype.bits() / 8
 }

@@ -10,10 +10,10 @@ use crate::error::{Error, shown_path};
 use crate::format::{OutputFormat, manifest, names};
 use crate::hash::Digest;
 use crate::index::{
-    EXTENSION, FileRecord, Fingerprint, Index, IndexStore, SETTLED, SetRecord, VirtualFileRecord,
-    file_name, now,
+    EXTENSION, FileRecord, Fingerprint, Index, IndexStore, PresentedRecord, SETTLED, SetRecord,
+    VirtualFileRecord, file_name, now,
 };
-use crate::open_options::Prefer;
+use crate::open_options::{OpenOptions, Prefer};
 use crate::source::{Identity, Source};
 use crate::store::Store;
 
@@ -23,6 +23,7 @@ use super::discover::{SetKind, Weights, is_noted};
 use super::openers::map_files;
 use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
 use super::tree::{File, Folder, FolderId, Tree};
+use super::view_records::presented_as_recorded;
 use super::virtual_file::{FileSummary, Presented, VirtualFile, present};
 
 /// Maximum bytes of headers for which an index is kept, because it is built in memory.
@@ -30,9 +31,9 @@ const HEADERS_MAX: u64 = 512 << 20;
 
 /// The index of one folder: its store, and the current files of the folder.
 pub(super) struct FolderIndex<'a> {
-    store: IndexStore,
+    pub(super) store: IndexStore,
     tree: &'a Tree,
-    folder: &'a Folder,
+    pub(super) folder: &'a Folder,
     /// Start of the work in seconds since 1970. Changes after it are unknown to the index.
     started: i64,
 }
@@ -71,11 +72,11 @@ impl Tree {
         own.then_some(IndexedHeads { made, files })
     }
 
-    /// Removes the index of `folder`. Returns whether there was one.
+    /// Removes the index of `folder`, and the records of views beside it. Returns whether there was
+    /// an index.
     pub fn forget_index(&self, folder: FolderId) -> bool {
         let folder = self.folder(folder);
-        let index = FolderIndex::of(self, &folder);
-        index.is_some_and(|index| index.store.remove(&index.file_name()))
+        FolderIndex::of(self, &folder).is_some_and(|index| index.remove())
     }
 }
 
@@ -90,10 +91,21 @@ impl<'a> FolderIndex<'a> {
     pub(super) fn file_name(&self) -> String {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
-        let options = self.tree.options_of(self.folder);
+        let options = self.options();
         let bintensors = u8::from(options.view.format == OutputFormat::Bintensors);
         let looked_at = [u8::from(options.prefer == Prefer::Shards) | bintensors << 1];
         file_name(&[folder, only, &looked_at], EXTENSION)
+    }
+
+    /// The options that the folder is opened with.
+    pub(super) fn options(&self) -> &OpenOptions {
+        self.tree.options_of(self.folder)
+    }
+
+    /// Removes the index and what follows from it. Returns whether there was an index.
+    fn remove(&self) -> bool {
+        self.store.remove_views(&self.file_name());
+        self.store.remove(&self.file_name())
     }
 
     /// The sets of the folder from the index. The error is the reason why the index is not used,
@@ -106,16 +118,24 @@ impl<'a> FolderIndex<'a> {
             Err(e) => return Err(self.doubt(format!("cannot be read: {e}"))),
         };
         let mut index = Index::decode(&bytes).map_err(|why| self.doubt(why.to_owned()))?;
-        let mut len = bytes.len();
+        let (mut len, mut checksum) = (bytes.len(), Index::checksum(&bytes));
         drop(bytes);
         if self.compare(&index).map_err(|why| self.doubt(why))? {
             // The headers are unchanged. The new index saves the next start the comparison.
             let files = index.files.iter().filter_map(|record| self.record_anew(record)).collect();
             index = Index { files, made: self.started, ..index };
-            len = self.write(&index).unwrap_or(len);
+            if let Ok(written) = self.write(&index) {
+                (len, checksum) = written;
+            }
         }
         let made = index.made;
-        let mut proved = self.proved(index).map_err(|why| self.doubt(why))?;
+        let view = self.recorded_view(checksum, &index.sets);
+        let is_recorded = view.is_some();
+        let presented = view.map(|view| view.sets).unwrap_or_default();
+        let mut proved = self.proved(index, presented).map_err(|why| self.doubt(why))?;
+        if !is_recorded {
+            self.keep_view(checksum, &proved);
+        }
         proved.index =
             Some(IndexState { path, len: Some(len as u64), made, origin: Origin::Index });
         let folder = shown_path(&self.folder.path);
@@ -188,8 +208,13 @@ impl<'a> FolderIndex<'a> {
         self.folder.misfits.iter().map(|misfit| misfit.name.as_bytes())
     }
 
-    /// The sets in the index, in the form of a new proof.
-    fn proved(&self, index: Index) -> Result<Proved, String> {
+    /// The sets in the index, in the form of a new proof. `presented` has what is recorded of the
+    /// view on each of them.
+    fn proved(
+        &self,
+        index: Index,
+        presented: Vec<Option<PresentedRecord>>,
+    ) -> Result<Proved, String> {
         let mut proved = Proved {
             weights: index.weights.into_iter().collect(),
             notes: index.notes,
@@ -197,11 +222,13 @@ impl<'a> FolderIndex<'a> {
         };
         let one_file = |word: &str| SetKind::from_word(word).is_some_and(SetKind::is_one_file);
         let alone = index.sets.iter().all(|set| one_file(&set.kind));
+        let mut presented = presented.into_iter();
         for mut record in index.sets {
+            let presented = presented.next().flatten();
             let kind = SetKind::from_word(&record.kind).ok_or("has a set of an unknown kind")?;
             let (name, files) = (record.name.clone(), std::mem::take(&mut record.files));
             let judged = alone || !kind.is_one_file();
-            let outcome = self.checkpoint(record, kind, judged, &index.files)?;
+            let outcome = self.checkpoint(record, presented, (kind, judged), &index.files)?;
             proved.sets.push(Set {
                 name,
                 kind,
@@ -218,11 +245,11 @@ impl<'a> FolderIndex<'a> {
     fn checkpoint(
         &self,
         record: SetRecord,
-        kind: SetKind,
-        judged: bool,
+        presented: Option<PresentedRecord>,
+        (kind, judged): (SetKind, bool),
         files: &[FileRecord],
     ) -> Result<crate::Result<Checkpoint>, String> {
-        let (catalog, options) = (record.catalog, self.tree.options_of(self.folder));
+        let (catalog, options) = (record.catalog, self.options());
         let mut sources = Vec::with_capacity(catalog.shards.len());
         for shard in &catalog.shards {
             let file = self.folder.file(&shard.name).ok_or("lists a shard that does not exist")?;
@@ -258,7 +285,9 @@ impl<'a> FolderIndex<'a> {
             Err(error) => return Ok(Err(error)),
         };
         let presented = with_config_of(self.folder, options, |config| {
-            present(catalog, kind, &record.name, &options.view, config)
+            let view = &options.view;
+            let recorded = presented.and_then(|set| presented_as_recorded(&catalog, set, view));
+            recorded.map_or_else(|| present(catalog, kind, &record.name, view, config), Ok)
         });
         let presented = match presented {
             Ok(presented) => presented,
@@ -315,12 +344,15 @@ impl<'a> FolderIndex<'a> {
         };
         if index.is_err() && before.is_some() {
             // The previous index is out of date.
-            self.store.remove(&self.file_name());
+            self.remove();
         }
         let written = index.and_then(|index| self.write(&index));
+        if let Ok((_, checksum)) = &written {
+            self.keep_view(*checksum, proved);
+        }
         IndexState {
             path: self.store.path(&self.file_name()),
-            len: written.as_ref().ok().map(|len| *len as u64),
+            len: written.as_ref().ok().map(|(len, _)| *len as u64),
             made: self.started,
             origin: match written {
                 Ok(_) => Origin::Headers(before),
@@ -329,8 +361,8 @@ impl<'a> FolderIndex<'a> {
         }
     }
 
-    /// Writes the index; returns its length in bytes.
-    fn write(&self, index: &Index) -> Result<usize, String> {
+    /// Writes the index; returns its length in bytes, and its checksum.
+    fn write(&self, index: &Index) -> Result<(usize, Option<Digest>), String> {
         let name = self.file_name();
         let path = shown_path(&self.store.path(&name));
         let bytes = index.encode().ok_or_else(|| format!("{path}: the index would be too long"))?;
@@ -339,7 +371,7 @@ impl<'a> FolderIndex<'a> {
             Ok(()) => tracing::debug!("{path}: written, {} bytes", bytes.len()),
             Err(why) => tracing::info!("the index is not kept: {why}"),
         }
-        written.map(|()| bytes.len())
+        written.map(|()| (bytes.len(), Index::checksum(&bytes)))
     }
 
     /// The index of the proved sets. Fails if a set is refused, or if a file has changed since the

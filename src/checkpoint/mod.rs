@@ -17,6 +17,7 @@ mod scan;
 mod set;
 mod tree;
 mod update;
+mod view_records;
 mod virtual_file;
 
 use std::path::{Path, PathBuf};
@@ -27,7 +28,7 @@ use serde_json::{Map, Value};
 use crate::catalog::Catalog;
 use crate::error::{Error, Fault, Result, shown_path};
 use crate::format::OutputFormat;
-use crate::hash::Digest;
+use crate::index::ConfigRecord;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
@@ -105,8 +106,8 @@ pub struct Checkpoint {
     map: Option<(String, Map<String, Value>)>,
     /// Whether the manifest beside it has all shapes, `None` if no manifest was compared.
     manifest: Option<bool>,
-    /// Hash of the `config.json` that its view read, `None` if it read none.
-    config: Option<Digest>,
+    /// The `config.json` that its view read.
+    config: ConfigRecord,
 }
 
 impl Checkpoint {

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor};
 use crate::error::{Fault, Result};
 use crate::hash::{Digest, Hasher};
-use crate::index::VirtualFileRecord;
+use crate::index::{ConfigRecord, VirtualFileRecord};
 use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::{FileSpec, ReadConfig, View, arrange};
@@ -48,6 +48,11 @@ impl ArrangedFile {
         Arc::new(ArrangedFile { spec, layout: OnceLock::new(), summary: OnceLock::new() })
     }
 
+    /// A file whose length and header hash an index has.
+    pub(super) fn summarized(spec: FileSpec, summary: FileSummary) -> Arc<ArrangedFile> {
+        Arc::new(ArrangedFile { spec, layout: OnceLock::new(), summary: summary.into() })
+    }
+
     fn layout(&self, checkpoint: &Checkpoint) -> Result<&Arc<Layout>> {
         if let Some(layout) = self.layout.get() {
             return Ok(layout);
@@ -68,8 +73,8 @@ pub(super) struct Presented {
     pub(super) files: Vec<Arc<ArrangedFile>>,
     /// Whether it is one file that is served unchanged.
     pub(super) is_whole_file: bool,
-    /// Hash of the `config.json` that the view read, `None` if it read none.
-    pub(super) config: Option<Digest>,
+    /// The `config.json` that the view read.
+    pub(super) config: ConfigRecord,
 }
 
 /// The proved catalog of the set `name` as `view` presents it.
@@ -86,10 +91,11 @@ pub(super) fn present(
     view: &View,
     read_config: ReadConfig<'_>,
 ) -> std::result::Result<Presented, Fault> {
-    let config = Cell::new(None);
+    let config = Cell::new(ConfigRecord::Unread);
     let read = || {
         let text = read_config()?;
-        config.set(text.as_deref().map(Digest::of));
+        let found = text.as_deref().map(Digest::of);
+        config.set(found.map_or(ConfigRecord::Missing, ConfigRecord::Text));
         Ok(text)
     };
     let catalog = view.project(&proved, &read)?;
@@ -199,17 +205,19 @@ impl VirtualFile {
         header.update(layout.header());
         if self.checkpoint.has_other_tensors() {
             // Two views may give the names of a header to other tensors.
+            let mut places = Vec::new();
             for tensor in layout.tensors().map(|(position, _)| self.catalog().tensor_at(position)) {
-                header.update(tensor.stored.name().as_bytes());
-                header.update(&(tensor.pieces().len() as u64).to_le_bytes());
+                places.clear();
+                places.extend_from_slice(tensor.stored.name().as_bytes());
+                places.extend_from_slice(&(tensor.pieces().len() as u64).to_le_bytes());
                 for piece in tensor.pieces() {
-                    header.update(&piece.shard.0.to_le_bytes());
-                    header.update(&piece.range.start.to_le_bytes());
+                    places.extend_from_slice(&piece.shard.0.to_le_bytes());
+                    places.extend_from_slice(&piece.range.start.to_le_bytes());
                     let numbers = [piece.offset, piece.shape, piece.stored_shape];
-                    for number in numbers.into_iter().flatten() {
-                        header.update(&number.to_le_bytes());
-                    }
+                    let numbers = numbers.into_iter().flatten();
+                    numbers.for_each(|number| places.extend_from_slice(&number.to_le_bytes()));
                 }
+                header.update(&places);
             }
         }
         let summary = FileSummary { len: layout.len(), header: header.finish() };
@@ -264,7 +272,7 @@ impl Checkpoint {
     /// Hash of the `config.json` that its view read, `None` if it read none.
     #[doc(hidden)]
     pub fn config(&self) -> Option<Digest> {
-        self.config
+        self.config.digest()
     }
 
     /// Whether its view selects, names or casts tensors.
@@ -295,7 +303,7 @@ impl Checkpoint {
     /// files. Records are about the tensors of the shards, not about those of a view.
     pub(super) fn summarize(&self, records: &[VirtualFileRecord]) -> Result<()> {
         let records = if self.has_other_tensors() { &[] } else { records };
-        for file in &self.files {
+        for file in self.files.iter().filter(|file| file.summary.get().is_none()) {
             let spec = file.spec.digest();
             match records.iter().find(|record| record.spec == spec) {
                 Some(&VirtualFileRecord { len, header, .. }) => {

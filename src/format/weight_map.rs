@@ -241,9 +241,13 @@ impl WeightMap {
     ) -> Vec<u8> {
         let mut metadata = metadata.clone();
         metadata.insert("total_size".to_owned(), total_size.into());
+        // Each entry has 12 bytes of indentation and punctuation. Longer texts grow.
+        let len = tensors.clone().map(|(name, file)| name.len() + file.len() + 12).sum::<usize>();
+        let mut text = Vec::with_capacity(len + 1024);
         let json = Rewritten { metadata, weight_map: FileOfTensor { tensors } };
         // Strings and values always serialise, and a Vec takes every write.
-        let mut text = serde_json::to_vec_pretty(&json).unwrap_or_default();
+        let written = serde_json::to_writer_pretty(&mut text, &json);
+        debug_assert!(written.is_ok());
         text.push(b'\n');
         text
     }

@@ -9,9 +9,10 @@ use std::collections::HashMap;
 
 use bincode::{BorrowDecode, Encode};
 
+use crate::cast::Cast;
 use crate::catalog::Shard;
 use crate::catalog::ShardId;
-use crate::catalog::tensors::{Lists, PieceRow, TensorColumns, WHOLE};
+use crate::catalog::tensors::{Lists, PieceRow, TensorColumns, WHOLE, span};
 use crate::dtype::Dtype;
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};
 
@@ -68,6 +69,36 @@ pub(super) struct Columns<'a> {
     replicas: List<(u32, u32, u32, u64)>,
 }
 
+/// The columns of a view, whose tensors may be cast, or lie inside larger stored boxes.
+#[derive(BorrowDecode, Encode)]
+pub(super) struct ViewColumns<'a> {
+    columns: Columns<'a>,
+    /// Names of the dtypes in the shards.
+    stored_dtypes: List<&'a str>,
+    /// The dtype of each tensor in the shards. Empty if no tensor is cast.
+    stored: Numbers<'a>,
+    /// The stored box (a list) that holds each box. Empty if all are stored without gaps.
+    stored_shapes: List<u32>,
+}
+
+/// The columns of the tensors of a view, whose shards are `shards`.
+pub(super) fn encode_view(tensors: &TensorColumns, shards: &[Shard]) -> ViewColumns<'static> {
+    let mut dtypes: Vec<Dtype> = Vec::new();
+    let stored = tensors.stored.iter().map(|&dtype| {
+        let index = dtypes.iter().position(|other| *other == dtype).unwrap_or_else(|| {
+            dtypes.push(dtype);
+            dtypes.len() - 1
+        });
+        index as u64
+    });
+    ViewColumns {
+        stored: stored.collect(),
+        stored_dtypes: dtypes.iter().map(|dtype| dtype.name()).collect(),
+        stored_shapes: List(tensors.stored_shapes.clone()),
+        columns: encode(tensors, shards),
+    }
+}
+
 /// The columns of `tensors`, whose shards are `shards`.
 pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
     let mut dtypes: Vec<Dtype> = Vec::new();
@@ -103,7 +134,7 @@ pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'stat
         numbers: List(lists.numbers.clone()),
         kinds: List(kinds),
         kind_of,
-        // Only views have boxes inside larger ones, and an index has the tensors of shards.
+        // Only views have boxes inside larger ones and casts: see `ViewColumns`.
         boxes: List(tensors.boxes.clone()),
         piece_counts: if single { none() } else { counts().collect() },
         shards: tensors.pieces.iter().map(|row| u64::from(row.shard.0)).collect(),
@@ -159,24 +190,45 @@ fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
 /// The tensors of `columns`, whose shards are `shards`. Everything that readers rely on is checked.
 /// That pieces cover their tensor without overlap is checked only by their sizes.
 pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
+    decode_view(
+        ViewColumns {
+            columns,
+            stored_dtypes: List::default(),
+            stored: std::iter::empty().collect(),
+            stored_shapes: List::default(),
+        },
+        shards,
+    )
+}
+
+/// The tensors of the columns of a view, checked like those of `decode`.
+pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
+    let columns = &view.columns;
     // No memory is reserved for more items than the bytes can hold.
     if !columns.shared.may_be(columns.len) || !columns.shards.may_be(columns.pieces_len) {
         return Err("has fewer tensors than it says");
     }
     let len = columns.len as usize;
-    let (names, name_ends) = decode_names(&columns, len)?;
-    let lists = decode_lists(&columns)?;
-    let kinds = decode_kinds(&columns, &lists)?;
+    let (names, name_ends) = decode_names(columns, len)?;
+    let lists = decode_lists(columns)?;
+    let kinds = decode_kinds(columns, &lists)?;
     if !columns.boxes.iter().all(|&(a, b)| a.max(b) < lists.len() as u32) {
         return Err("has a box without an extent");
+    }
+    let stored_shapes = view.stored_shapes.0.clone();
+    if !(stored_shapes.is_empty() || stored_shapes.len() == columns.boxes.len())
+        || !stored_shapes.iter().all(|&list| list < lists.len() as u32)
+    {
+        return Err("has a box in no stored box");
     }
     let mut tensors = TensorColumns {
         names,
         name_ends,
         dtypes: Vec::with_capacity(len),
         shapes: Vec::with_capacity(len),
-        piece_ends: decode_ends(&columns, len)?,
+        piece_ends: decode_ends(columns, len)?,
         lists,
+        stored_shapes,
         ..TensorColumns::default()
     };
     let mut kind_of = columns.kind_of.reader();
@@ -191,11 +243,29 @@ pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorCol
     if !kind_of.is_done() {
         return Err("has shapes without a tensor");
     }
+    tensors.stored = decode_stored(&view, &tensors)?;
     tensors.zeros = vec![0; rank];
     tensors.boxes.clone_from(&columns.boxes.0);
-    tensors.pieces = decode_rows(&columns, &tensors, &kinds, shards)?;
-    tensors.replicas = decode_replicas(&columns, &tensors, shards)?;
+    tensors.pieces = decode_rows(columns, &tensors, &kinds, shards)?;
+    tensors.replicas = decode_replicas(columns, &tensors, shards)?;
     Ok(tensors)
+}
+
+/// The dtype of each tensor in the shards, empty if no tensor is cast.
+fn decode_stored(view: &ViewColumns<'_>, tensors: &TensorColumns) -> Result<Vec<Dtype>, Doubt> {
+    if view.stored.is_empty() {
+        return Ok(Vec::new());
+    }
+    let known: Option<Vec<Dtype>> =
+        view.stored_dtypes.iter().map(|d| Dtype::from_name(d)).collect();
+    let known = known.ok_or("has a dtype that is not known")?;
+    let mut stored_of = view.stored.reader();
+    let stored = tensors.dtypes.iter().map(|&dtype| {
+        let stored = *known.get(stored_of.next_u32()? as usize)?;
+        (stored == dtype || Cast::new(stored, dtype).is_some()).then_some(stored)
+    });
+    let stored: Vec<Dtype> = stored.collect::<Option<_>>().ok_or("has a cast that is not known")?;
+    if stored_of.is_done() { Ok(stored) } else { Err("has casts without a tensor") }
 }
 
 /// The combinations of dtype and shape, each with the length of such a tensor.
@@ -227,8 +297,14 @@ fn decode_rows(
     let mut check = Check { tensors, shards, lens: HashMap::new() };
     let mut rows: Vec<PieceRow> = Vec::with_capacity(columns.pieces_len as usize);
     let mut total = 0u64;
-    for &pieces_end in &tensors.piece_ends {
-        let (dtype, shape, len) = kinds[kind_of.next_u32().ok_or(PLACELESS)? as usize];
+    for (index, &pieces_end) in tensors.piece_ends.iter().enumerate() {
+        let (mut dtype, shape, mut len) = kinds[kind_of.next_u32().ok_or(PLACELESS)? as usize];
+        total = total.checked_add(len).ok_or("has more bytes than there can be")?;
+        if let Some(&stored) = tensors.stored.get(index) {
+            len =
+                len_of(stored, tensors.lists.get(shape)).ok_or("has a tensor without a length")?;
+            dtype = stored;
+        }
         let mut covered = 0u64;
         for _ in rows.len()..pieces_end as usize {
             let shard = shard_of.next_u32().ok_or(PLACELESS)?;
@@ -239,18 +315,17 @@ fn decode_rows(
             let end = ends.get_mut(shard as usize).ok_or("has a piece in no shard")?;
             let start = end.wrapping_add_signed(distance);
             let row = PieceRow { shard: ShardId(shard), box_id: box_id.wrapping_sub(1), start };
-            let piece_len = check.len(&row, dtype, shape, len)?;
+            let (piece_len, span) = check.len(&row, dtype, shape, len)?;
             if piece_len == 0 && len > 0 {
                 return Err("has a piece without bytes");
             }
-            *end = start + piece_len;
+            *end = start + span;
             covered = covered.saturating_add(piece_len);
             rows.push(row);
         }
         if covered != len {
             return Err("has a tensor that its pieces do not fill");
         }
-        total = total.checked_add(len).ok_or("has more bytes than there can be")?;
     }
     let done = shard_of.is_done() && distances.is_done() && box_of.is_none_or(|c| c.is_done());
     if done { Ok(rows) } else { Err("has places without a piece") }
@@ -269,7 +344,8 @@ fn decode_replicas(
         }
         let whole = tensors.get(tensor as usize);
         let row = PieceRow { shard: ShardId(shard), box_id: box_id.wrapping_sub(1), start };
-        check.len(&row, whole.dtype, tensors.shapes[tensor as usize], whole.len)?;
+        let len = len_of(whole.stored, whole.shape).ok_or("has a tensor without a length")?;
+        check.len(&row, whole.stored, tensors.shapes[tensor as usize], len)?;
         if replicas.last().is_some_and(|(before, _)| *before > tensor) {
             return Err("has copies out of order");
         }
@@ -282,31 +358,40 @@ fn decode_replicas(
 struct Check<'a> {
     tensors: &'a TensorColumns,
     shards: &'a [Shard],
-    /// Lengths of boxes that lie in their tensors, by box, dtype and shape of the tensor.
-    lens: HashMap<(u32, Dtype, u32), u64>,
+    /// Lengths and spans of boxes that lie in their tensors, by box, dtype and shape of the tensor.
+    lens: HashMap<(u32, Dtype, u32), (u64, u64)>,
 }
 
 impl Check<'_> {
-    /// Length in bytes of the piece at `row` of a tensor of this dtype, shape (a list) and
-    /// length, if it lies in its shard and its tensor.
+    /// Length in bytes of the piece at `row` of a tensor of this stored dtype, shape (a list) and
+    /// length, and the bytes from its first to its last, if it lies in its shard and its tensor.
     #[inline]
-    fn len(&mut self, row: &PieceRow, dtype: Dtype, shape: u32, len: u64) -> Result<u64, Doubt> {
-        let len =
-            if row.box_id == WHOLE { Some(len) } else { self.box_len(row.box_id, dtype, shape) };
-        let len = len.ok_or("has a box outside its tensor")?;
+    fn len(
+        &mut self,
+        row: &PieceRow,
+        dtype: Dtype,
+        shape: u32,
+        len: u64,
+    ) -> Result<(u64, u64), Doubt> {
+        let found = if row.box_id == WHOLE {
+            Some((len, len))
+        } else {
+            self.box_len(row.box_id, dtype, shape)
+        };
+        let (len, span) = found.ok_or("has a box outside its tensor")?;
         let shard = self.shards.get(row.shard.0 as usize).ok_or("has a piece in no shard")?;
         let end_max =
             if are_zeros(row.start) { ZEROS_START + ZEROS_LEN_MAX } else { shard.file_len };
-        let end = row.start.checked_add(len).filter(|&end| end <= end_max);
+        let end = row.start.checked_add(span).filter(|&end| end <= end_max);
         if end.is_none_or(|end| shard.is_description(&(row.start..end))) {
             return Err("has a piece outside its shard");
         }
-        Ok(len)
+        Ok((len, span))
     }
 
-    fn box_len(&mut self, box_id: u32, dtype: Dtype, shape: u32) -> Option<u64> {
-        if let Some(&len) = self.lens.get(&(box_id, dtype, shape)) {
-            return Some(len);
+    fn box_len(&mut self, box_id: u32, dtype: Dtype, shape: u32) -> Option<(u64, u64)> {
+        if let Some(&found) = self.lens.get(&(box_id, dtype, shape)) {
+            return Some(found);
         }
         let lists = &self.tensors.lists;
         let &(offset, extent) = self.tensors.boxes.get(box_id as usize)?;
@@ -317,8 +402,18 @@ impl Check<'_> {
                 offset[dim].checked_add(extent[dim]).is_some_and(|end| end <= whole[dim])
             });
         let len = len_of(dtype, extent).filter(|_| inside)?;
-        self.lens.insert((box_id, dtype, shape), len);
-        Some(len)
+        let span = match self.tensors.stored_shapes.get(box_id as usize) {
+            None => len,
+            Some(&stored) => {
+                let stored = lists.get(stored);
+                let fits = stored.len() == extent.len()
+                    && extent.iter().zip(stored).all(|(size, stored)| size <= stored);
+                dtype.bits_of(stored).filter(|_| fits)?;
+                span(dtype, extent, stored)
+            }
+        };
+        self.lens.insert((box_id, dtype, shape), (len, span));
+        Some((len, span))
     }
 }
 

@@ -85,6 +85,11 @@ where
     content(&bytes[FRAME_LEN..])
 }
 
+/// The checksum in the frame of `bytes`, `None` if they are shorter than a frame.
+pub(crate) fn recorded_checksum(bytes: &[u8]) -> Option<Digest> {
+    Some(Digest(bytes.get(24..FRAME_LEN)?.try_into().ok()?))
+}
+
 /// Decodes content, which may be any bytes.
 pub(crate) fn content<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, &'static str> {
     match bincode::borrow_decode_from_slice(bytes, CONFIG) {

@@ -10,6 +10,7 @@ mod columns;
 mod frame;
 mod store;
 mod sums;
+mod view_record;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,6 +27,7 @@ pub use store::{IndexStore, STORE_VARIABLE};
 pub use sums::{
     BlockBoundaries, CHUNK_LEN, ChecksumChunk, ChunkHasher, SUMS_EXTENSION, ShardSums, Sums,
 };
+pub use view_record::{ConfigRecord, PresentedFile, PresentedRecord, ViewRecord};
 
 /// Extension of index files.
 pub const EXTENSION: &str = "index";

@@ -20,7 +20,8 @@ use crate::hash::Digest;
 
 use super::frame::FILE_LEN_MAX;
 
-/// Maximum number of files and bytes kept. The oldest files are evicted, indexes before checksums.
+/// Maximum number of files and bytes kept. The oldest files are evicted: first records of views, then
+/// indexes, then checksums.
 const FILES_MAX: usize = 4096;
 const BYTES_MAX: u64 = 4 << 30;
 
@@ -29,6 +30,9 @@ const FILES_UNCOUNTED: usize = 64;
 
 /// Extensions of files that are kept.
 const EXTENSIONS: [&str; 2] = ["index", "sums"];
+
+/// Extension of the records of views. Their names begin with the name of their index.
+pub(super) const VIEW_EXTENSION: &str = "view";
 
 /// Suffix of the names of files that are not yet whole.
 const TEMPORARY: &str = ".tmp";
@@ -177,6 +181,16 @@ impl IndexStore {
         std::fs::remove_file(self.path(name)).is_ok()
     }
 
+    /// Removes the records of views beside the index `name`.
+    pub fn remove_views(&self, name: &str) {
+        let stem = name.split('.').next().unwrap_or_default();
+        let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        for name in names.filter(|name| is_view(name) && name.starts_with(stem)) {
+            let _ = std::fs::remove_file(self.path(&name));
+        }
+    }
+
     /// Refuses a folder in which other users could replace our files.
     fn check_folder(&self) -> io::Result<()> {
         let meta = std::fs::metadata(&self.folder)?;
@@ -211,11 +225,12 @@ impl IndexStore {
         let file = |name: &String| {
             let path = self.path(name);
             let meta = std::fs::symlink_metadata(&path).ok()?;
-            // Headers can be read again; checksums of bytes that have changed cannot be made again.
-            let last = name.ends_with(".sums");
-            Some((last, meta.modified().ok()?, meta.len(), path))
+            // Views follow from an index, and headers can be read again. Checksums of bytes that
+            // have changed cannot be made again.
+            let turn = if is_view(name) { 0 } else { 1 + u8::from(name.ends_with(".sums")) };
+            Some((turn, meta.modified().ok()?, meta.len(), path))
         };
-        let mut files: Vec<(bool, SystemTime, u64, PathBuf)> =
+        let mut files: Vec<(u8, SystemTime, u64, PathBuf)> =
             names.iter().filter_map(file).collect();
         files.sort_unstable();
         let (mut count, mut bytes) =
@@ -245,18 +260,30 @@ fn others_write(mode: u32) -> bool {
     mode & 0o022 != 0
 }
 
-/// Whether a file of this name is one that we wrote: the name is a digest with an extension, or
-/// such a name in the form of `temporary_name`. The folder may hold other files.
+/// Whether a file of this name is one that we wrote: the name is a digest with an extension, or two
+/// with that of views, or such a name in the form of `temporary_name`. The folder may hold other
+/// files.
 fn is_ours(name: &str) -> bool {
     let kept = match name.strip_suffix(TEMPORARY) {
         None => Some(name),
         Some(stem) => stem.strip_prefix('.').and_then(|stem| stem.split('-').next()),
     };
     let parts = kept.and_then(|kept| kept.split_once('.'));
-    parts.is_some_and(|(digest, extension)| {
-        let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-        digest.len() == 32 && digest.bytes().all(hex) && EXTENSIONS.contains(&extension)
-    })
+    let is_index = parts
+        .is_some_and(|(digest, extension)| is_digest(digest) && EXTENSIONS.contains(&extension));
+    is_index || kept.is_some_and(is_view)
+}
+
+/// Whether this is the name of the record of a view.
+fn is_view(name: &str) -> bool {
+    let mut parts = name.split('.');
+    let digests = parts.next().is_some_and(is_digest) && parts.next().is_some_and(is_digest);
+    digests && parts.next() == Some(VIEW_EXTENSION) && parts.next().is_none()
+}
+
+fn is_digest(word: &str) -> bool {
+    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    word.len() == 32 && word.bytes().all(hex)
 }
 
 /// A name that no other writer has.

@@ -10,6 +10,7 @@ use super::parallel::RANKS_MAX;
 use super::{CutRules, DtypeCast, Files, NameGlob, RenameRules, TensorParallel, View};
 use crate::error::{quoted, real_name};
 use crate::format::OutputFormat;
+use crate::hash::{Digest, Hasher};
 use crate::words::UnknownWord;
 
 /// Gets the absolute path and the bytes of a file that an option names, or one line that says why
@@ -122,6 +123,39 @@ impl View {
             return Err("option keep needs dtype=".to_owned());
         }
         Ok(())
+    }
+
+    /// A hash of all that decides which tensors and files it makes of a catalog, with the text of each
+    /// file that it was read from.
+    pub fn digest(&self) -> Digest {
+        // Whether the weight map is shown changes no tensor and no virtual file.
+        let View { files, format, map: _, include, exclude, shard, rename, dtype, keep } = self;
+        let mut hasher = Hasher::new();
+        let mut add = |text: &[u8]| {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text);
+        };
+        add(format.as_str().as_bytes());
+        add(files.to_string().as_bytes());
+        add(&files.read_from().map_or([0; 16], |(_, digest)| digest.0));
+        for globs in [include, exclude, keep] {
+            add(&(globs.len() as u64).to_le_bytes());
+            globs.iter().for_each(|glob| add(glob.to_string().as_bytes()));
+        }
+        add(&[u8::from(shard.is_some())]);
+        if let Some(TensorParallel { ranks, rank, rules }) = shard {
+            add(&ranks.to_le_bytes());
+            add(&[u8::from(rank.is_some())]);
+            add(&rank.unwrap_or_default().to_le_bytes());
+            add(&rules.as_ref().map_or([0; 16], |rules| rules.digest().0));
+        }
+        add(&rename.as_ref().map_or([0; 16], |rules| rules.digest().0));
+        add(&[u8::from(dtype.is_some())]);
+        if let Some(dtype) = dtype {
+            add(dtype.to_string().as_bytes());
+            add(&dtype.read_from().map_or([0; 16], |(_, digest)| digest.0));
+        }
+        hasher.finish()
     }
 
     /// The options as JSON, for programs that find the source behind a mount.

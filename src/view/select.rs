@@ -68,6 +68,9 @@ pub(super) fn select(
     include: &[NameGlob],
     exclude: &[NameGlob],
 ) -> Result<Vec<u32>, Fault> {
+    if include.is_empty() && exclude.is_empty() {
+        return Ok((0..catalog.len() as u32).collect());
+    }
     let mut used = vec![false; include.len() + exclude.len()];
     let mut selected = Vec::new();
     let (used_to_include, used_to_exclude) = used.split_at_mut(include.len());

@@ -1,0 +1,225 @@
+//! The record of a view: the sets of a folder as the view presents them, so that the next start need not
+//! select, name, cut, cast and lay out their tensors again.
+//!
+//! A record belongs to one index file, by the checksum of that file, and to one view, by its hash.
+//! It is a copy like the index: if there is a doubt about it, it is made anew.
+
+use bincode::{BorrowDecode, Encode};
+
+use crate::catalog::Catalog;
+use crate::hash::{Digest, Hasher};
+
+use super::columns::{self, ViewColumns};
+use super::frame::{self, FileKind, List, Numbers};
+use super::store::{IndexStore, VIEW_EXTENSION};
+use super::{Index, SetRecord, VirtualFileRecord};
+
+/// The version increases with every change of the content, of the steps of a view, and of the
+/// layout of a file.
+const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 1 };
+
+/// The sets of an index as a view presents them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ViewRecord {
+    /// Each set, in the order of the index. `None` for a set that the view shows as the files that it
+    /// has.
+    pub sets: Vec<Option<PresentedRecord>>,
+}
+
+/// A set as a view presents it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PresentedRecord {
+    /// The tensors of the view, `None` if they are those of the set.
+    pub catalog: Option<Catalog>,
+    /// Name and tensors of each virtual file, as in its `FileSpec`, and the file itself.
+    pub files: Vec<PresentedFile>,
+    /// The `config.json` that the view read.
+    pub config: ConfigRecord,
+}
+
+/// A virtual file of a view.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PresentedFile {
+    /// Its name.
+    pub name: String,
+    /// Positions of its tensors in the catalog, ascending; `None` for all tensors.
+    pub tensors: Option<Vec<u32>>,
+    /// Hash of its `FileSpec`, its length, and the hash of its header.
+    pub file: VirtualFileRecord,
+}
+
+/// The `config.json` that a view read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ConfigRecord {
+    /// It read none.
+    #[default]
+    Unread,
+    /// It found none.
+    Missing,
+    /// It read the text with this hash.
+    Text(Digest),
+}
+
+impl ConfigRecord {
+    /// The hash of the text, `None` if there is none.
+    pub fn digest(self) -> Option<Digest> {
+        match self {
+            ConfigRecord::Text(digest) => Some(digest),
+            ConfigRecord::Unread | ConfigRecord::Missing => None,
+        }
+    }
+}
+
+#[derive(BorrowDecode, Encode)]
+struct ViewContent<'a> {
+    /// Hash of the index and the view that it belongs to.
+    owner: [u8; 16],
+    sets: List<Option<PresentedContent<'a>>>,
+}
+
+#[derive(BorrowDecode, Encode)]
+struct PresentedContent<'a> {
+    columns: Option<ViewColumns<'a>>,
+    files: List<PresentedFileContent<'a>>,
+    /// Whether a `config.json` was looked for, and the hash of its text.
+    config: Option<Option<[u8; 16]>>,
+}
+
+/// Name, positions as differences, hash of the spec, length, hash of the header.
+type PresentedFileContent<'a> = (&'a str, Option<(u64, Numbers<'a>)>, [u8; 16], u64, [u8; 16]);
+
+impl ViewRecord {
+    /// The bytes of the record of the view with the hash `view`, beside the index file whose bytes
+    /// have the checksum `index`. `None` if it would be too long.
+    pub fn encode(&self, index: Digest, view: Digest) -> Option<Vec<u8>> {
+        let sets = self.sets.iter().map(|set| set.as_ref().map(PresentedContent::of));
+        let content = ViewContent { owner: owner(index, view).0, sets: sets.collect() };
+        frame::wrap(KIND, content)
+    }
+
+    /// The record in `bytes`, or the reason why it is not one of this index and this view. `sets`
+    /// are those of the index.
+    pub fn decode(
+        bytes: &[u8],
+        index: Digest,
+        view: Digest,
+        sets: &[SetRecord],
+    ) -> Result<ViewRecord, &'static str> {
+        let content: ViewContent<'_> = frame::unwrap(KIND, bytes)?;
+        if content.owner != owner(index, view).0 {
+            return Err("was made from another index");
+        }
+        content.into_record(sets)
+    }
+
+    /// Decodes content without its frame, which may be any bytes.
+    pub fn decode_unframed(bytes: &[u8], sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
+        frame::content::<ViewContent<'_>>(bytes)?.into_record(sets)
+    }
+}
+
+impl Index {
+    /// The checksum in `bytes`, those of an index file. It covers them all.
+    pub fn checksum(bytes: &[u8]) -> Option<Digest> {
+        frame::recorded_checksum(bytes)
+    }
+}
+
+impl IndexStore {
+    /// Name of the record of a view beside the index `index`.
+    pub(crate) fn view_name(index: &str, view: Digest) -> String {
+        let stem = index.split('.').next().unwrap_or_default();
+        format!("{stem}.{view}.{VIEW_EXTENSION}")
+    }
+}
+
+/// The hash of an index and a view. The records of one version are not those of another.
+fn owner(index: Digest, view: Digest) -> Digest {
+    let mut hasher = Hasher::new();
+    hasher.update(&index.0);
+    hasher.update(&view.0);
+    hasher.update(env!("CARGO_PKG_VERSION").as_bytes());
+    hasher.finish()
+}
+
+impl ViewContent<'_> {
+    fn into_record(self, sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
+        if self.sets.len() != sets.len() {
+            return Err("has another number of sets");
+        }
+        let pairs = self.sets.0.into_iter().zip(sets);
+        let set = |(content, set): (Option<PresentedContent<'_>>, &SetRecord)| {
+            content.map(|content| content.into_record(&set.catalog)).transpose()
+        };
+        Ok(ViewRecord { sets: pairs.map(set).collect::<Result<_, _>>()? })
+    }
+}
+
+impl<'a> PresentedContent<'a> {
+    fn of(set: &'a PresentedRecord) -> PresentedContent<'a> {
+        let columns = |catalog: &Catalog| columns::encode_view(&catalog.columns, &catalog.shards);
+        PresentedContent {
+            columns: set.catalog.as_ref().map(columns),
+            files: set.files.iter().map(file_content).collect(),
+            config: match set.config {
+                ConfigRecord::Unread => None,
+                ConfigRecord::Missing => Some(None),
+                ConfigRecord::Text(digest) => Some(Some(digest.0)),
+            },
+        }
+    }
+
+    fn into_record(self, proved: &Catalog) -> Result<PresentedRecord, &'static str> {
+        let catalog = self.columns.map(|columns| {
+            let columns = columns::decode_view(columns, &proved.shards)?;
+            Ok::<_, &'static str>(Catalog { columns: columns.into(), ..proved.clone() })
+        });
+        let catalog = catalog.transpose()?;
+        let count = catalog.as_ref().unwrap_or(proved).len();
+        let files = self.files.0.into_iter().map(|content| file_of(content, count));
+        Ok(PresentedRecord {
+            files: files.collect::<Result<_, _>>()?,
+            catalog,
+            config: match self.config {
+                None => ConfigRecord::Unread,
+                Some(None) => ConfigRecord::Missing,
+                Some(Some(digest)) => ConfigRecord::Text(Digest(digest)),
+            },
+        })
+    }
+}
+
+fn file_content(file: &PresentedFile) -> PresentedFileContent<'_> {
+    let PresentedFile { name, tensors, file: VirtualFileRecord { spec, len, header } } = file;
+    let positions = tensors.as_ref().map(|tensors| {
+        let before = std::iter::once(0).chain(tensors.iter().map(|position| position + 1));
+        let steps = tensors.iter().zip(before);
+        (tensors.len() as u64, steps.map(|(now, before)| u64::from(now - before)).collect())
+    });
+    (name, positions, spec.0, *len, header.0)
+}
+
+/// The file of `content`, whose catalog has `count` tensors.
+fn file_of(content: PresentedFileContent<'_>, count: usize) -> Result<PresentedFile, &'static str> {
+    let (name, listed, spec, len, header) = content;
+    let positions = |(len, steps): (u64, Numbers<'_>)| {
+        if !steps.may_be(len) {
+            return Err("has a file of fewer tensors than it says");
+        }
+        let mut steps = steps.reader();
+        let mut next = 0u32;
+        let position = |_| {
+            let position = next.checked_add(steps.next_u32()?)?;
+            next = position.checked_add(1)?;
+            ((position as usize) < count).then_some(position)
+        };
+        let positions: Option<Vec<u32>> = (0..len).map(position).collect();
+        match positions {
+            Some(positions) if steps.is_done() => Ok(positions),
+            _ => Err("has a file of tensors that do not exist"),
+        }
+    };
+    let file = VirtualFileRecord { spec: Digest(spec), len, header: Digest(header) };
+    let tensors = listed.map(positions).transpose()?;
+    Ok(PresentedFile { name: name.to_owned(), tensors, file })
+}

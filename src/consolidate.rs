@@ -9,22 +9,27 @@ mod folder;
 mod outline;
 mod parallel;
 mod target;
+mod tensor_writer;
+mod tensorizer;
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::Arc;
 
 use nix::sys::statvfs::statvfs;
 
 pub use contents::{Contents, TensorDigests};
 pub use copy::{Copier, OnBytes, Watch};
 pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
+pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt};
+pub use tensorizer::TensorizerFile;
 
 use crate::atomic_file::{TemporaryFile, folder_of, sync_folder};
 use crate::error::{Error, Result, shown_path};
 use crate::reader::Reader;
-use crate::source::CopyMode;
+use crate::source::{CopyMode, Source};
 
 /// How files are written.
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,8 +42,34 @@ pub struct WriteOptions {
     pub beside_others: bool,
 }
 
+/// A file that is written.
+#[derive(Clone, Copy)]
+pub enum NewFile<'a> {
+    /// All bytes of a reader.
+    Bytes(&'a Reader),
+    /// Tensors with the hashes that a tensorizer file has.
+    Tensorizer(&'a TensorizerFile),
+}
+
+impl NewFile<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            NewFile::Bytes(reader) => reader.len(),
+            NewFile::Tensorizer(file) => file.len(),
+        }
+    }
+
+    fn sources(&self) -> &[Arc<Source>] {
+        match self {
+            NewFile::Bytes(reader) => reader.sources(),
+            NewFile::Tensorizer(file) => file.sources(),
+        }
+    }
+}
+
 impl Copier {
-    /// Writes all bytes of `reader` to a new file `target`.
+    /// Writes `content` to a new file `target`. `watch.bytes` gets no bytes of a tensorizer file, which is
+    /// not written in order.
     ///
     /// Only users who may read all sources and the replaced file may read the new file. If the file
     /// system supports it, the file has no name until it is whole, so that nothing is left even if
@@ -49,7 +80,7 @@ impl Copier {
     /// and is not to be replaced. After an error nothing is left of the file.
     pub fn write_file(
         &self,
-        reader: &Reader,
+        content: NewFile<'_>,
         target: &Path,
         options: WriteOptions,
         watch: &mut Watch<'_>,
@@ -70,8 +101,8 @@ impl Copier {
             }
         }
         let folder = folder_of(target);
-        check_space(folder, target, reader.len())?;
-        let mut mode = CopyMode::of(reader.sources())?;
+        check_space(folder, target, content.len())?;
+        let mut mode = CopyMode::of(content.sources())?;
         let there = there.filter(std::fs::Metadata::is_file);
         if let Some(there) = &there {
             mode.add(there, target);
@@ -80,8 +111,8 @@ impl Copier {
         file_options.read(true).write(true).mode(mode.in_folder(folder));
         let mut partial = TemporaryFile::create_beside(target, &file_options).map_err(failed)?;
         mode.narrow(partial.file()).map_err(failed)?;
-        self.copy(reader, (partial.file(), folder, target), options.verify, watch)?;
-        for source in reader.sources() {
+        self.copy_content(content, (partial.file(), folder, target), options.verify, watch)?;
+        for source in content.sources() {
             source.check()?;
         }
         if let Some(there) = there {
@@ -92,6 +123,22 @@ impl Copier {
         match partial.publish(target, options.replace).and_then(|()| sync_folder(folder)) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(taken(target)),
             other => other.map_err(failed),
+        }
+    }
+}
+
+impl Copier {
+    /// Writes `content` to `file`, a new file in `folder`. `shown` names it in errors.
+    fn copy_content(
+        &self,
+        content: NewFile<'_>,
+        place: (&File, &Path, &Path),
+        verify: bool,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        match content {
+            NewFile::Bytes(reader) => self.copy(reader, place, verify, watch),
+            NewFile::Tensorizer(file) => self.copy_tensors(file, place, verify, watch),
         }
     }
 }

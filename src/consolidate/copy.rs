@@ -9,6 +9,7 @@ use std::sync::mpsc::channel;
 
 use super::parallel::in_parallel;
 use super::target::Target;
+use super::tensor_writer;
 use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::hash::Digest;
@@ -64,7 +65,8 @@ impl Copier {
     /// A copier that reads by `settings`.
     pub fn new(settings: Settings) -> Copier {
         let counters: Arc<Counters> = Arc::default();
-        let limit = AHEAD * DIRECT_WINDOW_LEN + THREADS as u64 * PLAN_MAX;
+        let threads = THREADS.max(tensor_writer::THREADS) as u64;
+        let limit = AHEAD * DIRECT_WINDOW_LEN + threads * PLAN_MAX;
         let budget = Budget::new(limit, counters.clone());
         Copier { engine: Engine::start(settings, counters), budget }
     }
@@ -137,7 +139,7 @@ impl Copier {
 
     /// Reads the bytes of `reader` from `start` on into `target`: on this thread if they are in memory
     /// or in the page cache, else by the engine, which has a deadline for each read.
-    fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
+    pub(super) fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
         let range = start..start + target.len() as u64;
         let in_memory = reader.sources().iter().all(|source| source.is_in_memory());
         if in_memory || reader.is_scattered(&range) {

@@ -14,8 +14,8 @@ use nix::fcntl::{AT_FDCWD, Flock, RenameFlags, renameat2};
 use nix::libc;
 
 use super::copy::{Copier, Watch};
-use super::outline::{Outline, OutlineFile, is_weights};
-use super::{WriteOptions, check_space, taken};
+use super::outline::{Outline, OutlineContent, OutlineFile, is_weights};
+use super::{NewFile, WriteOptions, check_space, taken};
 use crate::atomic_file::{folder_of, lock, partial_name, sync_folder};
 use crate::error::{Error, Result, shown_path};
 use crate::source::CopyMode;
@@ -92,18 +92,23 @@ impl Copier {
         let folder = folder_of(place);
         let mut file_options = OpenOptions::new();
         file_options.read(true).write(true).create_new(true);
-        let Some(reader) = file.content.reader()? else {
-            let super::OutlineContent::Text(text) = &file.content else { return Ok(()) };
-            let mut new = file_options.open(place).map_err(failed)?;
-            new.write_all(text).and_then(|()| new.sync_all()).map_err(failed)?;
-            return (watch.progress)(text.len() as u64);
+        let reader = file.content.reader()?;
+        let content = match (&file.content, &reader) {
+            (_, Some(reader)) => NewFile::Bytes(reader),
+            (OutlineContent::Tensorizer(tensors), None) => NewFile::Tensorizer(tensors),
+            (OutlineContent::Text(text), None) => {
+                let mut new = file_options.open(place).map_err(failed)?;
+                new.write_all(text).and_then(|()| new.sync_all()).map_err(failed)?;
+                return (watch.progress)(text.len() as u64);
+            }
+            (_, None) => return Err(Error::internal("a file to write has no reader")),
         };
-        let mode = CopyMode::of(reader.sources())?;
+        let mode = CopyMode::of(content.sources())?;
         let new = file_options.mode(mode.in_folder(folder)).open(place).map_err(failed)?;
         mode.narrow(&new).map_err(failed)?;
-        let copied = self.copy(&reader, (&new, folder, shown), options.verify, watch);
+        let copied = self.copy_content(content, (&new, folder, shown), options.verify, watch);
         // A tree may have more files than a process may have open.
-        reader.sources().iter().for_each(|source| source.release());
+        content.sources().iter().for_each(|source| source.release());
         copied
     }
 }

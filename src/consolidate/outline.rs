@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::tensorizer::TensorizerFile;
 use crate::checkpoint::{Checkpoint, Content, ERROR_FILE, FolderId, Proved, Tree, VirtualFile};
 use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown};
 use crate::format::{OutputFormat, names};
@@ -17,6 +18,8 @@ use crate::view::FileSpec;
 pub enum OutlineContent {
     /// Tensors of a checkpoint behind one header.
     Virtual(VirtualFile),
+    /// Tensors of a checkpoint as a tensorizer file.
+    Tensorizer(TensorizerFile),
     /// A file of the source as it is.
     Whole(Arc<Source>),
     /// Text made for the view.
@@ -31,12 +34,14 @@ impl OutlineContent {
     pub fn len_bytes(&self) -> Result<u64> {
         Ok(match self {
             OutlineContent::Virtual(file) => file.summary()?.len,
+            OutlineContent::Tensorizer(file) => file.len(),
             OutlineContent::Whole(source) => source.len(),
             OutlineContent::Text(text) => text.len() as u64,
         })
     }
 
-    /// A reader of the bytes; `None` for text.
+    /// A reader of the bytes; `None` for text and for tensorizer files, whose hashes are not known
+    /// before they are written.
     ///
     /// # Errors
     /// The errors of `Reader::open`.
@@ -44,7 +49,7 @@ impl OutlineContent {
         Ok(match self {
             OutlineContent::Virtual(file) => Some(Reader::open(file)?),
             OutlineContent::Whole(source) => Some(Reader::whole(source.clone())),
-            OutlineContent::Text(_) => None,
+            OutlineContent::Tensorizer(_) | OutlineContent::Text(_) => None,
         })
     }
 
@@ -52,6 +57,7 @@ impl OutlineContent {
     pub fn sources(&self) -> &[Arc<Source>] {
         match self {
             OutlineContent::Virtual(file) => file.sources(),
+            OutlineContent::Tensorizer(file) => file.sources(),
             OutlineContent::Whole(source) => std::slice::from_ref(source),
             OutlineContent::Text(_) => &[],
         }
@@ -256,7 +262,7 @@ impl Outline {
 
     fn has_tensors(&self, file: &OutlineFile) -> bool {
         match &file.content {
-            OutlineContent::Virtual(_) => true,
+            OutlineContent::Virtual(_) | OutlineContent::Tensorizer(_) => true,
             OutlineContent::Whole(source) => {
                 let is_source = |other: &Arc<Source>| Arc::ptr_eq(other, source);
                 self.checkpoints.iter().any(|checkpoint| checkpoint.sources().iter().any(is_source))

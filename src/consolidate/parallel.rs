@@ -1,5 +1,6 @@
-//! Numbered jobs on several threads, with their results in order on one.
+//! Numbered jobs on several threads, with their results in order on one, or with their progress.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 
 use crate::error::{Error, Result};
@@ -129,11 +130,138 @@ fn carry_out<T>(
     }
 }
 
+/// The progress of a job, or its end.
+enum JobEvent<T> {
+    Bytes(u64),
+    End(usize, Result<T>),
+}
+
+/// Tells the calling thread of `in_any_order` how far a job is.
+pub(super) struct JobProgress<'a> {
+    send: &'a dyn Fn(u64),
+    is_stopped: &'a AtomicBool,
+}
+
+impl JobProgress<'_> {
+    /// Reports `bytes` more.
+    ///
+    /// # Errors
+    /// If another job failed, or the caller ended the work.
+    pub(super) fn add(&self, bytes: u64) -> Result<()> {
+        (self.send)(bytes);
+        if self.is_stopped.load(Ordering::Relaxed) {
+            return Err(Error::cancelled("another part of the work ended it"));
+        }
+        Ok(())
+    }
+}
+
+/// Calls `work` with every number below `count`, on as many threads as `threads` says, and
+/// `progress` with the bytes that the jobs report, on the calling thread. Returns the results by
+/// number.
+///
+/// # Errors
+/// The first error of a job or of `progress`. The other threads end first.
+pub(super) fn in_any_order<T: Send>(
+    count: usize,
+    threads: usize,
+    work: &(dyn Fn(usize, &JobProgress<'_>) -> Result<T> + Sync),
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Vec<T>> {
+    let (next, is_stopped) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let (sender, events) = channel();
+    let run = |sender: Sender<JobEvent<T>>| {
+        let send = |bytes| drop(sender.send(JobEvent::Bytes(bytes)));
+        let progress = JobProgress { send: &send, is_stopped: &is_stopped };
+        while !is_stopped.load(Ordering::Relaxed) {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= count {
+                return;
+            }
+            drop(sender.send(JobEvent::End(number, work(number, &progress))));
+        }
+    };
+    let mut results: Vec<Option<T>> = (0..count).map(|_| None).collect();
+    let mut failed = None;
+    std::thread::scope(|scope| {
+        let mut refused = None;
+        for _ in 0..threads.min(count) {
+            let (run, sender) = (&run, sender.clone());
+            let thread = std::thread::Builder::new().name("copy".to_owned());
+            refused = thread.spawn_scoped(scope, move || run(sender)).err();
+            if refused.is_some() {
+                break;
+            }
+        }
+        drop(sender);
+        for event in &events {
+            let outcome = match event {
+                JobEvent::Bytes(bytes) => progress(bytes),
+                JobEvent::End(number, result) => {
+                    result.map(|result| results[number] = Some(result))
+                }
+            };
+            if let Err(error) = outcome {
+                // Later errors are those of jobs that end for this one.
+                is_stopped.store(true, Ordering::Relaxed);
+                failed.get_or_insert(error);
+            }
+        }
+        if let (Some(e), None) = (refused, &failed) {
+            failed = results
+                .iter()
+                .any(Option::is_none)
+                .then(|| Error::internal(format!("cannot start a thread: {e}")));
+        }
+    });
+    match failed {
+        Some(error) => Err(error),
+        None => results
+            .into_iter()
+            .collect::<Option<_>>()
+            .ok_or_else(|| Error::internal("a thread of the copy ended without a result")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
 
     use super::*;
+
+    #[test]
+    fn jobs_in_any_order_report_their_bytes_and_give_their_results_by_number() {
+        let mut bytes = 0;
+        let work = |number: usize, progress: &JobProgress<'_>| {
+            progress.add(number as u64)?;
+            progress.add(1)?;
+            Ok(number * 2)
+        };
+        let mut count = |more| {
+            bytes += more;
+            Ok(())
+        };
+        let results = in_any_order(100, 3, &work, &mut count).unwrap();
+        assert_eq!(results, (0..100).map(|number| number * 2).collect::<Vec<_>>());
+        assert_eq!(bytes, 99 * 100 / 2 + 100);
+        assert!(in_any_order(0, 3, &work, &mut |_| panic!("no job")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn the_first_error_of_a_job_or_of_the_progress_ends_all_jobs_in_any_order() {
+        let endless = usize::MAX >> 40;
+        let work = |number: usize, progress: &JobProgress<'_>| {
+            if number == 20 { Err(Error::usage("20")) } else { progress.add(1) }
+        };
+        let failed = in_any_order(endless, 4, &work, &mut |_| Ok(())).unwrap_err();
+        assert_eq!(failed.to_string(), "20");
+        let work = |_: usize, progress: &JobProgress<'_>| loop {
+            progress.add(1)?;
+        };
+        let mut enough = |_| Err(Error::cancelled("enough"));
+        let failed = in_any_order::<()>(endless, 2, &work, &mut enough).unwrap_err();
+        assert_eq!(failed.to_string(), "enough");
+    }
 
     #[test]
     fn results_come_in_order_and_only_as_many_as_allowed_exist() {

@@ -34,14 +34,7 @@ impl<'a> Target<'a> {
     /// # Errors
     /// The errors of the file system.
     pub(super) fn new(file: &'a File, folder: &Path, len: u64) -> io::Result<Target<'a>> {
-        let file_system = FileSystem::at(folder);
-        // Pages that fallocate(2) makes in memory are made before the bytes are there: that costs
-        // time, and the check of the free space is exact there.
-        if file_system.is_in_memory() {
-            file.set_len(len)?;
-        } else {
-            reserve(file, len)?;
-        }
+        let file_system = reserve_space(file, folder, len)?;
         let direct = len >= DIRECT_MIN && file_system.is_local() && !file_system.is_in_memory();
         let direct = direct && set_direct(file, true);
         Ok(Target { file, direct: AtomicBool::new(direct), tail: Mutex::default() })
@@ -98,8 +91,7 @@ impl<'a> Target<'a> {
     /// Prepares reads of the file that come from the disk, not from the page cache, if possible.
     pub(super) fn read_back(&self) {
         let _ = self.leave_direct();
-        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
-        let _ = nix::fcntl::posix_fadvise(self.file, 0, 0, advice);
+        read_back(self.file);
     }
 
     /// Reads bytes of the finished file.
@@ -109,6 +101,29 @@ impl<'a> Target<'a> {
     pub(super) fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(bytes, offset)
     }
+}
+
+/// Reserves the space of `file`, a new file in `folder`, for `len` bytes, so that a full disk is
+/// reported at once.
+///
+/// # Errors
+/// The errors of the file system.
+pub(super) fn reserve_space(file: &File, folder: &Path, len: u64) -> io::Result<FileSystem> {
+    let file_system = FileSystem::at(folder);
+    // Pages that fallocate(2) makes in memory are made before the bytes are there: that costs time,
+    // and the check of the free space is exact there.
+    if file_system.is_in_memory() {
+        file.set_len(len)?;
+    } else {
+        reserve(file, len)?;
+    }
+    Ok(file_system)
+}
+
+/// Drops the pages of `file`, so that it is read from the disk.
+pub(super) fn read_back(file: &File) {
+    let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    let _ = nix::fcntl::posix_fadvise(file, 0, 0, advice);
 }
 
 /// Turns writes past the page cache on or off. Returns whether the file system did it.

@@ -7,6 +7,7 @@
 //! the headers, so a file in which both differ can be read in two ways and is refused.
 
 pub mod crypt;
+pub mod encode;
 mod entries;
 mod fields;
 pub mod keys;

@@ -11,17 +11,17 @@ use super::{FileHead, HEAD_LEN};
 const KINDS: std::ops::RangeInclusive<u8> = 0..=2;
 
 /// The type of a value of a state dict, whose name may be a path.
-const STATE_DICT: u8 = 2;
+pub(super) const STATE_DICT: u8 = 2;
 
 /// Version of an entry with dimensions of 32 bits, and of one with 64.
-const SHORT: u32 = 1;
-const LONG: u32 = 5;
+pub(super) const SHORT: u32 = 1;
+pub(super) const LONG: u32 = 5;
 
 /// Shortest entry in bytes: a name and a dtype of one byte each, no dimensions, three places.
 const ENTRY_LEN_MIN: u64 = 31;
 
 /// Element types by the code of numpy.
-const DTYPES: [(&str, Dtype); 13] = [
+pub(super) const DTYPES: [(&str, Dtype); 13] = [
     ("|b1", Dtype::Bool),
     ("|u1", Dtype::U8),
     ("|i1", Dtype::I8),
@@ -38,7 +38,7 @@ const DTYPES: [(&str, Dtype); 13] = [
 ];
 
 /// Element types that numpy lacks, by the name of torch.
-const TORCH_DTYPES: [(&str, Dtype); 7] = [
+pub(super) const TORCH_DTYPES: [(&str, Dtype); 7] = [
     ("torch.bfloat16", Dtype::Bf16),
     ("torch.float8_e4m3fn", Dtype::F8E4M3),
     ("torch.float8_e5m2", Dtype::F8E5M2),
@@ -49,7 +49,7 @@ const TORCH_DTYPES: [(&str, Dtype); 7] = [
 ];
 
 /// Number of elements in an element of torch's type for F4.
-const F4_PACKED: u64 = 2;
+pub(super) const F4_PACKED: u64 = 2;
 
 /// The entry of a tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

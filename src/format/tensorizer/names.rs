@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::error::{ErrorKind, Fault, quoted};
 
 /// First byte of a name that is a path. A JSON array follows.
-const PATH_MARK: u8 = 0x1e;
+pub(super) const PATH_MARK: u8 = 0x1e;
 
 /// The name of a tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,0 +1,271 @@
+//! Writes tensors into a tensorizer file, on several threads.
+//!
+//! Each tensor is hashed while it is written, and its header follows once the hashes are known. The
+//! list of tensors at the start of the file is written last.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use sha2::{Digest as _, Sha256};
+
+use super::parallel::{JobProgress, in_any_order};
+use crate::error::{Error, Result};
+use crate::format::tensorizer::encode::{END_MARK, FileEncoder, NewTensor, TensorHeader};
+use crate::hash::{Digest, Hasher};
+
+/// Threads that hash and write.
+pub(super) const THREADS: usize = 6;
+
+/// Bytes that a thread reads and writes at a time. Neighbours that have fewer bytes together are
+/// written together.
+const STEP_LEN: u64 = 4 << 20;
+
+/// Bytes that are hashed twice in turn, so that the second hash finds them in the processor's
+/// cache.
+const HASH_STEP_LEN: usize = 128 << 10;
+
+/// Where the bytes of tensors come from.
+pub trait TensorBytes: Sync {
+    /// Copies bytes of the tensor at `index` from `offset` on to `target`.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> Result<()>;
+
+    /// Bytes of the tensor at `index`, if they are in memory.
+    fn in_memory(&self, _index: usize, _range: &Range<u64>) -> Option<&[u8]> {
+        None
+    }
+}
+
+/// A file that is written at any place by several threads.
+pub trait WriteAt: Sync {
+    /// Writes all of `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// If the file does not take them.
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+}
+
+impl WriteAt for File {
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        FileExt::write_all_at(self, bytes, offset)
+    }
+}
+
+/// Bytes of the file that were written, and their hash.
+#[derive(Clone, Debug)]
+pub(super) struct WrittenRange {
+    pub(super) range: Range<u64>,
+    pub(super) digest: Digest,
+}
+
+/// Writes the tensors of one file.
+#[derive(Debug)]
+pub struct TensorWriter {
+    encoder: FileEncoder,
+    /// Whether hashes of the written bytes are kept, for reading them back.
+    keep_digests: bool,
+    pub(super) written: Vec<WrittenRange>,
+}
+
+/// The hashes of one header.
+struct HeaderHashes {
+    crc32: Option<crc32fast::Hasher>,
+    sha256: Sha256,
+}
+
+impl HeaderHashes {
+    fn of(header: &TensorHeader) -> HeaderHashes {
+        let crc32 = header.has_crc32().then(crc32fast::Hasher::new);
+        let mut hashes = HeaderHashes { crc32, sha256: Sha256::new() };
+        header.hashed_parts().iter().for_each(|part| hashes.update(part));
+        hashes
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(HASH_STEP_LEN) {
+            if let Some(crc32) = &mut self.crc32 {
+                crc32.update(part);
+            }
+            self.sha256.update(part);
+        }
+    }
+
+    fn set(self, header: &mut TensorHeader) {
+        let crc32 = self.crc32.map_or(0, crc32fast::Hasher::finalize);
+        header.set_hashes(crc32, self.sha256.finalize().into());
+    }
+}
+
+/// One call of `TensorWriter::write`.
+struct WriteCall<'a> {
+    headers: &'a [TensorHeader],
+    bytes: &'a dyn TensorBytes,
+    target: &'a dyn WriteAt,
+    /// Name of the target for errors.
+    shown: &'a Path,
+    keep_digests: bool,
+}
+
+impl TensorWriter {
+    /// A writer of the file that begins at `start` of its target, with `entries_len` bytes for the
+    /// list of tensors.
+    pub fn new(start: u64, entries_len: u64) -> TensorWriter {
+        let encoder = FileEncoder::new(start, entries_len, false);
+        TensorWriter { encoder, keep_digests: false, written: Vec::new() }
+    }
+
+    /// The same writer, which keeps hashes of the bytes that it writes.
+    pub(super) fn keeping_digests(self, keep_digests: bool) -> TensorWriter {
+        TensorWriter { keep_digests, ..self }
+    }
+
+    /// Bytes of data of the tensors so far.
+    pub fn data_len(&self) -> u64 {
+        self.encoder.data_len()
+    }
+
+    /// End of the file in its target, with the mark behind the last tensor.
+    pub fn end(&self) -> u64 {
+        self.encoder.end() + END_MARK.len() as u64
+    }
+
+    /// Describes `tensors`, which follow those of earlier calls. They have to be written next.
+    ///
+    /// # Errors
+    /// `Error::Refused` if the format cannot hold a tensor, or a name is taken. The writer is as
+    /// before then.
+    pub fn describe(&mut self, tensors: &[NewTensor], shown: &Path) -> Result<Vec<TensorHeader>> {
+        self.encoder.add_all(tensors).map_err(|fault| Error::refused(shown, fault))
+    }
+
+    /// Writes the described tensors with their headers to `target`. `progress` gets numbers of
+    /// bytes on the calling thread; its error ends the work. `shown` names the target in errors.
+    ///
+    /// # Errors
+    /// Errors of `bytes`, of the target and of `progress`. The target is not a whole file then.
+    pub fn write(
+        &mut self,
+        headers: &[TensorHeader],
+        bytes: &dyn TensorBytes,
+        (target, shown): (&dyn WriteAt, &Path),
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
+        let call = WriteCall { headers, bytes, target, shown, keep_digests: self.keep_digests };
+        let groups = groups(headers);
+        let work = |number: usize, progress: &JobProgress<'_>| {
+            call.write_group(groups[number].clone(), progress)
+        };
+        let written = in_any_order(groups.len(), THREADS, &work, progress)?;
+        self.written.extend(written.into_iter().flatten());
+        Ok(())
+    }
+
+    /// Writes the list of tensors and the end mark. The target is a whole file then, until the next
+    /// `write`.
+    ///
+    /// # Errors
+    /// Errors of the target.
+    pub fn finish(&mut self, start: u64, target: &dyn WriteAt, shown: &Path) -> Result<()> {
+        let failed = |e| Error::io(shown, "write", e);
+        for (bytes, offset) in
+            [(&self.encoder.head()[..], start), (&END_MARK[..], self.encoder.end())]
+        {
+            target.write_all_at(bytes, offset).map_err(failed)?;
+            if self.keep_digests {
+                let range = offset..offset + bytes.len() as u64;
+                self.written.push(WrittenRange { range, digest: Digest::of(bytes) });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Neighbours that are written together: at most `STEP_LEN` bytes, or one tensor.
+fn groups(headers: &[TensorHeader]) -> Vec<Range<usize>> {
+    let mut groups: Vec<Range<usize>> = Vec::new();
+    for (index, header) in headers.iter().enumerate() {
+        match groups.last_mut() {
+            Some(last) if header.end() - headers[last.start].start <= STEP_LEN => last.end += 1,
+            _ => groups.push(index..index + 1),
+        }
+    }
+    groups
+}
+
+impl WriteCall<'_> {
+    fn write_group(
+        &self,
+        group: Range<usize>,
+        progress: &JobProgress<'_>,
+    ) -> Result<Vec<WrittenRange>> {
+        let (start, end) = (self.headers[group.start].start, self.headers[group.end - 1].end());
+        if end - start > STEP_LEN {
+            return self.write_large(group.start, progress);
+        }
+        let mut bytes = vec![0; (end - start) as usize];
+        for index in group {
+            let mut header = self.headers[index].clone();
+            let data_start = (header.data_start() - start) as usize;
+            let (front, data) = bytes.split_at_mut(data_start);
+            let data = &mut data[..header.data_len as usize];
+            self.bytes.read(index, 0, data)?;
+            let mut hashes = HeaderHashes::of(&header);
+            hashes.update(data);
+            hashes.set(&mut header);
+            front[data_start - header.bytes().len()..].copy_from_slice(header.bytes());
+        }
+        self.put(&bytes, start)?;
+        progress.add(end - start)?;
+        Ok(self.keep_digests.then(|| written(start, &bytes)).into_iter().collect())
+    }
+
+    /// Writes one tensor in steps, and then its header.
+    fn write_large(&self, index: usize, progress: &JobProgress<'_>) -> Result<Vec<WrittenRange>> {
+        let mut header = self.headers[index].clone();
+        let mut hashes = HeaderHashes::of(&header);
+        let mut hasher = Hasher::new();
+        let mut buffer = Vec::new();
+        let mut offset = 0;
+        while offset < header.data_len {
+            let range = offset..header.data_len.min(offset + STEP_LEN);
+            let bytes = match self.bytes.in_memory(index, &range) {
+                Some(bytes) => bytes,
+                None => {
+                    buffer.resize((range.end - range.start) as usize, 0);
+                    self.bytes.read(index, offset, &mut buffer)?;
+                    &buffer[..]
+                }
+            };
+            hashes.update(bytes);
+            if self.keep_digests {
+                hasher.update(bytes);
+            }
+            self.put(bytes, header.data_start() + offset)?;
+            progress.add(range.end - range.start)?;
+            offset = range.end;
+        }
+        hashes.set(&mut header);
+        self.put(header.bytes(), header.start)?;
+        progress.add(header.bytes().len() as u64)?;
+        if !self.keep_digests {
+            return Ok(Vec::new());
+        }
+        let data = header.data_start()..header.end();
+        let data = WrittenRange { range: data, digest: hasher.finish() };
+        Ok(vec![written(header.start, header.bytes()), data])
+    }
+
+    fn put(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        let put = self.target.write_all_at(bytes, offset);
+        put.map_err(|e| Error::io(self.shown, "write", e))
+    }
+}
+
+fn written(start: u64, bytes: &[u8]) -> WrittenRange {
+    WrittenRange { range: start..start + bytes.len() as u64, digest: Digest::of(bytes) }
+}

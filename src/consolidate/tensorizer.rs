@@ -1,0 +1,172 @@
+//! Writes tensors of a checkpoint as a tensorizer file.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::copy::{Copier, Watch};
+use super::parallel::{JobProgress, in_any_order};
+use super::target::{read_back, reserve_space};
+use super::tensor_writer::{THREADS, TensorBytes, TensorWriter, WrittenRange};
+use crate::checkpoint::{Checkpoint, VirtualFile};
+use crate::error::{Error, Result};
+use crate::format::tensorizer::encode::{self, NewTensor};
+use crate::format::{OutputFormat, names};
+use crate::hash::Hasher;
+use crate::reader::Reader;
+use crate::source::Source;
+use crate::view::FileSpec;
+
+/// Bytes that are read back at a time.
+const STEP_LEN: u64 = 4 << 20;
+
+/// Tensors of a checkpoint that become a tensorizer file, in the order of their bytes in the
+/// source.
+#[derive(Clone, Debug)]
+pub struct TensorizerFile {
+    /// The same tensors as a safetensors file, whose bytes are copied.
+    file: VirtualFile,
+    tensors: Arc<[NewTensor]>,
+    /// Offset of the data of each tensor in `file`.
+    offsets: Arc<[u64]>,
+    entries_len: u64,
+    len: u64,
+}
+
+impl TensorizerFile {
+    /// The file of the tensors that `spec` names.
+    ///
+    /// # Errors
+    /// `Error::Refused` if the format cannot hold a tensor, or all of them.
+    pub fn new(checkpoint: &Arc<Checkpoint>, spec: &FileSpec) -> Result<TensorizerFile> {
+        let refused = |fault| checkpoint.refused(fault);
+        let single = FileSpec::single(&spec.name, OutputFormat::Safetensors);
+        let spec = FileSpec { tensors: spec.tensors.clone(), ..single };
+        let file = VirtualFile::new(checkpoint, spec);
+        let catalog = checkpoint.catalog();
+        let mut places: Vec<(usize, u64)> = file.layout()?.tensors().collect();
+        places.sort_by_key(|&(position, _)| {
+            let first = catalog.tensor_at(position).first_piece();
+            (first.shard, first.range.start, position)
+        });
+        let tensor = |&(position, _): &(usize, u64)| {
+            let tensor = catalog.tensor_at(position);
+            NewTensor::of_state_dict(tensor.name, tensor.dtype, tensor.shape).map_err(refused)
+        };
+        let tensors = places.iter().map(tensor).collect::<Result<Arc<[NewTensor]>>>()?;
+        if tensors.is_empty() {
+            return Err(Error::usage("a tensorizer file has at least one tensor, none is left"));
+        }
+        let entries_len = encode::entries_len(&tensors).map_err(refused)?;
+        let mut writer = TensorWriter::new(0, entries_len);
+        writer.describe(&tensors, &checkpoint.directory)?;
+        let offsets = places.iter().map(|&(_, offset)| offset).collect();
+        Ok(TensorizerFile { file, tensors, offsets, entries_len, len: writer.end() })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> String {
+        let name = &self.file.spec().name;
+        let stem = name.strip_suffix(OutputFormat::Safetensors.suffix()).unwrap_or(name);
+        format!("{stem}{}", names::TENSORIZER_SUFFIX)
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes. It always has a head, so this is false.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Number of tensors.
+    pub fn tensor_count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The sources of the bytes.
+    pub fn sources(&self) -> &[Arc<Source>] {
+        self.file.sources()
+    }
+}
+
+/// The tensors of a reader.
+struct ReaderTensors<'a> {
+    copier: &'a Copier,
+    reader: Reader,
+    offsets: &'a [u64],
+}
+
+impl TensorBytes for ReaderTensors<'_> {
+    fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> Result<()> {
+        if target.is_empty() {
+            return Ok(());
+        }
+        self.copier.fill(&self.reader, self.offsets[index] + offset, target)
+    }
+}
+
+impl Copier {
+    /// Writes `file` to `target`, a new file in `folder`, and waits until the disk has it. `verify`:
+    /// reads it back and compares. `shown` names the target in errors.
+    ///
+    /// # Errors
+    /// Errors of the sources, of the file system and of `watch`, and an I/O error if other bytes
+    /// came back.
+    pub(super) fn copy_tensors(
+        &self,
+        file: &TensorizerFile,
+        (target, folder, shown): (&File, &Path, &Path),
+        verify: bool,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        let failed = |e| Error::io(shown, "write", e);
+        reserve_space(target, folder, file.len).map_err(failed)?;
+        let mut writer = TensorWriter::new(0, file.entries_len).keeping_digests(verify);
+        let headers = writer.describe(&file.tensors, shown)?;
+        let reader = Reader::open(&file.file)?;
+        let bytes = ReaderTensors { copier: self, reader, offsets: &file.offsets };
+        writer.write(&headers, &bytes, (target, shown), watch.progress)?;
+        writer.finish(0, target, shown)?;
+        let described = headers.first().map_or(0, |first| first.start);
+        (watch.progress)(described)?;
+        target.sync_all().map_err(failed)?;
+        if !verify {
+            return Ok(());
+        }
+        read_back(target);
+        let compare = |number: usize, progress: &JobProgress<'_>| {
+            compare(&writer.written[number], target, shown, progress)
+        };
+        in_any_order(writer.written.len(), THREADS, &compare, watch.progress).map(drop)
+    }
+}
+
+/// Reads bytes back and compares them with those that were written.
+fn compare(
+    written: &WrittenRange,
+    target: &File,
+    shown: &Path,
+    progress: &JobProgress<'_>,
+) -> Result<()> {
+    let WrittenRange { range, digest } = written;
+    let mut hasher = Hasher::new();
+    let mut buffer = Vec::new();
+    let mut offset = range.start;
+    while offset < range.end {
+        buffer.resize((range.end - offset).min(STEP_LEN) as usize, 0);
+        let read = std::os::unix::fs::FileExt::read_exact_at(target, &mut buffer, offset);
+        read.map_err(|e| Error::io(shown, "read", e))?;
+        hasher.update(&buffer);
+        offset += buffer.len() as u64;
+        progress.add(buffer.len() as u64)?;
+    }
+    if hasher.finish() == *digest {
+        return Ok(());
+    }
+    let message =
+        format!("bytes {}..{} read back differ from those written", range.start, range.end);
+    Err(Error::io(shown, "verify", std::io::Error::other(message)))
+}

@@ -1,0 +1,417 @@
+//! Writes the descriptions of a tensorizer file, byte for byte as the reference implementation
+//! (tensorizer 2.12) does: the head with the list of tensors, and the header of each tensor.
+//!
+//! The hashes of a header depend on the data that follows it, so a header begins with zeros in
+//! their place.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use crate::dtype::Dtype;
+use crate::error::{ErrorKind, Fault};
+
+use super::entries::{DTYPES, F4_PACKED, LONG, SHORT, STATE_DICT, TORCH_DTYPES};
+use super::names::PATH_MARK;
+use super::{
+    ENCRYPTED, ENCRYPTED_VERSION, ENTRIES_LEN_MAX, FLAGS_SINCE, HEAD_LEN, MAGIC, VERSIONED,
+    VERSIONED_SINCE,
+};
+
+/// Length of the list of tensors, in bytes: that of the reference implementation. Longer lists have
+/// a multiple of it.
+pub const ENTRIES_LEN: u64 = 256 << 10;
+
+/// The mark after the last tensor.
+pub const END_MARK: [u8; 8] = [0; 8];
+
+/// Version of files whose dtypes all exist in numpy, and of files with a dtype that only torch has.
+const PLAIN_VERSION: u32 = 1;
+const OPAQUE_VERSION: u32 = 2;
+
+/// Bytes of a hash in a header: type and length, and the values.
+const HASH_PREFIX_LEN: usize = 2;
+const CRC32_LEN: usize = 4;
+const SHA256_LEN: usize = 32;
+
+/// A tensor that is to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewTensor {
+    /// Bytes of its name: text, or byte 0x1e and a path as a JSON array.
+    pub name: Vec<u8>,
+    /// 0 for a parameter, 1 for a buffer, 2 for a value of a state dict.
+    pub kind: u8,
+    /// Number of its module.
+    pub module: u16,
+    /// Its dtype as the format names it, for example `<f4`.
+    pub dtype: String,
+    /// Extent of each dimension, in elements of `dtype`.
+    pub shape: Vec<u64>,
+    /// Length of its data in bytes; `None` for a meta tensor, which has a shape and no data.
+    pub data_len: Option<u64>,
+}
+
+impl NewTensor {
+    /// A value of a state dict, as other formats describe it.
+    ///
+    /// # Errors
+    /// `unknown_dtype` and `misaligned` for elements that the format does not have, `header_decode`
+    /// for a name that it would read as another one.
+    pub fn of_state_dict(name: &str, dtype: Dtype, shape: &[u64]) -> Result<NewTensor, Fault> {
+        let refused = |kind, message: &str| Fault::new(kind, message).tensor(name);
+        if name.as_bytes().first() == Some(&PATH_MARK) {
+            let message = "a name that begins with byte 0x1e is a path in tensorizer files; rename \
+                           the tensor (rename=)";
+            return Err(refused(ErrorKind::HeaderDecode, message));
+        }
+        let Some(code) = code_of(dtype) else {
+            let message = format!(
+                "tensorizer has no dtype {dtype}; keep the checkpoint as safetensors, or cast the \
+                 tensor"
+            );
+            return Err(refused(ErrorKind::UnknownDtype, &message));
+        };
+        let Some(bits) = dtype.bits_of(shape) else {
+            return Err(refused(ErrorKind::Overflow, "the tensor would have 2^64 bits or more"));
+        };
+        let mut shape = shape.to_vec();
+        if dtype == Dtype::F4 {
+            let Some(last) = shape.last_mut().filter(|last| last.is_multiple_of(F4_PACKED)) else {
+                let message = format!(
+                    "tensorizer stores {dtype} in pairs along the last dimension, the shape is \
+                     {shape:?}; keep the checkpoint as safetensors"
+                );
+                return Err(refused(ErrorKind::Misaligned, &message));
+            };
+            *last /= F4_PACKED;
+        }
+        Ok(NewTensor {
+            name: name.as_bytes().to_vec(),
+            kind: STATE_DICT,
+            module: 0,
+            dtype: code,
+            shape,
+            data_len: Some(bits / 8),
+        })
+    }
+
+    /// Whether a dimension needs 64 bits.
+    fn is_long(&self) -> bool {
+        self.shape.iter().any(|&dim| dim > u32::MAX.into())
+    }
+
+    /// The name for messages.
+    fn shown(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// Refuses what the fields of the format cannot hold.
+    fn check(&self) -> Result<(), Fault> {
+        let bounds = [
+            ("bytes of its name", self.name.len(), 1, usize::from(u16::MAX)),
+            ("the bytes of its dtype", self.dtype.len(), 1, usize::from(u8::MAX)),
+            ("dimensions", self.shape.len(), 0, usize::from(u8::MAX)),
+            ("the number of its kind", self.kind.into(), 0, STATE_DICT.into()),
+        ];
+        for (what, found, least, most) in bounds {
+            if !(least..=most).contains(&found) {
+                let message = format!("{what}: {found}, tensorizer has {least} to {most}");
+                return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&self.shown()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Length of its entry in the list in bytes, without the version.
+    fn entry_len(&self) -> u64 {
+        let dim_len = if self.is_long() { 8 } else { 4 };
+        (2 + self.name.len() + 2 + self.dtype.len() + 1 + dim_len * self.shape.len() + 24) as u64
+    }
+
+    /// Appends type, dtype and shape.
+    fn put_details(&self, out: &mut Vec<u8>) {
+        out.push(self.dtype.len() as u8);
+        out.extend_from_slice(self.dtype.as_bytes());
+        out.push(self.shape.len() as u8);
+        for &dim in &self.shape {
+            match u32::try_from(dim) {
+                Ok(short) if !self.is_long() => out.extend_from_slice(&short.to_le_bytes()),
+                _ => out.extend_from_slice(&dim.to_le_bytes()),
+            }
+        }
+    }
+}
+
+/// The text for an element type, `None` if the format has none.
+fn code_of(dtype: Dtype) -> Option<String> {
+    if let Some((code, _)) = DTYPES.iter().find(|(_, known)| *known == dtype) {
+        return Some((*code).to_owned());
+    }
+    let (torch, _) = TORCH_DTYPES.iter().find(|(_, known)| *known == dtype)?;
+    // Types of one byte have no byte order.
+    let storage = if dtype.bits() > 8 { format!("<V{}", dtype.bits() / 8) } else { "|V1".into() };
+    Some(format!("{storage}\0{torch}"))
+}
+
+/// Length of the list that `tensors` need, in bytes.
+///
+/// # Errors
+/// `header_too_large` if no list that is read is so long.
+pub fn entries_len(tensors: &[NewTensor]) -> Result<u64, Fault> {
+    let versions = if tensors.iter().any(NewTensor::is_long) { 4 } else { 0 };
+    let needed = tensors.iter().map(|tensor| tensor.entry_len() + versions).sum::<u64>();
+    if needed > ENTRIES_LEN_MAX {
+        let message = format!(
+            "the list of {} tensors would take {needed} bytes, at most {ENTRIES_LEN_MAX} are read; \
+             write several files (layout=shards=N)",
+            tensors.len()
+        );
+        return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+    }
+    Ok(needed.max(1).next_multiple_of(ENTRIES_LEN))
+}
+
+/// The header of a tensor and the places of its parts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorHeader {
+    /// First byte in the file.
+    pub start: u64,
+    /// Length of the data behind it in bytes, 0 for a meta tensor.
+    pub data_len: u64,
+    bytes: Vec<u8>,
+    /// Place of the value of the CRC32; `None` in encrypted tensors.
+    crc32: Option<usize>,
+    /// Place of the value of the SHA-256.
+    sha256: usize,
+    /// The section about encryption with its length; empty in plain files.
+    crypt: Range<usize>,
+}
+
+impl TensorHeader {
+    fn new(tensor: &NewTensor, start: u64, crypt: Option<&[u8]>) -> TensorHeader {
+        let data_len = tensor.data_len.unwrap_or(0);
+        let mut bytes = vec![0; 8];
+        bytes.extend_from_slice(&tensor.module.to_le_bytes());
+        bytes.push(tensor.kind);
+        bytes.extend_from_slice(&(tensor.name.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(&tensor.name);
+        tensor.put_details(&mut bytes);
+        // The reference implementation gives encrypted data no CRC32, because it is one of the plain
+        // data. Meta tensors of encrypted files have nothing to hide.
+        let has_crc32 = crypt.is_none() || tensor.data_len.is_none();
+        let crc32_len = if has_crc32 { HASH_PREFIX_LEN + CRC32_LEN } else { 0 };
+        let section_len = 1 + crc32_len + HASH_PREFIX_LEN + SHA256_LEN;
+        bytes.extend_from_slice(&(section_len as u16).to_le_bytes());
+        bytes.push(1 + u8::from(has_crc32));
+        let mut hash = |kind: u8, len: usize| {
+            bytes.extend_from_slice(&[kind, len as u8]);
+            bytes.resize(bytes.len() + len, 0);
+            bytes.len() - len
+        };
+        let crc32 = has_crc32.then(|| hash(0, CRC32_LEN));
+        let sha256 = hash(1, SHA256_LEN);
+        let crypt_start = bytes.len();
+        if let Some(crypt) = crypt {
+            bytes.extend_from_slice(&(crypt.len() as u64).to_le_bytes());
+            bytes.extend_from_slice(crypt);
+        }
+        let crypt = crypt_start..bytes.len();
+        bytes.extend_from_slice(&data_len.to_le_bytes());
+        let len = bytes.len() as u64;
+        bytes[..8].copy_from_slice(&len.to_le_bytes());
+        TensorHeader { start, data_len, bytes, crc32, sha256, crypt }
+    }
+
+    /// The bytes of the header.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// First byte of the data in the file.
+    pub fn data_start(&self) -> u64 {
+        self.start + self.bytes.len() as u64
+    }
+
+    /// End of the data in the file.
+    pub fn end(&self) -> u64 {
+        self.data_start() + self.data_len
+    }
+
+    /// Whether it has a CRC32.
+    pub fn has_crc32(&self) -> bool {
+        self.crc32.is_some()
+    }
+
+    /// The parts that are hashed in front of the data. Call this before hashes are set.
+    pub fn hashed_parts(&self) -> [&[u8]; 2] {
+        [&self.bytes[..self.crypt.start], &self.bytes[self.crypt.end..]]
+    }
+
+    /// Sets the hashes, those of `hashed_parts` and the plain data.
+    pub fn set_hashes(&mut self, crc32: u32, sha256: [u8; SHA256_LEN]) {
+        if let Some(start) = self.crc32 {
+            self.bytes[start..start + CRC32_LEN].copy_from_slice(&crc32.to_le_bytes());
+        }
+        self.bytes[self.sha256..self.sha256 + SHA256_LEN].copy_from_slice(&sha256);
+    }
+}
+
+/// Describes the tensors of a file one after another.
+#[derive(Clone, Debug)]
+pub struct FileEncoder {
+    /// Offset of the file's first byte.
+    start: u64,
+    entries_len: u64,
+    is_encrypted: bool,
+    names: HashSet<Vec<u8>>,
+    /// Whether each entry has a version, because one of them has dimensions of 64 bits.
+    is_versioned: bool,
+    /// Version that the tensors so far need, apart from encryption.
+    version: u32,
+    /// Entries with the end of each; without versions.
+    entries: Vec<u8>,
+    ends: Vec<(usize, bool)>,
+    /// Bytes of data of all tensors.
+    data_len: u64,
+    /// First byte after the last tensor.
+    end: u64,
+}
+
+impl FileEncoder {
+    /// A file that begins at `start` of the places that it names, with `entries_len` bytes for the
+    /// list of tensors.
+    pub fn new(start: u64, entries_len: u64, is_encrypted: bool) -> FileEncoder {
+        FileEncoder {
+            start,
+            entries_len,
+            is_encrypted,
+            names: HashSet::new(),
+            is_versioned: false,
+            version: PLAIN_VERSION,
+            entries: Vec::new(),
+            ends: Vec::new(),
+            data_len: 0,
+            end: start + HEAD_LEN + entries_len,
+        }
+    }
+
+    /// First byte after the last tensor.
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Number of tensors.
+    pub fn count(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Bytes of data of all tensors.
+    pub fn data_len(&self) -> u64 {
+        self.data_len
+    }
+
+    /// Adds tensors behind the others, and returns their headers.
+    ///
+    /// # Errors
+    /// If the format cannot hold one of them, or a name is taken. The file is as before then.
+    pub fn add_all(&mut self, tensors: &[NewTensor]) -> Result<Vec<TensorHeader>, Fault> {
+        let FileEncoder { is_versioned, version, data_len, end, .. } = *self;
+        let (count, entries_len) = (self.ends.len(), self.entries.len());
+        let mut headers = Vec::with_capacity(tensors.len());
+        for (index, tensor) in tensors.iter().enumerate() {
+            match self.add(tensor, None) {
+                Ok(header) => headers.push(header),
+                Err(fault) => {
+                    for added in &tensors[..index] {
+                        self.names.remove(&added.name);
+                    }
+                    self.ends.truncate(count);
+                    self.entries.truncate(entries_len);
+                    (self.is_versioned, self.version) = (is_versioned, version);
+                    (self.data_len, self.end) = (data_len, end);
+                    return Err(fault);
+                }
+            }
+        }
+        Ok(headers)
+    }
+
+    /// Adds a tensor behind the others, and returns its header. `crypt` is the section about the
+    /// encryption of its data, without its length, in an encrypted file.
+    ///
+    /// # Errors
+    /// If the format cannot hold the tensor, or its name is taken. The file is as before then.
+    pub fn add(&mut self, tensor: &NewTensor, crypt: Option<&[u8]>) -> Result<TensorHeader, Fault> {
+        tensor.check()?;
+        let named = |fault: Fault| fault.tensor(&tensor.shown());
+        let header = TensorHeader::new(tensor, self.end, crypt);
+        let overflow = || named(Fault::new(ErrorKind::Overflow, "the file would pass 2^63 bytes"));
+        let len = (header.bytes.len() as u64).checked_add(header.data_len);
+        let end = len.and_then(|len| self.end.checked_add(len)).filter(|&end| end < 1 << 63);
+        let end = end.ok_or_else(overflow)?;
+        let is_versioned = self.is_versioned || tensor.is_long();
+        let versions = if is_versioned { 4 * (self.ends.len() as u64 + 1) } else { 0 };
+        let needed = self.entries.len() as u64 + tensor.entry_len() + versions;
+        if needed > self.entries_len {
+            let message = format!(
+                "the list of {} tensors takes {needed} bytes with it, {} were reserved at the \
+                 start of the file; write the tensors at once, or several files",
+                self.ends.len() + 1,
+                self.entries_len
+            );
+            return Err(named(Fault::new(ErrorKind::HeaderTooLarge, message)));
+        }
+        if !self.names.insert(tensor.name.clone()) {
+            let message = "is written twice; give each tensor its own name";
+            return Err(named(Fault::new(ErrorKind::DuplicateKey, message)));
+        }
+        self.is_versioned = is_versioned;
+        let needs = [
+            (tensor.is_long(), VERSIONED_SINCE),
+            (tensor.data_len.is_none(), FLAGS_SINCE),
+            (tensor.dtype.contains('\0'), OPAQUE_VERSION),
+        ];
+        for (is_needed, version) in needs {
+            self.version = self.version.max(if is_needed { version } else { PLAIN_VERSION });
+        }
+        let out = &mut self.entries;
+        out.extend_from_slice(&(tensor.name.len() as u16).to_le_bytes());
+        out.extend_from_slice(&tensor.name);
+        out.push(tensor.kind);
+        tensor.put_details(out);
+        for number in [header.start, header.data_start(), header.data_len] {
+            out.extend_from_slice(&number.to_le_bytes());
+        }
+        self.ends.push((out.len(), tensor.is_long()));
+        self.data_len += header.data_len;
+        self.end = end;
+        Ok(header)
+    }
+
+    /// The fixed head and the whole list of tensors, as they are now.
+    pub fn head(&self) -> Vec<u8> {
+        let base = if self.is_encrypted { ENCRYPTED_VERSION } else { PLAIN_VERSION };
+        let version = self.version.max(base);
+        let mut flags = [0; 32];
+        if version >= FLAGS_SINCE {
+            flags[0] = if self.is_encrypted { ENCRYPTED } else { 0 };
+            flags[0] |= if self.is_versioned { VERSIONED } else { 0 };
+        }
+        let mut head = MAGIC.to_vec();
+        head.extend_from_slice(&version.to_le_bytes());
+        head.extend_from_slice(&flags);
+        for number in [self.data_len, 0, self.ends.len() as u64, self.entries_len] {
+            head.extend_from_slice(&number.to_le_bytes());
+        }
+        let mut begin = 0;
+        for &(end, is_long) in &self.ends {
+            if self.is_versioned {
+                let version = if is_long { LONG } else { SHORT };
+                head.extend_from_slice(&version.to_le_bytes());
+            }
+            head.extend_from_slice(&self.entries[begin..end]);
+            begin = end;
+        }
+        head.resize((HEAD_LEN + self.entries_len) as usize, 0);
+        head
+    }
+}

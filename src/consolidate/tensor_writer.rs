@@ -170,11 +170,10 @@ impl TensorWriter {
     ///
     /// # Errors
     /// Errors of the target.
-    pub fn finish(&mut self, start: u64, target: &dyn WriteAt, shown: &Path) -> Result<()> {
+    pub fn finish(&mut self, target: &dyn WriteAt, shown: &Path) -> Result<()> {
         let failed = |e| Error::io(shown, "write", e);
-        for (bytes, offset) in
-            [(&self.encoder.head()[..], start), (&END_MARK[..], self.encoder.end())]
-        {
+        let (start, end) = (self.encoder.start(), self.encoder.end());
+        for (bytes, offset) in [(&self.encoder.head()[..], start), (&END_MARK[..], end)] {
             target.write_all_at(bytes, offset).map_err(failed)?;
             if self.keep_digests {
                 let range = offset..offset + bytes.len() as u64;

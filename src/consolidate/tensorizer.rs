@@ -129,7 +129,7 @@ impl Copier {
         let reader = Reader::open(&file.file)?;
         let bytes = ReaderTensors { copier: self, reader, offsets: &file.offsets };
         writer.write(&headers, &bytes, (target, shown), watch.progress)?;
-        writer.finish(0, target, shown)?;
+        writer.finish(target, shown)?;
         let described = headers.first().map_or(0, |first| first.start);
         (watch.progress)(described)?;
         target.sync_all().map_err(failed)?;

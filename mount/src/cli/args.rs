@@ -363,9 +363,12 @@ pub(crate) struct ConvertArgs {
     pub source: SourceArgs,
     /// File to write, or folder to write it into
     pub out: PathBuf,
-    /// Format to write
+    /// Format to write, if the name of OUT does not say it
     #[arg(long, value_enum)]
-    pub to: To,
+    pub to: Option<To>,
+    /// Read the file back from the disk and compare
+    #[arg(long)]
+    pub verify: bool,
     /// Replace a file that is there
     #[arg(short, long)]
     pub force: bool,
@@ -414,6 +417,8 @@ pub(crate) enum To {
     Bintensors,
     /// The file that the safetensors package would write.
     Safetensors,
+    /// The file that the tensorizer package would write, in the order of the source.
+    Tensorizer,
 }
 
 /// Choice of a program or of its user.

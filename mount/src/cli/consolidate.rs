@@ -8,10 +8,11 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::internal::checkpoint::Tail;
 use tensorfs::internal::consolidate::{
-    Copier, Outline, OutlineContent, OutlineFile, Watch, WriteOptions,
+    Copier, NewFile, Outline, OutlineContent, OutlineFile, TensorizerFile, Watch, WriteOptions,
 };
 use tensorfs::internal::error::{real_name, shown, shown_path};
-use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::format::{OutputFormat, names};
+use tensorfs::internal::view::FileSpec;
 
 use super::args;
 use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
@@ -29,7 +30,7 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     let copier = Copier::new(settings);
     let write = WriteOptions { replace: args.force, verify: args.verify, beside_others: false };
     let single = single(args, &outline)?;
-    let (files, bytes) = match single {
+    let (files, bytes) = match &single {
         Some(file) => (1, file.content.len_bytes()?),
         None => (outline.files.len(), outline.len_bytes()?),
     };
@@ -39,11 +40,15 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
         check_stopped()
     };
     let mut watch = Watch { progress: &mut progress, bytes: None };
-    match single {
+    match &single {
         Some(file) => {
             let reader = file.content.reader()?;
-            let reader = reader.ok_or_else(|| Error::internal("weights are text"))?;
-            copier.write_file(&reader, &args.out, write, &mut watch)?;
+            let content = match (&file.content, &reader) {
+                (OutlineContent::Tensorizer(file), _) => NewFile::Tensorizer(file),
+                (_, Some(reader)) => NewFile::Bytes(reader),
+                (_, None) => return Err(Error::internal("weights are text").into()),
+            };
+            copier.write_file(content, &args.out, write, &mut watch)?;
         }
         None => copier.write_folder(&outline, &args.out, write, &mut watch)?,
     }
@@ -81,14 +86,12 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
 }
 
 /// The file to write, if the user named a file and not a folder.
-fn single<'a>(
-    args: &args::ConsolidateArgs,
-    outline: &'a Outline,
-) -> Result<Option<&'a OutlineFile>, Failure> {
+fn single(args: &args::ConsolidateArgs, outline: &Outline) -> Result<Option<OutlineFile>, Failure> {
     let name = args.out.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let Some(named) = OutputFormat::of_name(name).filter(|_| !args.out.is_dir()) else {
+    let (named, is_tensorizer) = (OutputFormat::of_name(name), names::is_tensorizer(name));
+    if (named.is_none() && !is_tensorizer) || args.out.is_dir() {
         return Ok(None);
-    };
+    }
     let out = shown_path(&args.out);
     if args.out.as_os_str().as_encoded_bytes().ends_with(b"/") {
         return Err(Failure::Usage(format!("{out}: the name is one of a file, not of a folder")));
@@ -98,10 +101,13 @@ fn single<'a>(
         OutlineContent::Virtual(file) => Some(file.spec().format),
         _ => file.path.file_name().and_then(|name| OutputFormat::of_name(name.to_str()?)),
     };
-    if let Some(format) = format.filter(|format| *format != named) {
+    // A tensorizer file takes the place of the file that is shown without an option.
+    let expected = named.unwrap_or_default();
+    if let Some(format) = format.filter(|format| *format != expected) {
+        let named = named.map_or("tensorizer", OutputFormat::as_str);
         return Err(Failure::Usage(format!(
-            "{out}: the name is one of a {} file, the mount shows a {} file; -o format= chooses it",
-            named.as_str(),
+            "{out}: the name is one of a {named} file, the mount shows a {} file; -o format= chooses \
+             it",
             format.as_str()
         )));
     }
@@ -112,5 +118,22 @@ fn single<'a>(
         let message = "is a file of the source; write somewhere else";
         return Err(Failure::Failed(format!("{out}: {message}")));
     }
+    let mut file = file.clone();
+    if is_tensorizer {
+        file.content = OutlineContent::Tensorizer(tensorizer_file(outline, &file)?);
+    }
     Ok(Some(file))
+}
+
+/// The tensors of `file`, which has all of `outline`, as a tensorizer file.
+fn tensorizer_file(outline: &Outline, file: &OutlineFile) -> Result<TensorizerFile, Failure> {
+    let OutlineContent::Virtual(file) = &file.content else {
+        // A file that is shown as it is has the tensors of its checkpoint.
+        let [checkpoint] = outline.checkpoints.as_slice() else {
+            return Err(Error::internal("one file of weights has several checkpoints").into());
+        };
+        let spec = FileSpec::single(&checkpoint.name, OutputFormat::default());
+        return Ok(TensorizerFile::new(checkpoint, &spec)?);
+    };
+    Ok(TensorizerFile::new(file.checkpoint(), file.spec())?)
 }

@@ -1,81 +1,239 @@
-//! `tensorfs convert`: a checkpoint as one real file, as the package of a format would write it.
+//! `tensorfs convert`: a checkpoint as a real file, as the package of a format would write it.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
-use tensorfs::internal::consolidate::{Copier, Watch, WriteOptions};
+use tensorfs::internal::consolidate::{
+    Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, TensorizerFile,
+    Watch, WriteOptions,
+};
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
-use tensorfs::internal::format::OutputFormat;
+use tensorfs::internal::format::{OutputFormat, names};
 use tensorfs::internal::reader::Reader;
-use tensorfs::internal::view::FileSpec;
+use tensorfs::internal::view::{FileSpec, Files, View, arrange};
 
-use super::args::{self, To};
+use super::args::{self, ConvertArgs, To};
 use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
 use super::sources::{one_checkpoint, query_options};
 use super::stopping::{check_stopped, stop_on_signals};
 use super::verify::bar;
 
 pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
-    let format = match args.to {
-        To::Bintensors => OutputFormat::Bintensors,
-        To::Safetensors => OutputFormat::Safetensors,
-    };
     stop_on_signals();
+    let to = format(args)?;
     let options = query_options(&args.source)?;
-    let settings = options.settings();
-    let (checkpoint, mut notes) = one_checkpoint(&args.source, options)?;
-    let target = target(&args.out, &checkpoint.name, format)?;
-    keep_source(&checkpoint, &target)?;
-    let spec = FileSpec::saved(&checkpoint.name, format);
-    let reader = Reader::open(&VirtualFile::new(&checkpoint, spec))?;
-    let mut digest = Hash::of(format);
-    let bar = bar(args.progress, reader.len());
-    let mut progress = |bytes| {
-        bar.inc(bytes);
-        check_stopped()
+    let (settings, files) = (options.settings(), options.open.view.files.clone());
+    let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
+    let copier = Copier::new(settings);
+    let target = target(&args.out, &checkpoint.name, to)?;
+    let mut conversion = Conversion { args, to, checkpoint, notes };
+    let written = match to {
+        To::Tensorizer => conversion.write_tensorizer(&copier, &target, files)?,
+        To::Bintensors => conversion.write_saved(&copier, &target, OutputFormat::Bintensors)?,
+        To::Safetensors => conversion.write_saved(&copier, &target, OutputFormat::Safetensors)?,
     };
-    let mut hash = |bytes: &[u8]| digest.update(bytes);
-    let mut watch = Watch { progress: &mut progress, bytes: Some(&mut hash) };
-    let write = WriteOptions { replace: args.force, ..WriteOptions::default() };
-    Copier::new(settings).write_file(&reader, &target, write, &mut watch)?;
-    bar.finish_and_clear();
-    let (algorithm, digest) = digest.finish();
-    let catalog = checkpoint.catalog();
-    if checkpoint.tail == Tail::Unproven {
-        notes.push(UNPROVEN_TAIL.to_owned());
+    conversion.report(&target, &written)
+}
+
+/// The format to write: that of `--to`, or of the name of OUT.
+fn format(args: &args::ConvertArgs) -> Result<To, Failure> {
+    let named = args.out.file_name().and_then(|name| To::of_name(name.to_str()?));
+    args.to.or(named).ok_or_else(|| {
+        let out = shown_path(&args.out);
+        Failure::Usage(format!(
+            "{out}: the name does not say which format to write; give --to bintensors, safetensors \
+             or tensorizer"
+        ))
+    })
+}
+
+impl To {
+    /// The format of a file, by its name.
+    fn of_name(name: &str) -> Option<To> {
+        match OutputFormat::of_name(name) {
+            Some(OutputFormat::Safetensors) => Some(To::Safetensors),
+            Some(OutputFormat::Bintensors) => Some(To::Bintensors),
+            None => names::is_tensorizer(name).then_some(To::Tensorizer),
+        }
     }
-    if args.source.json {
-        return print_json(&json!({
-            "source": real_name(&args.source.source),
-            "ok": true,
-            "class": Value::Null,
-            "error": Value::Null,
-            "name": checkpoint.name,
-            "kind": checkpoint.kind.as_str(),
-            "path": real_name(&target),
-            "format": format.as_str(),
-            "tensors": catalog.len(),
-            "shards": catalog.shards.len(),
-            "bytes": reader.len(),
-            "tail": checkpoint.tail.as_str(),
-            "digest_algorithm": algorithm,
-            "digest": digest,
-            algorithm: digest,
-            "notes": notes,
+
+    fn as_str(self) -> &'static str {
+        match self {
+            To::Bintensors => OutputFormat::Bintensors.as_str(),
+            To::Safetensors => OutputFormat::Safetensors.as_str(),
+            To::Tensorizer => "tensorizer",
+        }
+    }
+
+    /// Suffix of the names of its files.
+    fn suffix(self) -> &'static str {
+        match self {
+            To::Bintensors => OutputFormat::Bintensors.suffix(),
+            To::Safetensors => OutputFormat::Safetensors.suffix(),
+            To::Tensorizer => names::TENSORIZER_SUFFIX,
+        }
+    }
+}
+
+/// A checkpoint that is converted.
+struct Conversion<'a> {
+    args: &'a args::ConvertArgs,
+    to: To,
+    checkpoint: Arc<Checkpoint>,
+    notes: Vec<String>,
+}
+
+/// The files that were written.
+struct WrittenFiles {
+    files: usize,
+    bytes: u64,
+    /// The name of the algorithm, and the digest in hexadecimal. Tensorizer files have hashes of
+    /// their own instead.
+    digest: Option<(&'static str, String)>,
+}
+
+impl Conversion<'_> {
+    fn write_options(&self) -> WriteOptions {
+        let ConvertArgs { force, verify, .. } = *self.args;
+        WriteOptions { replace: force, verify, beside_others: true }
+    }
+
+    /// Calls `write` with a watch of `bytes` bytes to write. `hash` gets those of a file that is written
+    /// in order.
+    fn watched(
+        &self,
+        bytes: u64,
+        hash: OnBytes<'_>,
+        write: impl FnOnce(&mut Watch<'_>) -> tensorfs::Result<()>,
+    ) -> Result<(), Failure> {
+        let bar = bar(self.args.progress, if self.args.verify { 2 * bytes } else { bytes });
+        let mut progress = |bytes| {
+            bar.inc(bytes);
+            check_stopped()
+        };
+        let mut each = |bytes: &[u8]| hash(bytes);
+        write(&mut Watch { progress: &mut progress, bytes: Some(&mut each) })?;
+        bar.finish_and_clear();
+        Ok(())
+    }
+
+    /// Writes one file with the bytes that the package of `format` would write.
+    fn write_saved(
+        &self,
+        copier: &Copier,
+        target: &Path,
+        format: OutputFormat,
+    ) -> Result<WrittenFiles, Failure> {
+        keep_source(&self.checkpoint, target)?;
+        let spec = FileSpec::saved(&self.checkpoint.name, format);
+        let reader = Reader::open(&VirtualFile::new(&self.checkpoint, spec))?;
+        let mut digest = Hash::of(format);
+        let mut hash = |bytes: &[u8]| digest.update(bytes);
+        let content = NewFile::Bytes(&reader);
+        self.watched(reader.len(), &mut hash, |watch| {
+            copier.write_file(content, target, self.write_options(), watch)
+        })?;
+        Ok(WrittenFiles { files: 1, bytes: reader.len(), digest: Some(digest.finish()) })
+    }
+
+    /// Writes one tensorizer file, or several if `files` says so.
+    fn write_tensorizer(
+        &mut self,
+        copier: &Copier,
+        target: &Path,
+        files: Files,
+    ) -> Result<WrittenFiles, Failure> {
+        let checkpoint = self.checkpoint.clone();
+        let keys = checkpoint.catalog().metadata.as_ref().map_or(0, |metadata| metadata.len());
+        if keys > 0 {
+            let note = format!("{keys} metadata entries are left out, tensorizer files have none");
+            self.notes.push(note);
+        }
+        let target_name = target.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let stem = target_name.strip_suffix(self.to.suffix()).unwrap_or(target_name);
+        let view = View { files, ..View::default() };
+        let specs = arrange(stem, checkpoint.catalog(), &view);
+        let specs = specs.map_err(|fault| checkpoint.refused(fault))?;
+        let specs = match specs.as_slice() {
+            [] | [_] => vec![FileSpec::saved(stem, OutputFormat::default())],
+            _ => specs,
+        };
+        let files = specs.iter().map(|spec| TensorizerFile::new(&checkpoint, spec));
+        let files = files.collect::<tensorfs::Result<Vec<TensorizerFile>>>()?;
+        let bytes = files.iter().map(TensorizerFile::len).sum();
+        let written = WrittenFiles { files: files.len(), bytes, digest: None };
+        let options = self.write_options();
+        if let [file] = files.as_slice() {
+            keep_source(&checkpoint, target)?;
+            self.watched(bytes, &mut |_| (), |watch| {
+                copier.write_file(NewFile::Tensorizer(file), target, options, watch)
+            })?;
+            return Ok(written);
+        }
+        let mut outline = Outline::default();
+        outline.folders.push(OutlineFolder { path: PathBuf::new(), mode: 0o777 });
+        outline.files.extend(files.into_iter().map(|file| OutlineFile {
+            path: file.name().into(),
+            content: OutlineContent::Tensorizer(file),
         }));
+        let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        self.watched(bytes, &mut |_| (), |watch| {
+            copier.write_folder(&outline, folder, options, watch)
+        })?;
+        Ok(written)
     }
-    let mut text = format!(
-        "{}: {}, {}, {algorithm} {digest}\n",
-        shown_path(&target),
-        counted(catalog.len(), "tensor"),
-        human(reader.len())
-    );
-    text.extend(notes.iter().map(|note| format!("  note: {}\n", shown(note))));
-    print_text(&text)
+
+    fn report(mut self, target: &Path, written: &WrittenFiles) -> Outcome {
+        let WrittenFiles { files, bytes, digest } = written;
+        let catalog = self.checkpoint.catalog();
+        let tensors = catalog.len();
+        if self.checkpoint.tail == Tail::Unproven {
+            self.notes.push(UNPROVEN_TAIL.to_owned());
+        }
+        if self.args.source.json {
+            let mut report = json!({
+                "source": real_name(&self.args.source.source),
+                "ok": true,
+                "class": Value::Null,
+                "error": Value::Null,
+                "name": self.checkpoint.name,
+                "kind": self.checkpoint.kind.as_str(),
+                "path": real_name(target),
+                "format": self.to.as_str(),
+                "files": files,
+                "tensors": tensors,
+                "shards": catalog.shards.len(),
+                "bytes": bytes,
+                "verified": self.args.verify,
+                "tail": self.checkpoint.tail.as_str(),
+                "digest_algorithm": digest.as_ref().map(|(algorithm, _)| *algorithm),
+                "digest": digest.as_ref().map(|(_, digest)| digest),
+                "notes": self.notes,
+            });
+            if let Some((algorithm, digest)) = digest {
+                report[*algorithm] = digest.as_str().into();
+            }
+            return print_json(&report);
+        }
+        let digest = digest.as_ref();
+        let digest = digest.map_or(String::new(), |(name, digest)| format!(", {name} {digest}"));
+        let verified = if self.args.verify { ", read back and compared" } else { "" };
+        let count = if *files == 1 { String::new() } else { format!("{files} files, ") };
+        let mut text = format!(
+            "{}: {count}{}, {}{digest}{verified}\n",
+            shown_path(target),
+            counted(tensors as u64, "tensor"),
+            human(*bytes)
+        );
+        text.extend(self.notes.iter().map(|note| format!("  note: {}\n", shown(note))));
+        print_text(&text)
+    }
 }
 
 /// Refuses to overwrite a file of `checkpoint`. Only a checkpoint of one file may be overwritten by
@@ -95,23 +253,23 @@ fn keep_source(checkpoint: &Checkpoint, target: &Path) -> Result<(), Failure> {
 }
 
 /// The file to write for the checkpoint `name`.
-fn target(out: &Path, name: &str, format: OutputFormat) -> Result<PathBuf, Failure> {
+fn target(out: &Path, name: &str, to: To) -> Result<PathBuf, Failure> {
     let is_folder = out.as_os_str().as_encoded_bytes().ends_with(b"/");
     if out.is_dir() {
         // A mount may show its source in another format than the stored one.
         let suffix = OutputFormat::of_name(name).map_or("", OutputFormat::suffix);
         let stem = name.strip_suffix(suffix).unwrap_or(name);
-        return Ok(out.join(format!("{stem}{}", format.suffix())));
+        return Ok(out.join(format!("{stem}{}", to.suffix())));
     }
     let shown = shown_path(out);
     if is_folder {
         return Err(Failure::Failed(format!("{shown}: no such folder")));
     }
-    match out.file_name().and_then(|name| OutputFormat::of_name(name.to_str()?)) {
-        Some(other) if other != format => Err(Failure::Usage(format!(
+    match out.file_name().and_then(|name| To::of_name(name.to_str()?)) {
+        Some(other) if other != to => Err(Failure::Usage(format!(
             "{shown}: the name is one of a {} file, --to says {}",
             other.as_str(),
-            format.as_str()
+            to.as_str()
         ))),
         _ => Ok(out.to_owned()),
     }

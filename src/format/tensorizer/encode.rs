@@ -294,6 +294,11 @@ impl FileEncoder {
         }
     }
 
+    /// First byte of the file.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
     /// First byte after the last tensor.
     pub fn end(&self) -> u64 {
         self.end

@@ -1,0 +1,285 @@
+//! Tensorizer files that are written: read back, with their hashes, and refused if the format cannot hold them.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+
+use proptest::prelude::*;
+use sha2::{Digest as _, Sha256};
+use tensorfs::internal::consolidate::{
+    Copier, NewFile, TensorBytes, TensorWriter, TensorizerFile, Watch, WriteOptions,
+};
+use tensorfs::internal::format::tensorizer::encode::{
+    ENTRIES_LEN, FileEncoder, NewTensor, entries_len,
+};
+use tensorfs::internal::format::tensorizer::{HashKind, hashes, parse_file};
+use tensorfs::internal::io::Settings;
+use tensorfs::{Checkpoint, Dtype, Error, ErrorKind, FileSpec, OutputFormat, Result};
+
+/// Tensors in memory.
+struct InMemory<'a> {
+    data: &'a [Vec<u8>],
+    /// Whether the writer sees them, or has to copy.
+    is_seen: bool,
+}
+
+impl TensorBytes for InMemory<'_> {
+    fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> Result<()> {
+        let start = offset as usize;
+        target.copy_from_slice(&self.data[index][start..start + target.len()]);
+        Ok(())
+    }
+
+    fn in_memory(&self, index: usize, range: &Range<u64>) -> Option<&[u8]> {
+        let bytes = &self.data[index][range.start as usize..range.end as usize];
+        self.is_seen.then_some(bytes)
+    }
+}
+
+/// Writes a file by as many calls as `calls` has numbers of tensors.
+fn written(tensors: &[NewTensor], data: &[Vec<u8>], calls: &[usize], is_seen: bool) -> Vec<u8> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.tensors");
+    let file = File::create(&path).unwrap();
+    let mut writer = TensorWriter::new(0, entries_len(tensors).unwrap());
+    let mut first = 0;
+    for &count in calls {
+        let headers = writer.describe(&tensors[first..first + count], &path).unwrap();
+        let bytes = InMemory { data: &data[first..first + count], is_seen };
+        let mut progress = |_| Ok(());
+        writer.write(&headers, &bytes, (&file, &path), &mut progress).unwrap();
+        writer.finish(&file, &path).unwrap();
+        first += count;
+    }
+    let bytes = std::fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, writer.end());
+    bytes
+}
+
+/// Checks both hashes in each header. Returns their number.
+fn check_hashes(file: &[u8]) -> usize {
+    let tensors = hashes(&mut &*file).unwrap().unwrap();
+    for tensor in &tensors {
+        let mut hashed = file[tensor.range.start as usize..tensor.range.end as usize].to_vec();
+        for hash in &tensor.hashes {
+            let start = (hash.start - tensor.range.start) as usize;
+            hashed[start..start + hash.value.len()].fill(0);
+        }
+        for hash in &tensor.hashes {
+            let expected = match hash.kind {
+                HashKind::Crc32 => crc32fast::hash(&hashed).to_le_bytes().to_vec(),
+                HashKind::Sha256 => Sha256::digest(&hashed).to_vec(),
+            };
+            assert_eq!(hash.value, expected, "{} {:?}", tensor.name, hash.kind);
+        }
+        assert_eq!(tensor.hashes.len(), 2);
+    }
+    tensors.len()
+}
+
+fn dtypes() -> Vec<Dtype> {
+    let is_lost = |dtype: &Dtype| matches!(dtype, Dtype::F6E2M3 | Dtype::F6E3M2);
+    Dtype::ALL.iter().copied().filter(|dtype| !is_lost(dtype)).collect()
+}
+
+/// Names without the one first byte that marks a path.
+const NAME: &str = "[^\u{1e}]\\PC{0,12}";
+
+proptest! {
+    #[test]
+    fn files_of_random_tensors_are_read_back_with_their_hashes(
+        tensors in prop::collection::btree_map(
+            NAME, (prop::sample::select(dtypes()), prop::collection::vec(0_u64..6, 0..4), 0_u8..3), 1..20,
+        ),
+        first in 0_usize..20,
+        is_seen: bool,
+    ) {
+        let mut expected = BTreeMap::new();
+        let (mut new, mut data) = (Vec::new(), Vec::new());
+        for (index, (name, (dtype, mut shape, kind))) in tensors.into_iter().enumerate() {
+            if dtype == Dtype::F4 {
+                shape.push(2 * (index as u64 % 4));
+            }
+            let len = dtype.bits_of(&shape).unwrap() / 8;
+            let bytes: Vec<u8> = (0..len).map(|byte| (byte * 7 + index as u64) as u8).collect();
+            let tensor = NewTensor::of_state_dict(&name, dtype, &shape).unwrap();
+            prop_assert_eq!(tensor.data_len, Some(len));
+            new.push(NewTensor { kind, module: index as u16, ..tensor });
+            data.push(bytes.clone());
+            expected.insert(name, (dtype, shape, bytes));
+        }
+        let first = first.min(new.len());
+        let file = written(&new, &data, &[first, new.len() - first], is_seen);
+        let description = parse_file(&file).unwrap();
+        let tensor = |t: tensorfs::internal::format::TensorDescription<'_>| {
+            let len = t.dtype.bits_of(t.shape).unwrap() / 8;
+            let bytes = file[t.start as usize..(t.start + len) as usize].to_vec();
+            (t.name.to_owned(), (t.dtype, t.shape.to_vec(), bytes))
+        };
+        let found: BTreeMap<_, _> = description.tensors().map(tensor).collect();
+        prop_assert_eq!(check_hashes(&file), found.len());
+        prop_assert_eq!(found, expected);
+    }
+}
+
+fn tensor(name: &str, shape: &[u64]) -> NewTensor {
+    NewTensor::of_state_dict(name, Dtype::U8, shape).unwrap()
+}
+
+#[test]
+fn a_tensor_longer_than_a_step_has_the_same_hashes_whether_it_is_copied_or_not() {
+    let len = (9 << 20) + 3;
+    let long: Vec<u8> = (0..len as u32).map(|byte| (byte * 31 >> 7) as u8).collect();
+    let tensors = [tensor("a", &[5]), tensor("long", &[len]), tensor("b", &[3])];
+    let data = [vec![1; 5], long.clone(), vec![2; 3]];
+    let files = [true, false].map(|is_seen| written(&tensors, &data, &[3], is_seen));
+    assert!(files[0] == files[1]);
+    assert_eq!(check_hashes(&files[0]), 3);
+    let description = parse_file(&files[0]).unwrap();
+    let start = description.tensors().nth(1).unwrap().start as usize;
+    assert!(files[0][start..start + long.len()] == long);
+}
+
+#[test]
+fn the_version_is_the_lowest_that_the_tensors_need() {
+    let dtype = |dtype: Dtype, shape: &[u64]| NewTensor::of_state_dict("a", dtype, shape).unwrap();
+    let meta = |tensor: NewTensor| NewTensor { data_len: None, ..tensor };
+    let long = dtype(Dtype::F32, &[1 << 32, 0]);
+    for (tensor, is_encrypted, version, flags) in [
+        (dtype(Dtype::F32, &[2]), false, 1, 0),
+        (dtype(Dtype::Bf16, &[2]), false, 2, 0),
+        (meta(dtype(Dtype::F32, &[2])), false, 4, 0),
+        (long.clone(), false, 5, 2),
+        (dtype(Dtype::F32, &[u32::MAX.into(), 0]), false, 1, 0),
+        (dtype(Dtype::Bf16, &[2]), true, 3, 0),
+        (meta(dtype(Dtype::F32, &[2])), true, 4, 1),
+        (long, true, 5, 3),
+    ] {
+        let mut encoder = FileEncoder::new(0, ENTRIES_LEN, is_encrypted);
+        encoder.add_all(&[tensor.clone()]).unwrap();
+        let head = encoder.head();
+        assert_eq!((head[5], head[9]), (version, flags), "{tensor:?}");
+        assert_eq!(head.len() as u64, 73 + ENTRIES_LEN);
+    }
+}
+
+#[test]
+fn a_dimension_of_more_than_32_bits_gives_a_version_to_each_entry() {
+    let tensors = [tensor("a", &[3]), tensor("long", &[1 << 40, 0]), tensor("b", &[2])];
+    let data = [vec![1; 3], Vec::new(), vec![2; 2]];
+    let file = written(&tensors, &data, &[1, 2], true);
+    let description = parse_file(&file).unwrap();
+    let found: Vec<_> = description.tensors().map(|t| (t.name, t.shape.to_vec())).collect();
+    assert_eq!(found, [("a", vec![3]), ("long", vec![1 << 40, 0]), ("b", vec![2])]);
+    assert_eq!(check_hashes(&file), 3);
+}
+
+#[test]
+fn the_list_of_tensors_grows_in_steps_and_is_refused_where_no_reader_takes_it() {
+    let many = |count: usize| (0..count).map(|i| tensor(&format!("{i:0100}"), &[1])).collect();
+    let small: Vec<NewTensor> = many(10);
+    assert_eq!(entries_len(&small).unwrap(), 256 << 10);
+    let tensors: Vec<NewTensor> = many(5000);
+    assert_eq!(entries_len(&tensors).unwrap(), 3 * (256 << 10));
+    let data = vec![vec![9]; tensors.len()];
+    let file = written(&tensors, &data, &[2000, 3000], true);
+    assert_eq!(parse_file(&file).unwrap().tensors().count(), 5000);
+    let huge: Vec<NewTensor> = many(130_000);
+    let fault = entries_len(&huge).unwrap_err();
+    assert_eq!(fault.kind, ErrorKind::HeaderTooLarge);
+    assert!(fault.message.contains("at most 16777216 are read"), "{}", fault.message);
+}
+
+#[test]
+fn tensors_that_the_format_cannot_hold_are_refused_by_name_and_change_nothing() {
+    let new = |name: &str, dtype, shape: &[u64]| NewTensor::of_state_dict(name, dtype, shape);
+    for (fault, kind) in [
+        (new("a", Dtype::F6E2M3, &[4]), ErrorKind::UnknownDtype),
+        (new("a", Dtype::F4, &[4, 3]), ErrorKind::Misaligned),
+        (new("a", Dtype::F4, &[]), ErrorKind::Misaligned),
+        (new("\u{1e}[\"a\"]", Dtype::F32, &[4]), ErrorKind::HeaderDecode),
+        (new("a", Dtype::F32, &[1 << 32, 1 << 32]), ErrorKind::Overflow),
+    ] {
+        let fault = fault.unwrap_err();
+        assert_eq!(fault.kind, kind);
+        assert!(fault.tensor.is_some());
+    }
+    let mut encoder = FileEncoder::new(0, 300, false);
+    encoder.add_all(&[tensor("a", &[1])]).unwrap();
+    let before = encoder.head();
+    let named = |name: Vec<u8>| NewTensor { name, ..tensor("x", &[1]) };
+    let ranks = vec![1; 256];
+    for (refused, kind) in [
+        (named(Vec::new()), ErrorKind::HeaderDecode),
+        (named(vec![b'x'; 1 << 16]), ErrorKind::HeaderDecode),
+        (named(vec![b'x'; 250]), ErrorKind::HeaderTooLarge),
+        (tensor("a", &[1]), ErrorKind::DuplicateKey),
+        (tensor("x", &ranks), ErrorKind::HeaderDecode),
+        (NewTensor { kind: 3, ..tensor("x", &[1]) }, ErrorKind::HeaderDecode),
+        (NewTensor { dtype: String::new(), ..tensor("x", &[1]) }, ErrorKind::HeaderDecode),
+        (NewTensor { data_len: Some(1 << 63), ..tensor("x", &[1]) }, ErrorKind::Overflow),
+    ] {
+        let fault = encoder.add_all(&[tensor("b", &[1 << 32, 0]), refused]).unwrap_err();
+        assert_eq!(fault.kind, kind, "{fault:?}");
+        assert!(encoder.head() == before && encoder.count() == 1, "{kind:?}");
+    }
+}
+
+/// Writes a fixture as a tensorizer file.
+fn convert(
+    target: &Path,
+    verify: bool,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<TensorizerFile> {
+    let checkpoint = Checkpoint::open("tests/fixtures/dcp/grid_2d/shards".as_ref())?;
+    let spec = FileSpec::single("model.safetensors", OutputFormat::Safetensors);
+    let file = TensorizerFile::new(&checkpoint, &spec)?;
+    let options = WriteOptions { verify, ..WriteOptions::default() };
+    let mut watch = Watch { progress, bytes: None };
+    let content = NewFile::Tensorizer(&file);
+    Copier::new(Settings::default()).write_file(content, target, options, &mut watch)?;
+    Ok(file)
+}
+
+#[test]
+fn a_checkpoint_of_pieces_becomes_one_file_with_the_same_tensors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.tensors");
+    let file = convert(&path, true, &mut |_| Ok(())).unwrap();
+    let bytes = std::fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, file.len());
+    assert_eq!(check_hashes(&bytes), file.tensor_count());
+    assert_eq!(file.name(), "model.tensors");
+    let checkpoint = Checkpoint::open("tests/fixtures/dcp/grid_2d/shards".as_ref()).unwrap();
+    let copy = Checkpoint::open(&path).unwrap();
+    let facts = |checkpoint: &Checkpoint| {
+        let tensor = |t: tensorfs::Tensor<'_>| (t.name.to_owned(), t.dtype, t.shape.to_vec());
+        checkpoint.catalog().tensors().map(tensor).collect::<Vec<_>>()
+    };
+    assert_eq!(facts(&copy), facts(&checkpoint));
+    let content = |checkpoint: &std::sync::Arc<Checkpoint>| {
+        let spec = FileSpec::saved("a.safetensors", OutputFormat::Safetensors);
+        let file = tensorfs::VirtualFile::new(checkpoint, spec);
+        let reader = tensorfs::Reader::open(&file).unwrap();
+        let mut bytes = vec![0; reader.len() as usize];
+        reader.read_at(0, &mut bytes).unwrap();
+        let header = u64::from_le_bytes(std::array::from_fn(|i| bytes[i]));
+        bytes.split_off(8 + header as usize)
+    };
+    assert!(content(&copy) == content(&checkpoint));
+}
+
+#[test]
+fn a_conversion_that_its_caller_ends_or_that_reads_other_bytes_back_leaves_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.tensors");
+    let names = || std::fs::read_dir(folder.path()).unwrap().count();
+    let stopped = convert(&path, false, &mut |_| Err(Error::cancelled("stopped")));
+    assert_eq!(stopped.map(|_| ()).unwrap_err().to_string(), "stopped");
+    assert_eq!(names(), 0);
+    std::fs::write(&path, "of the user").unwrap();
+    let failed = convert(&path, false, &mut |_| Ok(())).map(|_| ());
+    assert_eq!(failed.unwrap_err().kind(), ErrorKind::Usage);
+    assert_eq!(std::fs::read(&path).unwrap(), b"of the user");
+}

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use proptest::prelude::*;
@@ -124,7 +125,9 @@ proptest! {
 }
 
 fn tensor(name: &str, shape: &[u64]) -> NewTensor {
-    NewTensor::of_state_dict(name, Dtype::U8, shape).unwrap()
+    let len = shape.iter().product();
+    let tensor = NewTensor::of_state_dict(name, Dtype::U8, &[len]);
+    NewTensor { shape: shape.to_vec(), ..tensor.unwrap() }
 }
 
 #[test]
@@ -218,12 +221,46 @@ fn tensors_that_the_format_cannot_hold_are_refused_by_name_and_change_nothing() 
         (tensor("x", &ranks), ErrorKind::HeaderDecode),
         (NewTensor { kind: 3, ..tensor("x", &[1]) }, ErrorKind::HeaderDecode),
         (NewTensor { dtype: String::new(), ..tensor("x", &[1]) }, ErrorKind::HeaderDecode),
-        (NewTensor { data_len: Some(1 << 63), ..tensor("x", &[1]) }, ErrorKind::Overflow),
+        (NewTensor { dtype: "<U4".to_owned(), ..tensor("x", &[1]) }, ErrorKind::UnknownDtype),
+        (NewTensor { dtype: ">f4".to_owned(), ..tensor("x", &[1]) }, ErrorKind::UnknownDtype),
+        (NewTensor { dtype: "<V2".to_owned(), ..tensor("x", &[1]) }, ErrorKind::UnknownDtype),
+        (
+            NewTensor { dtype: "<f4\0torch.x".to_owned(), ..tensor("x", &[1]) },
+            ErrorKind::UnknownDtype,
+        ),
+        (NewTensor { dtype: "<f4".to_owned(), ..tensor("x", &[1]) }, ErrorKind::SizeMismatch),
+        (
+            NewTensor { data_len: Some(1 << 63), ..tensor("x", &[1 << 59, 0]) },
+            ErrorKind::SizeMismatch,
+        ),
+        (long_total(), ErrorKind::Overflow),
     ] {
         let fault = encoder.add_all(&[tensor("b", &[1 << 32, 0]), refused]).unwrap_err();
         assert_eq!(fault.kind, kind, "{fault:?}");
         assert!(encoder.head() == before && encoder.count() == 1, "{kind:?}");
     }
+}
+
+/// A tensor that no file can hold.
+fn long_total() -> NewTensor {
+    let shape = vec![1 << 63];
+    NewTensor { shape, data_len: Some(1 << 63), ..tensor("x", &[1]) }
+}
+
+/// The open file without a name in `folder`.
+fn nameless(folder: &Path) -> File {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
+        let path = entry.unwrap().path();
+        std::fs::read_link(&path).ok().filter(|link| link.starts_with(folder)).map(|_| path)
+    });
+    let path = open.last().expect("a file is being written");
+    std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
+fn all_bytes(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
 }
 
 /// Writes a fixture as a tensorizer file.
@@ -277,6 +314,18 @@ fn a_conversion_that_its_caller_ends_or_that_reads_other_bytes_back_leaves_no_fi
     let names = || std::fs::read_dir(folder.path()).unwrap().count();
     let stopped = convert(&path, false, &mut |_| Err(Error::cancelled("stopped")));
     assert_eq!(stopped.map(|_| ()).unwrap_err().to_string(), "stopped");
+    assert_eq!(names(), 0);
+    let mut is_changed = false;
+    let failed = convert(&path, true, &mut |_| {
+        // The last report of the writing comes before the first byte is read back.
+        if !is_changed && parse_file(&all_bytes(&nameless(folder.path()))).is_ok() {
+            is_changed = true;
+            nameless(folder.path()).write_all_at(b"x", 73).unwrap();
+        }
+        Ok(())
+    });
+    let message = failed.map(|_| ()).unwrap_err().to_string();
+    assert!(is_changed && message.contains("read back differ"), "{message}");
     assert_eq!(names(), 0);
     std::fs::write(&path, "of the user").unwrap();
     let failed = convert(&path, false, &mut |_| Ok(())).map(|_| ());

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::dtype::Dtype;
-use crate::error::{ErrorKind, Fault};
+use crate::error::{ErrorKind, Fault, quoted};
 
 use super::entries::{DTYPES, F4_PACKED, LONG, SHORT, STATE_DICT, TORCH_DTYPES};
 use super::names::PATH_MARK;
@@ -118,7 +118,43 @@ impl NewTensor {
                 return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&self.shown()));
             }
         }
-        Ok(())
+        let Some(width) = self.element_len() else {
+            let code = quoted(&self.dtype);
+            let message = format!("dtype {code} is none of tensorizer, such as <f4 was expected");
+            return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(&self.shown()));
+        };
+        let dims = self.shape.iter().try_fold(width, |len, &dim| len.checked_mul(dim));
+        let len = dims.ok_or_else(|| {
+            let message = format!("the bytes of shape {:?} pass 2^64", self.shape);
+            Fault::new(ErrorKind::Overflow, message).tensor(&self.shown())
+        })?;
+        match self.data_len.filter(|&found| found != len) {
+            None => Ok(()),
+            Some(found) => {
+                let message = format!(
+                    "has {found} bytes, shape {:?} of elements of {width} bytes takes {len}",
+                    self.shape
+                );
+                Err(Fault::new(ErrorKind::SizeMismatch, message).tensor(&self.shown()))
+            }
+        }
+    }
+
+    /// Bytes of an element, by the dtype: byte order, letter and number, and the name that torch has
+    /// for opaque bytes.
+    fn element_len(&self) -> Option<u64> {
+        let (storage, torch) = match self.dtype.split_once('\0') {
+            Some((storage, torch)) => (storage, Some(torch)),
+            None => (self.dtype.as_str(), None),
+        };
+        let letter = storage.strip_prefix(['<', '|'])?;
+        let is_opaque = letter.starts_with('V');
+        let is_named = torch.is_some_and(|name| name.starts_with("torch.") && !name.contains('\0'));
+        if is_opaque != is_named || is_opaque != torch.is_some() {
+            return None;
+        }
+        let width = letter.strip_prefix(['b', 'u', 'i', 'f', 'c', 'V'])?;
+        width.parse().ok().filter(|width| (1..=16).contains(width))
     }
 
     /// Length of its entry in the list in bytes, without the version.

@@ -12,10 +12,10 @@ mod target;
 mod tensor_writer;
 mod tensorizer;
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nix::sys::statvfs::statvfs;
@@ -86,24 +86,10 @@ impl Copier {
         watch: &mut Watch<'_>,
     ) -> Result<()> {
         let failed = |e| Error::io(target, "write", e);
-        // This early check saves the work. The link checks again.
-        let there = std::fs::symlink_metadata(target).ok();
-        if let Some(there) = &there {
-            if !options.replace {
-                return Err(taken(target));
-            }
-            // A broken link can be replaced. A link to a device may be intended, so it is refused.
-            let leads_to_file = || std::fs::metadata(target).ok().is_none_or(|meta| meta.is_file());
-            let replaceable = there.is_file() || (there.is_symlink() && leads_to_file());
-            if !replaceable {
-                let reason = io::Error::other("neither a regular file nor a link is there");
-                return Err(failed(reason));
-            }
-        }
+        let there = replaceable(target, options.replace)?;
         let folder = folder_of(target);
         check_space(folder, target, content.len())?;
         let mut mode = CopyMode::of(content.sources())?;
-        let there = there.filter(std::fs::Metadata::is_file);
         if let Some(there) = &there {
             mode.add(there, target);
         }
@@ -139,6 +125,75 @@ impl Copier {
         match content {
             NewFile::Bytes(reader) => self.copy(reader, place, verify, watch),
             NewFile::Tensorizer(file) => self.copy_tensors(file, place, verify, watch),
+        }
+    }
+}
+
+/// The regular file at `target` that a new file will replace. The link to the new file checks again.
+///
+/// # Errors
+/// `Error::Usage` if `target` exists and is not to be replaced, and an I/O error if it is neither a file
+/// nor a link that can be replaced.
+fn replaceable(target: &Path, replace: bool) -> Result<Option<Metadata>> {
+    let Ok(there) = std::fs::symlink_metadata(target) else { return Ok(None) };
+    if !replace {
+        return Err(taken(target));
+    }
+    // A broken link can be replaced. A link to a device may be intended, so it is refused.
+    let leads_to_file = || std::fs::metadata(target).ok().is_none_or(|meta| meta.is_file());
+    if !(there.is_file() || (there.is_symlink() && leads_to_file())) {
+        let reason = io::Error::other("neither a regular file nor a link is there");
+        return Err(Error::io(target, "write", reason));
+    }
+    Ok(Some(there).filter(Metadata::is_file))
+}
+
+/// A new file whose bytes come from memory. It appears whole under its name, or not at all.
+#[derive(Debug)]
+pub struct MemoryFile {
+    target: PathBuf,
+    replace: bool,
+    partial: TemporaryFile,
+    /// The mode of the replaced file.
+    mode: Option<u32>,
+}
+
+impl MemoryFile {
+    /// Begins the file `target`. `replace`: in place of a file of that name, whose mode it takes.
+    ///
+    /// # Errors
+    /// Errors of the file system, and `Error::Usage` if `target` exists and is not to be replaced.
+    pub fn create(target: &Path, replace: bool) -> Result<MemoryFile> {
+        let mode = replaceable(target, replace)?.map(|there| there.mode() & 0o7777);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).mode(mode.unwrap_or(0o666) & 0o777);
+        let partial = TemporaryFile::create_beside(target, &options);
+        let partial = partial.map_err(|e| Error::io(target, "write", e))?;
+        Ok(MemoryFile { target: target.to_owned(), replace, partial, mode })
+    }
+
+    /// Its later name.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// The file, for writing.
+    pub fn file(&self) -> &File {
+        self.partial.file()
+    }
+
+    /// Gives the file its name, once the disk has it.
+    ///
+    /// # Errors
+    /// Errors of the file system, and `Error::Usage` if the name is taken. Nothing is left then.
+    pub fn publish(mut self) -> Result<()> {
+        let MemoryFile { target, replace, partial, mode } = &mut self;
+        let set = mode.map(|mode| partial.file().set_permissions(Permissions::from_mode(mode)));
+        let synced = set.unwrap_or(Ok(())).and_then(|()| partial.file().sync_all());
+        let published = synced.and_then(|()| partial.publish(target, *replace));
+        match published.and_then(|()| sync_folder(folder_of(target))) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(taken(target)),
+            other => other.map_err(|e| Error::io(target, "write", e)),
         }
     }
 }

@@ -9,6 +9,7 @@ mod errors;
 mod loading;
 mod memory;
 mod slicing;
+mod tensor_writer;
 mod waiting;
 
 use pyo3::prelude::*;
@@ -22,6 +23,7 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<loading::Plan>()?;
     module.add_class::<memory::Area>()?;
     module.add_class::<memory::Tensor>()?;
+    module.add_class::<tensor_writer::TensorizerWriter>()?;
     module.add_function(wrap_pyfunction!(checkpoint::describe, module)?)?;
     module.add_function(wrap_pyfunction!(consolidate::consolidate, module)?)?;
     module.add_function(wrap_pyfunction!(loading::release_pinned, module)?)?;

@@ -1,0 +1,296 @@
+//! Writing tensors of Python as a tensorizer file.
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use tensorfs::Error;
+use tensorfs::internal::consolidate::{MemoryFile, TensorBytes, TensorWriter, WriteAt};
+use tensorfs::internal::format::tensorizer::encode::{ENTRIES_LEN, NewTensor, entries_len};
+
+use crate::errors::raised;
+use crate::memory::bytes_at;
+use crate::waiting::beside;
+
+/// A tensor: name, kind, module, dtype, shape, address, and length in bytes or `None`.
+type GivenTensor = (Vec<u8>, u8, u16, String, Vec<u64>, usize, Option<usize>);
+
+/// Where a file is written.
+enum WriteTarget {
+    /// A path, which the file takes once it is whole.
+    Path(MemoryFile),
+    /// A Python file.
+    Object(PythonFile),
+}
+
+impl WriteTarget {
+    fn writer(&self) -> &dyn WriteAt {
+        match self {
+            WriteTarget::Path(file) => file.file(),
+            WriteTarget::Object(file) => file,
+        }
+    }
+
+    /// The name for errors.
+    fn shown(&self) -> &Path {
+        match self {
+            WriteTarget::Path(file) => file.target(),
+            WriteTarget::Object(_) => Path::new("file object"),
+        }
+    }
+}
+
+/// A Python file that can be written at any place.
+struct PythonFile {
+    file: Py<PyAny>,
+    /// Held while the file is moved and written. Keeps the exception of the file.
+    exception: Mutex<Option<PyErr>>,
+}
+
+impl PythonFile {
+    /// Writes all of `bytes` at `offset`. `write` of an unbuffered file may take a part only.
+    fn write(&self, py: Python<'_>, mut bytes: &[u8], offset: u64) -> PyResult<()> {
+        let file = self.file.bind(py);
+        file.call_method1("seek", (offset,))?;
+        while !bytes.is_empty() {
+            let taken = file.call_method1("write", (PyBytes::new(py, bytes),))?;
+            let taken = taken.extract::<usize>().unwrap_or(0);
+            match bytes.get(taken..) {
+                Some(rest) if taken > 0 => bytes = rest,
+                _ => return Err(PyOSError::new_err("the file took no bytes")),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl WriteAt for PythonFile {
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        // No thread waits for this lock with the interpreter lock.
+        let mut exception = self.exception.lock().unwrap_or_else(PoisonError::into_inner);
+        Python::attach(|py| self.write(py, bytes, offset)).map_err(|error| {
+            let failed = io::Error::other(error.to_string());
+            exception.get_or_insert(error);
+            failed
+        })
+    }
+}
+
+/// Tensors in memory of Python, which their owners keep while they are written.
+struct GivenTensors(Vec<&'static [u8]>);
+
+impl TensorBytes for GivenTensors {
+    fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> tensorfs::Result<()> {
+        let start = offset as usize;
+        target.copy_from_slice(&self.0[index][start..start + target.len()]);
+        Ok(())
+    }
+
+    fn in_memory(&self, index: usize, range: &Range<u64>) -> Option<&[u8]> {
+        self.0[index].get(range.start as usize..range.end as usize)
+    }
+}
+
+/// An open file.
+struct OpenWriter {
+    target: WriteTarget,
+    /// Made at the first write, which knows how long the list of tensors is.
+    writer: Option<TensorWriter>,
+    /// First byte of the file in its target.
+    start: u64,
+    entries_len: u64,
+}
+
+impl OpenWriter {
+    fn writer(&mut self) -> &mut TensorWriter {
+        let (start, entries_len) = (self.start, self.entries_len);
+        self.writer.get_or_insert_with(|| TensorWriter::new(start, entries_len))
+    }
+
+    fn write(
+        &mut self,
+        tensors: &[NewTensor],
+        bytes: &GivenTensors,
+        is_stopped: &AtomicBool,
+    ) -> tensorfs::Result<()> {
+        if self.writer.is_none() {
+            let shown = self.target.shown();
+            let needed = entries_len(tensors).map_err(|fault| Error::refused(shown, fault))?;
+            self.entries_len = self.entries_len.max(needed);
+        }
+        self.writer();
+        let OpenWriter { target, writer, .. } = self;
+        let Some(writer) = writer else { return Err(Error::internal("no writer was made")) };
+        let headers = writer.describe(tensors, target.shown())?;
+        let mut progress = |_| match is_stopped.load(Ordering::Relaxed) {
+            true => Err(Error::cancelled("interrupted")),
+            false => Ok(()),
+        };
+        writer.write(&headers, bytes, (target.writer(), target.shown()), &mut progress)
+    }
+
+    fn sync(&mut self) -> tensorfs::Result<()> {
+        self.writer();
+        let OpenWriter { target, writer, .. } = self;
+        let Some(writer) = writer else { return Err(Error::internal("no writer was made")) };
+        writer.finish(target.writer(), target.shown())
+    }
+}
+
+/// Writes a tensorizer file: TensorizerWriter(path=None, file=None, *, entries_len=262144,
+/// overwrite=True).
+///
+/// Give `path`, which appears whole at `finish`, or `file`, an object with `seek`, `tell` and
+/// `write`, whose file begins where it stands. `entries_len` is the least number of bytes for the
+/// list of tensors; the first `write` makes it longer if its tensors need that.
+///
+/// write(tensors): a list of tuples (name, kind, module, dtype, shape, address, length). `name` is
+/// bytes: UTF-8, or b"\x1e" and a path as a JSON array. `kind` is 0 for a parameter, 1 for a buffer, 2
+/// for a value of a state dict. `module` is the number of the module. `dtype` is the text of the
+/// format, such as "<f4" or "<V2\0torch.bfloat16". `length` is in bytes; None makes a meta tensor.
+/// The caller keeps the memory until `write` returns. Hashes are made on several threads, without
+/// the interpreter lock.
+///
+/// sync() makes what was written so far a whole file. finish() does the same, ends the writer and
+/// returns the length of the file in bytes; a path gets its name then. abort() ends the writer, and
+/// leaves nothing of a path. After an exception of write() only abort() is of use.
+#[pyclass(module = "tensorfs._tensorfs", frozen)]
+pub(crate) struct TensorizerWriter {
+    /// `None` once it has ended, or failed.
+    open: Arc<Mutex<Option<OpenWriter>>>,
+}
+
+#[pymethods]
+impl TensorizerWriter {
+    #[new]
+    #[pyo3(signature = (path = None, file = None, *, entries_len = ENTRIES_LEN, overwrite = true))]
+    fn new(
+        py: Python<'_>,
+        path: Option<PathBuf>,
+        file: Option<Py<PyAny>>,
+        entries_len: u64,
+        overwrite: bool,
+    ) -> PyResult<TensorizerWriter> {
+        let (target, start) = match (path, file) {
+            (Some(path), None) => {
+                let made = py.detach(|| MemoryFile::create(&path, overwrite));
+                (WriteTarget::Path(made.map_err(|error| raised(py, &error, None))?), 0)
+            }
+            (None, Some(file)) => {
+                let start = file.bind(py).call_method0("tell")?.extract()?;
+                (WriteTarget::Object(PythonFile { file, exception: Mutex::default() }), start)
+            }
+            _ => return Err(PyValueError::new_err("give a path or a file")),
+        };
+        let entries_len = entries_len.max(1).next_multiple_of(ENTRIES_LEN);
+        let open = OpenWriter { target, writer: None, start, entries_len };
+        Ok(TensorizerWriter { open: Arc::new(Mutex::new(Some(open))) })
+    }
+
+    /// Writes tensors behind those that were written.
+    fn write(&self, py: Python<'_>, tensors: Vec<GivenTensor>) -> PyResult<()> {
+        let (mut new, mut bytes) = (Vec::new(), Vec::new());
+        for (name, kind, module, dtype, shape, address, len) in tensors {
+            let data_len = len.map(|len| len as u64);
+            new.push(NewTensor { name, kind, module, dtype, shape, data_len });
+            // SAFETY: the caller keeps these bytes, and does not write them, until this function
+            // returns. It returns once no thread uses them. They are only read.
+            bytes.push(&*unsafe { bytes_at(address, len.unwrap_or(0)) }?);
+        }
+        let bytes = GivenTensors(bytes);
+        self.run(py, move |open, is_stopped| open.write(&new, &bytes, is_stopped))
+    }
+
+    /// Makes what was written so far a whole file.
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, |open, _| open.sync())
+    }
+
+    /// Ends the file. Returns its length in bytes.
+    fn finish(&self, py: Python<'_>) -> PyResult<u64> {
+        let open = self.open.clone();
+        let len = self.run(py, move |open, _| {
+            open.sync()?;
+            Ok(open.writer().end() - open.start)
+        })?;
+        let ended = py.detach(|| open.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let Some(OpenWriter { target, start, .. }) = ended else { return Err(closed()) };
+        match target {
+            WriteTarget::Object(file) => {
+                file.file.bind(py).call_method1("seek", (start + len,))?;
+            }
+            WriteTarget::Path(file) => {
+                let publish = move || file.publish();
+                beside(py, "tensorfs-write", None, "write", publish)?
+                    .map_err(|error| raised(py, &error, None))?;
+            }
+        }
+        Ok(len)
+    }
+
+    /// Ends the writer. Nothing is left of a path.
+    fn abort(&self, py: Python<'_>) {
+        let open = self.open.clone();
+        drop(py.detach(|| open.lock().unwrap_or_else(PoisonError::into_inner).take()));
+    }
+
+    /// Bytes of data of the tensors so far.
+    #[getter]
+    fn data_len(&self, py: Python<'_>) -> u64 {
+        let open = self.open.clone();
+        py.detach(|| {
+            let open = open.lock().unwrap_or_else(PoisonError::into_inner);
+            let writer = open.as_ref().and_then(|open| open.writer.as_ref());
+            writer.map_or(0, TensorWriter::data_len)
+        })
+    }
+}
+
+impl TensorizerWriter {
+    /// Runs `work` without the interpreter lock. The writer ends if it fails.
+    fn run<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut OpenWriter, &AtomicBool) -> tensorfs::Result<T> + Send + 'static,
+    ) -> PyResult<T> {
+        let (open, is_stopped) = (self.open.clone(), Arc::new(AtomicBool::new(false)));
+        let (ended, wait) = channel::<()>();
+        let stop = is_stopped.clone();
+        let outcome = beside(py, "tensorfs-write", None, "write", move || {
+            let _ended = ended;
+            let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+            let done = work(open.as_mut()?, &stop);
+            let failed = if done.is_err() { open.take() } else { None };
+            Some((done, failed))
+        });
+        match outcome {
+            Ok(Some((Ok(done), _))) => Ok(done),
+            Ok(Some((Err(error), failed))) => {
+                let exception = failed.and_then(|open| match open.target {
+                    WriteTarget::Object(file) => {
+                        file.exception.into_inner().unwrap_or_else(PoisonError::into_inner)
+                    }
+                    WriteTarget::Path(_) => None,
+                });
+                Err(exception.unwrap_or_else(|| raised(py, &error, None)))
+            }
+            Ok(None) => Err(closed()),
+            Err(interrupted) => {
+                // No thread uses the memory any more when the exception is seen.
+                is_stopped.store(true, Ordering::Relaxed);
+                let _ = py.detach(move || wait.recv());
+                Err(interrupted)
+            }
+        }
+    }
+}
+
+fn closed() -> PyErr {
+    PyValueError::new_err("the writer has ended")
+}

@@ -40,27 +40,27 @@ impl TensorBytes for InMemory<'_> {
 
 /// Writes a file by as many calls as `calls` has numbers of tensors.
 fn written(tensors: &[NewTensor], data: &[Vec<u8>], calls: &[usize], is_seen: bool) -> Vec<u8> {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::tempdir().expect("it works");
     let path = folder.path().join("a.tensors");
-    let file = File::create(&path).unwrap();
-    let mut writer = TensorWriter::new(0, entries_len(tensors).unwrap());
+    let file = File::create(&path).expect("it works");
+    let mut writer = TensorWriter::new(0, entries_len(tensors).expect("it works"));
     let mut first = 0;
     for &count in calls {
-        let headers = writer.describe(&tensors[first..first + count], &path).unwrap();
+        let headers = writer.describe(&tensors[first..first + count], &path).expect("it works");
         let bytes = InMemory { data: &data[first..first + count], is_seen };
         let mut progress = |_| Ok(());
-        writer.write(&headers, &bytes, (&file, &path), &mut progress).unwrap();
-        writer.finish(&file, &path).unwrap();
+        writer.write(&headers, &bytes, (&file, &path), &mut progress).expect("it works");
+        writer.finish(&file, &path).expect("it works");
         first += count;
     }
-    let bytes = std::fs::read(&path).unwrap();
+    let bytes = std::fs::read(&path).expect("it works");
     assert_eq!(bytes.len() as u64, writer.end());
     bytes
 }
 
 /// Checks both hashes in each header. Returns their number.
 fn check_hashes(file: &[u8]) -> usize {
-    let tensors = hashes(&mut &*file).unwrap().unwrap();
+    let tensors = hashes(&mut &*file).expect("it works").expect("it works");
     for tensor in &tensors {
         let mut hashed = file[tensor.range.start as usize..tensor.range.end as usize].to_vec();
         for hash in &tensor.hashes {
@@ -127,13 +127,13 @@ proptest! {
 fn tensor(name: &str, shape: &[u64]) -> NewTensor {
     let len = shape.iter().product();
     let tensor = NewTensor::of_state_dict(name, Dtype::U8, &[len]);
-    NewTensor { shape: shape.to_vec(), ..tensor.unwrap() }
+    NewTensor { shape: shape.to_vec(), ..tensor.expect("it works") }
 }
 
 #[test]
 fn a_tensor_longer_than_a_step_has_the_same_hashes_whether_it_is_copied_or_not() {
     let len = (9 << 20) + 3;
-    let long: Vec<u8> = (0..len as u32).map(|byte| (byte * 31 >> 7) as u8).collect();
+    let long: Vec<u8> = (0..len as u32).map(|byte| ((byte * 31) >> 7) as u8).collect();
     let tensors = [tensor("a", &[5]), tensor("long", &[len]), tensor("b", &[3])];
     let data = [vec![1; 5], long.clone(), vec![2; 3]];
     let files = [true, false].map(|is_seen| written(&tensors, &data, &[3], is_seen));
@@ -160,7 +160,7 @@ fn the_version_is_the_lowest_that_the_tensors_need() {
         (long, true, 5, 3),
     ] {
         let mut encoder = FileEncoder::new(0, ENTRIES_LEN, is_encrypted);
-        encoder.add_all(&[tensor.clone()]).unwrap();
+        encoder.add_all(std::slice::from_ref(&tensor)).unwrap();
         let head = encoder.head();
         assert_eq!((head[5], head[9]), (version, flags), "{tensor:?}");
         assert_eq!(head.len() as u64, 73 + ENTRIES_LEN);
@@ -249,27 +249,31 @@ fn long_total() -> NewTensor {
 
 /// The open file without a name in `folder`.
 fn nameless(folder: &Path) -> File {
-    let open = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
-        let path = entry.unwrap().path();
+    let open = std::fs::read_dir("/proc/self/fd").expect("it works").filter_map(|entry| {
+        let path = entry.expect("it works").path();
         std::fs::read_link(&path).ok().filter(|link| link.starts_with(folder)).map(|_| path)
     });
     let path = open.last().expect("a file is being written");
-    std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap()
+    std::fs::OpenOptions::new().read(true).write(true).open(path).expect("it works")
 }
 
 fn all_bytes(file: &File) -> Vec<u8> {
-    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
-    file.read_exact_at(&mut bytes, 0).unwrap();
+    let mut bytes = vec![0; file.metadata().expect("it works").len() as usize];
+    file.read_exact_at(&mut bytes, 0).expect("it works");
     bytes
 }
 
-/// Writes a fixture as a tensorizer file.
+/// A fixture of tensors in several pieces.
+const PIECES: &str = "tests/fixtures/dcp/grid_2d/shards";
+
+/// Writes `source` as a tensorizer file.
 fn convert(
+    source: &str,
     target: &Path,
     verify: bool,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<TensorizerFile> {
-    let checkpoint = Checkpoint::open("tests/fixtures/dcp/grid_2d/shards".as_ref())?;
+    let checkpoint = Checkpoint::open(source.as_ref())?;
     let spec = FileSpec::single("model.safetensors", OutputFormat::Safetensors);
     let file = TensorizerFile::new(&checkpoint, &spec)?;
     let options = WriteOptions { verify, ..WriteOptions::default() };
@@ -279,32 +283,35 @@ fn convert(
     Ok(file)
 }
 
+/// Name, dtype and shape of each tensor.
+type Facts = Vec<(String, Dtype, Vec<u64>)>;
+
+/// The tensors of a checkpoint, and their bytes in the order of the safetensors package.
+fn content(source: &Path) -> (Facts, Vec<u8>) {
+    let checkpoint = Checkpoint::open(source).expect("it works");
+    let tensor = |t: tensorfs::Tensor<'_>| (t.name.to_owned(), t.dtype, t.shape.to_vec());
+    let tensors = checkpoint.catalog().tensors().map(tensor).collect();
+    let spec = FileSpec::saved("a.safetensors", OutputFormat::Safetensors);
+    let reader =
+        tensorfs::Reader::open(&tensorfs::VirtualFile::new(&checkpoint, spec)).expect("it works");
+    let mut bytes = vec![0; reader.len() as usize];
+    reader.read_at(0, &mut bytes).expect("it works");
+    let header = u64::from_le_bytes(std::array::from_fn(|i| bytes[i]));
+    (tensors, bytes.split_off(8 + header as usize))
+}
+
 #[test]
-fn a_checkpoint_of_pieces_becomes_one_file_with_the_same_tensors() {
+fn a_checkpoint_of_pieces_and_one_with_meta_tensors_keep_their_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.tensors");
-    let file = convert(&path, true, &mut |_| Ok(())).unwrap();
-    let bytes = std::fs::read(&path).unwrap();
-    assert_eq!(bytes.len() as u64, file.len());
-    assert_eq!(check_hashes(&bytes), file.tensor_count());
-    assert_eq!(file.name(), "model.tensors");
-    let checkpoint = Checkpoint::open("tests/fixtures/dcp/grid_2d/shards".as_ref()).unwrap();
-    let copy = Checkpoint::open(&path).unwrap();
-    let facts = |checkpoint: &Checkpoint| {
-        let tensor = |t: tensorfs::Tensor<'_>| (t.name.to_owned(), t.dtype, t.shape.to_vec());
-        checkpoint.catalog().tensors().map(tensor).collect::<Vec<_>>()
-    };
-    assert_eq!(facts(&copy), facts(&checkpoint));
-    let content = |checkpoint: &std::sync::Arc<Checkpoint>| {
-        let spec = FileSpec::saved("a.safetensors", OutputFormat::Safetensors);
-        let file = tensorfs::VirtualFile::new(checkpoint, spec);
-        let reader = tensorfs::Reader::open(&file).unwrap();
-        let mut bytes = vec![0; reader.len() as usize];
-        reader.read_at(0, &mut bytes).unwrap();
-        let header = u64::from_le_bytes(std::array::from_fn(|i| bytes[i]));
-        bytes.split_off(8 + header as usize)
-    };
-    assert!(content(&copy) == content(&checkpoint));
+    for (source, version) in [(PIECES, 2), ("tests/fixtures/tensorizer/meta.tensors", 4)] {
+        let file = convert(source, &path, true, &mut |_| Ok(())).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        assert_eq!((bytes.len() as u64, bytes[5]), (file.len(), version));
+        assert_eq!(check_hashes(&bytes), file.tensor_count());
+        assert!(content(&path) == content(source.as_ref()), "{source}");
+        std::fs::remove_file(&path).unwrap();
+    }
 }
 
 #[test]
@@ -312,11 +319,11 @@ fn a_conversion_that_its_caller_ends_or_that_reads_other_bytes_back_leaves_no_fi
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.tensors");
     let names = || std::fs::read_dir(folder.path()).unwrap().count();
-    let stopped = convert(&path, false, &mut |_| Err(Error::cancelled("stopped")));
+    let stopped = convert(PIECES, &path, false, &mut |_| Err(Error::cancelled("stopped")));
     assert_eq!(stopped.map(|_| ()).unwrap_err().to_string(), "stopped");
     assert_eq!(names(), 0);
     let mut is_changed = false;
-    let failed = convert(&path, true, &mut |_| {
+    let failed = convert(PIECES, &path, true, &mut |_| {
         // The last report of the writing comes before the first byte is read back.
         if !is_changed && parse_file(&all_bytes(&nameless(folder.path()))).is_ok() {
             is_changed = true;
@@ -328,7 +335,7 @@ fn a_conversion_that_its_caller_ends_or_that_reads_other_bytes_back_leaves_no_fi
     assert!(is_changed && message.contains("read back differ"), "{message}");
     assert_eq!(names(), 0);
     std::fs::write(&path, "of the user").unwrap();
-    let failed = convert(&path, false, &mut |_| Ok(())).map(|_| ());
+    let failed = convert(PIECES, &path, false, &mut |_| Ok(())).map(|_| ());
     assert_eq!(failed.unwrap_err().kind(), ErrorKind::Usage);
     assert_eq!(std::fs::read(&path).unwrap(), b"of the user");
 }

@@ -51,7 +51,9 @@ impl TensorizerFile {
         });
         let tensor = |&(position, _): &(usize, u64)| {
             let tensor = catalog.tensor_at(position);
-            NewTensor::of_state_dict(tensor.name, tensor.dtype, tensor.shape).map_err(refused)
+            let new = NewTensor::of_state_dict(tensor.name, tensor.dtype, tensor.shape);
+            let is_meta = tensor.len > 0 && tensor.pieces().all(|piece| piece.is_zeros());
+            new.map(|new| if is_meta { new.without_zeros() } else { new }).map_err(refused)
         };
         let tensors = places.iter().map(tensor).collect::<Result<Arc<[NewTensor]>>>()?;
         if tensors.is_empty() {
@@ -101,6 +103,7 @@ struct ReaderTensors<'a> {
 
 impl TensorBytes for ReaderTensors<'_> {
     fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> Result<()> {
+        // Tensors without data are not read.
         if target.is_empty() {
             return Ok(());
         }

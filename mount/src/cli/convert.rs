@@ -228,7 +228,7 @@ impl Conversion<'_> {
         let mut text = format!(
             "{}: {count}{}, {}{digest}{verified}\n",
             shown_path(target),
-            counted(tensors as u64, "tensor"),
+            counted(tensors, "tensor"),
             human(*bytes)
         );
         text.extend(self.notes.iter().map(|note| format!("  note: {}\n", shown(note))));

@@ -94,6 +94,13 @@ impl NewTensor {
         })
     }
 
+    /// The same tensor, of which all elements are zero, as a meta tensor if the reference
+    /// implementation reads it: it has dimensions, and numpy has its dtype.
+    pub fn without_zeros(self) -> NewTensor {
+        let is_read = !self.shape.is_empty() && !self.dtype.contains('\0');
+        NewTensor { data_len: self.data_len.filter(|_| !is_read), ..self }
+    }
+
     /// Whether a dimension needs 64 bits.
     fn is_long(&self) -> bool {
         self.shape.iter().any(|&dim| dim > u32::MAX.into())
@@ -218,7 +225,7 @@ pub struct TensorHeader {
     crc32: Option<usize>,
     /// Place of the value of the SHA-256.
     sha256: usize,
-    /// The section about encryption with its length; empty in plain files.
+    /// The section about encryption with its length. Empty in plain files.
     crypt: Range<usize>,
 }
 
@@ -247,7 +254,6 @@ impl TensorHeader {
         let sha256 = hash(1, SHA256_LEN);
         let crypt_start = bytes.len();
         if let Some(crypt) = crypt {
-            bytes.extend_from_slice(&(crypt.len() as u64).to_le_bytes());
             bytes.extend_from_slice(crypt);
         }
         let crypt = crypt_start..bytes.len();
@@ -377,7 +383,7 @@ impl FileEncoder {
     }
 
     /// Adds a tensor behind the others, and returns its header. `crypt` is the section about the
-    /// encryption of its data, without its length, in an encrypted file.
+    /// encryption of its data, with its length, in an encrypted file.
     ///
     /// # Errors
     /// If the format cannot hold the tensor, or its name is taken. The file is as before then.

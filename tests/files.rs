@@ -101,6 +101,33 @@ fn a_renewed_checkpoint_reads_the_same_bytes_and_refuses_another_file() {
 }
 
 #[test]
+fn an_open_file_is_read_after_its_name_is_gone() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("model.safetensors");
+    std::fs::copy(fixture("safetensors/many.safetensors"), &file).unwrap();
+    let named = Checkpoint::of_files(std::slice::from_ref(&file)).unwrap();
+    let right = content(&named);
+    let open = std::fs::File::open(&file).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    let unnamed = Checkpoint::of_open_file(open, "<memory>").unwrap();
+    let pin = unnamed.sources()[0].pin().unwrap();
+    unnamed.sources()[0].release();
+    assert_eq!(content(&unnamed), right);
+    drop(pin);
+    let error = Loader::new(LoaderConfig::default()).load_all(&unnamed).unwrap_err();
+    assert_eq!(error.path(), Some(Path::new("<memory>")));
+}
+
+#[test]
+fn an_open_folder_or_a_bad_open_file_is_refused_by_the_given_name() {
+    for path in ["hf", "../requirements.txt"] {
+        let open = std::fs::File::open(fixture(path)).unwrap();
+        let error = Checkpoint::of_open_file(open, "<given>").unwrap_err();
+        assert!(error.to_string().starts_with("<given>: "), "{error}");
+    }
+}
+
+#[test]
 fn what_the_page_cache_holds_is_copied_at_once_and_only_a_whole_piece() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("model.safetensors");

@@ -1,11 +1,13 @@
 //! An open checkpoint: its tensors and their places in files.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
 use tensorfs::internal::error::real_name;
@@ -16,7 +18,7 @@ use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
-use tensorfs::internal::source::read_text;
+use tensorfs::internal::source::{Pin, read_text};
 use tensorfs::internal::view::{Files, MapPolicy, View};
 
 use crate::errors::raised;
@@ -29,6 +31,8 @@ pub(crate) struct Checkpoint {
     /// The token of the process that opened it.
     process: u64,
     again: PerProcess<Arc<core::Checkpoint>>,
+    /// Keeps a file open that no path leads to.
+    _pin: Option<Pin>,
 }
 
 /// Name, position, dtype, shape and length in bytes.
@@ -47,7 +51,7 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         let first = beside(py, "tensorfs-open", timeout, "open", open)?;
         let first = first.map_err(|e| raised(py, &e, None))?;
-        Ok(Checkpoint { first, process: token(), again: PerProcess::new() })
+        Ok(Checkpoint { first, process: token(), again: PerProcess::new(), _pin: None })
     }
 
     /// The checkpoint of this process.
@@ -91,6 +95,25 @@ impl Checkpoint {
         Checkpoint::opened(py, timeout, move || {
             viewed(&view, || core::Checkpoint::of_files(&files))
         })
+    }
+
+    /// Opens the regular file behind a descriptor, which no path has to lead to. Messages call it
+    /// `name`. The descriptor is not needed later. A child of a fork cannot read the file.
+    #[staticmethod]
+    fn open_descriptor(
+        py: Python<'_>,
+        descriptor: u32,
+        name: String,
+        timeout: Option<f64>,
+    ) -> PyResult<Checkpoint> {
+        let mut checkpoint = Checkpoint::opened(py, timeout, move || {
+            let file = File::open(format!("/proc/self/fd/{descriptor}"));
+            let file = file.map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
+            core::Checkpoint::of_open_file(file, &name)
+        })?;
+        let pin = checkpoint.first.sources().first().map(|source| source.pin()).transpose();
+        checkpoint._pin = pin.map_err(|e| raised(py, &e, None))?;
+        Ok(checkpoint)
     }
 
     /// Opens the files that hold these tensors.
@@ -174,6 +197,36 @@ impl Checkpoint {
         })?;
         let start = shard.description_end();
         Some((piece.range.start.checked_sub(start)?, piece.range.end.checked_sub(start)?))
+    }
+
+    /// The bytes of each of `ranges`, as (first byte, end), of the file with this number.
+    ///
+    /// # Errors
+    /// The errors of a read, `TimeoutError` past the deadline, and `IndexError` if there is no such
+    /// file.
+    fn read_ranges<'py>(
+        &self,
+        py: Python<'py>,
+        file: usize,
+        ranges: Vec<(u64, u64)>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let checkpoint = self.own();
+        let source = checkpoint.sources().get(file).cloned();
+        let source = source.ok_or_else(|| PyIndexError::new_err(file))?;
+        let read = beside(py, "tensorfs-read", timeout, "read", move || {
+            let read = |&(start, end): &(u64, u64)| {
+                if end > source.len() {
+                    return Err(source.ends_before(end));
+                }
+                let mut bytes = vec![0; end.saturating_sub(start) as usize];
+                source.read_exact_at(&mut bytes, start).map(|()| bytes)
+            };
+            let all = ranges.iter().map(read).collect::<tensorfs::Result<Vec<_>>>()?;
+            source.check().map(|()| all)
+        })?;
+        let all = read.map_err(|e| raised(py, &e, None))?;
+        Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }
 
     /// The metadata of the files, merged.

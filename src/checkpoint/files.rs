@@ -1,6 +1,7 @@
 //! Checkpoints of files that are named one by one. Files beside them do not matter.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,11 +11,11 @@ use crate::format::names;
 use crate::format::weight_map::WeightMap;
 use crate::source::Source;
 use crate::store::Store;
-use crate::view::View;
+use crate::view::{ReadConfig, View};
 
 use super::config::with_config_beside;
 use super::discover::{SetKind, is_noted};
-use super::load::{OpenShard, open_shard};
+use super::load::{OpenShard, open_shard, open_source};
 use super::openers::map_files;
 use super::virtual_file::{ArrangedFile, Presented, present};
 use super::{Checkpoint, Tail};
@@ -27,6 +28,19 @@ impl Checkpoint {
     /// The reason of a refusal, with file and tensor.
     pub fn of_files(files: &[PathBuf]) -> Result<Arc<Checkpoint>> {
         open_files(files, None)
+    }
+
+    /// Opens the file that is open as `file`, which no path has to lead to. Messages call it `name`.
+    /// It can be read as long as its source is pinned: see [`Source::pin`].
+    ///
+    /// # Errors
+    /// The reason of a refusal, with file and tensor.
+    pub fn of_open_file(file: File, name: &str) -> Result<Arc<Checkpoint>> {
+        let folder = Path::new("");
+        let source = Source::of_open_file(Path::new(name), file)?;
+        let shard = open_source(&Arc::new(Heads::default()), folder, name, source)?;
+        // No folder is known that could hold a config.json.
+        of_shards(folder.to_owned(), &[shard], None, name.to_owned(), &|| Ok(None))
     }
 
     /// Opens the files of `map`, which assigns a file to each tensor.
@@ -81,17 +95,27 @@ fn open_files(
     let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path);
     let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
+    let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
+    with_config_beside(&folder, |config| of_shards(folder.clone(), &loaded, map, output, config))
+}
+
+/// The checkpoint of open shards. `output` is the name of its virtual file.
+fn of_shards(
+    folder: PathBuf,
+    loaded: &[OpenShard],
+    map: Option<WeightMap>,
+    output: String,
+    read_config: ReadConfig<'_>,
+) -> Result<Arc<Checkpoint>> {
     let (kind, catalog) =
-        catalog_of(&loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
+        catalog_of(loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
     let source = |name: &str| loaded.iter().find(|file| file.shard.name == name);
     let sources =
         catalog.shards.iter().filter_map(|shard| Some(source(&shard.name)?.source.clone()));
     let sources: Vec<Arc<Source>> = sources.collect();
-    let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
     let view = View::default();
-    let presented =
-        with_config_beside(&folder, |config| present(catalog, kind, &output, &view, config))
-            .map_err(|fault| Error::refused(&folder, fault))?;
+    let presented = present(catalog, kind, &output, &view, read_config)
+        .map_err(|fault| Error::refused(&folder, fault))?;
     let Presented { proved, catalog, files, is_whole_file, config } = presented;
     Ok(Arc::new(Checkpoint {
         name: output,

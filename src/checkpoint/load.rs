@@ -44,7 +44,10 @@ pub(super) struct Unread {
 impl Unread {
     /// Opens the weight file at `path`, called `name` in its checkpoint.
     pub(super) fn open(name: &str, path: &Path) -> Result<Unread> {
-        let source = Store::Local.open(path)?;
+        Unread::of(name, Store::Local.open(path)?)
+    }
+
+    fn of(name: &str, source: Arc<Source>) -> Result<Unread> {
         let detected =
             SourceReader::new(&source).run(|reader| InputFormat::detect(name, reader))?;
         Ok(Unread { source, detected })
@@ -92,6 +95,18 @@ pub(super) fn open_shard(
             Ok((parsed, unread)) => return loaded(folder, name, unread.source, parsed),
         }
     }
+}
+
+/// Reads the header of the weight file `source`, which stays open, called `name` in its checkpoint in
+/// `folder`.
+pub(super) fn open_source(
+    heads: &Arc<Heads>,
+    folder: &Path,
+    name: &str,
+    source: Arc<Source>,
+) -> Result<OpenShard> {
+    let unread = Unread::of(name, source)?;
+    loaded(folder, name, unread.source.clone(), unread.parse(heads)?)
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their

@@ -69,6 +69,21 @@ impl LocalFile {
         LocalFile::new(ReopenableFile::opened(path, identity, file_system, Arc::new(file)))
     }
 
+    /// The regular file that is open as `file`. The path need not lead to it.
+    pub(super) fn of_open_file(path: &Path, file: File) -> Result<LocalFile> {
+        let file_system = FileSystem::of(&file, path);
+        let stated = stat_file(&file, file_system).map_err(|e| Error::io(path, "stat", e))?;
+        if !stated.is_file() {
+            let message = "is no regular file";
+            return Err(Error::io(
+                path,
+                "open",
+                io::Error::new(io::ErrorKind::InvalidInput, message),
+            ));
+        }
+        Ok(LocalFile::adopted(path, stated, file))
+    }
+
     /// Sets the known identity back to an earlier one of the same inode, so that the next check
     /// judges all changes since.
     pub(super) fn set_known(&self, earlier: Identity) {

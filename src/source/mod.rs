@@ -72,6 +72,15 @@ impl Source {
         Arc::new(Source::Local(LocalFile::adopted(path, identity, file)))
     }
 
+    /// The regular file that is open as `file`, called `path`, which need not lead to it. A pin keeps
+    /// it open.
+    ///
+    /// # Errors
+    /// `Error::Io` where it cannot be looked at, or is no regular file.
+    pub fn of_open_file(path: &Path, file: std::fs::File) -> Result<Arc<Source>> {
+        LocalFile::of_open_file(path, file).map(|file| Arc::new(Source::Local(file)))
+    }
+
     /// Sets the known identity back to an earlier one of the same inode, so that the next check
     /// judges all changes since.
     pub fn set_known(&self, earlier: Identity) {

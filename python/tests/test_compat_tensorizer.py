@@ -1,0 +1,421 @@
+"""`tensorfs.compat.tensorizer`: the names of the tensorizer package, on files that are made here or by that package."""
+
+import gzip
+import io
+import os
+import tempfile
+import unittest
+
+import numpy as np
+
+import tensorfs
+from package import FIXTURES, TestCase, has_torch, needs_torch
+from tensorfs.compat import tensorizer
+from tensorfs.compat.tensorizer import HashMismatchError, TensorDeserializer, TensorType
+from tensorfs.compat.tensorizer.stream_io import open_stream
+from tensorizer_files import BUFFER, PARAMETER, Stored, file_of
+
+CODES = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_, "C64": np.complex64}
+
+
+def arrays_of(shapes):
+    rng = np.random.default_rng(11)
+    return {name: rng.integers(0, 2, shape).astype(CODES[dtype]) for name, dtype, shape in shapes}
+
+
+def stored_of(arrays, **fields):
+    codes = {np.dtype(dtype): code for code, dtype in CODES.items()}
+    return [
+        Stored.of(list(name) if isinstance(name, tuple) else name, codes[array.dtype], array.shape, array.tobytes(), **fields)
+        for name, array in arrays.items()
+    ]
+
+
+FLAT = [
+    ("weight", "F32", (70, 30)), ("b", "F64", (3, 1, 5)), ("one", "I64", ()), ("none", "F32", (0, 4)),
+    ("bytes", "U8", (1001,)), ("flags", "BOOL", (7,)), ("c", "C64", (2, 2)),
+]
+NESTED = [
+    (("model", "layers", 0, "w"), "F32", (5, 2)), (("model", "layers", 1, "w"), "F32", (5, 2)),
+    (("model", "norm"), "U8", (9,)), ("head", "I64", (3,)),
+]
+
+
+class Case(TestCase):
+    """A test with a file of tensors."""
+
+    def setUp(self):
+        super().setUp()
+        self.arrays = arrays_of(FLAT)
+        self.file = self.tmp / "one.tensors"
+        self.file.write_bytes(file_of(stored_of(self.arrays)))
+
+    def opened(self, source=None, device="cpu", **arguments):
+        found = TensorDeserializer(self.file if source is None else source, device, **arguments)
+        self.addCleanup(found.close)
+        return found
+
+    def check(self, found, arrays=None):
+        """Compares tensors of torch or arrays of numpy by name with `arrays`, in their order."""
+        arrays = self.arrays if arrays is None else arrays
+        self.assertEqual(list(found), list(arrays))
+        for name, array in arrays.items():
+            given = found[name].detach().numpy() if hasattr(found[name], "detach") else found[name]
+            self.assertEqual((given.dtype, given.shape), (array.dtype, array.shape), name)
+            np.testing.assert_array_equal(given, array)
+
+class Arrays(Case):
+    """The part that works without torch. Where torch is there, tensors are on the CPU."""
+
+    def test_tensors_have_their_names_order_and_bytes(self):
+        for lazy_load in (False, True):
+            for verify_hash in (False, True):
+                with self.subTest(lazy_load=lazy_load, verify_hash=verify_hash):
+                    self.check(self.opened(lazy_load=lazy_load, verify_hash=verify_hash))
+
+    def test_arguments_that_only_tune_the_tensorizer_package_are_taken(self):
+        self.check(self.opened(num_readers=4, plaid_mode=True, plaid_mode_buffers=2))
+        with self.assertRaisesRegex(ValueError, "num_readers=0: expected a number from 1 on"):
+            self.opened(num_readers=0)
+
+    def test_bytes_are_counted(self):
+        total = sum(array.nbytes for array in self.arrays.values())
+        found = self.opened(lazy_load=True)
+        self.assertEqual((found.total_tensor_bytes, found.total_bytes_read), (total, 0))
+        found["weight"]
+        self.assertEqual(found.total_bytes_read, self.arrays["weight"].nbytes)
+        found["weight"]
+        self.assertEqual(found.total_bytes_read, self.arrays["weight"].nbytes)
+        self.assertEqual(self.opened().total_bytes_read, total)
+
+    def test_arrays_come_with_index_type_and_name(self):
+        stored = stored_of(self.arrays)
+        stored[1].kind, stored[2].kind = PARAMETER, BUFFER
+        self.file.write_bytes(file_of(stored))
+        for lazy_load in (False, True):
+            rows = list(self.opened(lazy_load=lazy_load).read_numpy_arrays(verify_hash=True))
+            self.assertEqual([row[0] for row in rows], [0] * len(rows))
+            types = [TensorType.STATE_DICT, TensorType.PARAM, TensorType.BUFFER]
+            self.assertEqual([row[1] for row in rows[:3]], types)
+            self.check({row[2]: row[3] for row in rows})
+            self.assertEqual({row[4:] for row in rows}, {(False, None)})
+
+    def test_a_dtype_that_numpy_lacks_is_refused_or_given_as_bytes(self):
+        raw = bytes(range(12))
+        self.file.write_bytes(file_of([Stored.of("b", "BF16", [3, 2], raw), Stored.of("f", "F4", [2, 4], raw[:4])]))
+        with self.assertRaisesRegex(ValueError, "'b' has the dtype torch.bfloat16, which numpy lacks"):
+            list(self.opened(lazy_load=True).read_numpy_arrays())
+        rows = list(self.opened(lazy_load=True).read_numpy_arrays(allow_raw_data=True))
+        facts = [(row[3].shape, row[3].dtype.itemsize, row[3].tobytes(), *row[4:]) for row in rows]
+        self.assertEqual(facts[0], ((3, 2), 2, raw, True, "torch.bfloat16"))
+        self.assertEqual(facts[1], ((2, 2), 1, raw[:4], True, "torch.float4_e2m1fn_x2"))
+
+    def test_reading_goes_on_behind_the_last_tensor(self):
+        found = self.opened(lazy_load=True)
+        names = list(self.arrays)
+        self.assertEqual([row[2] for row in found.read_numpy_arrays(num_tensors=2)], names[:2])
+        self.assertEqual([row[2] for row in found.read_tensors(num_tensors=3)], names[2:5])
+        self.assertEqual([row[2] for row in found.read_numpy_arrays(lambda name: name != "flags")], names[6:])
+        self.assertEqual(list(found.read_tensors(num_tensors=0)), [])
+        with self.assertRaisesRegex(ValueError, "num_tensors=-2"):
+            list(found.read_tensors(num_tensors=-2))
+
+    def test_a_filter_leaves_tensors_out(self):
+        wanted = {name: array for name, array in self.arrays.items() if "e" in name}
+        found = self.opened(filter_func=lambda name: "e" in name)
+        self.check(found, wanted)
+        self.assertEqual(found.total_tensor_bytes, sum(array.nbytes for array in wanted.values()))
+        with self.assertRaises(KeyError):
+            found["b"]
+        self.assertNotIn("b", found)
+
+    def test_nested_tensors_are_mappings_and_a_tree_as_it_was_saved(self):
+        arrays = arrays_of(NESTED)
+        self.file.write_bytes(file_of(stored_of(arrays)))
+        for lazy_load in (False, True):
+            found = self.opened(lazy_load=lazy_load)
+            self.assertEqual(list(found), ["model", "head"])
+            self.assertEqual(list(found["model"]["layers"]), [0, 1])
+            self.check(found["model"]["layers"][1], {"w": arrays["model", "layers", 1, "w"]})
+            with self.assertRaises(TypeError):
+                found["model"]["norm"] = None
+            tree = found.tree()
+            self.assertIsInstance(tree["model"]["layers"], list)
+            self.check(tree["model"]["layers"][0], {"w": arrays["model", "layers", 0, "w"]})
+            self.check({"x": found.tree(("model", "norm"))}, {"x": arrays["model", "norm"]})
+            self.assertEqual(len(found.tree(["model", "layers"], filter_func=lambda path: path[2] == 1)), 1)
+            self.assertEqual(found.tree(("none",), default=3), 3)
+            with self.assertRaisesRegex(TypeError, "prefix: expected a sequence of keys"):
+                found.tree("model")
+        found = self.opened(filter_func=lambda name: name == "head")
+        self.assertEqual((list(found), dict(found["model"])), (["model", "head"], {}))
+
+    def test_a_list_is_a_list(self):
+        arrays = {(number,): np.array([number], np.uint8) for number in range(11)}
+        self.file.write_bytes(file_of(stored_of(arrays)))
+        found = self.opened()
+        self.assertEqual(list(found), list(range(11)))
+        self.assertEqual([int(tensor[0]) for tensor in found.tree()], list(range(11)))
+        self.assertIn(5, found)
+        self.assertNotIn("5", found)
+
+    def test_a_layer_that_is_neither_dict_nor_list_is_refused(self):
+        arrays = {("a", 0): np.zeros(1, np.uint8), ("a", "b"): np.zeros(1, np.uint8)}
+        self.file.write_bytes(file_of(stored_of(arrays)))
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "neither a dict nor a list"):
+            self.opened()
+
+    def test_files_are_given_by_path_url_object_or_descriptor(self):
+        data, odd = self.file.read_bytes(), self.tmp / "a b%.tensors"
+        odd.write_bytes(data)
+        behind = self.tmp / "behind"
+        behind.write_bytes(b"prefix" + data)
+        unnamed = tempfile.TemporaryFile(dir=self.tmp)
+        unnamed.write(data)
+        unnamed.seek(0)
+        named = tempfile.NamedTemporaryFile(dir=self.tmp)
+        named.write(data)
+        named.seek(0)
+        at_offset = open(behind, "rb")
+        at_offset.seek(6)
+        replaced = open(self.file, "rb")
+        os.rename(behind, self.file)
+        packed = io.BytesIO(gzip.compress(data))
+        pipe = os.popen(f"cat '{odd}'")
+        sources = {
+            "text": str(odd), "bytes": os.fsencode(odd), "url": f"file://{self.tmp}/a%20b%25.tensors",
+            "localhost": f"FILE://localhost{self.tmp}/a%20b%25.tensors", "object": open(odd, "rb"),
+            "raw": open(odd, "rb", buffering=0), "memory": io.BytesIO(data), "unnamed": unnamed, "named": named,
+            "offset": at_offset, "replaced": replaced, "gzip": gzip.GzipFile(fileobj=packed), "pipe": pipe.buffer,
+            "gzip file": gzip.open(self._gzip(data)), "stream": open_stream(odd), "begin": open_stream(self.file, begin=6),
+        }
+        for kind, source in sources.items():
+            for lazy_load in (False, True):
+                with self.subTest(kind, lazy_load=lazy_load):
+                    if lazy_load and hasattr(source, "read"):
+                        # The load before has closed it.
+                        self.assertTrue(source.closed)
+                        continue
+                    self.check(self.opened(source, lazy_load=lazy_load))
+        descriptor = os.open(odd, os.O_RDONLY)
+        found = self.opened(descriptor, lazy_load=True)
+        os.close(descriptor)
+        self.check(found)
+        pipe.close()
+
+    def _gzip(self, data):
+        path = self.tmp / "packed.gz"
+        path.write_bytes(gzip.compress(data))
+        return path
+
+    def test_a_file_object_is_closed_with_the_deserializer(self):
+        for source in (io.BytesIO(self.file.read_bytes()), open(self.file, "rb")):
+            with self.opened(source, lazy_load=True) as found:
+                self.assertFalse(source.closed)
+                found["weight"]
+            self.assertTrue(source.closed)
+            found["weight"]
+            with self.assertRaisesRegex(ValueError, "is closed"):
+                found["b"]
+
+    def test_sources_that_are_no_local_files_are_refused_in_one_line(self):
+        for source, error, message in (
+            ("s3://bucket/model.tensors", ValueError, "^s3://bucket/model.tensors: tensorfs reads and writes local files only"),
+            ("https://x.org/m.tensors", ValueError, "local files only"), ("redis://h:1/k", ValueError, "local files only"),
+            ("file://server/m.tensors", ValueError, "expected file:///PATH"), (io.StringIO(), TypeError, "binary file object"),
+            (3.5, TypeError, "not float"), (True, TypeError, "not bool"), (open(self.file, "ab"), ValueError, "mode rb"),
+            (self.tmp / "gone", FileNotFoundError, "gone"),
+            (io.BytesIO(b"nonsense"), tensorfs.SafetensorError, "<BytesIO>"),
+            (FIXTURES / "hf/three_shards/model-00001-of-00003.safetensors", tensorfs.SafetensorError, "no tensorizer file"),
+            (io.BytesIO(self.file.read_bytes()[:-100]), tensorfs.SafetensorError, "^<BytesIO>: tensor"),
+        ):
+            with self.subTest(source=source):
+                with self.assertRaisesRegex(error, message) as caught:
+                    self.opened(source)
+                self.assertEqual(len(str(caught.exception).splitlines()), 1)
+        reader, writer = os.pipe()
+        with self.assertRaisesRegex(ValueError, "is no regular file"):
+            self.opened(reader)
+        os.close(reader)
+        os.close(writer)
+
+    def test_streams_are_opened_in_binary_modes_and_make_their_folders(self):
+        path = self.tmp / "new/folder/file"
+        with open_stream(f"file://{path}", "wb+", buffer_size=0) as stream:
+            stream.write(b"abc")
+        with open_stream(str(path), begin=1, s3_access_key_id=None) as stream:
+            self.assertEqual(stream.read(), b"bc")
+        with self.assertRaisesRegex(ValueError, "a binary mode is needed"):
+            open_stream(path, "r")
+
+    def test_bytes_that_differ_from_their_hash_are_refused(self):
+        data = bytearray(self.file.read_bytes())
+        place = data.rindex(self.arrays["bytes"].tobytes())
+        data[place + 500] ^= 1
+        self.file.write_bytes(data)
+        self.opened()
+        with self.assertRaisesRegex(HashMismatchError, "tensor 'bytes': its header and its bytes have the CRC32"):
+            self.opened(verify_hash=True)
+        found = self.opened(lazy_load=True, verify_hash=True)
+        found["weight"]
+        with self.assertRaises(HashMismatchError) as caught:
+            found["bytes"]
+        self.assertEqual((caught.exception.kind, caught.exception.path), ("hash_mismatch", str(self.file)))
+        with self.assertRaises(HashMismatchError):
+            list(found.read_numpy_arrays(verify_hash=True))
+        self.assertEqual(len(list(self.opened(lazy_load=True).read_numpy_arrays())), len(self.arrays))
+
+    def test_hashes_of_the_tensorizer_package_match(self):
+        for path in sorted((FIXTURES / "tensorizer").glob("*.tensors")):
+            with self.subTest(path.name):
+                rows = list(self.opened(path, lazy_load=True).read_numpy_arrays(allow_raw_data=True, verify_hash=True))
+                self.assertGreater(len(rows), 0)
+
+    def test_a_file_that_changed_is_refused(self):
+        found = self.opened(lazy_load=True)
+        with open(self.file, "r+b") as file:
+            file.write(b"|TZR|\1")
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "was written to"):
+            found["weight"]
+
+    def test_many_small_tensors_are_read(self):
+        arrays = {f"layer.{number}.weight": np.full((3,), number, np.int64) for number in range(2000)}
+        self.file.write_bytes(file_of(stored_of(arrays)))
+        self.check(self.opened(verify_hash=True), arrays)
+
+    @unittest.skipIf(has_torch, "needs a Python without torch")
+    def test_without_torch_only_what_needs_it_is_refused(self):
+        for arguments in ({"device": "cuda"}, {"dtype": "float16"}):
+            with self.assertRaisesRegex((RuntimeError, TypeError), "needs torch, which is not installed"):
+                self.opened(**arguments)
+        self.assertFalse(hasattr(tensorizer, "nonsense"))
+
+
+@needs_torch
+class Tensors(Case):
+    """Tensors and modules of torch."""
+
+    def setUp(self):
+        super().setUp()
+        import torch
+
+        torch.manual_seed(3)
+        self.torch = torch
+
+    def module(self):
+        nn = self.torch.nn
+        made = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Embedding(11, 3)))
+        made.register_parameter("scale", nn.Parameter(self.torch.rand(3)))
+        return made
+
+    def write(self, module):
+        """Writes a module as `write_module` does."""
+        stored = []
+        for index, (module_name, part) in enumerate(module.named_modules()):
+            for kind, tensors in ((PARAMETER, part._parameters), (BUFFER, part._buffers)):
+                for name, tensor in tensors.items():
+                    array = tensor.detach().numpy()
+                    code = {"float32": "F32", "int64": "I64"}[array.dtype.name]
+                    stored.append(Stored.of(f"{module_name}.{name}", code, array.shape, array.tobytes(), kind=kind))
+        self.file.write_bytes(file_of(stored))
+
+    def assert_equal(self, one, other):
+        states = one.state_dict(), other.state_dict()
+        self.assertEqual(list(states[0]), list(states[1]))
+        for name, tensor in states[0].items():
+            self.assertTrue(self.torch.equal(tensor, states[1][name]), name)
+
+    def test_tensors_are_parameters_with_memory_of_their_own(self):
+        found = self.opened()
+        for name, tensor in found.items():
+            self.assertIs(type(tensor), self.torch.nn.Parameter)
+            self.assertEqual(tensor.requires_grad, tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+            self.assertEqual(tensor.untyped_storage().nbytes(), self.arrays[name].nbytes)
+        self.assertIs(found["weight"], found["weight"])
+
+    def test_every_dtype_is_that_of_the_file(self):
+        found = self.opened(FIXTURES / "tensorizer/every_dtype.tensors", verify_hash=True)
+        with tensorfs.safe_open(FIXTURES / "tensorizer/every_dtype.tensors", "pt") as f:
+            for name in f.keys():
+                self.assertEqual(found[name].dtype, f.get_tensor(name).dtype)
+
+    def test_all_but_booleans_are_cast(self):
+        for dtype in (self.torch.float16, self.torch.bfloat16, self.torch.float64):
+            for verify_hash in (False, True):
+                found = self.opened(dtype=dtype, verify_hash=verify_hash, filter_func=lambda name: name != "c")
+                for name, tensor in found.items():
+                    expected = self.torch.from_numpy(self.arrays[name])
+                    expected = expected if name == "flags" else expected.to(dtype)
+                    self.assertEqual(tensor.dtype, expected.dtype)
+                    self.assertTrue(self.torch.equal(tensor, expected))
+
+    def test_a_module_gets_its_tensors_also_without_memory_before(self):
+        original = self.module()
+        self.write(original)
+        with tensorizer.utils.no_init_or_tensor():
+            empty = self.module()
+        self.assertTrue(all(parameter.is_meta for parameter in empty[0].parameters()))
+        meta = self.module().to("meta")
+        for lazy_load in (False, True):
+            for module in (self.module(), empty, meta):
+                found = self.opened(lazy_load=lazy_load)
+                self.assertEqual(found.load_into_module(module, verify_hash=True), 9)
+                self.assert_equal(module, original)
+        partly = self.module()
+        self.assertEqual(self.opened().load_into_module(partly, lambda name: name.startswith("0.")), 2)
+        self.assertTrue(self.torch.equal(partly[0].weight, original[0].weight))
+        self.assertFalse(self.torch.equal(partly[2][0].weight, original[2][0].weight))
+
+    def test_a_module_without_a_place_is_refused_before_anything_is_loaded(self):
+        self.write(self.module())
+        found = self.opened(lazy_load=True)
+        with self.assertRaisesRegex(KeyError, "the module has no submodule '1'"):
+            found.load_into_module(self.torch.nn.Sequential(self.torch.nn.Linear(7, 5)))
+        self.assertEqual(found.total_bytes_read, 0)
+        self.file.write_bytes(file_of(stored_of(self.arrays)))
+        with self.assertRaisesRegex(NotImplementedError, "was saved by write_state_dict"):
+            self.opened(lazy_load=True).load_into_module(self.module())
+
+    def test_a_module_is_compared_with_the_file(self):
+        original = self.module()
+        self.write(original)
+        found = self.opened(lazy_load=True)
+        passed, results = found.verify_module(original)
+        self.assertEqual((passed, [result for _, result in results]), (True, [True] * 9))
+        with self.torch.no_grad():
+            original[0].bias[0] += 1
+        passed, results = found.verify_module(original)
+        self.assertEqual((passed, [name for name, result in results if not result]), (False, ["0.bias"]))
+        self.assertFalse(found.verify_module(self.torch.nn.Linear(1, 1))[0])
+
+    def test_a_state_dict_is_loaded(self):
+        original = self.module()
+        arrays = {name: tensor.numpy() for name, tensor in original.state_dict().items()}
+        self.file.write_bytes(file_of(stored_of(arrays)))
+        module = self.module()
+        with self.opened() as state_dict:
+            module.load_state_dict(state_dict)
+        self.assert_equal(module, original)
+
+    def test_other_devices_get_tensors_from_the_cpu(self):
+        found = self.opened(device="meta")
+        self.assertTrue(found["weight"].is_meta)
+        with self.assertRaisesRegex(RuntimeError, "arrays on the CPU, but the device is meta"):
+            next(found.read_numpy_arrays())
+
+    @unittest.skipIf(has_torch and __import__("torch").cuda.is_available(), "needs a machine without GPU")
+    def test_without_a_gpu_the_cpu_is_the_default(self):
+        self.assertEqual(TensorDeserializer(self.file)["weight"].device.type, "cpu")
+        with self.assertRaisesRegex(RuntimeError, "torch finds no GPU"):
+            self.opened(device="cuda")
+
+    def test_memory_is_told_in_units(self):
+        utils = tensorizer.utils
+        self.assertEqual([utils.convert_bytes(10), utils.convert_bytes(2_500_000)], ["10.0 bytes", "2.5 MB"])
+        self.assertEqual([utils.convert_bytes(1 << 21, False), utils.convert_bytes(3e18)], ["2.0 MiB", "3000.0 PB"])
+        self.assertRegex(utils.get_mem_usage(), r"^CPU: \(maxrss: [\d,]+MiB F: [\d,]+MiB\)")
+        self.assertGreater(utils.CPUMemoryUsage.now().free, 0)
+        self.assertEqual(utils.no_init_or_tensor(lambda: self.torch.empty(3)).device.type, "meta")
+        self.assertEqual(self.torch.empty(3).device.type, "cpu")
+        with self.assertRaises(TypeError):
+            utils.no_init_or_tensor(3)

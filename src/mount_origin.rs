@@ -12,7 +12,7 @@ use crate::format::names;
 use crate::hash::Digest;
 use crate::mountinfo;
 use crate::open_options::OpenOptions;
-use crate::source::read_text;
+use crate::source::{read_option_file, read_text};
 
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
@@ -54,7 +54,7 @@ pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
         let (_, text) = read_text(&folder.join("config.json")).ok()?;
         (Digest::of(&text).to_string() == digest).then_some(())?;
     }
-    let options = OpenOptions::from_json(json.get("view")?, &mut read_text)?;
+    let options = OpenOptions::from_json(json.get("view")?, &mut read_option_file)?;
     let part = json.get("part").and_then(Value::as_str).map(str::to_owned);
     can_read(&source).then_some(MountOrigin { path: source, options, part })
 }

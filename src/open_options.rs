@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use crate::error::real_name;
-use crate::view::{NamedViews, ReadText, View};
+use crate::view::{NamedViews, OptionFile, ReadFile, View};
 use crate::words;
 
 /// The choice if a whole file and a sharded set have the same name.
@@ -118,12 +118,12 @@ impl OpenOptions {
     /// version wrote words that are not known here, or if a file that the view names has changed.
     /// `read` gets the bytes of such files.
     #[doc(hidden)]
-    pub fn from_json(json: &Value, read: ReadText<'_>) -> Option<OpenOptions> {
+    pub fn from_json(json: &Value, read: ReadFile<'_>) -> Option<OpenOptions> {
         let follow = json.get("follow")?.as_array()?.iter();
         let views = match json.get("views") {
             None => None,
             Some(file) => {
-                let (path, text) = read(file.as_str()?.as_ref()).ok()?;
+                let (path, text) = read(file.as_str()?.as_ref(), OptionFile::Text).ok()?;
                 let views = NamedViews::parse(&path, &text, read).ok()?;
                 let (_, digest) = views.read_from()?;
                 (json.get("views-digest")?.as_str()? == digest.to_string()).then_some(())?;
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
     use crate::view::{Files, MapPolicy, TensorParallel};
 
-    fn none(_: &std::path::Path) -> Result<(PathBuf, Vec<u8>), String> {
+    fn none(_: &std::path::Path, _: OptionFile) -> Result<(PathBuf, Vec<u8>), String> {
         Err("no file is read".to_owned())
     }
 
@@ -199,9 +199,10 @@ mod tests {
             let view = View { files, ..View::default() };
             let options = OpenOptions { view, links: Links::Inside, ..OpenOptions::default() };
             let json = options.to_json();
-            let mut same = |path: &std::path::Path| Ok((path.to_owned(), text.to_vec()));
+            let mut same = |path: &std::path::Path, _| Ok((path.to_owned(), text.to_vec()));
             assert_eq!(OpenOptions::from_json(&json, &mut same), Some(options.clone()));
-            let mut other = |path: &std::path::Path| Ok((path.to_owned(), br#"{"a": 1}"#.to_vec()));
+            let mut other =
+                |path: &std::path::Path, _| Ok((path.to_owned(), br#"{"a": 1}"#.to_vec()));
             let back = OpenOptions::from_json(&json, &mut other);
             assert_eq!(back.is_none(), matches!(options.view.files, Files::Map(_)));
         }

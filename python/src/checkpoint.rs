@@ -18,7 +18,7 @@ use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
-use tensorfs::internal::source::{Pin, read_text};
+use tensorfs::internal::source::{Pin, read_option_file};
 use tensorfs::internal::view::{Files, MapPolicy, View};
 
 use crate::errors::raised;
@@ -254,7 +254,7 @@ impl Checkpoint {
 /// The view of the options `words`.
 pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
     let words = words.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    View::from_words(words, &mut read_text).map_err(tensorfs::Error::usage)
+    View::from_words(words, &mut read_option_file).map_err(tensorfs::Error::usage)
 }
 
 /// Opens a checkpoint, and presents it by the options `words`. They are parsed before anything is

@@ -100,6 +100,19 @@ class Arguments(TestCase):
                 self.assertEqual(opened.get_tensor_metadata(name).nbytes, value.nbytes)
             self.assert_wanted(dict(opened.tensors()))
 
+    def test_another_checkpoint_may_say_the_dtypes(self):
+        like = self.tmp / "like"
+        like.mkdir()
+        dtypes = {name: np.float16 if value.dtype == np.float32 else value.dtype for name, value in self.expected.items()}
+        save_file({name: np.zeros(3, dtype) for name, dtype in dtypes.items()}, like / "model.safetensors")
+        found = tensorfs.numpy.load_file(self.source, dtype=f"like:{like}")
+        for name, value in self.expected.items():
+            self.assertEqual(found[name].dtype, dtypes[name], name)
+            np.testing.assert_array_equal(found[name], value.astype(dtypes[name]), name)
+        tensorfs.consolidate(self.source, self.tmp / "out", dtype=f"like:{like}")
+        written = tensorfs.numpy.load_file(self.tmp / "out")
+        self.assertEqual({name: value.dtype for name, value in written.items()}, dtypes)
+
     def test_without_a_copy_cast_tensors_have_memory_of_their_own(self):
         self.assert_wanted(tensorfs.numpy.load_file(self.source, copy=False, **self.how))
 

@@ -5,7 +5,7 @@ mod descriptors;
 mod file_system;
 mod identity;
 mod local;
-mod text;
+mod option_files;
 mod without_proc;
 
 use std::fmt;
@@ -18,7 +18,7 @@ pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
 pub use identity::Identity;
 pub use local::{LocalFile, WriteWitness};
-pub use text::read_text;
+pub use option_files::{read_option_file, read_text};
 
 use crate::error::{Error, Result, SourceUri};
 use crate::hash::Digest;

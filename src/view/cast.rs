@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::ReadText;
 use super::select::NameGlob;
+use super::{OptionFile, ReadFile};
 use crate::cast::Cast;
 use crate::catalog::{Catalog, Tensor, named_some};
 use crate::dtype::Dtype;
@@ -33,6 +33,8 @@ pub enum DtypeCast {
     To(Dtype),
     /// The tensors that a list names are cast to the type that it says.
     Map(Arc<DtypeMap>),
+    /// All tensors are cast to the types that they have in another checkpoint.
+    Like(Arc<DtypeMap>),
 }
 
 /// The element types of tensors, by name.
@@ -81,18 +83,23 @@ impl DtypeCast {
     ///
     /// # Errors
     /// One line without the option.
-    pub fn parse(word: &str, read: ReadText<'_>) -> Result<DtypeCast, String> {
+    pub fn parse(word: &str, read: ReadFile<'_>) -> Result<DtypeCast, String> {
         if let Some((_, dtype)) = WORDS.iter().find(|(known, _)| *known == word) {
             return Ok(DtypeCast::To(*dtype));
         }
-        match word.strip_prefix("map=").filter(|path| !path.is_empty()) {
-            Some(path) => {
-                let map =
-                    read(Path::new(path)).and_then(|(path, text)| DtypeCast::map(&path, &text));
-                map.map_err(|why| format!("a list of tensors and dtypes; {why}"))
-            }
-            None => Err("bf16, f16, f32 or map=FILE".to_owned()),
+        let path_after = |kind: &str| word.strip_prefix(kind).filter(|path| !path.is_empty());
+        if let Some(path) = path_after("map=") {
+            let map = read(Path::new(path), OptionFile::Text)
+                .and_then(|(path, text)| DtypeCast::map(&path, &text));
+            return map.map_err(|why| format!("a list of tensors and dtypes; {why}"));
         }
+        if let Some(path) = path_after("like:") {
+            let map = read(Path::new(path), OptionFile::Dtypes)
+                .and_then(|(path, text)| DtypeMap::parse(&path, &text));
+            let map = map.map_err(|why| format!("a checkpoint with dtypes; {why}"))?;
+            return Ok(DtypeCast::Like(Arc::new(map)));
+        }
+        Err("bf16, f16, f32, map=FILE or like:FILE".to_owned())
     }
 
     /// The types that `text` lists: a JSON object of tensor names and types, as torch or
@@ -101,30 +108,14 @@ impl DtypeCast {
     /// # Errors
     /// One line with the file and the tensor.
     pub fn map(path: &Path, text: &[u8]) -> Result<DtypeCast, String> {
-        let fail = |why: String| format!("{}: {why}", shown_path(path));
-        let form = "expected a JSON object of tensor names and dtypes, {\"NAME\": \"BF16\", ...}";
-        let object: UniqueMap<Value> = object(text, ErrorKind::View)
-            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
-        let dtype = |(name, value): (String, Value)| {
-            let word = value.as_str().unwrap_or_default();
-            match dtype_of(word) {
-                Some(dtype) => Ok((name, dtype)),
-                None => Err(fail(format!("tensor {}: {value} is no dtype", quoted(&name)))),
-            }
-        };
-        let dtypes: BTreeMap<_, _> = object.0.into_iter().map(dtype).collect::<Result<_, _>>()?;
-        if dtypes.is_empty() {
-            return Err(fail(format!("{form}; it names no tensor")));
-        }
-        let (path, digest) = (path.to_owned(), Digest::of(text));
-        Ok(DtypeCast::Map(Arc::new(DtypeMap { path, digest, dtypes })))
+        DtypeMap::parse(path, text).map(|map| DtypeCast::Map(Arc::new(map)))
     }
 
     /// The file that it was read from, with the hash of its text.
     pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
         match self {
             DtypeCast::To(_) => None,
-            DtypeCast::Map(map) => Some((&map.path, map.digest)),
+            DtypeCast::Map(map) | DtypeCast::Like(map) => Some((&map.path, map.digest)),
         }
     }
 
@@ -145,8 +136,13 @@ impl DtypeCast {
             );
             return Err(Fault::new(ErrorKind::View, message));
         }
-        if let DtypeCast::Map(map) = self {
-            map.check(tensors())?;
+        match self {
+            DtypeCast::To(_) => {}
+            DtypeCast::Map(map) => map.check(tensors())?,
+            DtypeCast::Like(map) => {
+                let cast = tensors().filter(|tensor| !keep.iter().any(|k| k.matches(tensor.name)));
+                map.check_all(cast)?;
+            }
         }
         let quantized = Quantized::of(tensors());
         let dtype = |tensor: Tensor<'_>| {
@@ -158,9 +154,19 @@ impl DtypeCast {
                     tensor.dtype
                 }
                 DtypeCast::To(dtype) => *dtype,
-                DtypeCast::Map(map) => map.dtypes.get(tensor.name).copied().unwrap_or(tensor.dtype),
+                DtypeCast::Map(map) | DtypeCast::Like(map) => {
+                    map.dtypes.get(tensor.name).copied().unwrap_or(tensor.dtype)
+                }
             };
-            check(&tensor, to).map(|()| to).map_err(|fault| fault.tensor(tensor.name))
+            check(&tensor, to).map(|()| to).map_err(|fault| {
+                match self {
+                    DtypeCast::Like(_) => {
+                        Fault { message: format!("dtype={self}: {}", fault.message), ..fault }
+                    }
+                    _ => fault,
+                }
+                .tensor(tensor.name)
+            })
         };
         tensors().map(dtype).collect()
     }
@@ -171,11 +177,32 @@ impl fmt::Display for DtypeCast {
         match self {
             DtypeCast::To(dtype) => f.write_str(&dtype.name().to_ascii_lowercase()),
             DtypeCast::Map(map) => write!(f, "map={}", real_name(&map.path)),
+            DtypeCast::Like(map) => write!(f, "like:{}", real_name(&map.path)),
         }
     }
 }
 
 impl DtypeMap {
+    /// The types that `text` lists. `path` is its name in errors.
+    fn parse(path: &Path, text: &[u8]) -> Result<DtypeMap, String> {
+        let fail = |why: String| format!("{}: {why}", shown_path(path));
+        let form = "expected a JSON object of tensor names and dtypes, {\"NAME\": \"BF16\", ...}";
+        let object: UniqueMap<Value> = object(text, ErrorKind::View)
+            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
+        let dtype = |(name, value): (String, Value)| {
+            let word = value.as_str().unwrap_or_default();
+            match dtype_of(word) {
+                Some(dtype) => Ok((name, dtype)),
+                None => Err(fail(format!("tensor {}: {value} is no dtype", quoted(&name)))),
+            }
+        };
+        let dtypes: BTreeMap<_, _> = object.0.into_iter().map(dtype).collect::<Result<_, _>>()?;
+        if dtypes.is_empty() {
+            return Err(fail(format!("{form}; it names no tensor")));
+        }
+        Ok(DtypeMap { path: path.to_owned(), digest: Digest::of(text), dtypes })
+    }
+
     /// Refuses a list that names other tensors.
     fn check<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
         let known: HashSet<&str> = tensors.map(|tensor| tensor.name).collect();
@@ -184,6 +211,21 @@ impl DtypeMap {
         let Some(first) = unknown.first() else { return Ok(()) };
         let message = format!(
             "dtype=map={}: the file names {} tensors that the view does not have: {}",
+            shown_path(&self.path),
+            unknown.len(),
+            named_some(unknown.iter().copied())
+        );
+        Err(Fault::new(ErrorKind::View, message).tensor(first))
+    }
+
+    /// Refuses a list that lacks one of `tensors`.
+    fn check_all<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
+        let names = tensors.map(|tensor| tensor.name);
+        let unknown: Vec<&str> = names.filter(|name| !self.dtypes.contains_key(*name)).collect();
+        let Some(first) = unknown.first() else { return Ok(()) };
+        let message = format!(
+            "dtype=like:{}: it does not have {} tensors of the view: {}; keep=GLOB leaves them as \
+             they are",
             shown_path(&self.path),
             unknown.len(),
             named_some(unknown.iter().copied())

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::ReadText;
+use super::{OptionFile, ReadFile};
 use crate::catalog::{Catalog, named_some};
 use crate::error::{ErrorKind, Fault, quoted, real_name, shown_path};
 use crate::format::json::{UniqueMap, object};
@@ -87,7 +87,7 @@ impl Files {
     ///
     /// # Errors
     /// One line without the option.
-    pub fn parse(word: &str, read: ReadText<'_>) -> Result<Files, String> {
+    pub fn parse(word: &str, read: ReadFile<'_>) -> Result<Files, String> {
         match word.split_once('=') {
             None if word == "single" => Ok(Files::Single),
             None if word == "original" => Ok(Files::Original),
@@ -98,7 +98,8 @@ impl Files {
             }),
             Some(("map", "")) => Err("a file: map=FILE".to_owned()),
             Some(("map", path)) => {
-                let map = read(Path::new(path)).and_then(|(path, text)| Files::map(&path, &text));
+                let map = read(Path::new(path), OptionFile::Text)
+                    .and_then(|(path, text)| Files::map(&path, &text));
                 map.map_err(|why| format!("a list of tensors and files; {why}"))
             }
             _ => Err(LAYOUTS.to_owned()),
@@ -335,7 +336,7 @@ mod tests {
     use super::*;
 
     fn parse(word: &str) -> Result<Files, String> {
-        Files::parse(word, &mut |path| Ok((path.to_owned(), br#"{"a": 2, "b": 1}"#.to_vec())))
+        Files::parse(word, &mut |path, _| Ok((path.to_owned(), br#"{"a": 2, "b": 1}"#.to_vec())))
     }
 
     #[test]

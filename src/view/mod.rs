@@ -14,7 +14,7 @@ pub use self::cast::{DtypeCast, DtypeMap};
 pub use self::cut_rules::CutRules;
 pub use self::files::{FileMap, Files, LAYOUTS};
 pub use self::named::NamedViews;
-pub use self::options::ReadText;
+pub use self::options::{OptionFile, ReadFile};
 pub use self::parallel::{ReadConfig, TensorParallel};
 pub use self::rename::RenameRules;
 pub use self::select::NameGlob;

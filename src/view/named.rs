@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::{ReadText, TensorParallel, View};
+use super::{ReadFile, TensorParallel, View};
 use crate::error::{quoted, shown_path};
 use crate::hash::Digest;
 
@@ -24,7 +24,7 @@ use crate::hash::Digest;
 ///     layout = "shards=8"
 /// "#;
 /// // The views name no files.
-/// let mut read = |_: &std::path::Path| Err("no file".to_owned());
+/// let mut read = |_: &std::path::Path, _| Err("no file".to_owned());
 /// let views = NamedViews::parse("views.toml".as_ref(), text, &mut read)?;
 /// assert_eq!(views.iter().map(|(name, _)| name).collect::<Vec<_>>(), ["experts", "half"]);
 /// # Ok::<(), String>(())
@@ -72,7 +72,7 @@ impl NamedViews {
     ///
     /// # Errors
     /// One line with the file, the view and the option.
-    pub fn parse(path: &Path, text: &[u8], read: ReadText<'_>) -> Result<NamedViews, String> {
+    pub fn parse(path: &Path, text: &[u8], read: ReadFile<'_>) -> Result<NamedViews, String> {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let form = "expected TOML with a [view.NAME] table for each view";
         let utf8 = std::str::from_utf8(text)
@@ -91,8 +91,8 @@ impl NamedViews {
         for (name, table) in toml.view {
             check_name(&name)
                 .map_err(|why| fail(format!("view {}: the name {why}", quoted(&name))))?;
-            let view = view_of(&table, &mut |path| {
-                let (path, bytes) = read(&folder.join(path))?;
+            let view = view_of(&table, &mut |path, of| {
+                let (path, bytes) = read(&folder.join(path), of)?;
                 digests.push_str(&Digest::of(&bytes).to_string());
                 Ok((path, bytes))
             });
@@ -179,7 +179,7 @@ fn check_name(name: &str) -> Result<(), String> {
     Ok(())
 }
 
-fn view_of(table: &Table, read: ReadText<'_>) -> Result<View, String> {
+fn view_of(table: &Table, read: ReadFile<'_>) -> Result<View, String> {
     let mut words: Vec<(&str, String)> = Vec::new();
     for (key, value) in table {
         let is_list = LISTS.contains(&key.as_str());
@@ -207,7 +207,7 @@ mod tests {
     use crate::view::Files;
 
     fn parse(text: &str) -> Result<NamedViews, String> {
-        NamedViews::parse(Path::new("/conf/v.toml"), text.as_bytes(), &mut |path| {
+        NamedViews::parse(Path::new("/conf/v.toml"), text.as_bytes(), &mut |path, _| {
             assert!(path.starts_with("/conf") || path.starts_with("/maps"), "{path:?}");
             Ok((path.to_owned(), br#"{"a": 1, "b": 2}"#.to_vec()))
         })
@@ -238,7 +238,7 @@ mod tests {
     fn the_digest_covers_the_text_and_the_files_that_it_names() {
         let text = b"[view.a]\nrename = 'x.toml'\n[view.b]\nlayout = 'map=m.json'";
         let digest = |text: &[u8], rules: &str, map: &str| {
-            let views = NamedViews::parse(Path::new("/v.toml"), text, &mut |path| {
+            let views = NamedViews::parse(Path::new("/v.toml"), text, &mut |path, _| {
                 let is_map = path.ends_with("m.json");
                 Ok((path.to_owned(), if is_map { map } else { rules }.as_bytes().to_vec()))
             });

@@ -13,9 +13,18 @@ use crate::format::OutputFormat;
 use crate::hash::{Digest, Hasher};
 use crate::words::UnknownWord;
 
+/// The part of a file that an option needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OptionFile {
+    /// All bytes of a text.
+    Text,
+    /// The element types of the tensors of a checkpoint, as JSON: `{"NAME": "BF16", ...}`.
+    Dtypes,
+}
+
 /// Gets the absolute path and the bytes of a file that an option names, or one line that says why
 /// it cannot.
-pub type ReadText<'a> = &'a mut dyn FnMut(&Path) -> Result<(PathBuf, Vec<u8>), String>;
+pub type ReadFile<'a> = &'a mut dyn FnMut(&Path, OptionFile) -> Result<(PathBuf, Vec<u8>), String>;
 
 /// The names of all options of views, for errors.
 const OPTIONS: &str = "layout, format, weight-map, include, exclude, tp, rank, tp-rules, rename, dtype \
@@ -40,7 +49,7 @@ impl View {
         &mut self,
         key: &str,
         value: &str,
-        read: ReadText<'_>,
+        read: ReadFile<'_>,
     ) -> Option<Result<(), String>> {
         let set = match key {
             "layout" => Files::parse(value, read).map(|files| self.files = files),
@@ -56,12 +65,12 @@ impl View {
             "tp" => number(value).map(|ranks| self.shard_mut().ranks = ranks),
             "rank" => number(value).map(|rank| self.shard_mut().rank = Some(rank)),
             "tp-rules" if value.is_empty() => Err("a file with rules".to_owned()),
-            "tp-rules" => read(Path::new(value))
+            "tp-rules" => read(Path::new(value), OptionFile::Text)
                 .and_then(|(path, text)| CutRules::parse(&path, &text))
                 .map(|rules| self.shard_mut().rules = Some(Arc::new(rules)))
                 .map_err(|why| format!("a file of rules; {why}")),
             "rename" if value.is_empty() => Err("a file with rules".to_owned()),
-            "rename" => read(Path::new(value))
+            "rename" => read(Path::new(value), OptionFile::Text)
                 .and_then(|(path, text)| RenameRules::parse(&path, &text))
                 .map(|rules| self.rename = Some(Arc::new(rules)))
                 .map_err(|why| format!("a file of rules; {why}")),
@@ -86,7 +95,7 @@ impl View {
     /// One line: the first option that is none or has another value, or `check`.
     pub fn from_words<'a>(
         words: impl IntoIterator<Item = (&'a str, &'a str)>,
-        read: ReadText<'_>,
+        read: ReadFile<'_>,
     ) -> Result<View, String> {
         let mut view = View::default();
         for (key, value) in words {
@@ -202,7 +211,7 @@ impl View {
 
     /// The view that `to_json` wrote. `None` if another version wrote words that are not known
     /// here, or if a file that the view was read from has changed since.
-    pub(crate) fn from_json(json: &Value, read: ReadText<'_>) -> Option<View> {
+    pub(crate) fn from_json(json: &Value, read: ReadFile<'_>) -> Option<View> {
         let mut view = View::default();
         for key in ["layout", "weight-map", "format"] {
             let former = if key == "weight-map" { json.get("index") } else { None };

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
-use tensorfs::internal::source::read_text;
+use tensorfs::internal::source::{read_option_file, read_text};
 use tensorfs::internal::view::NamedViews;
 use tensorfs::internal::words::UnknownWord;
 
@@ -167,7 +167,7 @@ fn word<T: FromStr<Err = UnknownWord>>(slot: &mut T, value: &str) -> Result<(), 
 
 /// Sets an option of the view.
 fn view(options: &mut Options, key: &str, value: &str) -> Result<(), String> {
-    let set = options.open.view.set(key, value, &mut read_text);
+    let set = options.open.view.set(key, value, &mut read_option_file);
     set.unwrap_or_else(|| Err("another option".to_owned()))
 }
 
@@ -280,6 +280,7 @@ const TABLE: &[OptionRow] = &[
                 "cast floating point tensors, but for quantized ones and their scales",
             ),
             ("map=FILE", "cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON"),
+            ("like:FILE", "cast to the dtypes that the tensors have in the checkpoint FILE"),
         ],
     )
     .for_queries(),
@@ -294,7 +295,7 @@ const TABLE: &[OptionRow] = &[
         "views",
         |options, value| {
             let (path, text) = read_text(Path::new(&text(value)?))?;
-            let views = NamedViews::parse(&path, &text, &mut read_text)?;
+            let views = NamedViews::parse(&path, &text, &mut read_option_file)?;
             options.open.views = Some(Arc::new(views));
             Ok(())
         },

@@ -111,7 +111,8 @@ class safe_open:
     `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
     other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or
     a dtype of torch, to which floating point tensors are cast while they are read, except for quantized tensors, their
-    scales, and those that the globs `keep` match. They apply to what the source shows.
+    scales, and those that the globs `keep` match. With "like:FILE" each tensor gets the dtype that it has in the
+    checkpoint FILE. They apply to what the source shows.
 
     `tp` is the number of ranks of a tensor-parallel group, and `rank` is one of them, from 0: the tensors are the slices
     of that rank. `tp_rules` is a file with rules that say how they are cut. Without it the family of models decides,

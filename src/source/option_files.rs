@@ -70,8 +70,8 @@ fn failed(path: &Path, error: &io::Error) -> String {
 struct Dtypes(BTreeMap<String, Dtype>);
 
 impl Dtypes {
-    /// Those of a weights file, of all weights files in a folder, or of the files of a weight map;
-    /// or those that a manifest lists.
+    /// The types in a weights file, in all weights files of a folder, or in the files of a weight
+    /// map, or the types that a manifest lists.
     fn of_path(path: &Path) -> Result<Dtypes, String> {
         let meta = std::fs::metadata(path).map_err(|e| failed(path, &e))?;
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();

@@ -11,7 +11,7 @@ from test_view_layouts import Refusals
 
 FILE = "model.safetensors"
 SHAPES = {"layers.0.norm": (64,), "layers.0.up": (96, 64), "layers.1.down": (64, 96), "layers.1.half": (33, 7), "ids": (5,)}
-# What a model had before it was trained, and what training saves.
+# The dtypes of a model before it was trained, and those that training saves.
 FIRST = {"layers.0.norm": "F32", "layers.0.up": "BF16", "layers.1.down": "BF16", "layers.1.half": "F16", "ids": "I64"}
 TRAINED = {"layers.0.norm": "F32", "layers.0.up": "F32", "layers.1.down": "F32", "layers.1.half": "F32", "ids": "I64"}
 

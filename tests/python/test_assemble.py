@@ -105,6 +105,30 @@ class Assembled(TestCase):
             return wait_until(look, 20, "the kernel serves the file")
 
 
+# Opens a file by many threads, each after its last close, and reads it, until a line comes.
+OPENER = """
+import os, sys, threading
+errors, stop = [], False
+
+def work():
+    while not stop:
+        try:
+            descriptor = os.open(sys.argv[1], os.O_RDONLY)
+            os.pread(descriptor, 1 << 20, 0)
+            os.close(descriptor)
+        except OSError as error:
+            errors.append(str(error))
+            return
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+[thread.start() for thread in threads]
+sys.stdin.readline()
+stop = True
+[thread.join() for thread in threads]
+print(errors[0] if errors else "no error", flush=True)
+"""
+
+
 @needs_root
 class Told(Assembled):
     def test_status_answers_while_the_folder_does_not(self):
@@ -215,6 +239,18 @@ class ByTheKernel(Assembled):
             found = wait_until(lambda: self.bytes_or_none(m), 20, "the file can be opened")
             self.assertEqual(found, content)
             wait_until(lambda: not copy.exists(), 20, "the corrupted copy is removed")
+
+    # An open that looked for the copy just before another one found it got EIO.
+    def test_opens_while_the_copy_becomes_ready_all_succeed(self):
+        source = numbered_set(self.tmp / "ck", 1)
+        for _ in range(5):
+            with self.mount(source) as m, Child(OPENER, m.path / FILE) as opener:
+                wait_until(self.copies, 30, "the copy is complete")
+                time.sleep(0.2)
+                code, out, err = opener.finish(30)
+                self.assertEqual((code, out.splitlines()[-1:]), (0, ["no error"]), err + m.log())
+            for path in self.dir.iterdir():
+                path.unlink()
 
     # An open while another reader had it open got the corrupted bytes.
     def test_a_copy_corrupted_while_it_is_open_is_opened_by_nobody_else(self):

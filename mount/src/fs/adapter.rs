@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -15,9 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use fuser::{
-    Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, IoctlFlags,
-    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
-    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr, Request,
+    Errno, FileHandle, Filesystem, Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig,
+    LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
+    ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr, Request,
 };
 use tensorfs::Error;
 use tensorfs::internal::source::Identity;
@@ -29,10 +28,10 @@ use super::backing::Backing;
 use super::entries::entries;
 use super::inodes::{NameEntry, Nodes};
 use super::node::Node;
-use super::open_file::{Current, OpenContent, OpenFile};
+use super::open_file::{OpenContent, OpenFile};
 use super::open_mode::OpenModes;
 use super::replies::{KnownAttr, TTL, Timed, attr_of, logged, logged_as_eio, reply_xattr};
-use crate::serve::blocking::{PendingReply, current_span, guarded, offload};
+use crate::serve::blocking::{current_span, guarded, offload};
 use crate::serve::change_watcher::Watcher;
 use crate::serve::heat::HandleHeat;
 use crate::serve::kernel::{Feature, Init};
@@ -52,6 +51,7 @@ const CONGESTION: u16 = 96;
 mod adopting;
 mod adoption_queue;
 pub(crate) mod handover;
+mod opening;
 mod passthrough;
 
 use adopting::Adoptions;
@@ -79,16 +79,6 @@ struct Handle {
     /// The registered file, while the kernel serves reads by passthrough.
     backing: Option<Arc<Backing>>,
     heat: Option<HandleHeat>,
-}
-
-/// A file that is opened and can be returned to the kernel.
-struct Ready {
-    opened: Arc<OpenFile>,
-    current: Arc<Current>,
-    /// Whether the kernel's cached pages of the file are still valid.
-    unchanged: bool,
-    /// The file that the kernel may serve by itself.
-    whole: Option<Arc<File>>,
 }
 
 /// The file system of one mount. Clones share it.
@@ -166,89 +156,6 @@ impl FsState {
         let handle = Arc::new(Handle { node, opened, backing, heat });
         self.handles.write().insert(fh, handle);
         FileHandle(fh)
-    }
-
-    /// Opens a file. Only this part accesses the source.
-    fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
-        // ESTALE makes the kernel look the name up again, which finds the new file.
-        if node.is_outdated() {
-            return Err(Errno::ESTALE);
-        }
-        let on_fault_storm = || self.store_queue.on_fault_storm(node.ino, node.gate().cloned());
-        let opened = node.open(&self.watcher, &self.service, on_fault_storm);
-        let (opened, unchanged) = opened.map_err(|error| match error {
-            Error::Changed { .. } => Errno::ESTALE,
-            _ => logged(Operation::Open, node, &error),
-        })?;
-        let current = opened.current();
-        let whole = match &current.file {
-            // In passthrough the kernel compares no checksums.
-            _ if node.gate().is_some() => None,
-            // Reads of a proved file that has changed must fail with EIO, which passthrough would
-            // not do.
-            OpenContent::Whole(file) if !file.reader().is_empty() => {
-                let source = &file.reader().sources()[0];
-                (!source.is_changed()).then(|| source.local()?.file().ok()).flatten()
-            }
-            OpenContent::Virtual(file) if unchanged => {
-                self.service.copy_of(node.listed_version(), file)
-            }
-            OpenContent::Virtual(_) | OpenContent::Whole(_) | OpenContent::Text(_) => None,
-        };
-        Ok(Ready { opened, current, unchanged, whole })
-    }
-
-    fn reply_open(
-        &self,
-        node: Arc<Node>,
-        caller: (u32, u32),
-        pending: PendingReply<Timed<ReplyOpen>>,
-    ) {
-        let ready = self.open_file(&node);
-        // After the deadline the opened file is dropped.
-        let Some(reply) = pending.take() else { return };
-        let Ready { opened, current, unchanged, whole } = match ready {
-            Ok(ready) => ready,
-            Err(errno) => return reply.error(errno),
-        };
-        let frozen = self.frozen.read();
-        if *frozen {
-            // The kernel looks the name up again, at the process that takes over.
-            return reply.error(Errno::ESTALE);
-        }
-        let ino = node.ino;
-        let mut serving = self.serving.lock();
-        let known = serving.by_kernel(ino);
-        if known.is_some() && whole.is_none() && matches!(current.file, OpenContent::Virtual(_)) {
-            // The copy or the source has changed, and the open mode cannot change while the file is
-            // open.
-            return reply.error(Errno::EIO);
-        }
-        // The kernel allows one mode per inode: while it serves the file to others, it serves this
-        // handle too.
-        let by_kernel = match (known, whole) {
-            (Some(backing), _) => Some(backing),
-            (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file),
-            _ => None,
-        };
-        match by_kernel {
-            Some(backing) => {
-                serving.opened_by_kernel(ino, &backing);
-                let fh = self.handle(node, opened, Some(backing.clone()), caller);
-                backing.reply(reply.ok(), fh);
-            }
-            None => {
-                serving.opened_by_us(ino);
-                if let OpenContent::Virtual(file) = &current.file {
-                    self.service.read_by_us(node.listed_version(), file, None);
-                }
-                let fh = self.handle(node, opened, None, caller);
-                let mut flags = FopenFlags::FOPEN_NOFLUSH;
-                // Without this flag the kernel drops its cached pages.
-                flags.set(FopenFlags::FOPEN_KEEP_CACHE, unchanged);
-                reply.ok().opened(fh, flags);
-            }
-        }
     }
 
     fn read_file(

@@ -1,0 +1,130 @@
+//! Opens of files: by the daemon, or by the kernel from a real file.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use fuser::{Errno, FopenFlags, ReplyOpen};
+use tensorfs::Error;
+
+use super::super::node::Node;
+use super::super::open_file::{Current, OpenContent, OpenFile};
+use super::super::replies::{Timed, logged};
+use super::FsState;
+use crate::serve::blocking::PendingReply;
+use crate::serve::requests::Operation;
+
+/// Most times that a file is opened for one request.
+const OPENS_MAX: usize = 2;
+
+/// A file that is opened and can be returned to the kernel.
+struct Ready {
+    opened: Arc<OpenFile>,
+    current: Arc<Current>,
+    /// Whether the kernel's cached pages of the file are still valid.
+    unchanged: bool,
+    /// The file that the kernel may serve by itself.
+    whole: Option<Arc<File>>,
+}
+
+impl Ready {
+    /// Whether the kernel could serve it from a copy, and there is none.
+    fn lacks_copy(&self) -> bool {
+        self.whole.is_none() && matches!(self.current.file, OpenContent::Virtual(_))
+    }
+}
+
+impl FsState {
+    /// Opens a file. Only this part accesses the source.
+    fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
+        // ESTALE makes the kernel look the name up again, which finds the new file.
+        if node.is_outdated() {
+            return Err(Errno::ESTALE);
+        }
+        let on_fault_storm = || self.store_queue.on_fault_storm(node.ino, node.gate().cloned());
+        let opened = node.open(&self.watcher, &self.service, on_fault_storm);
+        let (opened, unchanged) = opened.map_err(|error| match error {
+            Error::Changed { .. } => Errno::ESTALE,
+            _ => logged(Operation::Open, node, &error),
+        })?;
+        let current = opened.current();
+        let whole = match &current.file {
+            // In passthrough the kernel compares no checksums.
+            _ if node.gate().is_some() => None,
+            // Reads of a proved file that has changed must fail with EIO, which passthrough would
+            // not do.
+            OpenContent::Whole(file) if !file.reader().is_empty() => {
+                let source = &file.reader().sources()[0];
+                (!source.is_changed()).then(|| source.local()?.file().ok()).flatten()
+            }
+            OpenContent::Virtual(file) if unchanged => {
+                self.service.copy_of(node.listed_version(), file)
+            }
+            OpenContent::Virtual(_) | OpenContent::Whole(_) | OpenContent::Text(_) => None,
+        };
+        Ok(Ready { opened, current, unchanged, whole })
+    }
+
+    pub(super) fn reply_open(
+        &self,
+        node: Arc<Node>,
+        caller: (u32, u32),
+        pending: PendingReply<Timed<ReplyOpen>>,
+    ) {
+        let ino = node.ino;
+        let mut opens = 0;
+        let (ready, known, lacks_copy, frozen, mut serving) = loop {
+            opens += 1;
+            let ready = self.open_file(&node);
+            let (frozen, serving) = (self.frozen.read(), self.serving.lock());
+            let known = serving.by_kernel(ino);
+            let lacks_copy = known.is_some() && ready.as_ref().is_ok_and(Ready::lacks_copy);
+            // The copy may have become ready since this open looked for it, and serve another one.
+            if !lacks_copy || opens == OPENS_MAX {
+                break (ready, known, lacks_copy, frozen, serving);
+            }
+        };
+        // After the deadline the opened file is dropped.
+        let Some(reply) = pending.take() else { return };
+        let ready = match ready {
+            // The kernel looks the name up again, at the process that takes over.
+            Ok(_) if *frozen => Err(Errno::ESTALE),
+            // The copy or the source has changed, and the open mode cannot change while the file is
+            // open.
+            Ok(_) if lacks_copy => {
+                let detail =
+                    "its copy has changed, and cannot be replaced while programs have it open";
+                Err(logged(Operation::Open, &node, &Error::changed(&node.path, detail)))
+            }
+            ready => ready,
+        };
+        let Ready { opened, current, unchanged, whole } = match ready {
+            Ok(ready) => ready,
+            Err(errno) => return reply.error(errno),
+        };
+        // The kernel allows one mode per inode: while it serves the file to others, it serves this
+        // handle too.
+        let by_kernel = match (known, whole) {
+            (Some(backing), _) => Some(backing),
+            (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file),
+            _ => None,
+        };
+        match by_kernel {
+            Some(backing) => {
+                serving.opened_by_kernel(ino, &backing);
+                let fh = self.handle(node, opened, Some(backing.clone()), caller);
+                backing.reply(reply.ok(), fh);
+            }
+            None => {
+                serving.opened_by_us(ino);
+                if let OpenContent::Virtual(file) = &current.file {
+                    self.service.read_by_us(node.listed_version(), file, None);
+                }
+                let fh = self.handle(node, opened, None, caller);
+                let mut flags = FopenFlags::FOPEN_NOFLUSH;
+                // Without this flag the kernel drops its cached pages.
+                flags.set(FopenFlags::FOPEN_KEEP_CACHE, unchanged);
+                reply.ok().opened(fh, flags);
+            }
+        }
+    }
+}

@@ -211,7 +211,8 @@ impl CacheInner {
         &self,
         request: ReadRequest,
     ) -> Option<(ReadRequest, Option<BlockPlan>)> {
-        if request.file.reader.is_scattered(&request.range) {
+        let reader = &request.file.reader;
+        if reader.is_encrypted() || reader.is_scattered(&request.range) {
             return Some((request, None));
         }
         let mut plan = request.file.reader.plan_block(request.range.clone());
@@ -323,7 +324,7 @@ impl CacheInner {
         let mut plans = Vec::from_iter(known.map(|plan| (range.start, plan)));
         loop {
             let mut state = self.state.lock();
-            let covers = state.of(file).covers(range);
+            let covers = state.of(file).covers(range, |hole| file.reader.cover(hole));
             let holes: Vec<_> = covers.iter().filter_map(Cover::hole).cloned().collect();
             if holes == planned {
                 return (state, covers, plans);
@@ -355,12 +356,12 @@ impl CacheInner {
             let waiter = || Waiter { pending: pending.clone(), piece };
             let (start, part, there) = match cover {
                 Cover::CachedBlock(start, part, ready) => (*start, part, ready.clone()),
-                Cover::Hole(hole) => {
+                Cover::Hole(part, Range { start, end }) => {
                     let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
                     let block =
-                        CachedBlock { end: hole.end, asked: 0, ahead: false, left: false, data };
-                    file.blocks.insert(hole.start, block);
-                    (hole.start, hole, None)
+                        CachedBlock { end: *end, asked: 0, ahead: false, left: false, data };
+                    file.blocks.insert(*start, block);
+                    (*start, part, None)
                 }
             };
             let within = (part.start - start) as usize..(part.end - start) as usize;

@@ -62,8 +62,12 @@ pub enum ErrorKind {
     LfsPointer,
     /// The file starts with a zip archive.
     ZipPrefix,
-    /// The tensors of the file are encrypted.
+    /// The tensors of the file are encrypted, and the key or the passphrase for them is missing.
     KeyRequired,
+    /// A key was given for a file that is not encrypted.
+    NotEncrypted,
+    /// Encrypted bytes do not match their MAC: the key is another one, or the file is damaged.
+    DecryptFailed,
     /// The weight map is not JSON of the expected form.
     WeightMap,
     /// The weight map names something that is not a plain `*.safetensors` file name.
@@ -132,6 +136,8 @@ impl ErrorKind {
             ErrorKind::LfsPointer => "lfs_pointer",
             ErrorKind::ZipPrefix => "zip_prefix",
             ErrorKind::KeyRequired => "key_required",
+            ErrorKind::NotEncrypted => "not_encrypted",
+            ErrorKind::DecryptFailed => "decrypt_failed",
             ErrorKind::WeightMap => "index_json",
             ErrorKind::UnsafePath => "unsafe_path",
             ErrorKind::ShardMissing => "shard_missing",

@@ -126,6 +126,16 @@ pub enum Extent<'a> {
     },
 }
 
+/// A tensor whose bytes follow each other in one shard as they are.
+pub(crate) struct PlainRun {
+    /// Its bytes in the file.
+    pub(crate) bytes: Range<u64>,
+    /// The shard.
+    pub(crate) shard: ShardId,
+    /// Offset in the shard of its first byte.
+    pub(crate) source: u64,
+}
+
 /// The place in a virtual file of elements that are cast.
 #[derive(Clone, Debug)]
 pub struct CastPlace {
@@ -275,6 +285,20 @@ impl Layout {
     /// The bytes of the tensor at `place` in the file, `None` if there is none.
     pub fn bytes_at(&self, place: u32) -> Option<Range<u64>> {
         ((place as usize) < self.tensors.len()).then(|| self.bytes_of(place as usize))
+    }
+
+    /// The tensor at `offset`, if its bytes follow each other in one shard as they are.
+    pub(crate) fn plain_run_at(&self, offset: u64) -> Option<PlainRun> {
+        let index = self.first_at(offset).filter(|_| offset >= self.header.len() as u64)?;
+        let bytes = self.bytes_of(index);
+        let (_, pieces) = self.pieces_in(index, &bytes, &bytes);
+        let is_cast = self.casts.get(index).is_some_and(Option::is_some);
+        match pieces {
+            [PlacedPiece { shard, source, runs: None, .. }] if !is_cast => {
+                Some(PlainRun { bytes, shard: *shard, source: *source })
+            }
+            _ => None,
+        }
     }
 
     /// The first tensor that ends after `offset`.

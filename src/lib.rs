@@ -44,6 +44,7 @@ pub use device::Gpu;
 pub use dtype::Dtype;
 pub use error::{DriverCall, Error, ErrorKind, Fault, Result, SourceUri};
 pub use format::OutputFormat;
+pub use format::tensorizer::keys::Secret;
 pub use hash::Digest;
 pub use io::LoadedBytes;
 pub use layout::Layout;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use crate::error::real_name;
+use crate::format::tensorizer::keys::Secret;
 use crate::view::{NamedViews, OptionFile, ReadFile, View};
 use crate::words;
 
@@ -80,6 +81,8 @@ pub struct OpenOptions {
     pub views: Option<Arc<NamedViews>>,
     /// A tree of models is shown as a cache of the Hugging Face hub.
     pub hub: bool,
+    /// Opens encrypted tensorizer files.
+    pub secret: Option<Arc<Secret>>,
 }
 
 impl OpenOptions {

@@ -18,7 +18,7 @@ use crate::error::{ErrorKind, Fault, Result};
 use crate::format::manifest;
 use crate::hash::{Digest, Hasher};
 use crate::index::{ChunkHasher, ShardSums, now};
-use crate::io::{Read, read_all};
+use crate::io::{Read, read_all, read_all_stored};
 use crate::source::Source;
 
 use header_hashes::HeaderHashCheck;
@@ -164,11 +164,16 @@ fn read_shard(
     let mut whole = (sha256 || blob_hash(source).is_some()).then(Sha256::new);
     let mut head = Hasher::new();
     let mut hashed = HeaderHashCheck::new(source)?;
-    let mut buf = vec![0; CHUNK_LEN.min(shard.file_len) as usize];
+    let mut buf = Vec::new();
     let mut offset = 0;
     while offset < shard.file_len {
-        let chunk = &mut buf[..CHUNK_LEN.min(shard.file_len - offset) as usize];
-        read_all(&mut [Read { source, offset, target: chunk }])?;
+        let mut end = offset + CHUNK_LEN.min(shard.file_len - offset);
+        if let Some(decryptor) = source.decryptor() {
+            end = decryptor.good_end(&(offset..end));
+        }
+        buf.resize((end - offset) as usize, 0);
+        let chunk = buf.as_mut_slice();
+        read_all_stored(&mut [Read { source, offset, target: chunk }])?;
         own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
         for range in &shard.described {
             let within = |byte: u64| byte.clamp(offset, offset + chunk.len() as u64) - offset;
@@ -177,6 +182,8 @@ fn read_shard(
         if let Some(hash) = &mut whole {
             hash.update(&chunk);
         }
+        // The hashes in headers are those of the plain bytes, all others those of the stored ones.
+        source.decrypt(offset, chunk)?;
         hashed.update(chunk, offset);
         offset += chunk.len() as u64;
         progress(chunk.len() as u64);

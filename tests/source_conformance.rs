@@ -147,6 +147,7 @@ fn the_engine_reads_the_same_bytes(kind: &impl StoreKind) {
         cached: None,
         priority,
         effort,
+        stored: false,
         target,
         done,
     });

@@ -5,6 +5,7 @@ mod table;
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -12,6 +13,7 @@ use tensorfs::internal::error::quoted;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
+use tensorfs::internal::source::SecretOrigin;
 use tensorfs::internal::view::View;
 use tensorfs::words;
 
@@ -171,6 +173,8 @@ pub struct Options {
     pub assemble_size: Option<u64>,
     /// The place of the indexes.
     pub index_dir: IndexDir,
+    /// Where the key or the passphrase of encrypted files comes from.
+    pub(crate) secret: Option<SecretOrigin>,
     /// When weights are compared with their checksums.
     pub verify: Verify,
     /// How changes of the source are found. `None`: as usual for the command that mounts.
@@ -208,6 +212,7 @@ impl Default for Options {
             assemble: None,
             assemble_size: None,
             index_dir: IndexDir::default(),
+            secret: None,
             verify: Verify::default(),
             watch: None,
             watch_interval: WATCH_INTERVAL,
@@ -364,6 +369,27 @@ impl Options {
         Settings { backend: self.io, direct: self.direct, timeout: self.io_timeout }
     }
 
+    /// How the source is opened, with the secret that these options or the environment name. Reads
+    /// the file of the secret, or runs its command.
+    ///
+    /// # Errors
+    /// One line that says why there is no secret.
+    pub(crate) fn open_with_secret(&self) -> Result<OpenOptions, String> {
+        let secret = match &self.secret {
+            Some(origin) => Some(origin.read()?),
+            None => SecretOrigin::of_environment()?,
+        };
+        Ok(OpenOptions { secret: secret.map(Arc::new), ..self.open.clone() })
+    }
+
+    /// Notes where the secret comes from.
+    fn set_secret(&mut self, origin: SecretOrigin) -> Result<(), String> {
+        match self.secret.replace(origin) {
+            None => Ok(()),
+            Some(_) => Err("one of key-file=, passphrase-file= and key-command=".to_owned()),
+        }
+    }
+
     /// How changes of the source are found. `tensorfs mount` shows what is there at its start.
     pub fn watch(&self) -> Watch {
         self.watch.unwrap_or(Watch::Off)
@@ -401,8 +427,12 @@ impl Options {
             IndexDir::At(folder) => Some(folder),
             IndexDir::OfUser | IndexDir::Nowhere => None,
         };
+        let secret = match &mut self.secret {
+            Some(SecretOrigin::KeyFile(path) | SecretOrigin::PassphraseFile(path)) => Some(path),
+            Some(SecretOrigin::KeyCommand(_)) | None => None,
+        };
         let paths = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
-        paths.chain(self.log.as_mut()).chain(self.assemble.as_mut()).chain(index_dir)
+        paths.chain(self.log.as_mut()).chain(self.assemble.as_mut()).chain(index_dir).chain(secret)
     }
 }
 

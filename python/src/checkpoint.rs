@@ -1,13 +1,16 @@
 //! An open checkpoint: its tensors and their places in files.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tensorfs::Secret;
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
 use tensorfs::internal::error::real_name;
@@ -18,8 +21,9 @@ use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
-use tensorfs::internal::source::{Pin, read_option_file};
+use tensorfs::internal::source::{Pin, SecretOrigin, read_option_file};
 use tensorfs::internal::view::{Files, MapPolicy, View};
+use zeroize::Zeroizing;
 
 use crate::errors::raised;
 use crate::waiting::beside;
@@ -73,27 +77,34 @@ impl Checkpoint {
     /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
     /// folder; or the source behind any of these on a mount.
     #[staticmethod]
-    #[pyo3(signature = (path, timeout, view = Vec::new()))]
+    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None))]
     fn open(
         py: Python<'_>,
         path: PathBuf,
         timeout: Option<f64>,
         view: ViewWords,
+        secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || viewed(&view, || open(&path)))
+        Checkpoint::opened(py, timeout, move || {
+            let secret = secret_of(secret)?;
+            viewed(&view, || open(&path, secret))
+        })
     }
 
     /// Opens these files as one checkpoint.
     #[staticmethod]
-    #[pyo3(signature = (files, timeout, view = Vec::new()))]
+    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None))]
     fn open_files(
         py: Python<'_>,
         files: Vec<PathBuf>,
         timeout: Option<f64>,
         view: ViewWords,
+        secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, move || {
-            viewed(&view, || core::Checkpoint::of_files(&files))
+            let secret = secret_of(secret)?;
+            let open = || core::Checkpoint::of_files_with(&files, None, secret.as_deref());
+            viewed(&view, open)
         })
     }
 
@@ -118,14 +129,19 @@ impl Checkpoint {
 
     /// Opens the files that hold these tensors.
     #[staticmethod]
-    #[pyo3(signature = (map, timeout, view = Vec::new()))]
+    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None))]
     fn open_map(
         py: Python<'_>,
         map: BTreeMap<String, PathBuf>,
         timeout: Option<f64>,
         view: ViewWords,
+        secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || viewed(&view, || core::Checkpoint::of_map(&map)))
+        Checkpoint::opened(py, timeout, move || {
+            let secret = secret_of(secret)?;
+            let open = || core::Checkpoint::of_files_with(&[], Some(&map), secret.as_deref());
+            viewed(&view, open)
+        })
     }
 
     /// All tensors, by name.
@@ -251,6 +267,27 @@ impl Checkpoint {
     }
 }
 
+/// The secret of encrypted files: the option of a mount that it stands for, or `key` or `passphrase`,
+/// and the value as bytes.
+pub(crate) type SecretWord = (String, Vec<u8>);
+
+/// The secret that an argument names, or else the environment. May read a file or run a command.
+pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc<Secret>>> {
+    let Some((kind, value)) = word else {
+        let secret = SecretOrigin::of_environment().map_err(tensorfs::Error::usage)?;
+        return Ok(secret.map(Arc::new));
+    };
+    let value = Zeroizing::new(value);
+    let path = || PathBuf::from(OsStr::from_bytes(&value));
+    let secret = match kind.as_str() {
+        "key" => Secret::key(&value),
+        "passphrase" => Secret::passphrase(value),
+        "passphrase-file" => SecretOrigin::PassphraseFile(path()).read(),
+        _ => SecretOrigin::KeyFile(path()).read(),
+    };
+    secret.map(|secret| Some(Arc::new(secret))).map_err(tensorfs::Error::usage)
+}
+
 /// The view of the options `words`.
 pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
     let words = words.iter().map(|(key, value)| (key.as_str(), value.as_str()));
@@ -267,17 +304,20 @@ fn viewed(
     open()?.viewed(&view)
 }
 
-fn open(path: &Path) -> tensorfs::Result<Arc<core::Checkpoint>> {
+fn open(path: &Path, secret: Option<Arc<Secret>>) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let Some(MountOrigin { path: source, options, part }) = resolve_mount(path) else {
-        return open_source(path, &OpenOptions::default());
+        return open_source(path, &OpenOptions { secret, ..OpenOptions::default() });
     };
+    let options = OpenOptions { secret, ..options };
     if let Some(part) = part {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
-        let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options })?;
+        let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;
         return match all.virtual_files().find(|file| file.spec().name == part) {
             Some(file) => file.as_checkpoint(),
             // The source has changed since it was mounted.
-            None => core::Checkpoint::of_files(&[path.to_owned()]),
+            None => {
+                core::Checkpoint::of_files_with(&[path.to_owned()], None, options.secret.as_deref())
+            }
         };
     }
     if options.view.files != Files::Original && source.is_file() {
@@ -293,7 +333,7 @@ fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core:
     if path.is_dir() || (map && !name.is_some_and(is_weights)) {
         return open_set(path, options);
     }
-    core::Checkpoint::of_files(&[path.to_owned()])
+    core::Checkpoint::of_files_with(&[path.to_owned()], None, options.secret.as_deref())
 }
 
 /// The set at `path`, from the index if that is fresh. It need not fit into one virtual file.

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 
 use pyo3::prelude::*;
-use tensorfs::Error;
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
 use tensorfs::internal::consolidate::{Copier, Outline, Watch, WriteOptions};
 use tensorfs::internal::index::IndexStore;
@@ -15,8 +14,9 @@ use tensorfs::internal::io::Settings;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::{Links, OpenOptions};
 use tensorfs::internal::view::View;
+use tensorfs::{Error, Secret};
 
-use crate::checkpoint::{ViewWords, view_of};
+use crate::checkpoint::{SecretWord, ViewWords, secret_of, view_of};
 use crate::errors::raised;
 use crate::waiting::beside;
 
@@ -25,6 +25,8 @@ use crate::waiting::beside;
 /// `sources` is one path, as a mount takes it; with `numbers` it may be several files of one
 /// checkpoint, and the files are those of torch's consolidation. `view` are options of a view.
 #[pyfunction]
+#[pyo3(signature = (sources, out, numbers, view, overwrite, verify, secret = None))]
+#[expect(clippy::too_many_arguments, reason = "Python passes them by position")]
 pub(crate) fn consolidate(
     py: Python<'_>,
     sources: Vec<PathBuf>,
@@ -33,6 +35,7 @@ pub(crate) fn consolidate(
     view: ViewWords,
     overwrite: bool,
     verify: bool,
+    secret: Option<SecretWord>,
 ) -> PyResult<(usize, u64)> {
     let options = WriteOptions { replace: overwrite, verify, beside_others: numbers.is_some() };
     let stopped = Arc::new(AtomicBool::new(false));
@@ -41,16 +44,20 @@ pub(crate) fn consolidate(
     let work = move || {
         let _ended = ended;
         let view = view_of(&view)?;
+        let secret = secret_of(secret)?;
         let outline = match &numbers {
             Some(numbers) => {
                 let checkpoint = match sources.as_slice() {
                     // One file alone would be taken as it is, without its sharding note.
-                    [one] => Checkpoint::open(one)?,
-                    several => Checkpoint::of_files(several)?,
+                    [one] => {
+                        let options = OpenOptions { secret, ..OpenOptions::default() };
+                        Checkpoint::open_with(one, &options)?
+                    }
+                    several => Checkpoint::of_files_with(several, None, secret.as_deref())?,
                 };
                 Outline::numbered(&checkpoint.viewed(&view)?, numbers)?
             }
-            None => outline(&sources, view)?,
+            None => outline(&sources, view, secret)?,
         };
         let mut progress = |_| {
             let is_stopped = stop.load(Ordering::Relaxed);
@@ -73,7 +80,11 @@ pub(crate) fn consolidate(
 }
 
 /// The files that a mount of the source with this view would show.
-fn outline(sources: &[PathBuf], view: View) -> tensorfs::Result<Outline> {
+fn outline(
+    sources: &[PathBuf],
+    view: View,
+    secret: Option<Arc<Secret>>,
+) -> tensorfs::Result<Outline> {
     let [source] = sources else {
         return Err(Error::usage("one source is needed"));
     };
@@ -92,5 +103,5 @@ fn outline(sources: &[PathBuf], view: View) -> tensorfs::Result<Outline> {
             (source.clone(), OpenOptions { links: Links::Inside, view, ..OpenOptions::default() })
         }
     };
-    Outline::of(&Tree::scan(&path, &OpenOptions { index, ..options })?)
+    Outline::of(&Tree::scan(&path, &OpenOptions { index, secret, ..options })?)
 }

@@ -128,7 +128,7 @@ pub(crate) struct Area {
 #[pymethods]
 impl Area {
     /// A shard of a checkpoint, mapped privately, so that writes copy its pages. `None` if the
-    /// system does not map it.
+    /// system does not map it, or if its tensors are encrypted.
     #[staticmethod]
     fn of_shard(
         py: Python<'_>,
@@ -140,6 +140,10 @@ impl Area {
         let Some(source) = checkpoint.sources().get(shard).cloned() else {
             return Err(PyValueError::new_err(format!("there is no shard {shard}")));
         };
+        // The mapping would show the encrypted bytes.
+        if source.is_encrypted() {
+            return Ok(None);
+        }
         let map = move || {
             let Source::Local(local) = &*source;
             local.file().map(|file| Mapping::of(&file, source.len()))

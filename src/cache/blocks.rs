@@ -68,15 +68,15 @@ pub(super) enum Cover {
     /// A block: its start, the part, and the block's bytes if they are loaded, because it may be
     /// dropped meanwhile.
     CachedBlock(u64, Range<u64>, Option<Arc<Block>>),
-    /// No block.
-    Hole(Range<u64>),
+    /// No block: the part, and the bytes of the block that is to hold it.
+    Hole(Range<u64>, Range<u64>),
 }
 
 impl Cover {
-    /// The part that no block covers.
+    /// The bytes of the block that is to be made for a part that no block covers.
     pub(super) fn hole(&self) -> Option<&Range<u64>> {
         match self {
-            Cover::Hole(hole) => Some(hole),
+            Cover::Hole(_, block) => Some(block),
             Cover::CachedBlock(..) => None,
         }
     }
@@ -122,8 +122,21 @@ impl FileBlocks {
         self.blocks.get(&start).is_some_and(is) && self.blocks.remove(&start).is_some()
     }
 
-    /// The blocks that hold bytes of `range`, and the holes between them, in order.
-    pub(super) fn covers(&self, range: &Range<u64>) -> Vec<Cover> {
+    /// The blocks that hold bytes of `range`, and the holes between them, in order. A block for a
+    /// hole has the bytes that `widen` returns for it, as far as no other block has them.
+    pub(super) fn covers(
+        &self,
+        range: &Range<u64>,
+        widen: impl Fn(&Range<u64>) -> Range<u64>,
+    ) -> Vec<Cover> {
+        let hole = |part: Range<u64>| {
+            let wide = widen(&part);
+            let before = self.blocks.range(..part.start).next_back();
+            let after = self.blocks.range(part.end..).next();
+            let start = before.map_or(wide.start, |(_, block)| wide.start.max(block.end));
+            let end = after.map_or(wide.end, |(start, _)| wide.end.min(*start));
+            Cover::Hole(part, start..end)
+        };
         let mut covers = Vec::new();
         let mut offset = range.start;
         let before = self.blocks.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
@@ -132,7 +145,7 @@ impl FileBlocks {
                 continue;
             }
             if start > offset {
-                covers.push(Cover::Hole(offset..start));
+                covers.push(hole(offset..start));
                 offset = start;
             }
             let end = block.end.min(range.end);
@@ -144,7 +157,7 @@ impl FileBlocks {
             offset = end;
         }
         if offset < range.end {
-            covers.push(Cover::Hole(offset..range.end));
+            covers.push(hole(offset..range.end));
         }
         covers
     }

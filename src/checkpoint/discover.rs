@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::catalog::Heads;
 use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::names::{self, Numbered};
+use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::format::{InputFormat, OutputFormat};
 use crate::open_options::Prefer;
@@ -130,7 +131,11 @@ pub(super) struct Discovered {
 /// Opens the weight files of `folder`. The file `only` counts as one of them under any name, unless
 /// it is a weight map. The result includes names of weight files that lead to no file, each with
 /// the reason. The second result is the reservation for the headers in memory.
-pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Reserved) {
+pub(super) fn open_weights(
+    folder: &Folder,
+    only: Option<&str>,
+    secret: Option<&Secret>,
+) -> (Weights, Reserved) {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let files: Vec<(&str, &File)> = named
         .filter(|(name, _)| {
@@ -138,7 +143,7 @@ pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Res
             names::is_weights(name) || (only == Some(*name) && !map)
         })
         .collect();
-    let (mut weights, reserved) = open_headers(&folder.path, &files, folder_max());
+    let (mut weights, reserved) = open_headers(&folder.path, &files, folder_max(), secret);
     let misfits = weight_misfits(folder).map(|(name, why)| {
         let message = format!("is {}; {}", why.text(), why.advice());
         let fault = Fault::new(ErrorKind::ShardMissing, message).in_file(name);
@@ -150,7 +155,12 @@ pub(super) fn open_weights(folder: &Folder, only: Option<&str>) -> (Weights, Res
 
 /// Opens weight files and reads their headers: one header per inode, and at most `max` bytes in
 /// all.
-fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, Reserved) {
+fn open_headers(
+    folder: &Path,
+    files: &[(&str, &File)],
+    max: u64,
+    secret: Option<&Secret>,
+) -> (Weights, Reserved) {
     // Names and paths of each inode.
     let mut links: Vec<Vec<(&str, &Path)>> = Vec::new();
     let mut by_inode: HashMap<(u64, u64), usize> = HashMap::new();
@@ -194,7 +204,7 @@ fn open_headers(folder: &Path, files: &[(&str, &File)], max: u64) -> (Weights, R
     let read = |(index, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
         let unread = unread.lock().take();
         match unread {
-            Some(Ok(unread)) => open_links(&heads, folder, &links[*index], unread),
+            Some(Ok(unread)) => open_links(&heads, folder, &links[*index], unread, secret),
             Some(Err(error)) => {
                 let names = links[*index].iter().map(|(name, _)| (*name).to_owned());
                 names.map(|name| (name, Err(error.copied()))).collect()
@@ -541,7 +551,7 @@ mod tests {
         ];
         let named: Vec<(&str, &File)> =
             files.iter().map(|file| (file.name.to_str().unwrap(), file)).collect();
-        let (weights, _reserved) = open_headers(folder, &named, u64::MAX);
+        let (weights, _reserved) = open_headers(folder, &named, u64::MAX, None);
         let header = |name: &str| &weights[name].as_ref().unwrap().shard.header;
         assert!(std::sync::Arc::ptr_eq(header("a.safetensors"), header("b.safetensors")));
         assert!(!std::sync::Arc::ptr_eq(header("a.safetensors"), header("c.safetensors")));
@@ -555,11 +565,11 @@ mod tests {
         let names = ["a.safetensors", "b.safetensors", "c.safetensors"];
         let files = names.map(|name| weight_file(folder, name, "x"));
         let named: Vec<(&str, &File)> = names.into_iter().zip(&files).collect();
-        let one = open_headers(folder, &named, u64::MAX).0["a.safetensors"]
+        let one = open_headers(folder, &named, u64::MAX, None).0["a.safetensors"]
             .as_ref()
             .map(|loaded| loaded.shard.header.description_len())
             .unwrap();
-        let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1);
+        let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1, None);
         assert!(weights["a.safetensors"].is_ok() && weights["b.safetensors"].is_ok());
         let error = weights["c.safetensors"].as_ref().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::HeaderTooLarge);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::catalog::{Catalog, Heads, ShardHeader};
 use crate::error::{Error, Fault, Result, shown_path};
 use crate::format::names;
+use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::WeightMap;
 use crate::source::Source;
 use crate::store::Store;
@@ -27,7 +28,24 @@ impl Checkpoint {
     /// # Errors
     /// The reason of a refusal, with file and tensor.
     pub fn of_files(files: &[PathBuf]) -> Result<Arc<Checkpoint>> {
-        open_files(files, None)
+        open_files(files, None, None)
+    }
+
+    /// Opens `files`, or those of `map` if it is there, like `of_files` and `of_map`. `secret` opens
+    /// encrypted ones.
+    ///
+    /// # Errors
+    /// The reason of a refusal, with file and tensor.
+    #[doc(hidden)]
+    pub fn of_files_with(
+        files: &[PathBuf],
+        map: Option<&BTreeMap<String, PathBuf>>,
+        secret: Option<&Secret>,
+    ) -> Result<Arc<Checkpoint>> {
+        match map {
+            None => open_files(files, None, secret),
+            Some(map) => open_files(&files_of(map), Some(map), secret),
+        }
     }
 
     /// Opens the file that is open as `file`, which no path has to lead to. Messages call it `name`.
@@ -48,8 +66,7 @@ impl Checkpoint {
     /// # Errors
     /// The reason of a refusal, with file and tensor.
     pub fn of_map(map: &BTreeMap<String, PathBuf>) -> Result<Arc<Checkpoint>> {
-        let files: BTreeSet<&PathBuf> = map.values().collect();
-        open_files(&files.into_iter().cloned().collect::<Vec<_>>(), Some(map))
+        open_files(&files_of(map), Some(map), None)
     }
 
     /// The same checkpoint with closed files, for a child process made by fork(2). Threads that the
@@ -75,9 +92,15 @@ impl Checkpoint {
     }
 }
 
+fn files_of(map: &BTreeMap<String, PathBuf>) -> Vec<PathBuf> {
+    let files: BTreeSet<&PathBuf> = map.values().collect();
+    files.into_iter().cloned().collect()
+}
+
 fn open_files(
     files: &[PathBuf],
     map: Option<&BTreeMap<String, PathBuf>>,
+    secret: Option<&Secret>,
 ) -> Result<Arc<Checkpoint>> {
     let Some(first) = files.first() else {
         return Err(Error::usage("no files: name at least one"));
@@ -92,8 +115,13 @@ fn open_files(
     }
     let named: Vec<(String, PathBuf)> = named.into_iter().collect();
     let heads = Arc::new(Heads::default());
-    let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path);
+    let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path, secret);
     let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
+    if let (Some(secret), [one]) = (secret, loaded.as_slice())
+        && let Some(fault) = secret.misfit(one.source.is_encrypted())
+    {
+        return Err(Error::refused(&folder, fault.in_file(&one.shard.name)));
+    }
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
     with_config_beside(&folder, |config| of_shards(folder.clone(), &loaded, map, output, config))

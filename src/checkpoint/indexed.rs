@@ -388,6 +388,9 @@ impl<'a> FolderIndex<'a> {
             let (found, described, hash) = match (weights.get(name), texts.get(name)) {
                 (Some(loaded), _) => {
                     let loaded = loaded.as_ref().map_err(|_| refused())?;
+                    if loaded.source.is_encrypted() {
+                        return Err(format!("{name} is encrypted"));
+                    }
                     let described = loaded.shard.header.described.clone();
                     (fingerprint(&loaded.source.identity()), described, loaded.hash)
                 }

@@ -4,10 +4,14 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use zeroize::Zeroizing;
+
 use crate::catalog::{Head, Heads, ShardHeader};
 use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::Header;
+use crate::format::tensorizer::decryptor::{Decryptor, EncryptedTensor};
+use crate::format::tensorizer::keys::Secret;
 use crate::format::tensorizer::{self, HashedTensor};
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
 use crate::format::{Detected, InputFormat, RangeReader, ShardDescription};
@@ -31,8 +35,19 @@ pub(super) struct OpenShard {
     pub(super) format: InputFormat,
 }
 
-/// A header, the hash of its bytes and its format, or what is wrong with it.
-type Parsed = std::result::Result<(Arc<Head>, Digest, InputFormat), Fault>;
+/// A header, or what is wrong with it.
+type Parsed = std::result::Result<ParsedHead, Fault>;
+
+/// A parsed header.
+#[derive(Clone)]
+struct ParsedHead {
+    head: Arc<Head>,
+    /// The hash of its bytes.
+    hash: Digest,
+    format: InputFormat,
+    /// `None` if the tensors are not encrypted.
+    decryptor: Option<Arc<Decryptor>>,
+}
 
 /// An open weight file whose header is not read yet.
 pub(super) struct Unread {
@@ -58,22 +73,33 @@ impl Unread {
         self.detected.as_ref().map_or(0, |detected| detected.description_len)
     }
 
-    /// Reads the header. Its tensors are added to `heads`.
-    fn parse(&self, heads: &Arc<Heads>) -> Result<Parsed> {
+    /// Reads the header. Its tensors are added to `heads`. `secret` opens an encrypted file.
+    fn parse(&self, heads: &Arc<Heads>, secret: Option<&Secret>) -> Result<Parsed> {
         let detected = match &self.detected {
             Ok(detected) => detected,
             Err(fault) => return Ok(Err(fault.clone())),
         };
         let parsed = parse(&self.source, detected)?;
         self.source.check()?;
+        let (mut description, hash) = match parsed {
+            Ok(parsed) => parsed,
+            Err(fault) => return Ok(Err(fault)),
+        };
+        let decryptor = match description.encrypted.take() {
+            None => None,
+            Some(encrypted) => match unlock(&self.source, encrypted, secret)? {
+                Ok(decryptor) => Some(Arc::new(decryptor)),
+                Err(fault) => return Ok(Err(fault)),
+            },
+        };
         let add = |description| match detected.format {
             InputFormat::Bintensors | InputFormat::Tensorizer => {
                 heads.add_without_note(description)
             }
             InputFormat::Safetensors => heads.add(description),
         };
-        let format = detected.format;
-        Ok(parsed.map(|(description, hash)| (Arc::new(add(description)), hash, format)))
+        let (head, format) = (Arc::new(add(description)), detected.format);
+        Ok(Ok(ParsedHead { head, hash, format, decryptor }))
     }
 }
 
@@ -83,11 +109,13 @@ pub(super) fn open_shard(
     folder: &Path,
     name: &str,
     path: &Path,
+    secret: Option<&Secret>,
 ) -> Result<OpenShard> {
     let named = |error| named_in(folder, name, error);
     let mut tries = 0;
     loop {
-        let read = Unread::open(name, path).and_then(|unread| Ok((unread.parse(heads)?, unread)));
+        let read = Unread::open(name, path);
+        let read = read.and_then(|unread| Ok((unread.parse(heads, secret)?, unread)));
         match read {
             // New attributes also count as a change here, so the read is tried again.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
@@ -106,7 +134,7 @@ pub(super) fn open_source(
     source: Arc<Source>,
 ) -> Result<OpenShard> {
     let unread = Unread::of(name, source)?;
-    loaded(folder, name, unread.source.clone(), unread.parse(heads)?)
+    loaded(folder, name, unread.source.clone(), unread.parse(heads, None)?)
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their
@@ -116,13 +144,14 @@ pub(super) fn open_links(
     folder: &Path,
     links: &[(&str, &Path)],
     unread: Unread,
+    secret: Option<&Secret>,
 ) -> Vec<(String, Result<OpenShard>)> {
     let mut all = Vec::with_capacity(links.len());
     let Some(((first, _), others)) = links.split_first() else { return all };
-    let parsed = match unread.parse(heads) {
+    let parsed = match unread.parse(heads, secret) {
         Ok(parsed) => parsed,
         Err(_) => {
-            let open = |name, path| open_shard(heads, folder, name, path);
+            let open = |name, path| open_shard(heads, folder, name, path, secret);
             all.extend(links.iter().map(|(name, path)| ((*name).to_owned(), open(name, path))));
             return all;
         }
@@ -134,7 +163,7 @@ pub(super) fn open_links(
         if source.identity() != identity
             || InputFormat::of_name(name) != InputFormat::of_name(first)
         {
-            return open_shard(heads, folder, name, path);
+            return open_shard(heads, folder, name, path, secret);
         }
         loaded(folder, name, source, parsed.clone())
     };
@@ -146,11 +175,40 @@ pub(super) fn open_links(
 }
 
 fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Result<OpenShard> {
-    let (header, hash, format) =
+    let ParsedHead { head, hash, format, decryptor } =
         parsed.map_err(|fault| Error::refused(folder, fault.in_file(name)))?;
-    let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header };
+    let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header: head };
     source.set_described(shard.header.described.clone(), hash);
+    if let Some(decryptor) = decryptor {
+        source.set_decryptor(decryptor);
+    }
     Ok(OpenShard { source, shard, hash, format })
+}
+
+/// The decryptor of a file with these encrypted tensors. The key is tried on a piece, so that another
+/// key is refused at once.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one a fault of the file or the secret.
+fn unlock(
+    source: &Arc<Source>,
+    encrypted: Vec<EncryptedTensor>,
+    secret: Option<&Secret>,
+) -> Result<std::result::Result<Decryptor, Fault>> {
+    let Some(secret) = secret else {
+        let message = "is encrypted; give its key with `key-file=`, or its passphrase with \
+                       `passphrase-file=`";
+        return Ok(Err(Fault::new(ErrorKind::KeyRequired, message)));
+    };
+    let decryptor = match Decryptor::new(encrypted, secret) {
+        Ok(decryptor) => decryptor,
+        Err(fault) => return Ok(Err(fault)),
+    };
+    let Some(sample) = decryptor.sample() else { return Ok(Ok(decryptor)) };
+    let mut piece = Zeroizing::new(vec![0; (sample.end - sample.start) as usize]);
+    source.read_exact_at(&mut piece, sample.start)?;
+    source.check()?;
+    Ok(decryptor.decrypt(sample.start, &mut piece).map(|()| decryptor))
 }
 
 /// The error with the name in the folder, which the user knows, not with the target of a link.

@@ -38,7 +38,11 @@ impl Tree {
     fn prove_folder(&self, id: FolderId) -> Proved {
         let folder = &*self.folder(id);
         // Folders without weight files need no index.
-        let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
+        // An index does not tell whether the file that the secret is for is encrypted.
+        let secret = self.options.secret.as_deref();
+        let one_secret = secret.filter(|_| self.only.is_some());
+        let index =
+            FolderIndex::of(self, folder).filter(|index| one_secret.is_none() && index.has_files());
         let doubt = match index.as_ref().map(FolderIndex::load) {
             Some(Ok(proved)) => return proved,
             Some(Err(doubt)) => doubt,
@@ -46,7 +50,14 @@ impl Tree {
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
         let only = self.only.as_deref();
-        let (mut weights, _headers) = open_weights(folder, only);
+        let (mut weights, _headers) = open_weights(folder, only, secret);
+        if let (Some(secret), Some(only)) = (secret, only)
+            && let Some(Ok(shard)) = weights.get(only)
+            && let Some(fault) = secret.misfit(shard.source.is_encrypted())
+        {
+            let refused = Error::refused(&folder.path, fault.in_file(only));
+            weights.insert(only.to_owned(), Err(refused));
+        }
         let Discovered { mut winners, losers, notes } =
             discover(folder, &weights, self.options.prefer);
         let mut proved = Proved { notes, ..Proved::default() };

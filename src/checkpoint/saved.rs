@@ -15,8 +15,8 @@ use crate::source::Source;
 use crate::view::View;
 
 impl Checkpoint {
-    /// Its proved content. `None` if that would be too long, or if a view changes its tensors: the
-    /// other process may have read other rules under the same name.
+    /// Its proved content. `None` if that would be too long, if it is encrypted, or if a view changes
+    /// its tensors: the other process may have read other rules under the same name.
     pub fn save(&self) -> Option<Vec<u8>> {
         if self.has_other_tensors() {
             return None;
@@ -34,6 +34,10 @@ impl Checkpoint {
             virtual_files: Vec::new(),
             catalog: self.proved.clone(),
         };
+        // The state of a mount does not hold what a decryptor needs.
+        if self.sources.iter().any(|source| source.is_encrypted()) {
+            return None;
+        }
         let index = Index {
             folder: Vec::new(),
             made: 0,

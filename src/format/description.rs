@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::dtype::Dtype;
 use crate::format::safetensors::Header;
+use crate::format::tensorizer::decryptor::EncryptedTensor;
 
 /// The tensors of one valid shard, in the order of the file, in a few large vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,6 +14,8 @@ pub struct ShardDescription {
     pub metadata: Option<BTreeMap<String, String>>,
     /// The bytes of the file that describe the others, ascending. All others are data.
     pub described: Vec<Range<u64>>,
+    /// The tensors whose data is encrypted, in data order; `None` if the file is not encrypted.
+    pub encrypted: Option<Vec<EncryptedTensor>>,
     names: String,
     tensors: Vec<DescriptionRow>,
     /// The extents of all tensors; equal shapes may share theirs.
@@ -47,6 +50,7 @@ impl ShardDescription {
         ShardDescription {
             metadata: None,
             described: std::iter::once(0..data_start).collect(),
+            encrypted: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),
             numbers: Vec::new(),

@@ -7,6 +7,7 @@
 //! the headers, so a file in which both differ can be read in two ways and is refused.
 
 pub mod crypt;
+pub mod decryptor;
 pub mod encode;
 mod entries;
 mod fields;
@@ -21,7 +22,10 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START};
 
+use self::crypt::Encryption;
+use self::decryptor::EncryptedTensor;
 use self::entries::ListedTensor;
+use self::fields::HeaderExtras;
 use super::description::ShardDescription;
 use super::input::RangeReader;
 
@@ -70,11 +74,17 @@ struct StoredTensor {
     zeros: Option<u64>,
     /// Empty if the hashes are not kept.
     hashes: Vec<HeaderHash>,
+    /// `None` if its data is not encrypted.
+    encryption: Option<Encryption>,
+    /// The bytes of the header that say how it is encrypted; empty in a file without encryption.
+    encryption_bytes: Range<u64>,
 }
 
 /// The tensors of a file in the order of their bytes, and the mark behind them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct StoredFile {
+    /// Whether the file says that its tensors are encrypted.
+    encrypted: bool,
     tensors: Vec<StoredTensor>,
     /// Shorter than a mark, or empty, if the file ends before.
     end_mark: Range<u64>,
@@ -86,8 +96,10 @@ struct StoredFile {
 pub struct HashedTensor {
     /// Its name.
     pub name: String,
-    /// The bytes of the file that are hashed.
+    /// The bytes of the file that are hashed, before they are encrypted.
     pub range: Range<u64>,
+    /// Bytes among them that are left out: those that say how the tensor is encrypted.
+    pub left_out: Range<u64>,
     /// The hashes, by their place.
     pub hashes: Vec<HeaderHash>,
 }
@@ -117,6 +129,7 @@ pub enum HashKind {
 struct FileHead {
     version: u32,
     versioned: bool,
+    encrypted: bool,
     count: u64,
     entries_len: u64,
 }
@@ -149,7 +162,7 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// # Errors
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
-    let StoredFile { tensors, end_mark } = match read_tensors(reader, false) {
+    let StoredFile { encrypted, tensors, end_mark } = match read_tensors(reader, false) {
         Ok(file) => file,
         Err(ParseStop::Read(error)) => return Err(error),
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
@@ -169,6 +182,13 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     }
     if !end_mark.is_empty() {
         append(&mut described, &end_mark);
+    }
+    if encrypted {
+        let tensors =
+            tensors.into_iter().filter_map(|StoredTensor { name, data, encryption, .. }| {
+                Some(EncryptedTensor { name, range: data, encryption: encryption? })
+            });
+        description.encrypted = Some(tensors.collect());
     }
     description.set_numbers(numbers);
     description.described = described;
@@ -194,10 +214,11 @@ pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTenso
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
     };
     let hashed = tensors.into_iter().filter(|tensor| !tensor.hashes.is_empty());
-    let hashed = hashed.map(|StoredTensor { name, header, data, hashes, .. }| HashedTensor {
-        name,
-        range: header.start..data.end,
-        hashes,
+    let hashed = hashed.map(|tensor| HashedTensor {
+        name: tensor.name,
+        range: tensor.header.start..tensor.data.end,
+        left_out: tensor.encryption_bytes,
+        hashes: tensor.hashes,
     });
     Ok(Ok(hashed.collect()))
 }
@@ -252,11 +273,8 @@ impl FileHead {
             );
             return Err(Fault::new(ErrorKind::HeaderDecode, message));
         }
-        if version == ENCRYPTED_VERSION || (version >= FLAGS_SINCE && flags[0] & ENCRYPTED != 0) {
-            let message = "is encrypted, and tensorfs does not decrypt tensorizer files; save it \
-                           again without encryption";
-            return Err(Fault::new(ErrorKind::KeyRequired, message));
-        }
+        let flagged = version >= FLAGS_SINCE && flags[0] & ENCRYPTED != 0;
+        let encrypted = version == ENCRYPTED_VERSION || flagged;
         let (count, entries_len) = (number(57), number(65));
         if count == 0 {
             let message = "lists no tensors; the program that saved it may have been stopped";
@@ -276,7 +294,7 @@ impl FileHead {
             );
             return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
         }
-        Ok(FileHead { version, versioned, count, entries_len })
+        Ok(FileHead { version, versioned, encrypted, count, entries_len })
     }
 }
 
@@ -310,7 +328,7 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
     for entry in entries {
         let name = entry.name.joined.clone();
         let named = |fault: Fault| fault.tensor(&name);
-        let len = header_len(&entry, before, end).map_err(named)?;
+        let len = header_len(&entry, before, end, &head).map_err(named)?;
         header.resize(len as usize, 0);
         reader.read_exact_at(entry.header_start, &mut header)?;
         let mut tensor = stored(entry, &header, &head).map_err(named)?;
@@ -325,7 +343,7 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
         tensors.push(tensor);
     }
     let end_mark = read_end_mark(reader, end, file_len)?;
-    Ok(StoredFile { tensors, end_mark })
+    Ok(StoredFile { encrypted: head.encrypted, tensors, end_mark })
 }
 
 /// Refuses a tensor that passes the end of the file.
@@ -344,8 +362,13 @@ fn check_inside(entry: &ListedTensor<'_>, file_len: u64) -> Result<(), Fault> {
 }
 
 /// Length of the header of a tensor, which has to begin at `previous_end`, where `before` ends.
-fn header_len(entry: &ListedTensor<'_>, before: &str, previous_end: u64) -> Result<u64, Fault> {
-    let &ListedTensor { header_start, data_start, .. } = entry;
+fn header_len(
+    entry: &ListedTensor<'_>,
+    before: &str,
+    previous_end: u64,
+    head: &FileHead,
+) -> Result<u64, Fault> {
+    let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     if header_start != previous_end {
         let (kind, place) = if header_start < previous_end {
             (ErrorKind::OffsetOverlap, "before")
@@ -359,10 +382,12 @@ fn header_len(entry: &ListedTensor<'_>, before: &str, previous_end: u64) -> Resu
         return Err(Fault::new(kind, message));
     }
     let len = data_start.saturating_sub(header_start);
-    if !(fields::TENSOR_HEADER_LEN_MIN..=TENSOR_HEADER_LEN_MAX).contains(&len) {
+    let encryption = if head.encrypted { Encryption::section_len_max(data_len) } else { 0 };
+    let most = TENSOR_HEADER_LEN_MAX.saturating_add(encryption);
+    if !(fields::TENSOR_HEADER_LEN_MIN..=most).contains(&len) {
         let message = format!(
             "its header begins at byte {header_start} and its data at byte {data_start}, {} to \
-             {TENSOR_HEADER_LEN_MAX} bytes expected between them; save the checkpoint again",
+             {most} bytes expected between them; save the checkpoint again",
             fields::TENSOR_HEADER_LEN_MIN
         );
         return Err(Fault::new(ErrorKind::HeaderDecode, message));
@@ -372,7 +397,8 @@ fn header_len(entry: &ListedTensor<'_>, before: &str, previous_end: u64) -> Resu
 
 /// The tensor of `entry`, whose header has the bytes `header`.
 fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
-    let hashes = fields::compare(&entry, header)?;
+    let HeaderExtras { hashes, encryption, encryption_bytes } =
+        fields::compare(&entry, header, head.encrypted)?;
     let (dtype, shape) = entries::element_type(&entry)?;
     let Some(bits) = dtype.bits_of(&shape) else {
         let message =
@@ -403,6 +429,8 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
         data: data_start..data_start + data_len,
         zeros: None,
         hashes,
+        encryption,
+        encryption_bytes,
     })
 }
 

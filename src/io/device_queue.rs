@@ -260,7 +260,8 @@ impl DeviceQueue {
         let over = CompletedRead { id, transfer, result };
         let call = {
             let mut state = self.state.lock();
-            if over.transfer.len() < ANSWERED_HERE_MAX || !state.queue.is_long(id) {
+            let is_long = state.queue.is_long(id) && over.transfer.len() >= ANSWERED_HERE_MAX;
+            if !is_long && !over.transfer.decrypts() {
                 drop(state);
                 return self.answer_over(over);
             }

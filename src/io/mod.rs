@@ -22,6 +22,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use zeroize::Zeroizing;
 
 pub use deadlines::{Deadlines, NextLook};
 pub(crate) use device_queue::guarded;
@@ -53,19 +54,42 @@ pub struct Read<'a> {
     pub target: &'a mut [u8],
 }
 
-/// Carries out all `reads` one after the other on the calling thread, then confirms that no source
+/// Carries out all `reads` one after the other on the calling thread, decrypts their bytes, then confirms that no source
 /// has changed.
 ///
 /// # Errors
 /// Returns the first failure; the contents of the targets are then unspecified.
 pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
+    for Read { source, offset, target } in reads.iter_mut() {
+        let range = *offset..*offset + target.len() as u64;
+        let cover = source.cover(&range);
+        if cover == range {
+            source.read_exact_at(target, *offset)?;
+            source.decrypt(*offset, target)?;
+            continue;
+        }
+        let mut pieces = Zeroizing::new(vec![0; (cover.end - cover.start) as usize]);
+        source.read_exact_at(&mut pieces, cover.start)?;
+        source.decrypt(cover.start, &mut pieces)?;
+        let skipped = (range.start - cover.start) as usize;
+        target.copy_from_slice(&pieces[skipped..][..target.len()]);
+    }
+    check_all(reads)
+}
+
+/// Like `read_all`, but encrypted bytes stay as they are stored.
+///
+/// # Errors
+/// The errors of `read_all`.
+pub fn read_all_stored(reads: &mut [Read<'_>]) -> Result<()> {
     for read in reads.iter_mut() {
         read.source.read_exact_at(read.target, read.offset)?;
     }
-    for source in distinct(reads) {
-        source.check()?;
-    }
-    Ok(())
+    check_all(reads)
+}
+
+fn check_all(reads: &[Read<'_>]) -> Result<()> {
+    distinct(reads).try_for_each(|source| source.check())
 }
 
 /// The sources of `reads`; reads of one source mostly follow each other.
@@ -151,6 +175,12 @@ impl Default for Settings {
     }
 }
 
+/// Memory in bytes that a fetch of `range` takes: the pages around it, and around the rest of
+/// encrypted pieces that it has a part of.
+pub fn memory_for(source: &Source, range: &Range<u64>) -> u64 {
+    Buffer::len_for(&source.cover(range))
+}
+
 /// The function that a fetch calls back.
 pub type FetchCallback = Box<dyn FnOnce(Result<ReadBuffer>) + Send>;
 
@@ -167,7 +197,9 @@ pub struct Fetch {
     pub priority: Priority,
     /// Cost of `done`.
     pub effort: Effort,
-    /// Reservation of at least `Buffer::len_for(range)` bytes. The memory is taken when the read is
+    /// Whether encrypted bytes stay as they are stored.
+    pub stored: bool,
+    /// Reservation of at least `memory_for(source, range)` bytes. The memory is taken when the read is
     /// sent.
     pub target: ReadTarget,
     /// Called once, on a thread of the engine.
@@ -270,6 +302,10 @@ impl Engine {
     /// # Errors
     /// `Error::Changed` if a source has changed.
     pub(crate) fn copy_reads(&self, reads: &mut [Read<'_>]) -> Result<bool> {
+        // The page cache has the stored bytes.
+        if reads.iter().any(|read| read.source.is_encrypted()) {
+            return Ok(false);
+        }
         let mut files = Vec::with_capacity(reads.len());
         for Read { source, offset, target } in reads.iter_mut() {
             source.check_known()?;
@@ -319,14 +355,15 @@ impl Engine {
         self.cached_pages(source, range).is_some_and(CachedPages::is_all)
     }
 
-    /// How much of `range` the kernel's page cache holds. `None` if the kernel does not tell, and
-    /// where reads do not depend on it. Never waits.
+    /// How much of `range` the kernel's page cache holds. `None` if the kernel does not tell, if the
+    /// bytes are encrypted, and where reads do not depend on it. Never waits.
     pub(crate) fn cached_pages(
         &self,
         source: &Arc<Source>,
         range: &Range<u64>,
     ) -> Option<CachedPages> {
-        if self.0.settings.direct == DirectIo::Always || source.may_block() {
+        let is_always_direct = self.0.settings.direct == DirectIo::Always;
+        if is_always_direct || source.may_block() || source.is_encrypted() {
             return None;
         }
         let Source::Local(local) = &**source;

@@ -30,6 +30,8 @@ pub(super) struct ReadJob {
     pub(super) id: u64,
     pub(super) source: Arc<Source>,
     pub(super) range: Range<u64>,
+    /// Whether encrypted bytes stay as they are stored.
+    pub(super) stored: bool,
     pub(super) target: ReadTarget,
     pub(super) cached: Option<CachedPages>,
 }
@@ -50,6 +52,7 @@ struct Flight {
     since: Instant,
     /// Cost of the answer, as far as is known: it may grow once a reader waits.
     effort: Effort,
+    stored: bool,
     cached: Option<CachedPages>,
     stage: FlightStage,
     /// `None` if the fetch was answered before its read came back.
@@ -100,7 +103,7 @@ impl Default for FetchQueue {
 impl FetchQueue {
     /// Queues a fetch and returns its number.
     pub(super) fn push(&mut self, fetch: Fetch, now: Instant) -> u64 {
-        let Fetch { source, range, cached, priority, effort, target, done } = fetch;
+        let Fetch { source, range, cached, priority, effort, stored, target, done } = fetch;
         let effort = if priority == Priority::Demand { effort.awaited() } else { effort };
         let id = self.next_id;
         self.next_id += 1;
@@ -108,7 +111,7 @@ impl FetchQueue {
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
-        let flight = Flight { source, range, since: now, effort, cached, stage, done };
+        let flight = Flight { source, range, since: now, effort, stored, cached, stage, done };
         self.flights.insert(id, flight);
         self.refresh(key);
         id
@@ -148,6 +151,7 @@ impl FetchQueue {
         let id = *self.ready.iter().find_map(|ready| ready.first())?;
         let flight = self.flights.get_mut(&id)?;
         let (source, range, cached) = (flight.source.clone(), flight.range.clone(), flight.cached);
+        let stored = flight.stored;
         let (key, priority) = match &flight.stage {
             FlightStage::Queued(priority, _) => (SourceKey::of(&source), *priority),
             FlightStage::Sent(_) => return None,
@@ -166,7 +170,7 @@ impl FetchQueue {
             return None;
         };
         self.refresh(key);
-        Some(ReadJob { id, source, range, target, cached })
+        Some(ReadJob { id, source, range, stored, target, cached })
     }
 
     /// Whether the answer to a fetch has `Effort::Long`.

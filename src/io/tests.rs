@@ -86,7 +86,7 @@ fn fetch(
     let done: FetchCallback = Box::new(move |result| drop(sender.send(result)));
     let (source, effort) = (source.clone(), Effort::AsAwaited);
     let target = reservation.into();
-    (Fetch { source, range, cached: None, priority, effort, target, done }, receiver)
+    (Fetch { source, range, cached: None, priority, effort, stored: false, target, done }, receiver)
 }
 
 fn get(engine: &Engine, source: &Arc<Source>, range: Range<u64>) -> Result<ReadBuffer> {
@@ -301,6 +301,7 @@ fn thousands_of_fetches_are_answered_once_each_and_never_pass_the_budget() {
                 cached: None,
                 priority,
                 effort,
+                stored: false,
                 target,
                 done,
             });

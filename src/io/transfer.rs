@@ -35,6 +35,10 @@ pub(super) struct Transfer {
     have: usize,
     /// Range of the wanted bytes in the buffer.
     wanted: Range<usize>,
+    /// Range of the bytes that are read: longer where these are whole encrypted pieces.
+    needed: Range<usize>,
+    /// Whether the bytes are decrypted.
+    decrypts: bool,
     /// Whether reading past the page cache was intended but impossible.
     refused: bool,
     /// Number of EAGAIN results so far.
@@ -54,7 +58,9 @@ pub(super) enum Next {
 impl Transfer {
     /// Opens what is needed and decides how to read. May wait for the file system.
     pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
-        let ReadJob { source, range, target, cached, .. } = job;
+        let ReadJob { source, range, stored, target, cached, .. } = job;
+        let decrypts = !stored && source.is_encrypted();
+        let needed = if decrypts { source.cover(&range) } else { range.clone() };
         let len = range.end - range.start;
         let span = trace_span!("fetch", shard = %source.uri(), offset = range.start, len);
         let entered = span.clone().entered();
@@ -67,19 +73,24 @@ impl Transfer {
             DirectIo::Always => true,
             DirectIo::Auto if source.may_block() => false,
             DirectIo::Auto => {
-                let cached = cached.or_else(|| page_cache::cached_pages(&file, &range));
+                let cached = cached.or_else(|| page_cache::cached_pages(&file, &needed));
                 !cached.is_some_and(CachedPages::is_most)
             }
         };
         let direct = if past_cache { local.direct_file(&file) } else { None };
         let refused = past_cache && direct.is_none();
-        let around = pages_around(&range);
+        let around = pages_around(&needed);
         let start = around.start;
         let len = (around.end - start) as usize;
-        let buffer =
+        let mut buffer =
             Buffer::try_new(len, target).map_err(|e| Error::io(source.uri(), "read", e))?;
-        let wanted = (range.start - start) as usize..(range.end - start) as usize;
-        let have = if direct.is_some() { 0 } else { wanted.start };
+        if decrypts {
+            buffer.wipe_on_drop();
+        }
+        let within =
+            |range: &Range<u64>| (range.start - start) as usize..(range.end - start) as usize;
+        let (wanted, needed) = (within(&range), within(&needed));
+        let have = if direct.is_some() { 0 } else { needed.start };
         let began = Instant::now();
         let again = 0;
         drop(entered);
@@ -91,6 +102,8 @@ impl Transfer {
             start,
             have,
             wanted,
+            needed,
+            decrypts,
             refused,
             again,
             began,
@@ -112,6 +125,11 @@ impl Transfer {
         self.wanted.len()
     }
 
+    /// Whether the bytes are decrypted, which takes longer than reading them.
+    pub(super) fn decrypts(&self) -> bool {
+        self.decrypts
+    }
+
     /// Whether it reads past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.is_some()
@@ -124,7 +142,7 @@ impl Transfer {
 
     /// File, offset and memory of the next read.
     pub(super) fn next(&mut self) -> (&File, u64, &mut [u8]) {
-        let end = if self.direct.is_some() { self.buffer.len() } else { self.wanted.end };
+        let end = if self.direct.is_some() { self.buffer.len() } else { self.needed.end };
         let file = self.direct.as_ref().unwrap_or(&self.file);
         (file, self.start + self.have as u64, &mut self.buffer[self.have..end])
     }
@@ -132,12 +150,12 @@ impl Transfer {
     /// Takes the result of the read.
     pub(super) fn advance(&mut self, result: io::Result<usize>) -> Next {
         match result {
-            Ok(0) if self.have < self.wanted.end => {
-                Next::End(Err(self.source.ends_before(self.start + self.wanted.end as u64)))
+            Ok(0) if self.have < self.needed.end => {
+                Next::End(Err(self.source.ends_before(self.start + self.needed.end as u64)))
             }
             Ok(n) => {
                 self.have += n;
-                if self.have >= self.wanted.end {
+                if self.have >= self.needed.end {
                     return Next::End(Ok(()));
                 }
                 // A direct read cannot begin at this offset.
@@ -160,7 +178,7 @@ impl Transfer {
                     local.refuse_direct();
                     self.direct = None;
                     self.refused = true;
-                    self.have = self.have.max(self.wanted.start);
+                    self.have = self.have.max(self.needed.start);
                     Next::Read
                 }
                 _ => Next::End(Err(Error::io(self.source.uri(), "read", e))),
@@ -173,11 +191,15 @@ impl Transfer {
         self.buffer.write_off();
     }
 
-    /// Returns the bytes if the file has not changed.
-    pub(super) fn finish(self) -> Result<ReadBuffer> {
+    /// Decrypts the bytes, and returns them if the file has not changed.
+    pub(super) fn finish(mut self) -> Result<ReadBuffer> {
         let _entered = self.span.clone().entered();
         let Source::Local(local) = &*self.source;
         local.check_open(&self.file)?;
+        if self.decrypts {
+            let start = self.start + self.needed.start as u64;
+            self.source.decrypt(start, &mut self.buffer[self.needed.clone()])?;
+        }
         if self.source.set_stalled(false) {
             tracing::info!("{}: is read again", shown_path(self.source.path()));
         }

@@ -310,7 +310,16 @@ pub(super) mod tests {
             sender.send(result.map(|b| b.to_vec()).map_err(|e| e.to_string())).unwrap();
         });
         let (priority, effort) = (Priority::Demand, Effort::AsAwaited);
-        engine.submit(Fetch { source, range, cached: None, priority, effort, target, done });
+        engine.submit(Fetch {
+            source,
+            range,
+            cached: None,
+            priority,
+            effort,
+            stored: false,
+            target,
+            done,
+        });
         receiver.recv_timeout(Duration::from_secs(30)).unwrap()
     }
 

@@ -94,7 +94,8 @@ impl CuFileJob {
     fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<CuFileJob> {
         let Beginning { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
-        if source.may_block() || are_zeros(chunk.range.start) {
+        // cuFile would read encrypted bytes as they are stored.
+        if source.may_block() || source.is_encrypted() || are_zeros(chunk.range.start) {
             return None;
         }
         let Chunk { shard, range, target } = chunk;

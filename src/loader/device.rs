@@ -14,7 +14,7 @@ use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
 use super::cufile::{Beginning, CuFileCell};
-use super::run::{Landing, Load, LoadMessage, MoveJob, StopMovers, Times};
+use super::run::{Landing, Load, LoadMessage, MoveJob, StopMovers, Times, memory_of};
 use super::{DeviceStats, Loader, Progress, ReadEvent, Report, Stats, span_of};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
@@ -24,7 +24,7 @@ use crate::device::{
 };
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::io::{Budget, Buffer, ReadBuffer, ReadTarget};
+use crate::io::{Budget, ReadBuffer, ReadTarget};
 use crate::plan::{
     self, Chunk, ChunkTarget, Move, Plan, PlanLimits, TensorPlacement, TensorRequest,
 };
@@ -148,8 +148,7 @@ impl Loader {
                 ..limits
             };
         }
-        let plan = Plan::new(checkpoint.catalog(), requests, &limits)
-            .map_err(|fault| checkpoint.refused(fault))?;
+        let plan = self.plan_by(checkpoint, requests, &limits)?;
         let planned = started.elapsed();
         assert!(!plan.given.contains(&true), "requests with a destination are for `fill_device`");
         gpu.check_room(&plan.regions)?;
@@ -285,7 +284,7 @@ impl Loader {
             waiter
                 .spawn_scoped(scope, move || copies.finish(&waiting, &returns))
                 .map_err(no_thread)?;
-            let landing = PinnedLanding::new(self, copies.plan, pool, scope, &back);
+            let landing = PinnedLanding::new(self, (checkpoint, copies.plan), pool, scope, &back);
             let engine = &self.engine;
             let load = Load {
                 plan: copies.plan,
@@ -332,6 +331,7 @@ impl Regions {
 
 /// Pinned memory in which reads land.
 struct PinnedLanding<'scope, 'env> {
+    checkpoint: &'env Checkpoint,
     pool: &'env PinnedPool,
     /// Maximum bytes of pinned memory.
     limit: u64,
@@ -346,15 +346,16 @@ struct PinnedLanding<'scope, 'env> {
 impl<'scope, 'env> PinnedLanding<'scope, 'env> {
     fn new(
         loader: &Loader,
-        plan: &Plan,
+        (checkpoint, plan): (&'env Checkpoint, &Plan),
         pool: &'env PinnedPool,
         scope: &'scope Scope<'scope, 'env>,
         back: &Sender<LoadMessage>,
     ) -> Self {
-        let lens = plan.chunks.iter().map(|chunk| Buffer::len_for(&chunk.range));
+        let lens = plan.chunks.iter().map(|chunk| memory_of(checkpoint, chunk));
         let wanted = lens.fold(0u64, u64::saturating_add);
         let none = Budget::new(0, Arc::default());
         PinnedLanding {
+            checkpoint,
             pool,
             limit: loader.config.staging,
             wanted,
@@ -367,7 +368,7 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
 
 impl Landing for PinnedLanding<'_, '_> {
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
-        let len = Buffer::len_for(&chunk.range);
+        let len = memory_of(self.checkpoint, chunk);
         let target = self.pool.target(len, self.none.try_reserve(0)?);
         if target.is_none() && self.pool.begins_to_grow(self.limit, alone) {
             let (pool, limit, wanted) = (self.pool, self.limit, self.wanted);

@@ -377,7 +377,18 @@ impl Loader {
     /// cast.
     #[doc(hidden)]
     pub fn plan(&self, checkpoint: &Checkpoint, requests: &[TensorRequest]) -> Result<Plan> {
-        Plan::new(checkpoint.catalog(), requests, &self.config.limits)
+        self.plan_by(checkpoint, requests, &self.config.limits)
+    }
+
+    fn plan_by(
+        &self,
+        checkpoint: &Checkpoint,
+        requests: &[TensorRequest],
+        limits: &PlanLimits,
+    ) -> Result<Plan> {
+        let sources = checkpoint.sources();
+        let decryptor = |shard: ShardId| sources[shard.0 as usize].decryptor().cloned();
+        Plan::with_decryptors(checkpoint.catalog(), requests, limits, &decryptor)
             .map_err(|fault| checkpoint.refused(fault))
     }
 

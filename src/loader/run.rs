@@ -17,6 +17,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{
     Budget, Buffer, Effort, Engine, Fetch, Priority, Read, ReadBuffer, ReadTarget, Region,
+    memory_for,
 };
 use crate::plan::{Chunk, ChunkTarget, Move, PAGE, Plan};
 use crate::sync::Mutex;
@@ -140,7 +141,7 @@ pub(super) fn run(
     // The longest read must fit, or it would wait forever.
     let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
     let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
-    let longest = moved.iter().map(|chunk| Buffer::len_for(&chunk.range)).max();
+    let longest = moved.iter().map(|chunk| memory_of(checkpoint, chunk)).max();
     let staging = loader.config.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
     let shared = HostLoad {
@@ -200,13 +201,20 @@ pub(super) fn run(
     Ok(Report { stats, events })
 }
 
+/// Memory that the read of `chunk` takes, in bytes.
+pub(super) fn memory_of(checkpoint: &Checkpoint, chunk: &Chunk) -> u64 {
+    memory_for(&checkpoint.sources()[chunk.shard.0 as usize], &chunk.range)
+}
+
 /// Region and byte into which `chunk` is read directly, `None` if its bytes are moved. A remote
 /// file system may answer after the load has given up, when the caller already uses its memory for
-/// something else. So its reads do not go directly to caller-provided memory.
+/// something else. So its reads do not go directly to caller-provided memory. Encrypted pieces need
+/// not begin and end where a chunk does, so they are decrypted in memory of their own.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let ChunkTarget::Place { region, offset } = chunk.target else { return None };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
-    (!plan.given[region as usize] || !source.may_block()).then_some((region, offset))
+    let is_direct = !plan.given[region as usize] || !source.may_block();
+    (is_direct && !source.is_encrypted()).then_some((region, offset))
 }
 
 /// Ends the population of memory with the load, however the load ends.
@@ -322,8 +330,9 @@ impl Load<'_> {
             }
         };
         let range = chunk.range.clone();
-        let (priority, effort) = (Priority::Demand, Effort::Short);
-        self.engine.submit(Fetch { source, range, cached: None, priority, effort, target, done });
+        let (cached, priority, effort, stored) = (None, Priority::Demand, Effort::Short, false);
+        let fetch = Fetch { source, range, cached, priority, effort, stored, target, done };
+        self.engine.submit(fetch);
     }
 }
 
@@ -331,7 +340,7 @@ impl Landing for HostLoad<'_> {
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         match place_of(self.plan, self.checkpoint, chunk) {
             None => {
-                let reservation = self.budget.try_reserve(Buffer::len_for(&chunk.range));
+                let reservation = self.budget.try_reserve(memory_of(self.checkpoint, chunk));
                 debug_assert!(reservation.is_some() || !alone, "a chunk fits into the budget");
                 self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
                 reservation.map(ReadTarget::from)

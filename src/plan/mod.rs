@@ -7,12 +7,14 @@
 //! device. The module is pure: equal requests give equal plans.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
 use crate::coalesce::coalesce;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
+use crate::format::tensorizer::decryptor::Decryptor;
 use crate::strided::{OuterBox, StridedCopy};
 
 /// Limits for reads and memory, all lengths in bytes.
@@ -64,6 +66,9 @@ impl PlanLimits {
         PlanLimits { in_place: false, align: 256, dedicated_min_bytes, slab, moved, ..limits }
     }
 }
+
+/// The decryptor of a shard, `None` for one that is not encrypted.
+pub type DecryptorOf<'a> = &'a dyn Fn(ShardId) -> Option<Arc<Decryptor>>;
 
 /// Length of a page, in which offsets of memory and file must agree.
 pub(crate) const PAGE: u64 = 4096;
@@ -239,6 +244,20 @@ impl Plan {
         requests: &[TensorRequest],
         limits: &PlanLimits,
     ) -> Result<Plan, Fault> {
+        Plan::with_decryptors(catalog, requests, limits, &|_| None)
+    }
+
+    /// Like `new`, for shards that may be encrypted: reads of one do not cut its encrypted pieces
+    /// where they need not.
+    ///
+    /// # Errors
+    /// The errors of `new`.
+    pub fn with_decryptors(
+        catalog: &Catalog,
+        requests: &[TensorRequest],
+        limits: &PlanLimits,
+        decryptor: DecryptorOf<'_>,
+    ) -> Result<Plan, Fault> {
         // A limit below one page would make reads of length 0.
         let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
         let (chunk, moved) = (pages(limits.chunk), pages(limits.moved));
@@ -270,17 +289,19 @@ impl Plan {
                     let width = cast.map_or(width, |cast| cast.to().bits() / 8);
                     placeless.push(Placeless { first, request: number, width });
                 }
-                (_, Some(address)) => plan.give_place(number, address, before, &mut extents),
+                (_, Some(address)) => {
+                    plan.give_place(number, address, before, decryptor, &mut extents)
+                }
             }
         }
-        plan.read_straight(straight);
+        plan.read_straight(straight, decryptor);
         plan.find_places(placeless);
         for extent in &mut extents {
             let placement = &plan.placements[extent.request as usize];
             extent.step.region = placement.region;
             extent.step.offset += placement.offset;
         }
-        plan.read_spread(extents);
+        plan.read_spread(extents, decryptor);
         plan.order();
         let lens = plan.chunks.iter().map(|chunk| chunk.range.end - chunk.range.start);
         plan.read = lens.fold(0, u64::saturating_add);
@@ -322,6 +343,7 @@ impl Plan {
         number: usize,
         address: u64,
         before: usize,
+        decryptor: DecryptorOf<'_>,
         extents: &mut Vec<Stretch>,
     ) {
         let offset = address % PAGE;
@@ -337,7 +359,8 @@ impl Plan {
             return;
         }
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
-        self.read_to(one.shard, pages.clone(), region, offset + (pages.start - range.start));
+        let place = (region, offset + (pages.start - range.start));
+        self.read_to(one.shard, pages.clone(), place, decryptor);
         let (shard, request, step) = (one.shard, one.request, one.step.clone());
         extents.truncate(before);
         for part in [range.start..pages.start, pages.end..range.end] {
@@ -455,7 +478,7 @@ impl Plan {
     }
 
     /// Adds reads of requests that go directly to their place. Small neighbours share a region.
-    fn read_straight(&mut self, mut straight: Vec<Straight>) {
+    fn read_straight(&mut self, mut straight: Vec<Straight>, decryptor: DecryptorOf<'_>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
         let small = |one: &Straight| one.range.end - one.range.start < limits.dedicated_min_bytes;
@@ -464,25 +487,35 @@ impl Plan {
         };
         let reads = coalesce(&straight, |one| &one.range, together, limits.gap, limits.slab);
         for (range, run) in reads {
-            self.read_run(run, range);
+            self.read_run(run, range, decryptor);
         }
     }
 
-    fn read_run(&mut self, run: &[Straight], range: Range<u64>) {
+    fn read_run(&mut self, run: &[Straight], range: Range<u64>, decryptor: DecryptorOf<'_>) {
         let page = range.start / PAGE * PAGE;
         let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {
             let placement = &mut self.placements[one.request as usize];
             (placement.region, placement.offset) = (region, one.range.start - page);
         }
-        self.read_to(run[0].shard, range.clone(), region, range.start - page);
+        self.read_to(run[0].shard, range.clone(), (region, range.start - page), decryptor);
     }
 
     /// Adds reads of `range` to byte `offset` of a region, where it has the same offset within a page.
-    fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
+    fn read_to(
+        &mut self,
+        shard: ShardId,
+        range: Range<u64>,
+        (region, offset): (u32, u64),
+        decryptor: DecryptorOf<'_>,
+    ) {
+        let decryptor = decryptor(shard);
         let mut start = range.start;
         while start < range.end {
-            let end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
+            let mut end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
+            if let Some(decryptor) = &decryptor {
+                end = decryptor.good_end(&(start..end)).min(range.end);
+            }
             let target = ChunkTarget::Place { region, offset: offset + (start - range.start) };
             self.chunks.push(Chunk { shard, range: start..end, target });
             start = end;
@@ -490,10 +523,10 @@ impl Plan {
     }
 
     /// Adds reads of all other bytes. Neighbours are read together.
-    fn read_spread(&mut self, extents: Vec<Stretch>) {
+    fn read_spread(&mut self, extents: Vec<Stretch>, decryptor: DecryptorOf<'_>) {
         let limits = self.limits;
-        let mut parts: Vec<Stretch> =
-            extents.into_iter().flat_map(|extent| split(extent, limits.moved)).collect();
+        let split = |extent| split(extent, limits.moved, decryptor);
+        let mut parts: Vec<Stretch> = extents.into_iter().flat_map(split).collect();
         parts.sort_by_key(|part| {
             (part.shard, part.range.start, part.range.end, part.step.region, part.step.offset)
         });
@@ -538,16 +571,21 @@ impl Move {
 
 /// Cuts a stretch that is one run into reads of at most `chunk` bytes, a multiple of the width of
 /// any element.
-fn split(extent: Stretch, chunk: u64) -> Vec<Stretch> {
+fn split(extent: Stretch, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<Stretch> {
     let Stretch { shard, range, step, request } = extent;
     // Several runs are never longer, because `cut` has limited their stretch.
     if range.end - range.start <= chunk || step.runs > 1 {
         return vec![Stretch { shard, range, step, request }];
     }
-    let starts = (range.start..range.end).step_by(chunk as usize);
-    starts
+    let decryptor = decryptor(shard);
+    let end_of = |start: u64| {
+        let end = start.saturating_add(chunk).min(range.end);
+        decryptor.as_ref().map_or(end, |one| one.good_end(&(start..end)).min(range.end))
+    };
+    let next = |start: &u64| Some(end_of(*start)).filter(|end| *end < range.end);
+    std::iter::successors(Some(range.start), next)
         .map(|start| {
-            let end = (start + chunk).min(range.end);
+            let end = end_of(start);
             let before = start - range.start;
             let offset = step.offset + step.cast.map_or(before, |cast| cast.len_after(before));
             let step = Move {

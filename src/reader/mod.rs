@@ -6,8 +6,8 @@ use std::sync::{Arc, OnceLock};
 
 use crate::checkpoint::VirtualFile;
 use crate::error::Result;
-use crate::io::read_all;
-use crate::layout::{Layout, LayoutOrders};
+use crate::io::{read_all, read_all_stored};
+use crate::layout::{Layout, LayoutOrders, PlainRun};
 use crate::prefetch::{ReadOrder, TensorMap, TensorSpan};
 use crate::source::Source;
 
@@ -101,6 +101,31 @@ impl Reader {
         &self.sources
     }
 
+    /// Whether some of its tensors are encrypted in the source.
+    #[doc(hidden)]
+    pub fn is_encrypted(&self) -> bool {
+        self.layout.is_some() && self.sources.iter().any(|source| source.is_encrypted())
+    }
+
+    /// The bytes that are decrypted for bytes `range`, as far as they follow each other in the file:
+    /// `range` and the rest of the encrypted pieces that it has a part of.
+    pub(crate) fn cover(&self, range: &Range<u64>) -> Range<u64> {
+        let Some(layout) = self.layout.as_ref().filter(|_| self.is_encrypted()) else {
+            return range.clone();
+        };
+        let piece_at = |offset: u64| {
+            let PlainRun { bytes, shard, source } = layout.plain_run_at(offset)?;
+            let piece = self.sources[shard.0 as usize].decryptor()?;
+            let piece = piece.piece_at(source + (offset - bytes.start))?;
+            let place = |byte: u64| (bytes.start + byte.saturating_sub(source)).min(bytes.end);
+            Some(place(piece.start)..place(piece.end))
+        };
+        let start = piece_at(range.start).map_or(range.start, |piece| piece.start);
+        let last = range.end.saturating_sub(1).max(range.start);
+        let end = piece_at(last).map_or(range.end, |piece| piece.end);
+        start.min(range.start)..end.max(range.end)
+    }
+
     /// At the first call, sorts the tensors in other orders than the file's. Meanwhile only the
     /// file's order is available, so that no other thread waits.
     #[doc(hidden)]
@@ -124,7 +149,8 @@ impl Reader {
             let start = offset + done as u64;
             let plan = self.plan_window(start..start + window_len.min(len - done) as u64);
             let window = &mut buf[done..done + plan.len() as usize];
-            plan.fill(window, &|reads| read_all(reads).map(|()| true))?;
+            let read = if self.layout.is_some() { read_all } else { read_all_stored };
+            plan.fill(window, &|reads| read(reads).map(|()| true))?;
             window_len = (2 * window.len()).min(WINDOW_LEN_MAX);
             done += window.len();
         }
@@ -174,7 +200,14 @@ impl Reader {
             first(len)
         };
         let plan = self.plan_block(first(BLOCK_LEN));
-        let longer = first(plan.good_len());
+        let mut longer = first(plan.good_len());
+        if self.is_encrypted() {
+            // Each encrypted piece is decrypted for one block, not for two.
+            longer.end = self.cover(&longer).end;
+            if self.is_scattered(&longer) {
+                longer = range.start..range.start + plan.len();
+            }
+        }
         // Only column pieces are worth longer blocks, whose extents are mapped again.
         if longer.end - longer.start == plan.len() { plan } else { self.plan_block(longer) }
     }

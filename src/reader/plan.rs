@@ -10,6 +10,7 @@ use crate::coalesce::coalesce;
 use crate::error::Result;
 use crate::io::{
     Buffer, CachedPages, Effort, Engine, Fetch, Priority, Read, ReadBuffer, Reservation, Ticket,
+    memory_for,
 };
 use crate::layout::{Extent, GAP_MAX, Layout};
 use crate::source::Source;
@@ -43,6 +44,8 @@ thread_local! {
 pub struct BlockPlan {
     /// Length of the block.
     len: u64,
+    /// Whether encrypted bytes stay as they are stored.
+    stored: bool,
     header: Option<HeaderUse>,
     fetches: Vec<Planned>,
 }
@@ -65,6 +68,13 @@ struct Planned {
     uses: Vec<BlockUse>,
 }
 
+impl Planned {
+    /// Memory that the read takes, in bytes.
+    fn memory(&self) -> u64 {
+        memory_for(&self.source, &self.range)
+    }
+}
+
 /// Carries out reads of sources. Returns `false` if it did not, because that needs the disk.
 type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
 
@@ -74,7 +84,7 @@ impl BlockPlan {
         let len = range.end - range.start;
         let uses = vec![BlockUse { range: range.clone(), place: BlockPlace::Run(0) }];
         let fetch = Planned { source: source.clone(), range, cached: None, uses };
-        BlockPlan { len, header: None, fetches: vec![fetch] }
+        BlockPlan { len, stored: true, header: None, fetches: vec![fetch] }
     }
 
     /// The reads of bytes `range` of a virtual file, whose shards are `sources`.
@@ -83,8 +93,8 @@ impl BlockPlan {
         sources: &[Arc<Source>],
         range: Range<u64>,
     ) -> BlockPlan {
-        let mut plan =
-            BlockPlan { len: range.end - range.start, header: None, fetches: Vec::new() };
+        let len = range.end - range.start;
+        let mut plan = BlockPlan { len, stored: false, header: None, fetches: Vec::new() };
         let mut wanted: Vec<(usize, BlockUse)> = Vec::new();
         let start = range.start;
         layout.extents(range, &mut |extent| match extent {
@@ -141,7 +151,7 @@ impl BlockPlan {
         // Runs far from each other each have a page of memory or more.
         let whole = |one: &BlockUse| matches!(one.place, BlockPlace::Run(_));
         let runs = self.fetches.iter().filter(|fetch| fetch.uses.iter().all(whole));
-        let bytes = runs.map(|fetch| Buffer::len_for(&fetch.range)).sum::<u64>().max(rows);
+        let bytes = runs.map(Planned::memory).sum::<u64>().max(rows);
         if bytes > 2 * self.len && bytes >= BLOCK_LEN / 2 {
             // Rows of larger boxes are read with the bytes between them. The block is shorter, so
             // that they fit into the memory for read-ahead.
@@ -156,7 +166,7 @@ impl BlockPlan {
 
     /// Memory that the reads take, in bytes.
     pub fn memory(&self) -> u64 {
-        let reads: u64 = self.fetches.iter().map(|fetch| Buffer::len_for(&fetch.range)).sum();
+        let reads: u64 = self.fetches.iter().map(Planned::memory).sum();
         if self.is_one_read() { reads } else { reads + self.len }
     }
 
@@ -272,10 +282,14 @@ impl BlockPlan {
                 Effort::AsAwaited,
                 Box::new(move |outcome: Result<ReadBuffer>| done(outcome.map(Block::Read))),
             );
-            let fetch = Fetch { source, range, cached, priority, effort, target, done };
+            let stored = self.stored;
+            let fetch = Fetch { source, range, cached, priority, effort, stored, target, done };
             return vec![engine.submit(fetch)];
         }
         let mut buffer = Buffer::new(self.len as usize, reservation.split(self.len));
+        if self.fetches.iter().any(|fetch| fetch.source.is_encrypted()) {
+            buffer.wipe_on_drop();
+        }
         self.put_header(&mut buffer);
         if self.fetches.is_empty() {
             done(Ok(Block::Gathered(buffer)));
@@ -283,11 +297,11 @@ impl BlockPlan {
         }
         let block = BlockAssembly::new(buffer, self.fetches.len(), done);
         let submit = |Planned { source, range, cached, uses }: Planned| {
-            let target = reservation.split(Buffer::len_for(&range)).into();
+            let target = reservation.split(memory_for(&source, &range)).into();
             let (block, start) = (block.clone(), range.start);
             let done = Box::new(move |outcome| BlockAssembly::add(&block, outcome, start, uses));
-            let effort = Effort::Long;
-            engine.submit(Fetch { source, range, cached, priority, effort, target, done })
+            let (effort, stored) = (Effort::Long, self.stored);
+            engine.submit(Fetch { source, range, cached, priority, effort, stored, target, done })
         };
         self.fetches.into_iter().map(submit).collect()
     }

@@ -12,6 +12,7 @@ use super::descriptors::{Pin, ReopenableFile};
 use super::file_system::FileSystem;
 use super::identity::{Identity, stat_file, stat_path};
 use crate::error::{Error, Result};
+use crate::format::tensorizer::decryptor::Decryptor;
 use crate::hash::{Digest, Hasher};
 use crate::sync::Mutex;
 use crate::zeros::are_zeros;
@@ -43,6 +44,10 @@ pub struct LocalFile {
     guessed: AtomicBool,
     /// Number and hash of the bytes before the data, once they were read.
     described: OnceLock<(Vec<Range<u64>>, Digest)>,
+    /// Decrypts its bytes, if they are encrypted.
+    decryptor: OnceLock<Arc<Decryptor>>,
+    /// Whether bytes of it could not be decrypted.
+    undecrypted: AtomicBool,
     /// Whether changes are expected, so that they are logged at debug level only.
     followed: AtomicBool,
     /// Set once the file is known to have changed: this version of it is never read again.
@@ -100,6 +105,8 @@ impl LocalFile {
             witness: Mutex::default(),
             guessed: AtomicBool::new(false),
             described: OnceLock::new(),
+            decryptor: OnceLock::new(),
+            undecrypted: AtomicBool::new(false),
             followed: AtomicBool::new(false),
             changed: OnceLock::new(),
             file,
@@ -115,7 +122,28 @@ impl LocalFile {
 
     pub(super) fn renewed(&self) -> LocalFile {
         let (path, file_system) = (self.path(), self.file.file_system);
-        LocalFile::new(Arc::new(ReopenableFile::closed(path, self.file.first, file_system)))
+        let file = Arc::new(ReopenableFile::closed(path, self.file.first, file_system));
+        LocalFile { decryptor: self.decryptor.clone(), ..LocalFile::new(file) }
+    }
+
+    /// From now on the bytes of tensors are decrypted when they are read.
+    pub(super) fn set_decryptor(&self, decryptor: Arc<Decryptor>) {
+        let _ = self.decryptor.set(decryptor);
+    }
+
+    pub(super) fn decryptor(&self) -> Option<&Arc<Decryptor>> {
+        self.decryptor.get()
+    }
+
+    pub(super) fn decrypt(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let Some(decryptor) = self.decryptor.get() else { return Ok(()) };
+        decryptor.decrypt(start, bytes).map_err(|fault| {
+            let error = Error::refused(self.path(), fault);
+            if !self.undecrypted.swap(true, Ordering::Relaxed) {
+                tracing::error!("{error}");
+            }
+            error
+        })
     }
 
     /// The path that was opened.

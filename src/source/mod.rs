@@ -6,6 +6,7 @@ mod file_system;
 mod identity;
 mod local;
 mod option_files;
+mod secret;
 mod without_proc;
 
 use std::fmt;
@@ -19,8 +20,10 @@ pub use file_system::FileSystem;
 pub use identity::Identity;
 pub use local::{LocalFile, WriteWitness};
 pub use option_files::{read_option_file, read_text};
+pub use secret::SecretOrigin;
 
 use crate::error::{Error, Result, SourceUri};
+use crate::format::tensorizer::decryptor::Decryptor;
 use crate::hash::Digest;
 
 /// A source of bytes that must stay what it was when it was opened.
@@ -186,7 +189,7 @@ impl Source {
         file.release();
     }
 
-    /// Reads exactly `buf.len()` bytes at `offset`. The bytes count only once `check` has confirmed
+    /// Reads exactly `buf.len()` bytes at `offset`, as they are stored. The bytes count only once `check` has confirmed
     /// the source after the read.
     ///
     /// # Errors
@@ -194,6 +197,40 @@ impl Source {
     pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         let Source::Local(file) = self;
         file.read_exact_at(buf, offset)
+    }
+
+    /// From now on engines and `read_all` decrypt the tensors in its bytes. Called before the first
+    /// of these reads.
+    pub(crate) fn set_decryptor(&self, decryptor: Arc<Decryptor>) {
+        let Source::Local(file) = self;
+        file.set_decryptor(decryptor);
+    }
+
+    /// The decryptor of its tensors. `None` if they are not encrypted.
+    pub fn decryptor(&self) -> Option<&Arc<Decryptor>> {
+        let Source::Local(file) = self;
+        file.decryptor()
+    }
+
+    /// Whether its tensors are encrypted. Then its stored bytes must not be handed out in place of
+    /// those that an engine reads.
+    pub fn is_encrypted(&self) -> bool {
+        self.decryptor().is_some()
+    }
+
+    /// The bytes that are read for `range`: more than these if it has a part of an encrypted piece.
+    pub fn cover(&self, range: &Range<u64>) -> Range<u64> {
+        self.decryptor().map_or_else(|| range.clone(), |decryptor| decryptor.cover(range))
+    }
+
+    /// Decrypts bytes that were read from `start` on, and that hold whole pieces. Logs the first
+    /// failure.
+    ///
+    /// # Errors
+    /// `decrypt_failed`. The content of `bytes` is then undefined.
+    pub(crate) fn decrypt(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let Source::Local(file) = self;
+        file.decrypt(start, bytes)
     }
 
     /// Marks the source as changed because it ends before byte `end`.

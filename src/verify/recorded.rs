@@ -9,7 +9,7 @@ use crate::checkpoint::{Checkpoint, fingerprint};
 use crate::error::{ErrorKind, Fault, Result, shown_path};
 use crate::hash::Digest;
 use crate::index::{Fingerprint, IndexStore, SUMS_EXTENSION, ShardSums, Sums, file_name};
-use crate::io::{Read, read_all};
+use crate::io::{Read, read_all_stored};
 
 use super::mismatch::Mismatch;
 use super::stored::ShardPlace;
@@ -80,7 +80,11 @@ impl Recorded {
                     let inside =
                         chunk.range.start.max(described.start)..chunk.range.end.min(described.end);
                     bytes.resize((inside.end - inside.start) as usize, 0);
-                    read_all(&mut [Read { source, offset: inside.start, target: &mut bytes }])?;
+                    read_all_stored(&mut [Read {
+                        source,
+                        offset: inside.start,
+                        target: &mut bytes,
+                    }])?;
                     let found = Digest::of(&bytes);
                     if inside != chunk.range || found != known.digests[chunk.number] {
                         let digests = Some((known.digests[chunk.number], found));

@@ -9,6 +9,8 @@ import hashlib
 import struct
 import zlib
 
+import secretbox
+
 # Size of the area of entries in files of the package.
 AREA = 256 * 1024
 
@@ -37,6 +39,8 @@ class Stored:
     header_len: int = None
     data_len: int = None
     hashes: list = None
+    encryption: bytes = b""
+    encrypted: bytes = None
     entry_shape: list = None
     entry_dtype: bytes = None
     entry_kind: int = None
@@ -70,15 +74,28 @@ def header_of(tensor):
     def joined(hashes):
         section = bytes([len(hashes)]) + b"".join(bytes([kind, len(value)]) + value for kind, value in hashes)
         section = struct.pack("<H", len(section)) + section
-        size = 8 + len(body) + len(section) + len(data_len)
+        size = 8 + len(body) + len(section) + len(tensor.encryption) + len(data_len)
         size = size if tensor.header_len is None else tensor.header_len
-        return struct.pack("<Q", size) + body + section + data_len
+        return struct.pack("<Q", size) + body + section, data_len
 
     if tensor.hashes is not None:
-        return joined(tensor.hashes)
-    empty = joined([(0, bytes(4)), (1, bytes(32))])
+        before, after = joined(tensor.hashes)
+        return before + tensor.encryption + after
+    # The hashes are those of the plain data, without what says how it is encrypted.
+    empty = b"".join(joined([(0, bytes(4)), (1, bytes(32))]))
     crc = zlib.crc32(tensor.data, zlib.crc32(empty))
-    return joined([(0, struct.pack("<I", crc)), (1, hashlib.sha256(empty + tensor.data).digest())])
+    before, after = joined([(0, struct.pack("<I", crc)), (1, hashlib.sha256(empty + tensor.data).digest())])
+    return before + tensor.encryption + after
+
+
+def encrypted_file_of(tensors, key, piece=2 << 20):
+    """A file of tensors that are encrypted with `key` in pieces of this length."""
+    stored = []
+    for number, tensor in enumerate(tensors):
+        nonce = hashlib.sha256(tensor.name + bytes([number])).digest()[:24]
+        section, data = secretbox.encrypt(key, tensor.data, piece, nonce)
+        stored.append(dataclasses.replace(tensor, encryption=section, encrypted=data))
+    return file_of(stored, version=3)
 
 
 def write_long(path, length):
@@ -124,7 +141,7 @@ def file_of(
         data = place + len(header) if tensor.entry_data is None else tensor.entry_data
         length = len(tensor.data) if tensor.entry_len is None else tensor.entry_len
         entries.append(part + struct.pack("<QQQ", start, data, length))
-        body += header + tensor.data
+        body += header + (tensor.data if tensor.encrypted is None else tensor.encrypted)
         place += len(header) + len(tensor.data)
     total = sum(len(tensor.data) for tensor in tensors)
     head = magic + struct.pack("<I", version) + flags.to_bytes(32, "little")

@@ -176,7 +176,7 @@ fn look(
     args: &BenchArgs,
     method: Method,
 ) -> Result<Subject, Failure> {
-    let tree = Tree::scan(source, &options.open)?;
+    let tree = Tree::scan(source, &options.open_with_secret().map_err(Failure::Failed)?)?;
     let mut largest: Option<Subject> = None;
     let mut refusal = None;
     for found in prove_all(&tree)?.0 {

@@ -67,14 +67,15 @@ fn scan_source(
     with_views: bool,
 ) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
-    let (mut path, mut open) = (args.source.clone(), options.open);
+    let open = options.open_with_secret().map_err(Failure::Failed)?;
+    let (mut path, mut open) = (args.source.clone(), open);
     if let Some(MountOrigin { path: source, options: mounted, .. }) = resolve_mount(&args.source) {
         path = source;
         if args.options.is_empty() {
-            let OpenOptions { expect_shards, reference, .. } = open;
+            let OpenOptions { expect_shards, reference, secret, .. } = open;
             let views = mounted.views.clone().filter(|_| with_views);
             let hub = mounted.hub && with_views;
-            open = OpenOptions { expect_shards, reference, views, hub, ..mounted };
+            open = OpenOptions { expect_shards, reference, secret, views, hub, ..mounted };
         }
     }
     let tree = Tree::scan(&path, &OpenOptions { index, ..open })?;

@@ -209,7 +209,8 @@ fn plan_source(
     // For a source on a tensorfs mount, the source behind that mount is read.
     let behind = resolve_mount(source).map(|behind| behind.path);
     let source = behind.as_deref().unwrap_or(source);
-    let open = OpenOptions { index: index_folder(&options, &target), ..options.open.clone() };
+    let index = index_folder(&options, &target);
+    let open = OpenOptions { index, ..options.open_with_secret()? };
     let checked = options.verify == Verify::Read;
     if checked && open.index.is_none() {
         let message =

@@ -123,10 +123,12 @@ pub(crate) fn of(
 }
 
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
-/// Folders that stand for none of the source have none, and are read through the mount.
+/// Folders that stand for none of the source have none, and are read through the mount, as is every
+/// file of a mount that has a key.
 fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String> {
     let found = tree.folder(node.folder());
-    if found.is_made_below_root() {
+    // Other processes do not have the key of an encrypted source.
+    if found.is_made_below_root() || tree.options.secret.is_some() {
         return None;
     }
     let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());

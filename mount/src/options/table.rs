@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
-use tensorfs::internal::source::{read_option_file, read_text};
+use tensorfs::internal::source::{SecretOrigin, read_option_file, read_text};
 use tensorfs::internal::view::NamedViews;
 use tensorfs::internal::words::UnknownWord;
 
@@ -347,6 +347,31 @@ const TABLE: &[OptionRow] = &[
             "FILE",
             "refuse a checkpoint that does not hold what FILE lists: a safetensors file, a weight \
              map or a manifest of `verify`",
+        )],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "key-file",
+        |options, value| options.set_secret(SecretOrigin::KeyFile(text(value)?.into())),
+        &[(
+            "FILE",
+            "the key of encrypted tensorizer files: 32 bytes, or 64 hexadecimal digits; default: \
+             $TENSORFS_KEY_FILE",
+        )],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "passphrase-file",
+        |options, value| options.set_secret(SecretOrigin::PassphraseFile(text(value)?.into())),
+        &[("FILE", "the passphrase of encrypted files; default: $TENSORFS_PASSPHRASE_FILE")],
+    )
+    .for_queries(),
+    OptionRow::value(
+        "key-command",
+        |options, value| options.set_secret(SecretOrigin::KeyCommand(text(value)?.into())),
+        &[(
+            "COMMAND",
+            "a command for sh that writes the key, as in a key file; default: $TENSORFS_KEY_COMMAND",
         )],
     )
     .for_queries(),

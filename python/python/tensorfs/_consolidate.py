@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Union
 
 from . import _tensorfs
 from ._errors import error
-from ._open import Globs, view_words
+from ._open import Globs, secret_of, view_words
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -43,6 +43,10 @@ def consolidate(
     tp: int | None = None,
     rank: int | None = None,
     tp_rules: Path | None = None,
+    key: bytes | None = None,
+    passphrase: str | bytes | None = None,
+    key_file: Path | None = None,
+    passphrase_file: Path | None = None,
     overwrite: bool = False,
     verify: bool = False,
 ) -> Consolidated:
@@ -56,6 +60,9 @@ def consolidate(
     "map=FILE" or "original", `format` is "bintensors", `weight_map` is "hide", and those of `safe_open` are as there.
     If `source` is on a mount, they apply to what the mount shows.
 
+    `key`, `passphrase`, `key_file` and `passphrase_file` are those of `safe_open`. The files that are written are not
+    encrypted.
+
     `overwrite` replaces files that are there. `verify` reads the files back and compares them.
 
     Each file appears whole or not at all. An error or Ctrl-C leaves nothing.
@@ -65,6 +72,7 @@ def consolidate(
     if numbers is not None and words:
         raise error(f"numbers says which files are written: give no {words[0][0].replace('-', '_')} with it")
     words += view_words(include, exclude, rename, dtype, keep, tp, rank, tp_rules)
+    secret = secret_of(key, passphrase, key_file, passphrase_file)
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     listed = None if numbers is None else dict(numbers)
     if listed is not None and len(paths) == 1 and os.path.isdir(paths[0]):
@@ -74,4 +82,4 @@ def consolidate(
         shards = [name for name in names if not _WRITTEN.fullmatch(name)]
         paths = [os.path.join(folder, name) for name in shards or names] or paths
     sources = [os.fspath(path) for path in paths]
-    return Consolidated(*_tensorfs.consolidate(sources, os.fspath(out), listed, words, overwrite, verify))
+    return Consolidated(*_tensorfs.consolidate(sources, os.fspath(out), listed, words, overwrite, verify, secret))

@@ -9,7 +9,7 @@ from typing import Any, Hashable, Iterator, Mapping, NamedTuple
 from . import _frameworks, _settings
 from ._dtensor import Box
 from ._errors import MismatchError, SafetensorError, error
-from ._open import Source, open_checkpoint
+from ._open import Source, StrPath, open_checkpoint, secret_of
 from ._reader import Info, Part
 from ._targets import Target, target_of
 from ._tensorfs import Checkpoint, Loader, can_cast, unwritable
@@ -42,7 +42,16 @@ class _TensorRequest(NamedTuple):
 
 
 def load_into(
-    mapping: Mapping[str, Any], filename: Source, *, strict: bool = True, cast: bool = False, **how: Any
+    mapping: Mapping[str, Any],
+    filename: Source,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    key: bytes | None = None,
+    passphrase: str | bytes | None = None,
+    key_file: StrPath | None = None,
+    passphrase_file: StrPath | None = None,
+    **how: Any,
 ) -> Loaded:
     """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
     numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape. For a
@@ -50,7 +59,8 @@ def load_into(
 
     With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
     are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
-    tensors fit. `how` are the arguments of `safe_open` about reading.
+    tensors fit. `key`, `passphrase`, `key_file` and `passphrase_file` are those of `safe_open`, and `how` are its arguments
+    about reading.
 
     Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
     several, their bytes must be equal.
@@ -62,7 +72,8 @@ def load_into(
         hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
         raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
     loader = _settings.loader(**how)
-    checkpoint = open_checkpoint(filename, loader)
+    secret = secret_of(key, passphrase, key_file, passphrase_file)
+    checkpoint = open_checkpoint(filename, loader, (), secret)
     every = {facts[0]: Info(*facts) for facts in checkpoint.tensors()}
     targets = {name: target_of(into, name) for name, into in mapping.items() if name in every}
     missing = _without_aliases([name for name in mapping if name not in every], mapping, targets)

@@ -73,17 +73,50 @@ def view_words(
     return words
 
 
-def open_checkpoint(source: Source, loader: Loader, view: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Opens `source`, of any of its types, within the deadline of `loader`, and presents it as `view` says."""
+Secret = Union[tuple[str, bytes], None]
+"""The key or the passphrase of encrypted files, as the native part takes it. None: that of the environment."""
+
+
+def secret_of(
+    key: bytes | None,
+    passphrase: str | bytes | None,
+    key_file: StrPath | None,
+    passphrase_file: StrPath | None,
+) -> Secret:
+    """The one of the arguments that is given."""
+    given: list[tuple[str, bytes]] = []
+    if key is not None:
+        if not isinstance(key, (bytes, bytearray, memoryview)):
+            raise TypeError(f"key: expected bytes, not {type(key).__name__}")
+        given.append(("key", bytes(key)))
+    if passphrase is not None:
+        if not isinstance(passphrase, (str, bytes, bytearray, memoryview)):
+            raise TypeError(f"passphrase: expected a str or bytes, not {type(passphrase).__name__}")
+        given.append(("passphrase", passphrase.encode() if isinstance(passphrase, str) else bytes(passphrase)))
+    for word, path in (("key-file", key_file), ("passphrase-file", passphrase_file)):
+        if path is not None:
+            given.append((word, os.fsencode(_path(path))))
+    if len(given) > 1:
+        names = " and ".join(word.replace("-", "_") for word, _ in given)
+        raise error(f"{names} exclude each other: give one")
+    return given[0] if given else None
+
+
+def open_checkpoint(
+    source: Source, loader: Loader, view: Sequence[tuple[str, str]] = (), secret: Secret = None
+) -> Checkpoint:
+    """Opens `source`, of any of its types, within the deadline of `loader`, and presents it as `view` says. `secret`
+    opens encrypted files."""
     words = list(view)
     # This thread does not access the file system, which might not answer.
     try:
         if isinstance(source, (str, os.PathLike)):
-            return Checkpoint.open(_path(source), loader.timeout, words)
+            return Checkpoint.open(_path(source), loader.timeout, words, secret)
         if isinstance(source, Mapping):
-            return Checkpoint.open_map({name: _path(path) for name, path in source.items()}, loader.timeout, words)
+            files = {name: _path(path) for name, path in source.items()}
+            return Checkpoint.open_map(files, loader.timeout, words, secret)
         if isinstance(source, (list, tuple)):
-            return Checkpoint.open_files([_path(path) for path in source], loader.timeout, words)
+            return Checkpoint.open_files([_path(path) for path in source], loader.timeout, words, secret)
     except FileNotFoundError as e:
         if os.strerror(errno.ENOENT) in str(e):
             raise not_found(e.filename) from None
@@ -118,6 +151,10 @@ class safe_open:
     of that rank. `tp_rules` is a file with rules that say how they are cut. Without it the family of models decides,
     by the `config.json` beside the shards.
 
+    Encrypted tensorizer files need their `key`, 32 bytes or 64 hexadecimal digits, or a `key_file` with it; or their
+    `passphrase`, or a `passphrase_file`. One of them is given, or set as TENSORFS_KEY_FILE, TENSORFS_PASSPHRASE_FILE or
+    TENSORFS_KEY_COMMAND.
+
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -138,6 +175,10 @@ class safe_open:
         tp: int | None = None,
         rank: int | None = None,
         tp_rules: StrPath | None = None,
+        key: bytes | None = None,
+        passphrase: str | bytes | None = None,
+        key_file: StrPath | None = None,
+        passphrase_file: StrPath | None = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -153,7 +194,9 @@ class safe_open:
         loader = _settings.loader(*self._how, self._gpu)
         strict = backend == "pread" or not found.indexes_itself
         view = view_words(include, exclude, rename, dtype, keep, tp, rank, tp_rules)
-        self._open: Reader | None = Reader(open_checkpoint(filename, loader, view), found, loader, strict, copy)
+        secret = secret_of(key, passphrase, key_file, passphrase_file)
+        checkpoint = open_checkpoint(filename, loader, view, secret)
+        self._open: Reader | None = Reader(checkpoint, found, loader, strict, copy)
 
     def __enter__(self) -> safe_open:
         return self

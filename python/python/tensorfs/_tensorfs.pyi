@@ -29,15 +29,24 @@ _TensorRequest = tuple[int, list[tuple[int, int]] | None, str | None, int | None
 class Checkpoint:
     @staticmethod
     def open(
-        path: str | PathLike[str], timeout: float | None, view: Sequence[tuple[str, str]] = ()
+        path: str | PathLike[str],
+        timeout: float | None,
+        view: Sequence[tuple[str, str]] = (),
+        secret: tuple[str, bytes] | None = None,
     ) -> Checkpoint: ...
     @staticmethod
     def open_files(
-        files: Sequence[str | PathLike[str]], timeout: float | None, view: Sequence[tuple[str, str]] = ()
+        files: Sequence[str | PathLike[str]],
+        timeout: float | None,
+        view: Sequence[tuple[str, str]] = (),
+        secret: tuple[str, bytes] | None = None,
     ) -> Checkpoint: ...
     @staticmethod
     def open_map(
-        map: dict[str, str], timeout: float | None, view: Sequence[tuple[str, str]] = ()
+        map: dict[str, str],
+        timeout: float | None,
+        view: Sequence[tuple[str, str]] = (),
+        secret: tuple[str, bytes] | None = None,
     ) -> Checkpoint: ...
     @staticmethod
     def open_descriptor(descriptor: int, name: str, timeout: float | None) -> Checkpoint: ...
@@ -166,6 +175,7 @@ def consolidate(
     view: list[tuple[str, str]],
     overwrite: bool,
     verify: bool,
+    secret: tuple[str, bytes] | None = None,
 ) -> tuple[int, int]: ...
 def release_pinned() -> None: ...
 def load_indexed(

@@ -149,6 +149,8 @@ impl CheckerInner {
                 cached: None,
                 priority,
                 effort,
+                // The checksums are those of the stored bytes.
+                stored: true,
                 target,
                 done,
             });

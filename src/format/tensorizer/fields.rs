@@ -1,7 +1,10 @@
 //! The fields of entries and of tensor headers, and the comparison of both.
 
+use std::ops::Range;
+
 use crate::error::{ErrorKind, Fault};
 
+use super::crypt::Encryption;
 use super::entries::ListedTensor;
 use super::{HashKind, HeaderHash};
 
@@ -112,8 +115,21 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Compares the header of a tensor with its entry, and returns the hashes in it.
-pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<HeaderHash>, Fault> {
+/// The fields of a header that its entry does not have.
+pub(super) struct HeaderExtras {
+    pub(super) hashes: Vec<HeaderHash>,
+    pub(super) encryption: Option<Encryption>,
+    /// The bytes of the file that say how the tensor is encrypted.
+    pub(super) encryption_bytes: Range<u64>,
+}
+
+/// Compares the header of a tensor with its entry, and returns the other fields. `encrypted`: the file
+/// is.
+pub(super) fn compare(
+    entry: &ListedTensor<'_>,
+    header: &[u8],
+    encrypted: bool,
+) -> Result<HeaderExtras, Fault> {
     let mut fields = Fields::new(header, entry.header_start);
     let len = fields.u64("the length of a header")?;
     if len != header.len() as u64 {
@@ -150,6 +166,9 @@ pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<Hea
         return differs("shape", &format!("{shape:?}"), &format!("{:?}", entry.shape));
     }
     let hashes = hashes_of(&mut fields)?;
+    let encryption_start = fields.start + fields.read as u64;
+    let encryption = if encrypted { Encryption::read(&mut fields, entry.data_len)? } else { None };
+    let encryption_bytes = encryption_start..fields.start + fields.read as u64;
     let data_len = fields.u64("the length of the data")?;
     if data_len != entry.data_len {
         // Negative lengths are reserved.
@@ -160,7 +179,7 @@ pub(super) fn compare(entry: &ListedTensor<'_>, header: &[u8]) -> Result<Vec<Hea
         let message = format!("{} bytes follow the last field", header.len() - fields.read);
         return Err(fields.bad(&message));
     }
-    Ok(hashes)
+    Ok(HeaderExtras { hashes, encryption, encryption_bytes })
 }
 
 fn hashes_of(fields: &mut Fields<'_>) -> Result<Vec<HeaderHash>, Fault> {

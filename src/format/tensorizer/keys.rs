@@ -101,9 +101,23 @@ impl KeyDerivation {
     }
 }
 
-/// The secret of a source. Its memory is wiped when it is dropped, and it is never printed.
+/// The key of encrypted tensorizer files, or the passphrase that their keys are derived from. Its
+/// memory is wiped when it is dropped, and it is never printed.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tensorfs::{Checkpoint, OpenOptions, Secret};
+///
+/// let passphrase = Secret::passphrase(b"correct horse battery staple".to_vec().into())?;
+/// let options = OpenOptions { secret: Some(Arc::new(passphrase)), ..OpenOptions::default() };
+/// let file = "tests/fixtures/encrypted/v3_string.tensors".as_ref();
+/// assert_eq!(Checkpoint::open_with(file, &options)?.catalog().len(), 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Secret {
     kind: SecretKind,
+    /// Whether it may be given for a file that is not encrypted.
+    optional: bool,
     /// Keys of the passphrase by their parameters. Deriving one takes seconds.
     derived: Mutex<Vec<(KeyDerivation, Arc<DataKey>)>>,
 }
@@ -114,21 +128,67 @@ enum SecretKind {
 }
 
 impl Secret {
-    /// A key.
-    pub fn key(key: DataKey) -> Secret {
-        Secret { kind: SecretKind::Key(Arc::new(key)), derived: Mutex::default() }
+    fn new(kind: SecretKind) -> Secret {
+        Secret { kind, optional: false, derived: Mutex::default() }
+    }
+
+    /// The key in `bytes`: 32 bytes as they are, or 64 hexadecimal digits, which white space may
+    /// follow.
+    ///
+    /// # Errors
+    /// A line with the expected form, and the number of bytes that were found.
+    pub fn key(bytes: &[u8]) -> Result<Secret, String> {
+        let expected = || {
+            let len = bytes.len();
+            format!("a key has {KEY_LEN} bytes, or 64 hexadecimal digits; {len} bytes were found")
+        };
+        if let Ok(bytes) = bytes.try_into() {
+            return Ok(Secret::new(SecretKind::Key(Arc::new(DataKey::new(bytes)))));
+        }
+        let digits = bytes.trim_ascii_end();
+        if digits.len() != 2 * KEY_LEN {
+            return Err(expected());
+        }
+        let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
+        let key = DataKey::try_fill(|key| {
+            for (byte, pair) in key.iter_mut().zip(digits.chunks(2)) {
+                let value = digit(pair[0]).zip(digit(pair[1])).map(|(high, low)| high << 4 | low);
+                *byte = value.ok_or_else(expected)?;
+            }
+            Ok(())
+        });
+        key.map(|key| Secret::new(SecretKind::Key(Arc::new(key))))
     }
 
     /// A passphrase, as the bytes of a text.
-    pub fn passphrase(bytes: Zeroizing<Vec<u8>>) -> Secret {
-        Secret { kind: SecretKind::Passphrase(bytes), derived: Mutex::default() }
+    ///
+    /// # Errors
+    /// It is empty.
+    pub fn passphrase(bytes: Zeroizing<Vec<u8>>) -> Result<Secret, String> {
+        if bytes.is_empty() {
+            return Err("the passphrase is empty".to_owned());
+        }
+        Ok(Secret::new(SecretKind::Passphrase(bytes)))
+    }
+
+    /// The same secret, which may be given for files that are not encrypted.
+    #[must_use]
+    pub fn optional(self) -> Secret {
+        Secret { optional: true, ..self }
+    }
+
+    /// The fault of a file that this secret is given for alone, if there is one.
+    pub(crate) fn misfit(&self, is_encrypted: bool) -> Option<Fault> {
+        let message = "is not encrypted, but a key or a passphrase was given; leave it out";
+        let refused = !is_encrypted && !self.optional;
+        refused.then(|| Fault::new(ErrorKind::NotEncrypted, message))
     }
 
     /// The key for data that was encrypted with a key of `derivation`, or with a plain key.
     ///
     /// # Errors
     /// This is a passphrase, and the key was not derived from one. Errors of `KeyDerivation::derive`.
-    pub fn key_of(&self, derivation: Option<&KeyDerivation>) -> Result<Arc<DataKey>, Fault> {
+    pub(super) fn key_of(&self, derivation: Option<&KeyDerivation>) -> Result<Arc<DataKey>, Fault> {
         let passphrase = match &self.kind {
             SecretKind::Key(key) => return Ok(Arc::clone(key)),
             SecretKind::Passphrase(passphrase) => passphrase,
@@ -151,6 +211,19 @@ impl Secret {
         Ok(key)
     }
 }
+
+impl PartialEq for Secret {
+    fn eq(&self, other: &Secret) -> bool {
+        let same = match (&self.kind, &other.kind) {
+            (SecretKind::Key(own), SecretKind::Key(other)) => own == other,
+            (SecretKind::Passphrase(own), SecretKind::Passphrase(other)) => own == other,
+            _ => false,
+        };
+        same && self.optional == other.optional
+    }
+}
+
+impl Eq for Secret {}
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

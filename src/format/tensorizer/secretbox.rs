@@ -22,6 +22,7 @@ pub const MAC_LEN: usize = 16;
 pub type Mac = [u8; MAC_LEN];
 
 /// A key for the data of tensors. Its memory is wiped when it is dropped, and it is never printed.
+#[derive(PartialEq, Eq)]
 pub struct DataKey(Zeroizing<[u8; KEY_LEN]>);
 
 impl DataKey {

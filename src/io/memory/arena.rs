@@ -27,6 +27,8 @@ impl Arena {
         // Otherwise a child shares the pages: the kernel copies them, and a read under way ends in
         // the wrong copy.
         mapping.advise(MmapAdvise::MADV_DONTFORK);
+        // A core dump leaves out bytes of tensors, which may be decrypted ones.
+        mapping.advise(MmapAdvise::MADV_DONTDUMP);
         Some(Arena {
             mapping,
             free: FreeList::new(len),

@@ -219,6 +219,8 @@ impl ReadTarget {
 struct AlignedPages {
     start: NonNull<u8>,
     len: usize,
+    /// Whether its bytes are wiped before others get the memory.
+    wiped: bool,
     /// Owner that gets the memory on drop.
     home: PageOwner,
 }
@@ -246,17 +248,25 @@ impl AlignedPages {
         if len >= KEPT_MIN
             && let Some(start) = budget.take(len)
         {
-            return Ok(AlignedPages { start, len, home: PageOwner::Arena(budget.clone()) });
+            let home = PageOwner::Arena(budget.clone());
+            return Ok(AlignedPages { start, len, wiped: false, home });
         }
         // SAFETY: the layout's size is not zero.
         let start = unsafe { alloc_zeroed(AlignedPages::layout(len)) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(AlignedPages { start, len, home: PageOwner::Heap })
+        Ok(AlignedPages { start, len, wiped: false, home: PageOwner::Heap })
     }
 }
 
 impl Drop for AlignedPages {
     fn drop(&mut self) {
+        if self.wiped {
+            // SAFETY: all bytes are initialised, and `&mut self` is the only access to them.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) };
+            bytes.fill(0);
+            // The compiler must not leave the writes out because nothing reads the bytes.
+            std::hint::black_box(bytes);
+        }
         match &self.home {
             PageOwner::Arena(budget) => {
                 if let Some(arena) = &mut budget.state.lock().arena {
@@ -295,7 +305,8 @@ impl Buffer {
         let pages = match pages {
             Some(given) => {
                 assert!(given.len == wanted, "the given pages are as long as the read");
-                AlignedPages { start: given.start, len: wanted, home: PageOwner::Given(given) }
+                let start = given.start;
+                AlignedPages { start, len: wanted, wiped: false, home: PageOwner::Given(given) }
             }
             None => AlignedPages::new(wanted, &reservation.0.budget)?,
         };
@@ -307,6 +318,12 @@ impl Buffer {
     pub fn len_for(range: &Range<u64>) -> u64 {
         let pages = pages_around(range);
         (pages.end - pages.start).max(ALIGN)
+    }
+
+    /// Its bytes are decrypted: they are wiped before others get the memory. Memory of the caller of
+    /// a read stays as it is.
+    pub fn wipe_on_drop(&mut self) {
+        self.pages.wiped = !matches!(self.pages.home, PageOwner::Given(_));
     }
 
     /// Bytes that the buffer counts against the budget.

@@ -154,19 +154,26 @@ impl Assembler {
 
     /// The open, verified copy of `version`, the file that `reader` reads.
     ///
+    /// There is none of a file whose source is encrypted: the copy would not be.
+    ///
     /// The copy is not evicted while the file is open, even if only the kernel has it open. Reads
     /// metadata only.
     pub(crate) fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
-        self.shared.ready(version, reader)
+        if reader.is_encrypted() { None } else { self.shared.ready(version, reader) }
     }
 
     /// Counts an open of `version` that the daemon serves.
     pub(crate) fn opened(&self, version: &str, reader: &Reader) {
-        self.shared.count(version, reader, 1, 0);
+        if !reader.is_encrypted() {
+            self.shared.count(version, reader, 1, 0);
+        }
     }
 
     /// Counts `bytes` of `version` that the daemon served.
     pub(crate) fn served(&self, version: &str, reader: &Reader, bytes: u64) {
+        if reader.is_encrypted() {
+            return;
+        }
         let now = self.shared.started.elapsed().as_millis() as u64;
         self.shared.last_served.store(now.max(1), Ordering::Relaxed);
         self.shared.count(version, reader, 0, bytes);

@@ -352,8 +352,8 @@ pub fn encode<'a, 'm>(
     for (name, dtype, shape, len) in tensors {
         let Some(number) = number_of(dtype) else {
             let message = format!(
-                "bintensors has no dtype {dtype}; keep the checkpoint as safetensors, or cast the \
-                 tensor"
+                "bintensors has no dtype {dtype}; keep the checkpoint as safetensors, or leave the \
+                 tensor out with exclude="
             );
             return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(name));
         };

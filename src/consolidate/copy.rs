@@ -86,7 +86,9 @@ impl Copier {
     ) -> Result<()> {
         let failed = |e| Error::io(shown, "write", e);
         let target = Target::new(file, folder, reader.len()).map_err(failed)?;
-        let len = if target.is_direct() { DIRECT_WINDOW_LEN } else { CACHED_WINDOW_LEN };
+        // Each encrypted piece is decrypted for every window that has a part of it.
+        let is_long = target.is_direct() || reader.is_encrypted();
+        let len = if is_long { DIRECT_WINDOW_LEN } else { CACHED_WINDOW_LEN };
         let windows = Windows { len, file_len: reader.len() };
         let keep = watch.bytes.is_some();
         let mut digests = Vec::new();

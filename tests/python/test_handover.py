@@ -15,6 +15,7 @@ from faults import FaultFs
 from manifest import by_id
 from mounts import BIN, Child, detach, find_mount, needs_root, process_gone, run, wait_until
 from services import PATIENCE, ServiceCase, SystemCtl, mount_config
+from tensorizer_files import Stored, encrypted_file_of
 
 FILE = "model.safetensors"
 SOURCE = by_id("hf_three_shards").source
@@ -173,6 +174,23 @@ class HandedOver(ServiceCase):
     def read_afresh(self, held):
         os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
         return os.pread(held, len(self.right), 0)
+
+    def test_an_encrypted_checkpoint_goes_on_with_the_key_read_anew(self):
+        key, folder = self.tmp / "key", self.tmp / "encrypted"
+        key.write_bytes(bytes(32))
+        folder.mkdir()
+        data = checkpoints.random_bytes(5, 300_000)
+        stored = Stored.of("w", "U8", [len(data)], data)
+        (folder / "model.tensors").write_bytes(encrypted_file_of([stored], bytes(32), 1 << 16))
+        service = self.serve(mount_config("a", folder, self.a, f"key-file={key}"))
+        service.wait_until_ready()
+        held = self.open(self.a / FILE)
+        self.right = (self.a / FILE).read_bytes()
+        self.assertTrue(self.right.endswith(data))
+        for _ in range(2):
+            self.restart(service)
+            self.assert_same(self.read_afresh(held), self.right)
+        self.assertNotIn("lost their content", service.log())
 
     def test_each_restart_takes_the_last_state(self):
         (self.source / "config.json").write_text('{"other": 1}')

@@ -1,6 +1,6 @@
 //! The identity of a local file, which tells one state of it from another.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
@@ -117,12 +117,22 @@ impl Identity {
     /// The errors of statx(2).
     pub fn now(path: &Path) -> io::Result<Identity> {
         let name = CString::new(path.as_os_str().as_bytes())?;
-        match statx_now(libc::AT_FDCWD, &name, libc::AT_SYMLINK_NOFOLLOW) {
+        let flags = libc::AT_SYMLINK_NOFOLLOW | libc::AT_STATX_FORCE_SYNC;
+        match statx(libc::AT_FDCWD, &name, flags) {
             Err(e) if lacks_statx(&e) => {
                 std::fs::symlink_metadata(path).map(|meta| Identity::of(&meta))
             }
             outcome => outcome,
         }
+    }
+
+    /// The identity of the file of this name in the open `folder`, without following links.
+    ///
+    /// # Errors
+    /// The errors of statx(2).
+    pub(crate) fn in_folder(folder: &File, name: &OsStr) -> io::Result<Identity> {
+        let name = CString::new(name.as_bytes())?;
+        statx(folder.as_raw_fd(), &name, libc::AT_SYMLINK_NOFOLLOW)
     }
 
     /// Whether it is a regular file.
@@ -167,7 +177,8 @@ impl Identity {
 
 /// The identity of an open file, not from the cache of a remote file system's client.
 pub(super) fn stat_now(file: &File) -> io::Result<Identity> {
-    match statx_now(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH) {
+    // A client of NFS may have attributes that are a minute old.
+    match statx(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC) {
         Err(e) if lacks_statx(&e) => file.metadata().map(|meta| Identity::of(&meta)),
         outcome => outcome,
     }
@@ -190,14 +201,14 @@ pub(super) fn stat_path(path: &Path, file_system: FileSystem) -> io::Result<Iden
 }
 
 /// Whether a sandbox hides statx(2): some answer EPERM for system calls that they do not know.
-fn lacks_statx(error: &io::Error) -> bool {
+pub(crate) fn lacks_statx(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
 }
 
-/// Asks a remote file system's server, because attributes that NFS caches may be a minute old.
-fn statx_now(folder: i32, name: &CStr, flags: i32) -> io::Result<Identity> {
+/// The identity of the file `name` in the folder with the descriptor `folder`. With
+/// `AT_STATX_FORCE_SYNC` in `flags` the server of a remote file system is asked.
+fn statx(folder: i32, name: &CStr, flags: i32) -> io::Result<Identity> {
     let mut found = MaybeUninit::<libc::statx>::zeroed();
-    let flags = flags | libc::AT_STATX_FORCE_SYNC;
     let mask = libc::STATX_BASIC_STATS | libc::STATX_BTIME;
     // SAFETY: `name` ends with a zero byte, and the kernel writes one `statx` to `found`, which
     // outlives the call.

@@ -18,6 +18,7 @@ pub use copy_mode::CopyMode;
 pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
 pub use identity::Identity;
+pub(crate) use identity::lacks_statx;
 pub use local::{LocalFile, WriteWitness};
 pub use option_files::{read_option_file, read_text};
 pub use secret::SecretOrigin;

@@ -4,21 +4,23 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{self, OFlag, OpenHow, ResolveFlag};
 use nix::libc;
 use nix::sys::stat::Mode;
 
-use crate::source::Identity;
+use crate::source::{Identity, lacks_statx};
 
 /// A folder that is open.
 #[derive(Debug)]
 pub struct OpenFolder {
     folder: File,
-    /// A path that leads to the open folder, wherever it lies now.
-    here: PathBuf,
+    /// The path that it was opened by.
+    path: PathBuf,
 }
 
 const FLAGS: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
@@ -49,20 +51,25 @@ impl OpenFolder {
         let flags = FLAGS.union(OFlag::O_NOFOLLOW);
         let folder = OpenFolder::of(fcntl::open(path, flags, Mode::empty())?.into(), path);
         let rest = path.strip_prefix(base).unwrap_or(path);
-        if fs::canonicalize(&folder.here)? == fs::canonicalize(base)?.join(rest) {
+        if fs::canonicalize(folder.here())? == fs::canonicalize(base)?.join(rest) {
             return Ok(folder);
         }
         Err(io::Error::from_raw_os_error(libc::ELOOP))
     }
 
     fn of(folder: File, path: &Path) -> OpenFolder {
-        let here = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()));
+        OpenFolder { folder, path: path.to_owned() }
+    }
+
+    /// A path that leads to the open folder, wherever it lies now. Some containers have no /proc:
+    /// there it is the path that the folder was opened by.
+    fn here(&self) -> PathBuf {
+        let here = PathBuf::from(format!("/proc/self/fd/{}", self.folder.as_raw_fd()));
         let inode = |meta: fs::Metadata| Identity::of(&meta);
         let same = fs::metadata(&here).map(inode).is_ok_and(|there| {
-            folder.metadata().map(inode).is_ok_and(|own| own.same_inode(&there))
+            self.folder.metadata().map(inode).is_ok_and(|own| own.same_inode(&there))
         });
-        // Some containers have no /proc.
-        OpenFolder { folder, here: if same { here } else { path.to_owned() } }
+        if same { here } else { self.path.clone() }
     }
 
     /// The identity of the folder.
@@ -78,8 +85,16 @@ impl OpenFolder {
     /// # Errors
     /// Where the folder cannot be read.
     pub fn list(&self) -> io::Result<Vec<OsString>> {
-        let names = fs::read_dir(&self.here)?.map(|entry| entry.map(|entry| entry.file_name()));
-        let mut names = names.collect::<io::Result<Vec<_>>>()?;
+        // A path by /proc would lead there too, but each use of it takes as long as several calls.
+        let mut folder = Dir::openat(&self.folder, c".", FLAGS, Mode::empty())?;
+        let mut names = Vec::new();
+        for entry in folder.iter() {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if name != b"." && name != b".." {
+                names.push(OsStr::from_bytes(name).to_owned());
+            }
+        }
         names.sort();
         Ok(names)
     }
@@ -89,7 +104,12 @@ impl OpenFolder {
     /// # Errors
     /// Where nothing has this name.
     pub fn identity_of(&self, name: &OsStr) -> io::Result<Identity> {
-        fs::symlink_metadata(self.here.join(name)).map(|meta| Identity::of(&meta))
+        match Identity::in_folder(&self.folder, name) {
+            Err(e) if lacks_statx(&e) => {
+                fs::symlink_metadata(self.here().join(name)).map(|meta| Identity::of(&meta))
+            }
+            outcome => outcome,
+        }
     }
 }
 

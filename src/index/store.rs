@@ -418,6 +418,14 @@ mod tests {
     #[test]
     fn a_name_is_ours_only_in_full() {
         assert!(is_ours(NAME) && is_ours(&temporary_name(NAME)));
+        let view = IndexStore::view_name(NAME, Digest::of(b"view"));
+        assert!(is_ours(&view) && is_ours(&temporary_name(&view)) && is_view(&view));
+        let stem = view.strip_suffix(".view").unwrap();
+        for name in
+            [stem, &view[1..], &view[33..], &format!("{view}.view"), &format!("{stem}.sums")]
+        {
+            assert!(!is_ours(name), "{name}");
+        }
         let upper = NAME.to_uppercase();
         for name in ["", ".tmp", "..tmp", "a.index", &upper, &NAME[1..], &format!("{NAME}.x")] {
             assert!(!is_ours(name), "{name}");
@@ -444,6 +452,24 @@ mod tests {
         bytes.sort_unstable();
         assert_eq!(bytes, (0..16).collect::<Vec<u8>>());
         assert_eq!(names(&store), [NAME]);
+    }
+
+    #[test]
+    fn records_of_views_make_way_before_indexes() {
+        let (_home, store) = store();
+        store.write(NAME, b"kept").unwrap();
+        let before = SystemTime::now() - 2 * TEMPORARY_AGE;
+        File::options().write(true).open(store.path(NAME)).unwrap().set_modified(before).unwrap();
+        for number in 0..FILES_MAX {
+            let name = IndexStore::view_name(NAME, Digest::of(&number.to_le_bytes()));
+            std::fs::write(store.path(&name), b"").unwrap();
+        }
+        let other = "f".repeat(32) + ".index";
+        store.write(&other, b"").unwrap();
+        assert_eq!(names(&store).len(), FILES_MAX);
+        assert!(store.read(NAME).is_ok() && store.read(&other).is_ok());
+        store.remove_views(NAME);
+        assert_eq!(names(&store), [NAME.to_owned(), other]);
     }
 
     #[test]

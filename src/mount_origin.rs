@@ -31,6 +31,19 @@ pub struct MountOrigin {
 /// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may
 /// read the source.
 pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
+    resolve(path)?.ok()
+}
+
+/// Why `path` is read through its mount, although the mount names its source: the mount was made by
+/// files that have changed since. `None` for all other paths.
+pub fn changed_since_mount(path: &Path) -> Option<String> {
+    resolve(path)?.err().flatten()
+}
+
+/// The source behind `path`. `None` if `path` lies on no such mount, or has no source of its own.
+/// The error says what has changed since the mount; it is `None` if the caller may not read the
+/// source.
+fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     // The descriptor is held, so that the attribute is read from the file that was checked.
     let held = std::fs::OpenOptions::new()
         .read(true)
@@ -51,12 +64,19 @@ pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
     // The mount cuts tensors by the text that it read, which may have changed since.
     if let Some(digest) = json.get("config").and_then(Value::as_str) {
         let folder = if source.is_dir() { &*source } else { source.parent()? };
-        let (_, text) = read_text(&folder.join("config.json")).ok()?;
-        (Digest::of(&text).to_string() == digest).then_some(())?;
+        let text = read_text(&folder.join("config.json"));
+        if !text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == digest) {
+            return Some(Err(Some("config.json has changed since the mount".to_owned())));
+        }
     }
-    let options = OpenOptions::from_json(json.get("view")?, &mut read_option_file)?;
+    let Some(options) = OpenOptions::from_json(json.get("view")?, &mut read_option_file) else {
+        let why = "a file of its views has changed since the mount, or another version mounted it";
+        return Some(Err(Some(why.to_owned())));
+    };
     let part = json.get("part").and_then(Value::as_str).map(str::to_owned);
-    can_read(&source).then_some(MountOrigin { path: source, options, part })
+    let is_readable = can_read(&source);
+    let origin = MountOrigin { path: source, options, part };
+    Some(if is_readable { Ok(origin) } else { Err(None) })
 }
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.

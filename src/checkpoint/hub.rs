@@ -26,6 +26,11 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
     let Some(source) = scanned.first() else { return Vec::new() };
     let mut hub = Hub { scanned, view, folders: Vec::new(), models: BTreeMap::new() };
     let root = hub.make(None, OsStr::new(""), source);
+    let own_name = source.path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    if is_cached(own_name, source) {
+        hub.add_cached(root, own_name, 0);
+        return hub.folders;
+    }
     let is_many = || named(source).any(|(name, index)| hub.content(name, index).is_some());
     if is_one_model(source) || (has_model_file(source) && !is_many()) {
         let name = source.path.file_name().and_then(OsStr::to_str).unwrap_or("model");
@@ -68,6 +73,11 @@ fn named(folder: &Folder) -> impl Iterator<Item = (&str, usize)> {
 
 fn file_names(folder: &Folder) -> impl Iterator<Item = &str> {
     folder.files.iter().filter_map(|file| file.name.to_str())
+}
+
+/// Whether the folder `name` is a model of a cache.
+fn is_cached(name: &str, folder: &Folder) -> bool {
+    names::is_hub_model(name) && folder.children.iter().any(|(child, _)| child == "snapshots")
 }
 
 /// Whether `folder` has something that no folder of models has: a file that programs look for in a
@@ -115,10 +125,9 @@ impl Hub<'_> {
     /// The content of the folder `index` in the source itself, `None` if it has no model.
     fn content(&self, name: &str, index: usize) -> Option<Holding> {
         let folder = &self.scanned[index];
-        let is_cached = folder.children.iter().any(|(child, _)| child == "snapshots");
         let has_models = || named(folder).any(|(_, child)| has_model_file(&self.scanned[child]));
         match () {
-            () if names::is_hub_model(name) && is_cached => Some(Holding::Cached),
+            () if is_cached(name, folder) => Some(Holding::Cached),
             () if is_one_model(folder) => Some(Holding::Model),
             () if has_models() => Some(Holding::Models),
             () => has_model_file(folder).then_some(Holding::Model),

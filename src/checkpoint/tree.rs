@@ -228,6 +228,11 @@ impl Tree {
         Ok(())
     }
 
+    /// Number of views that each show all folders, 0 if there is only the one of the options.
+    pub(super) fn view_count(&self) -> usize {
+        if self.options.hub { 0 } else { self.views.len() }
+    }
+
     /// The options for the sets of `folder`.
     pub fn options_of(&self, folder: &Folder) -> &OpenOptions {
         folder.view.and_then(|view| self.views.get(view)).map_or(&self.options, |(_, own)| own)

@@ -217,7 +217,7 @@ impl Tree {
             let linked = before.linked;
             let why = if linked { Unusable::TooManyLinks } else { Unusable::TooManyFiles };
             (folder.files, folder.misfits) = Default::default();
-            folder.lacks.push(left_out("this folder", why));
+            folder.lacks.push(self.left_out("this folder", why));
             subfolders = &[];
         }
         let (kept, new) = self.compare_children(before, subfolders);
@@ -333,7 +333,9 @@ impl Tree {
         let linked = parent.linked || child.is_link;
         let limits = self.limits_without(&Folder::default());
         if linked && limits.linked == 0 {
-            return Err(Some(left_out(&shown_path(child.name.as_ref()), Unusable::TooManyLinks)));
+            return Err(Some(
+                self.left_out(&shown_path(child.name.as_ref()), Unusable::TooManyLinks),
+            ));
         }
         let scan = Scan::new(&self.bounds, limits, true);
         match scan.run(child.real.clone(), Graft { relative, above, linked }) {
@@ -344,12 +346,21 @@ impl Tree {
             }
             Err(error @ Error::Usage { .. }) => {
                 tracing::warn!("{error}");
-                Err(Some(left_out(&shown_path(child.name.as_ref()), Unusable::TooManyFiles)))
+                Err(Some(self.left_out(&shown_path(child.name.as_ref()), Unusable::TooManyFiles)))
             }
             Err(error) => {
                 tracing::warn!("{shown}: not shown: {error}");
                 Err(None)
             }
+        }
+    }
+
+    /// The line that says why `name` is left out. Each view counts by itself.
+    fn left_out(&self, name: &str, why: Unusable) -> String {
+        let line = left_out(name, why);
+        match self.view_count() {
+            0 | 1 => line,
+            views => format!("{line}, or show fewer views: all files count in each of {views}"),
         }
     }
 
@@ -423,6 +434,7 @@ mod tests {
     use super::super::Misfit;
     use super::*;
     use crate::open_options::OpenOptions;
+    use crate::view::{TensorParallel, View};
 
     struct Store(tempfile::TempDir);
 
@@ -627,6 +639,18 @@ mod tests {
         store.write("model.safetensors.index.json");
         assert!(tree.look_again(&store.path("")).unwrap().changed[0].weights);
         assert!(tree.look_again(&store.path("")).unwrap().changed.is_empty());
+    }
+
+    #[test]
+    fn a_limit_of_several_views_is_told_with_their_number() {
+        let (store, tree) = Store::new(&["a/x.safetensors"]);
+        assert!(!tree.left_out("x", Unusable::TooManyLinks).contains("views"));
+        let shard = Some(TensorParallel { ranks: 2, rank: None, rules: None });
+        let mut options = OpenOptions { view: View { shard, ..View::default() }, ..tree.options };
+        options.show_all_ranks().unwrap();
+        let tree = Tree::scan(store.0.path(), &options).unwrap();
+        let line = tree.left_out("x", Unusable::TooManyLinks);
+        assert!(line.ends_with("or show fewer views: all files count in each of 2"), "{line}");
     }
 
     #[test]

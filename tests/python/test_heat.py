@@ -9,6 +9,8 @@ import sys
 
 from safetensors import safe_open
 
+import checkpoints
+import oracle
 from checkpoints import hf_set
 from mounts import Mount, TestCase, needs_root, tensorfs, wait_until
 
@@ -162,6 +164,42 @@ class Warm(TestCase):
         for path in self.shards:
             cached, total = cached_pages(path)
             self.assertEqual(cached, total, path)
+
+    # The whole shards were read.
+    def test_of_a_view_only_the_bytes_of_its_tensors_are_read(self):
+        source = checkpoints.row_wise(self.tmp / "rows")
+        shards = sorted(source.glob("*.safetensors"))
+        whole = sum(path.stat().st_size for path in shards)
+        rules = self.tmp / "tp.toml"
+        rules.write_text("[[rule]]\nfrom = 'embed'\ncut = 0\n")
+        for options, tensors in (("include=norm", {"norm": 1}), ("exclude=embed", {"norm": 1, "bytes": 1}), (f"tp=8,rank=3,exclude=bytes,tp-rules={rules}", {"embed": 8, "norm": 1})):
+            lengths = {tensor.name: len(tensor.data) for tensor in oracle.tensors_of(source)[0]}
+            wanted = sum(lengths[name] // part for name, part in tensors.items())
+            outcome = tensorfs("warm", source, "--json", "-o", options)
+            self.assert_done(outcome)
+            # With headers, and with short gaps between tensors.
+            least, most = wanted * 7 // 8, wanted + 16384 * len(shards) + (65536 if "tp=" in options else 16384) * len(shards)
+            self.assertTrue(least <= outcome.json()["bytes"] <= min(most, whole), (options, outcome.json()["bytes"], wanted, whole))
+
+    def test_rows_of_a_rank_that_lie_apart_are_read_without_the_rest(self):
+        source = self.tmp / "wide"
+        source.mkdir()
+        rows, columns = 16, 1 << 18
+        checkpoints.write_shard(source / FILE, [("w", "F32", [rows, columns], bytes(4 * rows * columns))])
+        rules = self.tmp / "tp.toml"
+        rules.write_text("[[rule]]\nfrom = 'w'\ncut = 1\n")
+        drop_from_page_cache(source / FILE)
+        outcome = tensorfs("warm", source, "--json", "-o", f"tp=4,rank=1,tp-rules={rules}")
+        self.assert_done(outcome)
+        header = (source / FILE).stat().st_size - 4 * rows * columns
+        self.assertEqual(outcome.json()["bytes"], rows * columns + header)
+
+    def test_options_of_a_view_are_refused_on_a_mount_which_has_its_own(self):
+        with Mount(self.source) as m:
+            outcome = tensorfs("warm", m.path, "-o", "include=*")
+            self.assert_refused(outcome, 2)
+            self.assert_one_line(outcome)
+            self.assertIn("lies on a mount, which has options of its own", outcome.stderr)
 
     def test_the_files_of_a_mount_are_read_through_the_mount(self):
         with Mount(self.source) as m:

@@ -172,6 +172,14 @@ class FolderOfModels(TestCase):
         model.rename(self.tmp / "above/dcpsh")
         self.assertEqual(self.listed(self.tmp / "above")[0], ["models--dcpsh"])
 
+    # The snapshots were shown as the models of an organization.
+    def test_a_model_of_a_cache_by_itself_is_a_cache(self):
+        with Mount(self.root / "models--else--where", "layout=hub") as m:
+            models = models_of(m.path)
+            self.assertEqual((list(models), models["else/where"].name), (["else/where"], self.snapshot.name))
+            self.assertEqual(sorted(os.listdir(m.path / "models--else--where")), ["refs", "snapshots"])
+            self.assert_same((models["else/where"] / "model.safetensors").read_bytes(), self.whole["else/where"])
+
     # Only the subfolder was shown, and nothing was said.
     def test_a_set_is_one_model_whatever_its_subfolders_have(self):
         for name in ("weight-map", "numbered"):

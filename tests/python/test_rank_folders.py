@@ -142,7 +142,7 @@ class RankFolders(TestCase):
 
     def test_commands_for_one_checkpoint_need_a_rank(self):
         out = self.tmp / "out.safetensors"
-        for command in (("convert", self.source, out, "--to", "safetensors"), ("load", self.source), ("warm", self.source), ("index", self.source)):
+        for command in (("convert", self.source, out, "--to", "safetensors"), ("load", self.source), ("warm", self.source)):
             outcome = tensorfs(*command, "-o", "tp=2")
             self.assert_refused(outcome, 2)
             self.assert_one_line(outcome)

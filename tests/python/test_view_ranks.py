@@ -249,6 +249,7 @@ class Ranks(TestCase):
             for path, expected in zip((m.path, m.path / FILE), before):
                 outcome = tensorfs("ls", path)
                 self.assert_done(outcome)
+                self.assertIn("config.json has changed since the mount", outcome.stderr)
                 tensors = lambda text: [line.split()[:3] for line in text.splitlines() if ".weight" in line]
                 self.assertEqual(tensors(outcome.stdout), tensors(expected))
         self.assertEqual(tensorfs("ls", source, "-o", "tp=2,rank=1").code, 1)

@@ -125,7 +125,9 @@ class Views(ViewsCase):
             listed = tensorfs("ls", m.path, "--json").json()
             names = [tensor["name"] for one in listed["sets"] if one["directory"] == "names" for tensor in one["tensors"]]
             self.assertEqual({name[:2] for name in names}, {"x."})
-            self.assert_done(tensorfs("consolidate", m.path, self.tmp / "out"))
+            outcome = tensorfs("consolidate", m.path, self.tmp / "out")
+            self.assert_done(outcome)
+            self.assertIn(f"{m.path}: read as it is mounted, not from its source: a file of its views has changed", outcome.stderr)
             self.assert_shows(self.tmp / "out", expected)
 
     # They read the shards without a view, as if none were mounted.
@@ -196,6 +198,15 @@ class Views(ViewsCase):
             outcome = tensorfs(command, self.source, "-o", f"views={self.views}")
             self.assertNotEqual(outcome.code, 0, command)
             self.assertIn("views", outcome.stderr, command)
+
+    # The words were ignored.
+    def test_commands_about_the_bytes_of_the_source_refuse_options_of_views(self):
+        for command in ("verify", "index"):
+            for option in ("include=a", "dtype=f16", "layout=shards=2", "format=bintensors", "weight-map=hide", "tp=2", "layout=hub", f"views={self.views}"):
+                outcome = tensorfs(command, self.source, "-o", option)
+                self.assert_refused(outcome, 2)
+                self.assert_one_line(outcome)
+                self.assertIn("about the bytes of the source", outcome.stderr)
 
 
 class LiveViews(ViewsCase):

@@ -8,7 +8,7 @@ use tensorfs::internal::view::Files;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use super::sources::{open_source, query_options};
+use super::sources::{open_source, query_options, refuse_views};
 use crate::log;
 
 /// The index of a folder, and what the folder holds.
@@ -30,6 +30,7 @@ struct IndexReport {
 
 pub(super) fn run(args: &args::IndexArgs) -> Outcome {
     let mut options = query_options(&args.source)?;
+    refuse_views(&options)?;
     // A checkpoint that is too large for one file has an index too.
     options.open.view.files = Files::Original;
     let tree = open_source(&args.source, options)?;

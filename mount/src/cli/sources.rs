@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::format::OutputFormat;
-use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
+use tensorfs::internal::mount_origin::{MountOrigin, changed_since_mount, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::{Files, View};
 
@@ -36,6 +36,17 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
         return Err(Failure::Usage(why.to_owned()));
     }
     scan_source(args, options, false)
+}
+
+/// Refuses options of views, for commands about the bytes of the source.
+pub(super) fn refuse_views(options: &Options) -> Result<(), Failure> {
+    let OpenOptions { view, views, hub, .. } = &options.open;
+    if *view == View::default() && views.is_none() && !hub {
+        return Ok(());
+    }
+    let why = "the command is about the bytes of the source, which are the same in all views: give \
+               no layout=, format=, weight-map=, include=, exclude=, tp=, rename=, dtype= or views=";
+    Err(Failure::Usage(why.to_owned()))
 }
 
 /// Refuses a path on a mount with several views, for commands about what one view shows. `-o` gives
@@ -77,6 +88,10 @@ fn scan_source(
             let hub = mounted.hub && with_views;
             open = OpenOptions { expect_shards, reference, secret, views, hub, ..mounted };
         }
+    }
+    if let Some(why) = changed_since_mount(&args.source) {
+        let path = shown_path(&args.source);
+        log::say(&format!("{path}: read as it is mounted, not from its source: {why}"));
     }
     let tree = Tree::scan(&path, &OpenOptions { index, ..open })?;
     // A source without any checkpoint is refused with the same summary.

@@ -12,10 +12,12 @@ use std::time::Instant;
 
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
+use tensorfs::Tensor;
 use tensorfs::internal::checkpoint::ERROR_FILE;
 use tensorfs::internal::error::{counted, real_name, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
 use tensorfs::internal::mountinfo;
+use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
 
 use super::args;
@@ -56,13 +58,18 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         .map(|mount| mount.target)
         .filter(|target| absolute.starts_with(target))
         .max_by_key(|target| target.components().count());
+    if on_mount.is_some() && !args.source.options.is_empty() {
+        let why = "lies on a mount, which has options of its own: give -o with the source";
+        return Err(Failure::Usage(format!("{}: {why}", shown_path(path))));
+    }
     let mut missing = 0;
+    let all_bytes = options.open.view.keeps_tensors();
     let files = match (&on_mount, &heat) {
         (Some(_), None) => files_below(&absolute)?,
         (Some(mount), Some(heat)) => heat.on_mount(mount, &absolute, &mut missing)?,
         (None, _) => {
             let (found, _) = prove_all(&open_source(&args.source, options)?)?;
-            of_source(&found, heat.as_ref(), &mut missing)?
+            of_source(&found, all_bytes, heat.as_ref(), &mut missing)?
         }
     };
     if missing > 0 {
@@ -135,9 +142,10 @@ fn files_below(path: &Path) -> Result<Vec<WarmFile>, Failure> {
     Ok(files)
 }
 
-/// The shards of `found`, whole or as far as `heat` lists them.
+/// The shards of `found`: whole, the tensors of a view, or the tensors that `heat` lists.
 fn of_source(
     found: &[FoundSet],
+    all_bytes: bool,
     heat: Option<&HeatFile>,
     missing: &mut usize,
 ) -> Result<Vec<WarmFile>, Failure> {
@@ -147,9 +155,19 @@ fn of_source(
         let catalog = checkpoint.catalog();
         let mut ranges: Vec<Vec<Range<u64>>> = vec![Vec::new(); catalog.shards.len()];
         match heat {
-            None => {
+            None if all_bytes => {
                 for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
                     ranges.push(0..shard.file_len);
+                }
+            }
+            None => {
+                let mut tensors = catalog.tensors();
+                tensors.try_for_each(|tensor| add_tensor(&tensor, &mut ranges))?;
+                // Every reader of a shard reads its header.
+                for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
+                    if !ranges.is_empty() {
+                        ranges.extend(shard.described.iter().cloned());
+                    }
                 }
             }
             Some(heat) => {
@@ -158,12 +176,7 @@ fn of_source(
                 for name in names {
                     for tensor in heat.tensors_of(&directory.join(name)) {
                         match catalog.tensor(tensor) {
-                            Some(tensor) => tensor
-                                .pieces()
-                                .filter(|piece| !piece.is_zeros())
-                                .for_each(|piece| {
-                                    ranges[piece.shard.0 as usize].push(piece.range.clone());
-                                }),
+                            Some(tensor) => add_tensor(&tensor, &mut ranges)?,
                             None => *missing += 1,
                         }
                     }
@@ -181,6 +194,33 @@ fn of_source(
         }
     }
     Ok(files)
+}
+
+/// Adds the bytes of `tensor` to the ranges of its shards. Rows with short gaps between them are
+/// read with the gaps.
+fn add_tensor(tensor: &Tensor<'_>, ranges: &mut [Vec<Range<u64>>]) -> Result<(), Failure> {
+    for piece in tensor.pieces().filter(|piece| !piece.is_empty() && !piece.is_zeros()) {
+        let ranges = &mut ranges[piece.shard.0 as usize];
+        if piece.is_contiguous() {
+            ranges.push(piece.range);
+            continue;
+        }
+        let to = OuterBox { shape: tensor.shape, offset: piece.offset };
+        let bits = tensor.stored.bits();
+        let rows = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits);
+        let rows = rows.map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
+        for row in 0..rows.count() {
+            let start = piece.range.start + rows.run(row).0;
+            let end = start + rows.run_len();
+            match ranges.last_mut() {
+                Some(last) if (last.start..=last.end.saturating_add(GAP)).contains(&start) => {
+                    last.end = last.end.max(end);
+                }
+                _ => ranges.push(start..end),
+            }
+        }
+    }
+    Ok(())
 }
 
 impl WarmFile {

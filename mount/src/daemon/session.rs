@@ -4,6 +4,7 @@ use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::unistd::{getegid, geteuid};
 use serde_json::{Value, json};
+use tensorfs::Error;
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::mount_origin::resolve_mount;
@@ -255,9 +257,29 @@ fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
 
 /// Proves checkpoints until one succeeds. Fails if all are refused.
 fn prove_enough(nodes: &Nodes) -> Result<(), String> {
+    let tree = nodes.tree();
+    let families = tree.families().into_iter().map(|head| {
+        let place = shown_path(&tree.folder(head).path);
+        (place, move || nodes.prove(head))
+    });
+    prove_until_one(families, &|| tree.nothing_found())
+}
+
+/// Names and outcomes of the sets of a family.
+type Outcomes = Vec<(String, tensorfs::Result<()>)>;
+
+/// As `prove_enough`, for families with the paths of their folders. A panic is about its family
+/// only: it is a refusal, and reads of the folder try again.
+fn prove_until_one(
+    families: impl Iterator<Item = (String, impl FnOnce() -> Outcomes)>,
+    nothing_found: &dyn Fn() -> String,
+) -> Result<(), String> {
     let mut refusals = Vec::new();
-    for head in nodes.tree().families() {
-        let outcomes = nodes.prove(head);
+    for (place, prove) in families {
+        let outcomes = catch_unwind(AssertUnwindSafe(prove)).unwrap_or_else(|_| {
+            let why = format!("{place}: an error in tensorfs: see the log for the panic");
+            vec![(place, Err(Error::internal(why)))]
+        });
         let found = outcomes.iter().any(|(_, outcome)| outcome.is_ok());
         let refused =
             outcomes.into_iter().filter_map(|(name, outcome)| Some((name, outcome.err()?)));
@@ -270,7 +292,7 @@ fn prove_enough(nodes: &Nodes) -> Result<(), String> {
         }
     }
     match refusals.as_slice() {
-        [] => Err(nodes.tree().nothing_found()),
+        [] => Err(nothing_found()),
         [(_, error)] => Err(error.to_string()),
         [(_, error), more @ ..] => {
             Err(format!("{error}; and {} more checkpoints are refused", more.len()))
@@ -622,5 +644,29 @@ impl Running {
             Some(Ok(())) => Ok(()),
             Some(Err(e)) => Err(format!("{}: the connection ended: {e}", shown_path(&target))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_in_the_proof_of_one_folder_leaves_the_others() {
+        let one = |name: &str, outcome: fn() -> tensorfs::Result<()>| {
+            let set = name.to_owned();
+            (name.to_owned(), move || vec![(set, outcome())])
+        };
+        let nothing = || "nothing".to_owned();
+        let all = [one("a", || panic!("on purpose")), one("b", || Ok(()))];
+        assert_eq!(prove_until_one(all.into_iter(), &nothing), Ok(()));
+        let all = [one("a", || panic!("on purpose")), one("b", || Err(Error::usage("b is bad")))];
+        let why = prove_until_one(all.into_iter(), &nothing).unwrap_err();
+        assert!(
+            why.starts_with("a: an error in tensorfs")
+                && why.ends_with("1 more checkpoints are refused")
+        );
+        let none = std::iter::empty::<(String, fn() -> Outcomes)>();
+        assert_eq!(prove_until_one(none, &nothing), Err("nothing".to_owned()));
     }
 }

@@ -25,7 +25,7 @@ use super::arrival::{Arrivals, Mark, is_unfinished};
 use super::node::{Node, file_node, folder_node, renumbered, reversioned, same_file, same_place};
 use super::tails::Tails;
 use super::verify_policy::{self, ChecksumGates};
-use crate::serve::blocking::BlockingPool;
+use crate::serve::blocking::{BlockingPool, guarded};
 use carried::FileMarks;
 
 pub(super) mod carried;
@@ -348,7 +348,7 @@ impl Nodes {
                 // The proof is dropped and only the index stays, so that memory does not grow with
                 // the number of models.
                 if !listed {
-                    drop(tree.prove(head));
+                    guarded(|| drop(tree.prove(head)));
                 }
             }
         };

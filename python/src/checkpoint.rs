@@ -111,16 +111,19 @@ impl Checkpoint {
     /// Opens the regular file behind a descriptor, which no path has to lead to. Messages call it
     /// `name`. The descriptor is not needed later. A child of a fork cannot read the file.
     #[staticmethod]
+    #[pyo3(signature = (descriptor, name, timeout, secret = None))]
     fn open_descriptor(
         py: Python<'_>,
         descriptor: u32,
         name: String,
         timeout: Option<f64>,
+        secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
         let mut checkpoint = Checkpoint::opened(py, timeout, move || {
+            let secret = secret_of(secret)?;
             let file = File::open(format!("/proc/self/fd/{descriptor}"));
             let file = file.map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
-            core::Checkpoint::of_open_file(file, &name)
+            core::Checkpoint::of_open_file(file, &name, secret.as_deref())
         })?;
         let pin = checkpoint.first.sources().first().map(|source| source.pin()).transpose();
         checkpoint._pin = pin.map_err(|e| raised(py, &e, None))?;

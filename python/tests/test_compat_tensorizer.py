@@ -1,19 +1,28 @@
 """`tensorfs.compat.tensorizer`: the names of the tensorizer package, on files that are made here or by that package."""
 
+import contextlib
 import gzip
 import io
 import os
+import pickle
 import tempfile
 import unittest
 
 import numpy as np
 
 import tensorfs
-from package import FIXTURES, TestCase, has_torch, needs_torch
+from package import FIXTURES, TestCase, has_torch, needs_torch, python
 from tensorfs.compat import tensorizer
-from tensorfs.compat.tensorizer import HashMismatchError, TensorDeserializer, TensorType
+from tensorfs.compat.tensorizer import (
+    CryptographyError,
+    DecryptionParams,
+    HashMismatchError,
+    TensorDeserializer,
+    TensorSerializer,
+    TensorType,
+)
 from tensorfs.compat.tensorizer.stream_io import open_stream
-from tensorizer_files import BUFFER, PARAMETER, Stored, file_of
+from tensorizer_files import BUFFER, PARAMETER, Stored, encrypted_file_of, file_of
 
 CODES = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_, "C64": np.complex64}
 
@@ -291,6 +300,215 @@ class Arrays(Case):
         self.assertFalse(hasattr(tensorizer, "nonsense"))
 
 
+class Encrypted(Case):
+    """Encrypted files, which are read and not written."""
+
+    KEY = bytes(range(70, 102))
+
+    def setUp(self):
+        super().setUp()
+        self.arrays = {name: array for name, array in self.arrays.items() if array.nbytes}
+        self.plain = self.tmp / "plain.tensors"
+        self.file.rename(self.plain)
+        self.file.write_bytes(encrypted_file_of(stored_of(self.arrays), self.KEY, 1 << 16))
+
+    def test_tensors_are_decrypted_with_a_key(self):
+        key = DecryptionParams.from_key(self.KEY)
+        for source in (self.file, open(self.file, "rb"), io.BytesIO(self.file.read_bytes())):
+            for lazy_load in (False, True) if source == self.file else (False,):
+                self.check(self.opened(source, encryption=key, lazy_load=lazy_load, verify_hash=True))
+        rows = list(self.opened(lazy_load=True, encryption=key).read_numpy_arrays(verify_hash=True))
+        self.check({row[2]: row[3] for row in rows})
+        self.assertNotIn(self.KEY.hex(), repr(key))
+
+    def test_tensors_are_decrypted_with_a_passphrase(self):
+        path = FIXTURES / "encrypted/v3_string.tensors"
+        found = self.opened(path, encryption=DecryptionParams.from_string("correct horse battery staple"), verify_hash=True)
+        self.assertGreater(found.total_tensor_bytes, 0)
+        with self.assertRaises(CryptographyError):
+            self.opened(path, encryption=DecryptionParams.from_string("another"))
+
+    def test_a_missing_a_wrong_and_a_needless_key_are_refused(self):
+        wrong = DecryptionParams.from_key(bytes(32))
+        for source in (self.file.read_bytes(), None):
+            for encryption, kind in ((None, "key_required"), (wrong, "decrypt_failed")):
+                with self.subTest(kind=kind), self.assertRaises(CryptographyError) as caught:
+                    self.opened(source and io.BytesIO(source), encryption=encryption)
+                self.assertEqual(caught.exception.kind, kind)
+            with self.assertRaises(CryptographyError) as caught:
+                self.opened(io.BytesIO(self.plain.read_bytes()) if source else self.plain, encryption=wrong)
+            self.assertEqual(caught.exception.kind, "not_encrypted")
+        for encryption, error in ((b"key", TypeError), (DecryptionParams(), ValueError)):
+            with self.assertRaises(error):
+                self.opened(encryption=encryption)
+        for make in (lambda: DecryptionParams.from_key(b"short"), lambda: DecryptionParams.from_string("")):
+            self.assertRaises(ValueError, make)
+
+    def test_a_changed_byte_is_refused(self):
+        data = bytearray(self.file.read_bytes())
+        data[-20] ^= 1
+        self.file.write_bytes(data)
+        with self.assertRaises(CryptographyError) as caught:
+            self.opened(encryption=DecryptionParams.from_key(self.KEY))
+        self.assertEqual(caught.exception.kind, "decrypt_failed")
+
+    def test_writing_with_a_key_is_refused(self):
+        with self.assertRaisesRegex(TypeError, "files without encryption only"):
+            TensorSerializer(self.tmp / "out", encryption=DecryptionParams.from_key(self.KEY))
+        self.assertFalse((self.tmp / "out").exists())
+
+
+class Writing(Case):
+    """`TensorSerializer` with arrays of numpy. The tests of the program compare the bytes of files."""
+
+    def setUp(self):
+        super().setUp()
+        self.out = self.tmp / "folder/out.tensors"
+
+    def rows(self, source=None):
+        found = self.opened(self.out if source is None else source, lazy_load=True, verify_hash=True)
+        return list(found.read_numpy_arrays(allow_raw_data=True))
+
+    def test_a_state_dict_is_read_as_it_was_written(self):
+        arrays = arrays_of(NESTED)
+        layers = [{"w": arrays["model", "layers", number, "w"]} for number in (0, 1)]
+        nested = {"model": {"layers": layers, "norm": arrays["model", "norm"]}, "head": arrays["head"]}
+        serializer = TensorSerializer(self.out)
+        serializer.write_state_dict(nested)
+        self.assertEqual(serializer.total_tensor_bytes, sum(array.nbytes for array in arrays.values()))
+        serializer.close()
+        expected = [(name, array.tobytes()) for name, array in arrays.items()]
+        self.assertEqual([(row[2], row[3].tobytes()) for row in self.rows()], expected)
+        with tensorfs.safe_open(self.out, "np") as f:
+            self.assertEqual(f.keys(), ["head", "model.layers.0.w", "model.layers.1.w", "model.norm"])
+
+    def test_tensors_have_their_index_type_dtype_and_shape(self):
+        arrays = [
+            np.arange(12, dtype=">f4").reshape(3, 4).T, np.float16(3), np.zeros((2, 0), np.uint64), np.array([True, False]),
+            np.arange(4, dtype=np.complex64),
+        ]
+        arrays[1] = np.array(arrays[1])
+        serializer = TensorSerializer(f"file://{self.out}", limit_cpu_concurrency=2)
+        for number, array in enumerate(arrays):
+            serializer.write_tensor(number, f"t{number}", number % 3, array)
+        serializer.write_tensor(9, ("a", 0), TensorType.STATE_DICT, arrays[0])
+        serializer.close()
+        rows = self.rows()
+        self.assertEqual([row[:3] for row in rows[:5]], [(number, number % 3, f"t{number}") for number in range(5)])
+        self.assertEqual(rows[5][:3], (9, 2, ("a", 0)))
+        for array, row in zip(arrays, rows):
+            np.testing.assert_array_equal(row[3], array)
+
+    def test_a_file_at_a_path_appears_whole_and_replaces_the_one_before(self):
+        for number in range(2):
+            serializer = TensorSerializer(os.fsencode(self.out))
+            serializer.write_tensor(number, "a", 0, np.zeros(3))
+            self.assertEqual(self.out.exists(), number > 0)
+            if number:
+                self.assertEqual(self.rows()[0][0], 0)
+            serializer.close()
+            self.assertEqual(self.rows()[0][0], number)
+            with self.assertRaisesRegex(ValueError, "the serializer is closed"):
+                serializer.write_tensor(0, "b", 0, np.zeros(3))
+            serializer.close()
+        self.assertEqual(os.listdir(self.out.parent), ["out.tensors"])
+
+    def test_nothing_is_left_of_a_file_that_was_not_written_to_its_end(self):
+        empty = TensorSerializer(self.out)
+        with self.assertRaisesRegex(ValueError, "no tensor was written"):
+            empty.close()
+        failed = TensorSerializer(self.out)
+        failed.write_tensor(0, "a", 0, np.zeros(3))
+        with self.assertRaises(TypeError):
+            failed.write_tensor(0, "b", 0, [1, 2])
+        failed.close()
+        dropped = TensorSerializer(self.out)
+        dropped.write_tensor(0, "a", 0, np.zeros(3))
+        del dropped
+        self.assertEqual(os.listdir(self.out.parent), [])
+
+    def test_file_objects_are_written_and_closed(self):
+        path = self.tmp / "behind"
+        for opened in (open(path, "wb"), open(path, "wb+", buffering=0), tempfile.NamedTemporaryFile("wb+", dir=self.tmp)):
+            opened.write(b"prefix")
+            with self.assertRaisesRegex(ValueError, "at byte 6"):
+                TensorSerializer(opened)
+            opened.seek(0)
+            serializer = TensorSerializer(opened)
+            serializer.write_tensor(0, "a", 0, np.arange(5))
+            again = open(opened.name, "rb")
+            serializer.close()
+            self.assertTrue(opened.closed)
+            self.assertEqual(self.rows(again)[0][3].tolist(), [0, 1, 2, 3, 4])
+        descriptor = os.open(path, os.O_RDWR | os.O_TRUNC)
+        serializer = TensorSerializer(descriptor)
+        serializer.write_tensor(0, "a", 0, np.arange(5))
+        serializer.close()
+        os.close(descriptor)
+        self.assertEqual(len(self.rows(path)), 1)
+
+    def test_files_that_cannot_be_written_are_refused(self):
+        reader, writer = os.pipe()
+        for target, error, message in (
+            ("s3://bucket/x", ValueError, "local files only"), (io.StringIO(), TypeError, "binary file object"),
+            (open(self.file, "rb"), ValueError, "mode wb"), (open(self.file, "ab"), ValueError, "for appending"),
+            (open(writer, "wb", buffering=0), ValueError, "cannot seek"), (None, TypeError, "not NoneType"),
+        ):
+            with self.subTest(target=target), self.assertRaisesRegex(error, message):
+                TensorSerializer(target)
+        os.close(reader)
+        with self.assertRaisesRegex(ValueError, "limit_cpu_concurrency=0"):
+            TensorSerializer(self.out, limit_cpu_concurrency=0)
+
+    def test_names_that_no_reader_could_tell_apart_are_refused(self):
+        one = np.zeros(1)
+        for names, error in (
+            (["a", "a"], ValueError), ([("a", "b"), "a.b"], ValueError), (["a", ("a", "b")], ValueError),
+            ([("a", "b"), "a"], ValueError), ([("a", 0), ("a", "b")], ValueError), ([("a", 0), ("a", "0")], ValueError),
+            ([""], ValueError), (["\x1ea"], ValueError), ([(0, -1)], TypeError), ([3], TypeError), ([()], TypeError),
+        ):
+            serializer = TensorSerializer(self.out)
+            with self.subTest(names=names), self.assertRaises(error):
+                for name in names:
+                    serializer.write_tensor(0, name, TensorType.STATE_DICT, one)
+            with contextlib.suppress(ValueError):
+                serializer.close()
+        serializer = TensorSerializer(self.out)
+        with self.assertRaisesRegex(ValueError, "a path is the name of a value of a state dict only"):
+            serializer.write_tensor(0, ("a", 0), TensorType.PARAM, one)
+        serializer.close()
+
+    def test_values_that_are_no_tensors_are_refused_with_their_place(self):
+        for value, message in (
+            ({"a": [None]}, r"NoneType at \['a', 0\]"), ({1: np.zeros(1)}, "key 1 in"), ("text", "str at"),
+            ({"a": np.zeros(1, "complex128")}, "tensor 'a': tensorfs reads no tensorizer files with complex128"),
+        ):
+            serializer = TensorSerializer(self.out)
+            with self.subTest(value=value), self.assertRaisesRegex(TypeError, message):
+                serializer.write_state_dict(value)
+            serializer.close()
+
+    def test_a_list_of_many_tensors_is_written_and_read(self):
+        arrays = [np.full(3, number, np.uint16) for number in range(10_000)]
+        serializer = TensorSerializer(self.out)
+        serializer.write_state_dict(arrays)
+        serializer.close()
+        self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
+
+    def test_a_child_process_writes(self):
+        python(
+            """
+import sys, numpy
+from tensorfs.compat.tensorizer import TensorSerializer
+serializer = TensorSerializer(sys.argv[1])
+serializer.write_state_dict({"a": numpy.arange(4)})
+serializer.close()
+""",
+            self.out,
+        )
+        self.assertEqual(self.rows()[0][3].tolist(), [0, 1, 2, 3])
+
+
 @needs_torch
 class Tensors(Case):
     """Tensors and modules of torch."""
@@ -308,16 +526,89 @@ class Tensors(Case):
         made.register_parameter("scale", nn.Parameter(self.torch.rand(3)))
         return made
 
-    def write(self, module):
-        """Writes a module as `write_module` does."""
-        stored = []
-        for index, (module_name, part) in enumerate(module.named_modules()):
-            for kind, tensors in ((PARAMETER, part._parameters), (BUFFER, part._buffers)):
-                for name, tensor in tensors.items():
-                    array = tensor.detach().numpy()
-                    code = {"float32": "F32", "int64": "I64"}[array.dtype.name]
-                    stored.append(Stored.of(f"{module_name}.{name}", code, array.shape, array.tobytes(), kind=kind))
-        self.file.write_bytes(file_of(stored))
+    def write(self, module, **arguments):
+        serializer = TensorSerializer(self.file)
+        serializer.write_module(module, **arguments)
+        serializer.close()
+
+    def test_a_module_is_written_with_types_and_indices(self):
+        module = self.module()
+        module[0].register_buffer("scratch", self.torch.ones(2), persistent=False)
+        self.write(module)
+        rows = [row[:3] for row in self.opened(lazy_load=True).read_tensors()]
+        self.assertEqual(rows[:4], [(0, 0, ".scale"), (1, 0, "0.weight"), (1, 0, "0.bias"), (1, 1, "0.scratch")])
+        self.assertEqual(rows[-1], (4, 0, "2.0.weight"))
+        self.write(module, include_non_persistent_buffers=False, remove_tensors=True)
+        self.assertEqual([row[:3] for row in self.opened(lazy_load=True).read_tensors()], rows[:3] + rows[4:])
+        self.assertIsNone(module[0].weight)
+        self.assertIsNotNone(module[0].scratch)
+
+    def test_tensors_of_every_kind_are_written_by_their_values(self):
+        torch = self.torch
+        tensors = {
+            "columns": torch.rand(5, 3).t(), "part": torch.rand(10)[::2], "conj": torch.rand(3, dtype=torch.complex64).conj(),
+            "bf16": torch.rand(3).bfloat16(), "f8": torch.rand(3).to(torch.float8_e4m3fn), "one": torch.tensor(2.5),
+            "none": torch.empty(0, 3), "parameter": torch.nn.Parameter(torch.rand(2)),
+        }
+        serializer = TensorSerializer(self.file)
+        serializer.write_state_dict({**tensors, "meta": torch.empty(4, 2, device="meta")})
+        serializer.close()
+        found = self.opened(verify_hash=True)
+        for name, tensor in tensors.items():
+            self.assertEqual(found[name].dtype, tensor.dtype)
+            cast = torch.complex64 if tensor.is_complex() else torch.float32
+            self.assertTrue(torch.equal(found[name].to(cast), tensor.to(cast).resolve_conj()), name)
+        self.assertTrue(torch.equal(found["meta"], torch.zeros(4, 2)))
+        for tensor in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex128)):
+            serializer = TensorSerializer(self.file)
+            with self.assertRaises(tensorfs.SafetensorError):
+                serializer.write_state_dict([tensor])
+            serializer.close()
+
+    def test_torch_saves_and_loads_with_a_tensorizer_file_beside(self):
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+
+        torch, path, beside = self.torch, self.tmp / "module.pt", self.tmp / "module.pt.tensors"
+        shared = torch.rand(100)
+        saved = {"a": shared, "b": shared[10:20], "c": torch.rand(3).half(), "meta": torch.empty(3, device="meta"), "n": 5}
+        genuine = torch.save, torch.load
+        with tensorizer_saving():
+            torch.save(saved, path)
+        self.assertLess(path.stat().st_size, 2000)
+        self.assertEqual(len(list(self.opened(beside))), 2)
+        with tensorizer_loading(device="cpu", verify_hash=True):
+            found = torch.load(path, weights_only=False)
+            # A file of torch alone is loaded as always.
+            torch.save(shared, self.tmp / "plain.pt")
+            self.assertTrue(torch.equal(torch.load(self.tmp / "plain.pt"), shared))
+        self.assertEqual((torch.save, torch.load), genuine)
+        self.assertTrue(torch.equal(found["a"], shared))
+        self.assertEqual(found["b"].untyped_storage().data_ptr(), found["a"].untyped_storage().data_ptr())
+        self.assertTrue(torch.equal(found["c"], saved["c"]) and found["meta"].is_meta and found["n"] == 5)
+        with self.assertRaises(Exception):
+            torch.load(path, weights_only=False)
+        with tensorizer_loading(lambda f: f"{f}.gone"), self.assertRaises(FileNotFoundError):
+            torch.load(path, weights_only=False)
+
+    def test_other_functions_may_save_and_load_the_tensors(self):
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+
+        torch, path, kept = self.torch, self.tmp / "x.pt", []
+        with tensorizer_saving("there", save_func=lambda *call: kept.append(call), limit=3):
+            torch.save([torch.ones(4)], path)
+        ((file_obj, tensors, arguments),) = kept
+        self.assertEqual((file_obj, len(tensors), arguments), ("there", 1, {"limit": 3}))
+        with tensorizer_loading("there", load_func=lambda file_obj, arguments: tensors, suppress_weights_only=True):
+            self.assertEqual(torch.load(path, weights_only=True)[0].tolist(), [1, 1, 1, 1])
+        with tensorizer_loading("there", load_func=lambda file_obj, arguments: []), self.assertRaisesRegex(
+            pickle.UnpicklingError, "tensor 0 is not among the 0"
+        ):
+            torch.load(path, weights_only=False)
+        in_memory = io.BytesIO()
+        with tensorizer_saving(), self.assertLogs("tensorfs.compat.tensorizer.torch_compat", "WARNING"):
+            torch.save(torch.ones(2), in_memory)
+        in_memory.seek(0)
+        self.assertEqual(torch.load(in_memory).tolist(), [1, 1])
 
     def assert_equal(self, one, other):
         states = one.state_dict(), other.state_dict()

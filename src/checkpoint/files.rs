@@ -49,14 +49,20 @@ impl Checkpoint {
     }
 
     /// Opens the file that is open as `file`, which no path has to lead to. Messages call it `name`.
-    /// It can be read as long as its source is pinned: see [`Source::pin`].
+    /// It can be read as long as its source is pinned: see [`Source::pin`]. `secret` opens it if it is
+    /// encrypted.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
-    pub fn of_open_file(file: File, name: &str) -> Result<Arc<Checkpoint>> {
+    pub fn of_open_file(
+        file: File,
+        name: &str,
+        secret: Option<&Secret>,
+    ) -> Result<Arc<Checkpoint>> {
         let folder = Path::new("");
         let source = Source::of_open_file(Path::new(name), file)?;
-        let shard = open_source(&Arc::new(Heads::default()), folder, name, source)?;
+        let shard = open_source(&Arc::new(Heads::default()), folder, name, source, secret)?;
+        check_fit(folder, secret, &shard)?;
         // No folder is known that could hold a config.json.
         of_shards(folder.to_owned(), &[shard], None, name.to_owned(), &|| Ok(None))
     }
@@ -117,14 +123,20 @@ fn open_files(
     let heads = Arc::new(Heads::default());
     let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path, secret);
     let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
-    if let (Some(secret), [one]) = (secret, loaded.as_slice())
-        && let Some(fault) = secret.misfit(one.source.is_encrypted())
-    {
-        return Err(Error::refused(&folder, fault.in_file(&one.shard.name)));
+    if let [one] = loaded.as_slice() {
+        check_fit(&folder, secret, one)?;
     }
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
     with_config_beside(&folder, |config| of_shards(folder.clone(), &loaded, map, output, config))
+}
+
+/// Refuses a secret for a file that is not encrypted.
+fn check_fit(folder: &Path, secret: Option<&Secret>, shard: &OpenShard) -> Result<()> {
+    match secret.and_then(|secret| secret.misfit(shard.source.is_encrypted())) {
+        Some(fault) => Err(Error::refused(folder, fault.in_file(&shard.shard.name))),
+        None => Ok(()),
+    }
 }
 
 /// The checkpoint of open shards. `output` is the name of its virtual file.

@@ -132,9 +132,10 @@ pub(super) fn open_source(
     folder: &Path,
     name: &str,
     source: Arc<Source>,
+    secret: Option<&Secret>,
 ) -> Result<OpenShard> {
     let unread = Unread::of(name, source)?;
-    loaded(folder, name, unread.source.clone(), unread.parse(heads, None)?)
+    loaded(folder, name, unread.source.clone(), unread.parse(heads, secret)?)
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their

@@ -32,6 +32,7 @@ NOT_RUN = {
     "python tests/bench/": "measures, and takes other programs",
     "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
     "python python/tests/consolidation_suite.py ": "takes the tests of torch or NeMo",
+    "python python/tests/tensorizer_suite.py ": "takes torch, and the tests of tensorizer",
     "sudo ": "changes this machine",
     "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",
     "tests/run": "is what runs this test",

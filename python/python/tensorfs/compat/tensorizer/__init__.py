@@ -4,6 +4,8 @@
 
     with TensorDeserializer("model.tensors", device="cpu") as tensors:
         model.load_state_dict(tensors)
+
+The module `serialization` reads and writes, `torch_compat` is for `torch.save` and `torch.load`.
 """
 
 from __future__ import annotations
@@ -12,24 +14,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import serialization, stream_io
-from .serialization import FilterFuncType, HashMismatchError, TensorDeserializer, TensorType
+from .serialization import (
+    CryptographyError,
+    DecryptionParams,
+    FilterFuncType,
+    HashMismatchError,
+    TensorDeserializer,
+    TensorSerializer,
+    TensorType,
+)
 
 if TYPE_CHECKING:
-    from . import utils
+    from . import torch_compat, utils
 
 __all__ = [
+    "CryptographyError",
+    "DecryptionParams",
     "FilterFuncType",
     "HashMismatchError",
     "TensorDeserializer",
+    "TensorSerializer",
     "TensorType",
     "serialization",
     "stream_io",
+    "torch_compat",
     "utils",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # This module needs torch, and the others do not.
-    if name == "utils":
+    # These modules need torch, and the others do not.
+    if name in ("torch_compat", "utils"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`TensorDeserializer`: in place of `tensorizer.serialization`."""
+"""`TensorDeserializer` and `TensorSerializer`: in place of `tensorizer.serialization`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ..._tensorfs import can_cast
 from . import _hashes
 from ._device import Device
 from ._hashes import HashMismatchError
+from ._saving import TensorSerializer
+from ._secrets import CryptographyError, DecryptionParams, cryptography_errors, secret_of
 from ._stored import (
     Entry,
     HashType,
@@ -31,7 +33,16 @@ from ._stored import (
 )
 from .stream_io import LocalSource
 
-__all__ = ["FilterFuncType", "HashMismatchError", "HashType", "TensorDeserializer", "TensorType"]
+__all__ = [
+    "CryptographyError",
+    "DecryptionParams",
+    "FilterFuncType",
+    "HashMismatchError",
+    "HashType",
+    "TensorDeserializer",
+    "TensorSerializer",
+    "TensorType",
+]
 
 FilterFuncType = Callable[[Union[str, Sequence[Step]]], Any]
 """Says for the name of a tensor, or its path as a tuple, whether to load it."""
@@ -52,11 +63,12 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     dtype of torch that every tensor is cast to, except booleans. `filter_func` says which tensors it has.
 
     All tensors are loaded at once; with `lazy_load` each is loaded when it is asked for. With `verify_hash` the bytes of
-    each are compared with the hashes in the file.
+    each are compared with the hashes in the file. `encryption` has the key of an encrypted file.
 
     `plaid_mode`, `plaid_mode_buffers` and `num_readers` change nothing: the engine of tensorfs chooses.
 
-    Raises `tensorfs.SafetensorError` for a file that is refused, and `HashMismatchError`, which is one too.
+    Raises `tensorfs.SafetensorError` for a file that is refused; `HashMismatchError` and `CryptographyError` are such
+    errors.
     """
 
     def __init__(
@@ -71,6 +83,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         plaid_mode_buffers: int | None = None,
         num_readers: int | None = None,
         verify_hash: bool = False,
+        encryption: DecryptionParams | None = None,
     ) -> None:
         self._cleanup = contextlib.ExitStack()
         self._is_closed = False
@@ -84,7 +97,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._source = LocalSource(file_obj)
             failed.callback(self._source.close)
             self._loader = _settings.loader()
-            self._checkpoint = self._source.open(self._loader)
+            with cryptography_errors():
+                self._checkpoint = self._source.open(self._loader, secret_of(encryption))
             entries = self._read_list()
             wanted = [entry for entry in entries if filter_func is None or filter_func(entry.name)]
             self._entries = {entry.path: entry for entry in wanted}
@@ -110,7 +124,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise error(f"{self._source.name}: are several files; pass one tensorizer file")
         (head,) = read(0, [(0, 73)], timeout)
         (area,) = read(0, [area_of(head, self._source.name)], timeout)
-        return decode_list(head, area).entries
+        found = decode_list(head, area)
+        self._is_encrypted = found.is_encrypted
+        return found.entries
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -339,7 +355,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         loader = self._loader if gpu is None else _settings.loader(gpu=gpu)
         plan = loader.plan(self._checkpoint, [(position, None, cast, address) for position, cast, address, *_ in requests])
         memory = [(address, nbytes, owner) for _, _, address, nbytes, owner in requests]
-        loader.fill(self._checkpoint, plan, memory, None, stream)
+        with cryptography_errors():
+            loader.fill(self._checkpoint, plan, memory, None, stream)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -363,7 +380,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._check_open()
             read = self._checkpoint.read_ranges(0, [entry.header for entry in missing], self._loader.timeout)
             for entry, header in zip(missing, read):
-                self._headers[entry.path] = decode_header(header, entry.is_long, False)
+                self._headers[entry.path] = decode_header(header, entry.is_long, self._is_encrypted)
         return self._headers
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Union
 from urllib.parse import unquote
 
 from ..._errors import shown
-from ..._open import open_checkpoint
+from ..._open import Secret, open_checkpoint
 from ..._tensorfs import Checkpoint, Loader
 
 __all__ = ["open_stream"]
@@ -100,18 +100,18 @@ class LocalSource:
             self._given = spec
             self.name = _name_of(spec)
 
-    def open(self, loader: Loader) -> Checkpoint:
-        """The checkpoint that it is."""
+    def open(self, loader: Loader, secret: Secret) -> Checkpoint:
+        """The checkpoint that it is. `secret` opens it if it is encrypted."""
         descriptor = self._descriptor if self._given is None else _whole_file(self._given)
         if self._given is None and descriptor is None:
-            return open_checkpoint(self.name, loader)
+            return open_checkpoint(self.name, loader, (), secret)
         if descriptor is not None:
-            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout)
+            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret)
         descriptor = os.memfd_create("tensorfs-tensors", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", buffering=0, closefd=False) as copy:
                 shutil.copyfileobj(self._given, copy, _COPIED)
-            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout)
+            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret)
         finally:
             os.close(descriptor)
 

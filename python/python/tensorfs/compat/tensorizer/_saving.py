@@ -1,0 +1,295 @@
+"""`TensorSerializer`: tensors of torch, and arrays of numpy, written to tensorizer files."""
+
+from __future__ import annotations
+
+import io
+import json
+import operator
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._errors import DtypeError, error
+from ..._tensorfs import TensorizerWriter
+from ._stored import Path, TensorType, shown_name
+from .stream_io import local_path
+
+_BATCH_MAX = 256 << 20
+"""Most bytes that are written together, and copied for that. A longer tensor is written alone."""
+
+_CODES = {
+    **{"bool": "|b1", "uint8": "|u1", "int8": "|i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4"},
+    **{"uint64": "<u8", "int64": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8"},
+    "bfloat16": "<V2\0torch.bfloat16",
+    **{
+        name: f"|V1\0torch.{name}"
+        for name in (
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+            "float4_e2m1fn_x2",
+        )
+    },
+}
+"""Dtypes of torch and of numpy, as a file names them."""
+
+
+class _ToWrite(NamedTuple):
+    """A tensor that is to be written."""
+
+    module_index: int
+    path: Path
+    type: TensorType
+    tensor: Any
+    remove_from: Any = None
+    """The module that loses the tensor once it is written."""
+
+
+class _Memory(NamedTuple):
+    """The bytes of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    address: int
+    length: int | None
+    """None for a tensor without memory."""
+    owner: Any
+
+
+class TensorSerializer:
+    """Writes a tensorizer file.
+
+    `file_obj` is a path or a `file://` URL, a descriptor, or a binary file object that can seek. A file at a path
+    appears whole when this is closed; until then, the file that was there before stays. A file object has to be at its
+    first byte, and is closed with this.
+
+    `encryption` is None, because only plain files are written.
+
+    `compress_tensors` changes nothing, as in the tensorizer package. `limit_cpu_concurrency` changes nothing: a fixed
+    number of threads makes the hashes.
+    """
+
+    def __init__(
+        self,
+        file_obj: Any,
+        compress_tensors: bool = False,
+        *,
+        encryption: None = None,
+        limit_cpu_concurrency: int | None = None,
+    ) -> None:
+        self._writer: TensorizerWriter | None = None
+        self._file: Any = None
+        if encryption is not None:
+            raise TypeError("encryption: tensorfs writes files without encryption only; leave it out")
+        if limit_cpu_concurrency is not None and operator.index(limit_cpu_concurrency) < 1:
+            raise ValueError(f"limit_cpu_concurrency={limit_cpu_concurrency}: expected a number from 1 on, or None")
+        self._names: dict[str, Path] = {}
+        # The type of the steps in each layer.
+        self._layers: dict[Path, type] = {}
+        self._failed = False
+        if isinstance(file_obj, (str, bytes, os.PathLike)):
+            path = local_path(file_obj)
+            folder = os.path.dirname(path)
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+            self._writer = TensorizerWriter(path)
+            return
+        self._file = io.FileIO(os.dup(file_obj), "wb") if _is_descriptor(file_obj) else file_obj
+        _check_file_object(self._file)
+        self._writer = TensorizerWriter(file=self._file)
+
+    @property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of the tensors that are written so far."""
+        return self._open().data_len
+
+    def write_tensor(self, idx: int, name: str | Path, tensor_type: TensorType | int, tensor: Any) -> None:
+        """Writes a tensor of torch or an array of numpy. `idx` is the index of its module."""
+        path = (name,) if isinstance(name, str) else tuple(name)
+        self._write([_ToWrite(operator.index(idx), path, TensorType(tensor_type), tensor)])
+
+    def write_state_dict(self, state_dict: Any) -> None:
+        """Writes the tensors of a dict or a list, or of dicts and lists within each other. Keys are texts."""
+        self._write(_ToWrite(0, path, TensorType.STATE_DICT, tensor) for path, tensor in _leaves(state_dict, ()))
+
+    def write_module(
+        self, m: Any, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True
+    ) -> None:
+        """Writes the parameters and buffers of a module, for `TensorDeserializer.load_into_module`.
+
+        With `remove_tensors` the module has None in place of each tensor that is written.
+        """
+        self._write(_of_module(m, remove_tensors, include_non_persistent_buffers))
+
+    def close(self) -> None:
+        """Ends the file, which gets its name then. After an error nothing is left of it at its path.
+
+        Raises `ValueError` if no tensor was written: a file without tensors cannot be read.
+        """
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            if self._failed:
+                writer.abort()
+            elif not self._names:
+                writer.abort()
+                raise ValueError("no tensor was written; a tensorizer file has at least one")
+            else:
+                writer.finish()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def __del__(self) -> None:
+        writer = self.__dict__.get("_writer")
+        if writer is not None:
+            writer.abort()
+
+    def _open(self) -> TensorizerWriter:
+        if self._writer is None:
+            raise ValueError("the serializer is closed")
+        return self._writer
+
+    def _write(self, tensors: Iterable[_ToWrite]) -> None:
+        writer = self._open()
+        try:
+            for batch in _batches(tensors):
+                for one, _ in batch:
+                    self._add_name(one)
+                writer.write([_native(one, memory) for one, memory in batch])
+                for one, _ in batch:
+                    if one.remove_from is not None:
+                        setattr(one.remove_from, str(one.path[0]).rpartition(".")[2], None)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _add_name(self, one: _ToWrite) -> None:
+        """Refuses a tensor whose name could not be told from those of others."""
+        path = one.path
+        if not all(isinstance(step, str) or (type(step) is int and step >= 0) for step in path) or not path:
+            raise TypeError(f"name {path!r}: expected a text, or a path of texts and positions")
+        if len(path) > 1 or not isinstance(path[0], str):
+            if one.type is not TensorType.STATE_DICT:
+                raise ValueError(f"tensor {path!r}: a path is the name of a value of a state dict only")
+        joined = ".".join(map(str, path))
+        if not joined or joined[0] == "\x1e":
+            raise ValueError(f"name {joined!r}: expected a text that is not empty, and does not begin with the byte 0x1e")
+        above = (path[:depth] for depth in range(1, len(path)))
+        written = (layer for layer in above if self._names.get(".".join(map(str, layer))) == layer)
+        clash = self._names.get(joined) or (path if path in self._layers else next(written, None))
+        if clash is not None:
+            raise ValueError(f"tensor {shown_name(path)!r}: there is {shown_name(clash)!r} already")
+        for depth, step in enumerate(path):
+            if self._layers.setdefault(path[:depth], type(step)) is not type(step):
+                raise ValueError(f"tensor {shown_name(path)!r}: {list(path[:depth])} has both texts and positions")
+        self._names[joined] = path
+
+
+def _is_descriptor(file_obj: Any) -> bool:
+    return isinstance(file_obj, int) and not isinstance(file_obj, bool)
+
+
+def _check_file_object(file_obj: Any) -> None:
+    if isinstance(file_obj, io.TextIOBase) or not hasattr(file_obj, "write"):
+        raise TypeError(f"expected a path, a URL or a binary file object, not {type(file_obj).__name__}")
+    if hasattr(file_obj, "writable") and not file_obj.writable():
+        raise ValueError("the file object is not open for writing; open it in the mode wb")
+    if "a" in str(getattr(file_obj, "mode", "")):
+        raise ValueError("the file object is open for appending; open it in the mode wb")
+    if hasattr(file_obj, "seekable") and not file_obj.seekable():
+        raise ValueError("the file object cannot seek; write to a file, and copy it")
+    if file_obj.tell():
+        raise ValueError(f"the file object is at byte {file_obj.tell()}; go to its first byte, by seek(0)")
+
+
+def _leaves(value: Any, above: Path) -> Iterator[tuple[Path, Any]]:
+    """The tensors in dicts and lists, with their paths."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} in {list(above)}: expected a text")
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        pairs = enumerate(value)
+    else:
+        raise TypeError(f"{type(value).__name__} at {list(above)}: expected a tensor, or a dict or list of them")
+    for step, below in pairs:
+        if _is_tensor(below):
+            yield (*above, step), below
+        else:
+            yield from _leaves(below, (*above, step))
+
+
+def _is_tensor(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    )
+
+
+def _of_module(m: Any, remove: bool, non_persistent: bool) -> Iterator[_ToWrite]:
+    for index, (module_name, module) in enumerate(list(m.named_modules())):
+        for name, tensor in list(module.named_parameters(recurse=False)):
+            yield _ToWrite(index, (f"{module_name}.{name}",), TensorType.PARAM, tensor, module if remove else None)
+        for name, tensor in list(module.named_buffers(recurse=False)):
+            if non_persistent or name not in module._non_persistent_buffers_set:
+                yield _ToWrite(index, (f"{module_name}.{name}",), TensorType.BUFFER, tensor, module if remove else None)
+
+
+def _batches(tensors: Iterable[_ToWrite]) -> Iterator[list[tuple[_ToWrite, _Memory]]]:
+    """Tensors that are written together, with their memory."""
+    batch: list[tuple[_ToWrite, _Memory]] = []
+    length = 0
+    for one in tensors:
+        memory = _memory_of(one)
+        if batch and length + (memory.length or 0) > _BATCH_MAX:
+            yield batch
+            batch, length = [], 0
+        batch.append((one, memory))
+        length += memory.length or 0
+    if batch:
+        yield batch
+
+
+def _memory_of(one: _ToWrite) -> _Memory:
+    """The bytes of a tensor, on the CPU and without gaps."""
+    tensor, torch = one.tensor, sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        return _memory_of_array(one)
+    code = _code(str(tensor.dtype).removeprefix("torch."), one)
+    if tensor.layout != torch.strided:
+        raise error(f"tensor {one.path!r}: has the layout {tensor.layout}; write tensor.to_dense()", tensor=str(one.path))
+    if tensor.is_meta:
+        return _Memory(code, list(tensor.shape), 0, None, tensor)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return _Memory(code, list(plain.shape), plain.data_ptr(), plain.nbytes, plain)
+
+
+def _memory_of_array(one: _ToWrite) -> _Memory:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(one.tensor, numpy.ndarray):
+        raise TypeError(f"tensor {one.path!r}: expected a tensor of torch or an array of numpy, not {type(one.tensor).__name__}")
+    code = _code(one.tensor.dtype.name, one)
+    plain = numpy.asarray(one.tensor, dtype=one.tensor.dtype.newbyteorder("<"), order="C")
+    address: int = plain.__array_interface__["data"][0]
+    return _Memory(code, list(plain.shape), address, plain.nbytes, plain)
+
+
+def _code(dtype: str, one: _ToWrite) -> str:
+    code = _CODES.get(dtype)
+    if code is None:
+        message = f"tensor {shown_name(one.path)!r}: tensorfs reads no tensorizer files with {dtype}; cast the tensor"
+        raise error(message, "unknown_dtype", cls=DtypeError, tensor=str(shown_name(one.path)))
+    return code
+
+
+def _native(one: _ToWrite, memory: _Memory) -> tuple[bytes, int, int, str, list[int], int, int | None]:
+    """A tensor as the native part takes it."""
+    name = shown_name(one.path)
+    raw = name.encode() if isinstance(name, str) else b"\x1e" + json.dumps(name, separators=(",", ":")).encode()
+    return raw, int(one.type), one.module_index, memory.dtype, memory.shape, memory.address, memory.length

@@ -1,0 +1,273 @@
+"""`torch.save` and `torch.load` with the tensors in a tensorizer file: in place of `tensorizer.torch_compat`.
+
+    with tensorizer_saving():
+        torch.save(module, "module.pt")          # and module.pt.tensors
+
+    with tensorizer_loading(device="cuda"):
+        module = torch.load("module.pt", weights_only=False)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import io
+import logging
+import os
+import pickle
+import threading
+import types
+from typing import Any, Callable, Iterator, NamedTuple
+
+import torch
+
+from .serialization import TensorDeserializer, TensorSerializer
+
+__all__ = ("tensorizer_loading", "tensorizer_saving")
+
+logger = logging.getLogger(__name__)
+
+_FileLike = Any
+"""The first argument of `torch.load`: a path or a file object."""
+
+_MARK, _VERSION, _STORAGE = "TensorizerPickler", 0, "storage"
+"""Begin of the persistent id of a storage; its number and the dtype of torch follow."""
+
+
+class _Block(NamedTuple):
+    """A block that was entered."""
+
+    file_obj: Any
+    replaces: Any
+    """The function of the caller that saves or loads the tensors; None for the usual way."""
+    arguments: dict[str, Any]
+    suppress_weights_only: bool
+
+
+class _Call(NamedTuple):
+    """A call of `torch.save` or `torch.load` within a block."""
+
+    block: _Block
+    file_obj: Any
+
+
+_saving: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.saving", default=None)
+_loading: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.loading", default=None)
+_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("tensorfs.call", default=None)
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps the storages of tensors for the tensorizer file, and pickles their numbers."""
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        self._call = _call.get()
+        self._tensors: list[Any] = []
+        self._numbers: dict[tuple[int, int, Any], int] = {}
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        # The subclass of torch is asked after this class.
+        if "persistent_id" in cls.__dict__:
+            cls._other_id = cls.__dict__["persistent_id"]  # type: ignore[method-assign]
+            del cls.persistent_id
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("_other_id" if name == "persistent_id" else name, value)
+
+    def _other_id(self, obj: Any) -> Any:
+        return None
+
+    def persistent_id(self, obj: Any) -> Any:
+        if self._call is None or not torch.is_storage(obj):
+            return self._other_id(obj)
+        untyped = getattr(obj, "_untyped_storage", obj)
+        if untyped.device.type == "meta" or not untyped.data_ptr():
+            return self._other_id(obj)
+        key = untyped.data_ptr(), untyped.nbytes(), untyped.device
+        number = self._numbers.setdefault(key, len(self._tensors))
+        if number == len(self._tensors):
+            made = torch.empty(0, dtype=torch.uint8, device=untyped.device)
+            self._tensors.append(made.set_(untyped))
+        return _MARK, _VERSION, _STORAGE, number, getattr(obj, "dtype", None)
+
+    def dump(self, obj: Any) -> None:
+        super().dump(obj)
+        tensors, self._tensors = self._tensors, []
+        self._numbers.clear()
+        if self._call is None or not tensors:
+            return
+        block, file_obj = self._call
+        if block.replaces is not None:
+            block.replaces(file_obj, tensors, block.arguments)
+            return
+        serializer = TensorSerializer(file_obj, **block.arguments)
+        serializer.write_state_dict(tensors)
+        serializer.close()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes the storages of tensors from the tensorizer file, once the first is asked for."""
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        self._call = _call.get()
+        self._tensors: list[Any] | None = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "persistent_load" in cls.__dict__:
+            cls._other_load = cls.__dict__["persistent_load"]  # type: ignore[method-assign]
+            del cls.persistent_load
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("_other_load" if name == "persistent_load" else name, value)
+
+    def _other_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError(f"a persistent id that nothing knows: {pid!r}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._call is None or not (isinstance(pid, tuple) and len(pid) > 2 and pid[0] == _MARK):
+            return self._other_load(pid)
+        if pid[1] != _VERSION or pid[2] != _STORAGE or len(pid) != 5:
+            raise pickle.UnpicklingError(f"{pid!r}: a newer version of tensorizer saved this; save it again")
+        number, dtype = pid[3:]
+        if self._tensors is None:
+            self._tensors = self._load(self._call)
+        if not isinstance(number, int) or not 0 <= number < len(self._tensors):
+            message = f"tensor {number} is not among the {len(self._tensors)} of the tensorizer file; is it another save's?"
+            raise pickle.UnpicklingError(message)
+        storage = self._tensors[number].untyped_storage()
+        # torch wants a storage without a dtype as one of bytes.
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype or torch.uint8, _internal=True)
+
+    @staticmethod
+    def _load(call: _Call) -> list[Any]:
+        block, file_obj = call
+        if block.replaces is not None:
+            return list(block.replaces(file_obj, block.arguments))
+        with TensorDeserializer(file_obj, **block.arguments) as deserializer:
+            return list(deserializer.tree())
+
+
+_pickle = types.ModuleType("tensorfs_pickle")
+_pickle.__dict__.update(vars(pickle), Pickler=_Pickler, Unpickler=_Unpickler, __name__="tensorfs_pickle")
+
+_lock = threading.Lock()
+_users = {"save": 0, "load": 0}
+_genuine: dict[str, Any] = {}
+
+
+def _after_fork() -> None:
+    # A thread of the parent, which the child does not have, may have held the old lock.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _beside(f: Any) -> str | None:
+    """The tensorizer file beside the file `f` of torch; None for a file in memory."""
+    if isinstance(f, io.BytesIO):
+        logger.warning("a file in memory has no name, so its tensors stay in it; set file_obj to choose a file for them")
+        return None
+    return os.fsdecode(f.name if hasattr(f, "name") and not isinstance(f, os.PathLike) else f) + ".tensors"
+
+
+@contextlib.contextmanager
+def _called(block: _Block, f: Any) -> Iterator[bool]:
+    """A call within `block`. Whether its tensors are in a tensorizer file."""
+    file_obj = block.file_obj
+    if file_obj is None:
+        file_obj = _beside(f)
+    elif callable(file_obj):
+        file_obj = file_obj(f)
+    token = _call.set(None if file_obj is None else _Call(block, file_obj))
+    try:
+        yield file_obj is not None
+    finally:
+        _call.reset(token)
+
+
+def _usual(pickle_module: Any) -> None:
+    if pickle_module not in (None, pickle):
+        raise ValueError(f"pickle_module={pickle_module.__name__}: within this block only pickle can be used")
+
+
+def _save(obj: object, f: _FileLike, pickle_module: Any = pickle, *args: Any, **arguments: Any) -> Any:
+    genuine, block = _genuine["save"], _saving.get()
+    if block is None:
+        return genuine(obj, f, pickle_module, *args, **arguments)
+    _usual(pickle_module)
+    with _called(block, f):
+        return genuine(obj, f, _pickle, *args, **arguments)
+
+
+def _load(
+    f: _FileLike,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *args: Any,
+    weights_only: bool | None = None,
+    **arguments: Any,
+) -> Any:
+    genuine, block = _genuine["load"], _loading.get()
+    if block is None:
+        return genuine(f, map_location, pickle_module, *args, weights_only=weights_only, **arguments)
+    _usual(pickle_module)
+    with _called(block, f):
+        weights_only = False if block.suppress_weights_only else weights_only
+        return genuine(f, map_location, _pickle, *args, weights_only=weights_only, **arguments)
+
+
+@contextlib.contextmanager
+def _within(name: str, variable: contextvars.ContextVar[_Block | None], block: _Block, ours: Any) -> Iterator[None]:
+    """Replaces the function `name` of torch. Only this thread and async task are affected."""
+    with _lock:
+        if _users[name] == 0:
+            _genuine[name] = getattr(torch, name)
+            setattr(torch, name, functools.wraps(_genuine[name])(ours))
+        _users[name] += 1
+    token = variable.set(block)
+    try:
+        yield
+    finally:
+        # A generator may end in another context than it began in.
+        with contextlib.suppress(ValueError):
+            variable.reset(token)
+        with _lock:
+            _users[name] -= 1
+            if _users[name] == 0:
+                setattr(torch, name, _genuine[name])
+
+
+def tensorizer_saving(
+    file_obj: Any = None, *, save_func: Callable[[Any, Any, dict[str, Any]], Any] | None = None, **kwargs: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Within this block `torch.save` writes the tensors to a tensorizer file, in this thread and async task alone.
+
+    `file_obj` is that file, as `TensorSerializer` takes it, or a function that returns it for the first argument of
+    `torch.save`; None there leaves the tensors to torch. By default it is beside the file of torch, with `.tensors`
+    added to the name. `save_func(file_obj, tensors, kwargs)` writes the tensors in place of `TensorSerializer`, which
+    gets `kwargs` otherwise.
+    """
+    return _within("save", _saving, _Block(file_obj, save_func, kwargs, False), _save)
+
+
+def tensorizer_loading(
+    file_obj: Any = None,
+    *,
+    load_func: Callable[[Any, dict[str, Any]], Any] | None = None,
+    suppress_weights_only: bool = False,
+    **kwargs: Any,
+) -> contextlib.AbstractContextManager[None]:
+    """Within this block `torch.load` takes the tensors of a save by `tensorizer_saving` from their tensorizer file, in
+    this thread and async task alone. Other files of torch are loaded as always.
+
+    `file_obj` is as in `tensorizer_saving`. `load_func(file_obj, kwargs)` returns the tensors in place of
+    `TensorDeserializer`, which gets `kwargs` otherwise: `map_location` has no effect on them, `device=` does.
+    `suppress_weights_only` has torch ignore `weights_only=True`, which it refuses here.
+    """
+    return _within("load", _loading, _Block(file_obj, load_func, kwargs, suppress_weights_only), _load)

@@ -46,8 +46,10 @@ impl TensorizerFile {
         let catalog = checkpoint.catalog();
         let mut places: Vec<(usize, u64)> = file.layout()?.tensors().collect();
         places.sort_by_key(|&(position, _)| {
-            let first = catalog.tensor_at(position).first_piece();
-            (first.shard, first.range.start, position)
+            let tensor = catalog.tensor_at(position);
+            let first = tensor.first_piece();
+            // Empty tensors lie where another one begins.
+            (first.shard, first.range.start, tensor.len, position)
         });
         let tensor = |&(position, _): &(usize, u64)| {
             let tensor = catalog.tensor_at(position);

@@ -114,14 +114,14 @@ impl NewTensor {
     /// Refuses what the fields of the format cannot hold.
     fn check(&self) -> Result<(), Fault> {
         let bounds = [
-            ("bytes of its name", self.name.len(), 1, usize::from(u16::MAX)),
-            ("the bytes of its dtype", self.dtype.len(), 1, usize::from(u8::MAX)),
-            ("dimensions", self.shape.len(), 0, usize::from(u8::MAX)),
-            ("the number of its kind", self.kind.into(), 0, STATE_DICT.into()),
+            ("its name has a length in bytes of", self.name.len(), 1, usize::from(u16::MAX)),
+            ("its dtype has a length in bytes of", self.dtype.len(), 1, usize::from(u8::MAX)),
+            ("the number of its dimensions is", self.shape.len(), 0, usize::from(u8::MAX)),
+            ("the number of its kind is", self.kind.into(), 0, STATE_DICT.into()),
         ];
         for (what, found, least, most) in bounds {
             if !(least..=most).contains(&found) {
-                let message = format!("{what}: {found}, tensorizer has {least} to {most}");
+                let message = format!("{what} {found}, the format takes {least} to {most}");
                 return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&self.shown()));
             }
         }

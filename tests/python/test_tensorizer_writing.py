@@ -1,0 +1,216 @@
+"""Tensorizer files that `convert` and `consolidate` write: their bytes, their names, and what is left of a failure."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+
+import checkpoints
+from faults import file_system
+from manifest import GOOD
+from mounts import BIN, Mount, TestCase, needs_root, run_measured, tensorfs, visible_files
+from tensorizer_files import AREA, DTYPES, Stored, file_of
+
+WIDTHS = {"BOOL": 8, "U8": 8, "I8": 8, "BF16": 16, "F4": 4, "C64": 64}
+
+
+def save(path, tensors, metadata=None):
+    """A safetensors file of tensors (name, dtype, shape, bytes) in this order."""
+    header, start = {} if metadata is None else {"__metadata__": metadata}, 0
+    for name, dtype, shape, data in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
+        start += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in tensors))
+    return path
+
+
+def random_tensors(seed):
+    """Tensors of every dtype that the format has, some empty, some without dimensions, and a large one."""
+    rng, made = random.Random(seed), []
+    for number, dtype in enumerate(DTYPES):
+        bits = WIDTHS.get(dtype) or int(re.match(r"[A-Z]+(\d+)", dtype)[1])
+        for index, shape in enumerate(([3, 2], [], [0, 4], [rng.randrange(1, 40), 2])):
+            if dtype == "F4" and not shape:
+                continue
+            count = 1
+            for dim in shape:
+                count *= dim
+            data = checkpoints.random_bytes(100 * number + index, count * bits // 8)
+            data = bytes(byte & 1 for byte in data) if dtype == "BOOL" else data
+            made.append((f"{dtype.lower()}.{index}.\u00fc", dtype, shape, data))
+    made.append(("large", "F32", [1_250_001], checkpoints.random_bytes(7, 5_000_004)))
+    rng.shuffle(made)
+    return made
+
+
+def expected_file(tensors):
+    stored = [Stored.of(name, dtype, shape, data) for name, dtype, shape, data in tensors]
+    return file_of(stored, area=AREA)
+
+
+def in_disk_order(tensors):
+    """The tensors of a file by their first bytes. Of those at one place, empty ones come first, then by name."""
+    starts, start = {}, 0
+    for name, _, _, data in tensors:
+        starts[name] = start
+        start += len(data)
+    return sorted(tensors, key=lambda tensor: (starts[tensor[0]], len(tensor[3]), tensor[0].encode()))
+
+
+class Written(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.out = self.tmp / "out" / "m.tensors"
+        self.out.parent.mkdir()
+
+    def assert_written(self, *args, out=None):
+        outcome = tensorfs("convert", *args[:1], out or self.out, *args[1:])
+        self.assert_done(outcome)
+        return outcome
+
+    def assert_same_tensors(self, source, copy, *options):
+        for command in (("diff", source, copy, "--bytes", *options), ("verify", copy, "--index-dir", "none")):
+            outcome = tensorfs(*command)
+            self.assertEqual((outcome.code, outcome.stderr), (0, ""), command)
+
+    def test_the_bytes_are_those_of_the_tensorizer_package_in_the_order_of_the_source(self):
+        for seed in range(2):
+            tensors = random_tensors(seed)
+            source = save(self.tmp / "m.safetensors", tensors)
+            self.assert_written(source, "--verify", "--force")
+            self.assert_same(self.out.read_bytes(), expected_file(in_disk_order(tensors)))
+
+    def test_every_fixture_keeps_its_tensors_or_is_refused_for_a_dtype(self):
+        refused = []
+        for entry in GOOD:
+            with self.subTest(entry.id):
+                options = [word for option in entry.options for word in ("-o", option)]
+                outcome = tensorfs("convert", entry.source, self.out, "--force", *options)
+                if outcome.code:
+                    self.assert_one_line(outcome)
+                    refused.append((entry.id, outcome.stderr))
+                    continue
+                self.assert_same_tensors(entry.source, self.out, *options)
+        self.assertLess(len(refused), len(GOOD) / 4)
+        for name, line in refused:
+            self.assertRegex(line, "tensorizer has no dtype F6|in pairs|checkpoints here|at least one tensor|takes 1 to 65535", name)
+
+    def test_metadata_is_left_out_with_a_note(self):
+        source = save(self.tmp / "m.safetensors", random_tensors(3), {"format": "pt", "step": "7"})
+        outcome = self.assert_written(source, "--json")
+        report = outcome.json()
+        self.assertEqual(report["notes"], ["2 metadata entries are left out, tensorizer files have none"])
+        self.assertEqual((report["format"], report["files"], report["digest"]), ("tensorizer", 1, None))
+        self.assertEqual(report["bytes"], self.out.stat().st_size)
+
+    def test_several_files_are_one_checkpoint(self):
+        source = checkpoints.row_wise(self.tmp / "src")
+        outcome = self.assert_written(source, "--verify", "-o", "layout=shards=2", "--json")
+        self.assertEqual(visible_files(self.out.parent), ["m-00001-of-00002.tensors", "m-00002-of-00002.tensors"])
+        self.assertEqual(outcome.json()["files"], 2)
+        self.assert_same_tensors(source, self.out.parent)
+        with Mount(self.out.parent) as m:
+            self.assertEqual(visible_files(m.path), ["m.safetensors"])
+        again = tensorfs("convert", source, self.out, "-o", "layout=shards=2")
+        self.assert_refused(again)
+        self.assertIn("is there already", again.stderr)
+
+    def test_views_are_applied(self):
+        source = checkpoints.row_wise(self.tmp / "src")
+        view = ("-o", "include=embed,dtype=bf16")
+        self.assert_written(source, *view)
+        [found] = tensorfs("ls", self.out, "--json").json()["sets"]
+        self.assertEqual([(tensor["name"], tensor["dtype"]) for tensor in found["tensors"]], [("embed", "BF16")])
+        plain = self.tmp / "plain.safetensors"
+        self.assert_done(tensorfs("convert", source, plain, *view))
+        self.assert_same_tensors(plain, self.out)
+
+    def test_consolidate_writes_the_same_file(self):
+        for source in (checkpoints.uneven(self.tmp / "uneven"), save(self.tmp / "one.safetensors", random_tensors(4))):
+            other = self.tmp / "out" / "other.tensors"
+            self.assert_written(source, "--force")
+            self.assert_done(tensorfs("consolidate", source, other, "--verify", "--force"))
+            self.assert_same(other.read_bytes(), self.out.read_bytes())
+        source = checkpoints.row_wise(self.tmp / "src")
+        outcome = tensorfs("consolidate", source, other, "--force", "-o", "format=bintensors")
+        self.assert_refused(outcome, code=2)
+        self.assertIn("the name is one of a tensorizer file", outcome.stderr)
+
+    def test_the_format_is_that_of_the_name_or_of_the_option(self):
+        source = save(self.tmp / "m.safetensors", random_tensors(5))
+        self.assert_written(source, "--to", "tensorizer", out=self.out.parent)
+        self.assertEqual(visible_files(self.out.parent), ["m.tensors"])
+        for out, option, part in (
+            ("x.bin", (), "give --to"), ("x.safetensors", ("--to", "tensorizer"), "--to says tensorizer"),
+            ("x.tensors", ("--to", "safetensors"), "--to says safetensors"),
+        ):
+            outcome = tensorfs("convert", source, self.out.parent / out, *option)
+            self.assert_refused(outcome, code=2)
+            self.assertIn(part, outcome.stderr)
+        self.assertEqual(visible_files(self.out.parent), ["m.tensors"])
+
+    def test_tensors_that_the_format_lacks_are_refused_and_nothing_is_left(self):
+        for tensor, part in (
+            (("a.b", "F6_E2M3", [4], bytes(3)), "tensorizer has no dtype F6_E2M3"),
+            (("a.b", "F4", [2, 3], bytes(3)), "in pairs along the last dimension"),
+            (("\x1ea.b", "U8", [2], bytes(2)), "is a path in tensorizer files"),
+        ):
+            outcome = tensorfs("convert", save(self.tmp / "m.safetensors", [tensor]), self.out)
+            self.assert_refused(outcome)
+            self.assertIn(part, outcome.stderr)
+            self.assertIn("a.b", outcome.stderr)
+            self.assertEqual(os.listdir(self.out.parent), [])
+
+    @needs_root
+    def test_a_full_disk_is_found_before_anything_is_written(self):
+        source = checkpoints.hf_set(self.tmp / "large", megabytes=12)
+        with file_system("tmpfs", self.tmp / "small", "-o", "size=4m") as small:
+            for layout in ("single", "shards=2"):
+                outcome = tensorfs("convert", source, small / "x.tensors", "-o", f"layout={layout}")
+                self.assert_refused(outcome)
+                self.assertRegex(outcome.stderr, r"\d+ bytes are missing")
+                self.assertEqual(os.listdir(small), [])
+
+    def test_a_conversion_that_is_stopped_or_killed_leaves_no_file(self):
+        tensors = [(f"t{number}", "U8", [20_000_000], bytes(20_000_000)) for number in range(10)]
+        source = save(self.tmp / "m.safetensors", tensors)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for delay in (0.02, 0.1, 0.2):
+                process = subprocess.Popen(
+                    [BIN, "convert", source, self.out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+                time.sleep(delay)
+                process.send_signal(number)
+                process.wait()
+                if self.out.exists():
+                    # It was too late for the signal.
+                    self.assert_same(self.out.read_bytes(), expected_file(in_disk_order(tensors)))
+                    self.out.unlink()
+                self.assertEqual(visible_files(self.out.parent), [])
+        self.assert_written(source)
+        self.assertEqual(os.listdir(self.out.parent), ["m.tensors"])
+
+    def test_memory_is_bounded_whatever_the_size(self):
+        part, count = 50_000_000, 6
+        header = {
+            f"t{number}": {"dtype": "U8", "shape": [part], "data_offsets": [number * part, (number + 1) * part]}
+            for number in range(count)
+        }
+        header = json.dumps(header).encode()
+        source = self.tmp / "large.safetensors"
+        source.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(source, 8 + len(header) + part * count)
+        outcome, peak = run_measured(BIN, "convert", source, self.out)
+        self.assert_done(outcome)
+        self.assertLess(peak, 200 << 20)
+
+    def test_a_tensorizer_file_is_written_again_with_the_same_bytes(self):
+        tensors = random_tensors(6)
+        path = self.tmp / "again.tensors"
+        path.write_bytes(expected_file(tensors))
+        self.assert_written(path)
+        self.assert_same(self.out.read_bytes(), path.read_bytes())

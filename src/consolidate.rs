@@ -23,7 +23,7 @@ use nix::sys::statvfs::statvfs;
 pub use contents::{Contents, TensorDigests};
 pub use copy::{Copier, OnBytes, Watch};
 pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
-pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt};
+pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt, WriteKey};
 pub use tensorizer::TensorizerFile;
 
 use crate::atomic_file::{TemporaryFile, folder_of, sync_folder};

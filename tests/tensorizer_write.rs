@@ -9,11 +9,14 @@ use std::path::Path;
 use proptest::prelude::*;
 use sha2::{Digest as _, Sha256};
 use tensorfs::internal::consolidate::{
-    Copier, NewFile, TensorBytes, TensorWriter, TensorizerFile, Watch, WriteOptions,
+    Copier, NewFile, TensorBytes, TensorWriter, TensorizerFile, Watch, WriteKey, WriteOptions,
 };
+use tensorfs::internal::format::tensorizer::crypt::Encryption;
 use tensorfs::internal::format::tensorizer::encode::{
     ENTRIES_LEN, FileEncoder, NewTensor, entries_len,
 };
+use tensorfs::internal::format::tensorizer::keys::KeyDerivation;
+use tensorfs::internal::format::tensorizer::secretbox::{DataKey, PieceNonce};
 use tensorfs::internal::format::tensorizer::{HashKind, hashes, parse_file};
 use tensorfs::internal::io::Settings;
 use tensorfs::{Checkpoint, Dtype, Error, ErrorKind, FileSpec, OutputFormat, Result};
@@ -144,6 +147,64 @@ fn a_tensor_longer_than_a_step_has_the_same_hashes_whether_it_is_copied_or_not()
     assert!(files[0][start..start + long.len()] == long);
 }
 
+/// A nonce that is good for one tensor.
+fn no_nonce() -> PieceNonce {
+    PieceNonce::new([7; 24])
+}
+
+#[test]
+fn encrypted_tensors_open_piece_by_piece_and_have_the_hash_of_their_plain_data() {
+    const LONG: u64 = (9 << 20) + 3;
+    let key = DataKey::new(&[9; 32]);
+    let derivation = KeyDerivation { ops_limit: 1, mem_limit: 8 << 10, salt: [3; 16] };
+    for derivation in [None, Some(derivation)] {
+        let long: Vec<u8> = (0..LONG as u32).map(|byte| ((byte * 31) >> 7) as u8).collect();
+        let data = [vec![1; 5], long, vec![2; 3]];
+        let tensors = [tensor("a", &[5]), tensor("long", &[LONG]), tensor("b", &[3])];
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.tensors");
+        let file = File::create(&path).unwrap();
+        let writer = TensorWriter::new(0, ENTRIES_LEN);
+        let mut writer = writer.encrypted(&WriteKey::new(DataKey::new(&[9; 32]), derivation));
+        let headers = writer.describe(&tensors, &path).unwrap();
+        let bytes = InMemory { data: &data, is_seen: true };
+        writer.write(&headers, &bytes, (&file, &path), &mut |_| Ok(())).unwrap();
+        writer.finish(&file, &path).unwrap();
+        let file = std::fs::read(&path).unwrap();
+        assert_eq!((file[5], file[9], file.len() as u64), (3, 0, writer.end()));
+        let mut nonces = Vec::new();
+        for ((header, plain), tensor) in headers.iter().zip(&data).zip(&tensors) {
+            let (start, data_start) = (header.start as usize, header.data_start() as usize);
+            let stored = &file[start..data_start];
+            // Behind the name, the dtype `|u1`, one dimension, and a SHA-256 alone.
+            let hashes = 13 + tensor.name.len() + 1 + 3 + 1 + 4;
+            assert_eq!(stored[hashes..hashes + 5], [35, 0, 1, 1, 32]);
+            let section = &stored[hashes + 37..stored.len() - 8];
+            let encryption = Encryption::parse(section, header.data_len).unwrap().unwrap();
+            assert_eq!(encryption.derivation, derivation);
+            nonces.push(*encryption.nonce().bytes());
+            let mut opened = file[data_start..data_start + plain.len()].to_vec();
+            assert!(opened != *plain, "the file has the plain data");
+            for index in 0..encryption.pieces() {
+                let piece = encryption.piece(index);
+                let piece = &mut opened[piece.start as usize..piece.end as usize];
+                encryption.open(&key, index, piece).unwrap();
+            }
+            assert!(opened == *plain);
+            let mut hashed = stored[..hashes + 37].to_vec();
+            hashed[hashes + 5..].fill(0);
+            hashed.extend_from_slice(&stored[stored.len() - 8..]);
+            hashed.extend_from_slice(plain);
+            assert_eq!(stored[hashes + 5..hashes + 37], Sha256::digest(&hashed)[..]);
+        }
+        nonces.sort();
+        nonces.dedup();
+        assert_eq!(nonces.len(), tensors.len(), "each tensor has its own nonce");
+        let empty = writer.describe(&[tensor("empty", &[0])], &path).unwrap_err();
+        assert!(empty.to_string().contains("cannot encrypt a tensor without bytes"), "{empty}");
+    }
+}
+
 #[test]
 fn the_version_is_the_lowest_that_the_tensors_need() {
     let dtype = |dtype: Dtype, shape: &[u64]| NewTensor::of_state_dict("a", dtype, shape).unwrap();
@@ -159,8 +220,17 @@ fn the_version_is_the_lowest_that_the_tensors_need() {
         (meta(dtype(Dtype::F32, &[2])), true, 4, 1),
         (long, true, 5, 3),
     ] {
-        let mut encoder = FileEncoder::new(0, ENTRIES_LEN, is_encrypted);
-        encoder.add_all(std::slice::from_ref(&tensor)).unwrap();
+        let mut encoder = FileEncoder::new(0, ENTRIES_LEN);
+        let tensor = if is_encrypted && tensor.data_len == Some(0) {
+            // Empty tensors cannot be encrypted.
+            NewTensor { shape: vec![1 << 32, 1], data_len: Some(1 << 34), ..tensor }
+        } else {
+            tensor
+        };
+        if is_encrypted {
+            encoder = encoder.encrypted(None);
+        }
+        encoder.add_all(std::slice::from_ref(&tensor), &mut no_nonce).unwrap();
         let head = encoder.head();
         assert_eq!((head[5], head[9]), (version, flags), "{tensor:?}");
         assert_eq!(head.len() as u64, 73 + ENTRIES_LEN);
@@ -208,8 +278,8 @@ fn tensors_that_the_format_cannot_hold_are_refused_by_name_and_change_nothing() 
         assert_eq!(fault.kind, kind);
         assert!(fault.tensor.is_some());
     }
-    let mut encoder = FileEncoder::new(0, 300, false);
-    encoder.add_all(&[tensor("a", &[1])]).unwrap();
+    let mut encoder = FileEncoder::new(0, 300);
+    encoder.add_all(&[tensor("a", &[1])], &mut no_nonce).unwrap();
     let before = encoder.head();
     let named = |name: Vec<u8>| NewTensor { name, ..tensor("x", &[1]) };
     let ranks = vec![1; 256];
@@ -235,7 +305,8 @@ fn tensors_that_the_format_cannot_hold_are_refused_by_name_and_change_nothing() 
         ),
         (long_total(), ErrorKind::Overflow),
     ] {
-        let fault = encoder.add_all(&[tensor("b", &[1 << 32, 0]), refused]).unwrap_err();
+        let fault =
+            encoder.add_all(&[tensor("b", &[1 << 32, 0]), refused], &mut no_nonce).unwrap_err();
         assert_eq!(fault.kind, kind, "{fault:?}");
         assert!(encoder.head() == before && encoder.count() == 1, "{kind:?}");
     }

@@ -30,6 +30,7 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dlpack::memory_of, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::load_indexed, module)?)?;
     module.add_function(wrap_pyfunction!(memory::unwritable, module)?)?;
+    module.add_function(wrap_pyfunction!(tensor_writer::derive_key, module)?)?;
     module.add_function(wrap_pyfunction!(loading::can_cast, module)?)?;
     module.add_function(wrap_pyfunction!(process_token, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))

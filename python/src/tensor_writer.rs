@@ -11,8 +11,10 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorfs::Error;
-use tensorfs::internal::consolidate::{MemoryFile, TensorBytes, TensorWriter, WriteAt};
+use tensorfs::internal::consolidate::{MemoryFile, TensorBytes, TensorWriter, WriteAt, WriteKey};
 use tensorfs::internal::format::tensorizer::encode::{ENTRIES_LEN, NewTensor, entries_len};
+use tensorfs::internal::format::tensorizer::keys::{KeyDerivation, SALT_LEN};
+use tensorfs::internal::format::tensorizer::secretbox::{DataKey, KEY_LEN};
 
 use crate::errors::raised;
 use crate::memory::bytes_at;
@@ -105,12 +107,17 @@ struct OpenWriter {
     /// First byte of the file in its target.
     start: u64,
     entries_len: u64,
+    /// The key of an encrypted file.
+    key: Option<WriteKey>,
 }
 
 impl OpenWriter {
     fn writer(&mut self) -> &mut TensorWriter {
-        let (start, entries_len) = (self.start, self.entries_len);
-        self.writer.get_or_insert_with(|| TensorWriter::new(start, entries_len))
+        let OpenWriter { writer, start, entries_len, key, .. } = self;
+        writer.get_or_insert_with(|| {
+            let writer = TensorWriter::new(*start, *entries_len);
+            if let Some(key) = key { writer.encrypted(key) } else { writer }
+        })
     }
 
     fn write(
@@ -144,11 +151,13 @@ impl OpenWriter {
 }
 
 /// Writes a tensorizer file: TensorizerWriter(path=None, file=None, *, entries_len=262144,
-/// overwrite=True).
+/// overwrite=True, key=None, derivation=None).
 ///
 /// Give `path`, which appears whole at `finish`, or `file`, an object with `seek`, `tell` and
 /// `write`, whose file begins where it stands. `entries_len` is the least number of bytes for the
-/// list of tensors; the first `write` makes it longer if its tensors need that.
+/// list of tensors; the first `write` makes it longer if its tensors need that. `key`, 32 bytes,
+/// encrypts the data. `derivation` says how a passphrase gives it, as `derive_key` took it: passes,
+/// bytes of memory, and salt.
 ///
 /// write(tensors): a list of tuples (name, kind, module, dtype, shape, address, length). `name` is
 /// bytes: UTF-8, or b"\x1e" and a path as a JSON array. `kind` is 0 for a parameter, 1 for a buffer, 2
@@ -169,14 +178,33 @@ pub(crate) struct TensorizerWriter {
 #[pymethods]
 impl TensorizerWriter {
     #[new]
-    #[pyo3(signature = (path = None, file = None, *, entries_len = ENTRIES_LEN, overwrite = true))]
+    #[pyo3(signature = (
+        path = None, file = None, *, entries_len = ENTRIES_LEN, overwrite = true, key = None,
+        derivation = None,
+    ))]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
         file: Option<Py<PyAny>>,
         entries_len: u64,
         overwrite: bool,
+        key: Option<&[u8]>,
+        derivation: Option<(u64, u64, Vec<u8>)>,
     ) -> PyResult<TensorizerWriter> {
+        let derivation = derivation.map(|(ops_limit, mem_limit, salt)| {
+            Ok::<_, PyErr>(KeyDerivation { ops_limit, mem_limit, salt: salt_of(&salt)? })
+        });
+        let key = match (key, derivation.transpose()?) {
+            (Some(key), derivation) => {
+                let bytes = key.try_into().map_err(|_| {
+                    let found = key.len();
+                    PyValueError::new_err(format!("a key has {KEY_LEN} bytes, not {found}"))
+                })?;
+                Some(WriteKey::new(DataKey::new(bytes), derivation))
+            }
+            (None, None) => None,
+            (None, Some(_)) => return Err(PyValueError::new_err("a derivation takes its key")),
+        };
         let (target, start) = match (path, file) {
             (Some(path), None) => {
                 let made = py.detach(|| MemoryFile::create(&path, overwrite));
@@ -189,7 +217,7 @@ impl TensorizerWriter {
             _ => return Err(PyValueError::new_err("give a path or a file")),
         };
         let entries_len = entries_len.max(1).next_multiple_of(ENTRIES_LEN);
-        let open = OpenWriter { target, writer: None, start, entries_len };
+        let open = OpenWriter { target, writer: None, start, entries_len, key };
         Ok(TensorizerWriter { open: Arc::new(Mutex::new(Some(open))) })
     }
 
@@ -289,6 +317,27 @@ impl TensorizerWriter {
             }
         }
     }
+}
+
+fn salt_of(salt: &[u8]) -> PyResult<[u8; SALT_LEN]> {
+    salt.try_into().map_err(|_| {
+        PyValueError::new_err(format!("a salt has {SALT_LEN} bytes, not {}", salt.len()))
+    })
+}
+
+/// The key of a passphrase: Argon2id with these passes, bytes of memory and salt.
+#[pyfunction]
+pub(crate) fn derive_key(
+    py: Python<'_>,
+    passphrase: Vec<u8>,
+    ops_limit: u64,
+    mem_limit: u64,
+    salt: Vec<u8>,
+) -> PyResult<Py<PyBytes>> {
+    let derivation = KeyDerivation { ops_limit, mem_limit, salt: salt_of(&salt)? };
+    let key = py.detach(|| derivation.derive(&passphrase));
+    let key = key.map_err(|fault| PyValueError::new_err(fault.message))?;
+    Ok(PyBytes::new(py, key.bytes()).unbind())
 }
 
 fn closed() -> PyErr {

@@ -8,24 +8,33 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use sha2::{Digest as _, Sha256};
 
 use super::parallel::{JobProgress, in_any_order};
 use crate::error::{Error, Result};
+use crate::format::tensorizer::crypt::PIECE_LEN;
 use crate::format::tensorizer::encode::{END_MARK, FileEncoder, NewTensor, TensorHeader};
+use crate::format::tensorizer::keys::{KeyDerivation, Secret};
+use crate::format::tensorizer::secretbox::{DataKey, Mac, NONCE_LEN, PieceNonce};
 use crate::hash::{Digest, Hasher};
 
 /// Threads that hash and write.
 pub(super) const THREADS: usize = 6;
 
-/// Bytes that a thread reads and writes at a time. Neighbours that have fewer bytes together are
+/// Bytes that a thread reads and writes at a time, a multiple of `PIECE_LEN`. Neighbours that have fewer bytes together are
 /// written together.
 const STEP_LEN: u64 = 4 << 20;
 
 /// Bytes that are hashed twice in turn, so that the second hash finds them in the processor's
 /// cache.
 const HASH_STEP_LEN: usize = 128 << 10;
+
+/// Passes and bytes of memory of the derivation of a key from a passphrase, as the reference
+/// implementation chooses them: the preset "moderate" of libsodium.
+const OPS_LIMIT: u64 = 3;
+const MEM_LIMIT: u64 = 256 << 20;
 
 /// Where the bytes of tensors come from.
 pub trait TensorBytes: Sync {
@@ -63,10 +72,50 @@ pub(super) struct WrittenRange {
     pub(super) digest: Digest,
 }
 
+/// The key that a new file is encrypted with.
+#[derive(Clone, Debug)]
+pub struct WriteKey {
+    key: Arc<DataKey>,
+    /// How it is derived from a passphrase, `None` for a plain key.
+    derivation: Option<KeyDerivation>,
+}
+
+impl WriteKey {
+    /// The key `key`, which `derivation` derives if it is given.
+    pub fn new(key: DataKey, derivation: Option<KeyDerivation>) -> WriteKey {
+        WriteKey { key: Arc::new(key), derivation }
+    }
+
+    /// The key of `secret`. A passphrase gets a new salt, and takes `MEM_LIMIT` bytes of memory.
+    ///
+    /// # Errors
+    /// If the system gives no random bytes, or not the memory.
+    pub fn of_secret(secret: &Secret) -> Result<WriteKey> {
+        if let Ok(key) = secret.key_of(None) {
+            return Ok(WriteKey { key, derivation: None });
+        }
+        let derivation =
+            KeyDerivation { ops_limit: OPS_LIMIT, mem_limit: MEM_LIMIT, salt: random()? };
+        let key = secret.key_of(Some(&derivation));
+        let key = key.map_err(|fault| Error::usage(fault.message))?;
+        Ok(WriteKey { key, derivation: Some(derivation) })
+    }
+}
+
+/// Random bytes of the system.
+fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let filled = getrandom::fill(&mut bytes);
+    filled.map_err(|e| Error::internal(format!("the system gives no random bytes: {e}")))?;
+    Ok(bytes)
+}
+
 /// Writes the tensors of one file.
 #[derive(Debug)]
 pub struct TensorWriter {
     encoder: FileEncoder,
+    /// The key of an encrypted file.
+    key: Option<Arc<DataKey>>,
     /// Whether hashes of the written bytes are kept, for reading them back.
     keep_digests: bool,
     pub(super) written: Vec<WrittenRange>,
@@ -105,6 +154,7 @@ impl HeaderHashes {
 struct WriteCall<'a> {
     headers: &'a [TensorHeader],
     bytes: &'a dyn TensorBytes,
+    key: Option<&'a DataKey>,
     target: &'a dyn WriteAt,
     /// Name of the target for errors.
     shown: &'a Path,
@@ -115,8 +165,15 @@ impl TensorWriter {
     /// A writer of the file that begins at `start` of its target, with `entries_len` bytes for the
     /// list of tensors.
     pub fn new(start: u64, entries_len: u64) -> TensorWriter {
-        let encoder = FileEncoder::new(start, entries_len, false);
-        TensorWriter { encoder, keep_digests: false, written: Vec::new() }
+        let encoder = FileEncoder::new(start, entries_len);
+        TensorWriter { encoder, key: None, keep_digests: false, written: Vec::new() }
+    }
+
+    /// The same writer, which encrypts data.
+    #[must_use]
+    pub fn encrypted(self, key: &WriteKey) -> TensorWriter {
+        let encoder = self.encoder.encrypted(key.derivation);
+        TensorWriter { encoder, key: Some(key.key.clone()), ..self }
     }
 
     /// The same writer, which keeps hashes of the bytes that it writes.
@@ -140,7 +197,19 @@ impl TensorWriter {
     /// `Error::Refused` if the format cannot hold a tensor, or a name is taken. The writer is as
     /// before then.
     pub fn describe(&mut self, tensors: &[NewTensor], shown: &Path) -> Result<Vec<TensorHeader>> {
-        self.encoder.add_all(tensors).map_err(|fault| Error::refused(shown, fault))
+        let mut failed = None;
+        let mut nonce = || {
+            let nonce = random().map(PieceNonce::new);
+            nonce.unwrap_or_else(|error| {
+                failed = Some(error);
+                PieceNonce::new([0; NONCE_LEN])
+            })
+        };
+        let headers = self.encoder.add_all(tensors, &mut nonce);
+        match failed {
+            Some(error) => Err(error),
+            None => headers.map_err(|fault| Error::refused(shown, fault)),
+        }
     }
 
     /// Writes the described tensors with their headers to `target`. `progress` gets numbers of
@@ -155,7 +224,8 @@ impl TensorWriter {
         (target, shown): (&dyn WriteAt, &Path),
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        let call = WriteCall { headers, bytes, target, shown, keep_digests: self.keep_digests };
+        let (key, keep_digests) = (self.key.as_deref(), self.keep_digests);
+        let call = WriteCall { headers, bytes, key, target, shown, keep_digests };
         let groups = groups(headers);
         let work = |number: usize, progress: &JobProgress<'_>| {
             call.write_group(groups[number].clone(), progress)
@@ -216,6 +286,8 @@ impl WriteCall<'_> {
             let mut hashes = HeaderHashes::of(&header);
             hashes.update(data);
             hashes.set(&mut header);
+            let macs = self.seal(&header, 0, data);
+            header.set_macs(macs);
             front[data_start - header.bytes().len()..].copy_from_slice(header.bytes());
         }
         self.put(&bytes, start)?;
@@ -229,18 +301,24 @@ impl WriteCall<'_> {
         let mut hashes = HeaderHashes::of(&header);
         let mut hasher = Hasher::new();
         let mut buffer = Vec::new();
+        let mut macs = Vec::new();
+        let is_sealed = header.encryption().is_some();
         let mut offset = 0;
         while offset < header.data_len {
             let range = offset..header.data_len.min(offset + STEP_LEN);
-            let bytes = match self.bytes.in_memory(index, &range) {
-                Some(bytes) => bytes,
+            let bytes = match self.bytes.in_memory(index, &range).filter(|_| !is_sealed) {
+                Some(bytes) => {
+                    hashes.update(bytes);
+                    bytes
+                }
                 None => {
                     buffer.resize((range.end - range.start) as usize, 0);
                     self.bytes.read(index, offset, &mut buffer)?;
+                    hashes.update(&buffer);
+                    macs.extend(self.seal(&header, offset, &mut buffer));
                     &buffer[..]
                 }
             };
-            hashes.update(bytes);
             if self.keep_digests {
                 hasher.update(bytes);
             }
@@ -249,6 +327,7 @@ impl WriteCall<'_> {
             offset = range.end;
         }
         hashes.set(&mut header);
+        header.set_macs(macs);
         self.put(header.bytes(), header.start)?;
         progress.add(header.bytes().len() as u64)?;
         if !self.keep_digests {
@@ -257,6 +336,17 @@ impl WriteCall<'_> {
         let data = header.data_start()..header.end();
         let data = WrittenRange { range: data, digest: hasher.finish() };
         Ok(vec![written(header.start, header.bytes()), data])
+    }
+
+    /// Encrypts bytes of the tensor from `offset` on, the start of a piece, and returns the MACs of
+    /// their pieces. Plain tensors have none.
+    fn seal(&self, header: &TensorHeader, offset: u64, bytes: &mut [u8]) -> Vec<Mac> {
+        let (Some(key), Some(encryption)) = (self.key, header.encryption()) else {
+            return Vec::new();
+        };
+        let first = offset / PIECE_LEN;
+        let pieces = bytes.chunks_mut(PIECE_LEN as usize).zip(first..);
+        pieces.map(|(piece, index)| key.seal(&encryption.nonce().of_piece(index), piece)).collect()
     }
 
     fn put(&self, bytes: &[u8], offset: u64) -> Result<()> {

@@ -60,6 +60,11 @@ impl Encryption {
         Encryption { derivation, data_len, piece_len: PIECE_LEN, nonce, macs, one_piece: false }
     }
 
+    /// Nonce of the first piece.
+    pub fn nonce(&self) -> PieceNonce {
+        self.nonce
+    }
+
     /// Number of pieces.
     pub fn pieces(&self) -> u64 {
         self.macs.len() as u64

@@ -10,8 +10,11 @@ use std::ops::Range;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 
+use super::crypt::{Encryption, PIECE_LEN};
 use super::entries::{DTYPES, F4_PACKED, LONG, SHORT, STATE_DICT, TORCH_DTYPES};
+use super::keys::KeyDerivation;
 use super::names::PATH_MARK;
+use super::secretbox::{MAC_LEN, Mac, PieceNonce};
 use super::{
     ENCRYPTED, ENCRYPTED_VERSION, ENTRIES_LEN_MAX, FLAGS_SINCE, HEAD_LEN, MAGIC, VERSIONED,
     VERSIONED_SINCE,
@@ -227,10 +230,13 @@ pub struct TensorHeader {
     sha256: usize,
     /// The section about encryption with its length. Empty in plain files.
     crypt: Range<usize>,
+    /// How its data is encrypted, with zeros in place of the MACs.
+    encryption: Option<Encryption>,
 }
 
 impl TensorHeader {
-    fn new(tensor: &NewTensor, start: u64, crypt: Option<&[u8]>) -> TensorHeader {
+    /// The header of `tensor` at `start`; `crypt` is its section about encryption.
+    fn new(tensor: &NewTensor, start: u64, crypt: &CryptSection) -> TensorHeader {
         let data_len = tensor.data_len.unwrap_or(0);
         let mut bytes = vec![0; 8];
         bytes.extend_from_slice(&tensor.module.to_le_bytes());
@@ -238,9 +244,9 @@ impl TensorHeader {
         bytes.extend_from_slice(&(tensor.name.len() as u16).to_le_bytes());
         bytes.extend_from_slice(&tensor.name);
         tensor.put_details(&mut bytes);
-        // The reference implementation gives encrypted data no CRC32, because it is one of the plain
-        // data. Meta tensors of encrypted files have nothing to hide.
-        let has_crc32 = crypt.is_none() || tensor.data_len.is_none();
+        // The reference implementation gives encrypted data a SHA-256 alone. A CRC32 would tell more
+        // of the plain data. Meta tensors have nothing to hide.
+        let has_crc32 = !matches!(crypt, CryptSection::Sealed(_));
         let crc32_len = if has_crc32 { HASH_PREFIX_LEN + CRC32_LEN } else { 0 };
         let section_len = 1 + crc32_len + HASH_PREFIX_LEN + SHA256_LEN;
         bytes.extend_from_slice(&(section_len as u16).to_le_bytes());
@@ -253,14 +259,22 @@ impl TensorHeader {
         let crc32 = has_crc32.then(|| hash(0, CRC32_LEN));
         let sha256 = hash(1, SHA256_LEN);
         let crypt_start = bytes.len();
-        if let Some(crypt) = crypt {
-            bytes.extend_from_slice(crypt);
-        }
+        let encryption = match crypt {
+            CryptSection::Absent => None,
+            CryptSection::Empty => {
+                Encryption::encode_none(&mut bytes);
+                None
+            }
+            CryptSection::Sealed(encryption) => {
+                encryption.encode(&mut bytes);
+                Some(encryption.clone())
+            }
+        };
         let crypt = crypt_start..bytes.len();
         bytes.extend_from_slice(&data_len.to_le_bytes());
         let len = bytes.len() as u64;
         bytes[..8].copy_from_slice(&len.to_le_bytes());
-        TensorHeader { start, data_len, bytes, crc32, sha256, crypt }
+        TensorHeader { start, data_len, bytes, crc32, sha256, crypt, encryption }
     }
 
     /// The bytes of the header.
@@ -297,13 +311,44 @@ impl TensorHeader {
     }
 }
 
+impl TensorHeader {
+    /// How its data is encrypted; `None` for plain data.
+    pub fn encryption(&self) -> Option<&Encryption> {
+        self.encryption.as_ref()
+    }
+
+    /// Sets the MACs of the pieces of encrypted data.
+    ///
+    /// # Panics
+    /// The MACs are not as many as the pieces.
+    pub fn set_macs(&mut self, macs: Vec<Mac>) {
+        let Some(encryption) = &self.encryption else { return };
+        let Encryption { derivation, .. } = *encryption;
+        let sealed = Encryption::new(derivation, self.data_len, encryption.nonce(), macs);
+        let mut section = Vec::new();
+        sealed.encode(&mut section);
+        self.bytes[self.crypt.clone()].copy_from_slice(&section);
+        self.encryption = Some(sealed);
+    }
+}
+
+/// The section of a header about encryption.
+enum CryptSection {
+    /// The file is not encrypted.
+    Absent,
+    /// The file is encrypted, and the tensor has no data.
+    Empty,
+    Sealed(Encryption),
+}
+
 /// Describes the tensors of a file one after another.
 #[derive(Clone, Debug)]
 pub struct FileEncoder {
     /// Offset of the file's first byte.
     start: u64,
     entries_len: u64,
-    is_encrypted: bool,
+    /// How the key of an encrypted file is derived, if it is.
+    encryption: Option<Option<KeyDerivation>>,
     names: HashSet<Vec<u8>>,
     /// Whether each entry has a version, because one of them has dimensions of 64 bits.
     is_versioned: bool,
@@ -321,11 +366,11 @@ pub struct FileEncoder {
 impl FileEncoder {
     /// A file that begins at `start` of the places that it names, with `entries_len` bytes for the
     /// list of tensors.
-    pub fn new(start: u64, entries_len: u64, is_encrypted: bool) -> FileEncoder {
+    pub fn new(start: u64, entries_len: u64) -> FileEncoder {
         FileEncoder {
             start,
             entries_len,
-            is_encrypted,
+            encryption: None,
             names: HashSet::new(),
             is_versioned: false,
             version: PLAIN_VERSION,
@@ -334,6 +379,12 @@ impl FileEncoder {
             data_len: 0,
             end: start + HEAD_LEN + entries_len,
         }
+    }
+
+    /// The same file, with data that is encrypted with a key of `derivation`, or with a plain key.
+    #[must_use]
+    pub fn encrypted(self, derivation: Option<KeyDerivation>) -> FileEncoder {
+        FileEncoder { encryption: Some(derivation), ..self }
     }
 
     /// First byte of the file.
@@ -356,16 +407,21 @@ impl FileEncoder {
         self.data_len
     }
 
-    /// Adds tensors behind the others, and returns their headers.
+    /// Adds tensors behind the others, and returns their headers. `nonce` gives the nonce of the first
+    /// piece of each encrypted tensor: a random one, because none may be used twice with a key.
     ///
     /// # Errors
     /// If the format cannot hold one of them, or a name is taken. The file is as before then.
-    pub fn add_all(&mut self, tensors: &[NewTensor]) -> Result<Vec<TensorHeader>, Fault> {
+    pub fn add_all(
+        &mut self,
+        tensors: &[NewTensor],
+        nonce: &mut dyn FnMut() -> PieceNonce,
+    ) -> Result<Vec<TensorHeader>, Fault> {
         let FileEncoder { is_versioned, version, data_len, end, .. } = *self;
         let (count, entries_len) = (self.ends.len(), self.entries.len());
         let mut headers = Vec::with_capacity(tensors.len());
         for (index, tensor) in tensors.iter().enumerate() {
-            match self.add(tensor, None) {
+            match self.add(tensor, nonce) {
                 Ok(header) => headers.push(header),
                 Err(fault) => {
                     for added in &tensors[..index] {
@@ -382,15 +438,27 @@ impl FileEncoder {
         Ok(headers)
     }
 
-    /// Adds a tensor behind the others, and returns its header. `crypt` is the section about the
-    /// encryption of its data, with its length, in an encrypted file.
-    ///
-    /// # Errors
-    /// If the format cannot hold the tensor, or its name is taken. The file is as before then.
-    pub fn add(&mut self, tensor: &NewTensor, crypt: Option<&[u8]>) -> Result<TensorHeader, Fault> {
+    fn add(
+        &mut self,
+        tensor: &NewTensor,
+        nonce: &mut dyn FnMut() -> PieceNonce,
+    ) -> Result<TensorHeader, Fault> {
         tensor.check()?;
         let named = |fault: Fault| fault.tensor(&tensor.shown());
-        let header = TensorHeader::new(tensor, self.end, crypt);
+        let crypt = match (self.encryption, tensor.data_len) {
+            (None, _) => CryptSection::Absent,
+            (Some(_), None) => CryptSection::Empty,
+            (Some(_), Some(0)) => {
+                let message = "has no elements, and the format cannot encrypt a tensor without \
+                               bytes; leave it out, or write the file without encryption";
+                return Err(named(Fault::new(ErrorKind::SizeMismatch, message)));
+            }
+            (Some(derivation), Some(len)) => {
+                let macs = vec![[0; MAC_LEN]; len.div_ceil(PIECE_LEN) as usize];
+                CryptSection::Sealed(Encryption::new(derivation, len, nonce(), macs))
+            }
+        };
+        let header = TensorHeader::new(tensor, self.end, &crypt);
         let overflow = || named(Fault::new(ErrorKind::Overflow, "the file would pass 2^63 bytes"));
         let len = (header.bytes.len() as u64).checked_add(header.data_len);
         let end = len.and_then(|len| self.end.checked_add(len)).filter(|&end| end < 1 << 63);
@@ -436,11 +504,12 @@ impl FileEncoder {
 
     /// The fixed head and the whole list of tensors, as they are now.
     pub fn head(&self) -> Vec<u8> {
-        let base = if self.is_encrypted { ENCRYPTED_VERSION } else { PLAIN_VERSION };
+        let is_encrypted = self.encryption.is_some();
+        let base = if is_encrypted { ENCRYPTED_VERSION } else { PLAIN_VERSION };
         let version = self.version.max(base);
         let mut flags = [0; 32];
         if version >= FLAGS_SINCE {
-            flags[0] = if self.is_encrypted { ENCRYPTED } else { 0 };
+            flags[0] = if is_encrypted { ENCRYPTED } else { 0 };
             flags[0] |= if self.is_versioned { VERSIONED } else { 0 };
         }
         let mut head = MAGIC.to_vec();

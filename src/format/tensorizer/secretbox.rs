@@ -45,6 +45,11 @@ impl DataKey {
         key
     }
 
+    /// Its bytes, for programs that keep keys themselves.
+    pub fn bytes(&self) -> &[u8; KEY_LEN] {
+        &self.0
+    }
+
     /// Encrypts `piece` in place and returns its MAC. A nonce must not be used twice with one key.
     pub fn seal(&self, nonce: &PieceNonce, piece: &mut [u8]) -> Mac {
         let nonce = Nonce::from_slice(&nonce.0);

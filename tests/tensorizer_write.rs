@@ -346,7 +346,7 @@ fn convert(
 ) -> Result<TensorizerFile> {
     let checkpoint = Checkpoint::open(source.as_ref())?;
     let spec = FileSpec::single("model.safetensors", OutputFormat::Safetensors);
-    let file = TensorizerFile::new(&checkpoint, &spec)?;
+    let file = TensorizerFile::new(&checkpoint, &spec, None)?;
     let options = WriteOptions { verify, ..WriteOptions::default() };
     let mut watch = Watch { progress, bytes: None };
     let content = NewFile::Tensorizer(&file);

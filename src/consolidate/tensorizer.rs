@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::copy::{Copier, Watch};
 use super::parallel::{JobProgress, in_any_order};
 use super::target::{read_back, reserve_space};
-use super::tensor_writer::{THREADS, TensorBytes, TensorWriter, WrittenRange};
+use super::tensor_writer::{THREADS, TensorBytes, TensorWriter, WriteKey, WrittenRange};
 use crate::checkpoint::{Checkpoint, VirtualFile};
 use crate::error::{Error, Result};
 use crate::format::tensorizer::encode::{self, NewTensor};
@@ -30,15 +30,20 @@ pub struct TensorizerFile {
     /// Offset of the data of each tensor in `file`.
     offsets: Arc<[u64]>,
     entries_len: u64,
+    key: Option<WriteKey>,
     len: u64,
 }
 
 impl TensorizerFile {
-    /// The file of the tensors that `spec` names.
+    /// The file of the tensors that `spec` names, encrypted with `key` if it is given.
     ///
     /// # Errors
     /// `Error::Refused` if the format cannot hold a tensor, or all of them.
-    pub fn new(checkpoint: &Arc<Checkpoint>, spec: &FileSpec) -> Result<TensorizerFile> {
+    pub fn new(
+        checkpoint: &Arc<Checkpoint>,
+        spec: &FileSpec,
+        key: Option<&WriteKey>,
+    ) -> Result<TensorizerFile> {
         let refused = |fault| checkpoint.refused(fault);
         let single = FileSpec::single(&spec.name, OutputFormat::Safetensors);
         let spec = FileSpec { tensors: spec.tensors.clone(), ..single };
@@ -62,10 +67,21 @@ impl TensorizerFile {
             return Err(Error::usage("a tensorizer file has at least one tensor, none is left"));
         }
         let entries_len = encode::entries_len(&tensors).map_err(refused)?;
-        let mut writer = TensorWriter::new(0, entries_len);
-        writer.describe(&tensors, &checkpoint.directory)?;
         let offsets = places.iter().map(|&(_, offset)| offset).collect();
-        Ok(TensorizerFile { file, tensors, offsets, entries_len, len: writer.end() })
+        let key = key.cloned();
+        let mut made = TensorizerFile { file, tensors, offsets, entries_len, key, len: 0 };
+        let mut writer = made.writer();
+        writer.describe(&made.tensors, &checkpoint.directory)?;
+        made.len = writer.end();
+        Ok(made)
+    }
+
+    fn writer(&self) -> TensorWriter {
+        let writer = TensorWriter::new(0, self.entries_len);
+        match &self.key {
+            Some(key) => writer.encrypted(key),
+            None => writer,
+        }
     }
 
     /// Its name.
@@ -129,7 +145,7 @@ impl Copier {
     ) -> Result<()> {
         let failed = |e| Error::io(shown, "write", e);
         reserve_space(target, folder, file.len).map_err(failed)?;
-        let mut writer = TensorWriter::new(0, file.entries_len).keeping_digests(verify);
+        let mut writer = file.writer().keeping_digests(verify);
         let headers = writer.describe(&file.tensors, shown)?;
         let reader = Reader::open(&file.file)?;
         let bytes = ReaderTensors { copier: self, reader, offsets: &file.offsets };

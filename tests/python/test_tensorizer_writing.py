@@ -194,6 +194,46 @@ class Written(TestCase):
         self.assert_written(source)
         self.assertEqual(os.listdir(self.out.parent), ["m.tensors"])
 
+    def test_an_encrypted_file_opens_with_its_key_and_holds_no_plain_data(self):
+        tensors = [tensor for tensor in random_tensors(8) if tensor[3]]
+        source = save(self.tmp / "m.safetensors", tensors)
+        key, other = self.tmp / "key", self.tmp / "other"
+        key.write_bytes(checkpoints.random_bytes(1, 32))
+        other.write_text(checkpoints.random_bytes(2, 32).hex())
+        self.assert_written(source, "--key-file", key, "--verify")
+        data = self.out.read_bytes()
+        self.assertEqual(data[5], 3)
+        self.assertTrue(all(tensor[3] not in data for tensor in tensors if len(tensor[3]) > 16))
+        again = self.tmp / "again.tensors"
+        self.assert_done(tensorfs("convert", self.out, again, "-o", f"key-file={key}"))
+        self.assert_same(again.read_bytes(), expected_file(tensors))
+        outcome = tensorfs("verify", self.out, "--index-dir", "none", "-o", f"key-file={key}")
+        self.assert_done(outcome)
+        self.assert_refused(tensorfs("convert", self.out, self.tmp / "x.tensors"))
+        self.assert_refused(tensorfs("convert", self.out, self.tmp / "x.tensors", "-o", f"key-file={other}"))
+        # Another key for the copy, and another nonce each time.
+        self.assert_done(tensorfs("convert", self.out, again, "--force", "-o", f"key-file={key}", "--key-file", other))
+        self.assertEqual(len(again.read_bytes()), len(data))
+        self.assert_written(source, "--key-file", key, "--force")
+        self.assertNotEqual(self.out.read_bytes(), data)
+
+    def test_what_cannot_be_encrypted_is_refused_and_nothing_is_left(self):
+        key, short = self.tmp / "key", self.tmp / "short"
+        key.write_bytes(bytes(range(32)))
+        short.write_bytes(b"abc")
+        full = save(self.tmp / "m.safetensors", [("a.b", "U8", [4], bytes(4))])
+        empty = save(self.tmp / "empty.safetensors", [("a.b", "U8", [0], b"")])
+        for source, out, path, code, part in (
+            (empty, "x.tensors", key, 1, "cannot encrypt a tensor without bytes"),
+            (full, "x.safetensors", key, 2, "safetensors files are not encrypted"),
+            (full, "x.tensors", short, 1, "short"),
+            (full, "x.tensors", self.tmp / "none", 1, "No such file"),
+        ):
+            outcome = tensorfs("convert", source, self.out.parent / out, "--key-file", path)
+            self.assert_refused(outcome, code=code)
+            self.assertIn(part, outcome.stderr)
+            self.assertEqual(os.listdir(self.out.parent), [])
+
     def test_memory_is_bounded_whatever_the_size(self):
         part, count = 50_000_000, 6
         header = {

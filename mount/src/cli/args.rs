@@ -369,6 +369,12 @@ pub(crate) struct ConvertArgs {
     /// Read the file back from the disk and compare
     #[arg(long)]
     pub verify: bool,
+    /// Encrypt the new tensorizer file with the key in FILE: 32 bytes, or 64 hexadecimal digits
+    #[arg(long, value_name = "FILE", conflicts_with = "passphrase_file")]
+    pub key_file: Option<PathBuf>,
+    /// Encrypt the new tensorizer file with the passphrase in FILE
+    #[arg(long, value_name = "FILE")]
+    pub passphrase_file: Option<PathBuf>,
     /// Replace a file that is there
     #[arg(short, long)]
     pub force: bool,

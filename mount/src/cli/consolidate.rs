@@ -133,7 +133,7 @@ fn tensorizer_file(outline: &Outline, file: &OutlineFile) -> Result<TensorizerFi
             return Err(Error::internal("one file of weights has several checkpoints").into());
         };
         let spec = FileSpec::single(&checkpoint.name, OutputFormat::default());
-        return Ok(TensorizerFile::new(checkpoint, &spec)?);
+        return Ok(TensorizerFile::new(checkpoint, &spec, None)?);
     };
-    Ok(TensorizerFile::new(file.checkpoint(), file.spec())?)
+    Ok(TensorizerFile::new(file.checkpoint(), file.spec(), None)?)
 }

@@ -10,11 +10,12 @@ use sha2::{Digest, Sha256};
 use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
 use tensorfs::internal::consolidate::{
     Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, TensorizerFile,
-    Watch, WriteOptions,
+    Watch, WriteKey, WriteOptions,
 };
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{OutputFormat, names};
 use tensorfs::internal::reader::Reader;
+use tensorfs::internal::source::SecretOrigin;
 use tensorfs::internal::view::{FileSpec, Files, View, arrange};
 
 use super::args::{self, ConvertArgs, To};
@@ -28,12 +29,13 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     let to = format(args)?;
     let options = query_options(&args.source)?;
     let (settings, files) = (options.settings(), options.open.view.files.clone());
+    let key = write_key(args, to)?;
     let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
     let copier = Copier::new(settings);
     let target = target(&args.out, &checkpoint.name, to)?;
     let mut conversion = Conversion { args, to, checkpoint, notes };
     let written = match to {
-        To::Tensorizer => conversion.write_tensorizer(&copier, &target, files)?,
+        To::Tensorizer => conversion.write_tensorizer(&copier, &target, files, key.as_ref())?,
         To::Bintensors => conversion.write_saved(&copier, &target, OutputFormat::Bintensors)?,
         To::Safetensors => conversion.write_saved(&copier, &target, OutputFormat::Safetensors)?,
     };
@@ -50,6 +52,23 @@ fn format(args: &args::ConvertArgs) -> Result<To, Failure> {
              or tensorizer"
         ))
     })
+}
+
+/// The key of the new file, if it is encrypted. Reads it, or derives it.
+fn write_key(args: &args::ConvertArgs, to: To) -> Result<Option<WriteKey>, Failure> {
+    let origin = match (&args.key_file, &args.passphrase_file) {
+        (Some(path), _) => SecretOrigin::KeyFile(path.clone()),
+        (None, Some(path)) => SecretOrigin::PassphraseFile(path.clone()),
+        (None, None) => return Ok(None),
+    };
+    if to != To::Tensorizer {
+        return Err(Failure::Usage(format!(
+            "{} files are not encrypted; leave out the key, or write a tensorizer file",
+            to.as_str()
+        )));
+    }
+    let secret = origin.read().map_err(Failure::Failed)?;
+    Ok(Some(WriteKey::of_secret(&secret)?))
 }
 
 impl To {
@@ -147,6 +166,7 @@ impl Conversion<'_> {
         copier: &Copier,
         target: &Path,
         files: Files,
+        key: Option<&WriteKey>,
     ) -> Result<WrittenFiles, Failure> {
         let checkpoint = self.checkpoint.clone();
         let keys = checkpoint.catalog().metadata.as_ref().map_or(0, |metadata| metadata.len());
@@ -163,7 +183,7 @@ impl Conversion<'_> {
             [] | [_] => vec![FileSpec::saved(stem, OutputFormat::default())],
             _ => specs,
         };
-        let files = specs.iter().map(|spec| TensorizerFile::new(&checkpoint, spec));
+        let files = specs.iter().map(|spec| TensorizerFile::new(&checkpoint, spec, key));
         let files = files.collect::<tensorfs::Result<Vec<TensorizerFile>>>()?;
         let bytes = files.iter().map(TensorizerFile::len).sum();
         let written = WrittenFiles { files: files.len(), bytes, digest: None };

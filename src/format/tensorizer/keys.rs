@@ -188,7 +188,7 @@ impl Secret {
     ///
     /// # Errors
     /// This is a passphrase, and the key was not derived from one. Errors of `KeyDerivation::derive`.
-    pub(super) fn key_of(&self, derivation: Option<&KeyDerivation>) -> Result<Arc<DataKey>, Fault> {
+    pub(crate) fn key_of(&self, derivation: Option<&KeyDerivation>) -> Result<Arc<DataKey>, Fault> {
         let passphrase = match &self.kind {
             SecretKind::Key(key) => return Ok(Arc::clone(key)),
             SecretKind::Passphrase(passphrase) => passphrase,

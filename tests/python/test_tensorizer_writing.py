@@ -53,7 +53,7 @@ def expected_file(tensors):
 
 
 def in_disk_order(tensors):
-    """The tensors of a file by their first bytes. Of those at one place, empty ones come first, then by name."""
+    """The tensors of a file by their first bytes. At one place, empty ones come first; the rest is by name."""
     starts, start = {}, 0
     for name, _, _, data in tensors:
         starts[name] = start

@@ -1,0 +1,127 @@
+"""The native writer of tensorizer files: its bytes, its targets, and its errors."""
+
+import io
+import os
+
+import numpy as np
+
+import tensorfs.numpy
+from package import TestCase
+from tensorfs import _tensorfs
+from tensorizer_files import AREA, Stored, file_of
+
+
+
+class Refusing(io.BytesIO):
+    """A file that takes no more than 1000 bytes at a time, and fails after some bytes."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def write(self, data):
+        if self.tell() + len(data) > self.most:
+            raise BufferError("the file is full")
+        return super().write(data[:1000])
+
+
+class Writer(TestCase):
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(3)
+        self.stored, self.arrays = [], []
+        for number, (dtype, shape, width) in enumerate([
+            ("F32", [700, 300], 4), ("BF16", [33], 2), ("U8", [], 1), ("BOOL", [0, 4], 1), ("U8", [4_300_001], 1),
+        ]):
+            array = rng.integers(0, 2, int(np.prod(shape)) * width).astype(np.uint8)
+            name = ["layers", number, "w"] if number == 1 else f"t{number}.\u00fc"
+            self.arrays.append(array)
+            self.stored.append(Stored.of(name, dtype, shape, array.tobytes()))
+        self.tuples = [
+            (stored.name, 2, 0, stored.dtype.decode(), stored.shape, array.ctypes.data, array.nbytes)
+            for stored, array in zip(self.stored, self.arrays)
+        ]
+        self.expected = file_of(self.stored, area=AREA)
+        self.path = self.tmp / "m.tensors"
+
+    def test_a_path_appears_whole_at_the_end_and_has_the_bytes_of_the_package(self):
+        for parts in ([5], [1, 4], [2, 0, 3]):
+            writer, first = _tensorfs.TensorizerWriter(path=self.path), 0
+            for count in parts:
+                writer.write(self.tuples[first : first + count])
+                first += count
+            self.assertEqual(writer.data_len, sum(array.nbytes for array in self.arrays))
+            writer.sync()
+            self.assertEqual(os.listdir(self.tmp), [])
+            self.assertEqual(writer.finish(), len(self.expected))
+            self.assert_same(self.path.read_bytes(), self.expected)
+            self.path.unlink()
+
+    def test_file_objects_get_the_same_bytes_from_where_they_stand(self):
+        with io.BytesIO() as memory, open(self.path, "wb+") as file, open(self.tmp / "raw", "wb+", buffering=0) as raw:
+            for target in (memory, file, raw):
+                writer = _tensorfs.TensorizerWriter(file=target)
+                writer.write(self.tuples[:2])
+                writer.sync()
+                writer.write(self.tuples[2:])
+                self.assertEqual(writer.finish(), len(self.expected))
+                self.assertEqual(target.tell(), len(self.expected))
+                target.seek(0)
+                self.assert_same(target.read(), self.expected)
+        short = Refusing(1 << 30)
+        short.write(b"12345")
+        writer = _tensorfs.TensorizerWriter(file=short)
+        writer.write(self.tuples)
+        writer.finish()
+        self.assertEqual(len(short.getvalue()), 5 + len(self.expected))
+        # The places in the file count from its first byte.
+        self.assertEqual(short.getvalue()[:78], b"12345" + self.expected[:73])
+
+    def test_the_exception_of_a_file_object_is_that_of_the_writer_and_ends_it(self):
+        writer = _tensorfs.TensorizerWriter(file=Refusing(1_000_000))
+        with self.assertRaisesRegex(BufferError, "the file is full"):
+            writer.write(self.tuples)
+        with self.assertRaisesRegex(ValueError, "has ended"):
+            writer.write(self.tuples)
+
+    def test_what_is_refused_leaves_nothing(self):
+        name, kind, module, dtype, shape, address, length = self.tuples[0]
+        for wrong, part in (
+            ((b"", kind, module, dtype, shape, address, length), "its name has a length in bytes of 0"),
+            ((name, 3, module, dtype, shape, address, length), "kind is 3"),
+            ((name, kind, module, "<U4", shape, address, length), "dtype"),
+            ((name, kind, module, dtype, [700, 301], address, length), "842800"),
+        ):
+            writer = _tensorfs.TensorizerWriter(path=self.path)
+            with self.assertRaisesRegex(Exception, part):
+                writer.write([wrong])
+            writer.abort()
+            self.assertEqual(os.listdir(self.tmp), [])
+        self.path.write_text("mine")
+        with self.assertRaisesRegex(Exception, "there already"):
+            _tensorfs.TensorizerWriter(path=self.path, overwrite=False)
+        writer = _tensorfs.TensorizerWriter(path=self.path)
+        writer.write(self.tuples)
+        del writer
+        self.assertEqual((os.listdir(self.tmp), self.path.read_text()), (["m.tensors"], "mine"))
+
+    def test_the_list_of_tensors_grows_with_the_first_write(self):
+        one = np.ones(1, np.uint8)
+        many = [(f"{number:0100}".encode(), 2, 0, "|u1", [1], one.ctypes.data, 1) for number in range(5000)]
+        writer = _tensorfs.TensorizerWriter(path=self.path)
+        writer.write(many[:10])
+        with self.assertRaisesRegex(Exception, "write the tensors at once"):
+            writer.write(many[10:])
+        writer = _tensorfs.TensorizerWriter(path=self.path)
+        writer.write(many)
+        writer.finish()
+        self.assertEqual(len(tensorfs.numpy.load_file(self.path)), 5000)
+
+    def test_meta_tensors_and_dimensions_of_more_than_32_bits(self):
+        writer = _tensorfs.TensorizerWriter(path=self.path)
+        writer.write([(b"meta", 0, 7, "<f4", [2, 3], 0, None), (b"long", 1, 0, "|u1", [0, 1 << 40], 0, 0)])
+        writer.finish()
+        self.assertEqual(self.path.read_bytes()[5], 5)
+        found = tensorfs.numpy.load_file(self.path)
+        self.assert_same(found["meta"].tobytes(), bytes(24))
+        self.assertEqual(found["long"].shape, (0, 1 << 40))

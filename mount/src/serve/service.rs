@@ -212,6 +212,19 @@ impl Service {
         self.assembler.as_ref()?.ready(version, file.reader())
     }
 
+    /// The assembled copy of a virtual file that the kernel serves from it to other programs.
+    ///
+    /// # Errors
+    /// Why it cannot be used: a clause.
+    pub(crate) fn copy_in_use(
+        &self,
+        version: &str,
+        file: &CachedFile,
+    ) -> Result<Arc<File>, String> {
+        let assembler = self.assembler.as_ref().ok_or("this mount has no folder of copies")?;
+        assembler.in_use(version, file.reader())
+    }
+
     /// Notes an open of a virtual file, or that `served` bytes of it were read.
     pub(crate) fn read_by_us(&self, version: &str, file: &CachedFile, served: Option<usize>) {
         let Some(assembler) = &self.assembler else { return };

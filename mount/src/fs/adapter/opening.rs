@@ -1,6 +1,7 @@
 //! Opens of files: by the daemon, or by the kernel from a real file.
 
 use std::fs::File;
+use std::io;
 use std::sync::Arc;
 
 use fuser::{Errno, FopenFlags, ReplyOpen};
@@ -24,6 +25,8 @@ struct Ready {
     unchanged: bool,
     /// The file that the kernel may serve by itself.
     whole: Option<Arc<File>>,
+    /// Why there is no copy of a file that the kernel serves from one.
+    lack: Option<String>,
 }
 
 impl Ready {
@@ -31,11 +34,22 @@ impl Ready {
     fn lacks_copy(&self) -> bool {
         self.whole.is_none() && matches!(self.current.file, OpenContent::Virtual(_))
     }
+
+    /// The error of an open of `node` that lacks the copy which the kernel serves to others.
+    fn refused(self, node: &Node) -> Error {
+        let lack = self.lack.as_deref().unwrap_or("its content has changed");
+        let reason = format!(
+            "the kernel serves it from an assembled copy while programs have it open, and {lack}; \
+             close it in these programs, or open it again later"
+        );
+        Error::io(&node.path, "open", io::Error::other(reason))
+    }
 }
 
 impl FsState {
-    /// Opens a file. Only this part accesses the source.
-    fn open_file(&self, node: &Node) -> Result<Ready, Errno> {
+    /// Opens a file. Only this part accesses the source. `in_use` is true if the kernel serves the
+    /// file to other programs.
+    fn open_file(&self, node: &Node, in_use: bool) -> Result<Ready, Errno> {
         // ESTALE makes the kernel look the name up again, which finds the new file.
         if node.is_outdated() {
             return Err(Errno::ESTALE);
@@ -47,6 +61,7 @@ impl FsState {
             _ => logged(Operation::Open, node, &error),
         })?;
         let current = opened.current();
+        let mut lack = None;
         let whole = match &current.file {
             // In passthrough the kernel compares no checksums.
             _ if node.gate().is_some() => None,
@@ -56,12 +71,16 @@ impl FsState {
                 let source = &file.reader().sources()[0];
                 (!source.is_changed()).then(|| source.local()?.file().ok()).flatten()
             }
+            OpenContent::Virtual(file) if unchanged && in_use => {
+                let copy = self.service.copy_in_use(node.listed_version(), file);
+                copy.map_err(|reason| lack = Some(reason)).ok()
+            }
             OpenContent::Virtual(file) if unchanged => {
                 self.service.copy_of(node.listed_version(), file)
             }
             OpenContent::Virtual(_) | OpenContent::Whole(_) | OpenContent::Text(_) => None,
         };
-        Ok(Ready { opened, current, unchanged, whole })
+        Ok(Ready { opened, current, unchanged, whole, lack })
     }
 
     pub(super) fn reply_open(
@@ -74,7 +93,8 @@ impl FsState {
         let mut opens = 0;
         let (ready, known, lacks_copy, frozen, mut serving) = loop {
             opens += 1;
-            let ready = self.open_file(&node);
+            let in_use = self.serving.lock().by_kernel(ino).is_some();
+            let ready = self.open_file(&node, in_use);
             let (frozen, serving) = (self.frozen.read(), self.serving.lock());
             let known = serving.by_kernel(ino);
             let lacks_copy = known.is_some() && ready.as_ref().is_ok_and(Ready::lacks_copy);
@@ -88,16 +108,11 @@ impl FsState {
         let ready = match ready {
             // The kernel looks the name up again, at the process that takes over.
             Ok(_) if *frozen => Err(Errno::ESTALE),
-            // The copy or the source has changed, and the open mode cannot change while the file is
-            // open.
-            Ok(_) if lacks_copy => {
-                let detail =
-                    "its copy has changed, and cannot be replaced while programs have it open";
-                Err(logged(Operation::Open, &node, &Error::changed(&node.path, detail)))
-            }
+            // The open mode cannot change while the file is open.
+            Ok(ready) if lacks_copy => Err(logged(Operation::Open, &node, &ready.refused(&node))),
             ready => ready,
         };
-        let Ready { opened, current, unchanged, whole } = match ready {
+        let Ready { opened, current, unchanged, whole, .. } = match ready {
             Ok(ready) => ready,
             Err(errno) => return reply.error(errno),
         };

@@ -159,7 +159,17 @@ impl Assembler {
     /// The copy is not evicted while the file is open, even if only the kernel has it open. Reads
     /// metadata only.
     pub(crate) fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
-        if reader.is_encrypted() { None } else { self.shared.ready(version, reader) }
+        let is_off = reader.is_encrypted() || self.shared.state.lock().stopping;
+        if is_off { None } else { self.shared.find(version, reader).ok() }
+    }
+
+    /// Like `ready`, for a file that the kernel serves from its copy to programs that have it open.
+    /// It goes on after `give_up`: the kernel took this copy.
+    ///
+    /// # Errors
+    /// Why the copy cannot be used: a clause.
+    pub(crate) fn in_use(&self, version: &str, reader: &Reader) -> Result<Arc<File>, String> {
+        self.shared.find(version, reader)
     }
 
     /// Counts an open of `version` that the daemon serves.
@@ -253,12 +263,14 @@ impl AssemblerState {
         Ok(())
     }
 
-    fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
+    /// The open, verified copy of `version`, or why there is none.
+    fn find(&self, version: &str, reader: &Reader) -> Result<Arc<File>, String> {
         let state = self.state.lock();
         let known = match state.entries.get(version).map(|entry| &entry.stage) {
-            _ if state.stopping => return None,
             Some(Stage::Ready { record, open, .. }) => Some((record.clone(), open.upgrade())),
-            Some(Stage::Queued | Stage::Writing | Stage::Verifying) => return None,
+            Some(Stage::Queued | Stage::Writing | Stage::Verifying) => {
+                return Err("the copy is written or verified now".to_owned());
+            }
             Some(Stage::Absent | Stage::Failed { .. }) | None => None,
         };
         drop(state);
@@ -266,7 +278,7 @@ impl AssemblerState {
         // Another process may have written it.
         let (record, open) = match known {
             Some(known) => known,
-            None => (self.folder.record(version)?, None),
+            None => (self.folder.record(version).ok_or("the copy is gone")?, None),
         };
         match fingerprint(reader) {
             Ok(sources) if sources == record.sources => {}
@@ -274,9 +286,9 @@ impl AssemblerState {
                 // Its sources were changed since, and then everything that the version covers was
                 // restored.
                 self.forget(version, &record);
-                return None;
+                return Err("the copy is of an earlier state of the source".to_owned());
             }
-            Err(_) => return None,
+            Err(e) => return Err(format!("the source cannot be compared with the copy: {e}")),
         }
         let found = match open {
             Some(file) => file.metadata().map(|meta| (file, Stamp::of(&meta))),
@@ -285,24 +297,32 @@ impl AssemblerState {
         match found {
             Ok((file, stamp)) if stamp == record.stamp => {
                 self.opened_copy(version, record, &file);
-                return Some(file);
+                Ok(file)
             }
             // Another process is evicting it, or has evicted it.
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-            Err(e) if e.kind() == io::ErrorKind::NotFound => self.forget(version, &record),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                Err("another process has locked the copy".to_owned())
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                self.forget(version, &record);
+                Err("the copy was deleted".to_owned())
+            }
             Ok(_) if ours => {
                 let dir = shown_path(self.folder.path());
                 tracing::error!("{dir}: the copy {version} was touched; it is verified again");
                 self.verify_again(record);
+                Err("the copy was touched and must be verified again".to_owned())
             }
-            Ok(_) => {}
+            Ok(_) => Err("the copy was touched".to_owned()),
             Err(e) => {
                 let dir = shown_path(self.folder.path());
                 tracing::error!("{dir}: cannot open the copy {version}: {e}");
-                self.forget(version, &record);
+                if !lacks_descriptors(&e) {
+                    self.forget(version, &record);
+                }
+                Err(format!("the copy cannot be opened: {e}"))
             }
         }
-        None
     }
 
     /// Notes an open of the copy.
@@ -602,4 +622,11 @@ impl AssemblerState {
             "files": files,
         })
     }
+}
+
+/// Whether an open failed only because too many files are open. It tells nothing about the file.
+fn lacks_descriptors(error: &io::Error) -> bool {
+    error
+        .raw_os_error()
+        .is_some_and(|number| [nix::libc::EMFILE, nix::libc::ENFILE].contains(&number))
 }

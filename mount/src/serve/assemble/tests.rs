@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 
+use nix::fcntl::{Flock, FlockArg};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use tensorfs::internal::format::safetensors;
 use tensorfs::{Checkpoint, Dtype};
@@ -182,6 +183,40 @@ fn a_copy_with_a_flipped_byte_is_not_used_and_dropped() {
     assert!(assembler.ready(VERSION, &reader).is_none());
     wait_for_state(&assembler, VERSION, "failed");
     assert!(place.names().is_empty());
+}
+
+#[test]
+fn a_copy_that_the_kernel_serves_is_used_after_it_refused_another_one() {
+    let place = Place::new();
+    let (assembler, reader) = (place.start(None), place.reader());
+    let served = assembled(&assembler, VERSION, &reader);
+    assembler.give_up(&io::ErrorKind::PermissionDenied.into());
+    assert!(assembler.ready(VERSION, &reader).is_none());
+    let same = assembler.in_use(VERSION, &reader).unwrap();
+    assert_eq!(Stamp::of(&same.metadata().unwrap()), Stamp::of(&served.metadata().unwrap()));
+    // It is still compared.
+    fs::set_permissions(place.copy(), fs::Permissions::from_mode(0o600)).unwrap();
+    let why = assembler.in_use(VERSION, &reader).unwrap_err();
+    assert!(why.contains("touched"), "{why}");
+}
+
+#[test]
+fn a_copy_that_cannot_be_used_now_has_a_reason_and_is_not_forgotten() {
+    let place = Place::new();
+    let (assembler, reader) = (place.start(None), place.reader());
+    drop(assembled(&assembler, VERSION, &reader));
+    let another = File::open(place.copy()).unwrap();
+    let another = Flock::lock(another, FlockArg::LockExclusiveNonblock).unwrap();
+    let why = assembler.in_use(VERSION, &reader).unwrap_err();
+    assert_eq!(why, "another process has locked the copy");
+    drop(another);
+    assert!(assembler.in_use(VERSION, &reader).is_ok());
+    let why = assembler.in_use(OTHER, &reader).unwrap_err();
+    assert_eq!(why, "the copy is gone");
+    for number in [nix::libc::EMFILE, nix::libc::ENFILE] {
+        assert!(lacks_descriptors(&io::Error::from_raw_os_error(number)));
+    }
+    assert!(!lacks_descriptors(&io::Error::from_raw_os_error(nix::libc::EIO)));
 }
 
 #[test]

@@ -85,18 +85,37 @@ impl State {
     }
 
     /// The first pending look after `last` that may begin, unless it waits for a file system.
-    fn next_after(&mut self, last: Option<&StoreLook>) -> Option<StoreLook> {
+    fn next_after(&self, last: Option<&StoreLook>) -> Option<StoreLook> {
         let now = Instant::now();
-        self.not_before.retain(|_, time| *time > now);
         let after = last.map_or(Bound::Unbounded, Bound::Excluded);
         let mut pending = self.todo.range((after, Bound::Unbounded)).map(|(look, _)| look);
-        pending.find(|look| self.may_begin(look)).cloned()
+        pending.find(|look| self.may_begin(look, now)).cloned()
     }
 
     /// Whether no thread takes this look now, and its pause is over.
-    fn may_begin(&self, look: &StoreLook) -> bool {
+    fn may_begin(&self, look: &StoreLook, now: Instant) -> bool {
         let runs = self.looking.iter().any(|running| running.look == *look);
-        !runs && !self.not_before.contains_key(look)
+        !runs && self.not_before.get(look).is_none_or(|time| *time <= now)
+    }
+
+    /// Notes that the caller takes this look, which asks `devices`. Returns whether its folder has
+    /// certainly changed, and `None` if the look may not begin.
+    fn take(&mut self, look: &StoreLook, mut devices: BTreeSet<u64>) -> Option<bool> {
+        devices.retain(|device| !self.local.contains(device));
+        let (looking, since) = (&self.looking, Instant::now());
+        let is_held_up = looking.len() >= STUCK_MAX && is_held_up(&devices, looking);
+        // Other threads may have taken it, or all places, while the caller listed the devices.
+        if is_held_up || looking.len() >= THREADS_MAX || !self.may_begin(look, since) {
+            return None;
+        }
+        let changed = self.todo.remove(look)?;
+        self.looking.push(RunningLook { look: look.clone(), devices, since });
+        Some(changed)
+    }
+
+    fn forget_past_pauses(&mut self) {
+        let now = Instant::now();
+        self.not_before.retain(|_, time| *time > now);
     }
 }
 
@@ -229,6 +248,7 @@ impl Live {
 
     /// Starts the threads that are needed.
     fn begin_looks(self: &Arc<Self>) {
+        self.state.lock().forget_past_pauses();
         loop {
             let state = self.state.lock();
             let waits = |looking: &RunningLook| looking.since.elapsed() >= STUCK;
@@ -253,23 +273,17 @@ impl Live {
     fn begin(&self) -> Option<(StoreLook, bool)> {
         let mut last = None;
         loop {
-            let look = self.state.lock().next_after(last.as_ref())?;
+            let state = self.state.lock();
+            if state.looking.len() >= THREADS_MAX {
+                return None;
+            }
+            let look = state.next_after(last.as_ref())?;
+            drop(state);
             // This takes long in a large folder, so the lock is not held.
-            let mut devices = self.devices(&look);
-            let mut state = self.state.lock();
-            devices.retain(|device| !state.local.contains(device));
-            let looking = &state.looking;
-            let is_held_up = looking.len() >= STUCK_MAX && is_held_up(&devices, looking);
-            // Another thread may have taken it meanwhile.
-            if !is_held_up
-                && state.may_begin(&look)
-                && let Some(changed) = state.todo.remove(&look)
-            {
-                let since = Instant::now();
-                state.looking.push(RunningLook { look: look.clone(), devices, since });
+            let devices = self.devices(&look);
+            if let Some(changed) = self.state.lock().take(&look, devices) {
                 return Some((look, changed));
             }
-            drop(state);
             last = Some(look);
         }
     }
@@ -457,6 +471,28 @@ mod tests {
         let found =
             std::iter::successors(state.next_after(None), |last| state.next_after(Some(last)));
         assert_eq!(found.collect::<Vec<_>>(), [folder("/b"), folder("/d")]);
+        state.forget_past_pauses();
+        assert_eq!(state.not_before.into_keys().collect::<Vec<_>>(), [folder("/c")]);
+    }
+
+    #[test]
+    fn threads_that_list_devices_at_the_same_time_take_no_more_looks_than_may_run() {
+        let folder = |index: usize| StoreLook::Folder(format!("/{index:02}").into());
+        let mut state = State::default();
+        (0..=THREADS_MAX).for_each(|index| state.add(folder(index), index == 0));
+        // Each has a file system of its own, and has found its look before any other took one.
+        let take = |state: &mut State, index: usize| {
+            state.take(&folder(index), BTreeSet::from([index as u64]))
+        };
+        assert_eq!(take(&mut state, 0), Some(true));
+        assert_eq!(take(&mut state, 0), None, "another thread takes it");
+        for index in 1..THREADS_MAX {
+            assert_eq!(take(&mut state, index), Some(false));
+        }
+        assert_eq!(take(&mut state, THREADS_MAX), None);
+        assert_eq!(state.next_after(None), Some(folder(THREADS_MAX)), "it stays pending");
+        state.looking.pop();
+        assert_eq!(take(&mut state, THREADS_MAX), Some(false));
     }
 
     #[test]

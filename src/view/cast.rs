@@ -12,7 +12,7 @@ use super::{OptionFile, ReadFile};
 use crate::cast::Cast;
 use crate::catalog::{Catalog, Tensor, named_some};
 use crate::dtype::Dtype;
-use crate::error::{ErrorKind, Fault, quoted, real_name, shown_path};
+use crate::error::{ErrorKind, Fault, counted, quoted, real_name, shown_path};
 use crate::format::json::{UniqueMap, object};
 use crate::hash::Digest;
 
@@ -210,9 +210,9 @@ impl DtypeMap {
         let unknown: Vec<&str> = names.filter(|name| !known.contains(name)).collect();
         let Some(first) = unknown.first() else { return Ok(()) };
         let message = format!(
-            "dtype=map={}: the file names {} tensors that the view does not have: {}",
+            "dtype=map={}: the file names {} that the view does not have: {}",
             shown_path(&self.path),
-            unknown.len(),
+            counted(unknown.len(), "tensor"),
             named_some(unknown.iter().copied())
         );
         Err(Fault::new(ErrorKind::View, message).tensor(first))
@@ -224,10 +224,9 @@ impl DtypeMap {
         let unknown: Vec<&str> = names.filter(|name| !self.dtypes.contains_key(*name)).collect();
         let Some(first) = unknown.first() else { return Ok(()) };
         let message = format!(
-            "dtype=like:{}: it does not have {} tensors of the view: {}; keep=GLOB leaves them as \
-             they are",
+            "dtype=like:{}: it does not have {} of the view: {}; keep=GLOB leaves tensors as they are",
             shown_path(&self.path),
-            unknown.len(),
+            counted(unknown.len(), "tensor"),
             named_some(unknown.iter().copied())
         );
         Err(Fault::new(ErrorKind::View, message).tensor(first))

@@ -145,7 +145,8 @@ class Refused(Refusals):
         source = save(self.tmp / "trained", TRAINED)
         some = {name: dtype for name, dtype in FIRST.items() if ".0." not in name}
         for dtypes, said in (
-            (some, ("like:", "does not have 2 tensors of the view: layers.0.norm, layers.0.up; keep=GLOB leaves them")),
+            (some, ("like:", "does not have 2 tensors of the view: layers.0.norm, layers.0.up; keep=GLOB leaves tensors as they are")),
+            ({name: dtype for name, dtype in FIRST.items() if name != "layers.0.up"}, ("like:", "does not have 1 tensor of the view: layers.0.up; keep=")),
             ({**FIRST, "ids": "F32"}, ("tensor `ids`", "I64 cannot be cast to F32; keep it")),
             ({**FIRST, "layers.0.up": "I64"}, ("tensor `layers.0.up`", "F32 cannot be cast to I64")),
         ):

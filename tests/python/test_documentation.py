@@ -152,7 +152,7 @@ class Text(unittest.TestCase):
                 # They are made of words of a table; the next test compares them as they are.
                 for part in [] if message.startswith("option `") else fixed_parts(message):
                     with self.subTest(page.name, message=message, part=part):
-                        self.assertTrue(part in program or part in system)
+                        self.assertTrue(part in program or part in system or is_counted(part, program))
 
     def test_messages_about_values_of_options_are_those_of_the_program(self):
         found = [re.fullmatch("option `(.*)`: (.*)", message) for message in shown_messages(ERROR_PAGES[0].read_text())]
@@ -167,6 +167,10 @@ class Text(unittest.TestCase):
     def test_a_message_that_no_program_has_is_noticed(self):
         self.assertEqual(fixed_parts("SHARD: tensor NAME: bytes 3..7 of it"), ["tensor", "bytes", "of it"])
         self.assertEqual(fixed_parts("a file `FILE`; it is (not) the TENSORFS-ERROR.txt"), ["a file", "it is", "not", "the TENSORFS-ERROR.txt"])
+        program = 'let mounts = counted(n, "mount"); error!("{mounts} not kept: {e}")'
+        self.assertTrue(is_counted("mounts not kept", program))
+        self.assertFalse(is_counted("mounts not held", program))
+        self.assertFalse(is_counted("shards not kept", program))
         text = "| message | x |\n|---|---|\n| ``a `b` c``, or `d` in e | `f` |\n\n| class | x |\n|---|---|\n| `g` | |\n"
         self.assertEqual(shown_messages(text), ["a `b` c", "d"])
 
@@ -217,6 +221,12 @@ def fixed_parts(message):
     """The parts of a message between marks, and between words in capitals, numbers and dots, which stand for others."""
     parts = re.split(r"[:;,`()]|\.\.+|\b[A-Z]+\b(?![-_.])|\b\d+[KMGT]?\b", message)
     return [part for part in (part.strip(" =") for part in parts) if len(part) > 2]
+
+
+def is_counted(part, program):
+    """Whether `part`, after a number, is a thing that the program counts ("mounts" is "mount" in it) and words of it."""
+    things, _, rest = part.partition(" ")
+    return things.endswith("s") and f', "{things[:-1]}")' in program and rest in program
 
 
 def code_paths(text):

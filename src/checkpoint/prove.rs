@@ -31,6 +31,9 @@ impl Tree {
             };
             let (before, after) = family.split_at_mut(position);
             hide_twins(&before[above].1, &mut after[0].1);
+            if self.options.hub {
+                show_at_parent(&mut before[above].1, &mut after[0].1);
+            }
         }
         family
     }
@@ -157,6 +160,26 @@ fn hide_twins(parent: &Proved, child: &mut Proved) {
             child.notes.push(format!("{}: the parent folder holds the same tensors", set.name));
         }
     }
+}
+
+/// Gives the one checkpoint of `child` to `parent`, if that has no weights: users of a hub cache look
+/// for weights in the folder of the model itself.
+fn show_at_parent(parent: &mut Proved, child: &mut Proved) {
+    let has_weights = !parent.sets.is_empty() || !parent.weights.is_empty();
+    let [set] = child.sets.as_mut_slice() else { return };
+    let Ok(checkpoint) = &set.outcome else { return };
+    // Files that are shown as they are stay in their folder.
+    if has_weights || checkpoint.files.is_empty() {
+        return;
+    }
+    parent.sets.push(Set {
+        name: set.name.clone(),
+        kind: set.kind,
+        files: set.files.clone(),
+        outcome: Ok(checkpoint.clone()),
+        shown_at_parent: None,
+    });
+    set.shown_at_parent = Some(set.name.clone());
 }
 
 /// Proves one set, or reuses the catalog of another link to the same file. `judged` is true if

@@ -172,6 +172,23 @@ class FolderOfModels(TestCase):
         model.rename(self.tmp / "above/dcpsh")
         self.assertEqual(self.listed(self.tmp / "above")[0], ["models--dcpsh"])
 
+    # `from_pretrained` found no weights.
+    def test_weights_in_a_folder_sharded_are_shown_in_the_snapshot_itself(self):
+        model = self.tmp / "dcpsh"
+        checkpoints.grid_2d(model / "sharded")
+        (model / "config.json").write_text("{}")
+        with Mount(model) as m:
+            whole = (m.path / "sharded/model.safetensors").read_bytes()
+        store = self.tmp / "index"
+        tensorfs("verify", model / "sharded", "--index-dir", store)
+        for option in (None, "verify=read"):
+            with self.subTest(option), Mount(model, "layout=hub", *([option, f"index-dir={store}"] if option else [])) as m:
+                [snapshot] = models_of(m.path).values()
+                self.assertEqual(sorted(os.listdir(snapshot)), ["config.json", "model.safetensors", "model.safetensors.index.json"])
+                self.assert_same((snapshot / "model.safetensors").read_bytes(), whole)
+                source = json.loads(os.getxattr(snapshot / "model.safetensors", "user.tensorfs.source"))
+                self.assertEqual(source["source"], str(model / "sharded"))
+
     # The snapshots were shown as the models of an organization.
     def test_a_model_of_a_cache_by_itself_is_a_cache(self):
         with Mount(self.root / "models--else--where", "layout=hub") as m:

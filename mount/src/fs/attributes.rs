@@ -140,6 +140,7 @@ fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String>
             }
         }
         NodeKind::File { content: Content::Virtual(file), .. } => {
+            folder.clone_from(&file.checkpoint().directory);
             member = file.checkpoint().catalog().shards.first().map(|shard| shard.name.clone());
             part = file.spec().tensors.is_some().then(|| file.spec().name.clone());
         }

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
+use std::path::Path;
 use std::sync::Arc;
 
 use tensorfs::internal::cache::verify_on_read::ChecksumGate;
@@ -16,13 +17,16 @@ pub(crate) type ChecksumGates = HashMap<OsString, Arc<ChecksumGate>>;
 /// Reads the headers, and refuses the sets of `folder` without checksums or with other headers.
 /// Returns the gates of the other sets.
 pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> ChecksumGates {
-    let recorded = Recorded::load(tree.options.index.as_deref(), &tree.folder(folder).path);
-    if let Some(doubt) = recorded.doubt() {
-        tracing::warn!("{doubt}");
-    }
+    let mut directory = tree.folder(folder).path.clone();
+    let mut recorded = recorded_of(tree, &directory);
     let mut gates = ChecksumGates::new();
     for set in proved.sets.iter_mut().filter(|set| set.shown_at_parent.is_none()) {
         let Ok(checkpoint) = &set.outcome else { continue };
+        // A folder may show the checkpoint of a folder below it.
+        if checkpoint.directory != directory {
+            directory.clone_from(&checkpoint.directory);
+            recorded = recorded_of(tree, &directory);
+        }
         if let Err(error) = recorded.admit(checkpoint) {
             set.outcome = Err(error);
             continue;
@@ -39,6 +43,14 @@ pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> Check
         files.for_each(|file| add(&file.spec().name, ChecksumGate::of_file(&file, &recorded)));
     }
     gates
+}
+
+fn recorded_of(tree: &Tree, directory: &Path) -> Recorded {
+    let recorded = Recorded::load(tree.options.index.as_deref(), directory);
+    if let Some(doubt) = recorded.doubt() {
+        tracing::warn!("{doubt}");
+    }
+    recorded
 }
 
 /// Whether a file may be shown: weights only if they have a gate.

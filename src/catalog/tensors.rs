@@ -220,6 +220,13 @@ impl<'a> Tensor<'a> {
         Cast::new(self.stored, self.dtype)
     }
 
+    /// Whether no shard holds any of its elements, which are zeros before a cast. Casts of the zeros
+    /// of `F8_E8M0`, which stand for 2^-127, are not zeros.
+    #[doc(hidden)]
+    pub fn is_stored_zeros(&self) -> bool {
+        self.pieces().all(|piece| piece.is_zeros())
+    }
+
     /// Its first piece.
     pub fn first_piece(&self) -> Piece<'a> {
         self.piece(&self.rows()[0])

@@ -59,7 +59,7 @@ impl TensorizerFile {
         let tensor = |&(position, _): &(usize, u64)| {
             let tensor = catalog.tensor_at(position);
             let new = NewTensor::of_state_dict(tensor.name, tensor.dtype, tensor.shape);
-            let is_meta = tensor.len > 0 && tensor.pieces().all(|piece| piece.is_zeros());
+            let is_meta = tensor.len > 0 && tensor.is_stored_zeros() && tensor.cast().is_none();
             new.map(|new| if is_meta { new.without_zeros() } else { new }).map_err(refused)
         };
         let tensors = places.iter().map(tensor).collect::<Result<Arc<[NewTensor]>>>()?;

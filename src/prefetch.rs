@@ -226,8 +226,9 @@ impl Planner {
         }
     }
 
-    /// Returns the tensor that is requested page by page, when that is first noticed. `observe`
-    /// does this too; this function is for reads that need nothing from the source.
+    /// Returns the tensor that is requested page by page, or 1 GiB of it, when that is first
+    /// noticed. `observe` does this too; this function is for reads that need nothing from the
+    /// source.
     pub fn storm(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<Range<u64>> {
         self.storms.push(request, tensors)
     }

@@ -14,6 +14,8 @@ const STORM_TIME: u64 = 250;
 const PUSHED_TIME: u64 = 10_000;
 /// Most pushed tensors that are remembered.
 const PUSHED_MAX: usize = 16;
+/// Most bytes of a tensor that are pushed at a time.
+pub(super) const PUSH_LEN_MAX: u64 = 1 << 30;
 /// Largest read that counts for a storm.
 const STORM_READ_LEN: u64 = 16 << 10;
 
@@ -28,12 +30,13 @@ struct Storm {
 #[derive(Debug, Default)]
 pub(super) struct Storms {
     storm: Option<Storm>,
-    /// Tensors that were pushed, and when.
+    /// Tensors, or parts of long ones, that were pushed, and when.
     pushed: VecDeque<(Range<u64>, u64)>,
 }
 
 impl Storms {
-    /// Returns the tensor that is requested page by page, when that is first noticed.
+    /// Returns the tensor that is requested page by page, when that is first noticed. Of a longer
+    /// tensor than `PUSH_LEN_MAX`, returns a part of that length which has the request.
     pub(super) fn push(
         &mut self,
         request: &Request,
@@ -50,8 +53,10 @@ impl Storms {
             {
                 storm.reads += 1;
                 if storm.reads == STORM_READS {
-                    let tensor = storm.tensor.clone();
-                    return self.push_once(tensor, request.now);
+                    let Range { start: first, end } = storm.tensor;
+                    let first = start - (start - first) % PUSH_LEN_MAX;
+                    let part = first..end.min(first.saturating_add(PUSH_LEN_MAX));
+                    return self.push_once(part, request.now);
                 }
             }
             storm => {
@@ -62,16 +67,16 @@ impl Storms {
         None
     }
 
-    /// Returns `tensor`, unless it was pushed recently and is on its way.
-    fn push_once(&mut self, tensor: Range<u64>, now: u64) -> Option<Range<u64>> {
+    /// Returns `part` of a tensor, unless it was pushed recently and is on its way.
+    fn push_once(&mut self, part: Range<u64>, now: u64) -> Option<Range<u64>> {
         self.pushed.retain(|(_, at)| now.saturating_sub(*at) < PUSHED_TIME);
-        if self.pushed.iter().any(|(pushed, _)| *pushed == tensor) {
+        if self.pushed.iter().any(|(pushed, _)| *pushed == part) {
             return None;
         }
         if self.pushed.len() == PUSHED_MAX {
             self.pushed.pop_front();
         }
-        self.pushed.push_back((tensor.clone(), now));
-        Some(tensor)
+        self.pushed.push_back((part.clone(), now));
+        Some(part)
     }
 }

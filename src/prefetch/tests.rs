@@ -430,6 +430,18 @@ fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
     assert!((0..60).all(|n| planner.observe(&slow(n), u64::MAX, &Even).push.is_none()));
 }
 
+#[test]
+fn a_storm_of_page_faults_in_a_long_tensor_is_answered_with_the_gibibyte_that_has_them() {
+    let mut planner = Planner::new(WHOLE);
+    let mut pushed = Vec::new();
+    for n in 0..400u64 {
+        let start = if n < 100 { 3 << 30 } else { 20 << 30 };
+        let at = start - (n % 100 + 1) * 4096;
+        pushed.extend(planner.storm(&Request { now: n, ..request(at, 4096, false) }, &Whole));
+    }
+    assert_eq!(pushed, [2 << 30..3 << 30, 19 << 30..WHOLE]);
+}
+
 /// A model of 311 tensors in 28 layers, as `save_pretrained` writes it.
 struct Model {
     ranges: Vec<Range<u64>>,

@@ -7,9 +7,10 @@ use std::sync::{Arc, OnceLock};
 use crate::checkpoint::VirtualFile;
 use crate::error::Result;
 use crate::io::{read_all, read_all_stored};
-use crate::layout::{Layout, LayoutOrders, PlainRun};
+use crate::layout::{Extent, Layout, LayoutOrders, PlainRun};
 use crate::prefetch::{ReadOrder, TensorMap, TensorSpan};
 use crate::source::Source;
+use crate::zeros::are_zeros;
 
 use self::plan::{BLOCK_LEN, SPREAD_LEN_MAX};
 pub use block::{Block, Done};
@@ -99,6 +100,20 @@ impl Reader {
     #[doc(hidden)]
     pub fn sources(&self) -> &[Arc<Source>] {
         &self.sources
+    }
+
+    /// Whether bytes `range` come from no shard: those of tensors of which a file has the shape only.
+    #[doc(hidden)]
+    pub fn is_unstored(&self, range: Range<u64>) -> bool {
+        let Some(layout) = &self.layout else { return false };
+        let mut is_unstored = true;
+        layout.extents(range, &mut |extent| match extent {
+            Extent::Header { .. } => is_unstored = false,
+            Extent::Run { range, .. }
+            | Extent::Scatter { range, .. }
+            | Extent::Cast { range, .. } => is_unstored &= are_zeros(range.start),
+        });
+        is_unstored
     }
 
     /// Whether some of its tensors are encrypted in the source.

@@ -89,13 +89,18 @@ impl StoreWorker {
     }
 }
 
-/// Puts the whole pages of a tensor into the page cache. Stops if one cannot be read or stored, or
-/// if the file is closed.
+/// Puts the whole pages of a tensor into the page cache, but for zeros that no shard holds: a tensor
+/// of them may have any length. Stops if a page cannot be read or stored, or if the file is closed.
 fn push(cache: &Cache, counters: &Counters, task: &StoreTask, store: &StoreBytes) {
     let end = task.range.end / PAGE * PAGE;
     let mut offset = task.range.start.next_multiple_of(PAGE);
     while offset < end {
         let step = offset..(offset + STEP).min(end);
+        let Some(file) = task.file.upgrade() else { return };
+        if file.reader().is_unstored(step.clone()) {
+            offset = step.end;
+            continue;
+        }
         if task.gate.as_ref().is_some_and(|gate| !gate.is_good(step.clone())) {
             return;
         }
@@ -103,7 +108,6 @@ fn push(cache: &Cache, counters: &Counters, task: &StoreTask, store: &StoreBytes
         let answer = move |outcome: Result<&[u8], &tensorfs::Error>| {
             let _ = send.send(outcome.ok().map(<[u8]>::to_vec));
         };
-        let Some(file) = task.file.upgrade() else { return };
         cache.read(&file, STORE_READER, step.clone(), Box::new(answer));
         drop(file);
         let Ok(Some(bytes)) = receive.recv() else { return };

@@ -229,12 +229,13 @@ impl Outline {
         Ok(count)
     }
 
-    /// Bytes of all files.
+    /// Bytes of all files, at most `u64::MAX`.
     ///
     /// # Errors
     /// The errors of `OutlineContent::len_bytes`.
     pub fn len_bytes(&self) -> Result<u64> {
-        self.files.iter().map(|file| file.content.len_bytes()).sum()
+        let mut lens = self.files.iter().map(|file| file.content.len_bytes());
+        lens.try_fold(0, |sum, len| Ok(u64::saturating_add(sum, len?)))
     }
 
     /// The file that has all tensors of the one checkpoint.

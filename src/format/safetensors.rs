@@ -370,7 +370,8 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
 /// at a multiple of `align`.
 ///
 /// Tensors are written in the given order, with `data_offsets` that follow each other from 0. Fails
-/// with the length if the header would exceed `HEADER_LEN_MAX`.
+/// with the length if the header would exceed `HEADER_LEN_MAX`. No offset passes `u64::MAX`: the
+/// caller refuses files that are longer.
 pub fn encode<'a, 'm>(
     metadata: impl Into<Option<&'m BTreeMap<String, String>>>,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
@@ -394,9 +395,10 @@ pub fn encode<'a, 'm>(
         text.extend_from_slice(br#"","shape":"#);
         push_json(&mut text, shape);
         text.extend_from_slice(br#","data_offsets":"#);
-        push_json(&mut text, &[start, start + len]);
+        let end = start.saturating_add(len);
+        push_json(&mut text, &[start, end]);
         text.push(b'}');
-        start += len;
+        start = end;
         if text.len() as u64 > PREFIX_LEN + HEADER_LEN_MAX {
             return Err(text.len() as u64 - PREFIX_LEN);
         }

@@ -4,7 +4,7 @@ use super::View;
 use super::parallel::{RankTensors, ReadConfig};
 use super::select::select;
 use crate::catalog::{Catalog, Projected, ProjectedFrom};
-use crate::error::Fault;
+use crate::error::{ErrorKind, Fault};
 
 impl View {
     /// Whether its tensors are those of the source, under their names.
@@ -20,8 +20,27 @@ impl View {
     /// `read_config` is called if a rule needs `config.json`.
     ///
     /// # Errors
-    /// `view` if a rule does not fit the catalog, and the errors of `Catalog::project`.
+    /// `view` if a rule does not fit the catalog, `overflow` if the tensors of the view have 2^63
+    /// bytes or more, and the errors of `Catalog::project`.
     pub(crate) fn project(
+        &self,
+        catalog: &Catalog,
+        read_config: ReadConfig<'_>,
+    ) -> Result<Catalog, Fault> {
+        let catalog = self.project_unchecked(catalog, read_config)?;
+        // Sums of lengths of tensors do not overflow then, in a file or in a load.
+        if i64::try_from(catalog.data_len()).is_err() {
+            let message = format!(
+                "the tensors have {} bytes or more in all, tensorfs takes checkpoints and views of \
+                 less than 2^63; check the shapes in the headers",
+                catalog.data_len()
+            );
+            return Err(Fault::new(ErrorKind::Overflow, message));
+        }
+        Ok(catalog)
+    }
+
+    fn project_unchecked(
         &self,
         catalog: &Catalog,
         read_config: ReadConfig<'_>,

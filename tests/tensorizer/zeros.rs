@@ -1,7 +1,7 @@
 //! Tensors of which a file has the shape only.
 
 use tensorfs::internal::format::tensorizer::parse_file;
-use tensorfs::{Dtype, ErrorKind};
+use tensorfs::{Checkpoint, Dtype, ErrorKind};
 
 use super::written::{StoredTensor, TensorizerFile};
 use super::{ZEROS_START, check, read, versioned};
@@ -56,5 +56,26 @@ fn tensors_without_data_pass_2_to_the_62_bytes_in_no_file() {
         let fault = file(&sizes).unwrap_err();
         assert_eq!(fault.kind, ErrorKind::Overflow, "{sizes:?}");
         assert!(fault.message.contains("pass 4611686018427387904 bytes; save"), "{fault}");
+    }
+}
+
+#[test]
+fn a_checkpoint_of_2_to_the_63_bytes_is_refused_though_each_of_its_files_is_read() {
+    let half = (1_u64 << 61) - 64;
+    // The lengths of five files pass 2^64.
+    for (count, is_good) in [(1, true), (2, false), (5, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        for number in 1..=count {
+            let metas = [2 * number, 2 * number + 1];
+            let metas = metas.map(|n| meta(&format!("m{n}"), "|u1", &[half]));
+            let file = TensorizerFile { tensors: metas.to_vec(), ..versioned() };
+            let name = format!("m-{number:05}-of-{count:05}.tensors");
+            std::fs::write(folder.path().join(name), file.bytes()).unwrap();
+        }
+        let opened = Checkpoint::open(folder.path());
+        assert_eq!(opened.is_ok(), is_good, "{count}");
+        let Err(error) = opened else { continue };
+        assert_eq!(error.kind(), ErrorKind::Overflow, "{error}");
+        assert!(error.to_string().contains("less than 2^63; check the shapes"), "{error}");
     }
 }

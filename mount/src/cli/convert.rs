@@ -130,7 +130,8 @@ impl Conversion<'_> {
         hash: OnBytes<'_>,
         write: impl FnOnce(&mut Watch<'_>) -> tensorfs::Result<()>,
     ) -> Result<(), Failure> {
-        let bar = bar(self.args.progress, if self.args.verify { 2 * bytes } else { bytes });
+        let bar =
+            bar(self.args.progress, if self.args.verify { bytes.saturating_mul(2) } else { bytes });
         let mut progress = |bytes| {
             bar.inc(bytes);
             check_stopped()
@@ -185,7 +186,7 @@ impl Conversion<'_> {
         };
         let files = specs.iter().map(|spec| TensorizerFile::new(&checkpoint, spec, key));
         let files = files.collect::<tensorfs::Result<Vec<TensorizerFile>>>()?;
-        let bytes = files.iter().map(TensorizerFile::len).sum();
+        let bytes = files.iter().map(TensorizerFile::len).fold(0, u64::saturating_add);
         let written = WrittenFiles { files: files.len(), bytes, digest: None };
         let options = self.write_options();
         if let [file] = files.as_slice() {

@@ -15,7 +15,7 @@ use tensorfs::internal::error::{real_name, shown_path};
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, printable};
 use super::sources::{one_checkpoint, query_options};
-use super::stopping::{check_stopped, stop_on_signals};
+use super::stopping::{check_reading_stopped, stop_on_signals};
 use super::verify::bar;
 
 /// One of the two checkpoints.
@@ -120,20 +120,22 @@ fn compare_bytes(
     copier: &Copier,
     progress: args::When,
 ) -> Result<(), Failure> {
-    let stored_once = |pair: &Pair| {
+    let is_known_same = |pair: &Pair| {
         let old = first.checkpoint.catalog().tensor_at(pair.first);
         let new = second.checkpoint.catalog().tensor_at(pair.second);
-        is_stored_once((&first.checkpoint, &old), (&second.checkpoint, &new))
+        let are_zeros = zeros_of(&old).is_some_and(|zeros| zeros_of(&new) == Some(zeros));
+        are_zeros || is_stored_once((&first.checkpoint, &old), (&second.checkpoint, &new))
     };
     let (mut old_wanted, mut new_wanted) = (Vec::new(), Vec::new());
     for pair in found.pairs.iter_mut().filter(|pair| pair.same_shape && pair.same_dtype) {
-        if stored_once(pair) {
+        if is_known_same(pair) {
             pair.same_bytes = Some(true);
         } else {
             old_wanted.push(pair.first);
             new_wanted.push(pair.second);
         }
     }
+    found.find_renamed_zeros(first, second);
     let forms = |side: &DiffSide, positions: &[usize]| -> Vec<Form> {
         positions.iter().map(|&at| form_of(&side.checkpoint.catalog().tensor_at(at))).collect()
     };
@@ -150,7 +152,7 @@ fn compare_bytes(
     let bar = bar(progress, first.unknown(&old_wanted) + second.unknown(&new_wanted));
     let mut advance = |bytes| {
         bar.inc(bytes);
-        check_stopped()
+        check_reading_stopped()
     };
     found.read = first.hash(copier, &old_wanted, &mut advance)?;
     found.read += second.hash(copier, &new_wanted, &mut advance)?;
@@ -160,8 +162,14 @@ fn compare_bytes(
             pair.same_bytes = Some(second.digests.get(&pair.second) == Some(old));
         }
     }
-    found.find_renamed(first, second, (&gone, &added));
+    found.find_renamed(first, second);
     Ok(())
+}
+
+/// The type that the elements of a tensor are cast from, if no shard holds any of them. Tensors of one
+/// form and one such type have the same bytes.
+fn zeros_of(tensor: &Tensor<'_>) -> Option<Dtype> {
+    (tensor.len > 0 && tensor.is_stored_zeros()).then_some(tensor.stored)
 }
 
 /// Whether both tensors are the same bytes of the same files, as hard links and links are.
@@ -209,27 +217,40 @@ impl DiffSide {
 }
 
 impl Difference {
+    /// Takes tensors that no shard holds from `gone` and `added`, where their bytes are the same.
+    fn find_renamed_zeros(&mut self, first: &DiffSide, second: &DiffSide) {
+        let key = |side: &DiffSide, position: usize| {
+            let tensor = side.checkpoint.catalog().tensor_at(position);
+            zeros_of(&tensor).map(|stored| (form_of(&tensor), stored))
+        };
+        self.take_renamed(|old| key(first, old), |new| key(second, new));
+    }
+
     /// Takes tensors of equal form and bytes from `gone` and `added`. A tensor without bytes is
     /// like any other of its form, so it counts as gone and added.
-    fn find_renamed(
-        &mut self,
-        first: &DiffSide,
-        second: &DiffSide,
-        (gone, added): (&[usize], &[usize]),
-    ) {
+    fn find_renamed(&mut self, first: &DiffSide, second: &DiffSide) {
         let key = |side: &DiffSide, position: usize| {
             let tensor = side.checkpoint.catalog().tensor_at(position);
             let digests = side.digests.get(&position).filter(|digests| !digests.is_empty());
             digests.map(|digests| (form_of(&tensor), digests.clone()))
         };
-        let mut by_content: HashMap<_, Vec<usize>> = HashMap::new();
-        for &position in added.iter().rev() {
-            if let Some(key) = key(second, position) {
+        self.take_renamed(|old| key(first, old), |new| key(second, new));
+    }
+
+    /// Takes tensors of equal keys from `gone` and `added`, in the order of their positions.
+    fn take_renamed<K: Eq + std::hash::Hash>(
+        &mut self,
+        old_key: impl Fn(usize) -> Option<K>,
+        new_key: impl Fn(usize) -> Option<K>,
+    ) {
+        let mut by_content: HashMap<K, Vec<usize>> = HashMap::new();
+        for &position in self.added.iter().rev() {
+            if let Some(key) = new_key(position) {
                 by_content.entry(key).or_default().push(position);
             }
         }
-        for &position in gone {
-            let same = key(first, position).and_then(|key| by_content.get_mut(&key)?.pop());
+        for &position in &self.gone {
+            let same = old_key(position).and_then(|key| by_content.get_mut(&key)?.pop());
             self.renamed.extend(same.map(|same| (position, same)));
         }
         self.gone.retain(|position| self.renamed.iter().all(|(old, _)| old != position));

@@ -1,4 +1,4 @@
-//! How a command that writes files is stopped: it cleans up first.
+//! How a command that takes long is stopped: it cleans up first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -29,13 +29,22 @@ pub(super) fn stop_on_signals() {
     });
 }
 
-/// Fails once the command was told to stop.
+/// Fails once the command was told to stop. It writes files, and leaves none of them.
 ///
 /// # Errors
 /// `Error::Cancelled`.
 pub(super) fn check_stopped() -> Result<()> {
-    if STOPPED.load(Ordering::Relaxed) {
-        return Err(Error::cancelled("stopped; nothing is left of the new files"));
-    }
-    Ok(())
+    fail_if_stopped("stopped; nothing is left of the new files")
+}
+
+/// Fails once the command was told to stop. It writes no files.
+///
+/// # Errors
+/// `Error::Cancelled`.
+pub(super) fn check_reading_stopped() -> Result<()> {
+    fail_if_stopped("stopped before all was read")
+}
+
+fn fail_if_stopped(message: &str) -> Result<()> {
+    if STOPPED.load(Ordering::Relaxed) { Err(Error::cancelled(message)) } else { Ok(()) }
 }

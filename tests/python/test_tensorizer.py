@@ -1,5 +1,7 @@
 """Tensorizer files as sources: which files form a set, what is shown of them, and what is refused."""
 
+import itertools
+import mmap
 import os
 import shutil
 
@@ -9,7 +11,7 @@ import safetensors.numpy
 import checkpoints
 import oracle
 from manifest import by_id
-from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files
+from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files, wait_until
 from reading import raw_summary, summary
 from tensorizer_files import Stored, file_of, write_long
 
@@ -264,6 +266,75 @@ class Meta(TestCase):
             self.assert_refused(outcome)
             self.assertRegex(outcome.stderr, r"takes \d+ bytes|bytes are free|free")
             self.assertEqual([entry.name for entry in self.tmp.iterdir() if entry.name.startswith(".") or entry.name == "out"], [])
+
+    def test_zeros_that_a_cast_changes_are_written(self):
+        path = self.tmp / "scales.tensors"
+        path.write_bytes(file_of([Stored.of("scales", "F8_E8M0", [99], b"")], version=5))
+        for word, suffix in (("tensorizer", "tensors"), ("safetensors", "safetensors")):
+            out = self.tmp / f"out.{suffix}"
+            self.assert_done(tensorfs("convert", path, out, "--to", word, "-o", "dtype=f32"))
+            back = self.tmp / f"back_{suffix}.safetensors"
+            self.assert_done(tensorfs("convert", out, back, "--to", "safetensors"))
+            found = safetensors.numpy.load_file(back)["scales"]
+            np.testing.assert_array_equal(found, np.full(99, 2.0**-127, np.float32))
+
+    def test_page_faults_in_a_tensor_of_a_tebibyte_put_none_of_its_zeros_into_the_page_cache(self):
+        path = self.tmp / "huge.tensors"
+        huge = Stored.of("huge", "U8", [2**40], b"", is_long=True)
+        length = 2**24
+        real = Stored.of("real", "U8", [length], checkpoints.random_bytes(1, length))
+        path.write_bytes(file_of([huge, real], version=5))
+        with Mount(path) as m, open(m.path / "huge.safetensors", "rb") as file:
+            header = oracle.read_header_of(m.path / "huge.safetensors")
+            start = {name: header.data_start + header.tensors[name]["data_offsets"][0] for name in ("huge", "real")}
+            self.assertEqual(start["real"] % 4096, 0)
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                mapped.madvise(mmap.MADV_RANDOM)
+                for page in range(1000):
+                    self.assertEqual(mapped[start["huge"] + page * 2**22], 0)
+                # One thread stores tensors, in the order in which they are noticed.
+                pages = iter(range(0, length, 4096))
+
+                def is_stored():
+                    for page in itertools.islice(pages, 64):
+                        self.assertEqual(mapped[start["real"] + page], real.data[page])
+                    return self.stored_bytes(m) >= length
+
+                wait_until(is_stored, 30, "a tensor is stored")
+            self.assertEqual(self.stored_bytes(m), length)
+
+    def stored_bytes(self, m):
+        return tensorfs("status", m.path, "--json").json()[0]["counters"]["stored_bytes"]
+
+    def test_copies_are_compared_without_reading_their_zeros(self):
+        for name, names in (("a", ["huge", "long"]), ("b", ["huge", "long"]), ("c", ["huge", "other"])):
+            metas = [Stored.of(name, "U8", [2**40], b"", is_long=True) for name in names]
+            real = Stored.of("real", "F32", [2], bytes(range(8)))
+            (self.tmp / f"{name}.tensors").write_bytes(file_of([*metas, real], version=5))
+        a, b, c = (self.tmp / f"{name}.tensors" for name in "abc")
+        self.assert_done(tensorfs("diff", a, b))
+        outcome = tensorfs("diff", a, c, "--json")
+        self.assertEqual(outcome.code, 1, outcome.stderr)
+        renamed = [(tensor["name"], tensor["new_name"]) for tensor in outcome.json()["renamed"]]
+        self.assertEqual((renamed, outcome.json()["bytes_read"]), ([("long", "other")], 16))
+
+    def test_a_checkpoint_of_more_bytes_than_a_file_can_have_is_refused_in_commands_and_in_a_mount(self):
+        folder = self.tmp / "tree" / "src"
+        folder.mkdir(parents=True)
+        shutil.copy(self.file, self.tmp / "tree" / "good.tensors")
+        for number in range(1, 6):
+            metas = [Stored.of(f"m{number}.{n}", "U8", [2**61 - 64], b"", is_long=True) for n in "ab"]
+            (folder / f"m-{number:05}-of-00005.tensors").write_bytes(file_of(metas, version=5))
+        out = self.tmp / "out.safetensors"
+        for command in (["ls", folder], ["verify", folder], ["inspect", folder], ["load", folder], ["diff", folder, folder],
+                        ["convert", folder, out, "--to", "safetensors"], ["consolidate", folder, self.tmp / "out"]):
+            outcome = tensorfs(*command)
+            self.assertNotEqual(outcome.code, 0, command)
+            self.assertIn("less than 2^63; check the shapes", outcome.stderr, command)
+        with Mount(folder.parent) as m:
+            self.assertEqual(visible_files(m.path / "src"), ["TENSORFS-ERROR.txt"])
+            self.assertIn("overflow", (m.path / "src" / "TENSORFS-ERROR.txt").read_text())
+            self.assertIn("good.safetensors", visible_files(m.path))
 
 
 class Commands(TestCase):

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use serde_json::Value;
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::format::ShardDescription;
-use tensorfs::internal::format::tensorizer::parse_file;
+use tensorfs::internal::format::tensorizer::{hashes, parse_file};
 use tensorfs::internal::open_options::{OpenOptions, Prefer};
 use tensorfs::{Dtype, ErrorKind, SetKind};
 
@@ -178,11 +178,22 @@ fn entries_in_another_order_than_the_data_are_the_same_file() {
 }
 
 #[test]
-fn a_header_may_have_several_hashes_of_a_kind() {
+fn a_header_may_repeat_a_hash_with_its_value() {
     let mut file = plain();
-    file.tensors[0].hashes =
-        (0..100).map(|n| (n % 2, vec![n; 4 + 28 * (n as usize % 2)])).collect();
-    assert!(parse_file(&file.bytes()).is_ok());
+    let hash = |n: u8| (n % 2, vec![7; 4 + 28 * usize::from(n % 2)]);
+    file.tensors[0].hashes = (0..255).map(hash).collect();
+    let hashed = hashes(&mut file.bytes().as_slice()).unwrap().unwrap();
+    let found = &hashed[0].hashes;
+    assert_eq!((found.crc32, found.sha256), (Some([7; 4]), Some([7; 32])));
+    let lens: Vec<u64> = found.places().map(|place| place.end - place.start).collect();
+    assert_eq!((lens.len(), &lens[..3]), (255, [4, 32, 4].as_slice()));
+    for (changed, name) in [(254, "CRC32"), (253, "SHA-256")] {
+        let mut file = file.clone();
+        file.tensors[0].hashes[changed].1[3] = 8;
+        let fault = parse_file(&file.bytes()).unwrap_err();
+        assert_eq!(fault.kind, ErrorKind::HeaderDecode, "{fault}");
+        assert!(fault.message.contains(&format!("a second {name} has another value")), "{fault}");
+    }
 }
 
 #[test]

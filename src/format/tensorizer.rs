@@ -44,6 +44,9 @@ const TENSOR_HEADER_LEN_MAX: u64 = 256 << 10;
 /// The zeros of a meta tensor begin at a multiple of this.
 const ZEROS_ALIGN: u64 = 64;
 
+/// Bytes in front of the value of a hash: its type and its length.
+const HASH_PREFIX_LEN: u64 = 2;
+
 /// Bytes of the mark after the last tensor.
 const END_MARK_LEN: u64 = 8;
 
@@ -72,8 +75,8 @@ struct StoredTensor {
     data: Range<u64>,
     /// First of its zeros, behind the file, if it is a meta tensor: a shape without data.
     zeros: Option<u64>,
-    /// Empty if the hashes are not kept.
-    hashes: Vec<HeaderHash>,
+    /// None if the hashes are not kept.
+    hashes: HeaderHashes,
     /// `None` if its data is not encrypted.
     encryption: Option<Encryption>,
     /// The bytes of the header that say how it is encrypted; empty in a file without encryption.
@@ -100,19 +103,39 @@ pub struct HashedTensor {
     pub range: Range<u64>,
     /// Bytes among them that are left out: those that say how the tensor is encrypted.
     pub left_out: Range<u64>,
-    /// The hashes, by their place.
-    pub hashes: Vec<HeaderHash>,
+    /// The hashes.
+    pub hashes: HeaderHashes,
 }
 
-/// A hash in the header of a tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HeaderHash {
-    /// Its kind.
-    pub kind: HashKind,
-    /// Its value: 4 bytes, little-endian, or 32.
-    pub value: Vec<u8>,
-    /// First byte of the value in the file.
-    pub start: u64,
+/// The hashes in the header of a tensor, with one value of each kind: a header may repeat a hash up
+/// to 255 times.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeaderHashes {
+    /// CRC32, little-endian.
+    pub crc32: Option<[u8; 4]>,
+    /// SHA-256.
+    pub sha256: Option<[u8; 32]>,
+    /// The kinds of all hashes, in the order of their bytes.
+    kinds: Box<[HashKind]>,
+    /// First byte in the file of the first hash: its type.
+    start: u64,
+}
+
+impl HeaderHashes {
+    /// The bytes of the file that hold the values of all hashes, in their order.
+    pub fn places(&self) -> impl Iterator<Item = Range<u64>> {
+        let mut end = self.start;
+        self.kinds.iter().map(move |kind| {
+            let start = end + HASH_PREFIX_LEN;
+            end = start + kind.value_len() as u64;
+            start..end
+        })
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.kinds.is_empty()
+    }
 }
 
 /// The kind of a hash in the header of a tensor.
@@ -122,6 +145,24 @@ pub enum HashKind {
     Crc32,
     /// SHA-256.
     Sha256,
+}
+
+impl HashKind {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            HashKind::Crc32 => "CRC32",
+            HashKind::Sha256 => "SHA-256",
+        }
+    }
+
+    /// Length in bytes of a value.
+    fn value_len(self) -> usize {
+        match self {
+            HashKind::Crc32 => 4,
+            HashKind::Sha256 => 32,
+        }
+    }
 }
 
 /// The fixed head of a file.
@@ -333,7 +374,7 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
         reader.read_exact_at(entry.header_start, &mut header)?;
         let mut tensor = stored(entry, &header, &head).map_err(named)?;
         if !keep_hashes {
-            tensor.hashes = Vec::new();
+            tensor.hashes = HeaderHashes::default();
         }
         if tensor.is_meta() {
             zeros_end = tensor.give_zeros(zeros_end).map_err(named)?;

@@ -1,12 +1,14 @@
 """`tensorfs diff`: which tensors of two checkpoints differ, with the exit status of diff(1)."""
 
 import os
+import signal
+import subprocess
 
 import numpy as np
 
 import checkpoints
 from manifest import by_id
-from mounts import Mount, TestCase, tensorfs
+from mounts import BIN, Mount, TestCase, tensorfs
 
 
 def save(folder, tensors):
@@ -110,6 +112,20 @@ class Diff(TestCase):
         found = self.diff(self.a, b, "--headers", code=0)
         self.assertFalse(found["bytes_compared"])
         self.diff(self.a, b, code=1)
+
+    def test_a_comparison_that_is_stopped_says_so(self):
+        header = b'{"t":{"dtype":"U8","shape":[4000000000],"data_offsets":[0,4000000000]}}'
+        for path in (self.tmp / "x.safetensors", self.tmp / "y.safetensors"):
+            path.write_bytes(len(header).to_bytes(8, "little") + header)
+            os.truncate(path, 8 + len(header) + 4_000_000_000)
+        words = [BIN, "diff", self.tmp / "x.safetensors", self.tmp / "y.safetensors", "--progress"]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE)
+        self.assertTrue(process.stderr.read(1), "no progress")
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=60)[1].decode()
+        self.assertEqual(process.returncode, 2, error)
+        self.assertIn("stopped before all was read", error)
+        self.assertNotIn("new files", error)
 
     def test_trouble_has_the_status_two(self):
         for words in ((self.a, self.tmp / "none"), (self.tmp / "none", self.a), (self.a,),

@@ -1,9 +1,12 @@
 """Tensorizer files as sources: which files form a set, what is shown of them, and what is refused."""
 
+import dataclasses
 import itertools
 import mmap
 import os
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import safetensors.numpy
@@ -13,7 +16,7 @@ import oracle
 from manifest import by_id
 from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files, wait_until
 from reading import raw_summary, summary
-from tensorizer_files import Stored, file_of, write_long
+from tensorizer_files import Stored, file_of, header_of, write_long
 
 
 def numbered(folder, count, dtype="BF16"):
@@ -430,6 +433,18 @@ class Commands(TestCase):
         out = self.tmp / "shown.safetensors"
         self.assert_done(tensorfs("convert", path, out, "--to", "safetensors", "--force"))
         return out
+
+    def test_a_hash_that_a_header_repeats_counts_once(self):
+        path, data = self.tmp / "repeated.tensors", bytes(range(64))
+        empty = Stored.of("w", "U8", [64], data, hashes=[(0, bytes(4))] * 255)
+        crc = struct.pack("<I", zlib.crc32(header_of(empty) + data))
+        for last, changed, word in ((crc, data, None), (crc, bytes(64), "hash_mismatch"), (bytes(4), data, "header_decode")):
+            hashes = [*[(0, crc)] * 254, (0, last)]
+            path.write_bytes(file_of([dataclasses.replace(empty, hashes=hashes, data=changed)]))
+            outcome = tensorfs("verify", path, "--json", "--index-dir", "none")
+            self.assertEqual((outcome.code, outcome.json()["class"]), (int(word is not None), word), outcome.stderr)
+            if word is None:
+                self.assertEqual(outcome.json()["sets"][0]["header_hashes_compared"], 1)
 
     def test_a_file_without_hashes_is_verified_without_them(self):
         path = self.tmp / "plain.tensors"

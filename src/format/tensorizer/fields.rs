@@ -6,7 +6,7 @@ use crate::error::{ErrorKind, Fault};
 
 use super::crypt::Encryption;
 use super::entries::ListedTensor;
-use super::{HashKind, HeaderHash};
+use super::{HashKind, HeaderHashes};
 
 /// Shortest header of a tensor in bytes: its length, module, type, a name and a dtype of one byte
 /// each, no dimensions, no hashes, the length of the data.
@@ -14,9 +14,6 @@ pub(super) const TENSOR_HEADER_LEN_MIN: u64 = 8 + 2 + 1 + 3 + 2 + 1 + 3 + DATA_L
 
 /// Bytes of the length of the data, the last field of a header.
 const DATA_LEN_LEN: u64 = 8;
-
-/// Types of hashes with the length of their values in bytes.
-const HASHES: [(u8, usize, HashKind); 2] = [(0, 4, HashKind::Crc32), (1, 32, HashKind::Sha256)];
 
 /// Reads fields one after another, never beyond their end.
 pub(super) struct Fields<'a> {
@@ -117,7 +114,7 @@ impl<'a> Fields<'a> {
 
 /// The fields of a header that its entry does not have.
 pub(super) struct HeaderExtras {
-    pub(super) hashes: Vec<HeaderHash>,
+    pub(super) hashes: HeaderHashes,
     pub(super) encryption: Option<Encryption>,
     /// The bytes of the file that say how the tensor is encrypted.
     pub(super) encryption_bytes: Range<u64>,
@@ -182,28 +179,41 @@ pub(super) fn compare(
     Ok(HeaderExtras { hashes, encryption, encryption_bytes })
 }
 
-fn hashes_of(fields: &mut Fields<'_>) -> Result<Vec<HeaderHash>, Fault> {
+fn hashes_of(fields: &mut Fields<'_>) -> Result<HeaderHashes, Fault> {
     let start = fields.start + fields.read as u64 + 2;
     let section = fields.bytes_16("the hashes")?;
     let mut parts = Fields::new(section, start);
-    let mut hashes = Vec::new();
-    for _ in 0..parts.u8("the number of hashes")? {
+    let count = parts.u8("the number of hashes")?;
+    let mut hashes = HeaderHashes { start: start + parts.read as u64, ..HeaderHashes::default() };
+    let mut kinds = Vec::with_capacity(usize::from(count));
+    for _ in 0..count {
         let code = parts.u8("the type of a hash")?;
         let value = parts.bytes_8("a hash")?;
-        let known = |(known, len, _): &&(u8, usize, _)| *known == code && *len == value.len();
-        let Some(&(_, len, kind)) = HASHES.iter().find(known) else {
-            let message = format!(
-                "a hash has the type {code} and {} bytes, 0 with 4 or 1 with 32 expected",
-                value.len()
-            );
-            return Err(parts.bad(&message));
+        let (kind, is_same) = match (code, value.len()) {
+            (0, 4) => (HashKind::Crc32, keep_one(&mut hashes.crc32, value)),
+            (1, 32) => (HashKind::Sha256, keep_one(&mut hashes.sha256, value)),
+            (_, len) => {
+                let message = format!(
+                    "a hash has the type {code} and {len} bytes, 0 with 4 or 1 with 32 expected"
+                );
+                return Err(parts.bad(&message));
+            }
         };
-        let start = start + (parts.read - len) as u64;
-        hashes.push(HeaderHash { kind, value: value.to_vec(), start });
+        if !is_same {
+            return Err(parts.bad(&format!("a second {} has another value", kind.name())));
+        }
+        kinds.push(kind);
     }
     if parts.read != section.len() {
         let message = format!("{} bytes follow the last hash", section.len() - parts.read);
         return Err(parts.bad(&message));
     }
+    hashes.kinds = kinds.into();
     Ok(hashes)
+}
+
+/// Keeps the first value of a kind of hash. Returns whether `value` is equal to it.
+fn keep_one<const N: usize>(kept: &mut Option<[u8; N]>, value: &[u8]) -> bool {
+    let Ok(value) = value.try_into() else { return false };
+    *kept.get_or_insert(value) == value
 }

@@ -76,7 +76,7 @@ struct StoredTensor {
     /// First of its zeros, behind the file, if it is a meta tensor: a shape without data.
     zeros: Option<u64>,
     /// None if the hashes are not kept.
-    hashes: HeaderHashes,
+    hashes: KeptHashes,
     /// `None` if its data is not encrypted.
     encryption: Option<Encryption>,
     /// The bytes of the header that say how it is encrypted; empty in a file without encryption.
@@ -104,13 +104,13 @@ pub struct HashedTensor {
     /// Bytes among them that are left out: those that say how the tensor is encrypted.
     pub left_out: Range<u64>,
     /// The hashes.
-    pub hashes: HeaderHashes,
+    pub hashes: KeptHashes,
 }
 
 /// The hashes in the header of a tensor, with one value of each kind: a header may repeat a hash up
 /// to 255 times.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HeaderHashes {
+pub struct KeptHashes {
     /// CRC32, little-endian.
     pub crc32: Option<[u8; 4]>,
     /// SHA-256.
@@ -121,7 +121,7 @@ pub struct HeaderHashes {
     start: u64,
 }
 
-impl HeaderHashes {
+impl KeptHashes {
     /// The bytes of the file that hold the values of all hashes, in their order.
     pub fn places(&self) -> impl Iterator<Item = Range<u64>> {
         let mut end = self.start;
@@ -374,7 +374,7 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
         reader.read_exact_at(entry.header_start, &mut header)?;
         let mut tensor = stored(entry, &header, &head).map_err(named)?;
         if !keep_hashes {
-            tensor.hashes = HeaderHashes::default();
+            tensor.hashes = KeptHashes::default();
         }
         if tensor.is_meta() {
             zeros_end = tensor.give_zeros(zeros_end).map_err(named)?;

@@ -35,8 +35,8 @@ pub(super) struct Storms {
 }
 
 impl Storms {
-    /// Returns the tensor that is requested page by page, when that is first noticed. Of a longer
-    /// tensor than `PUSH_LEN_MAX`, returns a part of that length which has the request.
+    /// Returns the tensor that is requested page by page, when that is first noticed. If
+    /// it is longer than `PUSH_LEN_MAX`, returns the part of that length which has the request.
     pub(super) fn push(
         &mut self,
         request: &Request,

@@ -6,7 +6,7 @@ use crate::error::{ErrorKind, Fault};
 
 use super::crypt::Encryption;
 use super::entries::ListedTensor;
-use super::{HashKind, HeaderHashes};
+use super::{HashKind, KeptHashes};
 
 /// Shortest header of a tensor in bytes: its length, module, type, a name and a dtype of one byte
 /// each, no dimensions, no hashes, the length of the data.
@@ -114,7 +114,7 @@ impl<'a> Fields<'a> {
 
 /// The fields of a header that its entry does not have.
 pub(super) struct HeaderExtras {
-    pub(super) hashes: HeaderHashes,
+    pub(super) hashes: KeptHashes,
     pub(super) encryption: Option<Encryption>,
     /// The bytes of the file that say how the tensor is encrypted.
     pub(super) encryption_bytes: Range<u64>,
@@ -179,12 +179,12 @@ pub(super) fn compare(
     Ok(HeaderExtras { hashes, encryption, encryption_bytes })
 }
 
-fn hashes_of(fields: &mut Fields<'_>) -> Result<HeaderHashes, Fault> {
+fn hashes_of(fields: &mut Fields<'_>) -> Result<KeptHashes, Fault> {
     let start = fields.start + fields.read as u64 + 2;
     let section = fields.bytes_16("the hashes")?;
     let mut parts = Fields::new(section, start);
     let count = parts.u8("the number of hashes")?;
-    let mut hashes = HeaderHashes { start: start + parts.read as u64, ..HeaderHashes::default() };
+    let mut hashes = KeptHashes { start: start + parts.read as u64, ..KeptHashes::default() };
     let mut kinds = Vec::with_capacity(usize::from(count));
     for _ in 0..count {
         let code = parts.u8("the type of a hash")?;

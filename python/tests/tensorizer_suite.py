@@ -19,16 +19,6 @@ from tensorfs.compat import tensorizer as ours
 LEFT_OUT = ("s3", "redis", "large_unbuffered")
 
 
-class NoEncryption:
-    """Stands for what encrypts files: its tests are errors."""
-
-    @classmethod
-    def random(cls):
-        raise NotImplementedError("tensorfs writes files without encryption")
-
-    from_string = random
-
-
 class Tokenizer:
     """Numbers in place of words, which random weights would not understand."""
 
@@ -46,10 +36,8 @@ def stand_in():
     for name in ("serialization", "stream_io", "torch_compat", "utils"):
         sys.modules[f"tensorizer.{name}"] = getattr(ours, name)
     sys.modules["tensorizer"] = ours
-    # The tests of encryption write their files, so they are left out.
-    sys.modules["tensorizer._crypt"] = types.SimpleNamespace(available=False)
+    sys.modules["tensorizer._crypt"] = types.SimpleNamespace(available=True)
     sys.modules["test_stream_io"] = types.SimpleNamespace(start_redis=None, teardown_redis=None)
-    ours.EncryptionParams = ours.serialization.EncryptionParams = NoEncryption
     # Internal names of the package that tests import.
     ours.serialization.TensorHash = None
     ours.stream_io._s3_default_config_paths = ours.stream_io.default_s3_read_endpoint = ()

@@ -17,6 +17,7 @@ from . import serialization, stream_io
 from .serialization import (
     CryptographyError,
     DecryptionParams,
+    EncryptionParams,
     FilterFuncType,
     HashMismatchError,
     TensorDeserializer,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CryptographyError",
     "DecryptionParams",
+    "EncryptionParams",
     "FilterFuncType",
     "HashMismatchError",
     "TensorDeserializer",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..._errors import DtypeError, error
 from ..._tensorfs import TensorizerWriter
+from ._secrets import EncryptionParams, key_of
 from ._stored import Path, TensorType, shown_name
 from .stream_io import local_path
 
@@ -66,7 +67,7 @@ class TensorSerializer:
     appears whole when this is closed; until then, the file that was there before stays. A file object has to be at its
     first byte, and is closed with this.
 
-    `encryption` is None, because only plain files are written.
+    `encryption` has the key that the data is encrypted with. No plain byte of it is written.
 
     `compress_tensors` changes nothing, as in the tensorizer package. `limit_cpu_concurrency` changes nothing: a fixed
     number of threads makes the hashes.
@@ -77,13 +78,12 @@ class TensorSerializer:
         file_obj: Any,
         compress_tensors: bool = False,
         *,
-        encryption: None = None,
+        encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
     ) -> None:
         self._writer: TensorizerWriter | None = None
         self._file: Any = None
-        if encryption is not None:
-            raise TypeError("encryption: tensorfs writes files without encryption only; leave it out")
+        key, derivation = key_of(encryption)
         if limit_cpu_concurrency is not None and operator.index(limit_cpu_concurrency) < 1:
             raise ValueError(f"limit_cpu_concurrency={limit_cpu_concurrency}: expected a number from 1 on, or None")
         self._names: dict[str, Path] = {}
@@ -95,11 +95,11 @@ class TensorSerializer:
             folder = os.path.dirname(path)
             if folder:
                 os.makedirs(folder, exist_ok=True)
-            self._writer = TensorizerWriter(path)
+            self._writer = TensorizerWriter(path, key=key, derivation=derivation)
             return
         self._file = io.FileIO(os.dup(file_obj), "wb") if _is_descriptor(file_obj) else file_obj
         _check_file_object(self._file)
-        self._writer = TensorizerWriter(file=self._file)
+        self._writer = TensorizerWriter(file=self._file, key=key, derivation=derivation)
 
     @property
     def total_tensor_bytes(self) -> int:

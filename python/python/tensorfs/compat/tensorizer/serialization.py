@@ -16,7 +16,7 @@ from . import _hashes
 from ._device import Device
 from ._hashes import HashMismatchError
 from ._saving import TensorSerializer
-from ._secrets import CryptographyError, DecryptionParams, cryptography_errors, secret_of
+from ._secrets import CryptographyError, DecryptionParams, EncryptionParams, cryptography_errors, secret_of
 from ._stored import (
     Entry,
     HashType,
@@ -36,6 +36,7 @@ from .stream_io import LocalSource
 __all__ = [
     "CryptographyError",
     "DecryptionParams",
+    "EncryptionParams",
     "FilterFuncType",
     "HashMismatchError",
     "HashType",

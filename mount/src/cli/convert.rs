@@ -28,6 +28,7 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     stop_on_signals();
     let to = format(args)?;
     let options = query_options(&args.source)?;
+    check_view(to, &options.open.view)?;
     let (settings, files) = (options.settings(), options.open.view.files.clone());
     let key = write_key(args, to)?;
     let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
@@ -52,6 +53,29 @@ fn format(args: &args::ConvertArgs) -> Result<To, Failure> {
              or tensorizer"
         ))
     })
+}
+
+/// Refuses the options of a view that `convert` could not follow.
+fn check_view(to: To, view: &View) -> Result<(), Failure> {
+    let (format, files) = (to.as_str(), &view.files);
+    if view.format != OutputFormat::default() && view.format.as_str() != format {
+        let other = view.format.as_str();
+        return Err(Failure::Usage(format!(
+            "option format={other}: convert writes {format} files here; leave it out"
+        )));
+    }
+    let message = match files {
+        Files::Original => "option layout=original: shows files as they are, and convert writes \
+                            new ones; leave it out"
+            .to_owned(),
+        Files::Single => return Ok(()),
+        _ if to == To::Tensorizer => return Ok(()),
+        _ => format!(
+            "option layout={files}: convert writes one {format} file; leave it out, or write \
+             several files by consolidate -o format={format}"
+        ),
+    };
+    Err(Failure::Usage(message))
 }
 
 /// The key of the new file, if it is encrypted. Reads it, or derives it.

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import struct
 import subprocess
 import time
 
@@ -153,6 +154,24 @@ class Written(TestCase):
             self.assertIn(part, outcome.stderr)
         self.assertEqual(visible_files(self.out.parent), ["m.tensors"])
 
+    def test_options_of_a_view_that_convert_does_not_follow_are_refused(self):
+        source = save(self.tmp / "m.safetensors", [(name, "F32", [200], bytes(800)) for name in ("a", "b")])
+        split = self.tmp / "split.json"
+        split.write_text('{"a": 1, "b": 2}')
+        refused = [(to, "layout=original") for to in ("bintensors", "safetensors", "tensorizer")]
+        for files in ("shards=2", "shards=1000B", f"map={split}"):
+            refused += [(to, f"layout={files}") for to in ("bintensors", "safetensors")]
+        refused += [(to, "format=bintensors") for to in ("safetensors", "tensorizer")]
+        for to, option in refused:
+            with self.subTest(to, option=option):
+                outcome = tensorfs("convert", source, self.out.parent, "--to", to, "-o", option)
+                self.assert_refused(outcome, code=2)
+                self.assert_one_line(outcome)
+                self.assertIn(f"option {option}: ", outcome.stderr)
+                self.assertEqual(os.listdir(self.out.parent), [])
+        for to, option in (("bintensors", "format=bintensors"), ("safetensors", "layout=single")):
+            self.assert_done(tensorfs("convert", source, self.out.parent, "--to", to, "-o", option))
+
     def test_tensors_that_the_format_lacks_are_refused_and_nothing_is_left(self):
         for tensor, part in (
             (("a.b", "F6_E2M3", [4], bytes(3)), "tensorizer has no dtype F6_E2M3"),
@@ -216,6 +235,43 @@ class Written(TestCase):
         self.assertEqual(len(again.read_bytes()), len(data))
         self.assert_written(source, "--key-file", key, "--force")
         self.assertNotEqual(self.out.read_bytes(), data)
+
+    def test_a_passphrase_encrypts_under_a_new_salt_and_only_it_opens_the_file(self):
+        tensors = [tensor for tensor in random_tensors(9) if tensor[3]]
+        source = save(self.tmp / "m.safetensors", tensors)
+        passphrase, bare, other, key = (self.tmp / name for name in ("passphrase", "bare", "other", "key"))
+        passphrase.write_text("p\u00e4ssphrase of words\n")
+        bare.write_text("p\u00e4ssphrase of words")
+        other.write_text("p\u00e4ssphrase of words \n")
+        key.write_bytes(bytes(range(32)))
+        self.assert_written(source, "--passphrase-file", passphrase, "--verify")
+        data = self.out.read_bytes()
+        self.assertTrue(all(tensor[3] not in data for tensor in tensors if len(tensor[3]) > 16))
+        back = self.tmp / "back.tensors"
+        for secret in (passphrase, bare):
+            self.assert_done(tensorfs("convert", self.out, back, "--force", "-o", f"passphrase-file={secret}"))
+            self.assert_same(back.read_bytes(), expected_file(tensors))
+        with Mount(self.out, f"passphrase-file={passphrase}") as m:
+            outcome = tensorfs("diff", source, m.path / "m.safetensors", "--bytes")
+            self.assertEqual((outcome.code, outcome.stderr), (0, ""))
+        none = self.tmp / "none.tensors"
+        for options, kind in (
+            (["-o", f"passphrase-file={other}"], "decrypt_failed"),
+            (["-o", f"key-file={key}"], "decrypt_failed"),
+            ([], "key_required"),
+        ):
+            outcome = tensorfs("convert", self.out, none, *options, "--json")
+            self.assert_refused(outcome)
+            self.assertEqual(outcome.json()["class"], kind)
+            self.assertFalse(none.exists())
+        # Each tensor names the derivation, whose salt is that of the file alone.
+        self.assert_written(source, "--passphrase-file", passphrase, "--force")
+        derivation = struct.pack("<HQQIH", 1, 3, 256 << 20, 2, 16)
+        salts = [
+            {file[match.end() : match.end() + 16] for match in re.finditer(re.escape(derivation), file)}
+            for file in (data, self.out.read_bytes())
+        ]
+        self.assertEqual([len(salts[0]), len(salts[1]), len(salts[0] | salts[1])], [1, 1, 2])
 
     def test_what_cannot_be_encrypted_is_refused_and_nothing_is_left(self):
         key, short = self.tmp / "key", self.tmp / "short"

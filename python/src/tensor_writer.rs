@@ -191,10 +191,10 @@ impl TensorizerWriter {
         key: Option<&[u8]>,
         derivation: Option<(u64, u64, Vec<u8>)>,
     ) -> PyResult<TensorizerWriter> {
-        let derivation = derivation.map(|(ops_limit, mem_limit, salt)| {
-            Ok::<_, PyErr>(KeyDerivation { ops_limit, mem_limit, salt: salt_of(&salt)? })
-        });
-        let key = match (key, derivation.transpose()?) {
+        let derivation = derivation
+            .map(|(ops_limit, mem_limit, salt)| derivation_of(ops_limit, mem_limit, &salt))
+            .transpose()?;
+        let key = match (key, derivation) {
             (Some(key), derivation) => {
                 let bytes = key.try_into().map_err(|_| {
                     let found = key.len();
@@ -319,10 +319,15 @@ impl TensorizerWriter {
     }
 }
 
-fn salt_of(salt: &[u8]) -> PyResult<[u8; SALT_LEN]> {
-    salt.try_into().map_err(|_| {
+/// A derivation whose files can be opened.
+fn derivation_of(ops_limit: u64, mem_limit: u64, salt: &[u8]) -> PyResult<KeyDerivation> {
+    let salt = salt.try_into().map_err(|_| {
         PyValueError::new_err(format!("a salt has {SALT_LEN} bytes, not {}", salt.len()))
-    })
+    })?;
+    let derivation = KeyDerivation { ops_limit, mem_limit, salt };
+    let refused = |what| PyValueError::new_err(format!("the key derivation {what}"));
+    derivation.check().map_err(refused)?;
+    Ok(derivation)
 }
 
 /// The key of a passphrase: Argon2id with these passes, bytes of memory and salt.
@@ -334,7 +339,7 @@ pub(crate) fn derive_key(
     mem_limit: u64,
     salt: Vec<u8>,
 ) -> PyResult<Py<PyBytes>> {
-    let derivation = KeyDerivation { ops_limit, mem_limit, salt: salt_of(&salt)? };
+    let derivation = derivation_of(ops_limit, mem_limit, &salt)?;
     let key = py.detach(|| derivation.derive(&passphrase));
     let key = key.map_err(|fault| PyValueError::new_err(fault.message))?;
     Ok(PyBytes::new(py, key.bytes()).unbind())

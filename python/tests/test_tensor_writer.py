@@ -5,11 +5,11 @@ import os
 
 import numpy as np
 
+import tensorfs
 import tensorfs.numpy
 from package import TestCase
 from tensorfs import _tensorfs
 from tensorizer_files import AREA, Stored, file_of
-
 
 
 class Refusing(io.BytesIO):
@@ -125,3 +125,61 @@ class Writer(TestCase):
         found = tensorfs.numpy.load_file(self.path)
         self.assert_same(found["meta"].tobytes(), bytes(24))
         self.assertEqual(found["long"].shape, (0, 1 << 40))
+
+    def encrypted(self, **secret):
+        """Writes tensors that are not empty, of dtypes that numpy has, and returns their bytes."""
+        full = [0, 2, 4]
+        writer = _tensorfs.TensorizerWriter(path=self.path, **secret)
+        for number in full:
+            writer.write([self.tuples[number]])
+        writer.finish()
+        data = self.path.read_bytes()
+        self.assertTrue(all(self.arrays[number].tobytes() not in data for number in full if self.arrays[number].size > 16))
+        return [self.arrays[number].tobytes() for number in full]
+
+    def opened(self, **secret):
+        with tensorfs.safe_open(self.path, "np", **secret) as f:
+            return [f.get_tensor(name).tobytes() for name in f.offset_keys()]
+
+    def kind(self, **secret):
+        with self.assertRaises(tensorfs.SafetensorError) as caught:
+            self.opened(**secret)
+        return caught.exception.kind
+
+    def test_a_key_encrypts_and_only_it_opens_the_file(self):
+        key = bytes(range(7, 39))
+        expected = self.encrypted(key=key)
+        self.assertEqual(self.opened(key=key), expected)
+        self.assertEqual(self.kind(key=bytes(32)), "decrypt_failed")
+        self.assertEqual(self.kind(passphrase="words"), "key_required")
+        self.assertEqual(self.kind(), "key_required")
+
+    def test_a_derived_key_opens_by_its_passphrase(self):
+        for ops_limit, mem_limit, salt in ((1, 8192, bytes(16)), (2, 100_000, bytes(range(16)))):
+            key = _tensorfs.derive_key("w\u00f6rter".encode(), ops_limit, mem_limit, salt)
+            expected = self.encrypted(key=key, derivation=(ops_limit, mem_limit, salt))
+            for secret in ({"key": key}, {"passphrase": "w\u00f6rter"}, {"passphrase": "w\u00f6rter".encode()}):
+                self.assertEqual(self.opened(**secret), expected)
+            self.assertEqual(self.kind(passphrase="w\u00f6rter "), "decrypt_failed")
+        self.assertEqual(
+            # libsodium derives this key, by crypto_pwhash with 1 pass and 8192 bytes.
+            _tensorfs.derive_key(b"passphrase", 1, 8192, bytes(range(16))).hex(),
+            "fbf7e4ccf0f8866cd1825daa1412c2d48ca7ed8c0afc5e335aab5c73c2bf906f",
+        )
+
+    def test_wrong_keys_and_derivations_are_refused_before_anything_is_written(self):
+        key, salt = bytes(32), bytes(16)
+        for arguments, part in (
+            ({"key": key[1:]}, "a key has 32 bytes, not 31"),
+            ({"key": b""}, "a key has 32 bytes, not 0"),
+            ({"derivation": (1, 8192, salt)}, "takes its key"),
+            ({"key": key, "derivation": (1, 8192, salt[1:])}, "a salt has 16 bytes, not 15"),
+            ({"key": key, "derivation": (0, 8192, salt)}, "0 passes"),
+            ({"key": key, "derivation": (1, 8191, salt)}, "8191 bytes of memory"),
+        ):
+            with self.subTest(part), self.assertRaisesRegex(ValueError, part):
+                _tensorfs.TensorizerWriter(path=self.path, **arguments)
+        self.assertEqual(os.listdir(self.tmp), [])
+        for limits, part in (((0, 8192), "0 passes"), ((1, 8191), "8191 bytes of memory"), ((1, 1 << 40), "bytes of memory")):
+            with self.subTest(part), self.assertRaisesRegex(ValueError, part):
+                _tensorfs.derive_key(b"words", *limits, salt)

@@ -14,6 +14,7 @@ __all__ = [
     "TensorizerWriter",
     "__version__",
     "consolidate",
+    "derive_key",
     "describe",
     "load_indexed",
     "memory_of",
@@ -79,6 +80,8 @@ class TensorizerWriter:
         *,
         entries_len: int = ...,
         overwrite: bool = True,
+        key: bytes | None = None,
+        derivation: tuple[int, int, bytes] | None = None,
     ) -> TensorizerWriter: ...
     def write(self, tensors: list[_NewTensor]) -> None: ...
     def sync(self) -> None: ...
@@ -199,6 +202,7 @@ def consolidate(
     verify: bool,
     secret: tuple[str, bytes] | None = None,
 ) -> tuple[int, int]: ...
+def derive_key(passphrase: bytes, ops_limit: int, mem_limit: int, salt: bytes) -> bytes: ...
 def release_pinned() -> None: ...
 def load_indexed(
     loader: Loader, checkpoint: Checkpoint, position: int, index: Any, make: Callable[[tuple[int, ...]], tuple[Any, int]]

@@ -38,23 +38,19 @@ pub struct KeyDerivation {
 }
 
 impl KeyDerivation {
-    /// Refuses parameters that take too much memory or time. They come from a file.
-    pub(super) fn check(&self) -> Result<(), Fault> {
+    /// Refuses parameters that take too much memory or time.
+    ///
+    /// # Errors
+    /// A limit is too large or too small. The text says which.
+    pub fn check(&self) -> Result<(), String> {
         let &KeyDerivation { ops_limit, mem_limit, .. } = self;
-        let bad = |what: String| {
-            let message = format!(
-                "its key derivation {what}; save it again with other limits, or give its key \
-                 instead of the passphrase"
-            );
-            Err(Fault::new(ErrorKind::HeaderDecode, message))
-        };
         if !(MEM_LIMIT_MIN..=MEM_LIMIT_MAX).contains(&mem_limit) {
-            return bad(format!(
+            return Err(format!(
                 "takes {mem_limit} bytes of memory, {MEM_LIMIT_MIN} to {MEM_LIMIT_MAX} expected"
             ));
         }
         if ops_limit == 0 || ops_limit > WORK_MAX / mem_limit {
-            return bad(format!(
+            return Err(format!(
                 "makes {ops_limit} passes over {mem_limit} bytes of memory, 1 to {} expected",
                 WORK_MAX / mem_limit
             ));
@@ -68,7 +64,14 @@ impl KeyDerivation {
     /// # Errors
     /// A limit is too large, or the memory is not there.
     pub fn derive(&self, passphrase: &[u8]) -> Result<DataKey, Fault> {
-        self.check()?;
+        // The parameters come from a file.
+        self.check().map_err(|what| {
+            let message = format!(
+                "its key derivation {what}; save it again with other limits, or give its key \
+                 instead of the passphrase"
+            );
+            Fault::new(ErrorKind::HeaderDecode, message)
+        })?;
         let no_memory = |_| {
             let message = format!(
                 "its key derivation takes {} bytes of memory, which the system does not give; \

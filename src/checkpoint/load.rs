@@ -79,6 +79,10 @@ impl Unread {
             Ok(detected) => detected,
             Err(fault) => return Ok(Err(fault.clone())),
         };
+        // The headers of an encrypted file may take 64 MiB, so they are read for a secret only.
+        if detected.is_encrypted && secret.is_none() {
+            return Ok(Err(key_required()));
+        }
         let parsed = parse(&self.source, detected)?;
         self.source.check()?;
         let (mut description, hash) = match parsed {
@@ -186,6 +190,13 @@ fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Res
     Ok(OpenShard { source, shard, hash, format })
 }
 
+/// The fault of an encrypted file that no secret is given for.
+fn key_required() -> Fault {
+    let message = "is encrypted; give its key with `key-file=`, or its passphrase with \
+                   `passphrase-file=`";
+    Fault::new(ErrorKind::KeyRequired, message)
+}
+
 /// The decryptor of a file with these encrypted tensors. The key is tried on a piece, so that another
 /// key is refused at once.
 ///
@@ -196,11 +207,7 @@ fn unlock(
     encrypted: Vec<EncryptedTensor>,
     secret: Option<&Secret>,
 ) -> Result<std::result::Result<Decryptor, Fault>> {
-    let Some(secret) = secret else {
-        let message = "is encrypted; give its key with `key-file=`, or its passphrase with \
-                       `passphrase-file=`";
-        return Ok(Err(Fault::new(ErrorKind::KeyRequired, message)));
-    };
+    let Some(secret) = secret else { return Ok(Err(key_required())) };
     let decryptor = match Decryptor::new(encrypted, secret) {
         Ok(decryptor) => decryptor,
         Err(fault) => return Ok(Err(fault)),

@@ -29,7 +29,8 @@ pub type TensorDigests = Vec<Digest>;
 /// The contents of the tensors of a checkpoint.
 pub struct Contents {
     checkpoint: Arc<Checkpoint>,
-    /// Checksums of all shards as they are now; `None` if they are not recorded.
+    /// Checksums of all shards as they are now; `None` if they are not recorded, or if a shard is
+    /// encrypted.
     recorded: Option<Recorded>,
 }
 
@@ -41,14 +42,17 @@ struct ReadStep {
 }
 
 impl Contents {
-    /// The contents of `checkpoint`, with the checksums in the folder `store`.
+    /// The contents of `checkpoint`, with the checksums in the folder `store`. Checksums of encrypted
+    /// shards are those of the stored bytes, which differ with each encryption, so they are left out.
     pub fn new(checkpoint: &Arc<Checkpoint>, store: Option<&Path>) -> Contents {
         let recorded = Recorded::load(store, &checkpoint.directory);
-        let recorded = recorded.admit(checkpoint).is_ok().then_some(recorded);
+        let is_plain = !checkpoint.sources().iter().any(|source| source.is_encrypted());
+        let admitted = is_plain && recorded.admit(checkpoint).is_ok();
+        let recorded = admitted.then_some(recorded);
         Contents { checkpoint: checkpoint.clone(), recorded }
     }
 
-    /// Whether checksums of all shards are recorded.
+    /// Whether checksums of the tensors of all shards are recorded.
     pub fn is_recorded(&self) -> bool {
         self.recorded.is_some()
     }

@@ -49,6 +49,8 @@ pub struct Detected {
     pub format: InputFormat,
     /// Bytes of its description, most of which `parse` holds in memory.
     pub description_len: u64,
+    /// Whether a secret is needed for its tensors.
+    pub is_encrypted: bool,
 }
 
 /// A parsed file, or what is wrong with it. The outer error is a failed read.
@@ -99,7 +101,9 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file_len: u64) -> Result<Det
         }
         InputFormat::Tensorizer => tensorizer::description_len(sniff, file_len)?,
     };
-    Ok(Detected { format, description_len })
+    let is_encrypted =
+        format == InputFormat::Tensorizer && tensorizer::is_encrypted(sniff, file_len);
+    Ok(Detected { format, description_len, is_encrypted })
 }
 
 impl Detected {

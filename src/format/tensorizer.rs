@@ -22,7 +22,7 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START};
 
-use self::crypt::Encryption;
+use self::crypt::{Encryption, SECTIONS_LEN_MAX};
 use self::decryptor::EncryptedTensor;
 use self::entries::ListedTensor;
 use self::fields::HeaderExtras;
@@ -189,6 +189,12 @@ pub fn description_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     FileHead::parse(sniff, file_len).map(|head| HEAD_LEN + head.entries_len)
 }
 
+/// Whether a file that begins with `sniff`, for which `description_len` gives a length, says that its
+/// tensors are encrypted.
+pub fn is_encrypted(sniff: &[u8], file_len: u64) -> bool {
+    FileHead::parse(sniff, file_len).is_ok_and(|head| head.encrypted)
+}
+
 /// Parses a whole file that is already in memory.
 ///
 /// # Errors
@@ -229,6 +235,8 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
             tensors.into_iter().filter_map(|StoredTensor { name, data, encryption, .. }| {
                 Some(EncryptedTensor { name, range: data, encryption: encryption? })
             });
+        // A tensor without data has nothing to decrypt, and no piece to try a key with.
+        let tensors = tensors.filter(|tensor| !tensor.range.is_empty());
         description.encrypted = Some(tensors.collect());
     }
     description.set_numbers(numbers);
@@ -366,6 +374,7 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
     let mut zeros_end = ZEROS_START;
     let mut tensors = Vec::with_capacity(entries.len());
     let mut header = Vec::new();
+    let mut sections_len = 0;
     for entry in entries {
         let name = entry.name.joined.clone();
         let named = |fault: Fault| fault.tensor(&name);
@@ -379,12 +388,27 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
         if tensor.is_meta() {
             zeros_end = tensor.give_zeros(zeros_end).map_err(named)?;
         }
+        sections_len += tensor.encryption_bytes.end - tensor.encryption_bytes.start;
+        check_sections(sections_len).map_err(named)?;
         end = tensor.data.end;
         before = "the data of the tensor before";
         tensors.push(tensor);
     }
     let end_mark = read_end_mark(reader, end, file_len)?;
     Ok(StoredFile { encrypted: head.encrypted, tensors, end_mark })
+}
+
+/// Refuses a tensor with which the sections of a file about encryption pass their limit.
+fn check_sections(sections_len: u64) -> Result<(), Fault> {
+    if sections_len <= SECTIONS_LEN_MAX {
+        return Ok(());
+    }
+    let message = format!(
+        "the encryption of the tensors up to this one takes {sections_len} bytes of headers, \
+         tensorfs reads up to {SECTIONS_LEN_MAX}; save the tensors in several files, or in longer \
+         pieces"
+    );
+    Err(Fault::new(ErrorKind::HeaderTooLarge, message))
 }
 
 /// Refuses a tensor that passes the end of the file.

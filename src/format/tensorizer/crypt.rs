@@ -25,6 +25,13 @@ const ARGON2ID: u32 = 2;
 pub const PIECE_LEN_MIN: u64 = 1024;
 const PIECE_LEN_STEP: u64 = 64;
 
+/// Longest section that is read, in bytes: that of 2 TiB in pieces of `PIECE_LEN`.
+pub const SECTION_LEN_MAX: u64 = 16 << 20;
+
+/// Most bytes of the sections of one file together: those of 8 TiB in pieces of `PIECE_LEN`. The MACs
+/// of an open file stay in memory.
+pub const SECTIONS_LEN_MAX: u64 = 64 << 20;
+
 /// Length of the pieces that are written, in bytes.
 pub const PIECE_LEN: u64 = 2 << 20;
 
@@ -105,10 +112,11 @@ impl Encryption {
         }
     }
 
-    /// Longest section, with its length, for data of `data_len` bytes.
+    /// Longest section that is read, with its length, for data of `data_len` bytes.
     pub fn section_len_max(data_len: u64) -> u64 {
         let fixed = 8 + 2 + (8 + 2 + 2 + 8 + 8 + 4 + 2 + SALT_LEN) + (8 + 2 + 8 + NONCE_LEN + 8);
-        fixed as u64 + data_len.div_ceil(PIECE_LEN_MIN).saturating_mul(MAC_LEN as u64)
+        let macs = data_len.div_ceil(PIECE_LEN_MIN).saturating_mul(MAC_LEN as u64);
+        SECTION_LEN_MAX.min(macs.saturating_add(fixed as u64))
     }
 
     /// Appends the section with its length.
@@ -250,10 +258,10 @@ fn read_pieces(part: &mut Fields<'_>, data_len: u64) -> Result<Encryption, Fault
         );
         return Err(part.bad(&what));
     }
-    // A count that the bytes do not bear is refused at the first MAC that is not there.
-    let macs: Result<_, Fault> = (0..count).map(|_| part.array("a MAC")).collect();
-    let derivation = None;
-    Ok(Encryption { derivation, data_len, piece_len, nonce, macs: macs?, one_piece: false })
+    let macs_len = usize::try_from(count).ok().and_then(|count| count.checked_mul(MAC_LEN));
+    let macs = part.take(macs_len.unwrap_or(usize::MAX), "the list of MACs")?;
+    let macs = macs.as_chunks::<MAC_LEN>().0.into();
+    Ok(Encryption { derivation: None, data_len, piece_len, nonce, macs, one_piece: false })
 }
 
 fn read_one_piece(part: &mut Fields<'_>, data_len: u64) -> Result<Encryption, Fault> {

@@ -38,8 +38,19 @@ impl Decryptor {
     /// The decryptor of `tensors`, in the order of their data, with the keys of `secret`.
     ///
     /// # Errors
-    /// The secret is none for these tensors, or their pieces are too long.
+    /// The secret is none for these tensors, their pieces are too long, or they have several key
+    /// derivations. Each derivation takes seconds, and the tensorizer package writes one to a file.
     pub fn new(tensors: Vec<EncryptedTensor>, secret: &Secret) -> Result<Decryptor, Fault> {
+        let mut derivations =
+            tensors.iter().filter_map(|tensor| Some((tensor, tensor.encryption.derivation?)));
+        let first = derivations.next();
+        if let Some((other, _)) =
+            derivations.find(|(_, it)| first.is_some_and(|(_, one)| one != *it))
+        {
+            let message = "has another salt or other limits of its key derivation than a tensor \
+                           before it; save the checkpoint again";
+            return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&other.name));
+        }
         let unlocked = tensors.into_iter().map(|tensor| {
             let EncryptedTensor { name, encryption, .. } = &tensor;
             let longest = encryption.piece(0);

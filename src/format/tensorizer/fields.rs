@@ -38,7 +38,8 @@ impl<'a> Fields<'a> {
         Fault::new(ErrorKind::HeaderDecode, message)
     }
 
-    fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], Fault> {
+    /// The next `len` bytes.
+    pub(super) fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], Fault> {
         let left = self.bytes.get(self.read..).unwrap_or_default();
         let Some(taken) = left.get(..len) else {
             return Err(self.bad(&format!(

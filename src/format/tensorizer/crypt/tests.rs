@@ -195,6 +195,25 @@ fn a_section_with_one_fault_is_refused() {
 }
 
 #[test]
+fn a_section_is_refused_that_has_fewer_macs_than_it_says_or_is_too_long_for_memory() {
+    // A count of MACs that fits the data, in a section with none of them.
+    let data_len = u64::MAX / 2;
+    let mut part = [2, 0].to_vec();
+    part.extend(PIECE_LEN_MIN.to_le_bytes());
+    part.extend([0; NONCE_LEN]);
+    part.extend(data_len.div_ceil(PIECE_LEN_MIN).to_le_bytes());
+    let body = [&[1, 0], &(part.len() as u64).to_le_bytes()[..], &part].concat();
+    let section = [&(body.len() as u64).to_le_bytes()[..], &body].concat();
+    let fault = Encryption::parse(&section, data_len).expect_err("the MACs are missing");
+    assert!(fault.to_string().contains("the list of MACs takes"), "{fault}");
+    for data_len in [1 << 40, 1 << 62, u64::MAX] {
+        assert_eq!(Encryption::section_len_max(data_len), SECTION_LEN_MAX);
+    }
+    let macs = (1_u64 << 40).div_ceil(PIECE_LEN) * MAC_LEN as u64;
+    assert!(macs < SECTION_LEN_MAX, "1 TiB in pieces as they are written");
+}
+
+#[test]
 fn two_parts_of_one_kind_are_refused() {
     let section = two_pieces();
     for (part, count) in [(&section[10..60], 3_u8), (&section[60..], 3)] {

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::super::keys::{KeyDerivation, SALT_LEN};
 use super::super::secretbox::{KEY_LEN, MAC_LEN, NONCE_LEN, PieceNonce};
 use super::*;
 
@@ -127,6 +128,26 @@ fn a_part_of_a_piece_is_an_error() {
     assert!(decryptor.decrypt(10, &mut stored[10..1034].to_vec()).is_ok());
     assert!(decryptor.decrypt(3010, &mut [0; 5]).is_ok());
     assert_eq!(decryptor.sample(), Some(10..1034));
+}
+
+#[test]
+fn a_file_with_two_key_derivations_is_refused_before_a_key_is_derived() {
+    let tensor = |number: u64, salt: u8| {
+        let derivation =
+            KeyDerivation { ops_limit: 1, mem_limit: 64 << 10, salt: [salt; SALT_LEN] };
+        let nonce = PieceNonce::new([0; NONCE_LEN]);
+        let encryption = Encryption::new(Some(derivation), 8, nonce, vec![[0; MAC_LEN]]);
+        let range = number * 8..number * 8 + 8;
+        EncryptedTensor { name: number.to_string(), range, encryption }
+    };
+    let passphrase = Secret::passphrase(b"x".to_vec().into()).expect("it is not empty");
+    assert!(Decryptor::new(vec![tensor(0, 1), tensor(1, 1)], &passphrase).is_ok());
+    for secret in [passphrase, Secret::key(&KEY).expect("its length is right")] {
+        let tensors = vec![tensor(0, 1), tensor(1, 1), tensor(2, 2)];
+        let fault = Decryptor::new(tensors, &secret).expect_err("there are two salts");
+        assert_eq!(fault.kind, ErrorKind::HeaderDecode);
+        assert_eq!(fault.tensor.as_deref(), Some("2"));
+    }
 }
 
 #[test]

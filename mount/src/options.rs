@@ -375,11 +375,27 @@ impl Options {
     /// # Errors
     /// One line that says why there is no secret.
     pub(crate) fn open_with_secret(&self) -> Result<OpenOptions, String> {
+        if self.open.secret.is_some() {
+            return Ok(self.open.clone());
+        }
         let secret = match &self.secret {
             Some(origin) => Some(origin.read()?),
             None => SecretOrigin::of_environment()?,
         };
         Ok(OpenOptions { secret: secret.map(Arc::new), ..self.open.clone() })
+    }
+
+    /// Reads the secret once, for several sources, some of which may not be encrypted.
+    ///
+    /// # Errors
+    /// The errors of `open_with_secret`.
+    pub(crate) fn keep_secret(&mut self) -> Result<(), String> {
+        let secret = match &self.secret {
+            Some(origin) => Some(origin.read()?.optional()),
+            None => SecretOrigin::of_environment()?,
+        };
+        self.open.secret = secret.map(Arc::new);
+        Ok(())
     }
 
     /// Notes where the secret comes from.

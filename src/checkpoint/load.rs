@@ -192,8 +192,9 @@ fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Res
 
 /// The fault of an encrypted file that no secret is given for.
 fn key_required() -> Fault {
-    let message = "is encrypted; give its key with `key-file=`, or its passphrase with \
-                   `passphrase-file=`";
+    let message = "is encrypted; give its key with `key-file=`, in Python `key_file=` or `key=`, or \
+                   its passphrase with `passphrase-file=`, in Python `passphrase_file=` or \
+                   `passphrase=`";
     Fault::new(ErrorKind::KeyRequired, message)
 }
 

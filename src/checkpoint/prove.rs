@@ -43,7 +43,7 @@ impl Tree {
         // Folders without weight files need no index.
         // An index does not tell whether the file that the secret is for is encrypted.
         let secret = self.options.secret.as_deref();
-        let one_secret = secret.filter(|_| self.only.is_some());
+        let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
         let index =
             FolderIndex::of(self, folder).filter(|index| one_secret.is_none() && index.has_files());
         let doubt = match index.as_ref().map(FolderIndex::load) {

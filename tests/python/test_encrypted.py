@@ -124,6 +124,34 @@ class Keys(Encrypted):
                 self.assert_refused(tensorfs("consolidate", source, self.tmp / "out", *words))
                 self.assertFalse((self.tmp / "out").exists())
 
+    def test_a_huge_header_takes_no_memory_and_is_not_read_without_a_key(self):
+        size = 1 << 38
+        long = Stored.of("w", "U8", [size // 100 * 99], b"", is_long=True, data_len=size // 100 * 99, hashes=[])
+        long.entry_len, long.entry_data = long.data_len, size // 100
+        self.file.write_bytes(file_of([long], version=5, flags=3, end=b""))
+        os.truncate(self.file, size)
+        for options, kind in (([], "key_required"), (["-o", f"key-file={self.key}"], "header_decode")):
+            outcome = tensorfs("verify", self.file, *options, "--json")
+            self.assert_refused(outcome)
+            self.assert_one_line(outcome)
+            self.assertEqual(outcome.json()["class"], kind)
+
+    def test_a_daemon_with_a_key_writes_no_core_dump(self):
+        with Mount(self.folder, f"key-file={self.key}") as m:
+            with open(f"/proc/{m.pid}/limits") as file:
+                limit = next(line for line in file if line.startswith("Max core file size")).split()
+            self.assertLessEqual({*limit[4:6]}, {"0", "1"})
+
+    def test_a_key_of_the_environment_leaves_plain_weights_their_source(self):
+        plain = self.tmp / "plain" / "model.tensors"
+        plain.parent.mkdir()
+        plain.write_bytes(file_of([Stored.of(name, *made) for name, made in self.made.items()]))
+        environment = {**os.environ, "TENSORFS_KEY_FILE": str(self.key)}
+        for source, expected in ((plain.parent, True), (self.folder, False)):
+            with Mount(source, env=environment) as m:
+                attributes = os.listxattr(m.path / "model.safetensors")
+                self.assertEqual("user.tensorfs.source" in attributes, expected)
+
     def test_a_folder_of_both_kinds_takes_a_key_and_shows_what_it_opens(self):
         shutil.copy(FIXTURES / "tensorizer" / "module.tensors", self.folder)
         self.write(self.folder / "other.tensors", bytes(32))
@@ -239,6 +267,24 @@ class Shown(Encrypted):
             for path in copies.rglob("*"):
                 if path.is_file():
                     self.assertNotIn(self.made["exact"][2][:64], path.read_bytes())
+
+    def test_equal_tensors_are_no_difference_with_another_nonce_or_no_encryption(self):
+        plain, other = self.tmp / "plain.tensors", self.tmp / "other.tensors"
+        plain.write_bytes(file_of([Stored.of(name, *made) for name, made in self.made.items()]))
+        self.write(other, KEY, 1024)
+        copy = shutil.copytree(self.folder, self.tmp / "copy") / "model.tensors"
+        for path in (copy, other, self.file):
+            self.assert_done(tensorfs("verify", path, "-o", self.option))
+        self.assert_done(tensorfs("verify", plain))
+        pipe = self.tmp / "count"
+        command = f"key-command=echo >>{pipe}; cat {self.key}"
+        for first, second in ((self.file, copy), (self.file, other), (plain, self.file), (self.file, plain)):
+            with self.subTest(first=first, second=second):
+                pipe.write_text("")
+                self.assert_done(tensorfs("diff", first, second, "-o", command))
+                self.assertEqual(pipe.read_text(), "\n", "the command runs once")
+        self.flip("w", 5)
+        self.assert_refused(tensorfs("diff", copy, self.file, "-o", self.option), code=2)
 
     def test_checksums_are_those_of_the_stored_bytes(self):
         for _ in range(2):

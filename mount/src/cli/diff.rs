@@ -59,7 +59,8 @@ struct Difference {
 
 pub(super) fn run(args: &args::DiffArgs) -> Outcome {
     stop_on_signals();
-    let options = query_options(&args.source)?;
+    let mut options = query_options(&args.source)?;
+    options.keep_secret().map_err(Failure::Failed)?;
     let (settings, store) = (options.settings(), options.index_dir.folder());
     let side = |path: &Path, options| -> Result<DiffSide, Failure> {
         let named = args::SourceArgs { source: path.to_owned(), ..args.source.clone() };

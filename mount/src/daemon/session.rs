@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::libc;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{getegid, geteuid};
 use serde_json::{Value, json};
 use tensorfs::Error;
@@ -202,6 +203,15 @@ fn probe_options(options: &mut Options) -> Result<(), String> {
     Ok(())
 }
 
+/// Makes the kernel write no core dump of this process, whose memory holds a key and plain bytes. A
+/// limit of 1 byte, unlike 0, also holds for dumps that a program takes by a pipe.
+fn refuse_core_dumps() {
+    let hard = getrlimit(Resource::RLIMIT_CORE).map_or(1, |(_, hard)| hard.min(1));
+    if let Err(e) = setrlimit(Resource::RLIMIT_CORE, hard, hard) {
+        tracing::warn!("a core dump of this process may hold keys and plain bytes: {e}");
+    }
+}
+
 fn plan_source(
     source: &Path,
     target: PathBuf,
@@ -213,6 +223,9 @@ fn plan_source(
     let source = behind.as_deref().unwrap_or(source);
     let index = index_folder(&options, &target);
     let open = OpenOptions { index, ..options.open_with_secret()? };
+    if open.secret.is_some() {
+        refuse_core_dumps();
+    }
     let checked = options.verify == Verify::Read;
     if checked && open.index.is_none() {
         let message =

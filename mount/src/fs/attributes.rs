@@ -123,12 +123,19 @@ pub(crate) fn of(
 }
 
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
-/// Folders that stand for none of the source have none, and are read through the mount, as is every
-/// file of a mount that has a key.
+/// Folders that stand for none of the source have none, and are read through the mount. So are
+/// encrypted weights, and in a mount that has a key all folders and stored files.
 fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String> {
     let found = tree.folder(node.folder());
     // Other processes do not have the key of an encrypted source.
-    if found.is_made_below_root() || tree.options.secret.is_some() {
+    let may_be_encrypted = tree.options.secret.is_some()
+        && match &node.kind {
+            NodeKind::File { content: Content::Virtual(file), .. } => {
+                file.sources().iter().any(|source| source.is_encrypted())
+            }
+            _ => true,
+        };
+    if found.is_made_below_root() || may_be_encrypted {
         return None;
     }
     let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());

@@ -180,6 +180,11 @@ impl Secret {
         Secret { optional: true, ..self }
     }
 
+    /// Whether it may be given for a file that is not encrypted.
+    pub(crate) fn is_optional(&self) -> bool {
+        self.optional
+    }
+
     /// The fault of a file that this secret is given for alone, if there is one.
     pub(crate) fn misfit(&self, is_encrypted: bool) -> Option<Fault> {
         let message = "is not encrypted, but a key or a passphrase was given; leave it out";

@@ -4,7 +4,7 @@
 //! The hashes of a header depend on the data that follows it, so a header begins with zeros in
 //! their place.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 
 use crate::dtype::Dtype;
@@ -13,7 +13,7 @@ use crate::error::{ErrorKind, Fault, quoted};
 use super::crypt::{Encryption, PIECE_LEN};
 use super::entries::{DTYPES, F4_PACKED, LONG, SHORT, STATE_DICT, TORCH_DTYPES};
 use super::keys::KeyDerivation;
-use super::names::PATH_MARK;
+use super::names::{PATH_MARK, TensorName};
 use super::secretbox::{MAC_LEN, Mac, PieceNonce};
 use super::{
     ENCRYPTED, ENCRYPTED_VERSION, ENTRIES_LEN_MAX, FLAGS_SINCE, HEAD_LEN, MAGIC, VERSIONED,
@@ -114,8 +114,9 @@ impl NewTensor {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 
-    /// Refuses what the fields of the format cannot hold.
-    fn check(&self) -> Result<(), Fault> {
+    /// Refuses what the fields of the format cannot hold, and names that are not read. Returns the
+    /// name.
+    fn check(&self) -> Result<TensorName, Fault> {
         let bounds = [
             ("its name has a length in bytes of", self.name.len(), 1, usize::from(u16::MAX)),
             ("its dtype has a length in bytes of", self.dtype.len(), 1, usize::from(u8::MAX)),
@@ -128,6 +129,7 @@ impl NewTensor {
                 return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&self.shown()));
             }
         }
+        let name = TensorName::decode(&self.name).map_err(|fault| fault.tensor(&self.shown()))?;
         let Some(width) = self.element_len() else {
             let code = quoted(&self.dtype);
             let message = format!("dtype {code} is none of tensorizer, such as <f4 was expected");
@@ -139,7 +141,7 @@ impl NewTensor {
             Fault::new(ErrorKind::Overflow, message).tensor(&self.shown())
         })?;
         match self.data_len.filter(|&found| found != len) {
-            None => Ok(()),
+            None => Ok(name),
             Some(found) => {
                 let message = format!(
                     "has {found} bytes, shape {:?} of elements of {width} bytes takes {len}",
@@ -341,6 +343,52 @@ enum CryptSection {
     Sealed(Encryption),
 }
 
+/// The names of the tensors so far. No reader could tell apart two equal ones, or find a path that
+/// leads through another tensor.
+#[derive(Clone, Debug, Default)]
+struct TakenNames {
+    /// As other formats have them.
+    joined: HashSet<String>,
+    /// Keys of paths. None begins with another one.
+    keys: BTreeSet<String>,
+}
+
+impl TakenNames {
+    /// Takes a name.
+    fn insert(&mut self, name: &TensorName) -> Result<(), String> {
+        let key = name.key().into_owned();
+        if self.joined.contains(&name.joined) {
+            return Err(if self.keys.contains(&key) {
+                "is written twice; give each tensor its own name".to_owned()
+            } else {
+                "is the name of two tensors once the steps of their paths are joined by dots; give \
+                 them other names"
+                    .to_owned()
+            });
+        }
+        // Keys are sorted, so those that begin with a key follow it at once.
+        let above = self.keys.range::<String, _>(..&key).next_back();
+        let below = self.keys.range::<String, _>(&key..).next();
+        let above = above.filter(|above| key.starts_with(above.as_str()));
+        if let Some(other) = above.or(below.filter(|below| below.starts_with(&key))) {
+            let other = quoted(&format!("[{}]", other.trim_end_matches(',')));
+            return Err(format!(
+                "one of its path and the path {other} leads through the other; give them other \
+                 names"
+            ));
+        }
+        self.joined.insert(name.joined.clone());
+        self.keys.insert(key);
+        Ok(())
+    }
+
+    /// Gives back a name that was taken.
+    fn remove(&mut self, name: &TensorName) {
+        self.joined.remove(&name.joined);
+        self.keys.remove(&*name.key());
+    }
+}
+
 /// Describes the tensors of a file one after another.
 #[derive(Clone, Debug)]
 pub struct FileEncoder {
@@ -349,7 +397,7 @@ pub struct FileEncoder {
     entries_len: u64,
     /// How the key of an encrypted file is derived, if it is.
     encryption: Option<Option<KeyDerivation>>,
-    names: HashSet<Vec<u8>>,
+    names: TakenNames,
     /// Whether each entry has a version, because one of them has dimensions of 64 bits.
     is_versioned: bool,
     /// Version that the tensors so far need, apart from encryption.
@@ -371,7 +419,7 @@ impl FileEncoder {
             start,
             entries_len,
             encryption: None,
-            names: HashSet::new(),
+            names: TakenNames::default(),
             is_versioned: false,
             version: PLAIN_VERSION,
             entries: Vec::new(),
@@ -425,7 +473,7 @@ impl FileEncoder {
                 Ok(header) => headers.push(header),
                 Err(fault) => {
                     for added in &tensors[..index] {
-                        self.names.remove(&added.name);
+                        self.names.remove(&TensorName::decode(&added.name)?);
                     }
                     self.ends.truncate(count);
                     self.entries.truncate(entries_len);
@@ -443,7 +491,7 @@ impl FileEncoder {
         tensor: &NewTensor,
         nonce: &mut dyn FnMut() -> PieceNonce,
     ) -> Result<TensorHeader, Fault> {
-        tensor.check()?;
+        let name = tensor.check()?;
         let named = |fault: Fault| fault.tensor(&tensor.shown());
         let crypt = match (self.encryption, tensor.data_len) {
             (None, _) => CryptSection::Absent,
@@ -475,10 +523,8 @@ impl FileEncoder {
             );
             return Err(named(Fault::new(ErrorKind::HeaderTooLarge, message)));
         }
-        if !self.names.insert(tensor.name.clone()) {
-            let message = "is written twice; give each tensor its own name";
-            return Err(named(Fault::new(ErrorKind::DuplicateKey, message)));
-        }
+        let taken = self.names.insert(&name);
+        taken.map_err(|message| named(Fault::new(ErrorKind::DuplicateKey, message)))?;
         self.is_versioned = is_versioned;
         let needs = [
             (tensor.is_long(), VERSIONED_SINCE),

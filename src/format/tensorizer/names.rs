@@ -33,7 +33,7 @@ impl TensorName {
     }
 
     /// Its steps as JSON, with a comma after each. A path begins with the key of each path above it.
-    fn key(&self) -> Cow<'_, str> {
+    pub(super) fn key(&self) -> Cow<'_, str> {
         match &self.path {
             Some(key) => key.into(),
             None => key_of(&[PathStep::Key(self.joined.clone())]).into(),

@@ -1,20 +1,23 @@
 //! Writing tensors of Python as a tensorizer file.
 
 use std::io;
+use std::mem;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorfs::Error;
 use tensorfs::internal::consolidate::{MemoryFile, TensorBytes, TensorWriter, WriteAt, WriteKey};
+use tensorfs::internal::format::tensorizer::ENTRIES_LEN_MAX;
 use tensorfs::internal::format::tensorizer::encode::{ENTRIES_LEN, NewTensor, entries_len};
 use tensorfs::internal::format::tensorizer::keys::{KeyDerivation, SALT_LEN};
 use tensorfs::internal::format::tensorizer::secretbox::{DataKey, KEY_LEN};
+use tensorfs::internal::process::token;
 
 use crate::errors::raised;
 use crate::memory::bytes_at;
@@ -120,17 +123,23 @@ impl OpenWriter {
         })
     }
 
+    /// Makes the list long enough for `tensors`, if nothing was written.
+    fn reserve(&mut self, tensors: &[NewTensor]) -> tensorfs::Result<()> {
+        if self.writer.is_none() {
+            let shown = self.target.shown();
+            let needed = entries_len(tensors).map_err(|fault| Error::refused(shown, fault))?;
+            self.entries_len = self.entries_len.max(needed);
+        }
+        Ok(())
+    }
+
     fn write(
         &mut self,
         tensors: &[NewTensor],
         bytes: &GivenTensors,
         is_stopped: &AtomicBool,
     ) -> tensorfs::Result<()> {
-        if self.writer.is_none() {
-            let shown = self.target.shown();
-            let needed = entries_len(tensors).map_err(|fault| Error::refused(shown, fault))?;
-            self.entries_len = self.entries_len.max(needed);
-        }
+        self.reserve(tensors)?;
         self.writer();
         let OpenWriter { target, writer, .. } = self;
         let Some(writer) = writer else { return Err(Error::internal("no writer was made")) };
@@ -155,8 +164,8 @@ impl OpenWriter {
 ///
 /// Give `path`, which appears whole at `finish`, or `file`, an object with `seek`, `tell` and
 /// `write`, whose file begins where it stands. `entries_len` is the least number of bytes for the
-/// list of tensors; the first `write` makes it longer if its tensors need that. `key`, 32 bytes,
-/// encrypts the data. `derivation` says how a passphrase gives it, as `derive_key` took it: passes,
+/// list of tensors, at most 16 MiB; the first `write` makes it longer if its tensors need that.
+/// `key`, 32 bytes, encrypts the data. `derivation` says how a passphrase gives it, as `derive_key` took it: passes,
 /// bytes of memory, and salt.
 ///
 /// write(tensors): a list of tuples (name, kind, module, dtype, shape, address, length). `name` is
@@ -166,13 +175,29 @@ impl OpenWriter {
 /// The caller keeps the memory until `write` returns. Hashes are made on several threads, without
 /// the interpreter lock.
 ///
+/// reserve(tensors) makes the list long enough for all of these tensors, whose addresses are not used,
+/// before the first `write` of some of them. It changes nothing after that.
+///
 /// sync() makes what was written so far a whole file. finish() does the same, ends the writer and
 /// returns the length of the file in bytes; a path gets its name then. abort() ends the writer, and
 /// leaves nothing of a path. After an exception of write() only abort() is of use.
+///
+/// A child made by fork cannot use the writer: each method raises there.
 #[pyclass(module = "tensorfs._tensorfs", frozen)]
 pub(crate) struct TensorizerWriter {
     /// `None` once it has ended, or failed.
     open: Arc<Mutex<Option<OpenWriter>>>,
+    /// Token of the process that made it: a thread of that one may hold the lock for ever in a child.
+    process: u64,
+}
+
+impl Drop for TensorizerWriter {
+    fn drop(&mut self) {
+        if token() != self.process {
+            // The temporary name is that of the parent's file, which is kept.
+            mem::forget(self.open.clone());
+        }
+    }
 }
 
 #[pymethods]
@@ -205,6 +230,10 @@ impl TensorizerWriter {
             (None, None) => None,
             (None, Some(_)) => return Err(PyValueError::new_err("a derivation takes its key")),
         };
+        if entries_len > ENTRIES_LEN_MAX {
+            let message = format!("entries_len={entries_len}: expected at most {ENTRIES_LEN_MAX}");
+            return Err(PyValueError::new_err(message));
+        }
         let (target, start) = match (path, file) {
             (Some(path), None) => {
                 let made = py.detach(|| MemoryFile::create(&path, overwrite));
@@ -218,7 +247,7 @@ impl TensorizerWriter {
         };
         let entries_len = entries_len.max(1).next_multiple_of(ENTRIES_LEN);
         let open = OpenWriter { target, writer: None, start, entries_len, key };
-        Ok(TensorizerWriter { open: Arc::new(Mutex::new(Some(open))) })
+        Ok(TensorizerWriter { open: Arc::new(Mutex::new(Some(open))), process: token() })
     }
 
     /// Writes tensors behind those that were written.
@@ -233,6 +262,16 @@ impl TensorizerWriter {
         }
         let bytes = GivenTensors(bytes);
         self.run(py, move |open, is_stopped| open.write(&new, &bytes, is_stopped))
+    }
+
+    /// Makes the list long enough for these tensors.
+    fn reserve(&self, py: Python<'_>, tensors: Vec<GivenTensor>) -> PyResult<()> {
+        let new = tensors.into_iter().map(|(name, kind, module, dtype, shape, _, len)| {
+            let data_len = len.map(|len| len as u64);
+            NewTensor { name, kind, module, dtype, shape, data_len }
+        });
+        let new: Vec<NewTensor> = new.collect();
+        self.run(py, move |open, _| open.reserve(&new))
     }
 
     /// Makes what was written so far a whole file.
@@ -263,30 +302,42 @@ impl TensorizerWriter {
     }
 
     /// Ends the writer. Nothing is left of a path.
-    fn abort(&self, py: Python<'_>) {
+    fn abort(&self, py: Python<'_>) -> PyResult<()> {
+        self.check_process()?;
         let open = self.open.clone();
         drop(py.detach(|| open.lock().unwrap_or_else(PoisonError::into_inner).take()));
+        Ok(())
     }
 
     /// Bytes of data of the tensors so far.
     #[getter]
-    fn data_len(&self, py: Python<'_>) -> u64 {
+    fn data_len(&self, py: Python<'_>) -> PyResult<u64> {
+        self.check_process()?;
         let open = self.open.clone();
-        py.detach(|| {
+        Ok(py.detach(|| {
             let open = open.lock().unwrap_or_else(PoisonError::into_inner);
             let writer = open.as_ref().and_then(|open| open.writer.as_ref());
             writer.map_or(0, TensorWriter::data_len)
-        })
+        }))
     }
 }
 
 impl TensorizerWriter {
+    fn check_process(&self) -> PyResult<()> {
+        if token() == self.process {
+            return Ok(());
+        }
+        let message = "the writer belongs to the process that made it; make another one after fork";
+        Err(PyRuntimeError::new_err(message))
+    }
+
     /// Runs `work` without the interpreter lock. The writer ends if it fails.
     fn run<T: Send + 'static>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&mut OpenWriter, &AtomicBool) -> tensorfs::Result<T> + Send + 'static,
     ) -> PyResult<T> {
+        self.check_process()?;
         let (open, is_stopped) = (self.open.clone(), Arc::new(AtomicBool::new(false)));
         let (ended, wait) = channel::<()>();
         let stop = is_stopped.clone();

@@ -7,7 +7,7 @@ import numpy as np
 
 import tensorfs
 import tensorfs.numpy
-from package import TestCase
+from package import TestCase, python
 from tensorfs import _tensorfs
 from tensorizer_files import AREA, Stored, file_of
 
@@ -116,6 +116,60 @@ class Writer(TestCase):
         writer.write(many)
         writer.finish()
         self.assertEqual(len(tensorfs.numpy.load_file(self.path)), 5000)
+
+    def test_a_list_is_made_long_enough_before_the_first_write(self):
+        one = np.ones(1, np.uint8)
+        many = [(f"{number:0100}".encode(), 2, 0, "|u1", [1], one.ctypes.data, 1) for number in range(5000)]
+        writer = _tensorfs.TensorizerWriter(path=self.path)
+        writer.reserve(many)
+        for start in range(0, 5000, 1000):
+            writer.write(many[start : start + 1000])
+        writer.finish()
+        together = _tensorfs.TensorizerWriter(path=self.tmp / "together")
+        together.write(many)
+        together.finish()
+        self.assert_same(self.path.read_bytes(), (self.tmp / "together").read_bytes())
+        with self.assertRaisesRegex(ValueError, "at most 16777216"):
+            _tensorfs.TensorizerWriter(path=self.path, entries_len=2**64 - 1)
+
+    def test_names_that_are_not_read_are_not_written(self):
+        one = np.ones(1, np.uint8)
+        for names in (
+            [b"\xff"], [b'\x1e["\\ud800"]'], [b"\x1e[1180591620717411303424]"], [b"a", b'\x1e["a",0]'],
+            [b'\x1e["a",0]', b"a"], [b'\x1e["a","b"]', b"a.b"], [b"a", b"a"],
+        ):
+            writer = _tensorfs.TensorizerWriter(path=self.path)
+            with self.subTest(names=names), self.assertRaises(tensorfs.SafetensorError):
+                for name in names:
+                    writer.write([(name, 2, 0, "|u1", [1], one.ctypes.data, 1)])
+        self.assertEqual(os.listdir(self.tmp), [])
+
+    def test_a_child_of_a_fork_cannot_use_or_remove_the_file_of_its_parent(self):
+        python(
+            """
+import os, sys, numpy
+from tensorfs import _tensorfs
+one = numpy.ones(1, "u1")
+tensors = [(b"a", 2, 0, "|u1", [1], one.ctypes.data, 1)]
+writer = _tensorfs.TensorizerWriter(path=sys.argv[1])
+child = os.fork()
+if child == 0:
+    for use in (lambda: writer.write(tensors), writer.sync, writer.finish, writer.abort, lambda: writer.data_len):
+        try:
+            use()
+        except RuntimeError as error:
+            assert "process" in str(error), error
+        else:
+            os._exit(1)
+    del use, writer
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+writer.write(tensors)
+writer.finish()
+""",
+            self.path,
+        )
+        self.assertEqual(list(tensorfs.numpy.load_file(self.path)), ["a"])
 
     def test_meta_tensors_and_dimensions_of_more_than_32_bits(self):
         writer = _tensorfs.TensorizerWriter(path=self.path)

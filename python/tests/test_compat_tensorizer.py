@@ -1,12 +1,14 @@
 """`tensorfs.compat.tensorizer`: the names of the tensorizer package, on files that are made here or by that package."""
 
 import contextlib
+import gc
 import gzip
 import io
 import os
 import pickle
 import tempfile
 import unittest
+from unittest import mock
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from tensorfs.compat.tensorizer import (
     TensorSerializer,
     TensorType,
 )
+from tensorfs.compat.tensorizer import _saving
 from tensorfs.compat.tensorizer.stream_io import open_stream
 from tensorizer_files import BUFFER, PARAMETER, Stored, encrypted_file_of, file_of
 
@@ -421,7 +424,9 @@ class Writing(Case):
         failed.close()
         dropped = TensorSerializer(self.out)
         dropped.write_tensor(0, "a", 0, np.zeros(3))
-        del dropped
+        with self.assertWarnsRegex(ResourceWarning, "was not closed"):
+            del dropped
+            gc.collect()
         self.assertEqual(os.listdir(self.out.parent), [])
 
     def test_file_objects_are_written_and_closed(self):
@@ -475,6 +480,51 @@ class Writing(Case):
             serializer.write_tensor(0, ("a", 0), TensorType.PARAM, one)
         serializer.close()
 
+    def test_names_that_no_reader_could_decode_are_refused(self):
+        for name in ("\ud800", ("a", "\ud800"), ("a", 1 << 70)):
+            serializer = TensorSerializer(self.out)
+            with self.subTest(name=name), self.assertRaises((ValueError, tensorfs.SafetensorError)):
+                serializer.write_tensor(0, name, TensorType.STATE_DICT, np.zeros(1))
+            serializer.close()
+            self.assertEqual(os.listdir(self.out.parent), [])
+
+    def test_a_masked_array_is_refused(self):
+        serializer = TensorSerializer(self.out)
+        with self.assertRaisesRegex(TypeError, "tensor 'a': is a masked array"):
+            serializer.write_state_dict({"a": np.ma.masked_array([1, 2], [True, False])})
+        serializer.close()
+
+    def test_a_link_stays_and_leads_to_the_new_file(self):
+        self.out.parent.mkdir()
+        self.out.symlink_to("../target/real.tensors")
+        for number in range(2):
+            serializer = TensorSerializer(self.out)
+            serializer.write_state_dict({"a": np.full(1, number)})
+            serializer.close()
+            self.assertTrue(self.out.is_symlink())
+            self.assertEqual(self.rows(self.tmp / "target/real.tensors")[0][3].tolist(), [number])
+
+    def test_a_descriptor_that_appends_is_refused(self):
+        before = self.file.read_bytes()
+        descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND)
+        self.addCleanup(os.close, descriptor)
+        with self.assertRaisesRegex(ValueError, "O_APPEND"):
+            TensorSerializer(descriptor)
+        self.assertEqual(self.file.read_bytes(), before)
+
+    def test_a_longer_file_is_cut_behind_the_last_tensor(self):
+        path = self.tmp / "long"
+        path.write_bytes(bytes(1 << 20))
+        for target in (io.BytesIO(bytes(1 << 20)), open(path, "rb+")):
+            kept, target.close = target.close, lambda: None
+            serializer = TensorSerializer(target)
+            serializer.write_state_dict({"a": np.arange(3)})
+            serializer.close()
+            target.seek(0)
+            self.assertLess(len(target.read()), 300_000)
+            kept()
+        self.assertEqual(self.rows(path)[0][3].tolist(), [0, 1, 2])
+
     def test_values_that_are_no_tensors_are_refused_with_their_place(self):
         for value, message in (
             ({"a": [None]}, r"NoneType at \['a', 0\]"), ({1: np.zeros(1)}, "key 1 in"), ("text", "str at"),
@@ -489,6 +539,14 @@ class Writing(Case):
         arrays = [np.full(3, number, np.uint16) for number in range(10_000)]
         serializer = TensorSerializer(self.out)
         serializer.write_state_dict(arrays)
+        serializer.close()
+        self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
+
+    def test_a_list_of_many_tensors_is_written_in_several_batches(self):
+        arrays = [np.full(3, number, np.uint16) for number in range(10_000)]
+        serializer = TensorSerializer(self.out)
+        with mock.patch.object(_saving, "_BATCH_MAX", 6000):
+            serializer.write_state_dict(arrays)
         serializer.close()
         self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
 
@@ -601,6 +659,8 @@ class Tensors(Case):
             pickle.UnpicklingError, "tensor 0 is not among the 0"
         ):
             torch.load(path, weights_only=False)
+        with self.assertRaisesRegex(TypeError, "cast the loaded tensors"):
+            tensorizer_loading("there", dtype=torch.float16)
         in_memory = io.BytesIO()
         with tensorizer_saving(), self.assertLogs("tensorfs.compat.tensorizer.torch_compat", "WARNING"):
             torch.save(torch.ones(2), in_memory)
@@ -675,6 +735,15 @@ class Tensors(Case):
         passed, results = found.verify_module(original)
         self.assertEqual((passed, [name for name, result in results if not result]), (False, ["0.bias"]))
         self.assertFalse(found.verify_module(self.torch.nn.Linear(1, 1))[0])
+
+    def test_a_meta_tensor_of_the_file_is_compared_with_zeros(self):
+        module = self.torch.nn.Linear(3, 2, bias=False, device="meta")
+        self.write(module)
+        found = self.opened(lazy_load=True)
+        for value in (0, 1):
+            module = self.torch.nn.Linear(3, 2, bias=False)
+            self.torch.nn.init.constant_(module.weight, value)
+            self.assertEqual(found.verify_module(module)[0], not value)
 
     def test_a_state_dict_is_loaded(self):
         original = self.module()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import operator
 import os
 import sys
+import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._errors import DtypeError, error
-from ..._tensorfs import TensorizerWriter
+from ..._tensorfs import TensorizerWriter, process_token
 from ._secrets import EncryptionParams, key_of
 from ._stored import Path, TensorType, shown_name
 from .stream_io import local_path
@@ -64,8 +68,9 @@ class TensorSerializer:
     """Writes a tensorizer file.
 
     `file_obj` is a path or a `file://` URL, a descriptor, or a binary file object that can seek. A file at a path
-    appears whole when this is closed; until then, the file that was there before stays. A file object has to be at its
-    first byte, and is closed with this.
+    appears whole when this is closed; until then, the file that was there before stays. A link at the path stays, and
+    leads to the new file. A file object has to be at its first byte, is cut behind the last tensor, and is closed with
+    this.
 
     `encryption` has the key that the data is encrypted with. No plain byte of it is written.
 
@@ -90,11 +95,10 @@ class TensorSerializer:
         # The type of the steps in each layer.
         self._layers: dict[Path, type] = {}
         self._failed = False
+        self._process = process_token()
         if isinstance(file_obj, (str, bytes, os.PathLike)):
-            path = local_path(file_obj)
-            folder = os.path.dirname(path)
-            if folder:
-                os.makedirs(folder, exist_ok=True)
+            path = os.path.realpath(local_path(file_obj))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             self._writer = TensorizerWriter(path, key=key, derivation=derivation)
             return
         self._file = io.FileIO(os.dup(file_obj), "wb") if _is_descriptor(file_obj) else file_obj
@@ -139,15 +143,18 @@ class TensorSerializer:
                 writer.abort()
                 raise ValueError("no tensor was written; a tensorizer file has at least one")
             else:
-                writer.finish()
+                _cut(self._file, writer.finish())
         finally:
             if self._file is not None:
                 self._file.close()
 
     def __del__(self) -> None:
-        writer = self.__dict__.get("_writer")
-        if writer is not None:
-            writer.abort()
+        fields = self.__dict__
+        if fields.get("_writer") is None or self._process != process_token():
+            return
+        if self._names and not self._failed:
+            warnings.warn("a TensorSerializer was not closed, so its file was not written", ResourceWarning, source=self)
+        self._writer.abort()
 
     def _open(self) -> TensorizerWriter:
         if self._writer is None:
@@ -157,9 +164,12 @@ class TensorSerializer:
     def _write(self, tensors: Iterable[_ToWrite]) -> None:
         writer = self._open()
         try:
-            for batch in _batches(tensors):
-                for one, _ in batch:
-                    self._add_name(one)
+            waiting = deque(tensors)
+            for one in waiting:
+                self._add_name(one)
+            writer.reserve([_native(one, _described(one)) for one in waiting])
+            # No tensor is kept once it is written.
+            for batch in _batches(waiting.popleft() for _ in range(len(waiting))):
                 writer.write([_native(one, memory) for one, memory in batch])
                 for one, _ in batch:
                     if one.remove_from is not None:
@@ -201,10 +211,22 @@ def _check_file_object(file_obj: Any) -> None:
         raise ValueError("the file object is not open for writing; open it in the mode wb")
     if "a" in str(getattr(file_obj, "mode", "")):
         raise ValueError("the file object is open for appending; open it in the mode wb")
+    with contextlib.suppress(AttributeError, TypeError, OSError):
+        if fcntl.fcntl(file_obj.fileno(), fcntl.F_GETFL) & os.O_APPEND:
+            raise ValueError("the file is open for appending (O_APPEND), so no byte could be replaced; open it without")
     if hasattr(file_obj, "seekable") and not file_obj.seekable():
         raise ValueError("the file object cannot seek; write to a file, and copy it")
     if file_obj.tell():
         raise ValueError(f"the file object is at byte {file_obj.tell()}; go to its first byte, by seek(0)")
+
+
+def _cut(file: Any, length: int) -> None:
+    """Removes what was behind the first `length` bytes of a file object, which stands there."""
+    if hasattr(file, "truncate"):
+        file.seek(0, os.SEEK_END)
+        if file.tell() > length:
+            file.truncate(length)
+        file.seek(length)
 
 
 def _leaves(value: Any, above: Path) -> Iterator[tuple[Path, Any]]:
@@ -256,28 +278,35 @@ def _batches(tensors: Iterable[_ToWrite]) -> Iterator[list[tuple[_ToWrite, _Memo
         yield batch
 
 
+def _described(one: _ToWrite) -> _Memory:
+    """Dtype and shape of a tensor, without its bytes. Refuses what cannot be written."""
+    tensor, torch, numpy = one.tensor, sys.modules.get("torch"), sys.modules.get("numpy")
+    name = shown_name(one.path)
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        code = _code(str(tensor.dtype).removeprefix("torch."), one)
+        if tensor.layout != torch.strided:
+            raise error(f"tensor {name!r}: has the layout {tensor.layout}; write tensor.to_dense()", tensor=str(name))
+    elif numpy is not None and isinstance(tensor, numpy.ndarray):
+        if isinstance(tensor, numpy.ma.MaskedArray):
+            raise TypeError(f"tensor {name!r}: is a masked array, and the format has no masks; write array.filled(value)")
+        code = _code(tensor.dtype.name, one)
+    else:
+        raise TypeError(f"tensor {name!r}: expected a tensor of torch or an array of numpy, not {type(tensor).__name__}")
+    return _Memory(code, list(tensor.shape), 0, None, tensor)
+
+
 def _memory_of(one: _ToWrite) -> _Memory:
     """The bytes of a tensor, on the CPU and without gaps."""
-    tensor, torch = one.tensor, sys.modules.get("torch")
+    described, tensor, torch = _described(one), one.tensor, sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
-        return _memory_of_array(one)
-    code = _code(str(tensor.dtype).removeprefix("torch."), one)
-    if tensor.layout != torch.strided:
-        raise error(f"tensor {one.path!r}: has the layout {tensor.layout}; write tensor.to_dense()", tensor=str(one.path))
+        import numpy
+
+        array = numpy.asarray(tensor, dtype=tensor.dtype.newbyteorder("<"), order="C")
+        return described._replace(address=array.__array_interface__["data"][0], length=array.nbytes, owner=array)
     if tensor.is_meta:
-        return _Memory(code, list(tensor.shape), 0, None, tensor)
+        return described
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return _Memory(code, list(plain.shape), plain.data_ptr(), plain.nbytes, plain)
-
-
-def _memory_of_array(one: _ToWrite) -> _Memory:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(one.tensor, numpy.ndarray):
-        raise TypeError(f"tensor {one.path!r}: expected a tensor of torch or an array of numpy, not {type(one.tensor).__name__}")
-    code = _code(one.tensor.dtype.name, one)
-    plain = numpy.asarray(one.tensor, dtype=one.tensor.dtype.newbyteorder("<"), order="C")
-    address: int = plain.__array_interface__["data"][0]
-    return _Memory(code, list(plain.shape), address, plain.nbytes, plain)
+    return described._replace(address=plain.data_ptr(), length=plain.nbytes, owner=plain)
 
 
 def _code(dtype: str, one: _ToWrite) -> str:

@@ -269,6 +269,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         headers = self._all_headers(list(on_cpu))
         checked = [self._in_memory(path, headers[path], tensor) for path, tensor in on_cpu.items()]
         matches = {path: message is None for path, message in zip(on_cpu, _hashes.mismatches(checked))}
+        for path, tensor in on_cpu.items():
+            # The elements of a meta tensor are zeros, which no hash covers.
+            if not self._entries[path].data_length:
+                is_zero = not tensor.reshape(-1).view(self._device.torch.uint8).any().item()
+                matches[path] = matches[path] and is_zero and tensor.nbytes == self._positions[path][4]
         results = [(entry.name, matches.get(path, False)) for path, entry in self._entries.items()]
         return all(result for _, result in results), results
 

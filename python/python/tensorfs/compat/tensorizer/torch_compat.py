@@ -269,5 +269,9 @@ def tensorizer_loading(
     `file_obj` is as in `tensorizer_saving`. `load_func(file_obj, kwargs)` returns the tensors in place of
     `TensorDeserializer`, which gets `kwargs` otherwise: `map_location` has no effect on them, `device=` does.
     `suppress_weights_only` has torch ignore `weights_only=True`, which it refuses here.
+
+    Raises `TypeError` for a `dtype`, because the file has the bytes of tensors without their dtypes.
     """
+    if load_func is None and kwargs.get("dtype") is not None:
+        raise TypeError(f"dtype={kwargs['dtype']}: the file has bytes without their dtypes; cast the loaded tensors")
     return _within("load", _loading, _Block(file_obj, load_func, kwargs, suppress_weights_only), _load)

@@ -40,10 +40,45 @@ pub fn changed_since_mount(path: &Path) -> Option<String> {
     resolve(path)?.err().flatten()
 }
 
-/// The source behind `path`. `None` if `path` lies on no such mount, or has no source of its own.
+/// The source behind `path` for commands about the bytes of the source, `None` if `path` lies on no
+/// mount. The options have no view but the format, and are there even if the view of the mount
+/// cannot be made again. The error says that the source is not known, or that the caller may not
+/// read it.
+pub fn resolve_bytes(path: &Path) -> Option<Result<MountOrigin, &'static str>> {
+    let origin = attribute(path)?.and_then(|json| {
+        let path = source_in(&json)?;
+        let options = OpenOptions::of_bytes_in_json(json.get("view")?)?;
+        can_read(&path).then_some(MountOrigin { path, options, part: None })
+    });
+    Some(origin.ok_or("its mount does not name a source that you may read"))
+}
+
+/// The source behind `path`. `None` if `path` lies on no such mount, or is always read through it.
 /// The error says what has changed since the mount; it is `None` if the caller may not read the
 /// source.
 fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
+    let json = attribute(path)??;
+    if json.get("made").is_some() {
+        return None;
+    }
+    let source = source_in(&json)?;
+    // The mount cuts tensors by the texts that it read, which may have changed since.
+    if !configs_in(&json, &source)?.iter().all(is_unchanged) {
+        return Some(Err(Some("config.json has changed since the mount".to_owned())));
+    }
+    let Some(options) = OpenOptions::from_json(json.get("view")?, &mut read_option_file) else {
+        let why = "a file of its views has changed since the mount, or another version mounted it";
+        return Some(Err(Some(why.to_owned())));
+    };
+    let part = json.get("part").and_then(Value::as_str).map(str::to_owned);
+    let is_readable = can_read(&source);
+    let origin = MountOrigin { path: source, options, part };
+    Some(if is_readable { Ok(origin) } else { Err(None) })
+}
+
+/// What the mount says of the source of `path`. `None` if `path` lies on no such mount; then
+/// `Some(None)` if the mount says nothing.
+fn attribute(path: &Path) -> Option<Option<Value>> {
     // The descriptor is held, so that the attribute is read from the file that was checked.
     let held = std::fs::OpenOptions::new()
         .read(true)
@@ -55,28 +90,36 @@ fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
         return None;
     }
     let json = xattr::get_deref(format!("/proc/self/fd/{}", held.as_raw_fd()), XATTR_SOURCE);
-    let json = json.ok()??;
-    let json: Value = serde_json::from_slice(&json).ok()?;
+    Some(json.ok().flatten().and_then(|json| serde_json::from_slice(&json).ok()))
+}
+
+/// The folder or the file that `json` names.
+fn source_in(json: &Value) -> Option<PathBuf> {
     let mut source = PathBuf::from(json.get("source")?.as_str()?);
     if let Some(file) = json.get("file").and_then(Value::as_str) {
         source.push(file);
     }
-    // The mount cuts tensors by the text that it read, which may have changed since.
+    Some(source)
+}
+
+/// The folders whose `config.json` the mount has read, for what lies at `source` and below, and the
+/// hash of each text.
+fn configs_in(json: &Value, source: &Path) -> Option<Vec<(PathBuf, String)>> {
+    let mut configs = Vec::new();
     if let Some(digest) = json.get("config").and_then(Value::as_str) {
-        let folder = if source.is_dir() { &*source } else { source.parent()? };
-        let text = read_text(&folder.join("config.json"));
-        if !text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == digest) {
-            return Some(Err(Some("config.json has changed since the mount".to_owned())));
-        }
+        let folder = if source.is_dir() { source } else { source.parent()? };
+        configs.push((folder.to_owned(), digest.to_owned()));
     }
-    let Some(options) = OpenOptions::from_json(json.get("view")?, &mut read_option_file) else {
-        let why = "a file of its views has changed since the mount, or another version mounted it";
-        return Some(Err(Some(why.to_owned())));
-    };
-    let part = json.get("part").and_then(Value::as_str).map(str::to_owned);
-    let is_readable = can_read(&source);
-    let origin = MountOrigin { path: source, options, part };
-    Some(if is_readable { Ok(origin) } else { Err(None) })
+    for (folder, digest) in json.get("configs").and_then(Value::as_object).into_iter().flatten() {
+        configs.push((folder.into(), digest.as_str()?.to_owned()));
+    }
+    Some(configs)
+}
+
+/// Whether the `config.json` of the folder has this hash.
+fn is_unchanged((folder, digest): &(PathBuf, String)) -> bool {
+    let text = read_text(&folder.join("config.json"));
+    text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == *digest)
 }
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.

@@ -122,7 +122,6 @@ impl OpenOptions {
     /// `read` gets the bytes of such files.
     #[doc(hidden)]
     pub fn from_json(json: &Value, read: ReadFile<'_>) -> Option<OpenOptions> {
-        let follow = json.get("follow")?.as_array()?.iter();
         let views = match json.get("views") {
             None => None,
             Some(file) => {
@@ -137,6 +136,25 @@ impl OpenOptions {
             view: View::from_json(json, read)?,
             views,
             hub: json.get("hub").is_some_and(|hub| *hub == true),
+            ..OpenOptions::without_view(json)?
+        };
+        options.show_all_ranks().ok()?;
+        Some(options)
+    }
+
+    /// Of the options that `to_json` wrote, those that decide which files of the source are read:
+    /// the view has only its format. No file that a view names is read.
+    #[doc(hidden)]
+    pub fn of_bytes_in_json(json: &Value) -> Option<OpenOptions> {
+        let format = json.get("format")?.as_str()?.parse().ok()?;
+        let view = View { format, ..View::default() };
+        Some(OpenOptions { view, ..OpenOptions::without_view(json)? })
+    }
+
+    /// The options that `to_json` wrote, without any view.
+    fn without_view(json: &Value) -> Option<OpenOptions> {
+        let follow = json.get("follow")?.as_array()?.iter();
+        Some(OpenOptions {
             prefer: json.get("prefer")?.as_str()?.parse().ok()?,
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
@@ -144,9 +162,7 @@ impl OpenOptions {
             // Files that the mount does not show are not part of its source.
             links: Links::Inside,
             ..OpenOptions::default()
-        };
-        options.show_all_ranks().ok()?;
-        Some(options)
+        })
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use tensorfs::internal::checkpoint::{Checkpoint, Tree, VirtualFile};
 use tensorfs::internal::hash::Digest;
-use tensorfs::internal::index::{Index, ViewRecord};
+use tensorfs::internal::index::{Index, PresentedFile, ViewRecord};
 use tensorfs::internal::reader::Reader;
 use tensorfs::{
     Catalog, CutRules, Dtype, DtypeCast, Files, NameGlob, OpenOptions, OutputFormat, RenameRules,
@@ -292,6 +292,50 @@ fn content_with_any_one_byte_changed_is_refused_or_can_be_used() {
     }
 }
 
+// `consolidate` would write a file of the name, wherever it leads.
+#[test]
+fn files_of_a_record_have_names_of_files_and_each_tensor_once() {
+    let home = home();
+    open(home.path(), &views()[15], true);
+    let index = fs::read(&kept(home.path(), "index")[0]).unwrap();
+    let index = Index::decode(&index).unwrap();
+    let content = fs::read(&kept(home.path(), "view")[0]).unwrap()[40..].to_vec();
+    let good = ViewRecord::decode_unframed(&content, &index.sets).unwrap();
+    let decoded = |change: &dyn Fn(&mut Vec<PresentedFile>)| {
+        let mut record = good.clone();
+        change(&mut record.sets[0].as_mut().unwrap().files);
+        let bytes = record.encode(Digest::of(b""), Digest::of(b"")).unwrap();
+        ViewRecord::decode_unframed(&bytes[40..], &index.sets)
+    };
+    assert_eq!(decoded(&|_| {}).unwrap(), good);
+    let names = [
+        "../../x",
+        "/x",
+        "a/b",
+        "a\0b",
+        "",
+        ".",
+        "..",
+        &good.sets[0].as_ref().unwrap().files[1].name,
+    ];
+    for name in names {
+        assert!(decoded(&|files| files[0].name = name.to_owned()).is_err(), "{name:?}");
+    }
+    let cut: [&dyn Fn(&mut Vec<PresentedFile>); 4] = [
+        &|files| drop(files.pop()),
+        &|files| drop(files[0].tensors.as_mut().unwrap().pop()),
+        &|files| files[0].tensors = None,
+        &|files| files[0].tensors = files[1].tensors.clone(),
+    ];
+    for change in cut {
+        assert!(decoded(change).is_err());
+    }
+    let mut sets = index.clone();
+    assert!(Index::decode(&sets.encode().unwrap()).is_ok());
+    sets.sets[0].name = "../../x".to_owned();
+    assert!(Index::decode(&sets.encode().unwrap()).is_err());
+}
+
 /// Checks the properties that readers rely on.
 fn check(catalog: &Catalog) {
     for tensor in catalog.tensors() {
@@ -313,12 +357,15 @@ fn check(catalog: &Catalog) {
 #[test]
 fn the_records_of_views_go_with_their_index() {
     let home = home();
-    for view in &views()[..3] {
+    let all = views();
+    // There is an index for each format.
+    for view in all[..3].iter().chain([&all[20]]) {
         open(home.path(), view, true);
     }
     let other = home.path().join("index/0123456789abcdef0123456789abcdef.index");
     fs::write(&other, b"").unwrap();
-    assert_eq!(kept(home.path(), "view").len(), 3);
+    assert_eq!(kept(home.path(), "view").len(), 4);
+    assert_eq!(kept(home.path(), "index").len(), 3);
     let options = OpenOptions { index: Some(home.path().join("index")), ..OpenOptions::default() };
     let tree = Tree::scan(&home.path().join("model"), &options).unwrap();
     assert!(tree.families().into_iter().any(|id| tree.forget_index(id)));

@@ -72,11 +72,17 @@ impl Tree {
         own.then_some(IndexedHeads { made, files })
     }
 
-    /// Removes the index of `folder`, and the records of views beside it. Returns whether there was
-    /// an index.
+    /// Removes the indexes of `folder` for all options, and the records of views beside them. Returns
+    /// whether there was an index for the options of the tree.
     pub fn forget_index(&self, folder: FolderId) -> bool {
         let folder = self.folder(folder);
-        FolderIndex::of(self, &folder).is_some_and(|index| index.remove())
+        let Some(index) = FolderIndex::of(self, &folder) else { return false };
+        let removed = index.remove();
+        for name in (0..4).map(|options| index.file_name_of(options)) {
+            index.store.remove_views(&name);
+            index.store.remove(&name);
+        }
+        removed
     }
 }
 
@@ -89,12 +95,16 @@ impl<'a> FolderIndex<'a> {
 
     /// Name of the file in the store. It depends on the options that change the sets of the folder.
     pub(super) fn file_name(&self) -> String {
-        let folder = self.folder.path.as_os_str().as_bytes();
-        let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
         let options = self.options();
         let bintensors = u8::from(options.view.format == OutputFormat::Bintensors);
-        let looked_at = [u8::from(options.prefer == Prefer::Shards) | bintensors << 1];
-        file_name(&[folder, only, &looked_at], EXTENSION)
+        self.file_name_of(u8::from(options.prefer == Prefer::Shards) | bintensors << 1)
+    }
+
+    /// Name of the file for the options with these bits: `Prefer::Shards`, and bintensors.
+    fn file_name_of(&self, options: u8) -> String {
+        let folder = self.folder.path.as_os_str().as_bytes();
+        let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
+        file_name(&[folder, only, &[options]], EXTENSION)
     }
 
     /// The options that the folder is opened with.

@@ -192,6 +192,11 @@ fn decode_ranges(ranges: &Ranges) -> Result<Vec<Range<u64>>, &'static str> {
     ranges.iter().map(range).collect()
 }
 
+/// Whether a file in a folder may have this name: commands write files of these names.
+fn is_file_name(name: &str) -> bool {
+    !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
+}
+
 fn borrowed(strings: &[String]) -> List<&str> {
     strings.iter().map(String::as_str).collect()
 }
@@ -292,6 +297,10 @@ impl Index {
     fn of_content(content: IndexContent<'_>) -> Result<Index, &'static str> {
         let files = content.files.0.into_iter().map(FileContent::into_record);
         let sets = content.sets.0.into_iter().map(SetContent::into_record);
+        let sets = sets.collect::<Result<Vec<SetRecord>, _>>()?;
+        if !sets.iter().all(|set| is_file_name(&set.name)) {
+            return Err("has a set whose name is no file name");
+        }
         Ok(Index {
             folder: content.folder.to_vec(),
             made: content.made,
@@ -299,7 +308,7 @@ impl Index {
             unusable: content.unusable.iter().map(|name| name.to_vec()).collect(),
             weights: owned(content.weights),
             notes: owned(content.notes),
-            sets: sets.collect::<Result<_, _>>()?,
+            sets,
         })
     }
 }

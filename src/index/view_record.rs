@@ -4,6 +4,8 @@
 //! A record belongs to one index file, by the checksum of that file, and to one view, by its hash.
 //! It is a copy like the index: if there is a doubt about it, it is made anew.
 
+use std::collections::HashSet;
+
 use bincode::{BorrowDecode, Encode};
 
 use crate::catalog::Catalog;
@@ -12,7 +14,7 @@ use crate::hash::{Digest, Hasher};
 use super::columns::{self, ViewColumns};
 use super::frame::{self, FileKind, List, Numbers};
 use super::store::{IndexStore, VIEW_EXTENSION};
-use super::{Index, SetRecord, VirtualFileRecord};
+use super::{Index, SetRecord, VirtualFileRecord, is_file_name};
 
 /// The version increases with every change of the content, of the steps of a view, and of the
 /// layout of a file.
@@ -177,8 +179,10 @@ impl<'a> PresentedContent<'a> {
         let catalog = catalog.transpose()?;
         let count = catalog.as_ref().unwrap_or(proved).len();
         let files = self.files.0.into_iter().map(|content| file_of(content, count));
+        let files = files.collect::<Result<Vec<_>, _>>()?;
+        check_files(&files, count)?;
         Ok(PresentedRecord {
-            files: files.collect::<Result<_, _>>()?,
+            files,
             catalog,
             config: match self.config {
                 None => ConfigRecord::Unread,
@@ -197,6 +201,28 @@ fn file_content(file: &PresentedFile) -> PresentedFileContent<'_> {
         (tensors.len() as u64, steps.map(|(now, before)| u64::from(now - before)).collect())
     });
     (name, positions, spec.0, *len, header.0)
+}
+
+/// Refuses files that cannot lie in one folder, or that do not have each of `count` tensors once.
+fn check_files(files: &[PresentedFile], count: usize) -> Result<(), &'static str> {
+    let mut names = HashSet::new();
+    if !files.iter().all(|file| is_file_name(&file.name) && names.insert(file.name.as_str())) {
+        return Err("has a file whose name is no file name, or is there twice");
+    }
+    let mut is_there = vec![false; count];
+    let mut found = 0;
+    for file in files {
+        let Some(tensors) = &file.tensors else {
+            found += count;
+            continue;
+        };
+        found += tensors.len();
+        tensors.iter().for_each(|&position| is_there[position as usize] = true);
+    }
+    let are_all = files.iter().any(|file| file.tensors.is_none()) || !is_there.contains(&false);
+    // As many as there are, and none is missing: each is there once.
+    let once = found == count && are_all;
+    if once { Ok(()) } else { Err("has files that do not have each tensor once") }
 }
 
 /// The file of `content`, whose catalog has `count` tensors.

@@ -97,6 +97,39 @@ class RankFolders(TestCase):
         with Mount(one, "tp=2", f"tp-rules={rules}") as m:
             self.assert_shows(m.path / "tp-2", expected)
 
+    # They read the slices, recorded checksums of those, and said ok.
+    def test_verify_and_index_find_the_source_of_every_folder_although_the_rules_have_changed(self):
+        rules = self.tmp / "tp.toml"
+        rules.write_text("[[rule]]\nregex = 'mlp'\ncut = 0\n")
+        self.assert_done(tensorfs("verify", self.source))
+        with Mount(self.source, "tp=2", f"tp-rules={rules}") as m:
+            places = [m.path, m.path / "tp-2", m.path / "tp-2/rank-1", m.path / "tp-2/rank-1" / FILE]
+            os.listdir(places[2])
+            rules.write_text("[[rule]]\nregex = 'mlp'\ncut = 1\n")
+            for place in places[:3]:
+                found = tensorfs("index", place, "--json").json()["indexes"]
+                self.assertEqual([one["directory"] for one in found], [str(self.source)], place)
+            shard = min(self.source.glob("*.safetensors"))
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+            for place in places:
+                outcome = tensorfs("verify", place)
+                self.assert_refused(outcome)
+                self.assertIn(str(shard), outcome.stderr)
+
+    # `ls` cut the tensors by the new text.
+    def test_the_folders_above_a_rank_are_read_as_mounted_after_its_config_changed(self):
+        config = self.source / "config.json"
+        with Mount(self.source, "tp=2") as m:
+            for rank in range(2):
+                (m.path / f"tp-2/rank-{rank}" / FILE).read_bytes()
+            config.write_text(config.read_text().replace('heads": 4', 'heads": 1'))
+            outcome = tensorfs("ls", m.path)
+            self.assert_done(outcome)
+            self.assertIn("config.json has changed since the mount", outcome.stderr)
+            self.assertIn(str(m.path), tensorfs("heat", m.path / "tp-2").stderr)
+
     def test_a_listing_lays_out_no_rank(self):
         root = self.tmp / "tree"
         for name in ("one", "two", "three"):

@@ -113,7 +113,10 @@ class OtherUsers(TestCase):
             (found,) = outcome.json()["sets"]
             self.assertEqual((found["name"], len(found["tensors"])), (FILE, 3))
             self.assertEqual(found["size"], (m.path / FILE).stat().st_size)
-            self.assert_done(run(binary, "verify", m.path, **user))
+            # What the mount shows has no checksums of its own.
+            outcome = run(binary, "verify", m.path, **user)
+            self.assert_refused(outcome)
+            self.assertIn("name the source itself", outcome.stderr)
             self.assertEqual(run(binary, "ls", source, **user).code, 1)
 
 

@@ -27,7 +27,18 @@ fn heat_of(target: &Path) -> Result<Value, Failure> {
     let shown_target = shown_path(target);
     let failed = |e: std::io::Error| Failure::Failed(format!("/proc/self/mountinfo: {e}"));
     let mounts = mountinfo::ours().map_err(failed)?;
-    let not_ours = || Failure::Failed(format!("{shown_target}: not a tensorfs mount"));
+    let not_ours = || {
+        let real = std::fs::canonicalize(target).unwrap_or_default();
+        let above = mounts.iter().filter(|mount| real.starts_with(&mount.target));
+        let nearest = above.max_by_key(|mount| mount.target.components().count());
+        Failure::Failed(match nearest {
+            Some(Mount { target, .. }) => {
+                let target = shown_path(target);
+                format!("{shown_target}: not a mount point: name the mount point {target}")
+            }
+            None => format!("{shown_target}: not a tensorfs mount"),
+        })
+    };
     let Mount { minor, owner, .. } = find(&mounts, target).ok_or_else(not_ours)?;
     let owner = owner.unwrap_or_default();
     let sockets = control::sockets_of(owner).into_iter().filter(|(of, _)| *of == minor);

@@ -8,7 +8,7 @@ use tensorfs::internal::view::Files;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use super::sources::{open_source, query_options, refuse_views};
+use super::sources::{open_bytes, query_options, refuse_views};
 use crate::log;
 
 /// The index of a folder, and what the folder holds.
@@ -29,11 +29,12 @@ struct IndexReport {
 }
 
 pub(super) fn run(args: &args::IndexArgs) -> Outcome {
-    let mut options = query_options(&args.source)?;
-    refuse_views(&options)?;
+    let options = query_options(&args.source)?;
+    // There is an index for each format.
+    refuse_views("index", &options, true)?;
+    let mut tree = open_bytes("index", &args.source, options)?;
     // A checkpoint that is too large for one file has an index too.
-    options.open.view.files = Files::Original;
-    let tree = open_source(&args.source, options)?;
+    tree.options.view.files = Files::Original;
     if tree.options.index.is_none() {
         let message = "no indexes are kept: give --index-dir DIR, or set HOME";
         return Err(Failure::Failed(message.to_owned()));

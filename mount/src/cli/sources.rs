@@ -1,13 +1,15 @@
 //! The checkpoints that a command reads: options, scan and proof.
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::format::OutputFormat;
-use tensorfs::internal::mount_origin::{MountOrigin, changed_since_mount, resolve_mount};
+use tensorfs::internal::mount_origin::{
+    MountOrigin, changed_since_mount, resolve_bytes, resolve_mount,
+};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::{Files, View};
 
@@ -38,15 +40,52 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
     scan_source(args, options, false)
 }
 
-/// Refuses options of views, for commands about the bytes of the source.
-pub(super) fn refuse_views(options: &Options) -> Result<(), Failure> {
+/// Scans the source of `command`, which is about the bytes of the source. For a path on a mount,
+/// scans the source behind it without the view of the mount: only what lies there has the checksums
+/// and the index. The view of the tree has the format that was given or is mounted.
+pub(super) fn open_bytes(
+    command: &str,
+    args: &args::SourceArgs,
+    options: Options,
+) -> Result<Tree, Failure> {
+    let index = options.index_dir.folder();
+    let mut open = options.open_with_secret().map_err(Failure::Failed)?;
+    let path = match resolve_bytes(&args.source) {
+        None => args.source.clone(),
+        Some(Ok(MountOrigin { path, options: mounted, .. })) => {
+            if args.options.is_empty() {
+                let OpenOptions { expect_shards, reference, secret, .. } = open;
+                open = OpenOptions { expect_shards, reference, secret, ..mounted };
+            }
+            path
+        }
+        Some(Err(why)) => {
+            let shown = shown_path(&args.source);
+            return Err(Failure::Failed(format!(
+                "{shown}: {command} reads the source of a mount, and {why}: name the source itself"
+            )));
+        }
+    };
+    scan_tree(&path, &OpenOptions { index, ..open })
+}
+
+/// Refuses options of views, for `command`, which is about the bytes of the source. `takes_format`
+/// says whether the format makes a difference to it.
+pub(super) fn refuse_views(
+    command: &str,
+    options: &Options,
+    takes_format: bool,
+) -> Result<(), Failure> {
     let OpenOptions { view, views, hub, .. } = &options.open;
-    if *view == View::default() && views.is_none() && !hub {
+    let format = if takes_format { view.format } else { OutputFormat::default() };
+    if *view == (View { format, ..View::default() }) && views.is_none() && !hub {
         return Ok(());
     }
-    let why = "the command is about the bytes of the source, which are the same in all views: give \
-               no layout=, format=, weight-map=, include=, exclude=, tp=, rename=, dtype= or views=";
-    Err(Failure::Usage(why.to_owned()))
+    let format = if takes_format { "" } else { "format=, " };
+    Err(Failure::Usage(format!(
+        "{command} is about the bytes of the source, which are the same in all views: give no \
+         layout=, {format}weight-map=, include=, exclude=, tp=, rename=, dtype= or views="
+    )))
 }
 
 /// Refuses a path on a mount with several views, for commands about what one view shows. `-o` gives
@@ -93,7 +132,12 @@ fn scan_source(
         let path = shown_path(&args.source);
         log::say(&format!("{path}: read as it is mounted, not from its source: {why}"));
     }
-    let tree = Tree::scan(&path, &OpenOptions { index, ..open })?;
+    scan_tree(&path, &OpenOptions { index, ..open })
+}
+
+/// Scans `path`, and tells what was left out.
+fn scan_tree(path: &Path, options: &OpenOptions) -> Result<Tree, Failure> {
+    let tree = Tree::scan(path, options)?;
     // A source without any checkpoint is refused with the same summary.
     if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
         log::say(&format!("{}: {summary}", shown_path(&tree.source)));

@@ -15,18 +15,19 @@ use tensorfs::internal::source::CopyMode;
 use tensorfs::internal::verify::{
     Recorded, ShardPlace, Task, Verified, bytes_to_read, manifest, verify,
 };
+use tensorfs::internal::view::View;
 use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
 use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text};
 use super::sources::{
-    FoundSet, open_source, prove_family, query_options, refuse_views, skipped_notes,
+    FoundSet, open_bytes, prove_family, query_options, refuse_views, skipped_notes,
 };
 use crate::log;
 
 pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
     let mut options = query_options(&args.source)?;
-    refuse_views(&options)?;
+    refuse_views("verify", &options, false)?;
     if let Some(reference) = &args.reference {
         options.open.reference = Some(reference.clone());
     }
@@ -34,7 +35,8 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
         return Err(Failure::Usage("--expect-shards and -o expect-shards= are both given".into()));
     }
     options.open.expect_shards = args.expect_shards.or(options.open.expect_shards);
-    let mut tree = open_source(&args.source, options)?;
+    let mut tree = open_bytes("verify", &args.source, options)?;
+    tree.options.view = View::default();
     let mut notes = skipped_notes(&tree);
     let bar = bar(args.progress, 0);
     let mut report = VerifyReport::default();
@@ -128,7 +130,7 @@ impl VerifyReport {
     fn finish(self, args: &args::VerifyArgs, tree: &Tree, notes: &[String]) -> Outcome {
         let strict = args.strict && self.unproven;
         let source = shown_path(&tree.source);
-        // Parts of the tree that the scan left out are not verified. `open_source` has warned of them.
+        // Parts of the tree that the scan left out are not verified. `open_bytes` has warned of them.
         let partial = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
         let partial =
             partial.map(|why| (json!(ErrorKind::Usage.as_str()), format!("{source}: {why}")));

@@ -1,6 +1,7 @@
 //! Attributes that all files of a mount share, and extended attributes that name the source of a
 //! file.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use tensorfs::internal::checkpoint::{Content, Tree};
@@ -10,6 +11,9 @@ use super::access;
 use super::inodes::Nodes;
 use super::node::{Node, NodeKind};
 use crate::options::AccessRule;
+
+/// Most folders whose `config.json` the attribute of a folder above them names.
+const CONFIGS_MAX: usize = 100;
 
 /// Most folders that another user is told of.
 const MODELS_MAX: usize = 10_000;
@@ -116,17 +120,31 @@ pub(crate) fn of(
     };
     if access::may_read_folder(&folder, uid, gid) && may_read_files() {
         let config = nodes.tails().config_of(node.folder()).map(|digest| digest.to_string());
-        found.extend(source_of(tree, node, config).map(|source| (XATTR_SOURCE, source)));
+        let below = match &node.kind {
+            NodeKind::Folder => nodes.tails().configs_below(tree, &node.path),
+            _ => BTreeMap::new(),
+        };
+        let source = source_of(tree, node, config, &below);
+        found.extend(source.map(|source| (XATTR_SOURCE, source)));
     }
     found.extend(node.version().map(|version| (XATTR_VERSION, version)));
     found
 }
 
-/// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
-/// Folders that stand for none of the source have none, and are read through the mount. So are
-/// encrypted weights, and in a mount that has a key all folders and stored files.
-fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String> {
+/// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read,
+/// `below` the folders below it with such a text.
+///
+/// The folders between the root and the folders of ranks have the source of the root, marked as
+/// made. Folders of a hub cache that stand for none of the source have none. Both are read through
+/// the mount. So are encrypted weights, and in a mount that has a key all folders and stored files.
+fn source_of(
+    tree: &Tree,
+    node: &Node,
+    config: Option<String>,
+    below: &BTreeMap<PathBuf, String>,
+) -> Option<String> {
     let found = tree.folder(node.folder());
+    let is_made = found.is_made_below_root();
     // Other processes do not have the key of an encrypted source.
     let may_be_encrypted = tree.options.secret.is_some()
         && match &node.kind {
@@ -135,7 +153,7 @@ fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String>
             }
             _ => true,
         };
-    if found.is_made_below_root() || may_be_encrypted {
+    if (is_made && tree.options.hub) || may_be_encrypted {
         return None;
     }
     let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
@@ -164,6 +182,13 @@ fn source_of(tree: &Tree, node: &Node, config: Option<String>) -> Option<String>
     }
     if let Some(config) = config {
         json["config"] = config.into();
+    }
+    // More are not compared one by one: the folder is read through the mount.
+    if is_made || below.len() > CONFIGS_MAX {
+        json["made"] = true.into();
+    } else if !below.is_empty() {
+        let pairs = below.iter().map(|(path, hash)| Some((path.to_str()?, hash.as_str())));
+        json["configs"] = serde_json::json!(pairs.collect::<Option<BTreeMap<_, _>>>()?);
     }
     Some(json.to_string())
 }

@@ -95,6 +95,17 @@ impl Tails {
         self.0.lock().get(&folder)?.config
     }
 
+    /// The folders of the source whose `config.json` decides how tensors below `path` in the mount are
+    /// cut, `path` itself left out, and the hash of each text.
+    pub(crate) fn configs_below(&self, tree: &Tree, path: &Path) -> BTreeMap<PathBuf, String> {
+        let folders = self.0.lock();
+        let below =
+            folders.iter().filter(|(_, own)| own.path != path && own.path.starts_with(path));
+        let configs = below.filter_map(|(id, own)| Some((*id, own.config?)));
+        let there = configs.filter(|(id, _)| tree.contains(*id));
+        there.map(|(id, digest)| (tree.folder(id).path.clone(), digest.to_string())).collect()
+    }
+
     /// The facts for `tensorfs status`: number of sets of each kind, and the unproven sets.
     pub(crate) fn status(&self) -> Value {
         let folders = self.0.lock();

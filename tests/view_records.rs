@@ -323,7 +323,7 @@ fn files_of_a_record_have_names_of_files_and_each_tensor_once() {
     }
     let cut: [&dyn Fn(&mut Vec<PresentedFile>); 4] = [
         &|files| drop(files.pop()),
-        &|files| drop(files[0].tensors.as_mut().unwrap().pop()),
+        &|files| files[0].tensors.as_mut().unwrap().truncate(1),
         &|files| files[0].tensors = None,
         &|files| files[0].tensors = files[1].tensors.clone(),
     ];

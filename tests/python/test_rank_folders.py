@@ -128,7 +128,7 @@ class RankFolders(TestCase):
             outcome = tensorfs("ls", m.path)
             self.assert_done(outcome)
             self.assertIn("config.json has changed since the mount", outcome.stderr)
-            self.assertIn(str(m.path), tensorfs("heat", m.path / "tp-2").stderr)
+            self.assertIn(f"name the mount point {m.path}", tensorfs("heat", m.path / "tp-2").stderr)
 
     def test_a_listing_lays_out_no_rank(self):
         root = self.tmp / "tree"

@@ -293,7 +293,7 @@ fn content_with_any_one_byte_changed_is_refused_or_can_be_used() {
 }
 
 /// A change of the files of a record.
-type Change = dyn Fn(&mut Vec<PresentedFile>);
+type Change<'a> = dyn Fn(&mut Vec<PresentedFile>) + 'a;
 
 // `consolidate` would write a file of the name, wherever it leads.
 #[test]
@@ -304,7 +304,7 @@ fn files_of_a_record_have_names_of_files_and_each_tensor_once() {
     let index = Index::decode(&index).unwrap();
     let content = fs::read(&kept(home.path(), "view")[0]).unwrap()[40..].to_vec();
     let good = ViewRecord::decode_unframed(&content, &index.sets).unwrap();
-    let decoded = |change: &Change| {
+    let decoded = |change: &Change<'_>| {
         let mut record = good.clone();
         change(&mut record.sets[0].as_mut().unwrap().files);
         let bytes = record.encode(Digest::of(b""), Digest::of(b"")).unwrap();
@@ -324,7 +324,7 @@ fn files_of_a_record_have_names_of_files_and_each_tensor_once() {
     for name in names {
         assert!(decoded(&|files| files[0].name = name.to_owned()).is_err(), "{name:?}");
     }
-    let cut: [&Change; 4] = [
+    let cut: [&Change<'_>; 4] = [
         &|files| drop(files.pop()),
         &|files| files[0].tensors.as_mut().unwrap().truncate(1),
         &|files| files[0].tensors = None,

@@ -76,7 +76,7 @@ fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     Some(if is_readable { Ok(origin) } else { Err(None) })
 }
 
-/// What the mount says of the source of `path`. `None` if `path` lies on no such mount; then
+/// The text of the mount about the source of `path`. `None` if `path` lies on no such mount; then
 /// `Some(None)` if the mount says nothing.
 fn attribute(path: &Path) -> Option<Option<Value>> {
     // The descriptor is held, so that the attribute is read from the file that was checked.

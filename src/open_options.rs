@@ -142,8 +142,8 @@ impl OpenOptions {
         Some(options)
     }
 
-    /// Of the options that `to_json` wrote, those that decide which files of the source are read:
-    /// the view has only its format. No file that a view names is read.
+    /// The options that `to_json` wrote, as far as they decide which files of the source are read.
+    /// The view has only its format. No file that a view names is read.
     #[doc(hidden)]
     pub fn of_bytes_in_json(json: &Value) -> Option<OpenOptions> {
         let format = json.get("format")?.as_str()?.parse().ok()?;

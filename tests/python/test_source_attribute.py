@@ -113,7 +113,7 @@ class OtherUsers(TestCase):
             (found,) = outcome.json()["sets"]
             self.assertEqual((found["name"], len(found["tensors"])), (FILE, 3))
             self.assertEqual(found["size"], (m.path / FILE).stat().st_size)
-            # What the mount shows has no checksums of its own.
+            # A mounted file has no checksums of its own.
             outcome = run(binary, "verify", m.path, **user)
             self.assert_refused(outcome)
             self.assertIn("name the source itself", outcome.stderr)

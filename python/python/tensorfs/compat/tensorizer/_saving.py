@@ -149,12 +149,12 @@ class TensorSerializer:
                 self._file.close()
 
     def __del__(self) -> None:
-        fields = self.__dict__
-        if fields.get("_writer") is None or self._process != process_token():
+        writer = self.__dict__.get("_writer")
+        if writer is None or self._process != process_token():
             return
         if self._names and not self._failed:
             warnings.warn("a TensorSerializer was not closed, so its file was not written", ResourceWarning, source=self)
-        self._writer.abort()
+        writer.abort()
 
     def _open(self) -> TensorizerWriter:
         if self._writer is None:

@@ -1,6 +1,7 @@
 """Runs the suite and ends with one line of counts: `python tests/python [-k PATTERN]... [-f] [-j JOBS]`."""
 
 import argparse
+import ctypes
 import json
 import os
 import select
@@ -15,6 +16,9 @@ from pathlib import Path
 NUMBER = struct.Struct("I")
 # More at once would make tests wait for each other, and some have deadlines of seconds.
 MAX_JOBS = 4
+# As in linux/sched.h and linux/mount.h.
+CLONE_NEWNS = 0x20000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 class Result(unittest.TextTestResult):
@@ -125,16 +129,41 @@ def work(suite, take, report):
         modules.setdefault(type(test).__module__, unittest.TestSuite()).addTest(test)
     # The largest first, so that none is alone at the end.
     order = sorted(modules.values(), key=unittest.TestSuite.countTestCases, reverse=True)
+    own_mounts()
     result = unittest.TextTestRunner(verbosity=2, resultclass=Result)._makeResult()
-    while number := os.read(take, NUMBER.size):
-        (number,) = NUMBER.unpack(number)
-        if number >= len(order):
-            break
-        order[number].run(result)
+    Taken(order, take).run(result)
     result.printErrors()
     with open(report, "w") as file:
         json.dump(result.counts(), file)
     return 0
+
+
+class Taken(unittest.TestSuite):
+    """The modules of `order` whose numbers come out of the pipe `take`; one suite, so that each is set up and ended once."""
+
+    _cleanup = False
+
+    def __init__(self, order, take):
+        super().__init__()
+        self.order, self.take = order, take
+
+    def __iter__(self):
+        while number := os.read(self.take, NUMBER.size):
+            (number,) = NUMBER.unpack(number)
+            if number >= len(self.order):
+                break
+            yield self.order[number]
+
+
+def own_mounts():
+    """Moves this process to a mount namespace of its own, where it may.
+
+    A test that makes a namespace copies all mounts into it, and an unmounted mount lives as long as a copy does. So no
+    process may copy the mounts of another.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) == 0 and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "mounts cannot be made private")
 
 
 def all_tests(suite):

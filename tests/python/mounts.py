@@ -175,6 +175,13 @@ def daemon_of(path):
     return None
 
 
+def waits_of(pid):
+    """A line for each thread of a process: its name, and the function of the kernel in which it waits."""
+    threads = sorted(Path(f"/proc/{pid}/task").glob("*"))
+    names = [[(read_or_none(thread / file) or b"").decode().strip() for file in ("comm", "wchan")] for thread in threads]
+    return "\n".join(f"    {name}: {wait}" for name, wait in names)
+
+
 def kill_daemon_of(path):
     """Kills the daemon that serves `path`, if there is one. It may be about to end by itself."""
     pid = daemon_of(path)
@@ -327,7 +334,7 @@ class Mount:
             if not problem and self.alive():
                 self.wait_for_exit(10)
         except (TimeoutError, AssertionError, subprocess.TimeoutExpired) as error:
-            problem = f"unmounting did not finish: {error}"
+            problem = f"unmounting did not finish: {error}\n{waits_of(self.pid)}"
         finally:
             self._stop_by_force()
             self._remove_folder()

@@ -12,7 +12,7 @@ from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files
 from reading import raw_summary, summary
 from tensorizer_files import Stored, encrypted_file_of, file_of
 
-KEY = bytes(range(32))
+KEY = checkpoints.random_bytes(0, 32)
 PIECE = 64 << 10
 ENTRIES = {entry["id"]: entry for entry in json.loads((FIXTURES / "manifest.json").read_text())["encrypted"]}
 

@@ -417,7 +417,7 @@ mod tests {
         assert!(late.recv().is_err());
         wait_for(|| pool.0.state.lock().threads.total() == 0);
         assert!(ask(&pool, "b", &stalled).recv().unwrap());
-        assert!(pool.0.state.lock().told.is_empty());
+        wait_for(|| pool.0.state.lock().told.is_empty());
     }
 
     #[test]

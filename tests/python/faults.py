@@ -489,7 +489,7 @@ class Cgroup:
         if self.path.exists():
             # A process that has just ended may count for a moment longer.
             with contextlib.suppress(AssertionError):
-                wait_until(lambda: not (self.path / "cgroup.procs").read_text(), 5, "the cgroup is empty")
+                wait_until(lambda: not (self.path / "cgroup.procs").read_text(), 20, "the cgroup is empty")
             with contextlib.suppress(OSError):
                 self.path.rmdir()
 

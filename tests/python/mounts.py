@@ -157,7 +157,7 @@ def stop_process(pid):
         stats = [read_or_none(task / "stat") for task in tasks.iterdir()]
         return all(stat is None or stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
 
-    wait_until(stopped, 10, f"process {pid} stops")
+    wait_until(stopped, 20, f"process {pid} stops")
 
 
 def daemon_of(path):

@@ -195,7 +195,7 @@ class ByTheKernel(Assembled):
             with open(m.path / FILE, "rb") as held:
                 write_one(source / "new", "t1", 5)
                 os.replace(source / "new", source / shard_name(1, 3))
-                new = wait_until(lambda: self.other_than(old, m), 5, "the new content is shown")
+                new = wait_until(lambda: self.other_than(old, m), 20, "the new content is shown")
                 self.assertEqual(held.read(), old)
             self.assertIn(checkpoints.random_bytes(5, 1000), new)
             self.assertEqual(self.assemble(m), new)

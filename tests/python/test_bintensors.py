@@ -274,7 +274,7 @@ class Sources(TestCase):
                 shown.read_bytes()
             path.unlink()
             path.write_bytes(data)
-            self.assertEqual(wait_until(lambda: self.reads(shown), 10, "the file is back"), before)
+            self.assertEqual(wait_until(lambda: self.reads(shown), 20, "the file is back"), before)
 
     def reads(self, path):
         try:

@@ -148,7 +148,7 @@ class ChangeTimes(TestCase):
             return None
 
     def assert_opens(self, path, whole, what):
-        wait_until(lambda: self.read(path) == whole, 3, f"a new open reads all bytes after {what}")
+        wait_until(lambda: self.read(path) == whole, 20, f"a new open reads all bytes after {what}")
         for _ in range(3):
             self.assertEqual(self.read(path), whole, what)
 
@@ -246,7 +246,7 @@ class ChangeTimes(TestCase):
                     def refused(file=file):
                         return reads_fail(self, file, self.whole)
 
-                    wait_until(refused, 3, "what is open fails")
+                    wait_until(refused, 20, "what is open fails")
                     self.assert_opens(m.path / FILE, new, write.__name__)
                     self.assertNotEqual((m.path / FILE).stat().st_ino, inode)
                     self.assertTrue(refused(), "what was open before never comes back")
@@ -260,7 +260,7 @@ class ChangeTimes(TestCase):
                     time.sleep(0.02)
                     write(source / shard_name(2, 3))
                     new = checkpoints.hf_whole(source)
-                    wait_until(lambda: self.read(m.path / FILE) == new, 3, "the new bytes")
+                    wait_until(lambda: self.read(m.path / FILE) == new, 20, "the new bytes")
 
     # The kernel notes no time for a store to a page that is dirty already. tmpfs never does.
     def test_stores_to_pages_that_were_dirty_before_the_mount_are_not_mixed(self):
@@ -275,7 +275,7 @@ class ChangeTimes(TestCase):
                 def refused(file=file):
                     return reads_fail(self, file, whole)
 
-                wait_until(refused, 3, "what is open fails")
+                wait_until(refused, 20, "what is open fails")
 
     # Kernels that do not tell whether there is a writer, and kernels that tell of no event.
     @needs_root
@@ -292,7 +292,7 @@ class ChangeTimes(TestCase):
                         (m.path / FILE).read_bytes()
                         mapped[-1:] = b"2"
                         new = checkpoints.hf_whole(source)
-                        wait_until(lambda m=m, new=new: self.read(m.path / FILE) == new, 5, "the new byte")
+                        wait_until(lambda m=m, new=new: self.read(m.path / FILE) == new, 20, "the new byte")
 
     # Nobody was there to see the write, and the attribute seemed to explain the change time.
     def test_a_hidden_write_beside_a_change_of_attributes_leaves_no_old_page(self):
@@ -325,7 +325,7 @@ class ChangeTimes(TestCase):
             relative = shards[1].relative_to(tree)
             faults.tell("stall", relative)
             looked = subprocess.Popen(["ls", m.path / "b"], stdout=subprocess.PIPE)
-            wait_until(lambda: faults.parked(relative), 5, "the proof waits")
+            wait_until(lambda: faults.parked(relative), 20, "the proof waits")
             link_and_unlink(shards[1])
             faults.tell("resume")
             self.assertIn(FILE.encode(), looked.communicate()[0].split())
@@ -358,7 +358,7 @@ class ChangeTimes(TestCase):
                         data = checkpoints.random_bytes(seed, SHARD_LEN)
                         checkpoints.write_shard(shard, [(f"t{number}", "U8", [SHARD_LEN], data)])
                     time.sleep(0.1)
-            wait_until(lambda: self.watches(m.pid) == 0, 5, "no watch is left")
+            wait_until(lambda: self.watches(m.pid) == 0, 20, "no watch is left")
 
     def skip_on_tmpfs(self):
         """There the kernel notes no time for a store through a mapping."""
@@ -390,8 +390,8 @@ class ChangeTimes(TestCase):
             # One that is cut short is refused, and comes back with its bytes.
             whole = self.shard.read_bytes()
             self.shard.write_bytes(whole[:-1])
-            wait_until(lambda: self.read(m.path / FILE) is None, 3, "it is refused")
-            wait_until(lambda: (m.path / "TENSORFS-ERROR.txt").exists(), 3, "the refusal is told")
+            wait_until(lambda: self.read(m.path / FILE) is None, 20, "it is refused")
+            wait_until(lambda: (m.path / "TENSORFS-ERROR.txt").exists(), 20, "the refusal is told")
             self.shard.write_bytes(whole)
             self.assert_opens(m.path / FILE, checkpoints.hf_whole(self.source), "the shard is whole again")
 
@@ -415,7 +415,7 @@ class RemoteSources(TestCase):
                 def refused(file=file):
                     return reads_fail(self, file, self.whole)
 
-                wait_until(refused, 5, "what is open fails")
+                wait_until(refused, 20, "what is open fails")
 
     def test_a_change_of_attributes_takes_nothing_down(self):
         with FaultFs(self.source) as faults, Mount(faults.path) as m:
@@ -430,7 +430,7 @@ class RemoteSources(TestCase):
                         except OSError as error:
                             self.assertIn(error.errno, (errno.EIO, errno.ESTALE, errno.ENOENT))
 
-                    wait_until(same, 5, "a new open reads all bytes")
+                    wait_until(same, 20, "a new open reads all bytes")
 
     def test_a_plain_file_shows_its_size_although_the_kernel_remembers_what_it_was(self):
         log = self.source / "train.log"
@@ -438,7 +438,7 @@ class RemoteSources(TestCase):
         with FaultFs(self.source, remembers=3600) as faults, Mount(faults.path) as m:
             self.assertEqual((m.path / "train.log").read_text(), "step 0\n")
             log.write_text("step 0\nstep 1\n")
-            wait_until(lambda: (m.path / "train.log").stat().st_size == 14, 5, "its size")
+            wait_until(lambda: (m.path / "train.log").stat().st_size == 14, 20, "its size")
 
     # Each look took a thread that the stalled source held, until nothing else could be opened.
     def test_plain_files_of_a_stalled_source_keep_nobody_from_the_weights(self):
@@ -461,7 +461,7 @@ class RemoteSources(TestCase):
             self.assertEqual((m.path / FILE).read_bytes(), self.whole)
             write_in_place(self.shard)
             new = checkpoints.hf_whole(self.source)
-            wait_until(lambda: (m.path / FILE).read_bytes() == new, 5, "the new bytes")
+            wait_until(lambda: (m.path / FILE).read_bytes() == new, 20, "the new bytes")
 
     # The layers of an overlay decide how it is read: reads by io_uring and looks without a deadline are for
     # local file systems only.
@@ -510,9 +510,9 @@ class PlainFiles(TestCase):
                 for step in range(1, 4):
                     with open(self.log, "ab") as log:
                         log.write(b"step %d\n" % step)
-                    self.assertEqual(wait_until(file.read, 5, "the line that was added"), b"step %d\n" % step)
+                    self.assertEqual(wait_until(file.read, 20, "the line that was added"), b"step %d\n" % step)
                     size = self.log.stat().st_size
-                    wait_until(lambda size=size: os.fstat(file.fileno()).st_size == size, 5, "its size")
+                    wait_until(lambda size=size: os.fstat(file.fileno()).st_size == size, 20, "its size")
                 self.assertEqual(path.stat().st_ino, inode)
 
         self.in_each_way(check)
@@ -533,14 +533,14 @@ class PlainFiles(TestCase):
     def test_a_plain_file_written_in_place_shows_its_new_bytes_to_whoever_has_it_open(self):
         def check(path):
             self.log.write_bytes(b"A" * 1_000_000)
-            wait_until(lambda: path.read_bytes() == b"A" * 1_000_000, 3, "the first bytes")
+            wait_until(lambda: path.read_bytes() == b"A" * 1_000_000, 20, "the first bytes")
             with open(path, "rb", buffering=0) as file:
                 self.assertEqual(os.pread(file.fileno(), 100, 500_000), b"A" * 100)
                 with open(self.log, "r+b") as log:
                     log.write(b"B" * 1_000_000)
-                wait_until(lambda: os.pread(file.fileno(), 100, 500_000) == b"B" * 100, 5, "the new bytes")
+                wait_until(lambda: os.pread(file.fileno(), 100, 500_000) == b"B" * 100, 20, "the new bytes")
                 self.log.write_bytes(b"short")
-                wait_until(lambda: os.pread(file.fileno(), 100, 0) == b"short", 5, "it is cut short")
+                wait_until(lambda: os.pread(file.fileno(), 100, 0) == b"short", 20, "it is cut short")
 
         self.in_each_way(check)
 
@@ -553,8 +553,8 @@ class PlainFiles(TestCase):
                     time.sleep(0.02)
                     with open(self.log, "r+b") as log:
                         log.write(byte * 8192)
-                    wait_until(lambda byte=byte: path.read_bytes() == byte * 8192, 5, "a new open sees it")
-                    wait_until(lambda byte=byte: os.pread(held.fileno(), 4, 0) == byte * 4, 5, "it is followed")
+                    wait_until(lambda byte=byte: path.read_bytes() == byte * 8192, 20, "a new open sees it")
+                    wait_until(lambda byte=byte: os.pread(held.fileno(), 4, 0) == byte * 4, 20, "it is followed")
 
         self.in_each_way(check)
 
@@ -564,7 +564,7 @@ class PlainFiles(TestCase):
                 file.read()
                 with open(self.log, "ab") as log:
                     log.write(b"step %d\n" % step)
-                wait_until(file.read, 5, "the line that was added")
+                wait_until(file.read, 20, "the line that was added")
             self.assertNotIn("train.log", m.log())
 
     def test_a_plain_file_that_is_replaced_keeps_its_bytes_for_whoever_has_it_open(self):
@@ -574,7 +574,7 @@ class PlainFiles(TestCase):
                 new = self.source / "new"
                 new.write_bytes(b"new")
                 os.replace(new, self.log)
-                wait_until(lambda: path.read_bytes() == b"new", 3, "a new open sees the new file")
+                wait_until(lambda: path.read_bytes() == b"new", 20, "a new open sees the new file")
                 self.assertEqual(os.pread(file.fileno(), len(old), 0), old)
             self.log.write_bytes(old)
 

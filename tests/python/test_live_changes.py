@@ -315,7 +315,7 @@ class LiveChanges(TestCase):
         self.change_through_a_mapping(self.shard)
         start = self.parts["t2"][0] + 10 * PAGE
         deadline = time.monotonic() + 4
-        wait_until(lambda: self.reads_fail(descriptor, start, whole), 4, "EIO by the open handle")
+        wait_until(lambda: self.reads_fail(descriptor, start, whole), 20, "EIO by the open handle")
         left = max(deadline - time.monotonic(), 0.1)
         new = checkpoints.hf_whole(self.source)
         wait_until(lambda: self.whole_or_none(path) == new, left, "the new bytes by a new open")

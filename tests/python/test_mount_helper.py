@@ -34,7 +34,7 @@ class HelperCase(TestCase):
         self.assertEqual((entry.type, entry.device), ("fuse.tensorfs", str(self.source)))
         self.assertTrue((self.place / FILE).read_bytes() == checkpoints.hf_whole(self.source))
         self.assert_done(run(shutil.which("umount"), self.place))
-        wait_until(lambda: daemon_of(self.place) is None, 5, "the daemon ends")
+        wait_until(lambda: daemon_of(self.place) is None, 20, "the daemon ends")
 
 
 @needs_root
@@ -147,4 +147,4 @@ class ByItsOwnName(HelperCase):
                 self.assertEqual((entry.type, entry.device), ("fuse.tensorfs", str(self.source)))
                 self.assert_same((self.place / FILE).read_bytes(), checkpoints.hf_whole(self.source))
                 self.assert_done(tensorfs("umount", self.place))
-                wait_until(lambda: daemon_of(self.place) is None, 5, "the daemon ends")
+                wait_until(lambda: daemon_of(self.place) is None, 20, "the daemon ends")

@@ -114,7 +114,7 @@ class Streams(TestCase):
                 self.assertEqual(code, 0, out)
                 self.assert_same((place / FILE).read_bytes(), checkpoints.hf_whole(source))
                 self.assert_done(tensorfs("umount", place))
-                wait_until(lambda: daemon_of(place) is None, 5, "the daemon ends")
+                wait_until(lambda: daemon_of(place) is None, 20, "the daemon ends")
 
     # A warning that could not be written ended the daemon by a panic, because println! panics
     # when its stream is full.

@@ -97,14 +97,14 @@ class Ends(Processes):
         with Mount(self.source) as m:
             with held_open(m.path / FILE) as descriptor:
                 m.kill(signal.SIGTERM)
-                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+                wait_until(lambda: not m.mounted(), 20, "the mount is gone")
                 self.assertEqual(os.pread(descriptor, 1 << 20, 0), checkpoints.hf_whole(self.source))
             self.assert_daemon_ends(m)
 
     def test_a_second_sigterm_does_not_wait_for_open_files(self):
         with Mount(self.source) as m, held_open(m.path / FILE):
             m.kill(signal.SIGTERM)
-            wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+            wait_until(lambda: not m.mounted(), 20, "the mount is gone")
             m.kill(signal.SIGTERM)
             self.assert_daemon_ends(m)
 
@@ -139,7 +139,7 @@ class Ends(Processes):
             os.truncate(shard, shard.stat().st_size - 1)
             with contextlib.suppress(OSError):
                 (m.path / FILE).read_bytes()
-            wait_until(lambda: log.exists() and shard.name in log.read_text(), 3, "the change is logged")
+            wait_until(lambda: log.exists() and shard.name in log.read_text(), 20, "the change is logged")
 
 
 CLOSE = """
@@ -163,7 +163,7 @@ class Stopped(Processes):
                 m.kill(signal.SIGSTOP)
                 try:
                     state = Path(f"/proc/{m.pid}/stat")
-                    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 5, "the daemon stops")
+                    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 20, "the daemon stops")
                     # The first close of a file of this mount.
                     child.tell()
                     self.assertEqual(child.line(10), "closed")
@@ -280,7 +280,7 @@ class StartAndEnd(TestCase):
                 started = time.monotonic()
                 m.kill(signal.SIGTERM)
                 # The daemon goes on for eleven seconds after the signal.
-                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+                wait_until(lambda: not m.mounted(), 20, "the mount is gone")
                 self.still_right(descriptor, 2)
                 m.wait_for_exit(30)
                 self.assertGreater(time.monotonic() - started, 10)
@@ -299,7 +299,7 @@ class StartAndEnd(TestCase):
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             try:
-                wait_until(lambda: find_mount(place) or process.poll() is not None, 10, "the mount is in the table")
+                wait_until(lambda: find_mount(place) or process.poll() is not None, 20, "the mount is in the table")
                 self.assertIsNone(process.poll())
                 process.kill()
                 wait_until(lambda: process_gone(process.pid), 20, f"it is gone, round {number}")

@@ -220,7 +220,7 @@ class Sockets(Status):
         with Mount(self.source) as m:
             with held_open(m.path / FILE):
                 m.kill(signal.SIGTERM)
-                wait_until(lambda: not m.mounted(), 5, "the mount is gone")
+                wait_until(lambda: not m.mounted(), 20, "the mount is gone")
                 self.assertEqual(len(sockets_of(m)), 1)
                 m.kill(signal.SIGTERM)
                 m.wait_for_exit()

@@ -38,7 +38,7 @@ def log_lines(path, text):
 
 def logged_lines(path, text):
     """Waits for the line: a daemon answers first and logs then."""
-    return wait_until(lambda: log_lines(path, text), 5, f"a line with {text!r} in the log")
+    return wait_until(lambda: log_lines(path, text), 20, f"a line with {text!r} in the log")
 
 
 class VerifyRead(VerifyCase):
@@ -248,7 +248,7 @@ class VerifyRead(VerifyCase):
         with self.mount(folder) as m:
             self.assertEqual(self.read(m.path / FILE, start, start + PAGE), right[start : start + PAGE])
             flip(shard, places(shard)["layers.1.F32"][0] + 2 * PAGE)
-            wait_until(lambda: self.read(m.path / FILE, start, start + PAGE) == errno.EIO, 5, "the change is seen")
+            wait_until(lambda: self.read(m.path / FILE, start, start + PAGE) == errno.EIO, 20, "the change is seen")
 
     @needs_root
     def test_nothing_is_assembled_and_no_whole_file_is_left_to_the_kernel(self):
@@ -294,7 +294,7 @@ class Stalls(VerifyCase):
         faults.tell("stall", stalled)
         names = [f"layers.1.{dtype}" for dtype in ("F32", "F16", "U8", "I64")]
         with Reading(m.path / FILE, [(self.at(name), PAGE) for name in names * 4], "random") as late:
-            wait_until(lambda: faults.parked() > 0, 10, "the source stalls")
+            wait_until(lambda: faults.parked() > 0, 20, "the source stalls")
             at = self.at("layers.2.F32")
             [got] = read_ranges(m.path / FILE, [(at, PAGE)], "random")
             self.assertEqual((got.errno, got.sha256), (0, digest_of(self.right, at, PAGE)))
@@ -304,7 +304,7 @@ class Stalls(VerifyCase):
         self.assertGreater(counters(m)["source_timeouts"], 0)
         self.assertEqual(counters(m)["checksum_mismatches"], 0)
         faults.tell("resume")
-        wait_until(lambda: faults.parked() == 0, 10, "the source answers")
+        wait_until(lambda: faults.parked() == 0, 20, "the source answers")
         for name in names:
             at = self.at(name)
             wait_until(lambda: self.reads(m, at), 20, f"{name} is read again")
@@ -332,7 +332,7 @@ class Stalls(VerifyCase):
                     ranges = [(self.at(tensor), PAGE) for tensor in tensors]
                     late = [Reading(m.path / name / FILE, ranges, "random") for name in names[1:]]
                     late = [stack.enter_context(reading) for reading in late]
-                    wait_until(lambda: faults.parked() >= 6, 10, "the source stalls")
+                    wait_until(lambda: faults.parked() >= 6, 20, "the source stalls")
                     [got] = read_ranges(m.path / "good" / FILE, [(at, PAGE)], "random")
                     self.assertEqual((got.errno, got.sha256), (0, digest_of(self.right, at, PAGE)))
                     self.assertLess(got.seconds, 8)

@@ -7,7 +7,6 @@ mod contents;
 mod copy;
 mod folder;
 mod outline;
-mod parallel;
 mod target;
 mod tensor_writer;
 mod tensorizer;

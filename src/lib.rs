@@ -22,6 +22,7 @@ mod loader;
 mod mount_origin;
 mod mountinfo;
 mod open_options;
+mod parallel;
 mod plan;
 mod prefetch;
 mod process;

@@ -1,31 +1,29 @@
 //! Reads every byte of a checkpoint, to find errors that the proof cannot see.
 //!
-//! Each shard is read once, from its beginning on. All hashes are computed from that: the checksums
-//! to compare with the recorded ones, the checksums to compare replicas, and sha256.
+//! Each byte is read once, on all processors. All hashes are computed from that: the checksums to
+//! compare with the recorded ones, the checksums to compare replicas, and sha256.
 
 mod header_hashes;
 mod mismatch;
 mod recorded;
+mod shard_hashes;
 pub(crate) mod stored;
 
 use std::sync::Arc;
 
-use sha2::{Digest as _, Sha256};
-
-use crate::catalog::{Piece, Shard, Tensor};
+use crate::catalog::{Piece, Tensor};
 use crate::checkpoint::{Checkpoint, IndexedHeads, fingerprint};
 use crate::error::{ErrorKind, Fault, Result};
 use crate::format::manifest;
-use crate::hash::{Digest, Hasher};
-use crate::index::{ChunkHasher, ShardSums, now};
-use crate::io::{Read, read_all, read_all_stored};
+use crate::index::ShardSums;
+use crate::io::{Read, read_all};
 use crate::source::Source;
+use crate::sync::Mutex;
 
-use header_hashes::HeaderHashCheck;
 pub use mismatch::Mismatch;
 pub use recorded::Recorded;
+use shard_hashes::{ShardHashes, read_shard};
 pub use stored::ShardPlace;
-use stored::StoredPiece;
 
 /// Bytes read at a time.
 const CHUNK_LEN: u64 = 4 << 20;
@@ -68,18 +66,6 @@ pub struct Verified {
     pub mismatch: Option<Mismatch>,
 }
 
-/// The hashes of one shard.
-struct ShardHashes {
-    /// Its checksums. `None` if it has more chunks than can be counted.
-    sums: Option<ShardSums>,
-    /// Digests of the recorded chunks, if its own chunks differ from them.
-    as_recorded: Option<Vec<Digest>>,
-    /// The hash of its description.
-    head: Digest,
-    sha256: Option<String>,
-    hashed: HeaderHashCheck,
-}
-
 /// Number of bytes that `verify` reads of `checkpoint`.
 pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
     let lens = checkpoint.source_catalog().shards.iter().map(|shard| shard.file_len);
@@ -87,8 +73,8 @@ pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
 }
 
 /// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name, tensors
-/// with the hashes in their headers, replicas with each other, and all bytes with their recorded checksums. Calls `progress` with the
-/// bytes read since the last call.
+/// with the hashes in their headers, replicas with each other, and all bytes with their recorded
+/// checksums. Threads call `progress` with the bytes that they have read.
 ///
 /// # Errors
 /// Bytes that cannot be read, blobs, tensors and replicas that differ. `Verified::mismatch`
@@ -96,23 +82,25 @@ pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
 pub fn verify(
     checkpoint: &Checkpoint,
     task: &Task<'_>,
-    progress: &mut dyn FnMut(u64),
+    progress: &mut (dyn FnMut(u64) + Send),
 ) -> Result<Verified> {
     let catalog = checkpoint.source_catalog();
+    let progress = Mutex::new(progress);
+    let progress = |bytes| progress.lock()(bytes);
     let mut verified = Verified::default();
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
     for ((source, shard), stored) in checkpoint.sources().iter().zip(&catalog.shards).zip(&stored) {
         let known = task.recorded.and_then(|recorded| recorded.of(&shard.name));
-        let seen = read_shard(source, shard, stored, known, task.sha256, progress)?;
+        let seen = read_shard(source, shard, stored, known, task.sha256, &progress)?;
         verified.bytes += shard.file_len;
         let name_of = |index: u32| catalog.tensor_at(index as usize).name.to_owned();
         let named = stored::Named { shard, stored, name_of: &name_of };
         let mismatched = verified.mismatch.is_some();
         judge(&mut verified, task, &named, source, &seen);
-        verified.hashed += seen.hashed.matched;
+        verified.hashed += seen.hashed;
         // `--record` does not mend a tensor that differs from the hash in its header.
-        if let Some(fault) = seen.hashed.mismatch {
+        if let Some(fault) = seen.differs {
             return Err(checkpoint.refused(fault.in_file(&shard.name)));
         }
         // Whether the checksums show no closer place.
@@ -143,68 +131,6 @@ pub fn verify(
         }
     }
     Ok(verified)
-}
-
-/// Reads one shard from its beginning to its end.
-fn read_shard(
-    source: &Arc<Source>,
-    shard: &Shard,
-    stored: &[StoredPiece],
-    known: Option<&Arc<ShardSums>>,
-    sha256: bool,
-    progress: &mut dyn FnMut(u64),
-) -> Result<ShardHashes> {
-    let boundaries = stored::boundaries(shard, stored).map(Arc::new);
-    let other = |known: &&Arc<ShardSums>| {
-        boundaries.as_deref() != Some(&*known.boundaries)
-            && known.boundaries.file_len() == shard.file_len
-    };
-    let mut own = boundaries.clone().map(ChunkHasher::new);
-    let mut recorded = known.filter(other).map(|known| ChunkHasher::new(known.boundaries.clone()));
-    let mut whole = (sha256 || blob_hash(source).is_some()).then(Sha256::new);
-    let mut head = Hasher::new();
-    let mut hashed = HeaderHashCheck::new(source)?;
-    let mut buf = Vec::new();
-    let mut offset = 0;
-    while offset < shard.file_len {
-        let mut end = offset + CHUNK_LEN.min(shard.file_len - offset);
-        if let Some(decryptor) = source.decryptor() {
-            end = decryptor.good_end(&(offset..end));
-        }
-        buf.resize((end - offset) as usize, 0);
-        let chunk = buf.as_mut_slice();
-        read_all_stored(&mut [Read { source, offset, target: chunk }])?;
-        own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
-        for range in &shard.described {
-            let within = |byte: u64| byte.clamp(offset, offset + chunk.len() as u64) - offset;
-            head.update(&chunk[within(range.start) as usize..within(range.end) as usize]);
-        }
-        if let Some(hash) = &mut whole {
-            hash.update(&chunk);
-        }
-        // The hashes in headers are those of the plain bytes, all others those of the stored ones.
-        source.decrypt(offset, chunk)?;
-        hashed.update(chunk, offset);
-        offset += chunk.len() as u64;
-        progress(chunk.len() as u64);
-    }
-    let fingerprint = fingerprint(&source.identity());
-    let recorded_now = now();
-    let sums =
-        own.and_then(ChunkHasher::finish).zip(boundaries).map(|(digests, boundaries)| ShardSums {
-            name: shard.name.clone(),
-            fingerprint,
-            recorded: recorded_now,
-            boundaries,
-            digests,
-        });
-    Ok(ShardHashes {
-        sums,
-        as_recorded: recorded.and_then(ChunkHasher::finish),
-        head: head.finish(),
-        sha256: whole.map(|hash| format!("{:x}", hash.finalize())),
-        hashed,
-    })
 }
 
 /// Compares a shard with its record, and notes the checksums to record.

@@ -47,7 +47,7 @@ const RANKS: &[(u32, &[&str])] = &[
             "zeros",
         ],
     ),
-    (1, &["cast", "format", "strided"]),
+    (1, &["cast", "format", "parallel", "strided"]),
     (2, &["catalog"]),
     (3, &["view", "open_options", "layout", "index", "plan", "prefetch", "walk"]),
     (4, &["source", "store", "io", "mount_origin"]),

@@ -5,13 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::copy::Copier;
-use super::parallel::in_parallel;
 use crate::catalog::Tensor;
 use crate::checkpoint::{Checkpoint, VirtualFile};
 use crate::error::Result;
 use crate::format::OutputFormat;
 use crate::hash::Digest;
 use crate::index::CHUNK_LEN;
+use crate::parallel::in_parallel;
 use crate::reader::Reader;
 use crate::verify::Recorded;
 use crate::view::FileSpec;

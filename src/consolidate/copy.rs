@@ -7,13 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use super::parallel::in_parallel;
 use super::target::Target;
 use super::tensor_writer;
 use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::hash::Digest;
 use crate::io::{Budget, Buffer, Engine, Priority, Settings};
+use crate::parallel::in_parallel;
 use crate::reader::Reader;
 
 /// Bytes that a thread reads and writes at a time, if the page cache takes the writes.

@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use sha2::{Digest as _, Sha256};
 
-use super::parallel::{JobProgress, in_any_order};
 use crate::error::{Error, Result};
 use crate::format::tensorizer::crypt::PIECE_LEN;
 use crate::format::tensorizer::encode::{END_MARK, FileEncoder, NewTensor, TensorHeader};
 use crate::format::tensorizer::keys::{KeyDerivation, Secret};
 use crate::format::tensorizer::secretbox::{DataKey, Mac, NONCE_LEN, PieceNonce};
 use crate::hash::{Digest, Hasher};
+use crate::parallel::{JobProgress, in_any_order};
 
 /// Threads that hash and write.
 pub(super) const THREADS: usize = 6;

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::copy::{Copier, Watch};
-use super::parallel::{JobProgress, in_any_order};
 use super::target::{read_back, reserve_space};
 use super::tensor_writer::{THREADS, TensorBytes, TensorWriter, WriteKey, WrittenRange};
 use crate::checkpoint::{Checkpoint, VirtualFile};
@@ -13,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::format::tensorizer::encode::{self, NewTensor};
 use crate::format::{OutputFormat, names};
 use crate::hash::Hasher;
+use crate::parallel::{JobProgress, in_any_order};
 use crate::reader::Reader;
 use crate::source::Source;
 use crate::view::FileSpec;

@@ -163,13 +163,15 @@ impl ShardSums {
     }
 }
 
-/// Hashes the bytes of a file from its beginning, chunk by chunk.
+/// Hashes the bytes of a file, or of some of its parts, from their beginning, chunk by chunk.
 #[derive(Debug)]
 pub struct ChunkHasher {
     boundaries: Arc<BlockBoundaries>,
     digests: Vec<Digest>,
-    /// The current part, the number of bytes hashed so far, and the end of the current chunk.
+    /// The current part, and the one at which to end.
     part: usize,
+    parts_end: usize,
+    /// The place of the next byte, and the end of the current chunk.
     offset: u64,
     chunk_end: u64,
     /// The hash of a chunk that is not complete.
@@ -179,9 +181,22 @@ pub struct ChunkHasher {
 impl ChunkHasher {
     /// A hasher of a file with these boundaries.
     pub fn new(boundaries: Arc<BlockBoundaries>) -> ChunkHasher {
-        let digests = Vec::with_capacity(boundaries.chunks_len());
-        let mut hasher =
-            ChunkHasher { boundaries, digests, part: 0, offset: 0, chunk_end: 0, begun: None };
+        let parts = 0..boundaries.len();
+        ChunkHasher::of_parts(boundaries, parts)
+    }
+
+    /// A hasher of these parts of a file with these boundaries.
+    pub(crate) fn of_parts(boundaries: Arc<BlockBoundaries>, parts: Range<usize>) -> ChunkHasher {
+        let offset = if parts.is_empty() { 0 } else { boundaries.part(parts.start).start };
+        let mut hasher = ChunkHasher {
+            boundaries,
+            digests: Vec::new(),
+            part: parts.start,
+            parts_end: parts.end,
+            offset,
+            chunk_end: 0,
+            begun: None,
+        };
         hasher.chunk_end = hasher.end_of_chunk();
         hasher
     }
@@ -191,9 +206,9 @@ impl ChunkHasher {
         end.min(self.offset.saturating_add(CHUNK_LEN))
     }
 
-    /// Adds bytes. Bytes after the end of the file are ignored.
+    /// Adds bytes. Bytes after the last part are ignored.
     pub fn update(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() && self.part < self.boundaries.len() {
+        while !bytes.is_empty() && self.part < self.parts_end {
             let left = self.chunk_end - self.offset;
             let (own, rest) = bytes.split_at(left.min(bytes.len() as u64) as usize);
             bytes = rest;
@@ -214,9 +229,9 @@ impl ChunkHasher {
         }
     }
 
-    /// The digests of all chunks, `None` if the end of the file is not reached.
+    /// The digests of all chunks, `None` if the end of the last part is not reached.
     pub fn finish(self) -> Option<Vec<Digest>> {
-        (self.part == self.boundaries.len()).then_some(self.digests)
+        (self.part == self.parts_end).then_some(self.digests)
     }
 }
 

@@ -1,20 +1,16 @@
 //! The hashes in the headers of tensors, compared with the bytes of a shard as they are read.
 
-use std::sync::Arc;
-
 use sha2::{Digest as _, Sha256};
 
-use crate::checkpoint::header_hashes;
-use crate::error::{ErrorKind, Fault, Result};
+use crate::error::{ErrorKind, Fault};
 use crate::format::tensorizer::{HashKind, HashedTensor};
-use crate::source::Source;
 
 /// Hashes zeros in place of the value of a hash. No value is longer.
 const ZEROS: [u8; 32] = [0; 32];
 
-/// Compares the hashes in the headers of one shard.
-pub(super) struct HeaderHashCheck {
-    tensors: Vec<HashedTensor>,
+/// Compares the hashes in the headers of some tensors of a shard.
+pub(super) struct HeaderHashCheck<'a> {
+    tensors: &'a [HashedTensor],
     /// Position in `tensors` of the tensor that is hashed next, or now.
     next: usize,
     /// One hasher of each kind that the tensor has a hash of.
@@ -56,13 +52,10 @@ impl TensorHasher {
     }
 }
 
-impl HeaderHashCheck {
-    /// The check of the shard `source`, whose bytes are then given from its first byte on.
-    pub(super) fn new(source: &Arc<Source>) -> Result<HeaderHashCheck> {
-        header_hashes(source).map(HeaderHashCheck::of)
-    }
-
-    fn of(tensors: Vec<HashedTensor>) -> HeaderHashCheck {
+impl<'a> HeaderHashCheck<'a> {
+    /// The check of `tensors`. Bytes of the shard that begin before the first of them are then
+    /// given one after another.
+    pub(super) fn new(tensors: &'a [HashedTensor]) -> HeaderHashCheck<'a> {
         HeaderHashCheck { tensors, next: 0, hashers: Vec::new(), matched: 0, mismatch: None }
     }
 
@@ -145,8 +138,12 @@ mod tests {
         (bytes, tensors)
     }
 
-    fn check(bytes: &[u8], tensors: &[HashedTensor], chunk_len: usize) -> HeaderHashCheck {
-        let mut check = HeaderHashCheck::of(tensors.to_vec());
+    fn check<'a>(
+        bytes: &[u8],
+        tensors: &'a [HashedTensor],
+        chunk_len: usize,
+    ) -> HeaderHashCheck<'a> {
+        let mut check = HeaderHashCheck::new(tensors);
         let mut offset = 0;
         for chunk in bytes.chunks(chunk_len) {
             check.update(chunk, offset);

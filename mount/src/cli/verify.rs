@@ -206,7 +206,7 @@ fn judge(
     tree: &Tree,
     folder: Option<FolderId>,
     checkpoint: Arc<Checkpoint>,
-    progress: &mut dyn FnMut(u64),
+    progress: &mut (dyn FnMut(u64) + Send),
 ) -> Result<Judged, Error> {
     let recorded = Recorded::load(tree.options.index.as_deref(), &checkpoint.directory);
     let heads = folder.and_then(|id| tree.indexed_heads(id));

@@ -65,7 +65,7 @@ impl Drop for StopAtEnd<'_> {
 ///
 /// # Errors
 /// The error of the lowest number that failed, or the error of `each`. The other threads end first.
-pub(super) fn in_parallel<T: Send>(
+pub(crate) fn in_parallel<T: Send>(
     count: u64,
     threads: usize,
     ahead: u64,
@@ -83,7 +83,10 @@ pub(super) fn in_parallel<T: Send>(
         for _ in 0..threads {
             let (gate, sender) = (&gate, sender.clone());
             let run = move || carry_out(gate, work, &sender);
-            match std::thread::Builder::new().name("copy".to_owned()).spawn_scoped(scope, run) {
+            match std::thread::Builder::new()
+                .name("tensorfs-job".to_owned())
+                .spawn_scoped(scope, run)
+            {
                 Ok(_) => started += 1,
                 Err(e) => refused = Some(e),
             }
@@ -112,7 +115,7 @@ pub(super) fn in_parallel<T: Send>(
 /// The error of the lowest number, after all threads have ended early.
 fn lowest_error<T>(results: std::collections::BTreeMap<u64, Result<T>>) -> Error {
     let error = results.into_values().find_map(Result::err);
-    error.unwrap_or_else(|| Error::internal("a thread of the copy ended without a result"))
+    error.unwrap_or_else(|| Error::internal("a thread ended without a result"))
 }
 
 fn carry_out<T>(
@@ -137,7 +140,7 @@ enum JobEvent<T> {
 }
 
 /// Tells the calling thread of `in_any_order` how far a job is.
-pub(super) struct JobProgress<'a> {
+pub(crate) struct JobProgress<'a> {
     send: &'a dyn Fn(u64),
     is_stopped: &'a AtomicBool,
 }
@@ -147,7 +150,7 @@ impl JobProgress<'_> {
     ///
     /// # Errors
     /// If another job failed, or the caller ended the work.
-    pub(super) fn add(&self, bytes: u64) -> Result<()> {
+    pub(crate) fn add(&self, bytes: u64) -> Result<()> {
         (self.send)(bytes);
         if self.is_stopped.load(Ordering::Relaxed) {
             return Err(Error::cancelled("another part of the work ended it"));
@@ -162,7 +165,7 @@ impl JobProgress<'_> {
 ///
 /// # Errors
 /// The first error of a job or of `progress`. The other threads end first.
-pub(super) fn in_any_order<T: Send>(
+pub(crate) fn in_any_order<T: Send>(
     count: usize,
     threads: usize,
     work: &(dyn Fn(usize, &JobProgress<'_>) -> Result<T> + Sync),

@@ -140,7 +140,11 @@ proptest! {
         for chunk in &plan.chunks {
             let shard = checkpoint.catalog().shard(chunk.shard);
             prop_assert!(chunk.range.start < chunk.range.end);
-            let most = match chunk.target { ChunkTarget::Place { .. } => limits.chunk, _ => limits.moved };
+            let most = match chunk.target {
+                ChunkTarget::Place { .. } => limits.chunk,
+                ChunkTarget::Unaligned { .. } => limits.unaligned,
+                ChunkTarget::Spread(_) => limits.moved,
+            };
             prop_assert!(chunk.range.end - chunk.range.start <= most);
             prop_assert!(chunk.range.end <= shard.file_len);
             match &chunk.target {
@@ -150,6 +154,13 @@ proptest! {
                     let (first, len) = (offset / 4096 * 4096, chunk.range.end - chunk.range.start);
                     let end = (offset + len).next_multiple_of(4096);
                     for byte in first..end {
+                        written[*region as usize][byte as usize] += 1;
+                    }
+                }
+                ChunkTarget::Unaligned { region, offset } => {
+                    prop_assert!(limits.in_place);
+                    let len = chunk.range.end - chunk.range.start;
+                    for byte in *offset..offset + len {
                         written[*region as usize][byte as usize] += 1;
                     }
                 }
@@ -293,6 +304,55 @@ fn a_read_that_takes_more_memory_than_loads_may_goes_out_alone() {
     }
 }
 
+/// Loads the tensor of `checkpoint` to memory whose place in a page is not that of the file.
+fn load_unaligned(loader: &Loader, checkpoint: &Checkpoint) -> tensorfs::Result<Vec<u8>> {
+    let len = 5 << 20;
+    let mut memory = vec![0xEE; len + 3 * 4096];
+    let first = first_page(&mut memory);
+    // The header of the file ends at a multiple of 8.
+    let request = TensorRequest {
+        destination: Some(first.as_ptr().addr() as u64 + 4096 + 3),
+        ..TensorRequest::whole(0)
+    };
+    let plan = loader.plan(checkpoint, &[request])?;
+    let is_unaligned = |target: &ChunkTarget| matches!(target, ChunkTarget::Unaligned { .. });
+    assert!(plan.chunks.len() > 1);
+    assert!(plan.chunks.iter().all(|chunk| is_unaligned(&chunk.target)));
+    // SAFETY: the memory has this page.
+    let page = unsafe { first.add(4096) };
+    // SAFETY: the memory outlives the region, and is read after the load alone.
+    let region = unsafe { Region::foreign(page, plan.regions[0] as usize, Box::new(())) };
+    // SAFETY: memory that nobody else uses meanwhile.
+    let done = unsafe { loader.fill(checkpoint, &plan, &[region.clone()], &mut |_| true) };
+    assert_eq!(Arc::strong_count(&region), 1);
+    drop(region);
+    let start = page.as_ptr().addr() + 3 - memory.as_ptr().addr();
+    let others = memory[..start].iter().chain(&memory[start + len..]);
+    assert!(others.clone().all(|&byte| byte == 0xEE));
+    done.map(|report| {
+        assert_eq!(report.stats.placed, len as u64);
+        memory[start..start + len].to_vec()
+    })
+}
+
+#[test]
+fn a_long_run_is_read_to_memory_at_any_byte_and_a_cut_shard_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = of_one_tensor(folder.path(), 5 << 20);
+    let expected = common::bytes("a", tensorfs::Dtype::I32, &[5 << 18]);
+    let ways = (0..8).map(|bits| [bits & 1 != 0, bits & 2 != 0, bits & 4 != 0]);
+    for how in ways.clone() {
+        let loaded = load_unaligned(&loader(PlanLimits::default(), how, 3), &checkpoint).unwrap();
+        assert!(loaded == expected, "{how:?}");
+    }
+    let path = checkpoint.sources()[0].path();
+    std::fs::File::options().write(true).open(path).unwrap().set_len(3 << 20).unwrap();
+    for how in ways {
+        let loaded = load_unaligned(&loader(PlanLimits::default(), how, 3), &checkpoint);
+        assert_eq!(loaded.unwrap_err().kind(), tensorfs::ErrorKind::Changed, "{how:?}");
+    }
+}
+
 #[test]
 fn limits_may_be_as_large_as_numbers_are() {
     let folder = tempfile::tempdir().unwrap();
@@ -305,6 +365,7 @@ fn limits_may_be_as_large_as_numbers_are() {
             gap: most,
             dedicated_min_bytes: own,
             place: own,
+            unaligned: most,
             slab: most,
             in_place,
             align: 64,

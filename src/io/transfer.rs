@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use tracing::{Span, trace, trace_span};
 
-use super::memory::{ALIGN, Buffer, ReadBuffer, pages_around};
+use super::memory::{ALIGN, Buffer, GivenMemory, ReadBuffer, pages_around};
 use super::queue::ReadJob;
 use super::{CachedPages, DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
@@ -29,6 +29,8 @@ pub(super) struct Transfer {
     /// Descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
     direct: Option<Arc<File>>,
     buffer: Buffer,
+    /// Where the bytes are copied from the buffer at the end, if the disk cannot write there.
+    place: Option<GivenMemory>,
     /// Offset in the file of the buffer's first byte.
     start: u64,
     /// The buffer is filled up to here.
@@ -79,11 +81,19 @@ impl Transfer {
         };
         let direct = if past_cache { local.direct_file(&file) } else { None };
         let refused = past_cache && direct.is_none();
-        let around = pages_around(&needed);
-        let start = around.start;
-        let len = (around.end - start) as usize;
-        let mut buffer =
-            Buffer::try_new(len, target).map_err(|e| Error::io(source.uri(), "read", e))?;
+        let mut target = target;
+        let (mut buffer, place, start) = match (target.take_unaligned(), &direct) {
+            (Some(place), None) if !decrypts => {
+                (Buffer::unaligned(place, target), None, range.start)
+            }
+            (place, _) => {
+                let around = pages_around(&needed);
+                let len = (around.end - around.start) as usize;
+                let buffer = Buffer::try_new(len, target);
+                let buffer = buffer.map_err(|e| Error::io(source.uri(), "read", e))?;
+                (buffer, place, around.start)
+            }
+        };
         if decrypts {
             buffer.wipe_on_drop();
         }
@@ -99,6 +109,7 @@ impl Transfer {
             file,
             direct,
             buffer,
+            place,
             start,
             have,
             wanted,
@@ -191,7 +202,8 @@ impl Transfer {
         self.buffer.write_off();
     }
 
-    /// Decrypts the bytes, and returns them if the file has not changed.
+    /// Decrypts the bytes, and returns them if the file has not changed. If they have a place to be
+    /// copied to, that has them too.
     pub(super) fn finish(mut self) -> Result<ReadBuffer> {
         let _entered = self.span.clone().entered();
         let Source::Local(local) = &*self.source;
@@ -202,6 +214,9 @@ impl Transfer {
         }
         if self.source.set_stalled(false) {
             tracing::info!("{}: is read again", shown_path(self.source.path()));
+        }
+        if let Some(place) = &mut self.place {
+            place.fill(&self.buffer[self.wanted.clone()]);
         }
         trace!(direct = self.direct.is_some(), took = ?self.began.elapsed(), "read");
         let mut filled = ReadBuffer::new(self.buffer, self.wanted);

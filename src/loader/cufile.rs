@@ -100,7 +100,8 @@ impl CuFileJob {
         }
         let Chunk { shard, range, target } = chunk;
         let parts = match target {
-            ChunkTarget::Place { region, offset: start } => {
+            ChunkTarget::Place { region, offset: start }
+            | ChunkTarget::Unaligned { region, offset: start } => {
                 let (offset, len) = (range.start, range.end - range.start);
                 vec![CuFilePart { offset, len, region: *region, place: *start }]
             }

@@ -521,7 +521,7 @@ impl<'a> Copies<'a> {
         let len = filled.len() as u64;
         let mut sending = line.stream.send(filled);
         match &self.plan.chunks[chunk].target {
-            ChunkTarget::Place { region, offset } => {
+            ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset } => {
                 self.copy(&mut sending, 0, len, regions.get(*region)?, *offset)?;
             }
             ChunkTarget::Spread(moves) => {

@@ -17,7 +17,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{
     Budget, Buffer, Effort, Engine, Fetch, Priority, Read, ReadBuffer, ReadTarget, Region,
-    memory_for,
+    Reservation, memory_for,
 };
 use crate::plan::{Chunk, ChunkTarget, Move, PAGE, Plan};
 use crate::sync::Mutex;
@@ -141,7 +141,10 @@ pub(super) fn run(
     // The longest read must fit, or it would wait forever.
     let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
     let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
-    let longest = moved.iter().map(|chunk| memory_of(checkpoint, chunk)).max();
+    let staged =
+        |chunk: &&Chunk| matches!(chunk.target, ChunkTarget::Unaligned { .. }) || is_moved(chunk);
+    let staged = plan.chunks.iter().filter(staged);
+    let longest = staged.map(|chunk| memory_of(checkpoint, chunk)).max();
     let staging = loader.config.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
     let shared = HostLoad {
@@ -206,12 +209,16 @@ pub(super) fn memory_of(checkpoint: &Checkpoint, chunk: &Chunk) -> u64 {
     memory_for(&checkpoint.sources()[chunk.shard.0 as usize], &chunk.range)
 }
 
-/// Region and byte into which `chunk` is read directly, `None` if its bytes are moved. A remote
-/// file system may answer after the load has given up, when the caller already uses its memory for
-/// something else. So its reads do not go directly to caller-provided memory. Encrypted pieces need
-/// not begin and end where a chunk does, so they are decrypted in memory of their own.
+/// Region and byte into which `chunk` is read, `None` if its bytes are moved. A remote file system
+/// may answer after the load has given up, when the caller already uses its memory for something
+/// else. So its reads do not go directly to caller-provided memory. Encrypted pieces need not begin
+/// and end where a chunk does, so they are decrypted in memory of their own.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
-    let ChunkTarget::Place { region, offset } = chunk.target else { return None };
+    let (ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset }) =
+        chunk.target
+    else {
+        return None;
+    };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
     let is_direct = !plan.given[region as usize] || !source.may_block();
     (is_direct && !source.is_encrypted()).then_some((region, offset))
@@ -330,7 +337,12 @@ impl Load<'_> {
             }
         };
         let range = chunk.range.clone();
-        let (cached, priority, effort, stored) = (None, Priority::Demand, Effort::Short, false);
+        // The bytes of an unaligned read may have to be copied to their place.
+        let effort = match chunk.target {
+            ChunkTarget::Unaligned { .. } => Effort::Long,
+            _ => Effort::Short,
+        };
+        let (cached, priority, stored) = (None, Priority::Demand, false);
         let fetch = Fetch { source, range, cached, priority, effort, stored, target, done };
         self.engine.submit(fetch);
     }
@@ -339,16 +351,20 @@ impl Load<'_> {
 impl Landing for HostLoad<'_> {
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         match place_of(self.plan, self.checkpoint, chunk) {
-            None => {
-                let reservation = self.budget.try_reserve(memory_of(self.checkpoint, chunk));
-                debug_assert!(reservation.is_some() || !alone, "a chunk fits into the budget");
-                self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
-                reservation.map(ReadTarget::from)
-            }
+            None => self.reserve(chunk, alone).map(ReadTarget::from),
             Some((region, offset)) => {
                 let end = offset + (chunk.range.end - chunk.range.start);
                 if !self.ahead.are_there(region, end as usize) {
                     return None;
+                }
+                if matches!(chunk.target, ChunkTarget::Unaligned { .. }) {
+                    let staging = self.reserve(chunk, alone)?;
+                    let region = &self.regions[region as usize];
+                    // SAFETY: the plan gives these bytes to this chunk alone, each chunk is sent
+                    // once, and the region is read after all have come back.
+                    return Some(unsafe {
+                        region.unaligned(offset as usize..end as usize, staging)
+                    });
                 }
                 let before = chunk.range.start % PAGE;
                 let start = offset - before;
@@ -373,6 +389,14 @@ impl Landing for HostLoad<'_> {
 }
 
 impl HostLoad<'_> {
+    /// Staging memory for a read.
+    fn reserve(&self, chunk: &Chunk, alone: bool) -> Option<Reservation> {
+        let reservation = self.budget.try_reserve(memory_of(self.checkpoint, chunk));
+        debug_assert!(reservation.is_some() || !alone, "a chunk fits into the budget");
+        self.peak.fetch_max(self.budget.used(), Ordering::Relaxed);
+        reservation
+    }
+
     /// Executes the plan on this thread if the page cache holds all bytes that it reads.
     fn copy_cached(
         &self,
@@ -390,7 +414,8 @@ impl HostLoad<'_> {
             let target = match chunk.target {
                 // SAFETY: the plan gives these bytes to this chunk alone, and the region is read
                 // when the load is over.
-                ChunkTarget::Place { region, offset } => unsafe {
+                ChunkTarget::Place { region, offset }
+                | ChunkTarget::Unaligned { region, offset } => unsafe {
                     self.regions[region as usize].bytes(offset as usize, len(chunk))
                 },
                 ChunkTarget::Spread(_) => staged.next()?.as_mut_slice(),
@@ -413,7 +438,9 @@ impl HostLoad<'_> {
         };
         for chunk in chunks {
             match &chunk.target {
-                ChunkTarget::Place { .. } => stats.placed += len(chunk) as u64,
+                ChunkTarget::Place { .. } | ChunkTarget::Unaligned { .. } => {
+                    stats.placed += len(chunk) as u64;
+                }
                 ChunkTarget::Spread(moves) => {
                     let bytes = staged.next().map_or(&[][..], Vec::as_slice);
                     let moves = &self.plan.moves[moves.start as usize..moves.end as usize];
@@ -444,7 +471,8 @@ impl HostLoad<'_> {
                         self.carry_out(one, &filled);
                     }
                 }
-                ChunkTarget::Place { region, offset } => {
+                ChunkTarget::Place { region, offset }
+                | ChunkTarget::Unaligned { region, offset } => {
                     let region = &self.regions[*region as usize];
                     // SAFETY: the plan gives these bytes to this chunk alone, and the region is
                     // read when the load is over.

@@ -31,9 +31,11 @@ pub struct PlanLimits {
     /// Minimum length of a tensor with memory of its own. Below it the ends, which lie on small
     /// pages, cost more than it saves.
     pub dedicated_min_bytes: u64,
-    /// Minimum length of a tensor that is read directly into the caller's buffer if both have the
-    /// same offset within a page.
+    /// Minimum length of a tensor that is read directly into the caller's buffer, if both have the
+    /// same offset within a page; also of a run that is read by itself if not.
     pub place: u64,
+    /// Longest read of such a run, rounded to whole pages.
+    pub unaligned: u64,
     /// Maximum length of a region that smaller tensors share.
     pub slab: u64,
     /// Whether the disk may write to the final memory. If not, every read is moved from staging
@@ -51,6 +53,7 @@ impl Default for PlanLimits {
             gap: 64 << 10,
             dedicated_min_bytes: 16 << 20,
             place: 1 << 20,
+            unaligned: 2 << 20,
             slab: 64 << 20,
             in_place: true,
             align: 64,
@@ -140,6 +143,14 @@ pub struct Chunk {
 pub enum ChunkTarget {
     /// The final place of the bytes in a region. No other data lies on their pages.
     Place {
+        /// Number of the region.
+        region: u32,
+        /// First byte in it.
+        offset: u64,
+    },
+    /// The final place in a region, with another offset within a page than in the shard. Bytes of
+    /// the page cache are read there, and those of the disk are copied there from staging memory.
+    Unaligned {
         /// Number of the region.
         region: u32,
         /// First byte in it.
@@ -260,8 +271,13 @@ impl Plan {
     ) -> Result<Plan, Fault> {
         // A limit below one page would make reads of length 0.
         let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
-        let (chunk, moved) = (pages(limits.chunk), pages(limits.moved));
-        let mut plan = Plan { limits: PlanLimits { chunk, moved, ..*limits }, ..Plan::default() };
+        let limits = &PlanLimits {
+            chunk: pages(limits.chunk),
+            moved: pages(limits.moved),
+            unaligned: pages(limits.unaligned),
+            ..*limits
+        };
+        let mut plan = Plan { limits: *limits, ..Plan::default() };
         let mut straight = Vec::new();
         let mut extents = Vec::new();
         let mut placeless = Vec::new();
@@ -320,7 +336,8 @@ impl Plan {
         let moves = &self.moves;
         self.chunks.sort_by_key(|chunk| {
             let (region, offset) = match &chunk.target {
-                ChunkTarget::Place { region, offset } => (*region, *offset),
+                ChunkTarget::Place { region, offset }
+                | ChunkTarget::Unaligned { region, offset } => (*region, *offset),
                 ChunkTarget::Spread(mine) => {
                     let first = &moves[mine.start as usize];
                     (first.region, first.offset)
@@ -522,9 +539,30 @@ impl Plan {
         }
     }
 
+    /// Adds reads of a long run whose place has another offset within a page than the shard.
+    fn read_unaligned(&mut self, Stretch { shard, range, step, .. }: &Stretch) {
+        let mut start = range.start;
+        while start < range.end {
+            let end = (start.saturating_add(self.limits.unaligned) / PAGE * PAGE).min(range.end);
+            let offset = step.offset + (start - range.start);
+            let target = ChunkTarget::Unaligned { region: step.region, offset };
+            self.chunks.push(Chunk { shard: *shard, range: start..end, target });
+            start = end;
+        }
+    }
+
     /// Adds reads of all other bytes. Neighbours are read together.
     fn read_spread(&mut self, extents: Vec<Stretch>, decryptor: DecryptorOf<'_>) {
         let limits = self.limits;
+        let is_long = |one: &Stretch| {
+            let len = one.range.end - one.range.start;
+            limits.in_place
+                && one.is_plain()
+                && len >= limits.place.max(2 * PAGE)
+                && decryptor(one.shard).is_none()
+        };
+        let (long, extents): (Vec<_>, Vec<_>) = extents.into_iter().partition(is_long);
+        long.iter().for_each(|run| self.read_unaligned(run));
         let split = |extent| split(extent, limits.moved, decryptor);
         let mut parts: Vec<Stretch> = extents.into_iter().flat_map(split).collect();
         parts.sort_by_key(|part| {

@@ -20,6 +20,7 @@ pub(crate) fn limits() -> impl Strategy<Value = PlanLimits> {
             gap,
             dedicated_min_bytes: own,
             place: own,
+            unaligned: 4096 * ((pages + 1) % 3 + 1),
             slab,
             in_place,
             align: 1 << align,

@@ -162,36 +162,56 @@ impl Reservation {
     }
 }
 
-/// Where the bytes of a fetch go: to new memory that a reservation is for, or to pages that are
+/// Where the bytes of a fetch go: to new memory that a reservation is for, or to memory that is
 /// there already.
 #[derive(Debug)]
 pub struct ReadTarget {
     reservation: Reservation,
-    pages: Option<GivenPages>,
+    memory: TargetMemory,
 }
 
-/// Pages that one fetch alone writes to.
-struct GivenPages {
+#[derive(Debug)]
+enum TargetMemory {
+    New,
+    /// The pages around the bytes, which the disk can write to.
+    Pages(GivenMemory),
+    /// The bytes alone, at any address. A reservation is for a read past the page cache.
+    Bytes(GivenMemory),
+}
+
+/// Memory that one fetch alone writes to.
+pub(in crate::io) struct GivenMemory {
     start: NonNull<u8>,
     len: usize,
     /// Keeps them alive.
     _keep: Arc<dyn Send + Sync>,
 }
 
-// SAFETY: the fetch that has the pages is the only one to use them, as `ReadTarget::given` demands.
-unsafe impl Send for GivenPages {}
-// SAFETY: the pages are written through `&mut Buffer` only, and read through `&Buffer`.
-unsafe impl Sync for GivenPages {}
+// SAFETY: the fetch that has the memory is the only one to use it, as `ReadTarget::given` and
+// `ReadTarget::unaligned` demand.
+unsafe impl Send for GivenMemory {}
+// SAFETY: the memory is written through `&mut`, and read through `&Buffer`.
+unsafe impl Sync for GivenMemory {}
 
-impl fmt::Debug for GivenPages {
+impl fmt::Debug for GivenMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "GivenPages({} bytes)", self.len)
+        write!(f, "GivenMemory({} bytes)", self.len)
+    }
+}
+
+impl GivenMemory {
+    /// Fills it with as many bytes.
+    pub(in crate::io) fn fill(&mut self, bytes: &[u8]) {
+        // SAFETY: the memory has this length, its bytes are initialised or come from outside of
+        // Rust, and nobody else uses them, as `ReadTarget::unaligned` demands.
+        let own = unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) };
+        own.copy_from_slice(bytes);
     }
 }
 
 impl From<Reservation> for ReadTarget {
     fn from(reservation: Reservation) -> ReadTarget {
-        ReadTarget { reservation, pages: None }
+        ReadTarget { reservation, memory: TargetMemory::New }
     }
 }
 
@@ -207,7 +227,33 @@ impl ReadTarget {
         len: usize,
         keep: Arc<dyn Send + Sync>,
     ) -> ReadTarget {
-        ReadTarget { reservation, pages: Some(GivenPages { start, len, _keep: keep }) }
+        let memory = TargetMemory::Pages(GivenMemory { start, len, _keep: keep });
+        ReadTarget { reservation, memory }
+    }
+
+    /// The `len` bytes from `start` on, as many as are read, which live as long as `keep`.
+    ///
+    /// # Safety
+    /// The conditions of `given`.
+    pub(super) unsafe fn unaligned(
+        reservation: Reservation,
+        start: NonNull<u8>,
+        len: usize,
+        keep: Arc<dyn Send + Sync>,
+    ) -> ReadTarget {
+        let memory = TargetMemory::Bytes(GivenMemory { start, len, _keep: keep });
+        ReadTarget { reservation, memory }
+    }
+
+    /// Takes the memory that may begin at any address. The target then has new memory.
+    pub(in crate::io) fn take_unaligned(&mut self) -> Option<GivenMemory> {
+        match std::mem::replace(&mut self.memory, TargetMemory::New) {
+            TargetMemory::Bytes(memory) => Some(memory),
+            memory => {
+                self.memory = memory;
+                None
+            }
+        }
     }
 
     pub(in crate::io) fn reserved(&self) -> Arc<ReservedBytes> {
@@ -215,7 +261,7 @@ impl ReadTarget {
     }
 }
 
-/// Page-aligned memory, all of it initialised.
+/// Page-aligned memory, but for that of an unaligned target; all of it initialised.
 struct AlignedPages {
     start: NonNull<u8>,
     len: usize,
@@ -230,7 +276,7 @@ enum PageOwner {
     Arena(Arc<BudgetInner>),
     Heap,
     /// The caller of the fetch.
-    Given(#[expect(dead_code, reason = "keeps it alive")] GivenPages),
+    Given(#[expect(dead_code, reason = "keeps it alive")] GivenMemory),
 }
 
 // SAFETY: memory that `AlignedPages` alone owns, like a Box.
@@ -282,7 +328,7 @@ impl Drop for AlignedPages {
     }
 }
 
-/// Page-aligned memory under a budget.
+/// Memory under a budget: page-aligned, but for that of an unaligned target.
 pub struct Buffer {
     /// Dropped before the reservation: no other reader gets bytes that are still in use.
     pages: AlignedPages,
@@ -301,17 +347,28 @@ impl Buffer {
     /// A buffer of `len` bytes at `target`. Fails where the system has no memory.
     pub(in crate::io) fn try_new(len: usize, target: ReadTarget) -> io::Result<Buffer> {
         let wanted = len.next_multiple_of(ALIGN as usize).max(ALIGN as usize);
-        let ReadTarget { mut reservation, pages } = target;
-        let pages = match pages {
-            Some(given) => {
+        let ReadTarget { mut reservation, memory } = target;
+        let pages = match memory {
+            TargetMemory::Pages(given) | TargetMemory::Bytes(given) => {
                 assert!(given.len == wanted, "the given pages are as long as the read");
                 let start = given.start;
                 AlignedPages { start, len: wanted, wiped: false, home: PageOwner::Given(given) }
             }
-            None => AlignedPages::new(wanted, &reservation.0.budget)?,
+            TargetMemory::New => AlignedPages::new(wanted, &reservation.0.budget)?,
         };
         reservation.shrink(pages.len as u64);
         Ok(Buffer { pages, reservation, len })
+    }
+
+    /// The memory `given` of an unaligned target, for a read through the page cache. The
+    /// reservation of the target is given back.
+    pub(in crate::io) fn unaligned(given: GivenMemory, target: ReadTarget) -> Buffer {
+        let mut reservation = target.reservation;
+        reservation.shrink(0);
+        let len = given.len;
+        let pages =
+            AlignedPages { start: given.start, len, wiped: false, home: PageOwner::Given(given) };
+        Buffer { pages, reservation, len }
     }
 
     /// Bytes to reserve for a read of `range`, wherever it begins: the pages around it.

@@ -7,7 +7,7 @@ mod free_list;
 mod mapping;
 mod region;
 
-pub(super) use buffer::{ALIGN, ReservedBytes, pages_around};
+pub(super) use buffer::{ALIGN, GivenMemory, ReservedBytes, pages_around};
 pub use buffer::{Budget, Buffer, ReadBuffer, ReadTarget, Reservation};
 #[cfg(feature = "cuda")]
 pub(crate) use free_list::FreeList;

@@ -142,6 +142,25 @@ impl Region {
         }
     }
 
+    /// The target of a fetch into bytes `range`, which need not be pages. `staging` is for the read
+    /// if the disk cannot write there, and is given back with them.
+    ///
+    /// # Safety
+    /// The conditions of `target`.
+    pub(crate) unsafe fn unaligned(
+        self: &Arc<Self>,
+        range: Range<usize>,
+        staging: Reservation,
+    ) -> ReadTarget {
+        assert!(range.start < range.end && range.end <= self.len, "bytes of the region");
+        // SAFETY: `range` lies in the region, which the target keeps alive, and whose bytes are
+        // initialised or of somebody else. The caller promises that nobody else uses them.
+        unsafe {
+            let start = self.start.add(range.start);
+            ReadTarget::unaligned(staging, start, range.len(), self.clone())
+        }
+    }
+
     /// Its bytes `offset..offset + len`.
     ///
     /// # Safety

@@ -412,12 +412,13 @@ impl HostLoad<'_> {
         let mut staged = staging.iter_mut();
         let reads = chunks.iter().filter_map(|chunk| {
             let target = match chunk.target {
-                // SAFETY: the plan gives these bytes to this chunk alone, and the region is read
-                // when the load is over.
                 ChunkTarget::Place { region, offset }
-                | ChunkTarget::Unaligned { region, offset } => unsafe {
-                    self.regions[region as usize].bytes(offset as usize, len(chunk))
-                },
+                | ChunkTarget::Unaligned { region, offset } => {
+                    let region = &self.regions[region as usize];
+                    // SAFETY: the plan gives these bytes to this chunk alone, and the region is
+                    // read when the load is over.
+                    unsafe { region.bytes(offset as usize, len(chunk)) }
+                }
                 ChunkTarget::Spread(_) => staged.next()?.as_mut_slice(),
             };
             let source = &checkpoint.sources()[chunk.shard.0 as usize];

@@ -323,7 +323,8 @@ fn load_unaligned(loader: &Loader, checkpoint: &Checkpoint) -> tensorfs::Result<
     // SAFETY: the memory outlives the region, and is read after the load alone.
     let region = unsafe { Region::foreign(page, plan.regions[0] as usize, Box::new(())) };
     // SAFETY: memory that nobody else uses meanwhile.
-    let done = unsafe { loader.fill(checkpoint, &plan, &[region.clone()], &mut |_| true) };
+    let done =
+        unsafe { loader.fill(checkpoint, &plan, std::slice::from_ref(&region), &mut |_| true) };
     assert_eq!(Arc::strong_count(&region), 1);
     drop(region);
     let start = page.as_ptr().addr() + 3 - memory.as_ptr().addr();

@@ -110,7 +110,8 @@ const CRATE_HOMES: &[(&str, &[&str])] = &[
     ("cudarc", &["src/device/cuda.rs"]),
     ("io_uring", &["src/io/uring.rs"]),
     ("bincode", &["src/index/", "src/format/bintensors.rs"]),
-    ("crypto_secretbox", &["src/format/tensorizer/secretbox.rs"]),
+    ("crypto_secretbox", &["src/format/tensorizer/secretbox.rs", "src/format/tensorizer/salsa.rs"]),
+    ("salsa20", &["src/format/tensorizer/salsa.rs"]),
     ("argon2", &["src/format/tensorizer/keys.rs"]),
     ("lru", &["src/cache.rs", "python/src/loading.rs"]),
 ];
@@ -148,6 +149,7 @@ const EFFECTS: &[&[&str]] = &[
 /// instructions that not every processor has.
 const UNSAFE_FILES: &[&str] = &[
     "src/cast.rs",
+    "src/format/tensorizer/salsa.rs",
     "src/process.rs",
     "src/io/memory/arena.rs",
     "src/io/memory/mapping.rs",

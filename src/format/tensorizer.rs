@@ -13,6 +13,7 @@ mod entries;
 mod fields;
 pub mod keys;
 mod names;
+mod salsa;
 pub mod secretbox;
 
 use std::io;

@@ -6,8 +6,10 @@
 use std::fmt;
 
 use crypto_secretbox::aead::{AeadInPlace, KeyInit};
-use crypto_secretbox::{Nonce, Tag, XSalsa20Poly1305};
+use crypto_secretbox::{Nonce, SecretBox, Tag};
 use zeroize::Zeroizing;
+
+use super::salsa::WideSalsa20;
 
 /// Length of a key in bytes.
 pub const KEY_LEN: usize = 32;
@@ -70,8 +72,8 @@ impl DataKey {
     }
 
     /// The cipher wipes its copy of the key.
-    fn cipher(&self) -> XSalsa20Poly1305 {
-        XSalsa20Poly1305::new(self.0.as_ref().into())
+    fn cipher(&self) -> SecretBox<WideSalsa20> {
+        SecretBox::new(self.0.as_ref().into())
     }
 }
 

@@ -1,0 +1,40 @@
+//! Tests of the cipher, whose judge is the crate that makes one block at a time.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn ciphers(key: [u8; 32], nonce: [u8; 8]) -> (WideSalsa20, Salsa20) {
+    let (key, nonce) = (key.into(), nonce.into());
+    (WideSalsa20::new(&key, &nonce), Salsa20::new(&key, &nonce))
+}
+
+proptest! {
+    #[test]
+    fn the_key_stream_is_that_of_the_crate_however_it_is_cut(
+        key: [u8; 32],
+        nonce: [u8; 8],
+        lengths in proptest::collection::vec(0..3 * WIDE_LEN, 1..8),
+    ) {
+        let (mut wide, mut narrow) = ciphers(key, nonce);
+        for (number, len) in lengths.into_iter().enumerate() {
+            let mut found = vec![number as u8; len];
+            let mut expected = found.clone();
+            wide.apply_keystream(&mut found);
+            narrow.apply_keystream(&mut expected);
+            prop_assert_eq!(found, expected);
+        }
+    }
+}
+
+#[test]
+fn the_numbers_of_blocks_pass_32_bits() {
+    let (mut wide, mut narrow) = ciphers([1; 32], [2; 8]);
+    let near = (u64::from(u32::MAX) - 5) * BLOCK_LEN as u64;
+    wide.narrow.seek(near);
+    narrow.seek(near);
+    let (mut found, mut expected) = ([0; 3 * WIDE_LEN], [0; 3 * WIDE_LEN]);
+    wide.apply_keystream(&mut found);
+    narrow.apply_keystream(&mut expected);
+    assert_eq!(found, expected);
+}

@@ -4,12 +4,21 @@
 //! writes it down.
 
 use std::ffi::OsString;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::libc;
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use zeroize::Zeroizing;
 
 use crate::error::shown_path;
@@ -18,11 +27,12 @@ use crate::format::tensorizer::keys::Secret;
 /// Longest key file, passphrase file or output of a command, in bytes.
 const LEN_MAX: usize = 64 << 10;
 
-/// Time after which a command that has not ended is killed.
-const COMMAND_TIME: Duration = Duration::from_secs(60);
+/// Time after which a command that has not ended is killed, and a pipe is given up.
+const LIMIT: Duration = Duration::from_secs(60);
 
-/// Time between two looks at a command that runs.
-const COMMAND_STEP: Duration = Duration::from_millis(5);
+/// Time between two looks at a command or a pipe, also in milliseconds.
+const STEP: Duration = Duration::from_millis(5);
+const STEP_MS: u8 = 5;
 
 /// Where a secret comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,10 +53,10 @@ impl SecretOrigin {
     pub fn read(&self) -> Result<Secret, String> {
         match self {
             SecretOrigin::KeyFile(path) => {
-                Secret::key(&read_file(path)?).map_err(|why| in_file(path, &why))
+                Secret::key(&read_file(path, LIMIT)?).map_err(|why| in_file(path, &why))
             }
             SecretOrigin::PassphraseFile(path) => {
-                let mut text = read_file(path)?;
+                let mut text = read_file(path, LIMIT)?;
                 if text.ends_with(b"\n") {
                     text.pop();
                     if text.ends_with(b"\r") {
@@ -56,7 +66,7 @@ impl SecretOrigin {
                 Secret::passphrase(text).map_err(|why| in_file(path, &why))
             }
             SecretOrigin::KeyCommand(command) => {
-                let output = run(command).map_err(|why| format!("key-command: {why}"))?;
+                let output = run(command, LIMIT).map_err(|why| format!("key-command: {why}"))?;
                 Secret::key(&output).map_err(|why| format!("key-command: {why}"))
             }
         }
@@ -91,72 +101,130 @@ fn in_file(path: &Path, why: &str) -> String {
     format!("{}: {why}", shown_path(path))
 }
 
-/// All bytes of a file, which may be a pipe.
-fn read_file(path: &Path) -> Result<Zeroizing<Vec<u8>>, String> {
-    let file = std::fs::File::open(path).map_err(|e| in_file(path, &e.to_string()))?;
-    read_all(file).map_err(|why| in_file(path, &why))
-}
-
-/// All bytes of `from`, in memory that is allocated once, so that no copy of them is left behind.
-fn read_all(from: impl Read) -> Result<Zeroizing<Vec<u8>>, String> {
-    let mut bytes = Zeroizing::new(Vec::with_capacity(LEN_MAX + 1));
-    from.take(LEN_MAX as u64 + 1).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
-    if bytes.len() > LEN_MAX {
-        return Err(format!("has more than {LEN_MAX} bytes, a key or a passphrase has fewer"));
-    }
-    Ok(bytes)
-}
-
-/// The output of a command.
-fn run(command: &OsString) -> Result<Zeroizing<Vec<u8>>, String> {
-    let mut shell = Command::new("/bin/sh");
-    shell.arg("-c").arg(command).stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut child = shell.spawn().map_err(|e| format!("cannot start /bin/sh: {e}"))?;
-    let output = child.stdout.take();
-    // The pipe takes more than the longest output, but for one that is refused.
-    let reader = std::thread::Builder::new()
-        .name("tensorfs-key".to_owned())
-        .spawn(move || output.map_or_else(|| Ok(Zeroizing::default()), read_all));
-    let reader = match reader {
-        Ok(reader) => reader,
-        Err(e) => {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(format!("cannot start a thread: {e}"));
-        }
-    };
-    ended(&mut child)?;
-    // A process that the command left behind may hold the pipe.
-    let since = Instant::now();
-    while !reader.is_finished() {
-        if since.elapsed() > COMMAND_TIME {
-            return Err("another process holds its output".to_owned());
-        }
-        sleep(COMMAND_STEP);
-    }
-    reader.join().unwrap_or_else(|_| Err("its output cannot be read".to_owned()))
-}
-
-/// Waits for the end of a command, which must succeed.
-fn ended(child: &mut Child) -> Result<(), String> {
+/// All bytes of a file, which may be a pipe. A FIFO without a writer is waited for, up to `limit`.
+fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String> {
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let mut file = file.map_err(|e| in_file(path, &e.to_string()))?;
+    let mut output = Output::new();
     let since = Instant::now();
     loop {
-        match child.try_wait() {
-            Ok(Some(status)) if status.success() => return Ok(()),
-            Ok(Some(status)) => return Err(format!("the command failed: {status}")),
-            Ok(None) if since.elapsed() < COMMAND_TIME => sleep(COMMAND_STEP),
-            Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("the command took more than {} s", COMMAND_TIME.as_secs()));
+        // Before the first writer comes, a read of a FIFO finds its end, but poll finds nothing.
+        let waited = poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], STEP_MS);
+        let read = match waited {
+            Ok(0) | Err(Errno::EINTR) => Ok(Arrived::Nothing),
+            Ok(_) => output.read(&mut file),
+            Err(e) => Err(e.desc().to_owned()),
+        };
+        match read.map_err(|why| in_file(path, &why))? {
+            Arrived::End => return Ok(output.into_bytes()),
+            Arrived::Bytes => {}
+            Arrived::Nothing if since.elapsed() < limit => {}
+            Arrived::Nothing => {
+                let why = format!("its writer did not come, or did not end, within {limit:?}");
+                return Err(in_file(path, &why));
             }
-            Err(e) => return Err(format!("the command cannot be waited for: {e}")),
         }
+    }
+}
+
+/// The outcome of a read of an `Output`.
+enum Arrived {
+    Bytes,
+    /// No bytes are there yet.
+    Nothing,
+    End,
+}
+
+/// Bytes that arrive, in memory that is allocated once, so that no copy of them is left behind.
+struct Output {
+    bytes: Zeroizing<Vec<u8>>,
+    len: usize,
+}
+
+impl Output {
+    fn new() -> Output {
+        Output { bytes: Zeroizing::new(vec![0; LEN_MAX + 1]), len: 0 }
+    }
+
+    /// Reads once.
+    ///
+    /// # Errors
+    /// A part of a sentence: the read failed, or the bytes are too many.
+    fn read(&mut self, from: &mut impl Read) -> Result<Arrived, String> {
+        match from.read(&mut self.bytes[self.len..]) {
+            Ok(0) => return Ok(Arrived::End),
+            Ok(read) => self.len += read,
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(Arrived::Nothing),
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e.to_string()),
+        }
+        match self.len > LEN_MAX {
+            true => Err(format!("has more than {LEN_MAX} bytes, a key or a passphrase has fewer")),
+            false => Ok(Arrived::Bytes),
+        }
+    }
+
+    fn into_bytes(mut self) -> Zeroizing<Vec<u8>> {
+        self.bytes.truncate(self.len);
+        self.bytes
+    }
+}
+
+/// A shell in a process group of its own. When it is dropped before its end, the group is killed.
+struct Shell {
+    child: Child,
+    ended: bool,
+}
+
+impl Drop for Shell {
+    fn drop(&mut self) {
+        if !self.ended {
+            // The shell is not waited for, so no other group has its number.
+            let _ = killpg(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGKILL);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// The output of a command until its shell ends. Processes that it leaves behind may hold the pipe.
+fn run(command: &OsString, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String> {
+    let mut shell = Command::new("/bin/sh");
+    shell.arg("-c").arg(command).stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
+    let child = shell.spawn().map_err(|e| format!("cannot start /bin/sh: {e}"))?;
+    let mut shell = Shell { child, ended: false };
+    let mut pipe = shell.child.stdout.take().ok_or("the command has no output")?;
+    fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(|e| e.desc().to_owned())?;
+    let mut output = Output::new();
+    let since = Instant::now();
+    loop {
+        let status = shell.child.try_wait();
+        let status = status.map_err(|e| format!("the command cannot be waited for: {e}"))?;
+        shell.ended = status.is_some();
+        if let Some(status) = status.filter(|status| !status.success()) {
+            return Err(format!("the command failed: {status}"));
+        }
+        // The pipe holds no more than the longest output, so this ends.
+        while let Arrived::Bytes = output.read(&mut pipe)? {}
+        if shell.ended {
+            return Ok(output.into_bytes());
+        }
+        if since.elapsed() > limit {
+            return Err(format!(
+                "the command took more than {limit:?}; it has no terminal to ask at"
+            ));
+        }
+        sleep(STEP);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
+
     use super::*;
 
     const HEX: &str = "59ba374069e46091b7e3e84e249dbc904961ff18d6d6c385240b84d2a2966de2";
@@ -203,6 +271,55 @@ mod tests {
             assert!(error.starts_with("key-command: ") && error.contains(why), "{error}");
         }
         let error = run("head -c 1000000 /dev/zero").expect_err("it is too long");
-        assert!(!error.is_empty());
+        assert!(error.contains("more than 65536 bytes"), "{error}");
+    }
+
+    /// A folder with a FIFO.
+    fn fifo() -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("fifo");
+        mkfifo(&path, Mode::S_IRWXU).expect("it is made");
+        (folder, path)
+    }
+
+    #[test]
+    fn a_process_that_the_command_leaves_behind_is_not_waited_for() {
+        let (_folder, fifo) = fifo();
+        let command = format!("cat '{}' & echo {HEX}", fifo.display());
+        assert_eq!(SecretOrigin::KeyCommand(command.into()).read(), Ok(key()));
+        // The process ends with this writer.
+        drop(std::fs::OpenOptions::new().write(true).open(fifo).expect("it still reads"));
+    }
+
+    #[test]
+    fn a_command_past_its_limit_is_killed_with_its_processes() {
+        let (_folder, fifo) = fifo();
+        let mut opening = std::fs::OpenOptions::new();
+        let reader = opening.read(true).custom_flags(libc::O_NONBLOCK).open(&fifo);
+        let command = format!("exec 3>'{}'; (sleep 20; echo late >&3) & wait", fifo.display());
+        let error = run(&command.into(), Duration::from_millis(500)).expect_err("it takes longer");
+        assert!(error.contains("took more than 500ms"), "{error}");
+        let mut reader = reader.expect("it is opened");
+        fcntl(&reader, FcntlArg::F_SETFL(OFlag::empty())).expect("reads wait");
+        let mut written = String::new();
+        reader.read_to_string(&mut written).expect("its writers have ended");
+        assert_eq!(written, "", "no process of the command is left");
+    }
+
+    #[test]
+    fn a_fifo_is_read_to_the_end_of_its_writer_and_given_up_without_one() {
+        let (_folder, fifo) = fifo();
+        let error = read_file(&fifo, Duration::from_millis(100)).expect_err("nobody writes");
+        assert!(error.contains("fifo: its writer did not come"), "{error}");
+        let path = fifo.clone();
+        let writer = std::thread::spawn(move || {
+            let mut file = std::fs::OpenOptions::new().write(true).open(path).expect("it is read");
+            for half in [&HEX[..20], &HEX[20..]] {
+                file.write_all(half.as_bytes()).expect("it is written");
+                sleep(STEP * 4);
+            }
+        });
+        assert_eq!(SecretOrigin::KeyFile(fifo).read(), Ok(key()));
+        writer.join().expect("it has written all");
     }
 }

@@ -43,7 +43,7 @@ def consolidate(
     tp: int | None = None,
     rank: int | None = None,
     tp_rules: Path | None = None,
-    key: bytes | None = None,
+    key: str | bytes | None = None,
     passphrase: str | bytes | None = None,
     key_file: Path | None = None,
     passphrase_file: Path | None = None,

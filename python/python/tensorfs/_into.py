@@ -47,7 +47,7 @@ def load_into(
     *,
     strict: bool = True,
     cast: bool = False,
-    key: bytes | None = None,
+    key: str | bytes | None = None,
     passphrase: str | bytes | None = None,
     key_file: StrPath | None = None,
     passphrase_file: StrPath | None = None,

@@ -78,7 +78,7 @@ Secret = Union[tuple[str, bytes], None]
 
 
 def secret_of(
-    key: bytes | None,
+    key: str | bytes | None,
     passphrase: str | bytes | None,
     key_file: StrPath | None,
     passphrase_file: StrPath | None,
@@ -86,9 +86,11 @@ def secret_of(
     """The one of the arguments that is given."""
     given: list[tuple[str, bytes]] = []
     if key is not None:
-        if not isinstance(key, (bytes, bytearray, memoryview)):
-            raise TypeError(f"key: expected bytes, not {type(key).__name__}")
-        given.append(("key", bytes(key)))
+        if not isinstance(key, (str, bytes, bytearray, memoryview)):
+            raise TypeError(f"key: expected bytes or a str of hexadecimal digits, not {type(key).__name__}")
+        if isinstance(key, str) and len(key.strip()) != 64:
+            raise error(f"key: expected 64 hexadecimal digits, found a str of {len(key.strip())} characters")
+        given.append(("key", key.strip().encode() if isinstance(key, str) else bytes(key)))
     if passphrase is not None:
         if not isinstance(passphrase, (str, bytes, bytearray, memoryview)):
             raise TypeError(f"passphrase: expected a str or bytes, not {type(passphrase).__name__}")
@@ -175,7 +177,7 @@ class safe_open:
         tp: int | None = None,
         rank: int | None = None,
         tp_rules: StrPath | None = None,
-        key: bytes | None = None,
+        key: str | bytes | None = None,
         passphrase: str | bytes | None = None,
         key_file: StrPath | None = None,
         passphrase_file: StrPath | None = None,

@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use tensorfs::internal::checkpoint::{Content, Tree};
+use tensorfs::internal::checkpoint::{Content, File, FolderId, Tree};
+use tensorfs::internal::format::{InputFormat, names};
 use tensorfs::internal::mount_origin::XATTR_SOURCE;
 
 use super::access;
@@ -131,12 +132,24 @@ pub(crate) fn of(
     found
 }
 
+/// Whether a file that is shown in a folder or below it may be a tensorizer file.
+fn may_hold_tensorizer(tree: &Tree, id: FolderId) -> bool {
+    if let Some(only) = &tree.only {
+        // Names of no format say nothing.
+        return names::is_tensorizer(only) || InputFormat::of_name(only).is_none();
+    }
+    let folder = tree.folder(id);
+    let named = |file: &File| file.name.to_str().is_some_and(names::is_tensorizer);
+    folder.files.iter().any(named)
+        || folder.children.iter().any(|(_, child)| may_hold_tensorizer(tree, *child))
+}
+
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read,
 /// `below` the folders below it with such a text.
 ///
 /// The folders between the root and the folders of ranks have the source of the root, marked as
 /// made. Folders of a hub cache that stand for none of the source have none. Both are read through
-/// the mount. So are encrypted weights, and in a mount that has a key all folders and stored files.
+/// the mount. So are encrypted weights, and in a mount that has a key all that may hold some.
 fn source_of(
     tree: &Tree,
     node: &Node,
@@ -151,7 +164,10 @@ fn source_of(
             NodeKind::File { content: Content::Virtual(file), .. } => {
                 file.sources().iter().any(|source| source.is_encrypted())
             }
-            _ => true,
+            NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+                file.name.to_str().is_none_or(names::is_tensorizer)
+            }
+            _ => may_hold_tensorizer(tree, node.folder()),
         };
     if (is_made && tree.options.hub) || may_be_encrypted {
         return None;

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -26,7 +26,7 @@ use tensorfs::internal::view::{Files, MapPolicy, View};
 use zeroize::Zeroizing;
 
 use crate::errors::raised;
-use crate::waiting::beside;
+use crate::waiting::{Doing, beside, beside_with};
 
 /// A checkpoint. A child of a fork reopens it on first use.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
@@ -47,13 +47,27 @@ pub(crate) type ViewWords = Vec<(String, String)>;
 
 impl Checkpoint {
     /// Opens on another thread: a file system that does not answer must not block this one, which
-    /// checks for Ctrl-C and the deadline.
+    /// checks for Ctrl-C and the deadline. Time in which keys are derived does not count.
     fn opened(
         py: Python<'_>,
         timeout: Option<f64>,
-        open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>> + Send + 'static,
+        secret: Option<SecretWord>,
+        open: impl FnOnce(Option<Arc<Secret>>) -> tensorfs::Result<Arc<core::Checkpoint>>
+        + Send
+        + 'static,
     ) -> PyResult<Checkpoint> {
-        let first = beside(py, "tensorfs-open", timeout, "open", open)?;
+        let known: Arc<OnceLock<Option<Arc<Secret>>>> = Arc::default();
+        let read = known.clone();
+        let work = move || {
+            let secret = secret_of(secret)?;
+            open(read.get_or_init(|| secret).clone())
+        };
+        let doing = || match known.get() {
+            None => Doing::Waiting("its key did not come: the file or the command does not end"),
+            Some(Some(secret)) if secret.is_deriving() => Doing::Computing,
+            Some(_) => Doing::Waiting("the file system does not answer"),
+        };
+        let first = beside_with(py, "tensorfs-open", timeout, "open", &doing, work)?;
         let first = first.map_err(|e| raised(py, &e, None))?;
         Ok(Checkpoint { first, process: token(), again: PerProcess::new(), _pin: None })
     }
@@ -85,10 +99,7 @@ impl Checkpoint {
         view: ViewWords,
         secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || {
-            let secret = secret_of(secret)?;
-            viewed(&view, || open(&path, secret))
-        })
+        Checkpoint::opened(py, timeout, secret, move |secret| viewed(&view, || open(&path, secret)))
     }
 
     /// Opens these files as one checkpoint.
@@ -101,8 +112,7 @@ impl Checkpoint {
         view: ViewWords,
         secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || {
-            let secret = secret_of(secret)?;
+        Checkpoint::opened(py, timeout, secret, move |secret| {
             let open = || core::Checkpoint::of_files_with(&files, None, secret.as_deref());
             viewed(&view, open)
         })
@@ -119,8 +129,7 @@ impl Checkpoint {
         timeout: Option<f64>,
         secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
-        let mut checkpoint = Checkpoint::opened(py, timeout, move || {
-            let secret = secret_of(secret)?;
+        let mut checkpoint = Checkpoint::opened(py, timeout, secret, move |secret| {
             let file = File::open(format!("/proc/self/fd/{descriptor}"));
             let file = file.map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
             core::Checkpoint::of_open_file(file, &name, secret.as_deref())
@@ -140,8 +149,7 @@ impl Checkpoint {
         view: ViewWords,
         secret: Option<SecretWord>,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, move || {
-            let secret = secret_of(secret)?;
+        Checkpoint::opened(py, timeout, secret, move |secret| {
             let open = || core::Checkpoint::of_files_with(&[], Some(&map), secret.as_deref());
             viewed(&view, open)
         })

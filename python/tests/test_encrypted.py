@@ -1,5 +1,7 @@
 """Encrypted tensorizer files in the package: every way of loading, and the refusals."""
 
+import os
+
 import numpy as np
 
 import tensorfs
@@ -44,7 +46,7 @@ class Encrypted(TestCase):
         (folder / "model.tensors").write_bytes(self.file.read_bytes())
         for source in (self.file, folder, [self.file], dict.fromkeys(self.arrays, self.file)):
             self.check(tensorfs.numpy.load_file(source, key_file=self.key_file))
-        for secret in ({"key": KEY}, {"key": KEY.hex().encode()}, {"key_file": str(self.key_file)}):
+        for secret in ({"key": KEY}, {"key": KEY.hex()}, {"key": KEY.hex().encode()}, {"key_file": str(self.key_file)}):
             with tensorfs.safe_open(self.file, "np", **secret) as f:
                 self.check({name: f.get_tensor(name) for name in f.keys()})
                 self.check(dict(f.tensors()))
@@ -68,6 +70,25 @@ class Encrypted(TestCase):
         tensorfs.consolidate(self.file, self.tmp / "out", key=KEY)
         self.check(tensorfs.numpy.load_file(next((self.tmp / "out").glob("*.safetensors"))))
 
+    def test_the_message_without_a_key_names_the_arguments(self):
+        arguments = "`key_file=` or `key=`.*`passphrase_file=` or `passphrase=`"
+        with self.assertRaisesRegex(tensorfs.SafetensorError, arguments):
+            tensorfs.numpy.load_file(self.file)
+
+    def test_the_derivation_of_a_key_does_not_count_as_a_file_system_that_does_not_answer(self):
+        derived = self.tmp / "derived.tensors"
+        stored = [Stored.of("w", "F32", self.arrays["w"].shape, self.arrays["w"].tobytes())]
+        derived.write_bytes(encrypted_file_of(stored, KEY, PIECE, derivation=(1 << 14, 64 << 10)))
+        with self.assertRaises(tensorfs.SafetensorError) as caught:
+            tensorfs.safe_open(derived, "np", passphrase="not that of the file", io_timeout=0.1)
+        self.assertEqual(caught.exception.kind, "decrypt_failed")
+
+    def test_a_key_that_does_not_come_is_told_from_a_file_system_that_does_not_answer(self):
+        fifo = self.tmp / "fifo"
+        os.mkfifo(fifo)
+        with self.assertRaisesRegex(TimeoutError, "cannot open: its key did not come"):
+            tensorfs.safe_open(self.file, "np", key_file=fifo, io_timeout=0.2)
+
     def test_a_mount_with_a_key_serves_the_package(self):
         with Mount(self.file, f"key-file={self.key_file}") as m:
             self.check(tensorfs.numpy.load_file(m.path / "one.safetensors"))
@@ -82,7 +103,10 @@ class Encrypted(TestCase):
         self.assertEqual(kind(self.file), "key_required")
         self.assertEqual(kind(self.file, key=bytes(32)), "decrypt_failed")
         self.assertEqual(kind(self.file, passphrase="x"), "key_required")
-        self.assertEqual(kind(self.file, key=b"short"), "usage")
+        for bad in (b"short", "short", "x" * 64, "x" * 32, KEY.hex()[1:], "\u0661" * 64):
+            self.assertEqual(kind(self.file, key=bad), "usage")
+        with self.assertRaisesRegex(TypeError, "key: expected bytes or a str of hexadecimal digits, not int"):
+            tensorfs.numpy.load_file(self.file, key=7)
         self.assertEqual(kind(self.file, key=KEY, key_file=self.key_file), "usage")
         plain = self.tmp / "plain.safetensors"
         tensorfs.numpy.save_file({"a": np.zeros(3)}, plain)

@@ -88,12 +88,17 @@ def header_of(tensor):
     return before + tensor.encryption + after
 
 
-def encrypted_file_of(tensors, key, piece=2 << 20):
-    """A file of tensors that are encrypted with `key` in pieces of this length."""
+def encrypted_file_of(tensors, key, piece=2 << 20, derivation=None):
+    """A file of tensors that are encrypted with `key` in pieces of this length. `derivation` is what the file says of
+    its passphrase: the passes and the memory."""
     stored = []
     for number, tensor in enumerate(tensors):
         nonce = hashlib.sha256(tensor.name + bytes([number])).digest()[:24]
         section, data = secretbox.encrypt(key, tensor.data, piece, nonce)
+        if derivation and tensor.data:
+            part = struct.pack("<HHQQIH", 1, 1, *derivation, 2, 16) + bytes(16)
+            section = struct.pack("<HQ", 2, len(part)) + part + section[10:]
+            section = struct.pack("<Q", len(section)) + section
         stored.append(dataclasses.replace(tensor, encryption=section, encrypted=data))
     return file_of(stored, version=3)
 

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import shutil
+import struct
 
 import checkpoints
 import oracle
+import secretbox
 from manifest import FIXTURES
 from mounts import Mount, MountFailed, TestCase, tensorfs, visible_files
 from reading import raw_summary, summary
@@ -124,6 +126,47 @@ class Keys(Encrypted):
                 self.assert_refused(tensorfs("consolidate", source, self.tmp / "out", *words))
                 self.assertFalse((self.tmp / "out").exists())
 
+    def test_a_wrong_key_is_refused_beside_an_empty_tensor_with_an_encryption_of_no_pieces(self):
+        name, (dtype, shape, data) = "w", self.made["w"]
+        section, sealed = secretbox.encrypt(KEY, data, PIECE)
+        part = struct.pack("<HQ", 2, PIECE) + bytes(24 + 8)
+        empty = struct.pack("<QHQ", 2 + 8 + len(part), 1, len(part)) + part
+        stored = [
+            Stored.of("none", "F32", [0, 4], b"", encryption=empty, encrypted=b""),
+            Stored.of(name, dtype, shape, data, encryption=section, encrypted=sealed),
+        ]
+        self.file.write_bytes(file_of(stored, version=3))
+        self.assert_done(tensorfs("verify", self.file, "-o", f"key-file={self.key}"))
+        wrong = self.tmp / "wrong"
+        wrong.write_bytes(bytes(32))
+        for command in ("ls", "inspect", "verify"):
+            outcome = tensorfs(command, self.file, "-o", f"key-file={wrong}", "--json")
+            self.assert_refused(outcome)
+            self.assertIn("decrypt_failed", outcome.stdout)
+
+    def test_a_key_of_the_environment_leaves_a_plain_file_its_index(self):
+        plain = self.tmp / "plain.tensors"
+        plain.write_bytes(file_of([Stored.of(name, *made) for name, made in self.made.items()]))
+        self.assert_done(tensorfs("index", plain))
+        for environment in ({}, {"TENSORFS_KEY_FILE": str(self.key)}):
+            with Mount(plain, env={**os.environ, **environment}) as m:
+                found = tensorfs("status", m.path, "--json").json()[0]["index"]
+                self.assertEqual((found["sets_from_index"], found["sets_from_headers"]), (1, 0))
+
+    def test_a_folder_whose_keys_are_derived_for_too_long_says_so(self):
+        shutil.copy(FIXTURES / "tensorizer" / "module.tensors", self.tmp / "module.tensors")
+        stored = [Stored.of(name, *made) for name, made in self.made.items()]
+        # The most work that is done for a file. No machine does it in a second.
+        self.file.write_bytes(encrypted_file_of(stored, KEY, derivation=(1 << 18, 64 << 10)))
+        passphrase = self.tmp / "passphrase"
+        passphrase.write_text("not that of the file")
+        with Mount(self.tmp, f"passphrase-file={passphrase}", "io-timeout=1") as m:
+            with self.assertRaises(OSError) as caught:
+                os.listdir(m.path / "src")
+            self.assertEqual(caught.exception.errno, errno.EIO)
+            m.wait_for_log("src: the keys of the source have not been derived from the passphrase within 1 seconds")
+            self.assertNotIn("has not answered", m.log())
+
     def test_a_huge_header_takes_no_memory_and_is_not_read_without_a_key(self):
         size = 1 << 38
         long = Stored.of("w", "U8", [size // 100 * 99], b"", is_long=True, data_len=size // 100 * 99, hashes=[])
@@ -147,10 +190,20 @@ class Keys(Encrypted):
         plain.parent.mkdir()
         plain.write_bytes(file_of([Stored.of(name, *made) for name, made in self.made.items()]))
         environment = {**os.environ, "TENSORFS_KEY_FILE": str(self.key)}
-        for source, expected in ((plain.parent, True), (self.folder, False)):
+        safetensors = shutil.copytree(FIXTURES / "hf" / "three_shards", self.tmp / "top" / "safetensors")
+        for source, of_file, of_folder in (
+            (plain.parent, True, False), (self.folder, False, False), (safetensors, True, True),
+        ):
+            (source / "config.json").write_text("{}")
             with Mount(source, env=environment) as m:
-                attributes = os.listxattr(m.path / "model.safetensors")
-                self.assertEqual("user.tensorfs.source" in attributes, expected)
+                names = {name: "user.tensorfs.source" in os.listxattr(m.path / name) for name in visible_files(m.path)}
+                weights = next(name for name in names if name.endswith(".safetensors"))
+                self.assertEqual((names[weights], names["config.json"]), (of_file, True))
+                self.assertEqual("user.tensorfs.source" in os.listxattr(m.path), of_folder)
+        shutil.copytree(self.folder, safetensors / "below")
+        with Mount(safetensors.parent, env=environment) as m:
+            for folder in (m.path, m.path / "safetensors", m.path / "safetensors" / "below"):
+                self.assertNotIn("user.tensorfs.source", os.listxattr(folder))
 
     def test_a_folder_of_both_kinds_takes_a_key_and_shows_what_it_opens(self):
         shutil.copy(FIXTURES / "tensorizer" / "module.tensors", self.folder)

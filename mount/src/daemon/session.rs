@@ -378,7 +378,8 @@ fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
 /// One line with the reason. Nothing stays mounted.
 pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let (target, options) = (plan.target.clone(), plan.options.clone());
-    let service = Service::start(&options, plan.assembler)?;
+    let service =
+        Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
     let request = kernel::before_mount(&options);
     let source = plan.nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
@@ -417,7 +418,8 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
 /// one may still serve it.
 pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, String> {
     let (target, options) = (plan.target.clone(), plan.options.clone());
-    let service = Service::start(&options, plan.assembler)?;
+    let service =
+        Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
     let request = kernel::before_mount(&options);
     let Received { connection, by_fusermount, minor, handshake, carried, .. } = received;
     let received = Some((handshake, carried));

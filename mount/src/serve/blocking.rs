@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tensorfs::Secret;
 use tensorfs::internal::counters::Counters;
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::io::{Deadlines, NextLook, PerSourceLimiter};
@@ -43,6 +44,8 @@ struct PoolShared {
     in_flight: InFlight,
     timeout: Option<Duration>,
     counters: Arc<Counters>,
+    /// The secret of the source, whose derivations make calls late.
+    secret: Option<Arc<Secret>>,
     state: Mutex<State>,
     deadlines: Deadlines,
 }
@@ -173,10 +176,12 @@ impl BlockingPool {
     pub(crate) fn start(
         timeout: Option<Duration>,
         counters: Arc<Counters>,
+        secret: Option<Arc<Secret>>,
     ) -> std::io::Result<BlockingPool> {
         let (state, deadlines) = (Mutex::default(), Deadlines::default());
         let in_flight = InFlight::default();
-        let shared = Arc::new(PoolShared { in_flight, timeout, counters, state, deadlines });
+        let shared =
+            Arc::new(PoolShared { in_flight, timeout, counters, secret, state, deadlines });
         if let Some(timeout) = timeout {
             let weak = Arc::downgrade(&shared);
             let expire =
@@ -298,10 +303,13 @@ impl PoolShared {
             let root = due.place.as_os_str().is_empty();
             let path = shown_path(if root { Path::new(".") } else { &due.place });
             let seconds = timeout.as_secs_f64();
-            tracing::error!(
-                file = path,
-                "{path}: the source has not answered within {seconds} seconds"
-            );
+            let why = match &self.secret {
+                Some(secret) if secret.is_deriving() => {
+                    "the keys of the source have not been derived from the passphrase"
+                }
+                _ => "the source has not answered",
+            };
+            tracing::error!(file = path, "{path}: {why} within {seconds} seconds");
         }
     }
 }
@@ -375,7 +383,7 @@ mod tests {
 
     fn pool() -> (BlockingPool, Arc<Counters>) {
         let counters = Arc::new(Counters::default());
-        (BlockingPool::start(Some(TIMEOUT), counters.clone()).unwrap(), counters)
+        (BlockingPool::start(Some(TIMEOUT), counters.clone(), None).unwrap(), counters)
     }
 
     /// Asks a source about `place`, which answers once `held` is dropped.

@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use nix::unistd::geteuid;
 use serde_json::{Value, json};
+use tensorfs::Secret;
 use tensorfs::internal::cache::verify_on_read::{Checker, ChecksumGate};
 use tensorfs::internal::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
 use tensorfs::internal::counters::Counters;
@@ -128,13 +129,14 @@ pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<As
 }
 
 impl Service {
-    /// Starts engine, cache and the other parts by `options`.
+    /// Starts engine, cache and the other parts by `options`. `secret` is that of the source.
     ///
     /// # Errors
     /// One line with the reason.
     pub(crate) fn start(
         options: &Options,
         assembler: Option<Assembler>,
+        secret: Option<Arc<Secret>>,
     ) -> Result<Arc<Service>, String> {
         if let Some(assembler) = &assembler {
             assembler.start()?;
@@ -160,8 +162,8 @@ impl Service {
             }
             Verify::None => None,
         };
-        let blocking =
-            BlockingPool::start(options.io_timeout, counters.clone()).map_err(no_thread)?;
+        let blocking = BlockingPool::start(options.io_timeout, counters.clone(), secret);
+        let blocking = blocking.map_err(no_thread)?;
         Ok(Arc::new(Service {
             counters,
             requests: Arc::default(),

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use zeroize::Zeroizing;
@@ -123,6 +124,8 @@ pub struct Secret {
     optional: bool,
     /// Keys of the passphrase by their parameters. Deriving one takes seconds.
     derived: Mutex<Vec<(KeyDerivation, Arc<DataKey>)>>,
+    /// Whether one is derived now.
+    deriving: AtomicBool,
 }
 
 enum SecretKind {
@@ -132,7 +135,12 @@ enum SecretKind {
 
 impl Secret {
     fn new(kind: SecretKind) -> Secret {
-        Secret { kind, optional: false, derived: Mutex::default() }
+        Secret {
+            kind,
+            optional: false,
+            derived: Mutex::default(),
+            deriving: AtomicBool::new(false),
+        }
     }
 
     /// The key in `bytes`: 32 bytes as they are, or 64 hexadecimal digits, which white space may
@@ -185,6 +193,11 @@ impl Secret {
         self.optional
     }
 
+    /// Whether a key is derived from it now, which may take a minute of computing.
+    pub fn is_deriving(&self) -> bool {
+        self.deriving.load(Ordering::Relaxed)
+    }
+
     /// The fault of a file that this secret is given for alone, if there is one.
     pub(crate) fn misfit(&self, is_encrypted: bool) -> Option<Fault> {
         let message = "is not encrypted, but a key or a passphrase was given; leave it out";
@@ -211,7 +224,10 @@ impl Secret {
         if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
             return Ok(Arc::clone(key));
         }
-        let key = Arc::new(derivation.derive(passphrase)?);
+        self.deriving.store(true, Ordering::Relaxed);
+        let key = derivation.derive(passphrase);
+        self.deriving.store(false, Ordering::Relaxed);
+        let key = Arc::new(key?);
         if derived.len() == KEPT_MAX {
             derived.remove(0);
         }

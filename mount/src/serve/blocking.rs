@@ -304,12 +304,13 @@ impl PoolShared {
             let path = shown_path(if root { Path::new(".") } else { &due.place });
             let seconds = timeout.as_secs_f64();
             let why = match &self.secret {
-                Some(secret) if secret.is_deriving() => {
-                    "the keys of the source have not been derived from the passphrase"
-                }
-                _ => "the source has not answered",
+                Some(secret) if secret.is_deriving() => format!(
+                    "the keys of the source have not been derived from the passphrase within \
+                     {seconds} seconds"
+                ),
+                _ => format!("the source has not answered within {seconds} seconds"),
             };
-            tracing::error!(file = path, "{path}: {why} within {seconds} seconds");
+            tracing::error!(file = path, "{path}: {why}");
         }
     }
 }

@@ -182,7 +182,7 @@ impl Catalog {
     /// Bytes of tensor data.
     pub fn data_len(&self) -> u64 {
         // The headers of sparse files can claim more than 2^64 bytes in all.
-        self.tensors().fold(0, |sum, tensor| sum.saturating_add(tensor.len))
+        self.columns.data_len()
     }
 
     /// Whether both hold tensors of the same names, dtypes and shapes.

@@ -180,6 +180,18 @@ impl TensorColumns {
         }
     }
 
+    /// Bytes of all tensors, 2^64 - 1 if that is less.
+    pub(super) fn data_len(&self) -> u64 {
+        // Many tensors have the same shape. Lists of offsets may be too large to multiply.
+        let product = |product: u64, &number: &u64| product.saturating_mul(number);
+        let counts: Vec<u64> = (0..self.lists.len())
+            .map(|id| self.lists.get(id as ListId).iter().fold(1, product))
+            .collect();
+        let lens = self.dtypes.iter().zip(&self.shapes);
+        let lens = lens.map(|(dtype, &shape)| counts[shape as usize] * dtype.bits() / 8);
+        lens.fold(0, u64::saturating_add)
+    }
+
     #[inline]
     pub(crate) fn name(&self, index: usize) -> &str {
         let start = if index == 0 { 0 } else { self.name_ends[index - 1] };

@@ -127,7 +127,8 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-fn name_of_open(file: &File) -> PathBuf {
+/// A name by which an open file can be opened again or linked, while it is open.
+pub fn name_of_open(file: &File) -> PathBuf {
     Path::new(OPEN_FILES).join(file.as_raw_fd().to_string())
 }
 

@@ -25,6 +25,7 @@ pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
 pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt, WriteKey};
 pub use tensorizer::TensorizerFile;
 
+use self::target::UnalignedTarget;
 use crate::atomic_file::{TemporaryFile, folder_of, sync_folder};
 use crate::error::{Error, Result, shown_path};
 use crate::reader::Reader;
@@ -153,6 +154,8 @@ pub struct MemoryFile {
     target: PathBuf,
     replace: bool,
     partial: TemporaryFile,
+    /// The same file, for writing.
+    writer: UnalignedTarget,
     /// The mode of the replaced file.
     mode: Option<u32>,
 }
@@ -166,9 +169,10 @@ impl MemoryFile {
         let mode = replaceable(target, replace)?.map(|there| there.mode() & 0o7777);
         let mut options = OpenOptions::new();
         options.read(true).write(true).mode(mode.unwrap_or(0o666) & 0o777);
-        let partial = TemporaryFile::create_beside(target, &options);
-        let partial = partial.map_err(|e| Error::io(target, "write", e))?;
-        Ok(MemoryFile { target: target.to_owned(), replace, partial, mode })
+        let failed = |e| Error::io(target, "write", e);
+        let partial = TemporaryFile::create_beside(target, &options).map_err(failed)?;
+        let writer = UnalignedTarget::cached(partial.file()).map_err(failed)?;
+        Ok(MemoryFile { target: target.to_owned(), replace, partial, writer, mode })
     }
 
     /// Its later name.
@@ -177,8 +181,17 @@ impl MemoryFile {
     }
 
     /// The file, for writing.
-    pub fn file(&self) -> &File {
-        self.partial.file()
+    pub fn writer(&self) -> &dyn WriteAt {
+        &self.writer
+    }
+
+    /// Reserves the space of `len` bytes, so that a full disk is reported at once.
+    ///
+    /// # Errors
+    /// Errors of the file system.
+    pub fn reserve(&mut self, len: u64) -> Result<()> {
+        let reserved = self.writer.reserve(folder_of(&self.target), len);
+        reserved.map_err(|e| Error::io(&self.target, "write", e))
     }
 
     /// Gives the file its name, once the disk has it.
@@ -186,7 +199,7 @@ impl MemoryFile {
     /// # Errors
     /// Errors of the file system, and `Error::Usage` if the name is taken. Nothing is left then.
     pub fn publish(mut self) -> Result<()> {
-        let MemoryFile { target, replace, partial, mode } = &mut self;
+        let MemoryFile { target, replace, partial, mode, .. } = &mut self;
         let set = mode.map(|mode| partial.file().set_permissions(Permissions::from_mode(mode)));
         let synced = set.unwrap_or(Ok(())).and_then(|()| partial.file().sync_all());
         let published = synced.and_then(|()| partial.publish(target, *replace));

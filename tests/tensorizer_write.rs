@@ -9,7 +9,8 @@ use std::path::Path;
 use proptest::prelude::*;
 use sha2::{Digest as _, Sha256};
 use tensorfs::internal::consolidate::{
-    Copier, NewFile, TensorBytes, TensorWriter, TensorizerFile, Watch, WriteKey, WriteOptions,
+    Copier, MemoryFile, NewFile, TensorBytes, TensorWriter, TensorizerFile, Watch, WriteKey,
+    WriteOptions,
 };
 use tensorfs::internal::format::tensorizer::crypt::Encryption;
 use tensorfs::internal::format::tensorizer::encode::{
@@ -198,6 +199,34 @@ fn encrypted_tensors_open_piece_by_piece_and_have_the_hash_of_their_plain_data()
         assert_eq!(nonces.len(), tensors.len(), "each tensor has its own nonce");
         let empty = writer.describe(&[tensor("empty", &[0])], &path).unwrap_err();
         assert!(empty.to_string().contains("cannot encrypt a tensor without bytes"), "{empty}");
+    }
+}
+
+#[test]
+fn a_long_file_has_the_same_bytes_if_its_space_is_reserved_before_each_call() {
+    let lens = [(6 << 20) + 3, 5, 4097, (9 << 20) + 1, 70_000, (4 << 20) - 1];
+    let new = |(number, &len): (usize, &u64)| tensor(&number.to_string(), &[len]);
+    let tensors: Vec<NewTensor> = lens.iter().enumerate().map(new).collect();
+    let bytes = |&len: &u64| (0..len as u32).map(|byte| (byte * 31 >> 5) as u8).collect();
+    let data: Vec<Vec<u8>> = lens.iter().map(bytes).collect();
+    let expected = written(&tensors, &data, &[2, 4], true);
+    assert_eq!(check_hashes(&expected), lens.len());
+    let folder = tempfile::tempdir().unwrap();
+    for is_seen in [true, false] {
+        let path = folder.path().join("a.tensors");
+        let mut file = MemoryFile::create(&path, false).unwrap();
+        let mut writer = TensorWriter::new(0, entries_len(&tensors).unwrap());
+        for part in [0..2, 2..6] {
+            let headers = writer.describe(&tensors[part.clone()], &path).unwrap();
+            file.reserve(writer.end()).unwrap();
+            let bytes = InMemory { data: &data[part], is_seen };
+            let target = (file.writer(), &*path);
+            writer.write(&headers, &bytes, target, &mut |_| Ok(())).unwrap();
+            writer.finish(file.writer(), &path).unwrap();
+        }
+        file.publish().unwrap();
+        assert!(std::fs::read(&path).unwrap() == expected, "in memory: {is_seen}");
+        std::fs::remove_file(&path).unwrap();
     }
 }
 

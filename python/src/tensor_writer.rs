@@ -37,7 +37,7 @@ enum WriteTarget {
 impl WriteTarget {
     fn writer(&self) -> &dyn WriteAt {
         match self {
-            WriteTarget::Path(file) => file.file(),
+            WriteTarget::Path(file) => file.writer(),
             WriteTarget::Object(file) => file,
         }
     }
@@ -144,6 +144,9 @@ impl OpenWriter {
         let OpenWriter { target, writer, .. } = self;
         let Some(writer) = writer else { return Err(Error::internal("no writer was made")) };
         let headers = writer.describe(tensors, target.shown())?;
+        if let WriteTarget::Path(file) = target {
+            file.reserve(writer.end())?;
+        }
         let mut progress = |_| match is_stopped.load(Ordering::Relaxed) {
             true => Err(Error::cancelled("interrupted")),
             false => Ok(()),

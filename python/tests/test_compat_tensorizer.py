@@ -543,12 +543,24 @@ class Writing(Case):
         self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
 
     def test_a_list_of_many_tensors_is_written_in_several_batches(self):
-        arrays = [np.full(3, number, np.uint16) for number in range(10_000)]
+        # They are copied, to have little-endian numbers.
+        arrays = [np.full(3, number, ">u2") for number in range(10_000)]
         serializer = TensorSerializer(self.out)
         with mock.patch.object(_saving, "_BATCH_MAX", 6000):
             serializer.write_state_dict(arrays)
         serializer.close()
         self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
+
+    def test_batches_end_by_the_bytes_that_only_they_keep(self):
+        plain, swapped = np.zeros(100, np.uint16), np.zeros(100, ">u2")
+        for tensor, remove_from, lengths in (
+            (plain, None, [20]),
+            (swapped, None, [5, 5, 5, 5]),
+            (plain, object(), [5, 5, 5, 5]),
+        ):
+            tensors = [_saving._ToWrite(0, (str(n),), 2, tensor, remove_from) for n in range(20)]
+            with mock.patch.object(_saving, "_BATCH_MAX", 1000):
+                self.assertEqual([len(batch) for batch in _saving._batches(tensors)], lengths)
 
     def test_a_child_process_writes(self):
         python(

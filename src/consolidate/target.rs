@@ -1,14 +1,17 @@
 //! A new file that is written at any place, past the page cache if that is possible.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
+use nix::libc;
 
+use super::tensor_writer;
+use crate::atomic_file::name_of_open;
 use crate::source::FileSystem;
 use crate::sync::Mutex;
 
@@ -103,6 +106,103 @@ impl<'a> Target<'a> {
     }
 }
 
+/// Parts of blocks that `UnalignedTarget` keeps.
+const EDGES_MAX: usize = 256;
+
+/// A file whose parts begin and end within blocks. Whole blocks of a part go past the page cache, if
+/// the file system can do that and the memory lies in a block as it does in the file.
+#[derive(Debug)]
+pub(super) struct UnalignedTarget {
+    file: File,
+    /// The same file, opened for writes past the page cache.
+    direct: Option<File>,
+    /// Whether the device refused such a write.
+    is_refused: AtomicBool,
+    /// First and last bytes of parts, in blocks that they do not fill, with their offsets. They are
+    /// written together: a write to the page cache waits for all writes past it.
+    edges: Mutex<Vec<(u64, Vec<u8>)>>,
+}
+
+impl UnalignedTarget {
+    /// `file`, written through the page cache.
+    ///
+    /// # Errors
+    /// If the process has no descriptors left.
+    pub(super) fn cached(file: &File) -> io::Result<UnalignedTarget> {
+        let file = file.try_clone()?;
+        Ok(UnalignedTarget {
+            file,
+            direct: None,
+            is_refused: AtomicBool::default(),
+            edges: Mutex::default(),
+        })
+    }
+
+    /// Prepares the file, a new one in `folder`, for `len` bytes, and reserves their space, so that
+    /// a full disk is reported at once. A long file is written past the page cache from now on.
+    ///
+    /// # Errors
+    /// The errors of the file system.
+    pub(super) fn reserve(&mut self, folder: &Path, len: u64) -> io::Result<()> {
+        let file_system = reserve_space(&self.file, folder, len)?;
+        let is_long = len >= DIRECT_MIN && file_system.is_local() && !file_system.is_in_memory();
+        if is_long && self.direct.is_none() {
+            let mut options = OpenOptions::new();
+            options.write(true).custom_flags(libc::O_DIRECT);
+            self.direct = options.open(name_of_open(&self.file)).ok();
+        }
+        Ok(())
+    }
+
+    /// Writes blocks past the page cache. Returns whether the device took them.
+    fn write_blocks(&self, blocks: &[u8], offset: u64) -> io::Result<bool> {
+        let Some(direct) = &self.direct else { return Ok(false) };
+        if self.is_refused.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        match direct.write_all_at(blocks, offset) {
+            Ok(()) => Ok(true),
+            // The device wants larger blocks.
+            Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => {
+                self.is_refused.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    fn write_edges(&self, edges: &mut Vec<(u64, Vec<u8>)>) -> io::Result<()> {
+        edges.drain(..).try_for_each(|(offset, bytes)| self.file.write_all_at(&bytes, offset))
+    }
+}
+
+impl tensor_writer::WriteAt for UnalignedTarget {
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let front_len = (offset.next_multiple_of(ALIGN as u64) - offset) as usize;
+        let middle = bytes.get(front_len..).unwrap_or_default();
+        let (blocks, back) = middle.split_at(middle.len() / ALIGN * ALIGN);
+        let blocks_start = offset + front_len as u64;
+        let is_aligned = !blocks.is_empty() && blocks.as_ptr().addr().is_multiple_of(ALIGN);
+        if !is_aligned || !self.write_blocks(blocks, blocks_start)? {
+            return FileExt::write_all_at(&self.file, bytes, offset);
+        }
+        let edges = [(offset, &bytes[..front_len]), (blocks_start + blocks.len() as u64, back)];
+        let mut waiting = self.edges.lock();
+        for (offset, bytes) in edges.into_iter().filter(|(_, bytes)| !bytes.is_empty()) {
+            waiting.push((offset, bytes.to_vec()));
+        }
+        if waiting.len() > EDGES_MAX { self.write_edges(&mut waiting) } else { Ok(()) }
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.write_edges(&mut self.edges.lock())
+    }
+
+    fn block_len(&self) -> Option<usize> {
+        self.direct.as_ref().map(|_| ALIGN)
+    }
+}
+
 /// Reserves the space of `file`, a new file in `folder`, for `len` bytes, so that a full disk is
 /// reported at once.
 ///
@@ -144,5 +244,58 @@ fn reserve(file: &File, len: u64) -> io::Result<()> {
         Err(e @ (Errno::ENOSPC | Errno::EDQUOT | Errno::EFBIG | Errno::EIO)) => Err(e.into()),
         // Not all file systems support it.
         Err(_) => file.set_len(len),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tensor_writer::WriteAt as _;
+    use super::*;
+
+    #[test]
+    fn parts_that_begin_within_blocks_make_the_file_in_any_order_and_on_any_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let len = DIRECT_MIN as usize + 12_345;
+        let expected: Vec<u8> = (0..len as u32).map(|byte| (byte * 37 >> 9) as u8).collect();
+        // More edges than are kept, parts within one block, and parts of many blocks.
+        let mut starts = vec![0];
+        for step in (0_usize..).map(|number| 1 + number * 7919 % 30_011) {
+            match starts[starts.len() - 1] + step {
+                start if start < len => starts.push(start),
+                _ => break,
+            }
+        }
+        assert!(starts.len() > 2 * EDGES_MAX);
+        starts.push(len);
+        for is_reserved in [true, false] {
+            let path = folder.path().join("file");
+            let file = File::create_new(&path).unwrap();
+            let mut target = UnalignedTarget::cached(&file).unwrap();
+            if is_reserved {
+                target.reserve(folder.path(), len as u64).unwrap();
+            }
+            // Memory of a part that lies in a block as in the file, or `shift` bytes behind that.
+            let write = |number: usize, shift: usize| {
+                let (start, end) = (starts[number], starts[number + 1]);
+                let mut memory = vec![0; end - start + 2 * ALIGN];
+                let phase = (start + shift) % ALIGN;
+                let first = (phase + ALIGN - memory.as_ptr().addr() % ALIGN) % ALIGN;
+                let bytes = &mut memory[first..first + end - start];
+                bytes.copy_from_slice(&expected[start..end]);
+                target.write_all_at(bytes, start as u64).unwrap();
+            };
+            let count = starts.len() - 1;
+            (0..count).step_by(5).for_each(|number| write(number, 1));
+            std::thread::scope(|scope| {
+                for thread in 0..3 {
+                    let numbers = (thread..count).step_by(3).filter(|number| number % 5 != 0);
+                    let write = &write;
+                    scope.spawn(move || numbers.rev().for_each(|number| write(number, 0)));
+                }
+            });
+            target.flush().unwrap();
+            assert!(std::fs::read(&path).unwrap() == expected, "reserved: {is_reserved}");
+            std::fs::remove_file(&path).unwrap();
+        }
     }
 }

@@ -19,6 +19,7 @@ use crate::format::tensorizer::keys::{KeyDerivation, Secret};
 use crate::format::tensorizer::secretbox::{DataKey, Mac, NONCE_LEN, PieceNonce};
 use crate::hash::{Digest, Hasher};
 use crate::parallel::{JobProgress, in_any_order};
+use crate::sync::Mutex;
 
 /// Threads that hash and write.
 pub(super) const THREADS: usize = 6;
@@ -57,6 +58,20 @@ pub trait WriteAt: Sync {
     /// # Errors
     /// If the file does not take them.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Writes what the target still keeps.
+    ///
+    /// # Errors
+    /// If the file does not take it.
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Length of the blocks of the file in bytes, if writes of memory that lies in a block as it does in the
+    /// file are faster.
+    fn block_len(&self) -> Option<usize> {
+        None
+    }
 }
 
 impl WriteAt for File {
@@ -159,6 +174,25 @@ struct WriteCall<'a> {
     /// Name of the target for errors.
     shown: &'a Path,
     keep_digests: bool,
+    /// Memory of groups and steps that are written.
+    buffers: Mutex<Vec<StepBuffer>>,
+}
+
+/// Memory for the bytes of a step.
+#[derive(Default)]
+struct StepBuffer(Vec<u8>);
+
+impl StepBuffer {
+    /// `len` bytes with any content. Their address and `offset` leave the same remainder modulo `block_len`.
+    fn bytes(&mut self, len: usize, offset: u64, block_len: usize) -> &mut [u8] {
+        let needed = len + block_len - 1;
+        if self.0.len() < needed {
+            self.0 = vec![0; needed.max(STEP_LEN as usize + block_len)];
+        }
+        let wanted = (offset % block_len as u64) as usize;
+        let skipped = (wanted + block_len - self.0.as_ptr().addr() % block_len) % block_len;
+        &mut self.0[skipped..skipped + len]
+    }
 }
 
 impl TensorWriter {
@@ -225,7 +259,8 @@ impl TensorWriter {
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
         let (key, keep_digests) = (self.key.as_deref(), self.keep_digests);
-        let call = WriteCall { headers, bytes, key, target, shown, keep_digests };
+        let buffers = Mutex::default();
+        let call = WriteCall { headers, bytes, key, target, shown, keep_digests, buffers };
         let groups = groups(headers);
         let work = |number: usize, progress: &JobProgress<'_>| {
             call.write_group(groups[number].clone(), progress)
@@ -250,7 +285,7 @@ impl TensorWriter {
                 self.written.push(WrittenRange { range, digest: Digest::of(bytes) });
             }
         }
-        Ok(())
+        target.flush().map_err(failed)
     }
 }
 
@@ -276,7 +311,8 @@ impl WriteCall<'_> {
         if end - start > STEP_LEN {
             return self.write_large(group.start, progress);
         }
-        let mut bytes = vec![0; (end - start) as usize];
+        let mut buffer = self.buffer();
+        let bytes = buffer.bytes((end - start) as usize, start, self.block_len());
         for index in group {
             let mut header = self.headers[index].clone();
             let data_start = (header.data_start() - start) as usize;
@@ -290,9 +326,11 @@ impl WriteCall<'_> {
             header.set_macs(macs);
             front[data_start - header.bytes().len()..].copy_from_slice(header.bytes());
         }
-        self.put(&bytes, start)?;
+        self.put(bytes, start)?;
+        let written = self.keep_digests.then(|| written(start, bytes)).into_iter().collect();
+        self.buffers.lock().push(buffer);
         progress.add(end - start)?;
-        Ok(self.keep_digests.then(|| written(start, &bytes)).into_iter().collect())
+        Ok(written)
     }
 
     /// Writes one tensor in steps, and then its header.
@@ -300,23 +338,25 @@ impl WriteCall<'_> {
         let mut header = self.headers[index].clone();
         let mut hashes = HeaderHashes::of(&header);
         let mut hasher = Hasher::new();
-        let mut buffer = Vec::new();
+        let mut buffer = self.buffer();
         let mut macs = Vec::new();
-        let is_sealed = header.encryption().is_some();
+        let is_copied = header.encryption().is_some() || self.target.block_len().is_some();
         let mut offset = 0;
         while offset < header.data_len {
             let range = offset..header.data_len.min(offset + STEP_LEN);
-            let bytes = match self.bytes.in_memory(index, &range).filter(|_| !is_sealed) {
+            let bytes = match self.bytes.in_memory(index, &range).filter(|_| !is_copied) {
                 Some(bytes) => {
                     hashes.update(bytes);
                     bytes
                 }
                 None => {
-                    buffer.resize((range.end - range.start) as usize, 0);
-                    self.bytes.read(index, offset, &mut buffer)?;
-                    hashes.update(&buffer);
-                    macs.extend(self.seal(&header, offset, &mut buffer));
-                    &buffer[..]
+                    let len = (range.end - range.start) as usize;
+                    let start = header.data_start() + offset;
+                    let bytes = buffer.bytes(len, start, self.block_len());
+                    self.bytes.read(index, offset, bytes)?;
+                    hashes.update(bytes);
+                    macs.extend(self.seal(&header, offset, bytes));
+                    bytes
                 }
             };
             if self.keep_digests {
@@ -326,6 +366,7 @@ impl WriteCall<'_> {
             progress.add(range.end - range.start)?;
             offset = range.end;
         }
+        self.buffers.lock().push(buffer);
         hashes.set(&mut header);
         header.set_macs(macs);
         self.put(header.bytes(), header.start)?;
@@ -347,6 +388,14 @@ impl WriteCall<'_> {
         let first = offset / PIECE_LEN;
         let pieces = bytes.chunks_mut(PIECE_LEN as usize).zip(first..);
         pieces.map(|(piece, index)| key.seal(&encryption.nonce().of_piece(index), piece)).collect()
+    }
+
+    fn buffer(&self) -> StepBuffer {
+        self.buffers.lock().pop().unwrap_or_default()
+    }
+
+    fn block_len(&self) -> usize {
+        self.target.block_len().unwrap_or(1)
     }
 
     fn put(&self, bytes: &[u8], offset: u64) -> Result<()> {

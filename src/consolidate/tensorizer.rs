@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::copy::{Copier, Watch};
-use super::target::{read_back, reserve_space};
+use super::target::{UnalignedTarget, read_back};
 use super::tensor_writer::{THREADS, TensorBytes, TensorWriter, WriteKey, WrittenRange};
 use crate::checkpoint::{Checkpoint, VirtualFile};
 use crate::error::{Error, Result};
@@ -144,13 +144,14 @@ impl Copier {
         watch: &mut Watch<'_>,
     ) -> Result<()> {
         let failed = |e| Error::io(shown, "write", e);
-        reserve_space(target, folder, file.len).map_err(failed)?;
+        let mut unaligned = UnalignedTarget::cached(target).map_err(failed)?;
+        unaligned.reserve(folder, file.len).map_err(failed)?;
         let mut writer = file.writer().keeping_digests(verify);
         let headers = writer.describe(&file.tensors, shown)?;
         let reader = Reader::open(&file.file)?;
         let bytes = ReaderTensors { copier: self, reader, offsets: &file.offsets };
-        writer.write(&headers, &bytes, (target, shown), watch.progress)?;
-        writer.finish(target, shown)?;
+        writer.write(&headers, &bytes, (&unaligned, shown), watch.progress)?;
+        writer.finish(&unaligned, shown)?;
         let described = headers.first().map_or(0, |first| first.start);
         (watch.progress)(described)?;
         target.sync_all().map_err(failed)?;

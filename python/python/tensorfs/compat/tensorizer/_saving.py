@@ -21,7 +21,7 @@ from ._stored import Path, TensorType, shown_name
 from .stream_io import local_path
 
 _BATCH_MAX = 256 << 20
-"""Most bytes that are written together, and copied for that. A longer tensor is written alone."""
+"""Most bytes of copies and of removed tensors that are written together. A longer one is written alone."""
 
 _CODES = {
     **{"bool": "|b1", "uint8": "|u1", "int8": "|i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4"},
@@ -62,6 +62,8 @@ class _Memory(NamedTuple):
     length: int | None
     """None for a tensor without memory."""
     owner: Any
+    is_copy: bool = False
+    """Whether this is the only one who keeps the bytes."""
 
 
 class TensorSerializer:
@@ -269,11 +271,12 @@ def _batches(tensors: Iterable[_ToWrite]) -> Iterator[list[tuple[_ToWrite, _Memo
     length = 0
     for one in tensors:
         memory = _memory_of(one)
-        if batch and length + (memory.length or 0) > _BATCH_MAX:
+        freed = (memory.length or 0) if memory.is_copy or one.remove_from is not None else 0
+        if batch and length + freed > _BATCH_MAX:
             yield batch
             batch, length = [], 0
         batch.append((one, memory))
-        length += memory.length or 0
+        length += freed
     if batch:
         yield batch
 
@@ -302,11 +305,13 @@ def _memory_of(one: _ToWrite) -> _Memory:
         import numpy
 
         array = numpy.asarray(tensor, dtype=tensor.dtype.newbyteorder("<"), order="C")
-        return described._replace(address=array.__array_interface__["data"][0], length=array.nbytes, owner=array)
+        address = array.__array_interface__["data"][0]
+        return described._replace(address=address, length=array.nbytes, owner=array, is_copy=array is not tensor)
     if tensor.is_meta:
         return described
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return described._replace(address=plain.data_ptr(), length=plain.nbytes, owner=plain)
+    address, is_copy = plain.data_ptr(), plain.device != tensor.device or plain.data_ptr() != tensor.data_ptr()
+    return described._replace(address=address, length=plain.nbytes, owner=plain, is_copy=is_copy)
 
 
 def _code(dtype: str, one: _ToWrite) -> str:

@@ -305,8 +305,8 @@ def _memory_of(one: _ToWrite) -> _Memory:
         import numpy
 
         array = numpy.asarray(tensor, dtype=tensor.dtype.newbyteorder("<"), order="C")
-        address = array.__array_interface__["data"][0]
-        return described._replace(address=address, length=array.nbytes, owner=array, is_copy=array is not tensor)
+        address, before = (made.__array_interface__["data"][0] for made in (array, tensor))
+        return described._replace(address=address, length=array.nbytes, owner=array, is_copy=address != before)
     if tensor.is_meta:
         return described
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -207,7 +207,7 @@ fn a_long_file_has_the_same_bytes_if_its_space_is_reserved_before_each_call() {
     let lens = [(6 << 20) + 3, 5, 4097, (9 << 20) + 1, 70_000, (4 << 20) - 1];
     let new = |(number, &len): (usize, &u64)| tensor(&number.to_string(), &[len]);
     let tensors: Vec<NewTensor> = lens.iter().enumerate().map(new).collect();
-    let bytes = |&len: &u64| (0..len as u32).map(|byte| (byte * 31 >> 5) as u8).collect();
+    let bytes = |&len: &u64| (0..len as u32).map(|byte| ((byte * 31) >> 5) as u8).collect();
     let data: Vec<Vec<u8>> = lens.iter().map(bytes).collect();
     let expected = written(&tensors, &data, &[2, 4], true);
     assert_eq!(check_hashes(&expected), lens.len());

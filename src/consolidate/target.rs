@@ -256,7 +256,7 @@ mod tests {
     fn parts_that_begin_within_blocks_make_the_file_in_any_order_and_on_any_path() {
         let folder = tempfile::tempdir().unwrap();
         let len = DIRECT_MIN as usize + 12_345;
-        let expected: Vec<u8> = (0..len as u32).map(|byte| (byte * 37 >> 9) as u8).collect();
+        let expected: Vec<u8> = (0..len as u32).map(|byte| ((byte * 37) >> 9) as u8).collect();
         // More edges than are kept, parts within one block, and parts of many blocks.
         let mut starts = vec![0];
         for step in (0_usize..).map(|number| 1 + number * 7919 % 30_011) {

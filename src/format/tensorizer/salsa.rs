@@ -78,8 +78,11 @@ impl StreamCipher for WideSalsa20 {
                 self.narrow.try_apply_keystream_inout(wide)?;
                 return self.narrow.try_apply_keystream_inout(tail);
             }
-            let (_, rest) = wide.reborrow().split_at(start);
-            rest.split_at(WIDE_LEN).0.xor_in2out(&*stream);
+            // `xor_in2out` takes single bytes if both buffers are the same.
+            let range = start..start + WIDE_LEN;
+            let bytes = &wide.get_in()[range.clone()];
+            stream.iter_mut().zip(bytes).for_each(|(byte, &other)| *byte ^= other);
+            wide.get_out()[range].copy_from_slice(&*stream);
             number += (WIDE_LEN / BLOCK_LEN) as u64;
         }
         let passed = self.narrow.try_seek(number * BLOCK_LEN as u64);

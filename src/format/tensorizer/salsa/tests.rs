@@ -17,11 +17,16 @@ proptest! {
         lengths in proptest::collection::vec(0..3 * WIDE_LEN, 1..8),
     ) {
         let (mut wide, mut narrow) = ciphers(key, nonce);
+        let (mut apart, _) = ciphers(key, nonce);
         for (number, len) in lengths.into_iter().enumerate() {
             let mut found = vec![number as u8; len];
-            let mut expected = found.clone();
+            let (plain, mut expected) = (found.clone(), found.clone());
             wide.apply_keystream(&mut found);
             narrow.apply_keystream(&mut expected);
+            prop_assert_eq!(found, &expected[..]);
+            // From one buffer to another.
+            let mut found = vec![0xEE; len];
+            apart.apply_keystream_b2b(&plain, &mut found).unwrap();
             prop_assert_eq!(found, expected);
         }
     }

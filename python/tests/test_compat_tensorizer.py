@@ -610,6 +610,21 @@ class Tensors(Case):
         self.assertIsNone(module[0].weight)
         self.assertIsNotNone(module[0].scratch)
 
+    def test_meta_tensors_that_the_package_cannot_read_are_written_as_zeros(self):
+        torch = self.torch
+        with torch.device("meta"):
+            module = torch.nn.BatchNorm1d(3).bfloat16()
+            module.wide = torch.nn.Parameter(torch.empty(4, 2))
+        serializer = TensorSerializer(self.file)
+        serializer.write_module(module)
+        serializer.close()
+        found = self.opened(lazy_load=True, verify_hash=True)
+        stored = {name: entry.data_length for (name,), entry in found._entries.items()}
+        self.assertEqual(stored, {
+            ".weight": 6, ".bias": 6, ".wide": 0, ".running_mean": 6, ".running_var": 6, ".num_batches_tracked": 8,
+        })
+        self.assertTrue(all(not found[name].any() for name in found))
+
     def test_tensors_of_every_kind_are_written_by_their_values(self):
         torch = self.torch
         tensors = {
@@ -626,6 +641,7 @@ class Tensors(Case):
             cast = torch.complex64 if tensor.is_complex() else torch.float32
             self.assertTrue(torch.equal(found[name].to(cast), tensor.to(cast).resolve_conj()), name)
         self.assertTrue(torch.equal(found["meta"], torch.zeros(4, 2)))
+        self.assertEqual(self.opened().total_bytes_read, sum(tensor.nbytes for tensor in tensors.values()))
         for tensor in (torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex128)):
             serializer = TensorSerializer(self.file)
             with self.assertRaises(tensorfs.SafetensorError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import io
 import json
+import mmap
 import operator
 import os
 import sys
@@ -308,10 +310,21 @@ def _memory_of(one: _ToWrite) -> _Memory:
         address, before = (made.__array_interface__["data"][0] for made in (array, tensor))
         return described._replace(address=address, length=array.nbytes, owner=array, is_copy=address != before)
     if tensor.is_meta:
-        return described
+        return _without_zeros(described, tensor.nbytes)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     address, is_copy = plain.data_ptr(), plain.device != tensor.device or plain.data_ptr() != tensor.data_ptr()
     return described._replace(address=address, length=plain.nbytes, owner=plain, is_copy=is_copy)
+
+
+def _without_zeros(described: _Memory, length: int) -> _Memory:
+    """A meta tensor without data, if the tensorizer package reads it: it has dimensions, and numpy has its dtype. The
+    zeros of another one are written."""
+    if (described.shape and "\0" not in described.dtype) or not length:
+        return described
+    # Private memory takes no pages as long as it is read only.
+    zeros = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = ctypes.c_char.from_buffer(zeros)
+    return described._replace(address=ctypes.addressof(first), length=length, owner=first)
 
 
 def _code(dtype: str, one: _ToWrite) -> str:

@@ -112,15 +112,25 @@ class Arrays(Case):
             self.check({row[2]: row[3] for row in rows})
             self.assertEqual({row[4:] for row in rows}, {(False, None)})
 
-    def test_a_dtype_that_numpy_lacks_is_refused_or_given_as_bytes(self):
+    def test_a_dtype_that_numpy_lacks_is_refused_or_given_as_integers(self):
         raw = bytes(range(12))
         self.file.write_bytes(file_of([Stored.of("b", "BF16", [3, 2], raw), Stored.of("f", "F4", [2, 4], raw[:4])]))
         with self.assertRaisesRegex(ValueError, "'b' has the dtype torch.bfloat16, which numpy lacks"):
             list(self.opened(lazy_load=True).read_numpy_arrays())
         rows = list(self.opened(lazy_load=True).read_numpy_arrays(allow_raw_data=True))
-        facts = [(row[3].shape, row[3].dtype.itemsize, row[3].tobytes(), *row[4:]) for row in rows]
-        self.assertEqual(facts[0], ((3, 2), 2, raw, True, "torch.bfloat16"))
-        self.assertEqual(facts[1], ((2, 2), 1, raw[:4], True, "torch.float4_e2m1fn_x2"))
+        facts = [(row[3].shape, row[3].dtype, row[3].tobytes(), *row[4:]) for row in rows]
+        self.assertEqual(facts[0], ((3, 2), np.int16, raw, True, "torch.bfloat16"))
+        self.assertEqual(facts[1], ((2, 2), np.int8, raw[:4], True, "torch.float4_e2m1fn_x2"))
+        if has_torch:
+            loaded = self.opened(lazy_load=False).read_numpy_arrays(allow_raw_data=True)
+            self.assertEqual([row[3].tobytes() for row in loaded], [raw, raw[:4]])
+
+    def test_tensors_without_data_count_with_lazy_load_only(self):
+        meta = Stored.of("meta", "F32", [3, 5], b"", hashes=[])
+        one = Stored.of("one", "I64", [2], bytes(16))
+        self.file.write_bytes(file_of([meta, one], version=4))
+        self.assertEqual(self.opened(lazy_load=True).total_tensor_bytes, 76)
+        self.assertEqual(self.opened(lazy_load=False).total_tensor_bytes, 16)
 
     def test_reading_goes_on_behind_the_last_tensor(self):
         found = self.opened(lazy_load=True)

@@ -58,6 +58,11 @@ class Entry(NamedTuple):
     data_length: int
 
     @property
+    def numpy_code(self) -> str:
+        """The code of numpy for its array: that of integers, if numpy lacks its dtype."""
+        return self.dtype if self.torch_dtype is None else self.dtype.replace("V", "i")
+
+    @property
     def name(self) -> str | Path:
         """The name as users see it: text, or a path."""
         return shown_name(self.path)

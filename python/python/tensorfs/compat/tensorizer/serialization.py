@@ -108,8 +108,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._headers: dict[Path, Header] = {}
             self._cache: dict[Path, Any] = {}
             self._next_read = 0
-            self.total_tensor_bytes: int = sum(entry.data_length for entry in wanted)
-            """Bytes of all tensors that it has."""
+            self.total_tensor_bytes: int = sum(
+                self._positions[entry.path][4] if lazy_load else entry.data_length for entry in wanted
+            )
+            """Bytes of all tensors that it has. As in the tensorizer package, meta tensors count with `lazy_load` only."""
             self.total_bytes_read = 0
             """Bytes of tensors that were read so far."""
             if not lazy_load:
@@ -204,7 +206,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         and the name of that dtype in torch.
 
         A tensor whose dtype numpy lacks, such as bfloat16, raises `ValueError`; with `allow_raw_data` its array has
-        elements of raw bytes. `num_tensors` is as in `read_tensors`.
+        integers of the same bits. `num_tensors` is as in `read_tensors`.
         """
         if not self._device.is_cpu:
             raise RuntimeError(f"read_numpy_arrays gives arrays on the CPU, but the device is {self._device}")
@@ -327,7 +329,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
         if all(path in self._cache for path in paths) and self._dtype is None:
             return [self._as_array(path) for path in paths]
-        made = [numpy.empty(self._entries[path].shape, numpy.dtype(self._entries[path].dtype)) for path in paths]
+        made = [numpy.empty(self._entries[path].shape, self._entries[path].numpy_code) for path in paths]
         requests = [
             (self._positions[path][1], None, array.__array_interface__["data"][0], array.nbytes, array)
             for path, array in zip(paths, made)
@@ -347,11 +349,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
         entry, tensor = self._entries[path], self._cache[path]
         if isinstance(tensor, numpy.ndarray):
-            return tensor
+            return tensor.view(entry.numpy_code)
         memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
         if tensor.nbytes:
             memory._owner = tensor
-        return numpy.ndarray(entry.shape, numpy.dtype(entry.dtype), memory)
+        return numpy.ndarray(entry.shape, entry.numpy_code, memory)
 
     def _fill(self, requests: list[tuple[int, str | None, int, int, Any]], gpu: int | None, stream: Any) -> None:
         """Loads tensors: position, dtype to cast to, address, bytes and owner of the memory of each."""

@@ -109,7 +109,7 @@ fn an_open_file_is_read_after_its_name_is_gone() {
     let right = content(&named);
     let open = std::fs::File::open(&file).unwrap();
     std::fs::remove_file(&file).unwrap();
-    let unnamed = Checkpoint::of_open_file(open, "<memory>", None).unwrap();
+    let unnamed = Checkpoint::of_open_file(open, "<memory>", 0, None).unwrap();
     let pin = unnamed.sources()[0].pin().unwrap();
     unnamed.sources()[0].release();
     assert_eq!(content(&unnamed), right);
@@ -122,7 +122,7 @@ fn an_open_file_is_read_after_its_name_is_gone() {
 fn an_open_folder_or_a_bad_open_file_is_refused_by_the_given_name() {
     for path in ["hf", "../requirements.txt"] {
         let open = std::fs::File::open(fixture(path)).unwrap();
-        let error = Checkpoint::of_open_file(open, "<given>", None).unwrap_err();
+        let error = Checkpoint::of_open_file(open, "<given>", 0, None).unwrap_err();
         assert!(error.to_string().starts_with("<given>: "), "{error}");
     }
 }

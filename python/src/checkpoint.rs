@@ -119,20 +119,22 @@ impl Checkpoint {
     }
 
     /// Opens the regular file behind a descriptor, which no path has to lead to. Messages call it
-    /// `name`. The descriptor is not needed later. A child of a fork cannot read the file.
+    /// `name`. The descriptor is not needed later. A child of a fork cannot read the file. A tensorizer
+    /// file may begin at byte `start`.
     #[staticmethod]
-    #[pyo3(signature = (descriptor, name, timeout, secret = None))]
+    #[pyo3(signature = (descriptor, name, timeout, secret = None, start = 0))]
     fn open_descriptor(
         py: Python<'_>,
         descriptor: u32,
         name: String,
         timeout: Option<f64>,
         secret: Option<SecretWord>,
+        start: u64,
     ) -> PyResult<Checkpoint> {
         let mut checkpoint = Checkpoint::opened(py, timeout, secret, move |secret| {
             let file = File::open(format!("/proc/self/fd/{descriptor}"));
             let file = file.map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
-            core::Checkpoint::of_open_file(file, &name, secret.as_deref())
+            core::Checkpoint::of_open_file(file, &name, start, secret.as_deref())
         })?;
         let pin = checkpoint.first.sources().first().map(|source| source.pin()).transpose();
         checkpoint._pin = pin.map_err(|e| raised(py, &e, None))?;

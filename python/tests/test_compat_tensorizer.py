@@ -125,6 +125,28 @@ class Arrays(Case):
             loaded = self.opened(lazy_load=False).read_numpy_arrays(allow_raw_data=True)
             self.assertEqual([row[3].tobytes() for row in loaded], [raw, raw[:4]])
 
+    def test_several_files_lie_in_one_as_the_package_writes_them(self):
+        other = {"other": np.arange(5.0), "more": np.ones((2, 3), np.uint8)}
+        first = file_of(stored_of(self.arrays), area=256 << 10)
+        both = first + file_of(stored_of(other), start=len(first))
+        self.file.write_bytes(both)
+        joined = self.tmp / "joined"
+        joined.write_bytes(first + file_of(stored_of(other)))
+        for make in (lambda path: open(path, "rb"), lambda path: io.BytesIO(path.read_bytes())):
+            for start, arrays in ((0, self.arrays), (len(first), other)):
+                for lazy_load in (False, True):
+                    opened = make(self.file)
+                    opened.seek(start)
+                    self.check(self.opened(opened, lazy_load=lazy_load, verify_hash=True), arrays)
+            for path, start, message in (
+                (joined, len(first), "its header begins at byte"), (self.file, len(first) - 3, "does not begin with"),
+                (self.file, len(both) + 9, "does not begin with|73 from byte"),
+            ):
+                opened = make(path)
+                opened.seek(start)
+                with self.subTest(message), self.assertRaisesRegex(tensorfs.SafetensorError, message):
+                    self.opened(opened)
+
     def test_tensors_without_data_count_with_lazy_load_only(self):
         meta = Stored.of("meta", "F32", [3, 5], b"", hashes=[])
         one = Stored.of("one", "I64", [2], bytes(16))
@@ -191,7 +213,7 @@ class Arrays(Case):
         data, odd = self.file.read_bytes(), self.tmp / "a b%.tensors"
         odd.write_bytes(data)
         behind = self.tmp / "behind"
-        behind.write_bytes(b"prefix" + data)
+        behind.write_bytes(b"prefix" + file_of(stored_of(self.arrays), start=6))
         unnamed = tempfile.TemporaryFile(dir=self.tmp)
         unnamed.write(data)
         unnamed.seek(0)

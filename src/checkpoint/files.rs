@@ -48,7 +48,8 @@ impl Checkpoint {
         }
     }
 
-    /// Opens the file that is open as `file`, which no path has to lead to. Messages call it `name`.
+    /// Opens the file that is open as `file`, which no path has to lead to. Messages call it `name`. A
+    /// tensorizer file may begin at its byte `start`; places in it count from the first byte of `file`.
     /// It can be read as long as its source is pinned: see [`Source::pin`]. `secret` opens it if it is
     /// encrypted.
     ///
@@ -57,11 +58,13 @@ impl Checkpoint {
     pub fn of_open_file(
         file: File,
         name: &str,
+        start: u64,
         secret: Option<&Secret>,
     ) -> Result<Arc<Checkpoint>> {
         let folder = Path::new("");
         let source = Source::of_open_file(Path::new(name), file)?;
-        let shard = open_source(&Arc::new(Heads::default()), folder, name, source, secret)?;
+        let shard =
+            open_source(&Arc::new(Heads::default()), folder, name, (source, start), secret)?;
         check_fit(folder, secret, &shard)?;
         // No folder is known that could hold a config.json.
         of_shards(folder.to_owned(), &[shard], None, name.to_owned(), &|| Ok(None))

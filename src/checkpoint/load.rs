@@ -52,6 +52,8 @@ struct ParsedHead {
 /// An open weight file whose header is not read yet.
 pub(super) struct Unread {
     source: Arc<Source>,
+    /// Its first byte in the source.
+    start: u64,
     /// Its format and the length of its header, or why the file has none.
     detected: std::result::Result<Detected, Fault>,
 }
@@ -59,13 +61,14 @@ pub(super) struct Unread {
 impl Unread {
     /// Opens the weight file at `path`, called `name` in its checkpoint.
     pub(super) fn open(name: &str, path: &Path) -> Result<Unread> {
-        Unread::of(name, Store::Local.open(path)?)
+        Unread::of(name, Store::Local.open(path)?, 0)
     }
 
-    fn of(name: &str, source: Arc<Source>) -> Result<Unread> {
+    /// The weight file that begins at byte `start` of `source`.
+    fn of(name: &str, source: Arc<Source>, start: u64) -> Result<Unread> {
         let detected =
-            SourceReader::new(&source).run(|reader| InputFormat::detect(name, reader))?;
-        Ok(Unread { source, detected })
+            SourceReader::at(&source, start).run(|reader| InputFormat::detect(name, reader))?;
+        Ok(Unread { source, start, detected })
     }
 
     /// Length of its description in bytes, with the prefix; 0 if it has no valid one.
@@ -83,7 +86,7 @@ impl Unread {
         if detected.is_encrypted && secret.is_none() {
             return Ok(Err(key_required()));
         }
-        let parsed = parse(&self.source, detected)?;
+        let parsed = parse(SourceReader::at(&self.source, self.start), detected)?;
         self.source.check()?;
         let (mut description, hash) = match parsed {
             Ok(parsed) => parsed,
@@ -129,16 +132,16 @@ pub(super) fn open_shard(
     }
 }
 
-/// Reads the header of the weight file `source`, which stays open, called `name` in its checkpoint in
-/// `folder`.
+/// Reads the header of the weight file that begins at byte `start` of `source`, which stays open,
+/// called `name` in its checkpoint in `folder`.
 pub(super) fn open_source(
     heads: &Arc<Heads>,
     folder: &Path,
     name: &str,
-    source: Arc<Source>,
+    (source, start): (Arc<Source>, u64),
     secret: Option<&Secret>,
 ) -> Result<OpenShard> {
-    let unread = Unread::of(name, source)?;
+    let unread = Unread::of(name, source, start)?;
     loaded(folder, name, unread.source.clone(), unread.parse(heads, secret)?)
 }
 
@@ -228,15 +231,15 @@ pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
     }
 }
 
-/// Parses the header of `source`, and hashes the bytes that it consists of.
+/// Parses the header of a source, and hashes the bytes that it consists of.
 ///
 /// # Errors
 /// The outer error is a failed read, the inner one a fault of the header.
 fn parse(
-    source: &Arc<Source>,
+    mut reader: SourceReader<'_>,
     detected: &Detected,
 ) -> Result<std::result::Result<(ShardDescription, Digest), Fault>> {
-    let mut reader = SourceReader::new(source);
+    let source = reader.source;
     let description = match reader.run(|reader| detected.parse(reader))? {
         Ok(description) => description,
         Err(fault) => return Ok(Err(fault)),
@@ -258,21 +261,23 @@ pub(crate) fn header_hashes(source: &Arc<Source>) -> Result<Vec<HashedTensor>> {
     if !tensorizer::is_tensorizer(&sniff) {
         return Ok(Vec::new());
     }
-    let hashes = SourceReader::new(source).run(|reader| tensorizer::hashes(reader))?;
+    let hashes = SourceReader::at(source, 0).run(|reader| tensorizer::hashes(reader))?;
     hashes.map_err(|fault| Error::refused(source.path(), fault))
 }
 
 /// A source as parsers read it.
 struct SourceReader<'a> {
     source: &'a Arc<Source>,
+    /// First byte of the shard in the source.
+    start: u64,
     /// Length and hash of the bytes that were read last from the beginning of the file.
     first: Option<(u64, Digest)>,
     failed: Option<Error>,
 }
 
 impl<'a> SourceReader<'a> {
-    fn new(source: &'a Arc<Source>) -> SourceReader<'a> {
-        SourceReader { source, first: None, failed: None }
+    fn at(source: &'a Arc<Source>, start: u64) -> SourceReader<'a> {
+        SourceReader { source, start, first: None, failed: None }
     }
 
     /// Runs a parser. A read that fails is the outer error.
@@ -287,6 +292,10 @@ impl<'a> SourceReader<'a> {
 impl RangeReader for SourceReader<'_> {
     fn file_len(&self) -> u64 {
         self.source.len()
+    }
+
+    fn start(&self) -> u64 {
+        self.start
     }
 
     fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
@@ -342,7 +351,7 @@ pub(super) fn read_reference(path: &Path) -> Result<Reference> {
             let header = Header::of_description(&bytes).map_err(refused)?;
             return Ok(Reference::from_description(&header.into()));
         }
-        let (description, _) = parse(source, &detected)?.map_err(refused)?;
+        let (description, _) = parse(SourceReader::at(source, 0), &detected)?.map_err(refused)?;
         return Ok(Reference::from_description(&description));
     }
     let text = read_text(&real, MANIFEST_LEN_MAX.max(WEIGHT_MAP_LEN_MAX))?;

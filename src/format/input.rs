@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::io::{self, Read};
+use std::ops::Range;
 
 use crate::error::{ErrorKind, Fault};
 use crate::words;
@@ -17,6 +18,11 @@ const CHUNK_LEN: usize = 256 << 10;
 pub trait RangeReader {
     /// Length of the file in bytes.
     fn file_len(&self) -> u64;
+
+    /// First byte of the shard in the file. Only a tensorizer file may have bytes in front of it.
+    fn start(&self) -> u64 {
+        0
+    }
 
     /// Fills `buf` with the bytes of the file from `offset` on.
     ///
@@ -74,16 +80,18 @@ impl InputFormat {
     /// # Errors
     /// The outer error is a failed read, the inner one says why the file is no shard.
     pub fn detect(name: &str, reader: &mut dyn RangeReader) -> ParseResult<Detected> {
-        let file_len = reader.file_len();
+        let file = reader.start()..reader.file_len();
         let sniff_len = (SNIFF_LEN as u64).max(tensorizer::HEAD_LEN);
-        let mut sniff = vec![0; sniff_len.min(file_len) as usize];
-        reader.read_exact_at(0, &mut sniff)?;
-        Ok(detect(InputFormat::of_name(name), &sniff, file_len))
+        let mut sniff = vec![0; sniff_len.min(file.end.saturating_sub(file.start)) as usize];
+        reader.read_exact_at(file.start, &mut sniff)?;
+        Ok(detect(InputFormat::of_name(name), &sniff, &file))
     }
 }
 
-/// The format of a file by the one that its name stands for, and by its first bytes.
-fn detect(named: Option<InputFormat>, sniff: &[u8], file_len: u64) -> Result<Detected, Fault> {
+/// The format of the shard in the bytes `file` of a file, by the one that its name stands for, and by
+/// its first bytes.
+fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result<Detected, Fault> {
+    let file_len = file.end;
     refuse_others(sniff, file_len)?;
     let is_tensorizer = tensorizer::is_tensorizer(sniff);
     let format = match named {
@@ -95,14 +103,20 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file_len: u64) -> Result<Det
         None if is_tensorizer => InputFormat::Tensorizer,
         None => InputFormat::Safetensors,
     };
+    if format != InputFormat::Tensorizer && file.start > 0 {
+        let message = format!(
+            "does not begin with `|TZR|` at byte {}; only tensorizer files are read behind byte 0",
+            file.start
+        );
+        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+    }
     let description_len = match format {
         InputFormat::Safetensors | InputFormat::Bintensors => {
             PREFIX_LEN + header_len(sniff, file_len)?
         }
-        InputFormat::Tensorizer => tensorizer::description_len(sniff, file_len)?,
+        InputFormat::Tensorizer => tensorizer::description_len(sniff, file)?,
     };
-    let is_encrypted =
-        format == InputFormat::Tensorizer && tensorizer::is_encrypted(sniff, file_len);
+    let is_encrypted = format == InputFormat::Tensorizer && tensorizer::is_encrypted(sniff, file);
     Ok(Detected { format, description_len, is_encrypted })
 }
 

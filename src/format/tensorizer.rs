@@ -181,19 +181,19 @@ pub fn is_tensorizer(sniff: &[u8]) -> bool {
     sniff.starts_with(MAGIC)
 }
 
-/// Length of the head and the area of entries, from the first `HEAD_LEN` bytes of a file, or the
-/// whole file if it is shorter.
+/// Length of the head and the area of entries of the bytes `file` of a file, from the first `HEAD_LEN`
+/// of them, or all if there are fewer.
 ///
 /// # Errors
 /// Why this is no tensorizer file that can be read.
-pub fn description_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
-    FileHead::parse(sniff, file_len).map(|head| HEAD_LEN + head.entries_len)
+pub fn description_len(sniff: &[u8], file: &Range<u64>) -> Result<u64, Fault> {
+    FileHead::parse(sniff, file).map(|head| HEAD_LEN + head.entries_len)
 }
 
 /// Whether a file that begins with `sniff`, for which `description_len` gives a length, says that its
 /// tensors are encrypted.
-pub fn is_encrypted(sniff: &[u8], file_len: u64) -> bool {
-    FileHead::parse(sniff, file_len).is_ok_and(|head| head.encrypted)
+pub fn is_encrypted(sniff: &[u8], file: &Range<u64>) -> bool {
+    FileHead::parse(sniff, file).is_ok_and(|head| head.encrypted)
 }
 
 /// Parses a whole file that is already in memory.
@@ -210,17 +210,18 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// # Errors
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
+    let start = reader.start();
     let StoredFile { encrypted, tensors, end_mark } = match read_tensors(reader, false) {
         Ok(file) => file,
         Err(ParseStop::Read(error)) => return Err(error),
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
     };
-    let first = tensors.first().map_or(HEAD_LEN, |tensor| tensor.header.start);
+    let first = tensors.first().map_or(start + HEAD_LEN, |tensor| tensor.header.start);
     let names_len = tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(first, tensors.len(), names_len);
     let mut numbers: Vec<u64> = Vec::new();
     let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len() + 1);
-    described.push(0..first);
+    described.push(start..first);
     for StoredTensor { name, dtype, shape, header, data, zeros, .. } in &tensors {
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(shape);
@@ -292,17 +293,17 @@ impl From<Fault> for ParseStop {
 }
 
 impl FileHead {
-    fn parse(sniff: &[u8], file_len: u64) -> Result<FileHead, Fault> {
+    fn parse(sniff: &[u8], file: &Range<u64>) -> Result<FileHead, Fault> {
         if !is_tensorizer(sniff) {
             if sniff.len() < MAGIC.len() && MAGIC.starts_with(sniff) {
-                return Err(too_short(file_len));
+                return Err(too_short(file));
             }
             let message = "does not begin with `|TZR|`, as tensorizer files do; if it has another \
                            format, give it the suffix of that format";
             return Err(Fault::new(ErrorKind::HeaderDecode, message));
         }
         let Some(head) = sniff.first_chunk::<{ HEAD_LEN as usize }>() else {
-            return Err(too_short(file_len));
+            return Err(too_short(file));
         };
         let number = |start: usize| u64::from_le_bytes(std::array::from_fn(|i| head[start + i]));
         let version = u32::from_le_bytes(std::array::from_fn(|i| head[MAGIC.len() + i]));
@@ -330,10 +331,12 @@ impl FileHead {
             let message = "lists no tensors; the program that saved it may have been stopped";
             return Err(Fault::new(ErrorKind::HeaderDecode, message));
         }
-        if entries_len > file_len - HEAD_LEN {
+        let entries_start = file.start + HEAD_LEN;
+        if entries_len > file.end.saturating_sub(entries_start) {
             let message = format!(
-                "the list of tensors takes {entries_len} bytes from byte {HEAD_LEN} on, but the \
-                 file has {file_len} bytes; the download may be incomplete"
+                "the list of tensors takes {entries_len} bytes from byte {entries_start} on, but the \
+                 file has {} bytes; the download may be incomplete",
+                file.end
             );
             return Err(Fault::new(ErrorKind::HeaderLength, message));
         }
@@ -348,10 +351,12 @@ impl FileHead {
     }
 }
 
-fn too_short(file_len: u64) -> Fault {
+fn too_short(file: &Range<u64>) -> Fault {
+    let behind = if file.start > 0 { format!(" from byte {}", file.start) } else { String::new() };
     let message = format!(
-        "the file has {file_len} bytes, the head of a tensorizer file takes 73; the download may be \
-         incomplete"
+        "the file has {} bytes, the head of a tensorizer file takes 73{behind}; the download may be \
+         incomplete",
+        file.end
     );
     Fault::new(ErrorKind::TooShort, message)
 }
@@ -359,18 +364,18 @@ fn too_short(file_len: u64) -> Fault {
 /// Reads the list of tensors, in any order, and the header of each tensor. Refuses bytes between
 /// them. The hashes of all headers are checked, and kept if `keep_hashes`.
 fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<StoredFile, ParseStop> {
-    let file_len = reader.file_len();
-    let mut sniff = vec![0; HEAD_LEN.min(file_len) as usize];
-    reader.read_exact_at(0, &mut sniff)?;
-    let head = FileHead::parse(&sniff, file_len)?;
+    let (start, file_len) = (reader.start(), reader.file_len());
+    let mut sniff = vec![0; HEAD_LEN.min(file_len.saturating_sub(start)) as usize];
+    reader.read_exact_at(start, &mut sniff)?;
+    let head = FileHead::parse(&sniff, &(start..file_len))?;
     let mut area = vec![0; head.entries_len as usize];
-    reader.read_exact_at(HEAD_LEN, &mut area)?;
+    reader.read_exact_at(start + HEAD_LEN, &mut area)?;
     let mut entries = entries::decode(&area, &head)?;
     for entry in &entries {
         check_inside(entry, file_len).map_err(|fault| fault.tensor(&entry.name.joined))?;
     }
     entries.sort_by_key(|entry| entry.header_start);
-    let mut end = HEAD_LEN + head.entries_len;
+    let mut end = start + HEAD_LEN + head.entries_len;
     let mut before = "the list of tensors";
     let mut zeros_end = ZEROS_START;
     let mut tensors = Vec::with_capacity(entries.len());

@@ -121,10 +121,12 @@ def write_long(path, length):
 
 
 def file_of(
-    tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None, order=None
+    tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None, order=None,
+    start=0
 ):
-    """A file of tensors. `area` is the size of the area of entries, `area_len` the number that the head has for it,
-    `order` the positions of the tensors in the list."""
+    """A file of tensors, whose offsets count from the first byte of a file that it begins in at byte `start`. `area` is the
+    size of the area of entries, `area_len` the number that the head has for it, `order` the positions of the tensors
+    in the list."""
     is_long = any(tensor.is_long for tensor in tensors)
     if version is None:
         version = 5 if is_long else 2 if any(b"\0" in tensor.dtype for tensor in tensors) else 1
@@ -140,7 +142,7 @@ def file_of(
         parts.append(tag + name + kind + dtype + shape)
     used = sum(len(part) + 24 for part in parts)
     area = used if area is None else area
-    entries, body, place = [], b"", 73 + area
+    entries, body, place = [], b"", start + 73 + area
     for tensor, part, header in zip(tensors, parts, headers):
         start = place if tensor.entry_header is None else tensor.entry_header
         data = place + len(header) if tensor.entry_data is None else tensor.entry_data

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Union
 
 from ..._errors import error
 
-_HEAD = 73
+HEAD_LEN = 73
 """Bytes of the fixed head. The list of tensors follows."""
 
 _ENCRYPTED, _VERSIONED = 1, 2
@@ -94,12 +94,12 @@ def shown_name(path: Path) -> str | Path:
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
-def area_of(head: bytes, path: str) -> tuple[int, int]:
-    """First byte and end of the list of tensors, by the first bytes of a file."""
-    if len(head) < _HEAD or not head.startswith(b"|TZR|"):
+def area_of(head: bytes, start: int, path: str) -> tuple[int, int]:
+    """First byte and end of the list of tensors. `head` has the first bytes, which begin at `start`."""
+    if len(head) < HEAD_LEN or not head.startswith(b"|TZR|"):
         raise error(f"{path}: is no tensorizer file; load it by tensorfs.safe_open", "header_decode", path=path)
     (length,) = struct.unpack_from("<Q", head, 65)
-    return _HEAD, _HEAD + length
+    return start + HEAD_LEN, start + HEAD_LEN + length
 
 
 def decode_list(head: bytes, area: bytes) -> StoredList:

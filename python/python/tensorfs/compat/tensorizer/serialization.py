@@ -18,6 +18,7 @@ from ._hashes import HashMismatchError
 from ._saving import TensorSerializer
 from ._secrets import CryptographyError, DecryptionParams, EncryptionParams, cryptography_errors, secret_of
 from ._stored import (
+    HEAD_LEN,
     Entry,
     HashType,
     Header,
@@ -125,8 +126,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         read, timeout = self._checkpoint.read_ranges, self._loader.timeout
         if len(self._checkpoint.files) != 1:
             raise error(f"{self._source.name}: are several files; pass one tensorizer file")
-        (head,) = read(0, [(0, 73)], timeout)
-        (area,) = read(0, [area_of(head, self._source.name)], timeout)
+        start = self._source.start
+        (head,) = read(0, [(start, start + HEAD_LEN)], timeout)
+        (area,) = read(0, [area_of(head, start, self._source.name)], timeout)
         found = decode_list(head, area)
         self._is_encrypted = found.is_encrypted
         return found.entries

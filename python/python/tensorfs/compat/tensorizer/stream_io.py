@@ -81,13 +81,14 @@ def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
 class LocalSource:
     """The bytes that `spec` stands for: at a path, or behind a descriptor.
 
-    A file object that reads a regular file from its first byte on is read by its descriptor. The rest of any other
-    one is copied to memory.
+    A file object that reads a regular file is read by its descriptor. The rest of any other one is copied to memory.
     """
 
     def __init__(self, spec: Any) -> None:
         self._given: Any = None
         self._descriptor: int | None = None
+        self.start = 0
+        """Where the tensorizer file begins: at the position of a file object. Its offsets count from byte 0."""
         if isinstance(spec, bool):
             raise TypeError("expected a path, a URL, a file object or a descriptor, not bool")
         if isinstance(spec, int):
@@ -99,19 +100,22 @@ class LocalSource:
         else:
             self._given = spec
             self.name = _name_of(spec)
+            self.start = _position_of(spec)
 
     def open(self, loader: Loader, secret: Secret) -> Checkpoint:
         """The checkpoint that it is. `secret` opens it if it is encrypted."""
-        descriptor = self._descriptor if self._given is None else _whole_file(self._given)
+        descriptor = self._descriptor if self._given is None else _regular_file(self._given)
         if self._given is None and descriptor is None:
             return open_checkpoint(self.name, loader, (), secret)
         if descriptor is not None:
-            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret)
+            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret, self.start)
         descriptor = os.memfd_create("tensorfs-tensors", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", buffering=0, closefd=False) as copy:
+                # A hole stands for the bytes in front.
+                copy.seek(self.start)
                 shutil.copyfileobj(self._given, copy, _COPIED)
-            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret)
+            return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret, self.start)
         finally:
             os.close(descriptor)
 
@@ -132,8 +136,16 @@ def _name_of(spec: Any) -> str:
     return os.fsdecode(name) if isinstance(name, (str, bytes)) else f"<{type(spec).__name__}>"
 
 
-def _whole_file(spec: Any) -> int | None:
-    """The descriptor of a file object that is at the first byte of a regular file."""
+def _position_of(spec: Any) -> int:
+    """The position of a file object; 0 for one that does not tell it."""
+    with contextlib.suppress(AttributeError, OSError):
+        position = spec.tell()
+        return position if isinstance(position, int) else 0
+    return 0
+
+
+def _regular_file(spec: Any) -> int | None:
+    """The descriptor of a file object that reads a regular file."""
     opened = spec.file if type(spec).__module__ == "tempfile" and hasattr(spec, "file") else spec
     raw = opened.raw if isinstance(opened, (io.BufferedReader, io.BufferedRandom)) else opened
     # Another file object, such as one that unpacks, may give the descriptor of a file with other bytes.
@@ -141,6 +153,6 @@ def _whole_file(spec: Any) -> int | None:
         return None
     with contextlib.suppress(OSError):
         descriptor = raw.fileno()
-        if stat.S_ISREG(os.fstat(descriptor).st_mode) and opened.tell() == 0:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
     return None

@@ -64,7 +64,8 @@ pub enum ErrorKind {
     ZipPrefix,
     /// The tensors of the file are encrypted, and the key or the passphrase for them is missing.
     KeyRequired,
-    /// A key was given for a file that is not encrypted.
+    /// A key was given for a file that is not encrypted, or a plain file is among encrypted ones of
+    /// one checkpoint.
     NotEncrypted,
     /// Encrypted bytes do not match their MAC: the key is another one, or the file is damaged.
     DecryptFailed,

@@ -18,6 +18,7 @@ use super::config::with_config_beside;
 use super::discover::{SetKind, is_noted};
 use super::load::{OpenShard, open_shard, open_source};
 use super::openers::map_files;
+use super::prove::refuse_plain;
 use super::virtual_file::{ArrangedFile, Presented, present};
 use super::{Checkpoint, Tail};
 
@@ -129,6 +130,7 @@ fn open_files(
     if let [one] = loaded.as_slice() {
         check_fit(&folder, secret, one)?;
     }
+    refuse_plain(&loaded).map_err(|fault| Error::refused(&folder, fault))?;
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
     with_config_beside(&folder, |config| of_shards(folder.clone(), &loaded, map, output, config))

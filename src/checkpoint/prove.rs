@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
-use crate::error::{Error, ErrorKind, Fault, Result};
+use crate::error::{Error, ErrorKind, Fault, Result, quoted};
 use crate::format::names;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
@@ -116,8 +116,7 @@ impl Tree {
         }
         for Judged { name, kind, files, outcome, .. } in judged {
             if let Ok(checkpoint) = &outcome {
-                let notes = checkpoint.catalog.notes.iter();
-                proved.notes.extend(notes.map(|note| format!("{name}: {note}")));
+                proved.notes.extend(notes_of(checkpoint).map(|note| format!("{name}: {note}")));
             }
             let outcome = outcome.map(Arc::new);
             proved.sets.push(Set { name, kind, files, outcome, shown_at_parent: None });
@@ -206,6 +205,7 @@ fn prove_set(
             }
         }
     }
+    refuse_plain(loaded.iter().copied()).map_err(refused)?;
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     let map = candidate.map.as_ref().map(|(_, map)| map);
     let catalog = match (candidate.kind, &linked) {
@@ -262,6 +262,46 @@ fn prove_set(
         map: candidate.map.map(|(name, map)| (name, map.metadata)),
         manifest,
         config,
+    })
+}
+
+/// Refuses a plain file among encrypted ones: a person who can write to the folder may have put it
+/// in place of an encrypted file.
+pub(super) fn refuse_plain<'a>(
+    loaded: impl IntoIterator<Item = &'a OpenShard>,
+) -> std::result::Result<(), Fault> {
+    let (encrypted, plain): (Vec<&OpenShard>, Vec<&OpenShard>) =
+        loaded.into_iter().partition(|file| file.source.is_encrypted());
+    let (Some(encrypted), Some(plain)) = (encrypted.first(), plain.first()) else { return Ok(()) };
+    let message = format!(
+        "is not encrypted, but {} of the same checkpoint is; restore the file from a good copy, or \
+         encrypt all files of the checkpoint",
+        encrypted.shard.name
+    );
+    Err(Fault::new(ErrorKind::NotEncrypted, message).in_file(&plain.shard.name))
+}
+
+/// The notes on a proved set.
+fn notes_of(checkpoint: &Checkpoint) -> impl Iterator<Item = String> {
+    checkpoint.catalog.notes.iter().cloned().chain(unprotected_zeros(checkpoint))
+}
+
+/// A note on tensors of encrypted files that have no data, so that no MAC covers their zeros.
+fn unprotected_zeros(checkpoint: &Checkpoint) -> Option<String> {
+    checkpoint.sources.iter().find(|source| source.is_encrypted())?;
+    let is_unprotected = |tensor: &Tensor<'_>| tensor.len > 0 && tensor.is_stored_zeros();
+    let mut zeros = checkpoint.proved.tensors().filter(is_unprotected);
+    let first = zeros.next()?;
+    let name = quoted(first.name);
+    Some(match zeros.count() {
+        0 => format!(
+            "tensor {name} of an encrypted file has no data and is read as zeros, which no MAC covers"
+        ),
+        others => format!(
+            "{} tensors of encrypted files have no data and are read as zeros, which no MAC covers: \
+             {name}, ...",
+            others + 1
+        ),
     })
 }
 

@@ -218,6 +218,34 @@ class Keys(Encrypted):
                 names = [name for name in visible_files(m.path) if name.endswith(".safetensors")]
                 self.assertEqual(names, ["module.safetensors"])
 
+    def test_a_plain_file_in_place_of_one_of_several_encrypted_ones_is_refused(self):
+        stored = [Stored.of(name, *made) for name, made in self.made.items()]
+        for number, part in enumerate((stored[:2], stored[2:]), 1):
+            (self.folder / f"set-0000{number}-of-00002.tensors").write_bytes(encrypted_file_of(part, KEY, PIECE))
+        os.remove(self.file)
+        self.assert_done(tensorfs("verify", self.folder, "-o", f"key-file={self.key}"))
+        (self.folder / "set-00002-of-00002.tensors").write_bytes(file_of(stored[2:]))
+        outcome = tensorfs("verify", self.folder, "-o", f"key-file={self.key}", "--json")
+        self.assert_refused(outcome)
+        refused = outcome.json()["sets"][0]
+        self.assertEqual(refused["class"], "not_encrypted")
+        self.assertIn("set-00002-of-00002.tensors: is not encrypted, but set-00001-of-00002.tensors", outcome.stderr)
+
+    def test_tensors_without_data_in_an_encrypted_file_are_named(self):
+        no_pieces = struct.pack("<QH", 2, 0)
+        meta = [Stored.of(name, "F32", [8, 2], b"", encryption=no_pieces, hashes=[]) for name in ("zero", "more")]
+        sealed = encrypted_file_of([Stored.of("one", *self.made["small"])], KEY, PIECE)
+        section, data = secretbox.encrypt(KEY, self.made["small"][2], PIECE, b"n" * 24)
+        one = Stored.of("one", *self.made["small"], encryption=section, encrypted=data)
+        self.file.write_bytes(file_of([one, *meta], version=4, flags=1))
+        note = "model.safetensors: 2 tensors of encrypted files have no data and are read as zeros"
+        with Mount(self.file, f"key-file={self.key}") as m:
+            m.wait_for_log(note)
+            self.assertEqual(oracle.tensor_bytes(m.path / "model.safetensors")["zero"][2], bytes(64))
+        self.file.write_bytes(sealed)
+        with Mount(self.file, f"key-file={self.key}") as m:
+            self.assertNotIn("have no data", m.log())
+
     def test_the_key_is_not_shown(self):
         with Mount(self.folder, f"key-file={self.key}") as m:
             (m.path / "model.safetensors").read_bytes()

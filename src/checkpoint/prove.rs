@@ -44,9 +44,9 @@ impl Tree {
         // An index does not tell whether the file that the secret is for is encrypted.
         let secret = self.options.secret.as_deref();
         let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
-        let index =
-            FolderIndex::of(self, folder).filter(|index| one_secret.is_none() && index.has_files());
-        let doubt = match index.as_ref().map(FolderIndex::load) {
+        let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
+        let usable = index.as_ref().filter(|_| one_secret.is_none());
+        let doubt = match usable.map(FolderIndex::load) {
             Some(Ok(proved)) => return proved,
             Some(Err(doubt)) => doubt,
             None => None,

@@ -246,6 +246,17 @@ class Keys(Encrypted):
         with Mount(self.file, f"key-file={self.key}") as m:
             self.assertNotIn("have no data", m.log())
 
+    def test_index_says_of_a_file_why_none_is_kept(self):
+        for source in (self.file, self.folder):
+            outcome = tensorfs("index", source, "-o", f"key-file={self.key}")
+            self.assert_refused(outcome)
+            self.assertIn("not kept (model.tensors is encrypted)", outcome.stdout)
+            self.assertIn("the index is not kept: model.tensors is encrypted", outcome.stderr)
+        plain = FIXTURES / "tensorizer" / "module.tensors"
+        outcome = tensorfs("index", plain, "-o", f"key-file={self.key}")
+        self.assert_refused(outcome)
+        self.assertIn("module.tensors: is not encrypted", outcome.stderr)
+
     def test_the_key_is_not_shown(self):
         with Mount(self.folder, f"key-file={self.key}") as m:
             (m.path / "model.safetensors").read_bytes()

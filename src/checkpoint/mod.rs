@@ -184,8 +184,24 @@ impl Checkpoint {
         self.map.as_ref().map(|(name, metadata)| (name.as_str(), metadata))
     }
 
-    /// `fault` found in this checkpoint, as an error.
+    /// `fault` found in this checkpoint, as an error, which names its one file or the folder.
     pub fn refused(&self, fault: Fault) -> Error {
+        let fault = match self.one_file() {
+            Some(file) => fault.in_file(file),
+            None => fault,
+        };
         Error::refused(&self.directory, fault)
+    }
+
+    /// The name of its file, if it is one.
+    fn one_file(&self) -> Option<&str> {
+        let mut shards = self.proved.shards.iter().filter(|_| self.kind.is_one_file());
+        shards.next().map(|shard| shard.name.as_str())
+    }
+
+    /// The path that messages name: its one file, or the folder of its files.
+    #[doc(hidden)]
+    pub fn path(&self) -> PathBuf {
+        self.one_file().map_or_else(|| self.directory.clone(), |file| self.directory.join(file))
     }
 }

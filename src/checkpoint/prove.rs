@@ -193,7 +193,14 @@ fn prove_set(
     if let Some(error) = candidate.refused {
         return Err(error);
     }
-    let refused = |fault: Fault| Error::refused(&folder.path, fault);
+    let one_file = candidate.members.first().filter(|_| candidate.kind.is_one_file());
+    let refused = |fault: Fault| {
+        let named = match one_file {
+            Some(name) => fault.in_file(name),
+            None => fault,
+        };
+        Error::refused(&folder.path, named)
+    };
     let mut loaded: Vec<&OpenShard> = Vec::with_capacity(candidate.members.len());
     for name in &candidate.members {
         match weights.get(name) {

@@ -71,7 +71,7 @@ impl TensorizerFile {
         let key = key.cloned();
         let mut made = TensorizerFile { file, tensors, offsets, entries_len, key, len: 0 };
         let mut writer = made.writer();
-        writer.describe(&made.tensors, &checkpoint.directory)?;
+        writer.describe(&made.tensors, &checkpoint.path())?;
         made.len = writer.end();
         Ok(made)
     }

@@ -406,7 +406,7 @@ impl Loader {
             Some(available) => Err(Error::OutOfMemory {
                 message: format!(
                     "{}: takes {needed} bytes of memory, {available} are available; load a part of it",
-                    shown_path(&checkpoint.directory.join(&checkpoint.name)),
+                    shown_path(&checkpoint.path()),
                 ),
             }),
         }

@@ -99,11 +99,11 @@ impl Recorded {
     }
 
     fn how_to(&self, checkpoint: &Checkpoint) -> String {
-        let directory = shown_path(&checkpoint.directory);
+        let path = shown_path(&checkpoint.path());
         match &self.store {
             Some(store) => format!(
                 "no checksums of it as it is now are recorded in {}: run `tensorfs verify \
-                 {directory}` first, and then mount with verify=read",
+                 {path}` with the same options first, and then mount with verify=read",
                 shown_path(store.folder())
             ),
             None => "there is no folder of checksums: give --index-dir DIR, or set HOME".to_owned(),

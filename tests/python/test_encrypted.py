@@ -378,6 +378,11 @@ class Shown(Encrypted):
         self.flip("w", 5)
         self.assert_refused(tensorfs("diff", copy, self.file, "-o", self.option), code=2)
 
+    def test_verify_read_names_the_file_without_checksums(self):
+        with self.assertRaises(MountFailed) as caught, Mount(self.file, self.option, "verify=read"):
+            pass
+        self.assertIn(f"run `tensorfs verify {self.file}` with the same options first", caught.exception.stderr)
+
     def test_checksums_are_those_of_the_stored_bytes(self):
         for _ in range(2):
             self.assert_done(tensorfs("verify", self.file, "-o", self.option))

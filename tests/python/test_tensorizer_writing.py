@@ -279,8 +279,9 @@ class Written(TestCase):
         short.write_bytes(b"abc")
         full = save(self.tmp / "m.safetensors", [("a.b", "U8", [4], bytes(4))])
         empty = save(self.tmp / "empty.safetensors", [("a.b", "U8", [0], b"")])
+        why = "empty.safetensors: tensor `a.b`: has no elements, and the format cannot encrypt a tensor without bytes"
         for source, out, path, code, part in (
-            (empty, "x.tensors", key, 1, "cannot encrypt a tensor without bytes"),
+            (empty, "x.tensors", key, 1, why),
             (full, "x.safetensors", key, 2, "safetensors files are not encrypted"),
             (full, "x.tensors", short, 1, "short"),
             (full, "x.tensors", self.tmp / "none", 1, "No such file"),

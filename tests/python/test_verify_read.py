@@ -76,12 +76,12 @@ class VerifyRead(VerifyCase):
         folder = single(self.tmp / "ck")
         with self.assertRaises(MountFailed) as failed, Mount(folder, "verify=read"):
             pass
-        self.assertIn(f"run `tensorfs verify {folder}` first", failed.exception.stderr)
+        self.assertIn(f"run `tensorfs verify {folder / FILE}` with the same options first", failed.exception.stderr)
         self.assertIn(os.environ["TENSORFS_INDEX_DIR"], failed.exception.stderr)
         with self.assertRaises(MountFailed) as failed, Mount(folder, "verify=read", "index-dir=none"):
             pass
         self.assertIn("there is no folder of checksums", failed.exception.stderr)
-        self.verify(folder)
+        self.verify(folder / FILE)
         with Mount(folder, "verify=read"):
             pass
 

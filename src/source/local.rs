@@ -46,8 +46,6 @@ pub struct LocalFile {
     described: OnceLock<(Vec<Range<u64>>, Digest)>,
     /// Decrypts its bytes, if they are encrypted.
     decryptor: OnceLock<Arc<Decryptor>>,
-    /// Whether bytes of it could not be decrypted.
-    undecrypted: AtomicBool,
     /// Whether changes are expected, so that they are logged at debug level only.
     followed: AtomicBool,
     /// Set once the file is known to have changed: this version of it is never read again.
@@ -106,7 +104,6 @@ impl LocalFile {
             guessed: AtomicBool::new(false),
             described: OnceLock::new(),
             decryptor: OnceLock::new(),
-            undecrypted: AtomicBool::new(false),
             followed: AtomicBool::new(false),
             changed: OnceLock::new(),
             file,
@@ -137,13 +134,7 @@ impl LocalFile {
 
     pub(super) fn decrypt(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
         let Some(decryptor) = self.decryptor.get() else { return Ok(()) };
-        decryptor.decrypt(start, bytes).map_err(|fault| {
-            let error = Error::refused(self.path(), fault);
-            if !self.undecrypted.swap(true, Ordering::Relaxed) {
-                tracing::error!("{error}");
-            }
-            error
-        })
+        decryptor.decrypt(start, bytes).map_err(|fault| Error::refused(self.path(), fault))
     }
 
     /// The path that was opened.

@@ -378,6 +378,16 @@ class Shown(Encrypted):
         self.flip("w", 5)
         self.assert_refused(tensorfs("diff", copy, self.file, "-o", self.option), code=2)
 
+    def test_commands_print_a_failed_read_once(self):
+        self.flip("w", 5)
+        option = ("-o", f"key-file={self.key}")
+        for command in (("load", self.file), ("convert", self.file, self.tmp / "o.tensors"), ("verify", self.file)):
+            with self.subTest(command[0]):
+                outcome = tensorfs(*command, *option)
+                self.assert_refused(outcome)
+                self.assertEqual(outcome.stderr.count("cannot be decrypted"), 1, outcome.stderr)
+                self.assertNotIn("ERROR", outcome.stderr)
+
     def test_verify_read_names_the_file_without_checksums(self):
         with self.assertRaises(MountFailed) as caught, Mount(self.file, self.option, "verify=read"):
             pass

@@ -6,7 +6,7 @@ use fuser::{
     Errno, FileAttr, FileType, INodeNo, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
     ReplyEntry, ReplyOpen, ReplyStatfs, ReplyXattr,
 };
-use tensorfs::Error;
+use tensorfs::{Error, ErrorKind};
 
 use super::attributes::Common;
 use super::node::{Node, NodeKind};
@@ -123,11 +123,17 @@ pub(super) fn logged(operation: Operation, node: &Node, error: &Error) -> Errno 
 }
 
 /// Every failed read returns EIO. A changed source and a checksum mismatch were logged when they
-/// were first seen.
+/// were first seen, bytes that cannot be decrypted are seen here.
 pub(super) fn logged_as_eio(node: &Node, error: &Error) -> Errno {
-    match error {
-        Error::Changed { .. } | Error::Refused { .. } => tracing::debug!("{error}"),
-        _ => drop(logged(Operation::Read, node, error)),
+    let is_logged = match error {
+        Error::Changed { .. } => true,
+        Error::Refused { fault, .. } => fault.kind != ErrorKind::DecryptFailed,
+        _ => false,
+    };
+    if is_logged {
+        tracing::debug!("{error}");
+    } else {
+        logged(Operation::Read, node, error);
     }
     Errno::EIO
 }

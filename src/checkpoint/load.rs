@@ -3,11 +3,12 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use zeroize::Zeroizing;
 
 use crate::catalog::{Head, Heads, ShardHeader};
-use crate::error::{Error, ErrorKind, Fault, Result};
+use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::Header;
 use crate::format::tensorizer::decryptor::{Decryptor, EncryptedTensor};
@@ -24,6 +25,9 @@ const READ_TRIES: usize = 10;
 
 /// Bytes of a text file that are checked before the rest is read.
 const TEXT_SNIFF_LEN: u64 = 4096;
+
+/// Key derivations that take this long are logged.
+const DERIVATION_SHOWN_MIN: Duration = Duration::from_secs(1);
 
 /// An open shard and its header.
 #[derive(Clone, Debug)]
@@ -212,10 +216,16 @@ fn unlock(
     secret: Option<&Secret>,
 ) -> Result<std::result::Result<Decryptor, Fault>> {
     let Some(secret) = secret else { return Ok(Err(key_required())) };
+    let started = Instant::now();
     let decryptor = match Decryptor::new(encrypted, secret) {
         Ok(decryptor) => decryptor,
         Err(fault) => return Ok(Err(fault)),
     };
+    let took = started.elapsed();
+    if took >= DERIVATION_SHOWN_MIN {
+        let path = shown_path(source.path());
+        tracing::info!("{path}: deriving the key of the file took {:.1} s", took.as_secs_f64());
+    }
     let Some(sample) = decryptor.sample() else { return Ok(Ok(decryptor)) };
     let mut piece = Zeroizing::new(vec![0; (sample.end - sample.start) as usize]);
     source.read_exact_at(&mut piece, sample.start)?;

@@ -166,6 +166,9 @@ class Keys(Encrypted):
             self.assertEqual(caught.exception.errno, errno.EIO)
             m.wait_for_log("src: the keys of the source have not been derived from the passphrase within 1 seconds")
             self.assertNotIn("has not answered", m.log())
+        outcome = tensorfs("verify", "-v", self.file, "-o", f"passphrase-file={passphrase}")
+        self.assert_refused(outcome)
+        self.assertRegex(outcome.stderr, r"model\.tensors: deriving the key of the file took \d+\.\d s")
 
     def test_a_huge_header_takes_no_memory_and_is_not_read_without_a_key(self):
         size = 1 << 38

@@ -1,5 +1,6 @@
 """`tensorfs.consolidate`, and the drop-in for the consolidation of torch and NeMo."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -203,6 +204,17 @@ class Consolidate(TestCase):
         drop_in().consolidate_safetensors_files(str(self.source), str(self.out), None)
         with safetensors.safe_open(self.out / "model-00001-of-00001.safetensors", "np") as read:
             self.assertEqual((read.get_slice("a").get_shape(), read.get_slice("b").get_dtype()), ([1001, 801], "BF16"))
+
+    def test_numbered_files_that_would_be_no_checkpoint_are_refused(self):
+        mapping = self.tmp / "gap.json"
+        mapping.write_text('{"a": 1, "b": 3}')
+        for how, said in (
+            ({"layout": "shards=2", "format": "bintensors"}, "layout=shards=2 makes numbered files, which are no checkpoint"),
+            ({"layout": f"map={mapping}", "weight_map": "hide"}, "has no file 2, and without a weight map"),
+        ):
+            with self.assertRaisesRegex(tensorfs.SafetensorError, re.escape(said)):
+                tensorfs.consolidate(self.source, self.out, **how)
+        self.assertFalse(self.out.exists())
 
     def test_an_interrupted_copy_leaves_nothing(self):
         large = self.tmp / "large.safetensors"

@@ -167,8 +167,10 @@ fn show_virtual(map: MapPolicy, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Mo
             (name.to_owned(), metadata)
         }
         // The consolidation of rank shards writes a weight map beside its file, and some
-        // readers of such files need it.
-        None if checkpoint.kind == SetKind::Dcp || checkpoint.files.len() > 1 => {
+        // readers of such files need it. Without it the number in the name of a file tells of others.
+        None if checkpoint.kind == SetKind::Dcp
+            || checkpoint.files.iter().any(|file| file.spec.name != checkpoint.name) =>
+        {
             (names::weight_map(&checkpoint.name), Map::new())
         }
         None => return,

@@ -1,6 +1,6 @@
 //! How many files a catalog becomes, and which tensors each one holds.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -130,6 +130,15 @@ impl Files {
         let numbers = object.into_iter().map(number).collect::<Result<_, _>>()?;
         let (path, digest) = (path.to_owned(), Digest::of(text));
         Ok(Files::Map(Arc::new(FileMap { path, digest, numbers })))
+    }
+
+    /// The lowest number of a file that gets no tensor, if files of higher numbers get some. Only a
+    /// weight map tells then which files there are.
+    #[doc(hidden)]
+    pub fn lowest_gap(&self) -> Option<u64> {
+        let Files::Map(map) = self else { return None };
+        let given: BTreeSet<u64> = map.numbers.values().copied().collect();
+        (1..).zip(given).find(|(expected, found)| expected != found).map(|(gap, _)| gap)
     }
 
     /// The file that it was read from, with the hash of its text.
@@ -372,6 +381,19 @@ mod tests {
         ] {
             assert!(parse(word).is_err(), "{word}");
         }
+    }
+
+    #[test]
+    fn the_lowest_number_without_a_tensor_is_found() {
+        for (text, gap) in [
+            (r#"{"a": 1, "b": 2, "c": 1}"#, None),
+            (r#"{"a": 1, "b": 4, "c": 3}"#, Some(2)),
+            (r#"{"a": 999999999, "b": 999999999}"#, Some(1)),
+        ] {
+            let files = Files::map(Path::new("m.json"), text.as_bytes()).unwrap();
+            assert_eq!(files.lowest_gap(), gap, "{text}");
+        }
+        assert_eq!(Files::ShardCount(3).lowest_gap(), None);
     }
 
     #[test]

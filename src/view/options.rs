@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::parallel::RANKS_MAX;
-use super::{CutRules, DtypeCast, Files, NameGlob, RenameRules, TensorParallel, View};
+use super::{CutRules, DtypeCast, Files, MapPolicy, NameGlob, RenameRules, TensorParallel, View};
 use crate::error::{quoted, real_name};
 use crate::format::OutputFormat;
 use crate::hash::{Digest, Hasher};
@@ -121,6 +121,21 @@ impl View {
         if is_original && self.format == OutputFormat::Bintensors {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
+        }
+        if self.format == OutputFormat::Bintensors && !is_original && self.files != Files::Single {
+            let files = &self.files;
+            return Err(format!(
+                "option format=bintensors: layout={files} makes numbered files, which are no checkpoint \
+                 in this format; give only one of the two"
+            ));
+        }
+        if let Some(gap) = self.files.lowest_gap().filter(|_| self.map == MapPolicy::Hide) {
+            let files = &self.files;
+            return Err(format!(
+                "option weight-map=hide: layout={files} has no file {gap}, and without a weight map \
+                 the other files are no checkpoint; number them from 1 without gaps, or leave out \
+                 weight-map=hide"
+            ));
         }
         if let Some(shard) = &self.shard {
             if shard.ranks == 0 {

@@ -172,6 +172,17 @@ class Written(TestCase):
         for to, option in (("bintensors", "format=bintensors"), ("safetensors", "layout=single")):
             self.assert_done(tensorfs("convert", source, self.out.parent, "--to", to, "-o", option))
 
+    def test_numbers_with_gaps_are_refused_before_anything_is_written(self):
+        source = save(self.tmp / "m.safetensors", [(name, "F32", [200], bytes(800)) for name in ("q", "k", "i")])
+        split = self.tmp / "split.json"
+        for numbers, gap in (({"q": 1, "k": 3, "i": 4}, 2), ({"q": 2, "k": 2, "i": 2}, 1)):
+            split.write_text(json.dumps(numbers))
+            outcome = tensorfs("convert", source, self.out, "-o", f"layout=map={split}")
+            self.assert_refused(outcome, code=2)
+            self.assert_one_line(outcome)
+            self.assertIn(f"option layout=map={split}: has no file {gap}, and tensorizer files have no weight map", outcome.stderr)
+            self.assertEqual(os.listdir(self.out.parent), [])
+
     def test_tensors_that_the_format_lacks_are_refused_and_nothing_is_left(self):
         for tensor, part in (
             (("a.b", "F6_E2M3", [4], bytes(3)), "tensorizer has no dtype F6_E2M3"),

@@ -1,7 +1,9 @@
 """`layout=`: a checkpoint as several files, by size, by number, or by a list."""
 
 import json
+import os
 import random
+import shutil
 import threading
 
 import numpy as np
@@ -82,6 +84,19 @@ class Layouts(TestCase):
             expected = views.folder_of(groups, 5, metadata, map_metadata={})
             with self.subTest(source.name):
                 self.assert_shows(source, f"layout=map={mapping}", expected)
+
+    def test_one_file_by_number_has_a_weight_map_and_is_a_checkpoint(self):
+        # Shards without a weight map.
+        source = checkpoints.numbered_set(self.tmp / "bare", 3, with_map=False)
+        tensors, metadata = oracle.tensors_of(source)
+        mapping, out = self.tmp / "mapping.json", self.tmp / "out"
+        for number in (1, 2):
+            mapping.write_text(json.dumps({tensor.name: number for tensor in tensors}))
+            expected = views.folder_of([(number, tensors)], number, metadata, map_metadata={})
+            self.assert_shows(source, f"layout=map={mapping}", expected)
+            self.assert_done(tensorfs("consolidate", source, out, "-o", f"layout=map={mapping}"))
+            self.assert_done(tensorfs("diff", source, out))
+            shutil.rmtree(out)
 
     def test_torchs_own_consolidation_has_the_same_files_and_tensors(self):
         entry = by_id("dcp_row_wise")
@@ -192,6 +207,31 @@ class Refused(Refusals):
             self.assertIn(said, outcome.stderr)
         for path in (self.tmp / "none.json", self.tmp):
             self.assertIn(str(path), self.refused(source, f"layout=map={path}").stderr)
+
+    def test_numbered_files_that_would_be_no_checkpoint_are_refused(self):
+        source = checkpoints.grid_2d(self.tmp / "grid")
+        gap, whole = self.tmp / "gap.json", self.tmp / "whole.json"
+        gap.write_text('{"a": 1, "b": 3}')
+        whole.write_text('{"a": 1, "b": 2}')
+        tree = self.tmp / "out"
+        cases = [
+            (f"format=bintensors,{layout}", f"option format=bintensors: {layout} makes numbered files")
+            for layout in ("layout=shards=2", "layout=shards=100B", f"layout=map={whole}")
+        ]
+        cases += [(f"weight-map=hide,layout=map={gap}", f"option weight-map=hide: layout=map={gap} has no file 2,")]
+        for option, said in cases:
+            with self.subTest(option):
+                commands = [("consolidate", source, tree), ("ls", source), ("convert", source, self.tmp / "x.bt", "--to", "bintensors")]
+                outcomes = [self.refused(source, option), *(tensorfs(*words, "-o", option) for words in commands)]
+                for outcome in outcomes:
+                    self.assert_refused(outcome, 2)
+                    self.assert_one_line(outcome)
+                    self.assertIn(said, outcome.stderr)
+        self.assertEqual(sorted(os.listdir(self.tmp)), ["gap.json", "grid", "whole.json"])
+        for option in (f"weight-map=hide,layout=map={whole}", f"layout=map={gap}", "format=bintensors,layout=single"):
+            self.assert_done(tensorfs("consolidate", source, tree, "-o", option))
+            self.assert_done(tensorfs("diff", source, tree))
+            shutil.rmtree(tree)
 
     def test_a_list_that_misses_tensors_or_names_others_is_refused_with_the_tensor(self):
         source = checkpoints.grid_2d(self.tmp / "grid")

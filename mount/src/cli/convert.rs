@@ -69,10 +69,19 @@ fn check_view(to: To, view: &View) -> Result<(), Failure> {
                             new ones; leave it out"
             .to_owned(),
         Files::Single => return Ok(()),
-        _ if to == To::Tensorizer => return Ok(()),
+        _ if to == To::Tensorizer => match files.lowest_gap() {
+            None => return Ok(()),
+            Some(gap) => format!(
+                "option layout={files}: has no file {gap}, and tensorizer files have no weight map that \
+                 says so; number the files from 1 without gaps"
+            ),
+        },
+        _ if to == To::Bintensors => {
+            format!("option layout={files}: convert writes one {format} file; leave it out")
+        }
         _ => format!(
             "option layout={files}: convert writes one {format} file; leave it out, or write \
-             several files by consolidate -o format={format}"
+             several files by consolidate"
         ),
     };
     Err(Failure::Usage(message))

@@ -208,6 +208,14 @@ class Refused(Refusals):
         for path in (self.tmp / "none.json", self.tmp):
             self.assertIn(str(path), self.refused(source, f"layout=map={path}").stderr)
 
+    def test_an_error_in_a_list_names_no_other_layout(self):
+        source = checkpoints.grid_2d(self.tmp / "grid")
+        mapping = self.tmp / "map.json"
+        mapping.write_text("[]")
+        for path in (mapping, self.tmp):
+            self.assertNotIn("hub", self.refused(source, f"layout=map={path}").stderr)
+        self.assertIn("or hub", self.refused(source, "layout=maps").stderr)
+
     def test_numbered_files_that_would_be_no_checkpoint_are_refused(self):
         source = checkpoints.grid_2d(self.tmp / "grid")
         gap, whole = self.tmp / "gap.json", self.tmp / "whole.json"

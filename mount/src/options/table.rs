@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
 use tensorfs::internal::source::{SecretOrigin, read_option_file, read_text};
-use tensorfs::internal::view::NamedViews;
+use tensorfs::internal::view::{LAYOUTS, NamedViews};
 use tensorfs::internal::words::UnknownWord;
 
 use super::access::AccessRule;
@@ -200,7 +200,8 @@ const TABLE: &[OptionRow] = &[
                 options.open.hub = true;
                 return Ok(());
             }
-            view(options, "layout", value).map_err(|values| format!("{values}, or hub"))
+            let expected = |why: String| if why == LAYOUTS { format!("{why}, or hub") } else { why };
+            view(options, "layout", value).map_err(expected)
         },
         &[
             ("single", "one virtual file per checkpoint (default)"),

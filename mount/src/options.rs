@@ -18,7 +18,7 @@ use tensorfs::internal::view::View;
 use tensorfs::words;
 
 pub(crate) use access::AccessRule;
-pub(crate) use table::{help, query_names};
+pub(crate) use table::{Use, help, names_for};
 
 use table::OptionRow;
 

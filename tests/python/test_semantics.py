@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import time
 
@@ -316,6 +317,27 @@ class Refusals(Semantics):
             outcome = tensorfs(command, "--help")
             self.assert_done(outcome)
             self.assertIn("Usage", outcome.stdout)
+
+    def test_the_help_of_a_command_names_the_options_that_it_takes(self):
+        source = {"prefer", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command"}
+        view = {"include", "exclude", "tp", "rank", "tp-rules", "rename", "dtype", "keep"}
+        reads, files = {"io", "direct", "io-timeout"}, {"layout", "format", "weight-map", "views"}
+        expected = {
+            "ls": source | view | files - {"weight-map"}, "inspect": source | view | files - {"weight-map"},
+            "load": source | view | reads, "diff": source | view | reads, "warm": source | view | {"format"},
+            "report": source | view | {"format", "layout"}, "convert": source | view | reads | {"layout"},
+            "consolidate": source | view | reads | files, "index": source | {"format"}, "verify": source,
+        }
+        for command, names in expected.items():
+            text = " ".join(tensorfs(command, "--help").stdout.split())
+            listed = re.search(r"Options as for mount: ((?:[a-z-]+=(?:, )?)+)", text)[1]
+            with self.subTest(command):
+                self.assertEqual(set(listed.replace("=", "").split(", ")), names)
+        # The commands that are about the bytes of the source refuse all others.
+        for command in ("index", "verify"):
+            for option in ("layout=shards=1", "format=bintensors", "weight-map=hide", "include=*", "dtype=f32"):
+                if option.split("=")[0] not in expected[command]:
+                    self.assert_refused(tensorfs(command, self.source, "-o", option), 2)
 
     def test_the_demo_runs(self):
         outcome = tensorfs("demo", timeout=60)

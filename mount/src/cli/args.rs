@@ -4,9 +4,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Arg, Args, Parser, Subcommand, ValueEnum};
 
-use crate::options;
+use crate::options::{self, Use};
 
 /// Sharded model checkpoints as one safetensors file, without a copy.
 #[derive(Debug, Parser)]
@@ -83,7 +83,8 @@ pub(crate) enum Command {
 pub(crate) struct SourceArgs {
     /// Checkpoint folder, tree of them, or one file of a checkpoint
     pub source: PathBuf,
-    #[arg(short = 'o', value_name = "OPTIONS", help = query_help())]
+    /// Options as for mount
+    #[arg(short = 'o', value_name = "OPTIONS")]
     pub options: Vec<String>,
     /// Folder of indexes and checksums; `none` for none
     #[arg(long, value_name = "DIR")]
@@ -96,8 +97,9 @@ pub(crate) struct SourceArgs {
     pub verbose: u8,
 }
 
-fn query_help() -> String {
-    format!("Options as for mount: {}", options::query_names())
+/// Names the options of a command in its help.
+fn takes(uses: &'static [Use]) -> impl FnOnce(Arg) -> Arg {
+    move |arg| arg.help(format!("Options as for mount: {}", options::names_for(uses)))
 }
 
 /// Arguments of `demo`.
@@ -228,6 +230,7 @@ pub(crate) struct HeatArgs {
 
 /// Arguments of `warm`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format])))]
 pub(crate) struct WarmArgs {
     /// A mount or a path on one, whose files are read, or a source, whose shards are read.
     #[command(flatten)]
@@ -242,6 +245,7 @@ pub(crate) struct WarmArgs {
 
 /// Arguments of `ls`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout, Use::Views])))]
 pub(crate) struct LsArgs {
     /// The source.
     #[command(flatten)]
@@ -250,6 +254,7 @@ pub(crate) struct LsArgs {
 
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout, Use::Views])))]
 pub(crate) struct InspectArgs {
     /// The source.
     #[command(flatten)]
@@ -260,6 +265,7 @@ pub(crate) struct InspectArgs {
 
 /// Arguments of `index`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::Format])))]
 pub(crate) struct IndexArgs {
     /// The source.
     #[command(flatten)]
@@ -271,8 +277,9 @@ pub(crate) struct IndexArgs {
 
 /// Arguments of `load`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Reads])))]
 pub(crate) struct LoadArgs {
-    /// The source; `-o` may hold io=, direct= and io-timeout= too.
+    /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
     /// Whose memory it is loaded into: cpu, or cuda:N for GPU N
@@ -309,6 +316,7 @@ fn device(text: &str) -> Result<Device, String> {
 
 /// Arguments of `verify`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source])))]
 pub(crate) struct VerifyArgs {
     /// The source.
     #[command(flatten)]
@@ -338,11 +346,12 @@ pub(crate) struct VerifyArgs {
 
 /// Arguments of `consolidate`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout, Use::Files, Use::Views, Use::Reads])))]
 pub(crate) struct ConsolidateArgs {
-    /// The source; `-o` may hold io=, direct= and io-timeout= too.
+    /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Folder to write all files to; or one file, by a name that ends in .safetensors or .bt
+    /// Folder to write all files to; or one file, by a name that ends in .safetensors, .bt or .tensors
     pub out: PathBuf,
     /// Replace files that are there
     #[arg(short, long)]
@@ -357,6 +366,7 @@ pub(crate) struct ConsolidateArgs {
 
 /// Arguments of `convert`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Layout, Use::Reads])))]
 pub(crate) struct ConvertArgs {
     /// The checkpoint to convert.
     #[command(flatten)]
@@ -385,6 +395,7 @@ pub(crate) struct ConvertArgs {
 
 /// Arguments of `diff`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Reads])))]
 pub(crate) struct DiffArgs {
     /// The first checkpoint.
     #[command(flatten)]
@@ -404,6 +415,7 @@ pub(crate) struct DiffArgs {
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
+#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout])))]
 pub(crate) struct ReportArgs {
     /// The source.
     #[command(flatten)]

@@ -29,6 +29,25 @@ const REQUEST_SIZES: RangeInclusive<u64> = 128 << 10..=16 << 20;
 const COLUMN: usize = 21;
 const WIDTH: usize = 84;
 
+/// The use of an option for commands other than `mount`. Each command has some of these uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// How the source is found and proved.
+    Source,
+    /// The tensors of a view.
+    View,
+    /// The format of its files.
+    Format,
+    /// Its number of files.
+    Layout,
+    /// The files beside those with tensors.
+    Files,
+    /// Several views.
+    Views,
+    /// How tensors are read.
+    Reads,
+}
+
 /// Stores the value of an option; the error says which values there are.
 type SetValue = fn(&mut Options, &str) -> Result<(), String>;
 
@@ -47,8 +66,8 @@ pub(super) struct OptionRow {
     pub(super) former: Option<&'static str>,
     /// Whether it may be given more than once.
     pub(super) repeats: bool,
-    /// Whether the commands that read a source take it too.
-    query: bool,
+    /// The commands that take it too.
+    commands: Option<Use>,
     effect: Effect,
     /// Its value in `tensorfs status`, if it is shown there.
     shown: Option<fn(&Options) -> Value>,
@@ -63,7 +82,7 @@ impl OptionRow {
         help: &'static [(&'static str, &'static str)],
     ) -> OptionRow {
         let effect = Effect::Value(set);
-        OptionRow { name, former: None, repeats: false, query: false, effect, shown: None, help }
+        OptionRow { name, former: None, repeats: false, commands: None, effect, shown: None, help }
     }
 
     const fn flag(
@@ -84,8 +103,8 @@ impl OptionRow {
         self
     }
 
-    const fn for_queries(mut self) -> OptionRow {
-        self.query = true;
+    const fn for_commands(mut self, commands: Use) -> OptionRow {
+        self.commands = Some(commands);
         self
     }
 
@@ -118,9 +137,10 @@ pub(super) fn shown(options: &Options) -> impl Iterator<Item = (&'static str, Va
     TABLE.iter().filter_map(|row| Some((row.name, row.shown?(options))))
 }
 
-/// The names of the options that the commands which read a source take.
-pub(crate) fn query_names() -> String {
-    let names = TABLE.iter().filter(|row| row.query).map(|row| format!("{}=", row.name));
+/// The names of the options for these uses.
+pub(crate) fn names_for(uses: &[Use]) -> String {
+    let is_taken = |row: &&OptionRow| row.commands.is_some_and(|commands| uses.contains(&commands));
+    let names = TABLE.iter().filter(is_taken).map(|row| format!("{}=", row.name));
     names.collect::<Vec<_>>().join(", ")
 }
 
@@ -211,7 +231,8 @@ const TABLE: &[OptionRow] = &[
             ("map=FILE", "the files that FILE lists: {\"TENSOR\": NUMBER, ...} in JSON"),
             ("hub", "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
         ],
-    ),
+    )
+    .for_commands(Use::Layout),
     OptionRow::value(
         "format",
         |options, value| view(options, "format", value),
@@ -220,7 +241,7 @@ const TABLE: &[OptionRow] = &[
             ("bintensors", "it is NAME.bt, as the bintensors package would write it"),
         ],
     )
-    .for_queries(),
+    .for_commands(Use::Format),
     OptionRow::value(
         "weight-map",
         |options, value| view(options, "weight-map", value),
@@ -229,6 +250,7 @@ const TABLE: &[OptionRow] = &[
             ("hide", "no weight map"),
         ],
     )
+    .for_commands(Use::Files)
     .formerly("index"),
     OptionRow::value(
         "include",
@@ -236,14 +258,14 @@ const TABLE: &[OptionRow] = &[
         &[("GLOB", "only tensors whose names match; may be given more than once")],
     )
     .repeats()
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "exclude",
         |options, value| view(options, "exclude", value),
         &[("GLOB", "no tensors whose names match; may be given more than once")],
     )
     .repeats()
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "tp",
         |options, value| view(options, "tp", value),
@@ -253,25 +275,25 @@ const TABLE: &[OptionRow] = &[
              one",
         )],
     )
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "rank",
         |options, value| view(options, "rank", value),
         &[("R", "with tp=N, the rank, from 0 to N-1")],
     )
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "tp-rules",
         |options, value| view(options, "tp-rules", value),
         &[("FILE", "with tp=N, how tensors are cut; the default is by the model's config.json")],
     )
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "rename",
         |options, value| view(options, "rename", value),
         &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],
     )
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "dtype",
         |options, value| view(options, "dtype", value),
@@ -284,14 +306,14 @@ const TABLE: &[OptionRow] = &[
             ("like:FILE", "cast to the dtypes that the tensors have in the checkpoint FILE"),
         ],
     )
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "keep",
         |options, value| view(options, "keep", value),
         &[("GLOB", "with dtype=, tensors that stay as they are; may be given more than once")],
     )
     .repeats()
-    .for_queries(),
+    .for_commands(Use::View),
     OptionRow::value(
         "views",
         |options, value| {
@@ -305,7 +327,8 @@ const TABLE: &[OptionRow] = &[
             "several views, each as a folder: a [view.NAME] table in TOML for each, with the options \
              above as keys",
         )],
-    ),
+    )
+    .for_commands(Use::Views),
     OptionRow::value(
         "prefer",
         |options, value| word(&mut options.open.prefer, value),
@@ -314,7 +337,7 @@ const TABLE: &[OptionRow] = &[
             ("shards", "the sharded set wins"),
         ],
     )
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "follow",
         |options, value| {
@@ -327,7 +350,7 @@ const TABLE: &[OptionRow] = &[
         &[("DIR", "symbolic links may lead into DIR; may be given more than once")],
     )
     .repeats()
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "expect-shards",
         |options, value| {
@@ -337,7 +360,7 @@ const TABLE: &[OptionRow] = &[
         },
         &[("N", "refuse a checkpoint that is not made of N shard files")],
     )
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "reference",
         |options, value| {
@@ -350,7 +373,7 @@ const TABLE: &[OptionRow] = &[
              map or a manifest of `verify`",
         )],
     )
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "key-file",
         |options, value| options.set_secret(SecretOrigin::KeyFile(text(value)?.into())),
@@ -360,13 +383,13 @@ const TABLE: &[OptionRow] = &[
              $TENSORFS_KEY_FILE",
         )],
     )
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "passphrase-file",
         |options, value| options.set_secret(SecretOrigin::PassphraseFile(text(value)?.into())),
         &[("FILE", "the passphrase of encrypted files; default: $TENSORFS_PASSPHRASE_FILE")],
     )
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "key-command",
         |options, value| options.set_secret(SecretOrigin::KeyCommand(text(value)?.into())),
@@ -375,7 +398,7 @@ const TABLE: &[OptionRow] = &[
             "a command for sh that writes the key, as in a key file; default: $TENSORFS_KEY_COMMAND",
         )],
     )
-    .for_queries(),
+    .for_commands(Use::Source),
     OptionRow::value(
         "uid",
         |options, value| {
@@ -489,6 +512,7 @@ const TABLE: &[OptionRow] = &[
              local file systems)",
         )],
     )
+    .for_commands(Use::Reads)
     .shown(|options| json!(options.io.as_str())),
     OptionRow::value(
         "direct",
@@ -498,6 +522,7 @@ const TABLE: &[OptionRow] = &[
             "whether the source is read past the page cache (auto: what is not in it)",
         )],
     )
+    .for_commands(Use::Reads)
     .shown(|options| json!(options.direct.as_str())),
     OptionRow::value(
         "verify",
@@ -522,6 +547,7 @@ const TABLE: &[OptionRow] = &[
              for ever",
         )],
     )
+    .for_commands(Use::Reads)
     .shown(|options| json!(options.io_timeout.map(|timeout| timeout.as_secs_f64()))),
     OptionRow::value(
         "assemble",

@@ -4,6 +4,7 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 
@@ -260,6 +261,26 @@ class Warm(TestCase):
             outcome = tensorfs("warm", m.path, "--heat", self.tmp / "heat.json", "--json")
             self.assert_done(outcome)
             self.assertEqual(outcome.json()["files"], 0)
+
+    def test_a_source_that_is_refused_is_told_and_fails(self):
+        broken = self.tmp / "tree" / "broken" / FILE
+        broken.parent.mkdir(parents=True)
+        broken.write_bytes(b"garbage, no header")
+        expected = tensorfs("ls", broken)
+        for words in ((), ("--json",)):
+            outcome = tensorfs("warm", broken, *words)
+            self.assert_refused(outcome)
+            self.assertEqual(outcome.stderr, expected.stderr)
+            self.assertNotIn("warmed", outcome.stdout)
+        self.assertEqual((outcome.json()["ok"], outcome.json()["class"]), (False, tensorfs("ls", broken, "--json").json()["class"]))
+        # The other checkpoints of a tree are read.
+        shutil.copytree(self.source, broken.parent.parent / "whole")
+        outcome = tensorfs("warm", broken.parent.parent, "--json")
+        self.assert_refused(outcome)
+        self.assertIn("broken", outcome.stderr)
+        found = outcome.json()
+        self.assertEqual((found["ok"], found["bytes"]), (False, sum(path.stat().st_size for path in self.shards)))
+        self.assertIn(found["error"], outcome.stderr)
 
     def test_a_source_that_is_not_there_is_refused_in_one_line(self):
         outcome = tensorfs("warm", self.tmp / "gone")

@@ -182,6 +182,15 @@ class RankFolders(TestCase):
             self.assertIn("option tp needs rank=", outcome.stderr)
         self.assertFalse(out.exists())
 
+    def test_a_refusal_of_all_ranks_is_printed_once(self):
+        rules = self.tmp / "tp.toml"
+        rules.write_text("[[rule]]\nfrom = 'none'\ncut = 0\n")
+        for command in ("ls", "inspect"):
+            outcome = tensorfs(command, self.source, "-o", f"tp=5,tp-rules={rules}")
+            self.assert_refused(outcome)
+            self.assert_one_line(outcome)
+        self.assertEqual(len(tensorfs("ls", self.source, "--json", "-o", f"tp=5,tp-rules={rules}").json()["refused"]), 5)
+
     def test_checksums_guard_each_rank(self):
         index = self.tmp / "index"
         self.assert_done(tensorfs("verify", self.source, "--index-dir", index))

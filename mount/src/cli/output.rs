@@ -1,10 +1,13 @@
 //! How a command ends, and what it prints on standard output.
 
+use std::collections::HashSet;
 use std::io::{self, Write};
 
 use serde_json::Value;
 use tensorfs::ErrorKind;
 use tensorfs::internal::error::{is_hidden, quoted, shown_lines};
+
+use crate::log;
 
 /// The note on a checkpoint that may lack its last pieces.
 pub(super) const UNPROVEN_TAIL: &str =
@@ -48,6 +51,18 @@ impl From<tensorfs::Error> for Failure {
 
 /// Result of a command.
 pub(super) type Outcome = Result<(), Failure>;
+
+/// Prints the refusals of sets on standard error, and fails if there are any. Several views may be
+/// refused by the same line, which is printed once.
+pub(super) fn tell_refusals<'a>(refused: impl Iterator<Item = &'a tensorfs::Error>) -> Outcome {
+    let mut told = HashSet::new();
+    for line in refused.map(ToString::to_string) {
+        if told.insert(line.clone()) {
+            log::say(&line);
+        }
+    }
+    if told.is_empty() { Ok(()) } else { Err(Failure::Told) }
+}
 
 /// Prints `value` on one line or, for a terminal, indented.
 pub(super) fn print_json(value: &Value) -> Outcome {

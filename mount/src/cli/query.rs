@@ -11,9 +11,8 @@ use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text, printable};
+use super::output::{Failure, Outcome, human, print_json, print_text, printable, tell_refusals};
 use super::sources::{FoundSet, open_source_with_views, prove_all, query_options};
-use crate::log;
 
 /// A tensor and its place in the file that shows it.
 struct TensorPlace<'a> {
@@ -55,7 +54,7 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
         }
         print_text(&text)?;
     }
-    told(&refused)
+    tell_refusals(refused.iter().map(|(_, _, error)| error))
 }
 
 pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
@@ -95,7 +94,7 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
         }
         print_text(&text)?;
     }
-    told(&refused)
+    tell_refusals(refused.iter().map(|(_, _, error)| error))
 }
 
 /// The checkpoints of a source, and notes about them.
@@ -151,12 +150,6 @@ fn print_answer(
         "refused": refused_sets.collect::<Vec<_>>(),
         "notes": notes,
     }))
-}
-
-/// Prints the refusals on standard error.
-fn told(refused: &[(String, String, Error)]) -> Outcome {
-    refused.iter().for_each(|(_, _, error)| log::say(&error.to_string()));
-    if refused.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }
 
 impl Shown {

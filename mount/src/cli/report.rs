@@ -19,9 +19,8 @@ use tensorfs::internal::view::View;
 use tensorfs::{Error, SetKind};
 
 use super::args;
-use super::output::{Failure, Outcome, print_json, print_text};
+use super::output::{Failure, Outcome, print_json, print_text, tell_refusals};
 use super::sources::{FoundSet, open_source, prove_all, query_options, refuse_several_views};
-use crate::log;
 
 /// The page, with marks for its parts.
 const PAGE: &str = include_str!("report/page.html");
@@ -78,8 +77,7 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
     } else {
         print_text(&format!("{}: {tensors} tensors\n", shown_path(&args.html)))?;
     }
-    refused.iter().for_each(|error| log::say(&error.to_string()));
-    if refused.is_empty() { Ok(()) } else { Err(Failure::Told) }
+    tell_refusals(refused.iter())
 }
 
 fn sets_len(report: &Value) -> usize {

@@ -12,16 +12,16 @@ use std::time::Instant;
 
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
-use tensorfs::Tensor;
 use tensorfs::internal::checkpoint::ERROR_FILE;
 use tensorfs::internal::error::{counted, real_name, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
+use tensorfs::{Error, Tensor};
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, human, print_json, print_text, tell_refusals};
 use super::sources::{FoundSet, open_source, prove_all, query_options};
 use super::verify::bar;
 use crate::log;
@@ -62,14 +62,20 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         let why = "lies on a mount, which has options of its own: give -o with the source";
         return Err(Failure::Usage(format!("{}: {why}", shown_path(path))));
     }
-    let mut missing = 0;
+    let (mut missing, mut refused) = (0, Vec::new());
     let all_bytes = options.open.view.keeps_tensors();
     let files = match (&on_mount, &heat) {
         (Some(_), None) => files_below(&absolute)?,
         (Some(mount), Some(heat)) => heat.on_mount(mount, &absolute, &mut missing)?,
         (None, _) => {
             let (found, _) = prove_all(&open_source(&args.source, options)?)?;
-            of_source(&found, all_bytes, heat.as_ref(), &mut missing)?
+            let files = of_source(&found, all_bytes, heat.as_ref(), &mut missing)?;
+            let sets = found.len();
+            refused.extend(found.into_iter().filter_map(|found| found.set.outcome.err()));
+            if refused.len() == sets && !args.source.json {
+                return tell_refusals(refused.iter());
+            }
+            files
         }
     };
     if missing > 0 {
@@ -96,22 +102,26 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     outcome?;
     let seconds = started.elapsed().as_secs_f64();
     if args.source.json {
-        return print_json(&json!({
-            "ok": true,
+        print_json(&json!({
+            "ok": refused.is_empty(),
+            "class": refused.first().map(|error: &Error| error.kind().as_str()),
+            "error": refused.first().map(Error::to_string),
             "source": real_name(path),
             "mount": on_mount.is_some(),
             "files": files.len(),
             "bytes": total,
             "tensors_missing": missing,
             "seconds": seconds,
-        }));
+        }))?;
+        return tell_refusals(refused.iter());
     }
     let count = match files.len() {
         1 => "1 file".to_owned(),
         count => format!("{count} files"),
     };
     let rate = human((total as f64 / seconds.max(1e-9)) as u64);
-    print_text(&format!("warmed {} of {count} in {seconds:.3} s at {rate}/s\n", human(total)))
+    print_text(&format!("warmed {} of {count} in {seconds:.3} s at {rate}/s\n", human(total)))?;
+    tell_refusals(refused.iter())
 }
 
 fn cannot(path: &Path, error: &io::Error) -> Failure {

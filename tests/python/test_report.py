@@ -188,6 +188,25 @@ class Report(ReportCase):
         self.assert_refused(tensorfs("report", by_id("bad_dcp_hole_middle").source, "--html", self.tmp / "bad.html"))
         self.assertFalse((self.tmp / "bad.html").exists())
 
+    def test_no_file_of_the_source_is_replaced(self):
+        source = checkpoints.hf_set(self.tmp / "src")
+        (source / "config.json").write_text("{}")
+        before = {path.name: path.read_bytes() for path in source.iterdir()}
+        shard = next(source.glob("*.safetensors"))
+        link = self.tmp / "link.html"
+        link.symlink_to(shard)
+        for root, targets in ((source, [link, *source.iterdir()]), (shard, [link, *source.glob("*.safetensors*")])):
+            for target in targets:
+                with self.subTest(source=root.name, target=target.name):
+                    outcome = tensorfs("report", root, "--html", target, "--force")
+                    self.assert_refused(outcome)
+                    self.assert_one_line(outcome)
+                    self.assertIn(f"{target}: is a file of the source; write somewhere else", outcome.stderr)
+        self.assertEqual({path.name: path.read_bytes() for path in source.iterdir()}, before)
+        # An earlier report may lie there.
+        for _ in range(2):
+            self.assert_done(tensorfs("report", source, "--html", source / "report.html"))
+
     def test_sixty_thousand_tensors_make_a_page_of_a_few_megabytes(self):
         path = self.tmp / "large.html"
         outcome, peak = run_measured(BIN, "report", self.large(), "--html", path)

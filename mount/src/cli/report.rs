@@ -1,9 +1,10 @@
 //! `tensorfs report`: a page that shows where the tensors of a checkpoint lie.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::OpenOptions as FileOptions;
 use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use tensorfs::internal::catalog::{Shard, Tensor};
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
 use tensorfs::internal::consolidate::Contents;
 use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::format::InputFormat;
+use tensorfs::internal::format::{InputFormat, names};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::View;
 use tensorfs::{Error, SetKind};
@@ -32,9 +33,12 @@ const PAGE_START: usize = 96;
 
 pub(super) fn run(args: &args::ReportArgs) -> Outcome {
     let options = query_options(&args.source)?;
-    check_target(args)?;
+    let replaces_report = check_target(args)?;
     refuse_several_views(&args.source)?;
     let tree = open_source(&args.source, options)?;
+    if !replaces_report {
+        keep_source(&tree, &args.html)?;
+    }
     let (found, mut notes) = prove_all(&tree)?;
     let (mut sets, mut refused) = (Vec::new(), Vec::new());
     for FoundSet { directory, set } in found {
@@ -101,9 +105,9 @@ fn page(report: &Value) -> String {
     fill(before) + &data + &fill(rest)
 }
 
-/// Refuses to replace a file that is no report.
-fn check_target(args: &args::ReportArgs) -> Result<(), Failure> {
-    let Ok(meta) = std::fs::metadata(&args.html) else { return Ok(()) };
+/// Refuses to replace a file that is no report. Returns whether there is a report.
+fn check_target(args: &args::ReportArgs) -> Result<bool, Failure> {
+    let Ok(meta) = std::fs::metadata(&args.html) else { return Ok(false) };
     let mut start = Vec::new();
     if meta.is_file()
         && let Ok(file) = std::fs::File::open(&args.html)
@@ -112,11 +116,31 @@ fn check_target(args: &args::ReportArgs) -> Result<(), Failure> {
     }
     let is_report = !start.is_empty() && PAGE.as_bytes().starts_with(&start);
     if is_report || (args.force && meta.is_file()) {
-        return Ok(());
+        return Ok(is_report);
     }
     let advice = if meta.is_file() { "; remove it, or ask to replace it (--force)" } else { "" };
     let shown = shown_path(&args.html);
     Err(Failure::Failed(format!("{shown}: is there already, and is no report{advice}")))
+}
+
+/// Refuses to replace a file of the source.
+fn keep_source(tree: &Tree, target: &Path) -> Result<(), Failure> {
+    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    let Some(there) = inode(target) else { return Ok(()) };
+    // If the source is one file, the shards and weight maps beside it may belong to it.
+    let is_source = |name: &OsStr| {
+        let is_weights = |name| names::is_weights(name) || names::weight_map_output(name).is_some();
+        tree.only.is_none() || name.to_str().is_some_and(is_weights)
+    };
+    let is_there = |id| {
+        let files = tree.folder(id).files.clone();
+        files.iter().any(|file| is_source(&file.name) && inode(&file.path) == Some(there))
+    };
+    if tree.ids().into_iter().any(is_there) {
+        let message = "is a file of the source; write somewhere else";
+        return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+    }
+    Ok(())
 }
 
 fn write(path: &Path, page: &[u8]) -> std::io::Result<()> {

@@ -30,6 +30,7 @@ fn errno(error: &io::Error) -> i32 {
         io::ErrorKind::NotFound => libc::ENOENT,
         io::ErrorKind::TimedOut => libc::ETIMEDOUT,
         io::ErrorKind::OutOfMemory => libc::ENOMEM,
+        io::ErrorKind::StorageFull => libc::ENOSPC,
         _ => libc::EIO,
     })
 }

@@ -205,6 +205,20 @@ class Consolidate(TestCase):
         with safetensors.safe_open(self.out / "model-00001-of-00001.safetensors", "np") as read:
             self.assertEqual((read.get_slice("a").get_shape(), read.get_slice("b").get_dtype()), ([1001, 801], "BF16"))
 
+    def test_a_full_disk_is_an_os_error_with_its_number(self):
+        large = self.tmp / "large.safetensors"
+        # All holes, and far more than the disk has free.
+        length = shutil.disk_usage(self.tmp).free + (64 << 30)
+        header = json.dumps({"t": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}).encode()
+        large.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(large, 8 + len(header) + length)
+        for out in (self.out, self.tmp / "out.safetensors"):
+            with self.assertRaises(OSError) as caught:
+                tensorfs.consolidate(large, out)
+            self.assertEqual(caught.exception.errno, errno.ENOSPC)
+            self.assertEqual(caught.exception.filename, str(out))
+        self.assertEqual(sorted(os.listdir(self.tmp)), ["large.safetensors", "src"])
+
     def test_numbered_files_that_would_be_no_checkpoint_are_refused(self):
         mapping = self.tmp / "gap.json"
         mapping.write_text('{"a": 1, "b": 3}')

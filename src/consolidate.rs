@@ -114,6 +114,26 @@ impl Copier {
 }
 
 impl Copier {
+    /// Writes `file` to a new file `target`, as `write_file` does.
+    ///
+    /// # Errors
+    /// The errors of `write_file`.
+    pub fn write_one(
+        &self,
+        file: &OutlineFile,
+        target: &Path,
+        options: WriteOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        let reader = file.content.reader()?;
+        let content = match (&file.content, &reader) {
+            (OutlineContent::Tensorizer(file), _) => NewFile::Tensorizer(file),
+            (_, Some(reader)) => NewFile::Bytes(reader),
+            (_, None) => return Err(Error::internal("weights are text")),
+        };
+        self.write_file(content, target, options, watch)
+    }
+
     /// Writes `content` to `file`, a new file in `folder`. `shown` names it in errors.
     fn copy_content(
         &self,

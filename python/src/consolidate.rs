@@ -20,7 +20,8 @@ use crate::checkpoint::{SecretWord, ViewWords, secret_of, view_of};
 use crate::errors::raised;
 use crate::waiting::beside;
 
-/// Writes files that show a checkpoint. Returns the number of files and of bytes.
+/// Writes files that show a checkpoint, or one file if `out` is the name of one and there are no
+/// `numbers`. Returns the number of files and of bytes.
 ///
 /// `sources` is one path, as a mount takes it; with `numbers` it may be several files of one
 /// checkpoint, and the files are those of torch's consolidation. `view` are options of a view.
@@ -64,8 +65,18 @@ pub(crate) fn consolidate(
             if is_stopped { Err(Error::cancelled("interrupted")) } else { Ok(()) }
         };
         let mut watch = Watch { progress: &mut progress, bytes: None };
+        let copier = Copier::new(Settings::default());
+        let single = match (&numbers, sources.as_slice()) {
+            (None, [source]) => outline.file_at(&out, source)?,
+            // Files by number always go into a folder.
+            _ => None,
+        };
+        if let Some(file) = single {
+            copier.write_one(&file, &out, options, &mut watch)?;
+            return Ok((1, file.content.len_bytes()?));
+        }
         let bytes = outline.len_bytes()?;
-        Copier::new(Settings::default()).write_folder(&outline, &out, options, &mut watch)?;
+        copier.write_folder(&outline, &out, options, &mut watch)?;
         Ok((outline.files.len(), bytes))
     };
     match beside(py, "tensorfs-write", None, "write", work) {

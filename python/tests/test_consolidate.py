@@ -205,6 +205,39 @@ class Consolidate(TestCase):
         with safetensors.safe_open(self.out / "model-00001-of-00001.safetensors", "np") as read:
             self.assertEqual((read.get_slice("a").get_shape(), read.get_slice("b").get_dtype()), ([1001, 801], "BF16"))
 
+    def test_the_name_of_a_file_gets_one_file_as_from_the_command(self):
+        with Mount(self.source) as m, Mount(self.source, "format=bintensors") as bt:
+            shown = {".safetensors": (m.path / "model.safetensors").read_bytes(), ".bt": (bt.path / "model.bt").read_bytes()}
+        for suffix, how in ((".safetensors", {}), (".bt", {"format": "bintensors"}), (".tensors", {})):
+            out = self.tmp / f"one{suffix}"
+            written = tensorfs.consolidate(self.source, out, verify=True, **how)
+            self.assertEqual(written, (1, out.stat().st_size))
+            if suffix in shown:
+                self.assert_same(out.read_bytes(), shown[suffix])
+            with self.assertRaisesRegex(tensorfs.SafetensorError, "is there already"):
+                tensorfs.consolidate(self.source, out, **how)
+            tensorfs.consolidate(self.source, out, overwrite=True, **how)
+        loaded = tensorfs.safe_open(self.tmp / "one.tensors", "np")
+        self.assertEqual(sorted(loaded.keys()), ["a", "b"])
+        shard = min(self.source.glob("*.safetensors"))
+        before = shard.read_bytes()
+        for out, how, said in (
+            (self.tmp / "x.safetensors", {"layout": "shards=2"}, "shows 2 weight files"),
+            (self.tmp / "x.bt", {}, "the name is one of a bintensors file"),
+            (f"{self.tmp}/x.safetensors/", {}, "the name is one of a file, not of a folder"),
+            (shard, {"overwrite": True}, "is a file of the source"),
+        ):
+            with self.assertRaisesRegex(tensorfs.SafetensorError, said):
+                tensorfs.consolidate(self.source, out, **how)
+        self.assertEqual(shard.read_bytes(), before)
+        self.assertEqual(sorted(os.listdir(self.tmp)), ["one.bt", "one.safetensors", "one.tensors", "src"])
+        # A folder of that name stays one, and numbers make a folder.
+        (self.tmp / "x.safetensors").mkdir()
+        tensorfs.consolidate(self.source, self.tmp / "x.safetensors")
+        self.assertIn("model.safetensors", os.listdir(self.tmp / "x.safetensors"))
+        tensorfs.consolidate(self.source, self.tmp / "y.safetensors", numbers={"a": 1, "b": 1})
+        self.assertIn("model-00001-of-00001.safetensors", os.listdir(self.tmp / "y.safetensors"))
+
     def test_a_full_disk_is_an_os_error_with_its_number(self):
         large = self.tmp / "large.safetensors"
         # All holes, and far more than the disk has free.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::tensorizer::TensorizerFile;
 use crate::checkpoint::{Checkpoint, Content, ERROR_FILE, FolderId, Proved, Tree, VirtualFile};
-use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown};
+use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown, shown_path};
 use crate::format::{OutputFormat, names};
 use crate::reader::Reader;
 use crate::source::Source;
@@ -241,24 +241,82 @@ impl Outline {
     /// The file that has all tensors of the one checkpoint.
     ///
     /// # Errors
-    /// `Error::Usage` if the view shows several checkpoints, or one as several files.
+    /// `Error::Refused` if the view shows several checkpoints, or one as several files.
     pub fn single(&self, source: &Path) -> Result<&OutlineFile> {
         let weights: Vec<&OutlineFile> =
             self.files.iter().filter(|file| self.has_tensors(file)).collect();
         match weights.as_slice() {
             [one] => Ok(one),
             several => {
-                let some = several.iter().take(4).map(|file| crate::error::shown_path(&file.path));
-                Err(Error::usage(format!(
-                    "{}: the mount shows {} weight files ({}{}), which do not go into one file; name \
+                let some = several.iter().take(4).map(|file| shown_path(&file.path));
+                let message = format!(
+                    "the mount shows {} weight files ({}{}), which do not go into one file; name \
                      a folder, or one checkpoint",
-                    crate::error::shown_path(source),
                     several.len(),
                     some.collect::<Vec<_>>().join(", "),
                     if several.len() > 4 { ", ..." } else { "" }
-                )))
+                );
+                Err(Error::refused(source, Fault::new(ErrorKind::Usage, message)))
             }
         }
+    }
+
+    /// The one file to write if `out` is the name of a weights file, with all tensors and in the format
+    /// of that name. `None` if `out` is a folder. Errors name `source`.
+    ///
+    /// # Errors
+    /// `Error::Usage` if the view shows a file in another format. `Error::Refused` if it shows several
+    /// files of weights, if `out` is a file of the source, or if a tensorizer file cannot hold a tensor.
+    pub fn file_at(&self, out: &Path, source: &Path) -> Result<Option<OutlineFile>> {
+        let name = out.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let (named, is_tensorizer) = (OutputFormat::of_name(name), names::is_tensorizer(name));
+        if (named.is_none() && !is_tensorizer) || out.is_dir() {
+            return Ok(None);
+        }
+        let wrong = |why: String| Error::usage(format!("{}: {why}", shown_path(out)));
+        if out.as_os_str().as_encoded_bytes().ends_with(b"/") {
+            return Err(wrong("the name is one of a file, not of a folder".to_owned()));
+        }
+        let file = self.single(source)?;
+        let format = match &file.content {
+            OutlineContent::Virtual(file) => Some(file.spec().format),
+            _ => file.path.file_name().and_then(|name| OutputFormat::of_name(name.to_str()?)),
+        };
+        // A tensorizer file takes the place of the file that is shown without an option.
+        let expected = named.unwrap_or_default();
+        if let Some(format) = format.filter(|format| *format != expected) {
+            let named = named.map_or("tensorizer", OutputFormat::as_str);
+            return Err(wrong(format!(
+                "the name is one of a {named} file, the mount shows a {} file; the option format= \
+                 chooses it",
+                format.as_str()
+            )));
+        }
+        let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+        let there = inode(out);
+        let mut sources = self.files.iter().flat_map(|file| file.content.sources());
+        if there.is_some() && sources.any(|source| inode(source.path()) == there) {
+            let message = "is a file of the source; write somewhere else";
+            return Err(Error::refused(out, Fault::new(ErrorKind::Usage, message)));
+        }
+        let mut file = file.clone();
+        if is_tensorizer {
+            file.content = OutlineContent::Tensorizer(self.tensorizer_file(&file)?);
+        }
+        Ok(Some(file))
+    }
+
+    /// The tensors of `file`, which has all of them, as a tensorizer file.
+    fn tensorizer_file(&self, file: &OutlineFile) -> Result<TensorizerFile> {
+        let OutlineContent::Virtual(file) = &file.content else {
+            // A file that is shown as it is has the tensors of its checkpoint.
+            let [checkpoint] = self.checkpoints.as_slice() else {
+                return Err(Error::internal("one file of weights has several checkpoints"));
+            };
+            let spec = FileSpec::single(&checkpoint.name, OutputFormat::default());
+            return TensorizerFile::new(checkpoint, &spec, None);
+        };
+        TensorizerFile::new(file.checkpoint(), file.spec(), None)
     }
 
     fn has_tensors(&self, file: &OutlineFile) -> bool {

@@ -52,9 +52,12 @@ def consolidate(
 ) -> Consolidated:
     """Writes the files that a mount of `source` shows into the folder `out`, as `tensorfs consolidate` does.
 
-    `numbers` gives the number of a file for each tensor. Then the files are `model-0000I-of-0000N.safetensors` and
-    `model.safetensors.index.json`, as from the consolidation of torch, and `source` may be several files of one
-    checkpoint.
+    If the name of `out` ends in `.safetensors`, `.bt` or `.tensors`, `out` becomes one file with all tensors instead.
+    `format="bintensors"` is needed for `.bt`.
+
+    `numbers` gives the number of a file for each tensor. Then `out` is always a folder, and the files are
+    `model-0000I-of-0000N.safetensors` and `model.safetensors.index.json`, as from the consolidation of torch, and
+    `source` may be several files of one checkpoint.
 
     The other arguments up to `tp_rules` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
     "map=FILE" or "original", `format` is "bintensors", `weight_map` is "hide", and those of `safe_open` are as there.

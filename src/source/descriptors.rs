@@ -52,6 +52,8 @@ struct Descriptors {
     file: Option<Arc<File>>,
     /// Descriptor of the same inode for O_DIRECT; never open without `file`.
     direct: Option<Arc<File>>,
+    /// Whether the file was closed last because too many were open.
+    evicted: bool,
 }
 
 /// A regular file, closed and opened again as descriptors allow.
@@ -85,7 +87,7 @@ impl ReopenableFile {
         file_system: FileSystem,
         file: Arc<File>,
     ) -> Arc<ReopenableFile> {
-        let descriptors = Descriptors { file: Some(file), direct: None };
+        let descriptors = Descriptors { file: Some(file), ..Descriptors::default() };
         let file = Arc::new(ReopenableFile::new(path, identity, file_system, descriptors));
         opened(&file);
         file
@@ -130,6 +132,9 @@ impl ReopenableFile {
         let (file, identity) = open_regular(&self.path)?;
         if !identity.same_inode(&self.first) {
             // The source is not marked as changed: the old file may be intact but unreachable.
+            if !self.descriptors.read().evicted {
+                return Err(Error::changed(&self.path, "was replaced before it was opened"));
+            }
             tracing::error!(
                 "{}: replaced while it was closed, because there were too few file descriptors; raise the limit",
                 shown_path(&self.path)
@@ -139,7 +144,9 @@ impl ReopenableFile {
             return Err(Error::changed(&self.path, detail));
         }
         let file = Arc::new(file);
-        self.descriptors.write().file = Some(file.clone());
+        let mut open = self.descriptors.write();
+        (open.file, open.evicted) = (Some(file.clone()), false);
+        drop(open);
         opened(self);
         Ok(file)
     }
@@ -218,8 +225,13 @@ impl ReopenableFile {
         !self.is_pinned() || self.is_at_path()
     }
 
-    fn close(&self) {
-        let closed = std::mem::take(&mut *self.descriptors.write());
+    /// Closes the file, if it is open, because too many are.
+    fn evict(&self) {
+        let mut open = self.descriptors.write();
+        let evicted = open.evicted || open.file.is_some();
+        let closed =
+            std::mem::replace(&mut *open, Descriptors { evicted, ..Descriptors::default() });
+        drop(open);
         drop(closed);
     }
 
@@ -372,7 +384,7 @@ fn make_room(newest: &Arc<ReopenableFile>) {
     drop(open);
     for evicted in mine {
         evicted.counted.store(false, Ordering::SeqCst);
-        evicted.close();
+        evicted.evict();
     }
 }
 
@@ -403,4 +415,33 @@ fn open_regular(path: &Path) -> Result<(File, Identity)> {
         }
     }
     Err(open_error(leads_elsewhere()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_file_that_was_evicted_is_said_to_lack_descriptors_once_it_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let error_after = |close: fn(&ReopenableFile)| {
+            std::fs::write(&path, "old").unwrap();
+            let file = ReopenableFile::open(&path).unwrap();
+            close(&file);
+            // Opened again meanwhile, it is as it was at first.
+            file.file().unwrap();
+            close(&file);
+            let newer = folder.path().join("newer");
+            std::fs::write(&newer, "new").unwrap();
+            std::fs::rename(newer, &path).unwrap();
+            file.file().unwrap_err().to_string()
+        };
+        let released = error_after(ReopenableFile::release);
+        assert!(released.contains("was replaced before it was opened"), "{released}");
+        let evicted = error_after(ReopenableFile::evict);
+        assert!(evicted.contains("too few file descriptors"), "{evicted}");
+        let both = error_after(|file| (file.evict(), file.release()).1);
+        assert!(both.contains("was replaced before it was opened"), "{both}");
+    }
 }

@@ -68,7 +68,7 @@ pub(super) enum Cover {
     /// A block: its start, the part, and the block's bytes if they are loaded, because it may be
     /// dropped meanwhile.
     CachedBlock(u64, Range<u64>, Option<Arc<Block>>),
-    /// No block: the part, and the bytes of the block that is to hold it.
+    /// A part that no block covers, and the range of the block to be made.
     Hole(Range<u64>, Range<u64>),
 }
 

@@ -480,7 +480,8 @@ mod tests {
         let folder = |index: usize| StoreLook::Folder(format!("/{index:02}").into());
         let mut state = State::default();
         (0..=THREADS_MAX).for_each(|index| state.add(folder(index), index == 0));
-        // Each has a file system of its own, and has found its look before any other took one.
+        // Each thread asks a file system of its own, and has found its look before any other thread
+        // took one.
         let take = |state: &mut State, index: usize| {
             state.take(&folder(index), BTreeSet::from([index as u64]))
         };

@@ -154,7 +154,7 @@ impl Assembler {
 
     /// The open, verified copy of `version`, the file that `reader` reads.
     ///
-    /// There is none of a file whose source is encrypted: the copy would not be.
+    /// An encrypted source gets no copy, because the copy would be plain.
     ///
     /// The copy is not evicted while the file is open, even if only the kernel has it open. Reads
     /// metadata only.

@@ -46,6 +46,8 @@ pub(super) struct ServiceMount {
     target: PathBuf,
     /// Starts that failed since it served.
     failures: u32,
+    /// Failures since it last served for `STABLE`: they decide the time before the next start.
+    unstable: u32,
     /// Reason of the last failure.
     failure: Option<String>,
     /// Descriptors of the mount as another worker left it, for the first start.
@@ -67,6 +69,7 @@ impl ServiceMount {
             phase,
             target,
             failures: 0,
+            unstable: 0,
             failure: None,
             handed: Vec::new(),
             is_takeover: false,
@@ -184,7 +187,8 @@ impl ServiceMount {
             self.target = worker.target.clone();
             self.phase = Phase::Serving(worker, Instant::now());
         }
-        (self.has_outcome, self.failure, self.is_takeover) = (true, None, false);
+        (self.has_outcome, self.is_takeover) = (true, false);
+        (self.failures, self.failure) = (0, None);
     }
 
     /// Notes a failure, and when to try again.
@@ -198,10 +202,11 @@ impl ServiceMount {
             return;
         }
         if matches!(&self.phase, Phase::Serving(_, since) if since.elapsed() > STABLE) {
-            self.failures = 0;
+            self.unstable = 0;
         }
-        let wait = BACK_OFF_MIN.saturating_mul(1 << self.failures.min(20)).min(BACK_OFF_MAX);
-        self.failures += 1;
+        let wait = BACK_OFF_MIN.saturating_mul(1 << self.unstable.min(20)).min(BACK_OFF_MAX);
+        self.unstable = self.unstable.saturating_add(1);
+        self.failures = self.failures.saturating_add(1);
         let name = &self.config.name;
         let line = format!("mount {name}: {reason}; next try in {} s", wait.as_secs_f64());
         // One line for a reason that stays.
@@ -241,7 +246,6 @@ impl ServiceMount {
         silent
     }
 
-    /// Its state in one word, and the reason if it fails.
     /// Its facts for the metrics.
     pub(super) fn posted(&self) -> PostedMount {
         PostedMount {
@@ -277,6 +281,31 @@ fn takeover_limit(options: &str) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failed_starts_are_counted_since_the_mount_served_and_the_pauses_grow_on() {
+        let config = MountConfig {
+            name: "a".to_owned(),
+            source: "/s".into(),
+            target: "/t".into(),
+            options: String::new(),
+        };
+        let mut mount = ServiceMount::new(config);
+        let pause_after_failure = |mount: &mut ServiceMount| {
+            let before = Instant::now();
+            mount.fail("it failed".to_owned());
+            mount.starts_at().unwrap() - before
+        };
+        let pauses = [(); 3].map(|()| pause_after_failure(&mut mount));
+        assert!(pauses.is_sorted() && pauses[2] >= BACK_OFF_MIN * 4, "{pauses:?}");
+        assert_eq!(mount.posted().failures, 3);
+        mount.serve();
+        assert_eq!(mount.posted().failures, 0);
+        // It did not serve for long.
+        let pause = pause_after_failure(&mut mount);
+        assert!(pause >= BACK_OFF_MIN * 8, "{pause:?}");
+        assert_eq!(mount.posted().failures, 1);
+    }
 
     #[test]
     fn the_limit_of_a_takeover_follows_the_io_timeout_within_bounds() {

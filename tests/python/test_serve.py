@@ -87,6 +87,18 @@ class Serving(ServiceCase):
         self.assertTrue(all(process_gone(pid) for pid in workers))
         self.assertEqual(service.manager.count("STOPPING=1"), 1)
 
+    def test_workers_have_the_name_of_the_program_and_their_probes_are_no_readers(self):
+        service = self.serve(self.two())
+        service.wait_until_ready()
+        for target, worker in ((self.a, service.workers()["a"]), (self.b, service.workers()["b"])):
+            self.assertEqual(Path(f"/proc/{worker}/comm").read_text(), "tensorfs\n")
+            # The service was ready once a probe had read from the mount.
+            heat = tensorfs("heat", target, "--json").json()
+            self.assertEqual((heat["readers"], heat["files"]), ([], []))
+        self.assert_serves(self.a)
+        heat = tensorfs("heat", self.a, "--json").json()
+        self.assertEqual((len(heat["readers"]), len(heat["files"])), (1, 1))
+
     def test_a_mount_that_is_refused_is_named_and_does_not_stop_the_others(self):
         bad = mount_config("bad", self.tmp / "nothing", self.b)
         service = self.serve(mount_config("a", SOURCE, self.a) + bad)

@@ -9,10 +9,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use nix::sys::prctl::set_name;
 use tensorfs::internal::error::shown;
 
 use super::{args, mount, serve, status};
 use crate::daemon::{background, handover, session, stalled};
+use crate::serve::heat::PROBE_NAME;
 
 /// First argument of such a process.
 pub(crate) const WORD: &str = "internal";
@@ -51,6 +53,12 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
             return super::print_usage(&InternalCli::try_parse_from(shown).err().unwrap_or(error));
         }
     };
+    // The kernel names a process after the file that it was started from: `exe` in `/proc/self/`.
+    let name = match &command {
+        InternalCommand::Daemon(_) | InternalCommand::Worker(_) => c"tensorfs",
+        _ => PROBE_NAME,
+    };
+    let _ = set_name(name);
     match command {
         InternalCommand::Daemon(args) => super::finish(mount::daemon(&args), |message| {
             let _ = background::report(message);

@@ -5,12 +5,14 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::ffi::CStr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use nix::unistd::{Pid, getppid};
 use serde_json::{Value, json};
 use tensorfs::Checkpoint;
 use tensorfs::internal::checkpoint::VirtualFile;
@@ -27,6 +29,9 @@ const FILES_MAX: usize = 4096;
 
 /// Number of readers that are told apart: one bit each. All others share the last bit.
 const READERS_MAX: usize = 64;
+
+/// Name of the processes that ask mounts whether they answer. They are no readers.
+pub(crate) const PROBE_NAME: &CStr = c"tensorfs-probe";
 
 /// Most bytes of names in an answer.
 const ANSWER_MAX: usize = 4 << 20;
@@ -122,7 +127,7 @@ impl HandleHeat {
 
 impl Heat {
     /// Notes an open by process `pid` of user `uid`, and returns what notes its reads. `None` if
-    /// there is no memory for counters.
+    /// there is no memory for counters, or if the process is a probe of the service of this mount.
     pub(crate) fn opened(
         &self,
         ino: u64,
@@ -131,6 +136,9 @@ impl Heat {
         (uid, pid): (u32, u32),
     ) -> Option<HandleHeat> {
         let program = program_of(pid);
+        if program.as_bytes() == PROBE_NAME.to_bytes() && parent_of(pid) == Some(getppid()) {
+            return None;
+        }
         let checkpoint = file.map(|file| file.checkpoint());
         let layout = file.and_then(|file| file.layout().ok());
         let mut state = self.0.lock();
@@ -337,6 +345,14 @@ fn program_of(pid: u32) -> String {
     }
     let name = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
     String::from_utf8_lossy(&name).trim_end_matches('\n').to_owned()
+}
+
+/// The parent of a process.
+fn parent_of(pid: u32) -> Option<Pid> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name of the process, in parentheses, comes before its state and its parent.
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_whitespace().nth(1)?.parse().ok().map(Pid::from_raw)
 }
 
 #[cfg(test)]

@@ -43,9 +43,9 @@ static MOUNT: OnceLock<String> = OnceLock::new();
 /// Whether lines are JSON.
 static JSON: AtomicBool = AtomicBool::new(false);
 
-/// Writes all further lines as JSON objects, one a line.
-pub(crate) fn write_json() {
-    JSON.store(true, Ordering::Relaxed);
+/// Writes all further lines as JSON objects, one a line, or as text.
+pub(crate) fn write_json(is_json: bool) {
+    JSON.store(is_json, Ordering::Relaxed);
 }
 
 /// Names the mount that this process serves.
@@ -83,6 +83,14 @@ pub(crate) fn never_wait() -> io::Result<()> {
         }));
     }
     Ok(())
+}
+
+/// Sends all further lines to standard error.
+///
+/// # Errors
+/// If the thread that writes them cannot be started.
+pub(crate) fn to_stderr() -> io::Result<()> {
+    write_to(Destination::Stderr)
 }
 
 /// Sends all further lines to `file`.

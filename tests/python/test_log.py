@@ -5,8 +5,8 @@ import sys
 
 from checkpoints import hf_set
 from faults import FaultFs
-from mounts import BIN, Mount, TestCase, needs_root, run, tensorfs
-from services import ServiceCase, mount_config
+from mounts import BIN, Mount, TestCase, needs_root, run, tensorfs, wait_until
+from services import PATIENCE, ServiceCase, mount_config
 
 FILE = "model.safetensors"
 # Reads a number of pages and counts the failures.
@@ -160,3 +160,15 @@ class Service(ServiceCase):
         self.assertEqual(service.stop(), 0)
         lines = [json.loads(line) for line in service.log().splitlines()]
         self.assertGreater(len(lines), 1)
+
+    def test_a_reload_with_another_form_changes_the_lines_of_the_service(self):
+        source, target = hf_set(self.tmp / "source"), self.target("a")
+        mount = mount_config("a", source, target)
+        service = self.serve(mount)
+        service.wait_until_ready()
+        for count, form in enumerate(("json", "human"), 1):
+            service.reload(f'[service]\nlog-format = "{form}"\n' + mount)
+            wait_until(lambda count=count: service.log().count("config reloaded") == count, PATIENCE, "the reload")
+            line = next(line for line in reversed(service.log().splitlines()) if "config reloaded" in line)
+            self.assertEqual(line.startswith("{"), form == "json", line)
+        self.assertEqual(service.stop(), 0)

@@ -185,11 +185,24 @@ pub(crate) fn serve(
 /// One line with the reason why they cannot have it.
 pub(crate) fn log_in(format: LogFormat, is_file: bool) -> Result<(), String> {
     match format {
-        LogFormat::Json => log::write_json(),
+        LogFormat::Json => log::write_json(true),
         LogFormat::Journal => log::to_journal().map_err(|e| format!("log-format=journal: {e}"))?,
         LogFormat::Auto if !is_file => log::to_journal_of_service(),
         LogFormat::Auto | LogFormat::Human => {}
     }
+    Ok(())
+}
+
+/// Changes the form of further log lines, after `log_in`. The process logs to no file.
+///
+/// # Errors
+/// One line with the reason why they cannot have it. They keep the form that they had.
+pub(crate) fn change_log(format: LogFormat) -> Result<(), String> {
+    if format != LogFormat::Journal {
+        log::to_stderr().map_err(|e| format!("log-format={format}: {e}"))?;
+    }
+    log_in(format, false)?;
+    log::write_json(format == LogFormat::Json);
     Ok(())
 }
 

@@ -27,6 +27,7 @@ use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
 use super::notifier::Notifier;
 use super::worker_process::{WorkerProcess, start_umount};
+use crate::daemon::background;
 use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
 
 /// Time between two checks of the workers.
@@ -411,6 +412,12 @@ impl Supervisor {
     /// Ends the mounts that are not in `config`, and starts those that are new. A mount with another
     /// source, target or option is both.
     fn apply(&mut self, config: Config) {
+        let format = config.service.log_format;
+        if format != self.config.service.log_format
+            && let Err(why) = background::change_log(format)
+        {
+            tracing::error!("{why}; the log keeps its form");
+        }
         let mut old = std::mem::take(&mut self.mounts);
         let mut find = |wanted: &MountConfig| {
             let index = old.iter().position(|mount| mount.config == *wanted)?;

@@ -53,6 +53,11 @@ pub(crate) fn set_mount(target: &Path) {
     let _ = MOUNT.set(tensorfs::internal::error::real_name(target));
 }
 
+/// The mount that this process serves, as `set_mount` named it.
+pub(crate) fn mount() -> Option<&'static str> {
+    MOUNT.get().map(String::as_str)
+}
+
 /// Starts logging to standard error: warnings, more with each `verbose`, or what
 /// `TENSORFS_LOG` says.
 pub(crate) fn start(verbose: u8) {

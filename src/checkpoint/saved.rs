@@ -8,19 +8,18 @@ use serde_json::Value;
 
 use super::config::with_config_beside;
 use super::discover::SetKind;
-use super::virtual_file::{Presented, present};
+use super::view_records::{presented_as_recorded, record_of};
+use super::virtual_file::{ArrangedFile, Presented, present};
 use super::{Checkpoint, Tail};
-use crate::index::{Index, SetRecord};
+use crate::hash::Digest;
+use crate::index::{Index, SetRecord, ViewRecord};
 use crate::source::Source;
 use crate::view::View;
 
 impl Checkpoint {
-    /// Its proved content. `None` if that would be too long, if it is encrypted, or if a view changes
-    /// its tensors: the other process may have read other rules under the same name.
-    pub fn save(&self) -> Option<Vec<u8>> {
-        if self.has_other_tensors() {
-            return None;
-        }
+    /// Its proved content, and the tensors and files that its view makes of it. `None` if that would be
+    /// too long, or if it is encrypted.
+    pub fn save(self: &Arc<Self>) -> Option<Vec<u8>> {
         let text = |(name, metadata): &(String, _)| {
             (name.clone(), Value::from(serde_json::Map::clone(metadata)).to_string())
         };
@@ -47,7 +46,13 @@ impl Checkpoint {
             notes: Vec::new(),
             sets: vec![record],
         };
-        index.encode()
+        let mut bytes = index.encode()?;
+        // The `config.json` that the view read may be gone, or another one, when the other process looks.
+        if self.has_other_tensors() {
+            let view = ViewRecord { sets: vec![Some(record_of(self)?)] };
+            bytes.extend(view.encode(Digest([0; 16]), Digest([0; 16]))?);
+        }
+        Some(bytes)
     }
 
     /// The checkpoint that `save` wrote, in the folder `directory`, with its shards in the
@@ -58,7 +63,12 @@ impl Checkpoint {
         sources: Vec<Arc<Source>>,
         view: &View,
     ) -> Option<Arc<Checkpoint>> {
-        let mut index = Index::decode(bytes).ok()?;
+        let (index, viewed) = Index::split(bytes)?;
+        let mut index = Index::decode(index).ok()?;
+        let viewed = match viewed {
+            [] => None,
+            viewed => Some(ViewRecord::decode_behind(viewed, &index.sets).ok()?.sets.pop()??),
+        };
         let record = index.sets.pop()?;
         let kind = SetKind::from_word(&record.kind)?;
         if record.catalog.shards.len() != sources.len() {
@@ -68,11 +78,15 @@ impl Checkpoint {
             Some((name, metadata)) => Some((name, serde_json::from_str(&metadata).ok()?)),
             None => None,
         };
-        let presented = with_config_beside(directory, |config| {
-            present(record.catalog, kind, &record.name, view, config)
-        });
-        let presented = presented.ok()?;
+        let presented = match viewed {
+            Some(viewed) => presented_as_recorded(&record.catalog, viewed, view)?,
+            None => with_config_beside(directory, |config| {
+                present(record.catalog, kind, &record.name, view, config).ok()
+            })?,
+        };
         let Presented { proved, catalog, files, is_whole_file, config } = presented;
+        // This process lays the files out itself: the caller compares the result with that of the other.
+        let files = files.iter().map(|file| ArrangedFile::new(file.spec.clone())).collect();
         let checkpoint = Checkpoint {
             name: record.name,
             kind,

@@ -66,7 +66,7 @@ impl FolderIndex<'_> {
 }
 
 /// The record of what a view makes of a set. `None` if one of its files has no layout.
-fn record_of(checkpoint: &Arc<Checkpoint>) -> Option<PresentedRecord> {
+pub(super) fn record_of(checkpoint: &Arc<Checkpoint>) -> Option<PresentedRecord> {
     let file = |file: VirtualFile| {
         let FileSummary { len, header } = file.summary().ok()?;
         let FileSpec { name, tensors, .. } = file.spec();

@@ -85,6 +85,13 @@ where
     content(&bytes[FRAME_LEN..])
 }
 
+/// The first of the files that stand one after the other in `bytes`, and the rest. `None` if they do not
+/// begin with a whole frame.
+pub(crate) fn split_first(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let len = u64::from_le_bytes(bytes.get(16..24)?.try_into().ok()?);
+    bytes.split_at_checked(FRAME_LEN.checked_add(usize::try_from(len).ok()?)?)
+}
+
 /// The checksum in the frame of `bytes`, `None` if they are shorter than a frame.
 pub(crate) fn recorded_checksum(bytes: &[u8]) -> Option<Digest> {
     Some(Digest(bytes.get(24..FRAME_LEN)?.try_into().ok()?))

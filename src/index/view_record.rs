@@ -114,6 +114,12 @@ impl ViewRecord {
         content.into_record(sets)
     }
 
+    /// The record in `bytes`, which stand behind the index of `sets` and have no other file. It may be
+    /// of another version of this program.
+    pub fn decode_behind(bytes: &[u8], sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
+        frame::unwrap::<ViewContent<'_>>(KIND, bytes)?.into_record(sets)
+    }
+
     /// Decodes content without its frame, which may be any bytes.
     pub fn decode_unframed(bytes: &[u8], sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
         frame::content::<ViewContent<'_>>(bytes)?.into_record(sets)
@@ -121,6 +127,11 @@ impl ViewRecord {
 }
 
 impl Index {
+    /// The index file that `bytes` begin with, and the bytes behind it. `None` if it is not whole.
+    pub(crate) fn split(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+        frame::split_first(bytes)
+    }
+
     /// The checksum in `bytes`, those of an index file. It covers them all.
     pub fn checksum(bytes: &[u8]) -> Option<Digest> {
         frame::recorded_checksum(bytes)

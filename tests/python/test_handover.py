@@ -274,6 +274,54 @@ class HandedOver(ServiceCase):
             self.assert_same((self.a / FILE).read_bytes(), checkpoints.hf_whole(self.source))
             wait_until(lambda: not (self.a / "config.json").exists(), PATIENCE, "the deleted file goes")
 
+    def test_open_files_of_views_keep_their_content_when_the_source_is_replaced_and_deleted(self):
+        rules, cuts, views = (self.tmp / name for name in ("rules.toml", "cuts.toml", "views.toml"))
+        rules.write_text("[[rename]]\nregex = '^model'\nto = 'first'\n")
+        cuts.write_text("[[rule]]\nregex = 'q_proj'\ncut = 0\n[[rule]]\nregex = ''\nrepeat = true\n")
+        views.write_text("[view.half]\ndtype = 'bf16'\n[view.plain]\n")
+        options = ["dtype=f16", "exclude=*q_proj*", f"tp=2,tp-rules={cuts}", f"rename={rules}"]
+        options += ["layout=shards=2,dtype=f16", "format=bintensors,dtype=f32", f"views={views}"]
+        targets = {self.target(f"view{number}"): words for number, words in enumerate(options)}
+        mounts = [mount_config(target.name, self.source, target, words) for target, words in targets.items()]
+        service = self.serve("".join(mounts))
+        service.wait_until_ready()
+        held = {}
+        for target, words in targets.items():
+            paths = [path for path in target.rglob("*") if path.suffix in (".safetensors", ".bt")]
+            self.assertNotEqual(paths, [], words)
+            held.update({path: (self.open(path), path.read_bytes()) for path in paths})
+
+        def check():
+            for path, (descriptor, expected) in held.items():
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                self.assert_same(os.pread(descriptor, len(expected), 0), expected, path)
+
+        newer = self.copy(SOURCE, "newer")
+        for shard in newer.glob("*.safetensors"):
+            os.replace(shard, self.source / shard.name)
+        self.restart(service)
+        check()
+        shutil.rmtree(self.source)
+        self.source.mkdir()
+        self.restart(service)
+        check()
+        self.assertNotIn("lost their content", service.log())
+
+    def test_the_warning_about_lost_files_names_the_mount_and_the_files(self):
+        key, folder = self.tmp / "key", self.tmp / "encrypted"
+        key.write_bytes(bytes(32))
+        folder.mkdir()
+        stored = Stored.of("w", "U8", [300_000], checkpoints.random_bytes(5, 300_000))
+        (folder / "model.tensors").write_bytes(encrypted_file_of([stored], bytes(32), 1 << 16))
+        service = self.serve(mount_config("a", folder, self.a, f"key-file={key}"))
+        service.wait_until_ready()
+        held = self.open(self.a / FILE)
+        (folder / "model.tensors").unlink()
+        self.restart(service)
+        service.wait_for_log(f"{self.a}: 1 of 1 open handles lost their content: their reads get errors; files: {FILE}")
+        with self.assertRaises(OSError):
+            self.read_afresh(held)
+
     def test_a_source_that_was_written_to_between_two_processes_is_not_mixed(self):
         service = self.service()
         held = self.open(self.a / FILE)

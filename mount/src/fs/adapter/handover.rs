@@ -5,7 +5,7 @@
 //! the kernel looked up each number, the open handles, and the files behind handles whose source may
 //! be gone.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -28,11 +28,15 @@ use super::super::node::{Node, NodeKind};
 use super::super::open_file::{OpenContent, OpenFile};
 use super::adoption_queue::{AdoptionQueue, Devices, Turn};
 use super::{FsState, Handle, TensorFs};
+use crate::log;
 use crate::serve::change_watcher::Forget;
 
 /// Most descriptors that one mount hands over beside its connection. Handles that would need more
 /// get errors if their source is gone.
 const FILES_MAX: usize = 200;
+
+/// Most files that the warning about lost ones names.
+const LOST_NAMED_MAX: usize = 3;
 
 /// Most bytes of the descriptions of open files.
 const CONTENTS_MAX: usize = 64 << 20;
@@ -102,6 +106,32 @@ struct TakenUp {
     handles: usize,
     /// Handles whose content is gone: their reads fail.
     lost: usize,
+    /// Some files that they are of.
+    lost_files: BTreeSet<PathBuf>,
+}
+
+impl TakenUp {
+    /// Notes that `handles` handles of the file at `path` lost their content.
+    fn lose(&mut self, path: &Path, handles: usize) {
+        self.lost += handles;
+        if self.lost_files.len() < LOST_NAMED_MAX {
+            self.lost_files.insert(path.to_owned());
+        }
+    }
+
+    /// The warning about lost handles, if there are any.
+    fn warning(&self, mount: &str) -> Option<String> {
+        let TakenUp { handles, lost, lost_files } = self;
+        let files: Vec<String> = lost_files.iter().map(|path| shown_path(path)).collect();
+        let all = handles + lost;
+        (*lost > 0).then(|| {
+            format!(
+                "{mount}: {lost} of {all} open handles lost their content: their reads get errors; \
+                 files: {}",
+                files.join(", ")
+            )
+        })
+    }
 }
 
 /// Collects what is carried.
@@ -314,7 +344,7 @@ impl TensorFs {
             forget,
             made,
             files: Mutex::new(files),
-            result: Mutex::new(TakenUp { handles: 0, lost }),
+            result: Mutex::new(TakenUp { handles: 0, lost, lost_files: BTreeSet::new() }),
         };
         Takeover { taking: Arc::new(taking), families, unlisted }
     }
@@ -420,7 +450,8 @@ impl AdoptedFamily {
 impl Drop for AdoptedFamily {
     fn drop(&mut self) {
         for adopted in &self.files {
-            self.taking.result.lock().lost += adopted.handles.len();
+            let path = self.taking.path(adopted);
+            self.taking.result.lock().lose(&path, adopted.handles.len());
             self.taking.shared.adoptions.end(adopted.ino);
         }
     }
@@ -451,12 +482,9 @@ struct Taking {
 
 impl Drop for Taking {
     fn drop(&mut self) {
-        let TakenUp { handles, lost } = *self.result.lock();
-        if lost > 0 {
-            tracing::warn!(
-                "{lost} of {} open handles lost their content: their reads get errors",
-                handles + lost
-            );
+        let mount = log::mount().unwrap_or_default();
+        if let Some(warning) = self.result.lock().warning(mount) {
+            tracing::warn!("{warning}");
         }
     }
 }
@@ -492,7 +520,7 @@ impl Taking {
             None => match self.gone(folder, carried) {
                 Some((node, opened)) => (node, Some(opened), true),
                 None => {
-                    self.result.lock().lost += adopted.handles.len();
+                    self.result.lock().lose(&self.path(&adopted), adopted.handles.len());
                     return true;
                 }
             },
@@ -620,7 +648,7 @@ impl Taking {
                 opened
             }
             (None, None) => {
-                self.result.lock().lost += fhs.len();
+                self.result.lock().lose(&node.path, fhs.len());
                 return;
             }
         };

@@ -87,6 +87,8 @@ pub struct Tree {
     /// The absolute path of the source, without symbolic links. If the source is one file, it keeps
     /// the name that the user gave.
     pub source: PathBuf,
+    /// The absolute path that the user gave, perhaps through symbolic links.
+    pub given: PathBuf,
     /// The options with which it is opened.
     pub options: OpenOptions,
     /// The name of the file if the source is one file. Only the set of that file counts.
@@ -118,6 +120,7 @@ impl Tree {
         let follow = follow.collect::<Result<Vec<_>>>()?;
         let mut tree = Tree {
             source: root.clone(),
+            given: std::path::absolute(source).map_err(open_error)?,
             options: options.clone(),
             only: None,
             left_out: LeftOut::default(),
@@ -135,6 +138,19 @@ impl Tree {
             return Err(Error::usage(format!("{source}: neither a folder nor a regular file")));
         }
         Ok(tree)
+    }
+
+    /// The source that the path of the user leads to now, if that is another one than at the scan: a
+    /// link on the way was switched. Accesses the file system.
+    pub fn leads_elsewhere(&self) -> Option<PathBuf> {
+        let now = match &self.only {
+            None => Store::Local.real_path(&self.given),
+            // A link that is the file itself is one of the links of its folder.
+            Some(name) => {
+                Store::Local.real_path(self.given.parent()?).map(|folder| folder.join(name))
+            }
+        };
+        now.ok().filter(|now| *now != self.source)
     }
 
     /// Scans the folder of one file, which keeps the name that the user gave: in a hub cache

@@ -374,6 +374,19 @@ class Links(Store):
             self.wait_for("shelf/one.json", config)
             self.wait_for_names(["current", "shelf", "v1", "v2"])
 
+    def test_a_link_to_the_store_that_is_switched_is_named_in_the_log_and_not_followed(self):
+        (folder, whole), (other, _) = self.made("first"), self.made("second", seed=2)
+        link = self.tmp / "link"
+        link.symlink_to(folder)
+        m = self.enter(Mount(link, *self.options))
+        self.assertEqual((m.path / "model.safetensors").read_bytes(), whole)
+        for target in (other, folder, other):
+            (self.tmp / "next").symlink_to(target)
+            (self.tmp / "next").rename(link)
+            if target == other:
+                m.wait_for_log(f"{link}: leads to {other} now; the mount shows {folder} until it is made again")
+        self.assertEqual((m.path / "model.safetensors").read_bytes(), whole)
+
     def test_a_link_whose_target_comes_later_is_shown_then(self):
         folder, whole = self.made("model")
         (self.store / "model").symlink_to("later/model")

@@ -51,6 +51,8 @@ enum StoreLook {
     Folder(PathBuf),
     /// The family with this top folder, in which something is on its way.
     Family(FolderId),
+    /// The path of the source that the user gave.
+    Given,
 }
 
 /// A look that a thread takes now.
@@ -76,6 +78,8 @@ struct State {
     outside: HashMap<PathBuf, Identity>,
     /// Folders whose last look failed.
     failing: BTreeSet<PathBuf>,
+    /// Where the path that the user gave led at the last look, if it is not the source.
+    elsewhere: Option<PathBuf>,
     told_full: bool,
 }
 
@@ -238,12 +242,13 @@ impl Live {
     }
 
     /// Looks whether a folder without events has changed. The source itself is one of them: another
-    /// folder may be mounted on it.
+    /// folder may be mounted on it. The links on the way to it have no events either.
     fn poll(&self) {
         let root = self.nodes.tree().folder(0).path.clone();
         let mut state = self.state.lock();
         let polled: Vec<PathBuf> = state.polled.iter().cloned().chain([root]).collect();
         polled.into_iter().for_each(|path| state.add(StoreLook::Folder(path), false));
+        state.add(StoreLook::Given, false);
     }
 
     /// Starts the threads that are needed.
@@ -297,6 +302,8 @@ impl Live {
                 let family = tree.family(*head).into_iter();
                 family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
             }
+            // The file systems of these links are not known. No other look waits for them.
+            StoreLook::Given => BTreeSet::new(),
         }
     }
 
@@ -308,6 +315,7 @@ impl Live {
             guarded(|| match &look {
                 StoreLook::Folder(path) => self.look_at_folder(path, changed),
                 StoreLook::Family(head) => self.look_at_family(*head),
+                StoreLook::Given => self.look_at_given_path(),
             });
             self.end(&look, changed, begun.elapsed());
             next = self.begin();
@@ -363,6 +371,22 @@ impl Live {
         }
         if !proved && tree.contains(head) {
             self.nodes.prove_again(head);
+        }
+    }
+
+    /// Says so once if a link on the way to the source was switched. The mount does not follow it.
+    fn look_at_given_path(&self) {
+        let tree = self.nodes.tree();
+        let now = tree.leads_elsewhere();
+        let before = std::mem::replace(&mut self.state.lock().elsewhere, now.clone());
+        if let Some(now) = now
+            && before.as_ref() != Some(&now)
+        {
+            let [given, now, source] =
+                [&tree.given, &now, &tree.source].map(|path| shown_path(path));
+            tracing::warn!(
+                "{given}: leads to {now} now; the mount shows {source} until it is made again"
+            );
         }
     }
 

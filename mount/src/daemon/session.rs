@@ -92,8 +92,8 @@ pub(crate) struct MountPlan {
     pub source: PathBuf,
     /// The mount point, absolute.
     pub target: PathBuf,
-    /// The mount point as it was given.
-    given: PathBuf,
+    /// The mount as it was ordered.
+    identity: MountIdentity,
     nodes: Arc<Nodes>,
     assembler: Option<Assembler>,
     options: Options,
@@ -147,7 +147,7 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Mou
     let stalls = |why: String| format!("{}: {why}; not mounted", shown_path(target));
     let checked = unless_stalled(options.io_timeout, move || check_target(&place));
     let place = checked.map_err(stalls)??;
-    Ok(MountPlan { given: target.to_owned(), ..plan_on(source, place, options, true)? })
+    plan_on(source, (target, place), options, true)
 }
 
 /// As `plan`, for a mount at `place` that nobody serves now: nothing asks the mount.
@@ -160,22 +160,24 @@ pub(crate) fn plan_takeover(
     place: &Path,
     options: Options,
 ) -> Result<MountPlan, String> {
-    let plan = plan_on(source, place.to_owned(), options, false)?;
-    Ok(MountPlan { given: target.to_owned(), ..plan })
+    plan_on(source, (target, place.to_owned()), options, false)
 }
 
-/// `fresh`: the mount is not there yet.
+/// `target` and `place` are the mount point as it was given and the absolute one. `fresh`: the mount
+/// is not there yet.
 fn plan_on(
     source: &Path,
-    place: PathBuf,
+    (target, place): (&Path, PathBuf),
     mut options: Options,
     fresh: bool,
 ) -> Result<MountPlan, String> {
+    let identity = MountIdentity::of(source, target, &options);
     let (limit, wanted) = (options.io_timeout, source.to_owned());
     let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));
     probe_path(source, limit).map_err(|why| stalls(source, why))?;
     probe_options(&mut options)?;
-    let planned = unless_stalled(limit, move || plan_source(&wanted, place, options, fresh));
+    let plan = move || plan_source(&wanted, (identity, place), options, fresh);
+    let planned = unless_stalled(limit, plan);
     planned.map_err(|why| stalls(source, why))?
 }
 
@@ -214,13 +216,13 @@ fn refuse_core_dumps() {
 
 fn plan_source(
     source: &Path,
-    target: PathBuf,
+    (identity, target): (MountIdentity, PathBuf),
     options: Options,
     fresh: bool,
 ) -> Result<MountPlan, String> {
     // For a source on a tensorfs mount, the source behind that mount is read.
     let behind = resolve_mount(source).map(|behind| behind.path);
-    let source = behind.as_deref().unwrap_or(source);
+    let source = behind.unwrap_or_else(|| source.to_owned());
     let index = index_folder(&options, &target);
     let open = OpenOptions { index, ..options.open_with_secret()? };
     if open.secret.is_some() {
@@ -232,7 +234,7 @@ fn plan_source(
             "verify=read: there is no folder of checksums: give index-dir=DIR, or set HOME";
         return Err(message.to_owned());
     }
-    let tree = Tree::scan(source, &open).map_err(|e| e.to_string())?;
+    let tree = Tree::scan(&source, &open).map_err(|e| e.to_string())?;
     if fresh {
         check_nesting(&tree, &target)?;
     }
@@ -252,8 +254,7 @@ fn plan_source(
             outcome => outcome?,
         }
     }
-    let (source, given) = (source.to_owned(), target.clone());
-    Ok(MountPlan { source, target, given, nodes, assembler: None, options })
+    Ok(MountPlan { source, target, identity, nodes, assembler: None, options })
 }
 
 /// The folder of indexes. It must not lie in the mount itself, whose daemon would wait for itself.
@@ -399,8 +400,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let fresh = Connected { by_fusermount, connection: Arc::new(fd), received: None };
     let (server, common, live) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let facts = MountIdentity::of(&plan.source, &plan.given, &options);
-    let giver = Giver::new(server, facts, &target, by_fusermount, minor);
+    let giver = Giver::new(server, plan.identity, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
     if let Err(e) = running.wait_for_answer() {
         running.take_off();
@@ -426,8 +426,7 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
     let connected = Connected { by_fusermount, connection: Arc::new(connection), received };
     let (server, common, live) = serve(&plan.nodes, &options, connected, &service)
         .map_err(|e| format!("{}: cannot be taken over: {e}", shown_path(&target)))?;
-    let facts = MountIdentity::of(&plan.source, &plan.given, &options);
-    let giver = Giver::new(server, facts, &target, by_fusermount, minor);
+    let giver = Giver::new(server, plan.identity, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
     running.finish(plan.nodes, &options, (&common, live), request);
     Ok(running)

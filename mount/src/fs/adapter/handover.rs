@@ -5,7 +5,7 @@
 //! the kernel looked up each number, the open handles, and the files behind handles whose source may
 //! be gone.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -14,12 +14,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use nix::sys::stat::makedev;
 use serde::{Deserialize, Serialize};
 use tensorfs::internal::cache::CachedFile;
 use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId};
 use tensorfs::internal::error::shown_path;
+use tensorfs::internal::mountinfo;
 use tensorfs::internal::reader::Reader;
-use tensorfs::internal::source::{Identity, Source};
+use tensorfs::internal::source::{Identity, LocalFile, Source};
 use tensorfs::internal::sync::Mutex;
 
 use super::super::backing::Backing;
@@ -140,6 +142,8 @@ struct Packer {
     carried: Carried,
     sources: HashMap<usize, usize>,
     checkpoints: HashMap<usize, (usize, usize)>,
+    /// Device numbers of the tensorfs mounts.
+    mounts: HashSet<u64>,
 }
 
 impl Packer {
@@ -152,12 +156,15 @@ impl Packer {
         })
     }
 
-    /// Adds the descriptor of a source that is open.
+    /// Adds the descriptor of a source that is open. A file on a mount is opened again by its path:
+    /// the service manager polls the descriptors that it keeps, and would wait for the process that
+    /// serves that mount, which the same restart may have stopped.
     fn file(&mut self, source: &Arc<Source>) {
         let index = self.source(source);
         let slot = &mut self.carried.facts.sources[index].file;
         if slot.is_none() && self.carried.files.len() < FILES_MAX {
-            let open = source.local().and_then(|local| local.open_file());
+            let is_stored = |local: &&LocalFile| !self.mounts.contains(&local.identity().dev);
+            let open = source.local().filter(is_stored).and_then(|local| local.open_file());
             if let Some(file) = open.and_then(|file| file.try_clone().ok()) {
                 *slot = Some(self.carried.files.len());
                 self.carried.files.push(file.into());
@@ -242,7 +249,9 @@ impl TensorFs {
     /// The state that the next process needs.
     pub(crate) fn carry(&self) -> Carried {
         let shared = &self.0;
-        let mut packer = Packer::default();
+        let mounts = mountinfo::ours().unwrap_or_default().into_iter();
+        let mounts = mounts.map(|mount| makedev(0, mount.minor.into())).collect();
+        let mut packer = Packer { mounts, ..Packer::default() };
         let handles: Vec<(u64, Arc<Handle>)> =
             shared.handles.read().iter().map(|(fh, handle)| (*fh, handle.clone())).collect();
         let mut open: HashMap<u64, Arc<Handle>> = HashMap::new();

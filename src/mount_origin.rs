@@ -11,8 +11,9 @@ use serde_json::Value;
 use crate::format::names;
 use crate::hash::Digest;
 use crate::mountinfo;
-use crate::open_options::OpenOptions;
+use crate::open_options::{OpenOptions, Prefer};
 use crate::source::{read_option_file, read_text};
+use crate::view::Files;
 
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
@@ -26,6 +27,34 @@ pub struct MountOrigin {
     pub options: OpenOptions,
     /// Name of the file on the mount, if it holds some of the tensors only.
     pub part: Option<String>,
+}
+
+impl MountOrigin {
+    /// The path and the options that show what `given` makes of what the mount shows. `has_view`:
+    /// whether `given` has any option of views. How the source is found follows from the mount, the
+    /// rest from `given`.
+    ///
+    /// `None` if the source alone does not show that, as for a view on top of another one: then the
+    /// path on the mount is opened with `given`.
+    pub fn open_with(self, given: &OpenOptions, has_view: bool) -> Option<(PathBuf, OpenOptions)> {
+        let MountOrigin { path, options: mounted, part } = self;
+        if part.is_some() {
+            return None;
+        }
+        let OpenOptions { expect_shards, reference, index, view, views, hub, secret, .. } =
+            given.clone();
+        // Only a mount of the files as they are shows the files of both choices.
+        let prefer = match mounted.view.files {
+            Files::Original if given.prefer != Prefer::default() => given.prefer,
+            _ => mounted.prefer,
+        };
+        let open = OpenOptions { prefer, expect_shards, reference, index, secret, ..mounted };
+        if !has_view {
+            return Some((path, open));
+        }
+        let keeps_tensors = open.view.keeps_tensors() && open.views.is_none() && !open.hub;
+        keeps_tensors.then(|| (path, OpenOptions { view, views, hub, ..open }))
+    }
 }
 
 /// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may

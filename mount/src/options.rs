@@ -127,6 +127,8 @@ const REQUESTS_MIN: u64 = 32;
 pub struct Options {
     /// How the source is opened and presented.
     pub open: OpenOptions,
+    /// Whether any option of views was given, also with its default.
+    pub has_view: bool,
     /// Owner of all files.
     pub uid: Option<u32>,
     /// Group of all files.
@@ -189,6 +191,7 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             open: OpenOptions { links: Links::Inside, ..OpenOptions::default() },
+            has_view: false,
             uid: None,
             gid: None,
             umask: 0,

@@ -11,7 +11,7 @@ use tensorfs::internal::checkpoint::{Checkpoint, Tree};
 use tensorfs::internal::consolidate::{Copier, Outline, Watch, WriteOptions};
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::Settings;
-use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
+use tensorfs::internal::mount_origin::resolve_mount;
 use tensorfs::internal::open_options::{Links, OpenOptions};
 use tensorfs::internal::view::View;
 use tensorfs::{Error, Secret};
@@ -44,6 +44,7 @@ pub(crate) fn consolidate(
     let stop = stopped.clone();
     let work = move || {
         let _ended = ended;
+        let has_view = !view.is_empty();
         let view = view_of(&view)?;
         let secret = secret_of(secret)?;
         let outline = match &numbers {
@@ -58,7 +59,7 @@ pub(crate) fn consolidate(
                 };
                 Outline::numbered(&checkpoint.viewed(&view)?, numbers)?
             }
-            None => outline(&sources, view, secret)?,
+            None => outline(&sources, (view, has_view), secret)?,
         };
         let mut progress = |_| {
             let is_stopped = stop.load(Ordering::Relaxed);
@@ -90,29 +91,19 @@ pub(crate) fn consolidate(
     }
 }
 
-/// The files that a mount of the source with this view would show.
+/// The files that a mount of the source with this view would show. The flag says whether any option
+/// of the view was given.
 fn outline(
     sources: &[PathBuf],
-    view: View,
+    (view, has_view): (View, bool),
     secret: Option<Arc<Secret>>,
 ) -> tensorfs::Result<Outline> {
     let [source] = sources else {
         return Err(Error::usage("one source is needed"));
     };
     let index = IndexStore::of_user().map(|store| store.folder().to_owned());
-    let is_default = view == View::default();
-    let (path, options) = match resolve_mount(source) {
-        Some(MountOrigin { path, options, part: None }) if is_default => (path, options),
-        Some(MountOrigin { path, options, part: None })
-            if options.view.keeps_tensors() && options.views.is_none() && !options.hub =>
-        {
-            (path, OpenOptions { view, ..options })
-        }
-        // These are read through the mount: one of several files of a view, several views, and the
-        // tensors of a view that another view is put on.
-        Some(_) | None => {
-            (source.clone(), OpenOptions { links: Links::Inside, view, ..OpenOptions::default() })
-        }
-    };
-    Outline::of(&Tree::scan(&path, &OpenOptions { index, secret, ..options })?)
+    let given = OpenOptions { links: Links::Inside, view, index, secret, ..OpenOptions::default() };
+    let behind = resolve_mount(source).and_then(|origin| origin.open_with(&given, has_view));
+    let (path, options) = behind.unwrap_or_else(|| (source.clone(), given));
+    Outline::of(&Tree::scan(&path, &options)?)
 }

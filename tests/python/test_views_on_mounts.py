@@ -1,12 +1,150 @@
-"""Mounts whose source lies on a mount."""
+"""Mounts and commands whose source lies on a mount: they are about what that mount shows, in every view."""
 
 import os
+import shutil
 
 import checkpoints
-from mounts import needs_root, wait_until
+from mounts import Mount, MountFailed, TestCase, needs_root, tensorfs, wait_until
 from services import PATIENCE, ServiceCase, mount_config
+from test_consolidate import content
+from test_view_ranks import model
 
 FILE = "model.safetensors"
+
+# Views of a mount, and a path in it.
+MOUNTED = [
+    (["dtype=f16"], "."),
+    (["dtype=f16"], FILE),
+    (["exclude=*norm*"], "."),
+    (["tp=2"], "."),
+    (["tp=2"], "tp-2/rank-1"),
+    (["layout=shards=2", "include=*mlp*"], "."),
+    (["layout=original"], "."),
+    (["format=bintensors", "weight-map=hide"], "."),
+]
+
+# Options that are no options of views.
+OTHERS = ["io-timeout=30", "direct=never"]
+
+
+def shown_at(path):
+    """The content of a folder, or of one file, by name."""
+    return content(path) if path.is_dir() else {path.name: path.read_bytes()}
+
+
+class OnMounts(TestCase):
+    def setUp(self):
+        super().setUp()
+        (self.tmp / "tree").mkdir()
+        self.source = model(self.tmp / "tree/llama", "llama")
+
+    def consolidated(self, source, *words):
+        """The content of the files that `consolidate` writes."""
+        out = self.tmp / "out"
+        self.assert_done(tensorfs("consolidate", source, out, *words))
+        found = content(out)
+        shutil.rmtree(out)
+        return found
+
+    def mounted(self, source, *options):
+        with Mount(source, *options) as m:
+            return content(m.path)
+
+    # The mount had the source of the other one without its view: other dtypes, all tensors, whole ones.
+    def test_a_mount_of_a_mount_shows_what_that_mount_shows(self):
+        for options, path in MOUNTED:
+            with self.subTest(options=options, path=path), Mount(self.source, *options) as m:
+                shown = shown_at(m.path / path)
+                self.assertEqual(self.mounted(m.path / path), shown)
+                self.assertEqual(self.mounted(m.path / path, "verify=none", *OTHERS), shown)
+
+    def test_a_mount_of_a_mount_reads_the_source_and_outlives_the_other_mount(self):
+        with Mount(self.source, "exclude=*norm*") as m:
+            shown = content(m.path)
+            over = self.enter(Mount(m.path))
+        self.assertEqual(content(over.path), shown)
+
+    # Any option made a command forget the view of the mount.
+    def test_commands_keep_the_view_of_a_mount_with_options_about_other_things(self):
+        for options, path in MOUNTED:
+            with self.subTest(options=options, path=path), Mount(self.source, *options) as m:
+                place, shown = m.path / path, shown_at(m.path / path)
+                for other in OTHERS:
+                    self.assertEqual(self.consolidated(place, "-o", other), shown)
+                    for command in ("ls", "inspect"):
+                        plain, with_option = (tensorfs(command, place, "--json", *words) for words in ((), ("-o", other)))
+                        self.assert_done(plain)
+                        self.assertEqual(with_option.json(), plain.json())
+        with Mount(self.source, "tp=2") as m:
+            rank = m.path / "tp-2/rank-1"
+            loaded = tensorfs("load", rank, "--json").json()
+            again = tensorfs("load", rank, "--json", "-o", "io=pread").json()
+            whole = tensorfs("load", self.source, "--json").json()
+            self.assertEqual((again["tensors"], again["bytes"]), (loaded["tensors"], loaded["bytes"]))
+            self.assertLess(loaded["bytes"], whole["bytes"])
+            files = [self.tmp / "one.safetensors", self.tmp / "two.safetensors"]
+            for file, words in zip(files, ((), ("-o", "io=pread"))):
+                self.assert_done(tensorfs("convert", rank, file, *words))
+            self.assert_same(files[1].read_bytes(), files[0].read_bytes())
+
+    def test_a_view_applies_to_what_the_mount_shows(self):
+        overs = ["exclude=*gate*", "layout=shards=2", "layout=single", "tp=2,rank=0", "format=bintensors", "dtype=f32"]
+        for options in (["dtype=f16"], ["include=*mlp*", "layout=shards=3"], []):
+            with Mount(self.source, *options) as m:
+                real = self.tmp / "real"
+                self.assert_done(tensorfs("consolidate", m.path, real))
+                for over in overs:
+                    with self.subTest(options=options, over=over):
+                        expected = self.mounted(real, over)
+                        self.assertEqual(self.mounted(m.path, over), expected)
+                        self.assertEqual(self.consolidated(m.path, "-o", over), expected)
+                shutil.rmtree(real)
+
+    def test_a_view_that_is_the_default_counts_on_top_of_files_as_they_are(self):
+        with Mount(self.source, "layout=original") as m:
+            single = self.mounted(self.source)
+            self.assertEqual(self.mounted(m.path, "layout=single"), single)
+            self.assertEqual(self.consolidated(m.path, "-o", "layout=single"), single)
+
+    def test_a_choice_of_files_counts_on_top_of_files_as_they_are(self):
+        both = checkpoints.numbered_set(self.tmp / "both", 1)
+        checkpoints.write_one(both / FILE, "whole", 2)
+        with Mount(both, "layout=original") as m:
+            for chosen in ("prefer=file", "prefer=shards"):
+                expected = self.mounted(both, chosen)
+                self.assertEqual(self.mounted(m.path, "layout=single", chosen), expected)
+
+    def test_one_of_several_files_stands_for_its_set_as_a_real_file_does(self):
+        with Mount(self.source, "layout=shards=2", "dtype=f16") as m:
+            real = self.tmp / "real"
+            self.assert_done(tensorfs("consolidate", m.path, real))
+            part = "model-00001-of-00002.safetensors"
+            self.assertEqual(self.mounted(m.path / part), self.mounted(real / part))
+
+    def test_several_views_are_refused_by_commands_for_one_also_with_options(self):
+        with Mount(self.source, "tp=2") as m:
+            for words in ((), ("-o", "io-timeout=30"), ("-o", "dtype=f16")):
+                outcome = tensorfs("load", m.path, *words)
+                self.assert_refused(outcome, 2)
+                self.assertIn("several views here, name the folder of one", outcome.stderr)
+
+    def test_a_mount_as_a_hub_cache_is_shown_by_mounts_that_show_its_start_only(self):
+        with Mount(self.tmp / "tree", "layout=hub") as m:
+            self.assertEqual(sorted(os.listdir(m.path)), ["models--llama"], os.listdir(m.path))
+            with Mount(m.path) as over:
+                self.assertEqual(os.listdir(over.path), os.listdir(m.path))
+            with self.assertRaises(MountFailed) as failed, Mount(m.path, "watch=auto"):
+                pass
+            self.assertIn("give watch=off", str(failed.exception))
+
+    def test_a_bench_of_a_mount_takes_its_view_and_refuses_another_one_on_top(self):
+        with Mount(self.source, "tp=2") as m:
+            outcome = tensorfs("bench", m.path)
+            self.assert_refused(outcome, 2)
+            self.assertIn("the bench reads one view", outcome.stderr)
+            outcome = tensorfs("bench", m.path / "tp-2/rank-0", "-o", "dtype=f16")
+            self.assert_refused(outcome, 2)
+            self.assertIn("lies on a mount with a view of its own", outcome.stderr)
 
 
 @needs_root
@@ -15,9 +153,10 @@ class ServedOnMounts(ServiceCase):
     def test_readers_of_a_mount_of_a_mount_go_on_over_restarts_and_upgrades(self):
         source = checkpoints.numbered_set(self.tmp / "model", 1)
         below = self.target("below")
-        views = {"above": (), "top": ()}
+        # One is read through the other mount, and begins before it in every order of names.
+        views = {"above": ("dtype=f32",), "top": ()}
         overs = [self.target(name) for name in views]
-        config = mount_config("below", source, below)
+        config = mount_config("below", source, below, "dtype=f16")
         service = self.serve(config)
         service.wait_until_ready()
         wait_until((below / FILE).exists, PATIENCE, "the checkpoint is shown")

@@ -26,6 +26,7 @@ use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::resolve_mount;
+use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::Files;
 
 use super::output::{Failure, Outcome, human, print_json, print_text};
@@ -99,30 +100,34 @@ fn bench(args: &BenchArgs) -> Outcome {
     log::start(0);
     tensorfs::internal::source::raise_limit();
     let options = Options::parse(&args.options, false).map_err(Failure::Usage)?;
-    if options.open.view.files == Files::Original {
+    let (path, open) = behind(args, &options)?;
+    if open.view.files == Files::Original {
         return Err(Failure::Usage("layout=original shows no single file to measure".to_owned()));
     }
-    if options.open.views.is_some() || options.open.hub {
+    if open.views.is_some() || open.hub {
         return Err(Failure::Usage(
             "the bench reads one view: give no views= or layout=hub, and rank= with tp=".to_owned(),
         ));
     }
     // This check comes before any file is made or mounted.
     args.against.as_deref().map_or(Ok(()), check_file)?;
-    if options.open.view.format != OutputFormat::default() {
+    if open.view.format != OutputFormat::default() {
         return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
     }
     let method = Method::choose(args.evict)?;
     worker::stop_on_signals();
     let mut made = None;
     let source = match (&args.source, args.make) {
-        (Some(source), _) => resolve_mount(source).map_or_else(|| source.clone(), |b| b.path),
+        (Some(source), _) => source.clone(),
         (None, Some(_)) => made.insert(make_checkpoint(args)?).path().to_owned(),
         (None, None) => return Err(Failure::Usage("no source".to_owned())),
     };
     let source = std::path::absolute(&source)
         .map_err(|e| Failure::Failed(format!("the working directory is gone: {e}")))?;
-    let mut subject = look(&source, &options, args, method)?;
+    let open =
+        OpenOptions { secret: options.open_with_secret().map_err(Failure::Failed)?.secret, ..open };
+    let tree = Tree::scan(path.as_deref().unwrap_or(&source), &open)?;
+    let mut subject = look(&tree, &source, args, method)?;
     // Both the checkpoint and this file are removed when this function returns.
     let written = consolidate(&mut subject, args)?;
     let outcome = measure(&subject, args);
@@ -133,6 +138,22 @@ fn bench(args: &BenchArgs) -> Outcome {
         }
     }
     outcome
+}
+
+/// The source behind a path on a mount, and the options that open it as the new mount will. Without
+/// such a path, the options that were given.
+fn behind(args: &BenchArgs, options: &Options) -> Result<(Option<PathBuf>, OpenOptions), Failure> {
+    let source = args.source.as_deref();
+    let Some((source, origin)) = source.and_then(|path| Some((path, resolve_mount(path)?))) else {
+        return Ok((None, options.open.clone()));
+    };
+    let (path, open) = origin.open_with(&options.open, options.has_view).ok_or_else(|| {
+        let source = shown_path(source);
+        let why =
+            "lies on a mount with a view of its own: name its source, with the options of both";
+        Failure::Usage(format!("{source}: {why}"))
+    })?;
+    Ok((Some(path), open))
 }
 
 /// Whether there is a real file at `path` that can be read.
@@ -169,17 +190,11 @@ fn make_checkpoint(args: &BenchArgs) -> Result<Scratch, Failure> {
     Ok(scratch)
 }
 
-/// Finds the largest checkpoint of `source`.
-fn look(
-    source: &Path,
-    options: &Options,
-    args: &BenchArgs,
-    method: Method,
-) -> Result<Subject, Failure> {
-    let tree = Tree::scan(source, &options.open_with_secret().map_err(Failure::Failed)?)?;
+/// Finds the largest checkpoint of `tree`, which is what a mount of `source` shows.
+fn look(tree: &Tree, source: &Path, args: &BenchArgs, method: Method) -> Result<Subject, Failure> {
     let mut largest: Option<Subject> = None;
     let mut refusal = None;
-    for found in prove_all(&tree)?.0 {
+    for found in prove_all(tree)?.0 {
         let checkpoint = match found.set.outcome {
             Ok(checkpoint) => checkpoint,
             Err(error) => {

@@ -10,7 +10,7 @@ use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::{
     MountOrigin, changed_since_mount, resolve_bytes, resolve_mount,
 };
-use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::open_options::{OpenOptions, Prefer};
 use tensorfs::internal::view::{Files, View};
 
 use super::args;
@@ -23,8 +23,8 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
     folder.map(|folder| format!("index-dir={}", escape(&folder.to_string_lossy())))
 }
 
-/// Scans the source of a query that is about one view. For a path on a mount, scans the source
-/// behind it with the view of the mount, unless `-o` is given.
+/// Scans the source of a query that is about one view. For a path on a mount, `-o` is about what the
+/// mount shows.
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
     let several = "only mount, serve, ls, inspect and consolidate take several views";
     if let Some(views) = &options.open.views {
@@ -53,10 +53,11 @@ pub(super) fn open_bytes(
     let path = match resolve_bytes(&args.source) {
         None => args.source.clone(),
         Some(Ok(MountOrigin { path, options: mounted, .. })) => {
-            if args.options.is_empty() {
-                let OpenOptions { expect_shards, reference, secret, .. } = open;
-                open = OpenOptions { expect_shards, reference, secret, ..mounted };
-            }
+            let found_by_default = open.prefer == Prefer::default();
+            let prefer = if found_by_default { mounted.prefer } else { open.prefer };
+            let view = if options.has_view { open.view } else { mounted.view };
+            let follow = mounted.follow.into_iter().chain(open.follow).collect();
+            open = OpenOptions { prefer, view, follow, ..open };
             path
         }
         Some(Err(why)) => {
@@ -88,10 +89,9 @@ pub(super) fn refuse_views(
     )))
 }
 
-/// Refuses a path on a mount with several views, for commands about what one view shows. `-o` gives
-/// the view.
+/// Refuses a path on a mount with several views, for commands about what one view shows.
 pub(super) fn refuse_several_views(args: &args::SourceArgs) -> Result<(), Failure> {
-    let origin = resolve_mount(&args.source).filter(|_| args.options.is_empty());
+    let origin = resolve_mount(&args.source);
     let Some(views) = origin.and_then(|origin| origin.options.views) else { return Ok(()) };
     let folder = |name: &str| shown_path(&args.source.join(name));
     let names: Vec<String> = views.iter().take(4).map(|(name, _)| folder(name)).collect();
@@ -117,16 +117,12 @@ fn scan_source(
     with_views: bool,
 ) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
-    let open = options.open_with_secret().map_err(Failure::Failed)?;
-    let (mut path, mut open) = (args.source.clone(), open);
-    if let Some(MountOrigin { path: source, options: mounted, .. }) = resolve_mount(&args.source) {
-        path = source;
-        if args.options.is_empty() {
-            let OpenOptions { expect_shards, reference, secret, .. } = open;
-            let views = mounted.views.clone().filter(|_| with_views);
-            let hub = mounted.hub && with_views;
-            open = OpenOptions { expect_shards, reference, secret, views, hub, ..mounted };
-        }
+    let given = options.open_with_secret().map_err(Failure::Failed)?;
+    let behind = resolve_mount(&args.source);
+    let behind = behind.and_then(|origin| origin.open_with(&given, options.has_view));
+    let (path, mut open) = behind.unwrap_or_else(|| (args.source.clone(), given));
+    if !with_views {
+        (open.views, open.hub) = (None, false);
     }
     if let Some(why) = changed_since_mount(&args.source) {
         let path = shown_path(&args.source);
@@ -203,6 +199,7 @@ pub(super) fn one_checkpoint(
 ) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
     options.open.view =
         View { files: Files::Original, format: OutputFormat::default(), ..options.open.view };
+    options.has_view = !options.open.view.keeps_tensors();
     refuse_several_views(args)?;
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;

@@ -217,12 +217,20 @@ fn refuse_core_dumps() {
 fn plan_source(
     source: &Path,
     (identity, target): (MountIdentity, PathBuf),
-    options: Options,
+    mut options: Options,
     fresh: bool,
 ) -> Result<MountPlan, String> {
-    // For a source on a tensorfs mount, the source behind that mount is read.
-    let behind = resolve_mount(source).map(|behind| behind.path);
-    let source = behind.unwrap_or_else(|| source.to_owned());
+    // For a source on a tensorfs mount, the source behind that mount is read, if it shows the same.
+    let behind = resolve_mount(source);
+    let behind = behind.and_then(|origin| origin.open_with(&options.open, options.has_view));
+    let (path, open) = behind.unwrap_or_else(|| (source.to_owned(), options.open.clone()));
+    if open.hub && options.watch() != Watch::Off {
+        let why =
+            "lies on a mount with layout=hub, which shows the models of its start: give watch=off";
+        return Err(format!("{}: {why}", shown_path(source)));
+    }
+    options.open = open;
+    let source = path;
     let index = index_folder(&options, &target);
     let open = OpenOptions { index, ..options.open_with_secret()? };
     if open.secret.is_some() {

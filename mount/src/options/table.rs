@@ -187,6 +187,7 @@ fn word<T: FromStr<Err = UnknownWord>>(slot: &mut T, value: &str) -> Result<(), 
 
 /// Sets an option of the view.
 fn view(options: &mut Options, key: &str, value: &str) -> Result<(), String> {
+    options.has_view = true;
     let set = options.open.view.set(key, value, &mut read_option_file);
     set.unwrap_or_else(|| Err("another option".to_owned()))
 }
@@ -217,7 +218,7 @@ const TABLE: &[OptionRow] = &[
         "layout",
         |options, value| {
             if value == "hub" {
-                options.open.hub = true;
+                (options.open.hub, options.has_view) = (true, true);
                 return Ok(());
             }
             let expected = |why: String| if why == LAYOUTS { format!("{why}, or hub") } else { why };
@@ -319,7 +320,7 @@ const TABLE: &[OptionRow] = &[
         |options, value| {
             let (path, text) = read_text(Path::new(&text(value)?))?;
             let views = NamedViews::parse(&path, &text, &mut read_option_file)?;
-            options.open.views = Some(Arc::new(views));
+            (options.open.views, options.has_view) = (Some(Arc::new(views)), true);
             Ok(())
         },
         &[(

@@ -146,6 +146,14 @@ class OnMounts(TestCase):
             self.assert_refused(outcome, 2)
             self.assertIn("lies on a mount with a view of its own", outcome.stderr)
 
+    def test_options_about_files_are_refused_by_commands_that_read_tensors(self):
+        for option in ("layout=shards=100", "layout=original", "format=bintensors", "weight-map=hide"):
+            for words in (("load", self.source), ("diff", self.source, self.source)):
+                outcome = tensorfs(*words, "-o", option)
+                self.assert_refused(outcome, 2)
+                self.assert_one_line(outcome)
+                self.assertIn(f"option {option}: {words[0]} reads tensors", outcome.stderr)
+
 
 @needs_root
 class ServedOnMounts(ServiceCase):

@@ -89,6 +89,26 @@ pub(super) fn refuse_views(
     )))
 }
 
+/// Refuses options about files and their format, for `command`, which reads the tensors only.
+pub(super) fn refuse_files(command: &str, options: &Options) -> Result<(), Failure> {
+    let View { files, format, map, .. } = &options.open.view;
+    let (default, given) = (View::default(), |option: &str, value: &dyn std::fmt::Display| {
+        Err(Failure::Usage(format!(
+            "option {option}={value}: {command} reads tensors, whatever files show them; leave it out"
+        )))
+    });
+    if *files != default.files {
+        return given("layout", files);
+    }
+    if *format != default.format {
+        return given("format", &format.as_str());
+    }
+    if *map != default.map {
+        return given("weight-map", &map.as_str());
+    }
+    Ok(())
+}
+
 /// Refuses a path on a mount with several views, for commands about what one view shows.
 pub(super) fn refuse_several_views(args: &args::SourceArgs) -> Result<(), Failure> {
     let origin = resolve_mount(&args.source);
@@ -193,6 +213,7 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<S
 }
 
 /// The one checkpoint of the source, and the notes about it. It need not fit into one virtual file.
+/// Options about files and their format are without effect: the caller refuses or follows them.
 pub(super) fn one_checkpoint(
     args: &args::SourceArgs,
     mut options: Options,

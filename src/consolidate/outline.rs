@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::tensorizer::TensorizerFile;
-use crate::checkpoint::{Checkpoint, Content, ERROR_FILE, FolderId, Proved, Tree, VirtualFile};
+use crate::checkpoint::{
+    Checkpoint, Content, ERROR_FILE, File, FolderId, Proved, Tree, VirtualFile,
+};
 use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown, shown_path};
 use crate::format::{OutputFormat, names};
 use crate::reader::Reader;
-use crate::source::Source;
+use crate::source::{FileSystem, Identity, Source};
 use crate::view::FileSpec;
 
 /// The bytes of a file.
@@ -221,7 +223,7 @@ impl Outline {
                 Content::Text(_) if entry.name == ERROR_FILE => continue,
                 Content::Text(text) => OutlineContent::Text(text),
                 Content::Whole { file, proved } => OutlineContent::Whole(
-                    proved.unwrap_or_else(|| Source::closed(&file.path, file.identity)),
+                    proved.unwrap_or_else(|| Source::closed(&file.path, identity_of(&file))),
                 ),
             };
             self.files.push(OutlineFile { path: folder.relative.join(entry.name), content });
@@ -329,6 +331,16 @@ impl Outline {
             OutlineContent::Text(_) => false,
         }
     }
+}
+
+/// The identity of a file that the scan has found. Attributes of a file system that is not local may
+/// come from the kernel's cache and be older than the file, so a file without weights is looked at
+/// anew.
+fn identity_of(file: &File) -> Identity {
+    if is_weights(&file.path) || FileSystem::at(&file.path).is_local() {
+        return file.identity;
+    }
+    Identity::now(&file.path).ok().filter(Identity::is_file).unwrap_or(file.identity)
 }
 
 fn partial(path: &Path, why: String) -> Error {

@@ -114,6 +114,18 @@ class OnMounts(TestCase):
                 expected = self.mounted(both, chosen)
                 self.assertEqual(self.mounted(m.path, "layout=single", chosen), expected)
 
+    def test_files_that_a_mount_shows_changed_are_copied_as_they_are_now(self):
+        config = self.source / "config.json"
+        for options, words in ((["dtype=f16"], ("-o", "dtype=f32")), (["tp=2"], ())):
+            with self.subTest(options=options), Mount(self.source, *options) as m:
+                for path in m.path.rglob("*"):
+                    path.stat()
+                # The kernel keeps the attributes that it has got for a second.
+                config.write_text(config.read_text() + "\n")
+                found = self.consolidated(m.path, *words)
+                texts = {text for name, text in found.items() if name.endswith("config.json")}
+                self.assertEqual(texts, {config.read_bytes()})
+
     def test_one_of_several_files_stands_for_its_set_as_a_real_file_does(self):
         with Mount(self.source, "layout=shards=2", "dtype=f16") as m:
             real = self.tmp / "real"

@@ -83,7 +83,8 @@ impl Transfer {
         let refused = past_cache && direct.is_none();
         let mut target = target;
         let (mut buffer, place, start) = match (target.take_unaligned(), &direct) {
-            (Some(place), None) if !decrypts => {
+            // Whole encrypted pieces are decrypted in their place.
+            (Some(place), None) if needed == range => {
                 (Buffer::unaligned(place, target), None, range.start)
             }
             (place, _) => {

@@ -211,8 +211,8 @@ pub(super) fn memory_of(checkpoint: &Checkpoint, chunk: &Chunk) -> u64 {
 
 /// Region and byte into which `chunk` is read, `None` if its bytes are moved. A remote file system
 /// may answer after the load has given up, when the caller already uses its memory for something
-/// else. So its reads do not go directly to caller-provided memory. Encrypted pieces need not begin
-/// and end where a chunk does, so they are decrypted in memory of their own.
+/// else. So its reads do not go directly to caller-provided memory. Encrypted pieces of which a chunk has
+/// a part only are decrypted in memory of their own.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let (ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset }) =
         chunk.target
@@ -221,7 +221,7 @@ fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32,
     };
     let source = &checkpoint.sources()[chunk.shard.0 as usize];
     let is_direct = !plan.given[region as usize] || !source.may_block();
-    (is_direct && !source.is_encrypted()).then_some((region, offset))
+    (is_direct && source.cover(&chunk.range) == chunk.range).then_some((region, offset))
 }
 
 /// Ends the population of memory with the load, however the load ends.

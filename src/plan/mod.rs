@@ -294,7 +294,8 @@ impl Plan {
                 ([one], None)
                     if limits.in_place
                         && one.is_plain()
-                        && one.range.start.is_multiple_of(width) =>
+                        && one.range.start.is_multiple_of(width)
+                        && decryptor(one.shard).is_none() =>
                 {
                     let (shard, range) = (one.shard, one.range.clone());
                     straight.push(Straight { shard, range, request: number as u32 });
@@ -310,7 +311,7 @@ impl Plan {
                 }
             }
         }
-        plan.read_straight(straight, decryptor);
+        plan.read_straight(straight);
         plan.find_places(placeless);
         for extent in &mut extents {
             let placement = &plan.placements[extent.request as usize];
@@ -372,12 +373,12 @@ impl Plan {
         let range = one.range.clone();
         let agrees =
             range.start % PAGE == offset && range.end - range.start >= limits.place.max(2 * PAGE);
-        if !limits.in_place || !one.is_plain() || !agrees {
+        if !limits.in_place || !one.is_plain() || !agrees || decryptor(one.shard).is_some() {
             return;
         }
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
         let place = (region, offset + (pages.start - range.start));
-        self.read_to(one.shard, pages.clone(), place, decryptor);
+        self.read_to(one.shard, pages.clone(), place);
         let (shard, request, step) = (one.shard, one.request, one.step.clone());
         extents.truncate(before);
         for part in [range.start..pages.start, pages.end..range.end] {
@@ -495,7 +496,7 @@ impl Plan {
     }
 
     /// Adds reads of requests that go directly to their place. Small neighbours share a region.
-    fn read_straight(&mut self, mut straight: Vec<Straight>, decryptor: DecryptorOf<'_>) {
+    fn read_straight(&mut self, mut straight: Vec<Straight>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
         let small = |one: &Straight| one.range.end - one.range.start < limits.dedicated_min_bytes;
@@ -504,46 +505,46 @@ impl Plan {
         };
         let reads = coalesce(&straight, |one| &one.range, together, limits.gap, limits.slab);
         for (range, run) in reads {
-            self.read_run(run, range, decryptor);
+            self.read_run(run, range);
         }
     }
 
-    fn read_run(&mut self, run: &[Straight], range: Range<u64>, decryptor: DecryptorOf<'_>) {
+    fn read_run(&mut self, run: &[Straight], range: Range<u64>) {
         let page = range.start / PAGE * PAGE;
         let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {
             let placement = &mut self.placements[one.request as usize];
             (placement.region, placement.offset) = (region, one.range.start - page);
         }
-        self.read_to(run[0].shard, range.clone(), (region, range.start - page), decryptor);
+        self.read_to(run[0].shard, range.clone(), (region, range.start - page));
     }
 
     /// Adds reads of `range` to byte `offset` of a region, where it has the same offset within a page.
-    fn read_to(
-        &mut self,
-        shard: ShardId,
-        range: Range<u64>,
-        (region, offset): (u32, u64),
-        decryptor: DecryptorOf<'_>,
-    ) {
-        let decryptor = decryptor(shard);
+    fn read_to(&mut self, shard: ShardId, range: Range<u64>, (region, offset): (u32, u64)) {
         let mut start = range.start;
         while start < range.end {
-            let mut end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
-            if let Some(decryptor) = &decryptor {
-                end = decryptor.good_end(&(start..end)).min(range.end);
-            }
+            let end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
             let target = ChunkTarget::Place { region, offset: offset + (start - range.start) };
             self.chunks.push(Chunk { shard, range: start..end, target });
             start = end;
         }
     }
 
-    /// Adds reads of a long run whose place has another offset within a page than the shard.
-    fn read_unaligned(&mut self, Stretch { shard, range, step, .. }: &Stretch) {
+    /// Adds reads of a long run whose place has another offset within a page than the shard, or whose
+    /// encrypted pieces end within pages.
+    fn read_unaligned(
+        &mut self,
+        Stretch { shard, range, step, .. }: &Stretch,
+        decryptor: DecryptorOf<'_>,
+    ) {
+        let decryptor = decryptor(*shard);
         let mut start = range.start;
         while start < range.end {
-            let end = (start.saturating_add(self.limits.unaligned) / PAGE * PAGE).min(range.end);
+            let mut end =
+                (start.saturating_add(self.limits.unaligned) / PAGE * PAGE).min(range.end);
+            if let Some(decryptor) = &decryptor {
+                end = decryptor.good_end(&(start..end)).min(range.end);
+            }
             let offset = step.offset + (start - range.start);
             let target = ChunkTarget::Unaligned { region: step.region, offset };
             self.chunks.push(Chunk { shard: *shard, range: start..end, target });
@@ -556,13 +557,10 @@ impl Plan {
         let limits = self.limits;
         let is_long = |one: &Stretch| {
             let len = one.range.end - one.range.start;
-            limits.in_place
-                && one.is_plain()
-                && len >= limits.place.max(2 * PAGE)
-                && decryptor(one.shard).is_none()
+            limits.in_place && one.is_plain() && len >= limits.place.max(2 * PAGE)
         };
         let (long, extents): (Vec<_>, Vec<_>) = extents.into_iter().partition(is_long);
-        long.iter().for_each(|run| self.read_unaligned(run));
+        long.iter().for_each(|run| self.read_unaligned(run, decryptor));
         let split = |extent| split(extent, limits.moved, decryptor);
         let mut parts: Vec<Stretch> = extents.into_iter().flat_map(split).collect();
         parts.sort_by_key(|part| {

@@ -1,4 +1,5 @@
-//! The cipher Salsa20 with eight blocks at a time, on processors with AVX2.
+//! The cipher Salsa20 with eight blocks at a time, on processors with AVX2. AVX-512 rotates words at
+//! once, which is faster.
 //!
 //! The crate makes one block at a time, which takes more than three times as long. It makes the
 //! bytes before and behind eight whole blocks here, and all of them on other processors.
@@ -27,6 +28,8 @@ pub(super) struct WideSalsa20 {
     narrow: Salsa20,
     /// The state of the first block.
     state: Zeroizing<[u32; 16]>,
+    /// How eight blocks are made, if this processor can do that.
+    make_blocks: Option<MakeBlocks>,
 }
 
 impl KeySizeUser for WideSalsa20 {
@@ -46,7 +49,11 @@ impl KeyIvInit for WideSalsa20 {
         }
         (state[0], state[5], state[10], state[15]) =
             (CONSTANTS[0], CONSTANTS[1], CONSTANTS[2], CONSTANTS[3]);
-        WideSalsa20 { narrow: Salsa20::new(key, iv), state }
+        WideSalsa20 {
+            narrow: Salsa20::new(key, iv),
+            state,
+            make_blocks: wide_functions().into_iter().flatten().next(),
+        }
     }
 }
 
@@ -63,9 +70,10 @@ impl StreamCipher for WideSalsa20 {
     ) -> Result<(), StreamCipherError> {
         let position: u64 = self.narrow.try_current_pos().map_err(|_| StreamCipherError)?;
         let front_len = position.next_multiple_of(BLOCK_LEN as u64) - position;
-        if bytes.len() < front_len as usize + WIDE_LEN {
+        let is_short = bytes.len() < front_len as usize + WIDE_LEN;
+        let Some(make_blocks) = self.make_blocks.filter(|_| !is_short) else {
             return self.narrow.try_apply_keystream_inout(bytes);
-        }
+        };
         let (front, bytes) = bytes.split_at(front_len as usize);
         self.narrow.try_apply_keystream_inout(front)?;
         let wide_len = bytes.len() / WIDE_LEN * WIDE_LEN;
@@ -73,11 +81,7 @@ impl StreamCipher for WideSalsa20 {
         let mut stream = Zeroizing::new([0; WIDE_LEN]);
         let mut number = (position + front_len) / BLOCK_LEN as u64;
         for start in (0..wide_len).step_by(WIDE_LEN) {
-            if !make_blocks(&self.state, number, &mut stream) {
-                // No processor makes some of them only.
-                self.narrow.try_apply_keystream_inout(wide)?;
-                return self.narrow.try_apply_keystream_inout(tail);
-            }
+            make_blocks(&self.state, number, &mut stream);
             // `xor_in2out` takes single bytes if both buffers are the same.
             let range = start..start + WIDE_LEN;
             let bytes = &wide.get_in()[range.clone()];
@@ -91,121 +95,165 @@ impl StreamCipher for WideSalsa20 {
     }
 }
 
-/// Makes the eight blocks of a key stream from the one with the number `first` on. Returns whether
-/// the processor can do that; `stream` is as before if not.
+/// A function that makes eight blocks of a key stream: from a state, and the number of the first block.
+type MakeBlocks = fn(&[u32; 16], u64, &mut [u8; WIDE_LEN]);
+
+/// Functions that make the eight blocks of a key stream from the one with a number on, the fastest one
+/// first. `None` stands for one that this processor cannot run.
 #[cfg(target_arch = "x86_64")]
-fn make_blocks(state: &[u32; 16], first: u64, stream: &mut [u8; WIDE_LEN]) -> bool {
-    let can = is_x86_feature_detected!("avx2");
-    if can {
-        // SAFETY: the processor has AVX2, the only feature that the function is compiled for.
+fn wide_functions() -> [Option<MakeBlocks>; 2] {
+    let has_avx2 = is_x86_feature_detected!("avx2");
+    let has_avx512 = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl");
+    let with_avx512: MakeBlocks = |state, first, stream| {
+        // SAFETY: the function is given out where the processor has the features that it needs.
+        unsafe { avx512::make_blocks(state, first, stream) };
+    };
+    let with_avx2: MakeBlocks = |state, first, stream| {
+        // SAFETY: the function is given out where the processor has the feature that it needs.
         unsafe { avx2::make_blocks(state, first, stream) };
-    }
-    can
+    };
+    [(has_avx2 && has_avx512).then_some(with_avx512), has_avx2.then_some(with_avx2)]
 }
 
-/// Makes no blocks: there is no code for this architecture.
+/// There is no code for this architecture.
 #[cfg(not(target_arch = "x86_64"))]
-fn make_blocks(_state: &[u32; 16], _first: u64, _stream: &mut [u8; WIDE_LEN]) -> bool {
-    false
+fn wide_functions() -> [Option<MakeBlocks>; 0] {
+    []
+}
+
+/// The functions for the features `$features`, which rotate words by `$rotated`. They have no closures:
+/// those of `map` and `zip` would be compiled for all processors.
+#[cfg(target_arch = "x86_64")]
+macro_rules! eight_blocks {
+    ($features:literal, $rotated:ident) => {
+        use std::arch::x86_64::{
+            __m256i, _mm256_add_epi32, _mm256_permute2x128_si256, _mm256_set1_epi32,
+            _mm256_setr_epi32, _mm256_setzero_si256, _mm256_storeu_si256, _mm256_unpackhi_epi32,
+            _mm256_unpackhi_epi64, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64, _mm256_xor_si256,
+        };
+
+        use super::{BLOCK_LEN, WIDE_LEN};
+
+        /// The word of each of the eight blocks, for each of the sixteen words of a state.
+        type Words = [__m256i; 16];
+
+        /// `words[to] ^= rotate_left(words[first] + words[second], LEFT)`; `RIGHT` is `32 - LEFT`.
+        #[target_feature(enable = $features)]
+        #[inline]
+        fn mix<const LEFT: i32, const RIGHT: i32>(
+            words: &mut Words,
+            [to, first, second]: [usize; 3],
+        ) {
+            let sum = _mm256_add_epi32(words[first], words[second]);
+            words[to] = _mm256_xor_si256(words[to], $rotated::<LEFT, RIGHT>(sum));
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        fn quarter_round(words: &mut Words, [a, b, c, d]: [usize; 4]) {
+            mix::<7, 25>(words, [b, a, d]);
+            mix::<9, 23>(words, [c, b, a]);
+            mix::<13, 19>(words, [d, c, b]);
+            mix::<18, 14>(words, [a, d, c]);
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        fn double_round(words: &mut Words) {
+            quarter_round(words, [0, 4, 8, 12]);
+            quarter_round(words, [5, 9, 13, 1]);
+            quarter_round(words, [10, 14, 2, 6]);
+            quarter_round(words, [15, 3, 7, 11]);
+            quarter_round(words, [0, 1, 2, 3]);
+            quarter_round(words, [5, 6, 7, 4]);
+            quarter_round(words, [10, 11, 8, 9]);
+            quarter_round(words, [15, 12, 13, 14]);
+        }
+
+        /// Stores the eight words from `first` on of each block at their place in the block.
+        #[target_feature(enable = $features)]
+        #[inline]
+        fn store(words: &Words, first: usize, stream: &mut [u8; WIDE_LEN]) {
+            let mut pairs = [_mm256_setzero_si256(); 8];
+            for pair in 0..4 {
+                let (one, next) = (words[first + 2 * pair], words[first + 2 * pair + 1]);
+                pairs[2 * pair] = _mm256_unpacklo_epi32(one, next);
+                pairs[2 * pair + 1] = _mm256_unpackhi_epi32(one, next);
+            }
+            // Rows 0 to 3, and 4 to 7, of each column: those of columns 0 and 4, 1 and 5, and so on.
+            let mut columns = [_mm256_setzero_si256(); 8];
+            for half in 0..2 {
+                for high in 0..2 {
+                    let (one, next) = (pairs[4 * half + high], pairs[4 * half + 2 + high]);
+                    columns[4 * half + 2 * high] = _mm256_unpacklo_epi64(one, next);
+                    columns[4 * half + 2 * high + 1] = _mm256_unpackhi_epi64(one, next);
+                }
+            }
+            for block in 0..8 {
+                let (upper, lower) = (columns[block % 4], columns[4 + block % 4]);
+                let column = match block {
+                    0..4 => _mm256_permute2x128_si256::<0x20>(upper, lower),
+                    _ => _mm256_permute2x128_si256::<0x31>(upper, lower),
+                };
+                let place = &mut stream[block * BLOCK_LEN + 4 * first..][..BLOCK_LEN / 2];
+                // SAFETY: the place has 32 bytes. The store needs no alignment.
+                unsafe { _mm256_storeu_si256(place.as_mut_ptr().cast(), column) };
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        pub(super) fn make_blocks(state: &[u32; 16], first: u64, stream: &mut [u8; WIDE_LEN]) {
+            let mut start = [_mm256_setzero_si256(); 16];
+            for word in 0..16 {
+                start[word] = _mm256_set1_epi32(state[word].cast_signed());
+            }
+            let (mut low, mut high) = ([0; 8], [0; 8]);
+            for block in 0..8 {
+                let number = first.wrapping_add(block as u64);
+                low[block] = (number as u32).cast_signed();
+                high[block] = ((number >> 32) as u32).cast_signed();
+            }
+            let [a, b, c, d, e, f, g, h] = low;
+            start[8] = _mm256_setr_epi32(a, b, c, d, e, f, g, h);
+            let [a, b, c, d, e, f, g, h] = high;
+            start[9] = _mm256_setr_epi32(a, b, c, d, e, f, g, h);
+            let mut words = start;
+            for _ in 0..10 {
+                double_round(&mut words);
+            }
+            for word in 0..16 {
+                words[word] = _mm256_add_epi32(words[word], start[word]);
+            }
+            store(&words, 0, stream);
+            store(&words, 8, stream);
+        }
+    };
 }
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use std::arch::x86_64::{
-        __m256i, _mm256_add_epi32, _mm256_or_si256, _mm256_permute2x128_si256, _mm256_set1_epi32,
-        _mm256_setr_epi32, _mm256_slli_epi32, _mm256_srli_epi32, _mm256_storeu_si256,
-        _mm256_unpackhi_epi32, _mm256_unpackhi_epi64, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
-        _mm256_xor_si256,
-    };
-
-    use super::{BLOCK_LEN, WIDE_LEN};
-
-    /// The word of each of the eight blocks, for each of the sixteen words of a state.
-    type Words = [__m256i; 16];
-
-    /// `$to ^= rotate_left($first + $second, $bits)`.
-    macro_rules! mix {
-        ($words:ident[$to:ident] ^= ($first:ident + $second:ident) <<< $bits:literal) => {
-            let sum = _mm256_add_epi32($words[$first], $words[$second]);
-            let (left, right) =
-                (_mm256_slli_epi32::<$bits>(sum), _mm256_srli_epi32::<{ 32 - $bits }>(sum));
-            $words[$to] = _mm256_xor_si256($words[$to], _mm256_or_si256(left, right));
-        };
-    }
+    use std::arch::x86_64::{_mm256_or_si256, _mm256_slli_epi32, _mm256_srli_epi32};
 
     #[target_feature(enable = "avx2")]
     #[inline]
-    fn quarter_round(words: &mut Words, [a, b, c, d]: [usize; 4]) {
-        mix!(words[b] ^= (a + d) <<< 7);
-        mix!(words[c] ^= (b + a) <<< 9);
-        mix!(words[d] ^= (c + b) <<< 13);
-        mix!(words[a] ^= (d + c) <<< 18);
+    fn by_shifts<const LEFT: i32, const RIGHT: i32>(words: __m256i) -> __m256i {
+        _mm256_or_si256(_mm256_slli_epi32::<LEFT>(words), _mm256_srli_epi32::<RIGHT>(words))
     }
 
-    #[target_feature(enable = "avx2")]
+    eight_blocks!("avx2", by_shifts);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use std::arch::x86_64::_mm256_rol_epi32;
+
+    #[target_feature(enable = "avx2,avx512f,avx512vl")]
     #[inline]
-    fn double_round(words: &mut Words) {
-        quarter_round(words, [0, 4, 8, 12]);
-        quarter_round(words, [5, 9, 13, 1]);
-        quarter_round(words, [10, 14, 2, 6]);
-        quarter_round(words, [15, 3, 7, 11]);
-        quarter_round(words, [0, 1, 2, 3]);
-        quarter_round(words, [5, 6, 7, 4]);
-        quarter_round(words, [10, 11, 8, 9]);
-        quarter_round(words, [15, 12, 13, 14]);
+    fn at_once<const LEFT: i32, const RIGHT: i32>(words: __m256i) -> __m256i {
+        _mm256_rol_epi32::<LEFT>(words)
     }
 
-    /// Eight rows of eight words, as columns.
-    #[target_feature(enable = "avx2")]
-    #[inline]
-    fn transposed(rows: &[__m256i]) -> [__m256i; 8] {
-        let pairs = [0, 2, 4, 6].map(|row| {
-            let (first, second) = (rows[row], rows[row + 1]);
-            [_mm256_unpacklo_epi32(first, second), _mm256_unpackhi_epi32(first, second)]
-        });
-        let [upper, lower] = [0, 2].map(|pair| {
-            let ([low, high], [other_low, other_high]) = (pairs[pair], pairs[pair + 1]);
-            [
-                _mm256_unpacklo_epi64(low, other_low),
-                _mm256_unpackhi_epi64(low, other_low),
-                _mm256_unpacklo_epi64(high, other_high),
-                _mm256_unpackhi_epi64(high, other_high),
-            ]
-        });
-        let mut columns = [rows[0]; 8];
-        for column in 0..4 {
-            let (upper, lower) = (upper[column], lower[column]);
-            columns[column] = _mm256_permute2x128_si256::<0x20>(upper, lower);
-            columns[column + 4] = _mm256_permute2x128_si256::<0x31>(upper, lower);
-        }
-        columns
-    }
-
-    #[target_feature(enable = "avx2")]
-    pub(super) fn make_blocks(state: &[u32; 16], first: u64, stream: &mut [u8; WIDE_LEN]) {
-        let mut start = state.map(|word| _mm256_set1_epi32(word.cast_signed()));
-        let numbers: [u64; 8] = std::array::from_fn(|block| first.wrapping_add(block as u64));
-        let [a, b, c, d, e, f, g, h] = numbers.map(|number| (number as u32).cast_signed());
-        start[8] = _mm256_setr_epi32(a, b, c, d, e, f, g, h);
-        let [a, b, c, d, e, f, g, h] = numbers.map(|number| ((number >> 32) as u32).cast_signed());
-        start[9] = _mm256_setr_epi32(a, b, c, d, e, f, g, h);
-        let mut words = start;
-        for _ in 0..10 {
-            double_round(&mut words);
-        }
-        for (word, start) in words.iter_mut().zip(start) {
-            *word = _mm256_add_epi32(*word, start);
-        }
-        let halves = transposed(&words[..8]).into_iter().zip(transposed(&words[8..]));
-        for (block, (front, back)) in stream.chunks_exact_mut(BLOCK_LEN).zip(halves) {
-            let (front_bytes, back_bytes) = block.split_at_mut(BLOCK_LEN / 2);
-            // SAFETY: both slices have 32 bytes, the half of a block. The store needs no alignment.
-            unsafe {
-                _mm256_storeu_si256(front_bytes.as_mut_ptr().cast(), front);
-                _mm256_storeu_si256(back_bytes.as_mut_ptr().cast(), back);
-            }
-        }
-    }
+    eight_blocks!("avx2,avx512f,avx512vl", at_once);
 }
 
 #[cfg(test)]

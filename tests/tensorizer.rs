@@ -218,6 +218,24 @@ fn the_end_mark_is_described_as_far_as_the_file_has_it() {
 }
 
 #[test]
+fn another_file_in_the_place_of_the_end_mark_ends_the_first_one() {
+    let first = TensorizerFile { end: Vec::new(), ..plain() }.bytes();
+    let bytes = [first.clone(), versioned().bytes()].concat();
+    let (description, alone) = (parse_file(&bytes).unwrap(), parse_file(&first).unwrap());
+    assert_eq!(read(&description, &bytes), read(&alone, &first));
+    assert_eq!(description.next_file, Some(first.len() as u64));
+    // What stands in the place of the mark is described, so that an index notices its change.
+    let end = first.len() as u64..first.len() as u64 + 5;
+    assert_eq!(description.described.last(), Some(&end));
+    assert_eq!(alone.next_file, None);
+    assert_eq!(parse_file(&plain().bytes()).unwrap().next_file, None);
+    for len in 1..5 {
+        let fault = parse_file(&bytes[..first.len() + len]).unwrap_err();
+        assert_eq!(fault.kind, ErrorKind::DataTrailing, "{len} bytes of the next file");
+    }
+}
+
+#[test]
 fn fields_that_no_reader_uses_may_have_any_value() {
     let accepted = |change: fn(&mut TensorizerFile)| {
         let mut file = plain();

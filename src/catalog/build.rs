@@ -279,6 +279,14 @@ fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let mut metadata: Option<BTreeMap<String, String>> = None;
     let mut notes = Vec::new();
     for shard in shards.iter() {
+        if let Some(offset) = shard.header.next_file {
+            note(&mut notes, || {
+                let file = &shard.name;
+                format!(
+                    "{file}: another tensorizer file begins at its byte {offset}, which is not shown"
+                )
+            });
+        }
         if shard.header.metadata.as_ref().is_some_and(BTreeMap::is_empty) {
             metadata.get_or_insert_default();
         }

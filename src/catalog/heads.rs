@@ -72,6 +72,8 @@ pub struct Head {
     pub metadata: Option<BTreeMap<String, String>>,
     /// The bytes of the shard that describe the others, ascending.
     pub described: Vec<Range<u64>>,
+    /// First byte of another shard that follows in the same file, and is not shown.
+    pub next_file: Option<u64>,
     note: Option<Result<Note, Fault>>,
 }
 
@@ -189,8 +191,8 @@ impl Heads {
                 first_place: columns.push_places(&places),
             })
         });
-        let ShardDescription { metadata, described, .. } = shard;
-        Head { heads: self.clone(), tensors, metadata, described, note }
+        let ShardDescription { metadata, described, next_file, .. } = shard;
+        Head { heads: self.clone(), tensors, metadata, described, next_file, note }
     }
 
     fn columns(&self) -> &HeadColumns {
@@ -292,8 +294,14 @@ impl Head {
     pub fn without_tensors(&self) -> Head {
         let mut metadata = self.metadata.clone();
         forget_note(&mut metadata);
-        let described = self.described.clone();
-        Head { heads: Arc::default(), tensors: 0..0, metadata, described, note: None }
+        Head {
+            heads: Arc::default(),
+            tensors: 0..0,
+            metadata,
+            described: self.described.clone(),
+            next_file: self.next_file,
+            note: None,
+        }
     }
 
     /// Its tensors, in data order.

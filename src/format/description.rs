@@ -16,6 +16,8 @@ pub struct ShardDescription {
     pub described: Vec<Range<u64>>,
     /// The tensors whose data is encrypted, in data order; `None` if the file is not encrypted.
     pub encrypted: Option<Vec<EncryptedTensor>>,
+    /// First byte of another shard that follows in the same file, and is not described.
+    pub next_file: Option<u64>,
     names: String,
     tensors: Vec<DescriptionRow>,
     /// The extents of all tensors; equal shapes may share theirs.
@@ -51,6 +53,7 @@ impl ShardDescription {
             metadata: None,
             described: std::iter::once(0..data_start).collect(),
             encrypted: None,
+            next_file: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),
             numbers: Vec::new(),

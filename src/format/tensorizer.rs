@@ -90,8 +90,11 @@ struct StoredFile {
     /// Whether the file says that its tensors are encrypted.
     encrypted: bool,
     tensors: Vec<StoredTensor>,
-    /// Shorter than a mark, or empty, if the file ends before.
+    /// Shorter than a mark, or empty, if the file ends before. The magic of the next file, if one
+    /// follows.
     end_mark: Range<u64>,
+    /// First byte of the tensorizer file that follows in the place of the mark.
+    next_file: Option<u64>,
 }
 
 /// A tensor of a file and the hashes that its header holds. They are those of its header and its
@@ -211,7 +214,7 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
     let start = reader.start();
-    let StoredFile { encrypted, tensors, end_mark } = match read_tensors(reader, false) {
+    let StoredFile { encrypted, tensors, end_mark, next_file } = match read_tensors(reader, false) {
         Ok(file) => file,
         Err(ParseStop::Read(error)) => return Err(error),
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
@@ -243,6 +246,7 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     }
     description.set_numbers(numbers);
     description.described = described;
+    description.next_file = next_file;
     Ok(Ok(description))
 }
 
@@ -400,8 +404,8 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
         before = "the data of the tensor before";
         tensors.push(tensor);
     }
-    let end_mark = read_end_mark(reader, end, file_len)?;
-    Ok(StoredFile { encrypted: head.encrypted, tensors, end_mark })
+    let (end_mark, next_file) = read_end_mark(reader, end, file_len)?;
+    Ok(StoredFile { encrypted: head.encrypted, tensors, end_mark, next_file })
 }
 
 /// Refuses a tensor with which the sections of a file about encryption pass their limit.
@@ -534,18 +538,23 @@ impl StoredTensor {
     }
 }
 
-/// The place of the end mark. Refuses bytes behind the last tensor that are no end mark. A file may
-/// end without a mark.
+/// The place of the end mark, and the first byte of the next file. Refuses bytes behind the last
+/// tensor that are neither. A file may end without a mark.
+///
+/// The reference implementation writes the next file of one file object over the mark.
 fn read_end_mark(
     reader: &mut dyn RangeReader,
     end: u64,
     file_len: u64,
-) -> Result<Range<u64>, ParseStop> {
+) -> Result<(Range<u64>, Option<u64>), ParseStop> {
     let mut mark = [0; END_MARK_LEN as usize];
     let mark = &mut mark[..END_MARK_LEN.min(file_len - end) as usize];
     reader.read_exact_at(end, mark)?;
     if mark.iter().all(|&byte| byte == 0) {
-        return Ok(end..end + mark.len() as u64);
+        return Ok((end..end + mark.len() as u64, None));
+    }
+    if is_tensorizer(mark) {
+        return Ok((end..end + MAGIC.len() as u64, Some(end)));
     }
     let message = format!(
         "the last tensor that the file lists ends at byte {end}, and no end mark follows; the \

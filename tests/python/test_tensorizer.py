@@ -128,6 +128,38 @@ class Sets(TestCase):
         self.assert_refused(outcome)
         self.assertIn("does not begin with `|TZR|`", outcome.stderr)
 
+    def test_a_second_file_in_the_place_of_the_end_mark_is_not_shown_and_a_note_says_so(self):
+        made = {"w": ("F32", [16], checkpoints.random_bytes(1, 64)), "b": ("U8", [3], b"abc")}
+        other = {"w": ("F32", [16], checkpoints.random_bytes(2, 64))}
+        first = file_of([Stored.of(name, *tensor) for name, tensor in made.items()], end=b"")
+        second = file_of([Stored.of(name, *tensor) for name, tensor in other.items()], start=len(first))
+        folder = self.tmp / "src"
+        folder.mkdir()
+        path = folder / "two.tensors"
+        path.write_bytes(first + second)
+        note = f"two.tensors: another tensorizer file begins at its byte {len(first)}, which is not shown"
+        # The second time it is read from the index and its recorded checksums.
+        for _ in range(2):
+            with Mount(folder) as m:
+                self.assertEqual(oracle.tensor_bytes(m.path / "two.safetensors"), made)
+                self.assertIn(note, m.log())
+            outcome = tensorfs("verify", path, "--json")
+            self.assert_done(outcome)
+            self.assertEqual(outcome.json()["sets"][0]["header_hashes_compared"], 2)
+            for described in (outcome, tensorfs("ls", path, "--json"), tensorfs("ls", folder, "--json")):
+                self.assertIn(note, " ".join(described.json()["notes"]))
+        alone = self.tmp / "alone.tensors"
+        self.assert_done(tensorfs("convert", path, alone))
+        self.assertEqual(alone.read_bytes()[-8:], bytes(8))
+        self.assert_done(tensorfs("diff", path, alone))
+        self.assertEqual(len(tensorfs("ls", path, "--json").json()["sets"][0]["tensors"]), 2)
+        with open(path, "r+b") as file:
+            file.seek(len(first))
+            file.write(b"|TZX|")
+        outcome = tensorfs("verify", path, "--json")
+        self.assert_refused(outcome)
+        self.assertEqual(outcome.json()["class"], "data_trailing")
+
     def test_a_bad_file_in_a_tree_hides_only_itself(self):
         folder = self.copy(by_id("tz_module").source.parent, "src")
         shutil.copy(by_id("bad_tz_shape_differs").source, folder / "bad.tensors")

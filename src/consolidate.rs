@@ -31,6 +31,9 @@ use crate::error::{Error, Result, shown_path};
 use crate::reader::Reader;
 use crate::source::{CopyMode, Source};
 
+/// Length in bytes of the blocks that stat(2) counts.
+const STAT_BLOCK_LEN: u64 = 512;
+
 /// How files are written.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WriteOptions {
@@ -210,6 +213,8 @@ impl MemoryFile {
     /// # Errors
     /// Errors of the file system.
     pub fn reserve(&mut self, len: u64) -> Result<()> {
+        let has = self.partial.file().metadata().map_or(0, |meta| meta.blocks() * STAT_BLOCK_LEN);
+        check_space(folder_of(&self.target), &self.target, len.saturating_sub(has))?;
         let reserved = self.writer.reserve(folder_of(&self.target), len);
         reserved.map_err(|e| Error::io(&self.target, "write", e))
     }
@@ -232,7 +237,10 @@ impl MemoryFile {
 
 fn taken(target: &Path) -> Error {
     let target = shown_path(target);
-    Error::usage(format!("{target}: is there already; remove it, or ask to replace it (--force)"))
+    Error::usage(format!(
+        "{target}: is there already; remove it, or ask to replace it: `--force`, in Python \
+         `overwrite=True`"
+    ))
 }
 
 /// Refuses to write `len` bytes if the file system of `folder` says that it has not so much space.

@@ -23,8 +23,8 @@ use crate::errors::raised;
 use crate::memory::bytes_at;
 use crate::waiting::beside;
 
-/// A tensor: name, kind, module, dtype, shape, address, and length in bytes or `None`.
-type GivenTensor = (Vec<u8>, u8, u16, String, Vec<u64>, usize, Option<usize>);
+/// A tensor: name, kind, module, dtype, shape, address or `None`, and length in bytes or `None`.
+type GivenTensor = (Vec<u8>, u8, u16, String, Vec<u64>, Option<usize>, Option<usize>);
 
 /// Where a file is written.
 enum WriteTarget {
@@ -87,18 +87,22 @@ impl WriteAt for PythonFile {
     }
 }
 
-/// Tensors in memory of Python, which their owners keep while they are written.
-struct GivenTensors(Vec<&'static [u8]>);
+/// The bytes of tensors. Those in memory of Python are kept by their owners while they are written.
+/// `None` stands for zeros that no memory holds.
+struct GivenTensors(Vec<Option<&'static [u8]>>);
 
 impl TensorBytes for GivenTensors {
     fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> tensorfs::Result<()> {
         let start = offset as usize;
-        target.copy_from_slice(&self.0[index][start..start + target.len()]);
+        match self.0[index] {
+            Some(bytes) => target.copy_from_slice(&bytes[start..start + target.len()]),
+            None => target.fill(0),
+        }
         Ok(())
     }
 
     fn in_memory(&self, index: usize, range: &Range<u64>) -> Option<&[u8]> {
-        self.0[index].get(range.start as usize..range.end as usize)
+        self.0[index]?.get(range.start as usize..range.end as usize)
     }
 }
 
@@ -175,8 +179,8 @@ impl OpenWriter {
 /// bytes: UTF-8, or b"\x1e" and a path as a JSON array. `kind` is 0 for a parameter, 1 for a buffer, 2
 /// for a value of a state dict. `module` is the number of the module. `dtype` is the text of the
 /// format, such as "<f4" or "<V2\0torch.bfloat16". `length` is in bytes; None makes a meta tensor.
-/// The caller keeps the memory until `write` returns. Hashes are made on several threads, without
-/// the interpreter lock.
+/// `address` is None for a tensor whose bytes are zeros. The caller keeps the memory until `write`
+/// returns. Hashes are made on several threads, without the interpreter lock.
 ///
 /// reserve(tensors) makes the list long enough for all of these tensors, whose addresses are not used,
 /// before the first `write` of some of them. It changes nothing after that.
@@ -261,7 +265,8 @@ impl TensorizerWriter {
             new.push(NewTensor { name, kind, module, dtype, shape, data_len });
             // SAFETY: the caller keeps these bytes, and does not write them, until this function
             // returns. It returns once no thread uses them. They are only read.
-            bytes.push(&*unsafe { bytes_at(address, len.unwrap_or(0)) }?);
+            let bytes_of = |address| unsafe { bytes_at(address, len.unwrap_or(0)) };
+            bytes.push(address.map(bytes_of).transpose()?.map(|bytes| &*bytes));
         }
         let bytes = GivenTensors(bytes);
         self.run(py, move |open, is_stopped| open.write(&new, &bytes, is_stopped))

@@ -42,7 +42,7 @@ class Consolidate(TestCase):
         self.assertEqual(written.files, 2)
         self.assertEqual(written.bytes, sum(path.stat().st_size for path in self.out.iterdir()))
         self.assert_same((self.out / "model.safetensors").read_bytes(), oracle.from_dcp(self.source))
-        with self.assertRaisesRegex(tensorfs.SafetensorError, "is there already"):
+        with self.assertRaisesRegex(tensorfs.SafetensorError, "is there already; .*in Python `overwrite=True`"):
             tensorfs.consolidate(self.source, self.out)
         tensorfs.consolidate(self.source, self.out, overwrite=True)
 

@@ -73,7 +73,7 @@ class Checkpoint:
     @property
     def files(self) -> list[Any]: ...
 
-_NewTensor = tuple[bytes, int, int, str, list[int], int, int | None]
+_NewTensor = tuple[bytes, int, int, str, list[int], int | None, int | None]
 
 @final
 class TensorizerWriter:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import io
 import json
-import mmap
 import operator
 import os
 import sys
@@ -60,9 +58,10 @@ class _Memory(NamedTuple):
 
     dtype: str
     shape: list[int]
-    address: int
+    address: int | None
+    """None for zeros that no memory holds."""
     length: int | None
-    """None for a tensor without memory."""
+    """None for a tensor without data."""
     owner: Any
     is_copy: bool = False
     """Whether this is the only one who keeps the bytes."""
@@ -297,7 +296,7 @@ def _described(one: _ToWrite) -> _Memory:
         code = _code(tensor.dtype.name, one)
     else:
         raise TypeError(f"tensor {name!r}: expected a tensor of torch or an array of numpy, not {type(tensor).__name__}")
-    return _Memory(code, list(tensor.shape), 0, None, tensor)
+    return _Memory(code, list(tensor.shape), None, None, tensor)
 
 
 def _memory_of(one: _ToWrite) -> _Memory:
@@ -321,10 +320,7 @@ def _without_zeros(described: _Memory, length: int) -> _Memory:
     zeros of another one are written."""
     if (described.shape and "\0" not in described.dtype) or not length:
         return described
-    # Private memory takes no pages as long as it is read only.
-    zeros = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    first = ctypes.c_char.from_buffer(zeros)
-    return described._replace(address=ctypes.addressof(first), length=length, owner=first)
+    return described._replace(length=length)
 
 
 def _code(dtype: str, one: _ToWrite) -> str:
@@ -335,7 +331,7 @@ def _code(dtype: str, one: _ToWrite) -> str:
     return code
 
 
-def _native(one: _ToWrite, memory: _Memory) -> tuple[bytes, int, int, str, list[int], int, int | None]:
+def _native(one: _ToWrite, memory: _Memory) -> tuple[bytes, int, int, str, list[int], int | None, int | None]:
     """A tensor as the native part takes it."""
     name = shown_name(one.path)
     raw = name.encode() if isinstance(name, str) else b"\x1e" + json.dumps(name, separators=(",", ":")).encode()

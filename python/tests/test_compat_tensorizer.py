@@ -126,8 +126,13 @@ class Arrays(Case):
             self.assertEqual([row[3].tobytes() for row in loaded], [raw, raw[:4]])
 
     def test_several_files_lie_in_one_as_the_package_writes_them(self):
+        # The package writes the second file over the end mark of the first one.
+        for end in (b"", bytes(8)):
+            self.check_two_files(end)
+
+    def check_two_files(self, end):
         other = {"other": np.arange(5.0), "more": np.ones((2, 3), np.uint8)}
-        first = file_of(stored_of(self.arrays), area=256 << 10)
+        first = file_of(stored_of(self.arrays), area=256 << 10, end=end)
         both = first + file_of(stored_of(other), start=len(first))
         self.file.write_bytes(both)
         joined = self.tmp / "joined"
@@ -146,6 +151,62 @@ class Arrays(Case):
                 opened.seek(start)
                 with self.subTest(message), self.assertRaisesRegex(tensorfs.SafetensorError, message):
                     self.opened(opened)
+
+    def test_bytes_that_a_file_object_still_keeps_are_read(self):
+        first, values = len(self.file.read_bytes()), np.arange(4, dtype=np.float32)
+        data = self.file.read_bytes() + file_of(stored_of({"a": values}), start=first)
+        for opened in (tempfile.TemporaryFile(dir=self.tmp), tempfile.NamedTemporaryFile(dir=self.tmp)):
+            opened.write(data)
+            opened.flush()
+            opened.seek(first)
+            opened.read(5)
+            opened.seek(data.rindex(values.tobytes()))
+            opened.write((values + 70).tobytes())
+            # Python writes no bytes out if it seeks to a place that its buffer has.
+            opened.seek(first)
+            self.check(self.opened(opened), {"a": values + 70})
+
+    def test_a_position_that_is_no_place_of_a_file_counts_as_the_first_byte(self):
+        data = self.file.read_bytes()
+
+        class Odd(io.BytesIO):
+            def tell(self):
+                if isinstance(self.position, type):
+                    raise self.position("no position")
+                return self.position
+
+        for position in (-1, 1 << 62, (1 << 63) - 1, 1 << 64, True, None, 3.0, NotImplementedError, ValueError, OSError):
+            with self.subTest(position=position):
+                opened = Odd(data)
+                opened.position = position
+                self.check(self.opened(opened))
+
+    def test_a_descriptor_is_read_from_its_first_byte_at_any_position(self):
+        descriptor = os.open(self.file, os.O_RDONLY)
+        self.addCleanup(os.close, descriptor)
+        os.lseek(descriptor, 100, os.SEEK_SET)
+        self.check(self.opened(descriptor))
+        self.assertEqual(os.lseek(descriptor, 0, os.SEEK_CUR), 100)
+
+    def test_a_source_without_end_is_refused_by_its_first_bytes(self):
+        taken = []
+
+        class Endless:
+            def read(self, size):
+                taken.append(size)
+                if sum(taken) > 1 << 20:
+                    raise AssertionError("more than 1 MiB was read")
+                return b"\7" * min(size, 5)
+
+        reader, writer = os.pipe()
+        self.addCleanup(os.close, writer)
+        os.write(writer, bytes(73))
+        for source, name in ((Endless(), "<Endless>"), (open("/dev/zero", "rb"), "/dev/zero"), (open(reader, "rb"), "<Buff")):
+            with self.subTest(name), self.assertRaisesRegex(
+                tensorfs.SafetensorError, f"^{name}.*: does not begin with `.TZR.` at byte 0"
+            ) as caught:
+                self.opened(source)
+            self.assertEqual(caught.exception.kind, "header_decode")
 
     def test_tensors_without_data_count_with_lazy_load_only(self):
         meta = Stored.of("meta", "F32", [3, 5], b"", hashes=[])
@@ -656,6 +717,21 @@ class Tensors(Case):
             ".weight": 6, ".bias": 6, ".wide": 0, ".running_mean": 6, ".running_var": 6, ".num_batches_tracked": 8,
         })
         self.assertTrue(all(not found[name].any() for name in found))
+
+    def test_a_meta_tensor_of_which_zeros_are_written_may_be_longer_than_the_memory(self):
+        empty = self.torch.empty(1 << 42, dtype=self.torch.bfloat16, device="meta")
+        serializer = TensorSerializer(self.file)
+        with self.assertRaisesRegex(OSError, "No space left: 879[0-9]+ bytes are needed"):
+            serializer.write_state_dict({"a": empty})
+        serializer.close()
+        for encryption in (None, tensorizer.EncryptionParams.random()):
+            serializer = TensorSerializer(self.file, encryption=encryption)
+            serializer.write_state_dict({"a": empty[: 5 << 20], "b": self.torch.ones(2)})
+            serializer.close()
+            key = encryption and DecryptionParams.from_key(encryption.key)
+            found = self.opened(lazy_load=True, verify_hash=True, encryption=key)
+            self.assertEqual((found["a"].shape[0], int(found["a"].count_nonzero())), (5 << 20, 0))
+            self.assertEqual(found["b"].tolist(), [1, 1])
 
     def test_tensors_of_every_kind_are_written_by_their_values(self):
         torch = self.torch

@@ -11,9 +11,10 @@ import stat
 from typing import Any, BinaryIO, Union
 from urllib.parse import unquote
 
-from ..._errors import shown
+from ..._errors import error, shown
 from ..._open import Secret, open_checkpoint
 from ..._tensorfs import Checkpoint, Loader
+from ._stored import HEAD_LEN
 
 __all__ = ["open_stream"]
 
@@ -21,6 +22,7 @@ FileSpec = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]", int]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 _COPIED = 16 << 20
+_POSITION_END = 1 << 62
 
 
 def open_stream(
@@ -81,7 +83,8 @@ def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
 class LocalSource:
     """The bytes that `spec` stands for: at a path, or behind a descriptor.
 
-    A file object that reads a regular file is read by its descriptor. The rest of any other one is copied to memory.
+    A file object that reads a regular file is read by its descriptor. The rest of any other one is copied to memory if
+    it begins as a tensorizer file.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -109,11 +112,17 @@ class LocalSource:
             return open_checkpoint(self.name, loader, (), secret)
         if descriptor is not None:
             return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret, self.start)
+        head = _head_of(self._given)
+        # A file object may have no end. One that ends within the head is refused when it is opened.
+        if len(head) == HEAD_LEN and not head.startswith(b"|TZR|"):
+            message = f"{self.name}: does not begin with `|TZR|` at byte {self.start}, so it is no tensorizer file"
+            raise error(message, "header_decode", path=self.name)
         descriptor = os.memfd_create("tensorfs-tensors", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", buffering=0, closefd=False) as copy:
                 # A hole stands for the bytes in front.
                 copy.seek(self.start)
+                copy.write(head)
                 shutil.copyfileobj(self._given, copy, _COPIED)
             return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret, self.start)
         finally:
@@ -137,11 +146,21 @@ def _name_of(spec: Any) -> str:
 
 
 def _position_of(spec: Any) -> int:
-    """The position of a file object; 0 for one that does not tell it."""
-    with contextlib.suppress(AttributeError, OSError):
+    """The position of a file object; 0 for one that does not tell it, or no place of a file."""
+    position: Any = None
+    with contextlib.suppress(AttributeError, NotImplementedError, OSError, ValueError):
         position = spec.tell()
-        return position if isinstance(position, int) else 0
-    return 0
+    if not isinstance(position, int) or isinstance(position, bool):
+        return 0
+    return position if 0 <= position < _POSITION_END else 0
+
+
+def _head_of(spec: Any) -> bytes:
+    """The next bytes of a file object: the head of a tensorizer file, or all if there are fewer."""
+    head = b""
+    while len(head) < HEAD_LEN and (read := spec.read(HEAD_LEN - len(head))):
+        head += read
+    return head
 
 
 def _regular_file(spec: Any) -> int | None:
@@ -151,8 +170,12 @@ def _regular_file(spec: Any) -> int | None:
     # Another file object, such as one that unpacks, may give the descriptor of a file with other bytes.
     if not isinstance(raw, io.FileIO):
         return None
+    descriptor = None
     with contextlib.suppress(OSError):
         descriptor = raw.fileno()
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-    return None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+    if isinstance(opened, io.BufferedRandom):
+        # Bytes that were written to the object may not be in the file yet.
+        opened.flush()
+    return descriptor

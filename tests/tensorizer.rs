@@ -224,7 +224,7 @@ fn another_file_in_the_place_of_the_end_mark_ends_the_first_one() {
     let (description, alone) = (parse_file(&bytes).unwrap(), parse_file(&first).unwrap());
     assert_eq!(read(&description, &bytes), read(&alone, &first));
     assert_eq!(description.next_file, Some(first.len() as u64));
-    // What stands in the place of the mark is described, so that an index notices its change.
+    // The bytes in the place of the mark are described, so that an index notices its change.
     let end = first.len() as u64..first.len() as u64 + 5;
     assert_eq!(description.described.last(), Some(&end));
     assert_eq!(alone.next_file, None);

@@ -367,6 +367,25 @@ impl Options {
         Err(format!("unknown option {}", quoted(option)))
     }
 
+    /// The first of the option strings, which were parsed, that is for none of `uses`, and its own
+    /// use.
+    pub(crate) fn other_than(strings: &[String], uses: &[Use]) -> Option<(String, Option<Use>)> {
+        let of_command = |option: &String| {
+            let (key, value) = match option.split_once('=') {
+                Some((key, value)) => (key, Some(value)),
+                None => (option.as_str(), None),
+            };
+            let row = OptionRow::find(key, value.is_some())?;
+            row.commands(value.unwrap_or_default())
+        };
+        let options = strings.iter().flat_map(|string| split(string));
+        let mut options = options.filter(|option| !option.is_empty()).map(|option| {
+            let own = of_command(&option);
+            (option, own)
+        });
+        options.find(|(_, own)| own.is_none_or(|own| !uses.contains(&own)))
+    }
+
     /// How an engine reads by these options.
     pub(crate) fn settings(&self) -> Settings {
         Settings { backend: self.io, direct: self.direct, timeout: self.io_timeout }

@@ -319,25 +319,55 @@ class Refusals(Semantics):
             self.assertIn("Usage", outcome.stdout)
 
     def test_the_help_of_a_command_names_the_options_that_it_takes(self):
-        source = {"prefer", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command"}
+        source = {"prefer", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command", "index-dir"}
         view = {"include", "exclude", "tp", "rank", "tp-rules", "rename", "dtype", "keep"}
         reads, files = {"io", "direct", "io-timeout"}, {"layout", "format", "weight-map", "views"}
         expected = {
-            "ls": source | view | files - {"weight-map"}, "inspect": source | view | files - {"weight-map"},
-            "load": source | view | reads, "diff": source | view | reads, "warm": source | view | {"format"},
+            "ls": source | view | {"format", "layout=hub", "views"}, "inspect": source | view | {"format", "layout=hub", "views"},
+            "load": source | view | reads, "diff": source | view | reads, "warm": source | view | {"format", "layout"},
             "report": source | view | {"format", "layout"}, "convert": source | view | reads | {"layout"},
             "consolidate": source | view | reads | files, "index": source | {"format"}, "verify": source,
         }
         for command, names in expected.items():
             text = " ".join(tensorfs(command, "--help").stdout.split())
-            listed = re.search(r"Options as for mount: ((?:[a-z-]+=(?:, )?)+)", text)[1]
+            listed = re.search(r"Options as for mount: ((?:[a-z-]+=(?:hub)?(?:, )?)+)", text)[1]
             with self.subTest(command):
-                self.assertEqual(set(listed.replace("=", "").split(", ")), names)
-        # The commands that are about the bytes of the source refuse all others.
-        for command in ("index", "verify"):
-            for option in ("layout=shards=1", "format=bintensors", "weight-map=hide", "include=*", "dtype=f32"):
-                if option.split("=")[0] not in expected[command]:
-                    self.assert_refused(tensorfs(command, self.source, "-o", option), 2)
+                self.assertEqual({name.removesuffix("=") for name in listed.split(", ")}, names)
+
+    # They had no effect.
+    def test_a_command_refuses_the_options_of_mounts_that_it_does_not_take(self):
+        options = (
+            "layout=shards=1", "layout=hub", "format=bintensors", "weight-map=hide", "include=*", "dtype=f32",
+            "io-timeout=5", "direct=never", "verify=read", "cache=1G", "uid=0", "watch=off", "allow_other",
+            f"assemble={self.tmp}", "log=x", "ro", "nofail", "noexec", "x-systemd.automount", "context=a", "index-dir=none",
+        )
+        own = {"index-dir=none"}
+        view, reads, layout = {"include=*", "dtype=f32"}, {"io-timeout=5", "direct=never"}, {"layout=shards=1"}
+        listed = own | view | {"format=bintensors", "layout=hub"}
+        out = self.tmp / "out"
+        commands = (
+            (("ls", self.source), listed), (("inspect", self.source), listed), (("load", self.source), own | view | reads),
+            (("diff", self.source, self.source), own | view | reads), (("warm", self.source), own | view),
+            (("report", self.source, "--html", out / "page.html"), own | view | layout | {"format=bintensors"}),
+            (("convert", self.source, out / "x.tensors"), own | view | reads | layout),
+            (("consolidate", self.source, out / "folder"), own | set(options[:8])),
+            (("index", self.source), own | {"format=bintensors"}), (("verify", self.source), own),
+        )
+        for words, taken in commands:
+            self.assertLessEqual(taken, set(options))
+            for option in options:
+                if option in taken:
+                    continue
+                with self.subTest(words[0], option=option):
+                    outcome = tensorfs(*words, "-o", option)
+                    self.assert_refused(outcome, 2)
+                    self.assert_one_line(outcome)
+                    self.assertIn(f"option {option}: ", outcome.stderr)
+                    self.assertIn("leave it out", outcome.stderr)
+        # The options of a mount are not those of the user.
+        with Mount(self.source, "layout=shards=2,weight-map=hide,io-timeout=30,umask=022") as m:
+            for command in ("ls", "inspect", "load", "warm", "index", "verify"):
+                self.assert_done(tensorfs(command, m.path, *(["--index-dir", self.tmp / "index"] if command == "index" else [])))
 
     def test_the_demo_runs(self):
         outcome = tensorfs("demo", timeout=60)

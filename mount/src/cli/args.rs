@@ -97,9 +97,40 @@ pub(crate) struct SourceArgs {
     pub verbose: u8,
 }
 
+/// A command that has a source, and the options of mounts that it takes.
+pub(crate) struct SourceCommand {
+    /// Its name.
+    pub name: &'static str,
+    /// The uses of these options.
+    pub uses: &'static [Use],
+}
+
+use Use::{Files, Format, Hub, Layout, Reads, Source, View, Views};
+
+pub(crate) const WARM: SourceCommand =
+    SourceCommand { name: "warm", uses: &[Source, View, Format, Layout] };
+/// `warm` without `--heat`, which names files.
+pub(crate) const WARM_ALL: SourceCommand = SourceCommand { name: "warm", uses: &[Source, View] };
+pub(crate) const LS: SourceCommand =
+    SourceCommand { name: "ls", uses: &[Source, View, Format, Hub, Views] };
+pub(crate) const INSPECT: SourceCommand =
+    SourceCommand { name: "inspect", uses: &[Source, View, Format, Hub, Views] };
+pub(crate) const INDEX: SourceCommand = SourceCommand { name: "index", uses: &[Source, Format] };
+pub(crate) const LOAD: SourceCommand = SourceCommand { name: "load", uses: &[Source, View, Reads] };
+pub(crate) const VERIFY: SourceCommand = SourceCommand { name: "verify", uses: &[Source] };
+pub(crate) const CONSOLIDATE: SourceCommand = SourceCommand {
+    name: "consolidate",
+    uses: &[Source, View, Format, Layout, Hub, Files, Views, Reads],
+};
+pub(crate) const CONVERT: SourceCommand =
+    SourceCommand { name: "convert", uses: &[Source, View, Layout, Reads] };
+pub(crate) const DIFF: SourceCommand = SourceCommand { name: "diff", uses: &[Source, View, Reads] };
+pub(crate) const REPORT: SourceCommand =
+    SourceCommand { name: "report", uses: &[Source, View, Format, Layout] };
+
 /// Names the options of a command in its help.
-fn takes(uses: &'static [Use]) -> impl FnOnce(Arg) -> Arg {
-    move |arg| arg.help(format!("Options as for mount: {}", options::names_for(uses)))
+fn takes(command: &'static SourceCommand) -> impl FnOnce(Arg) -> Arg {
+    move |arg| arg.help(format!("Options as for mount: {}", options::names_for(command.uses)))
 }
 
 /// Arguments of `demo`.
@@ -230,7 +261,7 @@ pub(crate) struct HeatArgs {
 
 /// Arguments of `warm`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format])))]
+#[command(mut_arg("options", takes(&WARM)), after_help = "layout= and format= go with --heat.")]
 pub(crate) struct WarmArgs {
     /// A mount or a path on one, whose files are read, or a source, whose shards are read.
     #[command(flatten)]
@@ -245,7 +276,7 @@ pub(crate) struct WarmArgs {
 
 /// Arguments of `ls`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout, Use::Views])))]
+#[command(mut_arg("options", takes(&LS)))]
 pub(crate) struct LsArgs {
     /// The source.
     #[command(flatten)]
@@ -254,7 +285,7 @@ pub(crate) struct LsArgs {
 
 /// Arguments of `inspect`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout, Use::Views])))]
+#[command(mut_arg("options", takes(&INSPECT)))]
 pub(crate) struct InspectArgs {
     /// The source.
     #[command(flatten)]
@@ -265,7 +296,7 @@ pub(crate) struct InspectArgs {
 
 /// Arguments of `index`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::Format])))]
+#[command(mut_arg("options", takes(&INDEX)))]
 pub(crate) struct IndexArgs {
     /// The source.
     #[command(flatten)]
@@ -277,7 +308,7 @@ pub(crate) struct IndexArgs {
 
 /// Arguments of `load`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Reads])))]
+#[command(mut_arg("options", takes(&LOAD)))]
 pub(crate) struct LoadArgs {
     /// The source.
     #[command(flatten)]
@@ -316,7 +347,7 @@ fn device(text: &str) -> Result<Device, String> {
 
 /// Arguments of `verify`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source])))]
+#[command(mut_arg("options", takes(&VERIFY)))]
 pub(crate) struct VerifyArgs {
     /// The source.
     #[command(flatten)]
@@ -346,7 +377,7 @@ pub(crate) struct VerifyArgs {
 
 /// Arguments of `consolidate`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout, Use::Files, Use::Views, Use::Reads])))]
+#[command(mut_arg("options", takes(&CONSOLIDATE)))]
 pub(crate) struct ConsolidateArgs {
     /// The source.
     #[command(flatten)]
@@ -366,7 +397,7 @@ pub(crate) struct ConsolidateArgs {
 
 /// Arguments of `convert`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Layout, Use::Reads])))]
+#[command(mut_arg("options", takes(&CONVERT)))]
 pub(crate) struct ConvertArgs {
     /// The checkpoint to convert.
     #[command(flatten)]
@@ -395,7 +426,7 @@ pub(crate) struct ConvertArgs {
 
 /// Arguments of `diff`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Reads])))]
+#[command(mut_arg("options", takes(&DIFF)))]
 pub(crate) struct DiffArgs {
     /// The first checkpoint.
     #[command(flatten)]
@@ -415,7 +446,7 @@ pub(crate) struct DiffArgs {
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
-#[command(mut_arg("options", takes(&[Use::Source, Use::View, Use::Format, Use::Layout])))]
+#[command(mut_arg("options", takes(&REPORT)))]
 pub(crate) struct ReportArgs {
     /// The source.
     #[command(flatten)]

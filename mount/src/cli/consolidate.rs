@@ -17,7 +17,7 @@ use super::verify::bar;
 pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     stop_on_signals();
     let started = Instant::now();
-    let options = query_options(&args.source)?;
+    let options = query_options(&args.source, &args::CONSOLIDATE)?;
     let settings = options.settings();
     let tree = open_source_with_views(&args.source, options)?;
     let outline = Outline::of(&tree)?;

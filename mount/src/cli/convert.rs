@@ -27,7 +27,7 @@ use super::verify::bar;
 pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     stop_on_signals();
     let to = format(args)?;
-    let options = query_options(&args.source)?;
+    let options = query_options(&args.source, &args::CONVERT)?;
     check_view(to, &options.open.view)?;
     let (settings, files) = (options.settings(), options.open.view.files.clone());
     let key = write_key(args, to)?;
@@ -58,12 +58,6 @@ fn format(args: &args::ConvertArgs) -> Result<To, Failure> {
 /// Refuses the options of a view that `convert` could not follow.
 fn check_view(to: To, view: &View) -> Result<(), Failure> {
     let (format, files) = (to.as_str(), &view.files);
-    if view.format != OutputFormat::default() && view.format.as_str() != format {
-        let other = view.format.as_str();
-        return Err(Failure::Usage(format!(
-            "option format={other}: convert writes {format} files here; leave it out"
-        )));
-    }
     let message = match files {
         Files::Original => "option layout=original: shows files as they are, and convert writes \
                             new ones; leave it out"

@@ -14,7 +14,7 @@ use tensorfs::internal::error::{real_name, shown_path};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, printable};
-use super::sources::{one_checkpoint, query_options, refuse_files};
+use super::sources::{one_checkpoint, query_options};
 use super::stopping::{check_reading_stopped, stop_on_signals};
 use super::verify::bar;
 
@@ -59,8 +59,7 @@ struct Difference {
 
 pub(super) fn run(args: &args::DiffArgs) -> Outcome {
     stop_on_signals();
-    let mut options = query_options(&args.source)?;
-    refuse_files("diff", &options)?;
+    let mut options = query_options(&args.source, &args::DIFF)?;
     options.keep_secret().map_err(Failure::Failed)?;
     let (settings, store) = (options.settings(), options.index_dir.folder());
     let side = |path: &Path, options| -> Result<DiffSide, Failure> {

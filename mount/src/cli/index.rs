@@ -8,7 +8,7 @@ use tensorfs::internal::view::Files;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use super::sources::{open_bytes, query_options, refuse_views};
+use super::sources::{open_bytes, query_options};
 use crate::log;
 
 /// The index of a folder, and what the folder holds.
@@ -29,9 +29,8 @@ struct IndexReport {
 }
 
 pub(super) fn run(args: &args::IndexArgs) -> Outcome {
-    let options = query_options(&args.source)?;
+    let options = query_options(&args.source, &args::INDEX)?;
     // There is an index for each format.
-    refuse_views("index", &options, true)?;
     let mut tree = open_bytes("index", &args.source, options)?;
     // A checkpoint that is too large for one file has an index too.
     tree.options.view.files = Files::Original;

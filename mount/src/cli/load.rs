@@ -17,12 +17,11 @@ use tensorfs::internal::plan::TensorRequest;
 
 use super::args;
 use super::output::{Failure, Outcome, human, print_json, print_text};
-use super::sources::{one_checkpoint, query_options, refuse_files};
+use super::sources::{one_checkpoint, query_options};
 use super::verify::bar;
 
 pub(super) fn run(args: &args::LoadArgs) -> Outcome {
-    let options = query_options(&args.source)?;
-    refuse_files("load", &options)?;
+    let options = query_options(&args.source, &args::LOAD)?;
     if let Some(path) = &args.trace {
         check_trace(path)?;
     }

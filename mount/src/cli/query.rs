@@ -33,7 +33,7 @@ struct Shown {
 }
 
 pub(super) fn ls(args: &args::LsArgs) -> Outcome {
-    let Looked { shown, notes, refused } = look(&args.source)?;
+    let Looked { shown, notes, refused } = look(&args.source, &args::LS)?;
     if args.source.json {
         let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
         print_answer(&args.source, sets, notes, &refused)?;
@@ -58,7 +58,7 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
 }
 
 pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
-    let Looked { shown, notes, refused } = look(&args.source)?;
+    let Looked { shown, notes, refused } = look(&args.source, &args::INSPECT)?;
     let wanted =
         |placed: &TensorPlace<'_>| args.tensor.as_ref().is_none_or(|n| n == placed.tensor.name);
     let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
@@ -106,8 +106,8 @@ struct Looked {
     refused: Vec<(String, String, Error)>,
 }
 
-fn look(args: &args::SourceArgs) -> Result<Looked, Failure> {
-    let options = query_options(args)?;
+fn look(args: &args::SourceArgs, command: &args::SourceCommand) -> Result<Looked, Failure> {
+    let options = query_options(args, command)?;
     let tree = open_source_with_views(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };

@@ -32,7 +32,7 @@ const SCRIPT: &str = include_str!("report/page.js");
 const PAGE_START: usize = 96;
 
 pub(super) fn run(args: &args::ReportArgs) -> Outcome {
-    let options = query_options(&args.source)?;
+    let options = query_options(&args.source, &args::REPORT)?;
     let replaces_report = check_target(args)?;
     refuse_several_views(&args.source)?;
     let tree = open_source(&args.source, options)?;

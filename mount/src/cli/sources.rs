@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::{
     MountOrigin, changed_since_mount, resolve_bytes, resolve_mount,
@@ -16,7 +16,10 @@ use tensorfs::internal::view::{Files, View};
 use super::args;
 use super::output::Failure;
 use crate::log;
-use crate::options::{Options, escape};
+use crate::options::{Options, Use, escape};
+
+/// The commands that show several views or models, for errors.
+const SEVERAL: &str = "only mount, serve, ls, inspect and consolidate";
 
 /// `--index-dir` as a mount option.
 pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
@@ -26,16 +29,9 @@ pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
 /// Scans the source of a query that is about one view. For a path on a mount, `-o` is about what the
 /// mount shows.
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
-    let several = "only mount, serve, ls, inspect and consolidate take several views";
-    if let Some(views) = &options.open.views {
-        return Err(Failure::Usage(match views.path() {
-            Some(_) => format!("option views: {several}"),
-            None => format!("option tp needs rank=, or shows a view for each rank; {several}"),
-        }));
-    }
-    if options.open.hub {
-        let why = "layout=hub: only mount, serve, ls, inspect and consolidate take it";
-        return Err(Failure::Usage(why.to_owned()));
+    if options.open.views.is_some() {
+        let why = "option tp needs rank=, or shows a view for each rank";
+        return Err(Failure::Usage(format!("{why}; {SEVERAL} take several views")));
     }
     scan_source(args, options, false)
 }
@@ -68,45 +64,6 @@ pub(super) fn open_bytes(
         }
     };
     scan_tree(&path, &OpenOptions { index, ..open })
-}
-
-/// Refuses options of views, for `command`, which is about the bytes of the source. `takes_format`
-/// says whether the format makes a difference to it.
-pub(super) fn refuse_views(
-    command: &str,
-    options: &Options,
-    takes_format: bool,
-) -> Result<(), Failure> {
-    let OpenOptions { view, views, hub, .. } = &options.open;
-    let format = if takes_format { view.format } else { OutputFormat::default() };
-    if *view == (View { format, ..View::default() }) && views.is_none() && !hub {
-        return Ok(());
-    }
-    let format = if takes_format { "" } else { "format=, " };
-    Err(Failure::Usage(format!(
-        "{command} is about the bytes of the source, which are the same in all views: give no \
-         layout=, {format}weight-map=, include=, exclude=, tp=, rename=, dtype= or views="
-    )))
-}
-
-/// Refuses options about files and their format, for `command`, which reads the tensors only.
-pub(super) fn refuse_files(command: &str, options: &Options) -> Result<(), Failure> {
-    let View { files, format, map, .. } = &options.open.view;
-    let (default, given) = (View::default(), |option: &str, value: &dyn std::fmt::Display| {
-        Err(Failure::Usage(format!(
-            "option {option}={value}: {command} reads tensors, whatever files show them; leave it out"
-        )))
-    });
-    if *files != default.files {
-        return given("layout", files);
-    }
-    if *format != default.format {
-        return given("format", &format.as_str());
-    }
-    if *map != default.map {
-        return given("weight-map", &map.as_str());
-    }
-    Ok(())
 }
 
 /// Refuses a path on a mount with several views, for commands about what one view shows.
@@ -161,13 +118,33 @@ fn scan_tree(path: &Path, options: &OpenOptions) -> Result<Tree, Failure> {
     Ok(tree)
 }
 
-/// Parses `-o` of a query.
-pub(super) fn query_options(args: &args::SourceArgs) -> Result<Options, Failure> {
+/// Parses `-o` of `command`.
+///
+/// # Errors
+/// Also an option that has no effect on the command.
+pub(super) fn query_options(
+    args: &args::SourceArgs,
+    command: &args::SourceCommand,
+) -> Result<Options, Failure> {
     log::start(args.verbose);
     tensorfs::internal::source::raise_limit();
     let mut words = args.options.clone();
     words.extend(index_option(args.index_dir.as_deref()));
-    Options::parse(&words, false).map_err(Failure::Usage)
+    let options = Options::parse(&words, false).map_err(Failure::Usage)?;
+    let args::SourceCommand { name, uses } = command;
+    let Some((option, own)) = Options::other_than(&words, uses) else { return Ok(options) };
+    let takes_views = uses.contains(&Use::View);
+    let why = match own {
+        None => format!("{name} does not take it, it is for mounts"),
+        Some(Use::Source | Use::Reads) => format!("{name} does not take it"),
+        Some(_) if !takes_views => {
+            format!("{name} is about the bytes of the source, which are the same in all views")
+        }
+        Some(Use::Views | Use::Hub) => format!("{SEVERAL} take it"),
+        Some(_) => format!("{name} reads tensors, whatever files show them"),
+    };
+    let option = shown(&option);
+    Err(Failure::Usage(format!("option {option}: {why}; leave it out")))
 }
 
 /// A set and the folder that it lies in, below the source.

@@ -20,14 +20,11 @@ use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
 use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text};
-use super::sources::{
-    FoundSet, open_bytes, prove_family, query_options, refuse_views, skipped_notes,
-};
+use super::sources::{FoundSet, open_bytes, prove_family, query_options, skipped_notes};
 use crate::log;
 
 pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
-    let mut options = query_options(&args.source)?;
-    refuse_views("verify", &options, false)?;
+    let mut options = query_options(&args.source, &args::VERIFY)?;
     if let Some(reference) = &args.reference {
         options.open.reference = Some(reference.clone());
     }

@@ -48,7 +48,8 @@ struct WarmFile {
 }
 
 pub(super) fn run(args: &args::WarmArgs) -> Outcome {
-    let options = query_options(&args.source)?;
+    let command = if args.heat.is_some() { &args::WARM } else { &args::WARM_ALL };
+    let options = query_options(&args.source, command)?;
     let heat = args.heat.as_deref().map(HeatFile::read).transpose()?;
     let path = &args.source.source;
     let absolute = std::fs::canonicalize(path).map_err(|e| cannot(path, &e))?;

@@ -25,6 +25,9 @@ const READAHEAD_MAX: u64 = 1 << 30;
 /// Sizes of a request: the kernel takes no smaller one, and fuser no larger one.
 const REQUEST_SIZES: RangeInclusive<u64> = 128 << 10..=16 << 20;
 
+/// The layout of a hub cache, which has several checkpoints.
+const HUB: &str = "hub";
+
 /// Column of the explanations in the help, and width of its lines.
 const COLUMN: usize = 21;
 const WIDTH: usize = 84;
@@ -44,6 +47,8 @@ pub(crate) enum Use {
     Files,
     /// Several views.
     Views,
+    /// `layout=hub`.
+    Hub,
     /// How tensors are read.
     Reads,
 }
@@ -120,6 +125,14 @@ impl OptionRow {
         TABLE.iter().filter(is_named).find(fits)
     }
 
+    /// The use of the option with this value for commands other than `mount`.
+    pub(super) fn commands(&self, value: &str) -> Option<Use> {
+        match self.commands {
+            Some(Use::Layout) if value == HUB => Some(Use::Hub),
+            commands => commands,
+        }
+    }
+
     /// Applies the option, with its value if it takes one.
     pub(super) fn apply(&self, options: &mut Options, value: &str) -> Result<(), String> {
         match self.effect {
@@ -139,9 +152,15 @@ pub(super) fn shown(options: &Options) -> impl Iterator<Item = (&'static str, Va
 
 /// The names of the options for these uses.
 pub(crate) fn names_for(uses: &[Use]) -> String {
-    let is_taken = |row: &&OptionRow| row.commands.is_some_and(|commands| uses.contains(&commands));
-    let names = TABLE.iter().filter(is_taken).map(|row| format!("{}=", row.name));
-    names.collect::<Vec<_>>().join(", ")
+    let name = |row: &OptionRow| {
+        let commands = row.commands?;
+        if uses.contains(&commands) {
+            return Some(format!("{}=", row.name));
+        }
+        let takes_hub = commands == Use::Layout && uses.contains(&Use::Hub);
+        takes_hub.then(|| format!("{}={HUB}", row.name))
+    };
+    TABLE.iter().filter_map(name).collect::<Vec<_>>().join(", ")
 }
 
 /// The help on all options.
@@ -217,7 +236,7 @@ const TABLE: &[OptionRow] = &[
     OptionRow::value(
         "layout",
         |options, value| {
-            if value == "hub" {
+            if value == HUB {
                 (options.open.hub, options.has_view) = (true, true);
                 return Ok(());
             }
@@ -230,7 +249,7 @@ const TABLE: &[OptionRow] = &[
             ("shards=N", "N virtual files of about one size, with a weight map"),
             ("shards=SIZE", "virtual files of at most SIZE, like 5GB, as the hub splits models"),
             ("map=FILE", "the files that FILE lists: {\"TENSOR\": NUMBER, ...} in JSON"),
-            ("hub", "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
+            (HUB, "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
         ],
     )
     .for_commands(Use::Layout),
@@ -581,7 +600,8 @@ const TABLE: &[OptionRow] = &[
              checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
              /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
         )],
-    ),
+    )
+    .for_commands(Use::Source),
     OptionRow::value(
         "watch",
         |options, value| {

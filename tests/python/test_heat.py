@@ -235,6 +235,40 @@ class Warm(TestCase):
             self.assertLess(outcome.json()["bytes"], (m.path / FILE).stat().st_size)
             self.assertIn(name, {row["name"] for row in file_of(heat_of(m.path))["tensors"]})
 
+    # The exit status was 0, and nothing was named.
+    def test_a_checkpoint_that_a_mount_refuses_is_told_and_fails(self):
+        tree = self.tmp / "tree"
+        (tree / "good").mkdir(parents=True)
+        (tree / "good" / FILE).write_bytes(self.shards[0].read_bytes())
+        (tree / "bad").mkdir()
+        (tree / "bad" / FILE).write_bytes(b"garbage, no header")
+        with Mount(tree) as m:
+            reason = (m.path / "bad/TENSORFS-ERROR.txt").read_text().strip()
+            for path, files in ((m.path, 1), (m.path / "bad", 0)):
+                outcome = tensorfs("warm", path)
+                self.assert_refused(outcome)
+                self.assertEqual(outcome.stderr.strip(), f"tensorfs: {m.path / 'bad'}: {reason}")
+                self.assertEqual("of 1 file" in outcome.stdout, files == 1, outcome.stdout)
+                outcome = tensorfs("warm", path, "--json")
+                self.assertEqual(outcome.code, 1)
+                report = outcome.json()
+                self.assertEqual((report["ok"], report["files"], report["error"]), (False, files, f"{m.path / 'bad'}: {reason}"))
+            self.assert_done(tensorfs("warm", m.path / "good"))
+
+    def test_a_heat_names_the_files_of_a_layout(self):
+        source = checkpoints.numbered_set(self.tmp / "set", 1)
+        file = self.tmp / "heat.json"
+        name = "model-00001-of-00002.safetensors"
+        file.write_text(json.dumps({"files": [{"path": name, "bytes": 9, "tensors": [{"name": "t1"}]}]}))
+        read = [tensorfs("warm", source, "--heat", file, "--json", *words).json() for words in ((), ("-o", "layout=shards=2"))]
+        self.assertEqual(read[0]["bytes"], 0)
+        self.assertGreater(read[1]["bytes"], 0)
+        # Without a heat they change nothing.
+        for option in ("layout=shards=2", "format=bintensors"):
+            outcome = tensorfs("warm", source, "-o", option)
+            self.assert_refused(outcome, 2)
+            self.assertIn(f"option {option}: warm reads tensors", outcome.stderr)
+
     def test_a_heat_of_other_tensors_is_told(self):
         heat = {"files": [{"path": FILE, "bytes": 1, "tensors": [{"name": "gone"}]}]}
         (self.tmp / "heat.json").write_text(json.dumps(heat))

@@ -13,7 +13,7 @@ use std::time::Instant;
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::ERROR_FILE;
-use tensorfs::internal::error::{counted, real_name, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
@@ -63,10 +63,10 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         let why = "lies on a mount, which has options of its own: give -o with the source";
         return Err(Failure::Usage(format!("{}: {why}", shown_path(path))));
     }
-    let (mut missing, mut refused) = (0, Vec::new());
+    let (mut missing, mut refused, mut not_shown) = (0, Vec::new(), Vec::new());
     let all_bytes = options.open.view.keeps_tensors();
     let files = match (&on_mount, &heat) {
-        (Some(_), None) => files_below(&absolute)?,
+        (Some(_), None) => files_below(&absolute, &mut not_shown)?,
         (Some(mount), Some(heat)) => heat.on_mount(mount, &absolute, &mut missing)?,
         (None, _) => {
             let (found, _) = prove_all(&open_source(&args.source, options)?)?;
@@ -79,6 +79,9 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
             files
         }
     };
+    if files.is_empty() && !not_shown.is_empty() && !args.source.json {
+        return tell_lines(&not_shown);
+    }
     if missing > 0 {
         log::say(&format!(
             "not in {}: {} of the heat",
@@ -104,9 +107,9 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     let seconds = started.elapsed().as_secs_f64();
     if args.source.json {
         print_json(&json!({
-            "ok": refused.is_empty(),
+            "ok": refused.is_empty() && not_shown.is_empty(),
             "class": refused.first().map(|error: &Error| error.kind().as_str()),
-            "error": refused.first().map(Error::to_string),
+            "error": refused.first().map(Error::to_string).or_else(|| not_shown.first().cloned()),
             "source": real_name(path),
             "mount": on_mount.is_some(),
             "files": files.len(),
@@ -114,6 +117,7 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
             "tensors_missing": missing,
             "seconds": seconds,
         }))?;
+        tell_lines(&not_shown)?;
         return tell_refusals(refused.iter());
     }
     let count = match files.len() {
@@ -122,7 +126,14 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     };
     let rate = human((total as f64 / seconds.max(1e-9)) as u64);
     print_text(&format!("warmed {} of {count} in {seconds:.3} s at {rate}/s\n", human(total)))?;
+    tell_lines(&not_shown)?;
     tell_refusals(refused.iter())
+}
+
+/// Prints the lines on standard error, and fails if there are any.
+fn tell_lines(lines: &[String]) -> Outcome {
+    lines.iter().for_each(|line| log::say(line));
+    if lines.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }
 
 fn cannot(path: &Path, error: &io::Error) -> Failure {
@@ -134,7 +145,9 @@ fn len_of(range: &Range<u64>) -> u64 {
 }
 
 /// All files of a mount below `path`, or the file at it, whole.
-fn files_below(path: &Path) -> Result<Vec<WarmFile>, Failure> {
+///
+/// `not_shown` gets the lines that say which checkpoints the mount refuses.
+fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>, Failure> {
     let meta = std::fs::symlink_metadata(path).map_err(|e| cannot(path, &e))?;
     if meta.is_file() {
         let ranges = Vec::from_iter((meta.len() > 0).then_some(0..meta.len()));
@@ -144,8 +157,14 @@ fn files_below(path: &Path) -> Result<Vec<WarmFile>, Failure> {
     if meta.is_dir() {
         for entry in std::fs::read_dir(path).map_err(|e| cannot(path, &e))? {
             let entry = entry.map_err(|e| cannot(path, &e))?;
-            if entry.file_name() != ERROR_FILE {
-                files.extend(files_below(&entry.path())?);
+            let below = entry.path();
+            if entry.file_name() == ERROR_FILE {
+                let text = std::fs::read(&below).map_err(|e| cannot(&below, &e))?;
+                let lines = String::from_utf8_lossy(&text);
+                let folder = shown_path(path);
+                not_shown.extend(lines.lines().map(|line| format!("{folder}: {}", shown(line))));
+            } else {
+                files.extend(files_below(&below, not_shown)?);
             }
         }
     }

@@ -7,6 +7,7 @@ mod contents;
 mod copy;
 mod folder;
 mod outline;
+mod source_files;
 mod target;
 mod tensor_writer;
 mod tensorizer;
@@ -22,6 +23,7 @@ use nix::sys::statvfs::statvfs;
 pub use contents::{Contents, TensorDigests};
 pub use copy::{Copier, OnBytes, Watch};
 pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
+pub use source_files::SourceFiles;
 pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt, WriteKey};
 pub use tensorizer::TensorizerFile;
 

@@ -231,6 +231,14 @@ class Consolidate(TestCase):
                 tensorfs.consolidate(self.source, out, **how)
         self.assertEqual(shard.read_bytes(), before)
         self.assertEqual(sorted(os.listdir(self.tmp)), ["one.bt", "one.safetensors", "one.tensors", "src"])
+        # The format is that of the file, which has no suffix.
+        blob, tensors = self.tmp / "src/blob", self.tmp / "one.tensors"
+        os.rename(self.tmp / "one.safetensors", blob)
+        for source, out, how in ((blob, "x.bt", {}), (tensors, "x.safetensors", {"layout": "original"})):
+            with self.assertRaisesRegex(tensorfs.SafetensorError, "the name is one of a"):
+                tensorfs.consolidate(source, self.tmp / out, **how)
+            self.assertFalse((self.tmp / out).exists())
+        blob.unlink()
         # A folder of that name stays one, and numbers make a folder.
         (self.tmp / "x.safetensors").mkdir()
         tensorfs.consolidate(self.source, self.tmp / "x.safetensors")

@@ -25,9 +25,9 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::catalog::Catalog;
+use crate::catalog::{Catalog, Shard};
 use crate::error::{Error, Fault, Result, shown_path};
-use crate::format::OutputFormat;
+use crate::format::{InputFormat, OutputFormat};
 use crate::index::ConfigRecord;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
@@ -177,6 +177,19 @@ impl Checkpoint {
     /// Whether it is one file that is served unchanged.
     pub fn is_whole_file(&self) -> bool {
         self.is_whole_file
+    }
+
+    /// The format of its shard `shard`.
+    #[doc(hidden)]
+    pub fn format_of(&self, shard: &Shard) -> InputFormat {
+        match self.kind {
+            SetKind::Single => InputFormat::Safetensors,
+            SetKind::Bintensors => InputFormat::Bintensors,
+            SetKind::Tensorizer => InputFormat::Tensorizer,
+            SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
+                InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors)
+            }
+        }
     }
 
     /// The weight map that names its shards: file name, and the metadata in it.

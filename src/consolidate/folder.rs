@@ -115,9 +115,7 @@ impl Copier {
 
 /// Refuses to write into `out` if files there would be lost, or would be mixed with the new ones.
 fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<()> {
-    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    let sources = outline.files.iter().flat_map(|file| file.content.sources());
-    let sources: HashSet<_> = sources.filter_map(|source| inode(source.path())).collect();
+    let source_files = outline.files_to_keep()?;
     for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
         let there = out.join(&folder.path);
         if std::fs::symlink_metadata(&there).is_ok_and(|meta| !meta.is_dir()) {
@@ -129,7 +127,7 @@ fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<(
     for file in &outline.files {
         let there = out.join(&file.path);
         if let Ok(meta) = std::fs::symlink_metadata(&there) {
-            if inode(&there).is_some_and(|there| sources.contains(&there)) {
+            if source_files.contains(&there) {
                 let there = shown_path(&there);
                 let message = "is a file of the source; write somewhere else";
                 return Err(Error::usage(format!("{there}: {message}")));

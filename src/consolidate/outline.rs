@@ -5,12 +5,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::source_files::SourceFiles;
 use super::tensorizer::TensorizerFile;
 use crate::checkpoint::{
     Checkpoint, Content, ERROR_FILE, File, FolderId, Proved, Tree, VirtualFile,
 };
 use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown, shown_path};
-use crate::format::{OutputFormat, names};
+use crate::format::{InputFormat, OutputFormat, names};
 use crate::reader::Reader;
 use crate::source::{FileSystem, Identity, Source};
 use crate::view::FileSpec;
@@ -108,6 +109,8 @@ pub struct Outline {
     pub checkpoints: Vec<Arc<Checkpoint>>,
     /// Notes on unusual but valid input, a line each.
     pub notes: Vec<String>,
+    /// The files that were found beside those that are shown.
+    pub source_files: SourceFiles,
 }
 
 impl Outline {
@@ -120,7 +123,7 @@ impl Outline {
         if let Some(summary) = tree.left_out.summary().filter(|_| tree.left_out.is_partial()) {
             return Err(partial(&tree.source, summary));
         }
-        let mut outline = Outline::default();
+        let mut outline = Outline { source_files: SourceFiles::of(tree), ..Outline::default() };
         outline.notes.extend(tree.left_out.lines.iter().cloned());
         let mut hidden = HashSet::new();
         let mut listed = HashSet::new();
@@ -270,9 +273,14 @@ impl Outline {
     /// `Error::Usage` if the view shows a file in another format. `Error::Refused` if it shows several
     /// files of weights, if `out` is a file of the source, or if a tensorizer file cannot hold a tensor.
     pub fn file_at(&self, out: &Path, source: &Path) -> Result<Option<OutlineFile>> {
-        let name = out.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let (named, is_tensorizer) = (OutputFormat::of_name(name), names::is_tensorizer(name));
-        if (named.is_none() && !is_tensorizer) || out.is_dir() {
+        // The suffix counts, also of a name that is not UTF-8.
+        let name = out.file_name().unwrap_or_default().to_string_lossy();
+        let named = match OutputFormat::of_name(&name) {
+            Some(format) => InputFormat::from(format),
+            None if names::is_tensorizer(&name) => InputFormat::Tensorizer,
+            None => return Ok(None),
+        };
+        if out.is_dir() {
             return Ok(None);
         }
         let wrong = |why: String| Error::usage(format!("{}: {why}", shown_path(out)));
@@ -280,41 +288,65 @@ impl Outline {
             return Err(wrong("the name is one of a file, not of a folder".to_owned()));
         }
         let file = self.single(source)?;
-        let format = match &file.content {
-            OutlineContent::Virtual(file) => Some(file.spec().format),
-            _ => file.path.file_name().and_then(|name| OutputFormat::of_name(name.to_str()?)),
-        };
+        let (found, virtual_format) = self.formats_of(file)?;
         // A tensorizer file takes the place of the file that is shown without an option.
-        let expected = named.unwrap_or_default();
-        if let Some(format) = format.filter(|format| *format != expected) {
-            let named = named.map_or("tensorizer", OutputFormat::as_str);
+        let is_made = named == InputFormat::Tensorizer && found == InputFormat::Safetensors;
+        if found != named && !is_made {
+            let advice = if found != virtual_format {
+                "leave out layout=original".to_owned()
+            } else if named == InputFormat::Tensorizer {
+                format!("leave out format={}", found.as_str())
+            } else {
+                format!("the option format={} chooses it", named.as_str())
+            };
             return Err(wrong(format!(
-                "the name is one of a {named} file, the mount shows a {} file; the option format= \
-                 chooses it",
-                format.as_str()
+                "the name is one of a {} file, the mount shows a {} file; {advice}",
+                named.as_str(),
+                found.as_str()
             )));
         }
-        let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-        let there = inode(out);
-        let mut sources = self.files.iter().flat_map(|file| file.content.sources());
-        if there.is_some() && sources.any(|source| inode(source.path()) == there) {
-            let message = "is a file of the source; write somewhere else";
-            return Err(Error::refused(out, Fault::new(ErrorKind::Usage, message)));
+        if std::fs::metadata(out).is_ok() {
+            self.files_to_keep()?.keep(out)?;
         }
         let mut file = file.clone();
-        if is_tensorizer {
+        if is_made {
             file.content = OutlineContent::Tensorizer(self.tensorizer_file(&file)?);
         }
         Ok(Some(file))
+    }
+
+    /// The format of `file`, which has all tensors, and that of virtual files. They differ if the view
+    /// shows the files of the source.
+    fn formats_of(&self, file: &OutlineFile) -> Result<(InputFormat, InputFormat)> {
+        if let OutlineContent::Virtual(file) = &file.content {
+            let format = file.spec().format.into();
+            return Ok((format, format));
+        }
+        let checkpoint = self.one_checkpoint()?;
+        let shard = checkpoint.catalog().shards.first();
+        let shard = shard.ok_or_else(|| Error::internal("a file of weights is no shard"))?;
+        Ok((checkpoint.format_of(shard), checkpoint.format.into()))
+    }
+
+    /// The checkpoint of a file that has all tensors.
+    fn one_checkpoint(&self) -> Result<&Arc<Checkpoint>> {
+        match self.checkpoints.as_slice() {
+            [checkpoint] => Ok(checkpoint),
+            _ => Err(Error::internal("one file of weights has several checkpoints")),
+        }
+    }
+
+    /// The files of the source, which are never replaced.
+    pub(super) fn files_to_keep(&self) -> Result<SourceFiles> {
+        let shown = self.files.iter().flat_map(|file| file.content.sources());
+        Ok(self.source_files.with_origin()?.with(shown.map(|source| source.path())))
     }
 
     /// The tensors of `file`, which has all of them, as a tensorizer file.
     fn tensorizer_file(&self, file: &OutlineFile) -> Result<TensorizerFile> {
         let OutlineContent::Virtual(file) = &file.content else {
             // A file that is shown as it is has the tensors of its checkpoint.
-            let [checkpoint] = self.checkpoints.as_slice() else {
-                return Err(Error::internal("one file of weights has several checkpoints"));
-            };
+            let checkpoint = self.one_checkpoint()?;
             let spec = FileSpec::single(&checkpoint.name, OutputFormat::default());
             return TensorizerFile::new(checkpoint, &spec, None);
         };

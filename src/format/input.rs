@@ -9,7 +9,7 @@ use crate::words;
 
 use super::description::ShardDescription;
 use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len, refuse_others};
-use super::{bintensors, flat, names, tensorizer};
+use super::{OutputFormat, bintensors, flat, names, tensorizer};
 
 /// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
@@ -47,6 +47,15 @@ words!(InputFormat {
     Bintensors = "bintensors",
     Tensorizer = "tensorizer"
 });
+
+impl From<OutputFormat> for InputFormat {
+    fn from(format: OutputFormat) -> InputFormat {
+        match format {
+            OutputFormat::Safetensors => InputFormat::Safetensors,
+            OutputFormat::Bintensors => InputFormat::Bintensors,
+        }
+    }
+}
 
 /// A shard that may be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

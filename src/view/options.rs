@@ -122,7 +122,8 @@ impl View {
             let why = "option format=bintensors: layout=original shows files as they are";
             return Err(why.to_owned());
         }
-        if self.format == OutputFormat::Bintensors && !is_original && self.files != Files::Single {
+        let is_one = matches!(self.files, Files::Single | Files::ShardCount(1));
+        if self.format == OutputFormat::Bintensors && !is_original && !is_one {
             let files = &self.files;
             return Err(format!(
                 "option format=bintensors: layout={files} makes numbered files, which are no checkpoint \
@@ -211,17 +212,24 @@ impl View {
         if let Some(dtype) = &self.dtype {
             add("dtype", dtype.to_string().into());
         }
-        let dtypes = self.dtype.as_ref().and_then(DtypeCast::read_from);
-        let rules = self.rename.iter().map(|rules| (rules.path(), rules.digest()));
-        let cuts = self.shard.iter().filter_map(|shard| shard.rules.as_ref());
-        let cuts = cuts.filter_map(|rules| Some((rules.path()?, rules.digest())));
-        let files = self.files.read_from().into_iter().chain(rules).chain(dtypes).chain(cuts);
-        let files: Map<String, Value> =
-            files.map(|(path, digest)| (real_name(path), digest.to_string().into())).collect();
+        let files: Map<String, Value> = self
+            .files_read()
+            .map(|(path, digest)| (real_name(path), digest.to_string().into()))
+            .collect();
         if !files.is_empty() {
             add("files", files.into());
         }
         json
+    }
+
+    /// The files that its options were read from, with the hashes of their texts.
+    #[doc(hidden)]
+    pub fn files_read(&self) -> impl Iterator<Item = (&Path, Digest)> {
+        let dtypes = self.dtype.as_ref().and_then(DtypeCast::read_from);
+        let rules = self.rename.iter().map(|rules| (rules.path(), rules.digest()));
+        let cuts = self.shard.iter().filter_map(|shard| shard.rules.as_ref());
+        let cuts = cuts.filter_map(|rules| Some((rules.path()?, rules.digest())));
+        self.files.read_from().into_iter().chain(rules).chain(dtypes).chain(cuts)
     }
 
     /// The view that `to_json` wrote. `None` if another version wrote words that are not known

@@ -16,7 +16,7 @@ import checkpoints
 import oracle
 from faults import file_system
 from manifest import GOOD, by_id
-from mounts import BIN, Mount, TestCase, detach, needs_root, run, run_measured, tensorfs, visible_files
+from mounts import BIN, Mount, MountFailed, TestCase, detach, needs_root, run, run_measured, tensorfs, visible_files
 
 
 def content(folder):
@@ -143,10 +143,15 @@ class Bytes(TestCase):
         for view in views:
             with self.subTest(source=source, view=view):
                 words = [word for option in (*options, *view) for word in ("-o", option)]
-                if tensorfs("ls", source, *words).code:
-                    self.assert_refused(tensorfs("consolidate", source, self.tmp / "refused", *words))
-                    self.assertFalse((self.tmp / "refused").exists())
+                tried = self.tmp / "tried"
+                outcome = tensorfs("consolidate", source, tried, *words)
+                if outcome.code:
+                    self.assert_refused(outcome)
+                    self.assertFalse(tried.exists())
+                    with contextlib.suppress(MountFailed), Mount(source, *options, *view) as m:
+                        self.assertTrue(list(m.path.rglob("TENSORFS-ERROR.txt")))
                     continue
+                shutil.rmtree(tried)
                 shutil.rmtree(self.assert_like_mount(source, *options, *view))
                 written += 1
         return written
@@ -273,6 +278,73 @@ class Targets(TestCase):
         (self.tmp / "broken").symlink_to("nowhere")
         self.assert_refused(self.consolidate(self.tmp / "broken"))
         self.assert_only(self.tmp, "src", "file", "broken")
+
+    # It was written with the bytes of the other format.
+    def test_a_file_is_in_the_format_of_its_name_whatever_its_source_is_called(self):
+        work = self.tmp / "work"
+        work.mkdir()
+        blob = work / "blob"
+        checkpoints.write_one(blob, "t", 1)
+        for name in ("one.bt", "one.tensors"):
+            self.assert_done(tensorfs("convert", blob, work / name))
+        encrypted, secret = work / "secret.tensors", work / "key"
+        secret.write_bytes(bytes(range(32)))
+        self.assert_done(tensorfs("convert", blob, encrypted, "--key-file", secret))
+        key = ("-o", f"key-file={secret}")
+        original = ("-o", "layout=original")
+        cases = (
+            (blob, "x.bt", (), "bintensors", "safetensors", "the option format=bintensors chooses it"),
+            (work / "one.bt", "x.safetensors", ("-o", "format=bintensors"), "safetensors", "bintensors", "the option format=safetensors chooses it"),
+            (work / "one.bt", "x.tensors", ("-o", "format=bintensors"), "tensorizer", "bintensors", "leave out format=bintensors"),
+            (blob, "x.tensors", ("-o", "format=bintensors"), "tensorizer", "bintensors", "leave out format=bintensors"),
+            (work / "one.bt", "x.safetensors", original, "safetensors", "bintensors", "leave out layout=original"),
+            (work / "one.tensors", "x.safetensors", original, "safetensors", "tensorizer", "leave out layout=original"),
+            (work / "one.tensors", "x.bt", original, "bintensors", "tensorizer", "leave out layout=original"),
+            (encrypted, "x.safetensors", (*original, *key), "safetensors", "tensorizer", "leave out layout=original"),
+        )
+        for source, name, words, named, found, advice in cases:
+            with self.subTest(source.name, out=name, words=words):
+                outcome = self.consolidate(self.tmp / name, *words, source=source)
+                self.assert_refused(outcome, 2)
+                self.assert_one_line(outcome)
+                said = f"{name}: the name is one of a {named} file, the mount shows a {found} file; {advice}"
+                self.assertIn(said, outcome.stderr)
+        self.assert_only(self.tmp, "src", "work")
+        # A file in the right format is written as it is.
+        for source, words in ((blob, ()), (work / "one.bt", original), (work / "one.tensors", original), (encrypted, (*original, *key))):
+            out = self.tmp / f"copy{source.suffix or '.safetensors'}"
+            self.assert_done(self.consolidate(out, "--force", *words, source=source))
+            self.assert_same(out.read_bytes(), source.read_bytes())
+
+    def test_the_suffix_of_a_name_that_is_not_utf_8_counts(self):
+        out = os.fsdecode(os.fsencode(self.tmp) + b"/bad\xff.safetensors")
+        self.assert_done(self.consolidate(out))
+        with open(out, "rb") as file:
+            self.assert_same(file.read(), oracle.from_dcp(self.source))
+
+    # Only the files that the mount shows were looked at.
+    def test_no_file_of_the_source_is_replaced_whether_it_is_shown_or_not(self):
+        both = checkpoints.numbered_set(self.tmp / "both", 1)
+        shard = both / "model-00001-of-00003.safetensors"
+        shutil.copy(shard, both / "model.safetensors")
+        before = content(both)
+        for out in (both / "model.safetensors", both):
+            outcome = self.consolidate(out, "--force", "-o", "prefer=shards", source=both)
+            self.assert_refused(outcome)
+            self.assert_one_line(outcome)
+            self.assertRegex(outcome.stderr, f"{both}/.*: is a file of the source; write somewhere else")
+        # The files of a mount are others than those behind it.
+        with Mount(both, "include=t1", "prefer=shards") as m, Mount(m.path, "dtype=f32") as over:
+            for mounted in (m, over):
+                for words in (("consolidate", mounted.path, shard, "-o", "dtype=bf16"), ("consolidate", mounted.path, shard),
+                              ("convert", mounted.path, shard, "-o", "dtype=bf16")):
+                    with self.subTest(words[0], over=mounted is over, more=words[3:]):
+                        outcome = tensorfs(*words, "--force")
+                        self.assert_refused(outcome)
+                        self.assertIn(f"{shard}: is a file of the source", outcome.stderr)
+            outcome = tensorfs("consolidate", m.path, both, "--force", "-o", "dtype=bf16")
+            self.assert_refused(outcome)
+        self.assertEqual(content(both), before)
 
     def test_a_refused_checkpoint_and_several_for_one_file_leave_nothing(self):
         outcome = self.consolidate(self.out, "--json", source=by_id("bad_dcp_hole_middle").source)

@@ -207,6 +207,42 @@ class Report(ReportCase):
         for _ in range(2):
             self.assert_done(tensorfs("report", source, "--html", source / "report.html"))
 
+    # The files without a weights suffix were replaced.
+    def test_no_file_of_a_source_without_a_suffix_is_replaced(self):
+        whole = checkpoints.hf_set(self.tmp / "src", 1)
+        snapshot = checkpoints.hub_cache(self.tmp / "models--a--b", whole)
+        link = next(snapshot.glob("*.safetensors"))
+        blob = link.resolve()
+        mapping = self.tmp / "rules.toml"
+        mapping.write_text("[[rename]]\nregex = 'weight'\nto = 'w'\n")
+        (blob.parent / "config.json").write_text("{}")
+        key = self.tmp / "key"
+        key.write_bytes(bytes(32))
+        before = {path: path.read_bytes() for path in (blob, blob.parent / "config.json", mapping, key)}
+        rename = ("-o", f"rename={mapping}")
+        for target, words, said in (
+            (blob, (), "is a file of the source"), (link, (), "is a file of the source"),
+            (blob.parent / "config.json", (), "is a file of the source"),
+            (mapping, rename, "is a file that an option names"), (key, ("-o", f"reference={key}"), "is a file that an option names"),
+        ):
+            with self.subTest(target=target.name):
+                outcome = tensorfs("report", blob, "--html", target, "--force", *words)
+                self.assert_refused(outcome)
+                self.assert_one_line(outcome)
+                self.assertIn(f"{target}: {said}", outcome.stderr)
+        self.assertEqual({path: path.read_bytes() for path in before}, before)
+        self.assertTrue(link.is_symlink())
+
+    def test_no_file_behind_a_mount_is_replaced(self):
+        source = checkpoints.numbered_set(self.tmp / "src", 1)
+        before = {path.name: path.read_bytes() for path in source.iterdir()}
+        with Mount(source, "include=t1") as m:
+            for path in source.iterdir():
+                outcome = tensorfs("report", m.path, "--html", path, "--force", "-o", "dtype=f32")
+                self.assert_refused(outcome)
+                self.assertIn(f"{path}: is a file of the source", outcome.stderr)
+        self.assertEqual({path.name: path.read_bytes() for path in source.iterdir()}, before)
+
     def test_sixty_thousand_tensors_make_a_page_of_a_few_megabytes(self):
         path = self.tmp / "large.html"
         outcome, peak = run_measured(BIN, "report", self.large(), "--html", path)

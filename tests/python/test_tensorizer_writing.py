@@ -161,7 +161,7 @@ class Written(TestCase):
         refused = [(to, "layout=original") for to in ("bintensors", "safetensors", "tensorizer")]
         for files in ("shards=2", "shards=1000B", f"map={split}"):
             refused += [(to, f"layout={files}") for to in ("bintensors", "safetensors")]
-        refused += [(to, "format=bintensors") for to in ("safetensors", "tensorizer")]
+        refused += [(to, "format=bintensors") for to in ("bintensors", "safetensors", "tensorizer")]
         for to, option in refused:
             with self.subTest(to, option=option):
                 outcome = tensorfs("convert", source, self.out.parent, "--to", to, "-o", option)
@@ -169,8 +169,17 @@ class Written(TestCase):
                 self.assert_one_line(outcome)
                 self.assertIn(f"option {option}: ", outcome.stderr)
                 self.assertEqual(os.listdir(self.out.parent), [])
-        for to, option in (("bintensors", "format=bintensors"), ("safetensors", "layout=single")):
-            self.assert_done(tensorfs("convert", source, self.out.parent, "--to", to, "-o", option))
+        self.assert_done(tensorfs("convert", source, self.out.parent, "--to", "safetensors", "-o", "layout=single"))
+
+    # They were written, and are no checkpoint together.
+    def test_several_files_get_no_hidden_names(self):
+        source = checkpoints.numbered_set(self.tmp / "set", 1)
+        for name in (".tensors", ".hidden.tensors"):
+            outcome = tensorfs("convert", source, self.out.parent / name, "-o", "layout=shards=2")
+            self.assert_refused(outcome, code=2)
+            self.assert_one_line(outcome)
+            self.assertIn(f"{name}: begins with a dot", outcome.stderr)
+            self.assertEqual(os.listdir(self.out.parent), [])
 
     def test_numbers_with_gaps_are_refused_before_anything_is_written(self):
         source = save(self.tmp / "m.safetensors", [(name, "F32", [200], bytes(800)) for name in ("q", "k", "i")])

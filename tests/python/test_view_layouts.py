@@ -216,6 +216,18 @@ class Refused(Refusals):
             self.assertNotIn("hub", self.refused(source, f"layout=map={path}").stderr)
         self.assertIn("or hub", self.refused(source, "layout=maps").stderr)
 
+    # It was refused as several files.
+    def test_one_file_of_shards_may_have_any_format(self):
+        source = checkpoints.grid_2d(self.tmp / "grid")
+        found = {}
+        for name, options in (("one", "format=bintensors"), ("same", "format=bintensors,layout=shards=1")):
+            out = self.tmp / f"{name}.bt"
+            self.assert_done(tensorfs("consolidate", source, out, "-o", options))
+            with Mount(source, options) as m:
+                found[name] = (out.read_bytes(), (m.path / "model.bt").read_bytes())
+                self.assertEqual([file for file in os.listdir(m.path) if file.startswith("model")], ["model.bt"])
+        self.assertEqual(found["one"], found["same"])
+
     def test_numbered_files_that_would_be_no_checkpoint_are_refused(self):
         source = checkpoints.grid_2d(self.tmp / "grid")
         gap, whole = self.tmp / "gap.json", self.tmp / "whole.json"

@@ -9,8 +9,8 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
 use tensorfs::internal::consolidate::{
-    Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, TensorizerFile,
-    Watch, WriteKey, WriteOptions,
+    Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, SourceFiles,
+    TensorizerFile, Watch, WriteKey, WriteOptions,
 };
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{OutputFormat, names};
@@ -176,7 +176,7 @@ impl Conversion<'_> {
         target: &Path,
         format: OutputFormat,
     ) -> Result<WrittenFiles, Failure> {
-        keep_source(&self.checkpoint, target)?;
+        self.keep_source(target)?;
         let spec = FileSpec::saved(&self.checkpoint.name, format);
         let reader = Reader::open(&VirtualFile::new(&self.checkpoint, spec))?;
         let mut digest = Hash::of(format);
@@ -207,6 +207,13 @@ impl Conversion<'_> {
         let view = View { files, ..View::default() };
         let specs = arrange(stem, checkpoint.catalog(), &view);
         let specs = specs.map_err(|fault| checkpoint.refused(fault))?;
+        if specs.len() > 1 && (stem.is_empty() || stem.starts_with('.')) {
+            return Err(Failure::Usage(format!(
+                "{}: begins with a dot, and several files with hidden names are no checkpoint; give \
+                 another name",
+                shown_path(target)
+            )));
+        }
         let specs = match specs.as_slice() {
             [] | [_] => vec![FileSpec::saved(stem, OutputFormat::default())],
             _ => specs,
@@ -217,7 +224,7 @@ impl Conversion<'_> {
         let written = WrittenFiles { files: files.len(), bytes, digest: None };
         let options = self.write_options();
         if let [file] = files.as_slice() {
-            keep_source(&checkpoint, target)?;
+            self.keep_source(target)?;
             self.watched(bytes, &mut |_| (), |watch| {
                 copier.write_file(NewFile::Tensorizer(file), target, options, watch)
             })?;
@@ -235,6 +242,26 @@ impl Conversion<'_> {
             copier.write_folder(&outline, folder, options, watch)
         })?;
         Ok(written)
+    }
+
+    /// Refuses to overwrite a file of the checkpoint, also of one behind a mount. Only a checkpoint of one
+    /// file may be overwritten by itself.
+    fn keep_source(&self, target: &Path) -> Result<(), Failure> {
+        let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+        let Some(there) = inode(target) else { return Ok(()) };
+        let checkpoint = &self.checkpoint;
+        let sources = checkpoint.sources();
+        let map = checkpoint.weight_map().map(|(name, _)| checkpoint.directory.join(name));
+        let is_source = sources.iter().any(|source| inode(source.path()) == Some(there));
+        let is_map = map.is_some_and(|map| inode(&map) == Some(there));
+        if is_map
+            || (is_source && sources.len() > 1)
+            || SourceFiles::behind(&self.args.source.source)?.contains(target)
+        {
+            let message = "is a file of the source; write somewhere else";
+            return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+        }
+        Ok(())
     }
 
     fn report(mut self, target: &Path, written: &WrittenFiles) -> Outcome {
@@ -282,22 +309,6 @@ impl Conversion<'_> {
         text.extend(self.notes.iter().map(|note| format!("  note: {}\n", shown(note))));
         print_text(&text)
     }
-}
-
-/// Refuses to overwrite a file of `checkpoint`. Only a checkpoint of one file may be overwritten by
-/// itself.
-fn keep_source(checkpoint: &Checkpoint, target: &Path) -> Result<(), Failure> {
-    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    let Some(there) = inode(target) else { return Ok(()) };
-    let sources = checkpoint.sources();
-    let map = checkpoint.weight_map().map(|(name, _)| checkpoint.directory.join(name));
-    let is_source = sources.iter().any(|source| inode(source.path()) == Some(there));
-    let is_map = map.is_some_and(|map| inode(&map) == Some(there));
-    if is_map || (is_source && sources.len() > 1) {
-        let message = "is a file of the source; write somewhere else";
-        return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
-    }
-    Ok(())
 }
 
 /// The file to write for the checkpoint `name`.

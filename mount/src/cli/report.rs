@@ -1,23 +1,21 @@
 //! `tensorfs report`: a page that shows where the tensors of a checkpoint lie.
 
 use std::collections::HashMap;
-use std::ffi::OsStr;
 use std::fs::OpenOptions as FileOptions;
 use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use tensorfs::Error;
 use tensorfs::internal::atomic_file::TemporaryFile;
 use tensorfs::internal::catalog::{Shard, Tensor};
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
-use tensorfs::internal::consolidate::Contents;
+use tensorfs::internal::consolidate::{Contents, SourceFiles};
 use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::format::{InputFormat, names};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::View;
-use tensorfs::{Error, SetKind};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, tell_refusals};
@@ -32,12 +30,15 @@ const SCRIPT: &str = include_str!("report/page.js");
 const PAGE_START: usize = 96;
 
 pub(super) fn run(args: &args::ReportArgs) -> Outcome {
-    let options = query_options(&args.source, &args::REPORT)?;
+    let mut options = query_options(&args.source, &args::REPORT)?;
+    let mut named: Vec<PathBuf> = options.paths().map(|path| path.clone()).collect();
+    named.extend(options.open.view.files_read().map(|(path, _)| path.to_owned()));
     let replaces_report = check_target(args)?;
     refuse_several_views(&args.source)?;
     let tree = open_source(&args.source, options)?;
     if !replaces_report {
-        keep_source(&tree, &args.html)?;
+        SourceFiles::and_beside(&tree).with_origin()?.keep(&args.html)?;
+        keep_named(&named, &args.html)?;
     }
     let (found, mut notes) = prove_all(&tree)?;
     let (mut sets, mut refused) = (Vec::new(), Vec::new());
@@ -123,24 +124,15 @@ fn check_target(args: &args::ReportArgs) -> Result<bool, Failure> {
     Err(Failure::Failed(format!("{shown}: is there already, and is no report{advice}")))
 }
 
-/// Refuses to replace a file of the source.
-fn keep_source(tree: &Tree, target: &Path) -> Result<(), Failure> {
+/// Refuses to replace a file that an option names.
+fn keep_named(named: &[PathBuf], target: &Path) -> Result<(), Failure> {
     let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    let Some(there) = inode(target) else { return Ok(()) };
-    // If the source is one file, the shards and weight maps beside it may belong to it.
-    let is_source = |name: &OsStr| {
-        let is_weights = |name| names::is_weights(name) || names::weight_map_output(name).is_some();
-        tree.only.is_none() || name.to_str().is_some_and(is_weights)
-    };
-    let is_there = |id| {
-        let files = tree.folder(id).files.clone();
-        files.iter().any(|file| is_source(&file.name) && inode(&file.path) == Some(there))
-    };
-    if tree.ids().into_iter().any(is_there) {
-        let message = "is a file of the source; write somewhere else";
-        return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+    let there = inode(target);
+    if there.is_none() || named.iter().all(|path| inode(path) != there) {
+        return Ok(());
     }
-    Ok(())
+    let message = "is a file that an option names; write somewhere else";
+    Err(Failure::Failed(format!("{}: {message}", shown_path(target))))
 }
 
 fn write(path: &Path, page: &[u8]) -> std::io::Result<()> {
@@ -230,16 +222,10 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
         places[tensor.position()] = (piece.shard.0 as usize, start);
         counts[piece.shard.0 as usize] += 1;
     }
-    let format = |shard: &Shard| match checkpoint.kind {
-        SetKind::Single => InputFormat::Safetensors,
-        SetKind::Bintensors => InputFormat::Bintensors,
-        SetKind::Tensorizer => InputFormat::Tensorizer,
-        _ => InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors),
-    };
     let shards = catalog.shards.iter().zip(counts).map(|(shard, tensors)| {
         json!({
             "name": shard.name,
-            "format": format(shard).as_str(),
+            "format": checkpoint.format_of(shard).as_str(),
             "size": shard.file_len,
             "header": header_len(shard),
             "tensors": tensors,

@@ -11,9 +11,9 @@ use serde_json::Value;
 use crate::format::names;
 use crate::hash::Digest;
 use crate::mountinfo;
-use crate::open_options::{OpenOptions, Prefer};
+use crate::open_options::OpenOptions;
 use crate::source::{read_option_file, read_text};
-use crate::view::Files;
+use crate::view::{Files, View};
 
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
@@ -32,10 +32,11 @@ pub struct MountOrigin {
 impl MountOrigin {
     /// The path and the options that show what `given` makes of what the mount shows. `has_view`:
     /// whether `given` has any option of views. How the source is found follows from the mount, the
-    /// rest from `given`.
+    /// rest from `given`. The mount has chosen between a file and a set of the same name already.
     ///
-    /// `None` if the source alone does not show that, as for a view on top of another one: then the
-    /// path on the mount is opened with `given`.
+    /// `None` if the source alone does not show that: then the path on the mount is opened with
+    /// `given`. A view is put on the source only if the mount has none, and if neither it nor the
+    /// proof of its sets depends on files: a mount shows other ones than its source.
     pub fn open_with(self, given: &OpenOptions, has_view: bool) -> Option<(PathBuf, OpenOptions)> {
         let MountOrigin { path, options: mounted, part } = self;
         if part.is_some() {
@@ -43,18 +44,29 @@ impl MountOrigin {
         }
         let OpenOptions { expect_shards, reference, index, view, views, hub, secret, .. } =
             given.clone();
-        // Only a mount of the files as they are shows the files of both choices.
-        let prefer = match mounted.view.files {
-            Files::Original if given.prefer != Prefer::default() => given.prefer,
-            _ => mounted.prefer,
-        };
-        let open = OpenOptions { prefer, expect_shards, reference, index, secret, ..mounted };
+        let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
+        let open = OpenOptions { follow, expect_shards, reference, index, secret, ..mounted };
         if !has_view {
             return Some((path, open));
         }
-        let keeps_tensors = open.view.keeps_tensors() && open.views.is_none() && !open.hub;
-        keeps_tensors.then(|| (path, OpenOptions { view, views, hub, ..open }))
+        let has_own = open.view != View::default() || open.views.is_some() || open.hub;
+        let of_files = open.expect_shards.is_some() || open.reference.is_some();
+        let views_of_files =
+            views.iter().flat_map(|views| views.iter()).any(|(_, it)| shows_files(it));
+        let can_compose = !(has_own || of_files || hub || shows_files(&view) || views_of_files);
+        can_compose.then(|| (path, OpenOptions { view, views, ..open }))
     }
+}
+
+/// Whether the view shows the files that it finds. Commands about tensors choose `Files::Original` for
+/// any view, which as an option excludes other options.
+fn shows_files(view: &View) -> bool {
+    view.files == Files::Original && view.keeps_tensors()
+}
+
+/// Whether `path` lies on a mount of root or of the caller.
+pub fn is_on_mount(path: &Path) -> bool {
+    attribute(path).is_some()
 }
 
 /// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may

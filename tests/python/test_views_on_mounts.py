@@ -26,6 +26,14 @@ MOUNTED = [
 # Options that are no options of views.
 OTHERS = ["io-timeout=30", "direct=never"]
 
+# Views of a mount of several checkpoints, and options of mounts of what it shows.
+LOWERS = ["", "prefer=shards", "layout=original", "layout=original,prefer=shards", "layout=shards=2", "format=bintensors",
+          "weight-map=hide", "exclude=*norm*"]
+UPPERS = ["layout=original", "layout=single,prefer=shards", "layout=shards=3", "format=bintensors", "weight-map=hide",
+          "include=*mlp*", "tp=2", "tp=2,rank=1", "layout=single,expect-shards=2", "layout=hub,watch=off"]
+
+ERROR_TEXT = "TENSORFS-ERROR.txt"
+
 
 def shown_at(path):
     """The content of a folder, or of one file, by name."""
@@ -106,13 +114,83 @@ class OnMounts(TestCase):
             self.assertEqual(self.mounted(m.path, "layout=single"), single)
             self.assertEqual(self.consolidated(m.path, "-o", "layout=single"), single)
 
-    def test_a_choice_of_files_counts_on_top_of_files_as_they_are(self):
-        both = checkpoints.numbered_set(self.tmp / "both", 1)
+    def shown_or_refused(self, source, options):
+        """The content of a mount; without texts of errors, which name their source. `None` if there is no such mount."""
+        try:
+            found = self.mounted(source, options)
+        except MountFailed:
+            return None
+        return {name: data for name, data in found.items() if not name.endswith(ERROR_TEXT)}
+
+    # Some combinations showed files and tensors of the source that the mount does not show, or forgot its files.
+    def test_options_on_top_of_a_mount_show_what_they_show_of_a_copy_of_its_files(self):
+        both = checkpoints.numbered_set(self.tmp / "tree/both", 1)
         checkpoints.write_one(both / FILE, "whole", 2)
-        with Mount(both, "layout=original") as m:
-            for chosen in ("prefer=file", "prefer=shards"):
-                expected = self.mounted(both, chosen)
-                self.assertEqual(self.mounted(m.path, "layout=single", chosen), expected)
+        for lower in LOWERS:
+            # The name of the folder is the name of a model of a hub.
+            with Mount(self.tmp / "tree", *filter(None, [lower])) as m:
+                shown, copy = content(m.path), self.tmp / "copy" / m.path.name
+                for name, data in shown.items():
+                    path = copy / name
+                    path.mkdir(parents=True) if data is None else path.write_bytes(data)
+                for chosen in ("prefer=file", "prefer=shards"):
+                    self.assertEqual(self.mounted(m.path, chosen), shown, (lower, chosen))
+                for upper in UPPERS:
+                    with self.subTest(lower=lower, upper=upper):
+                        self.assertEqual(self.shown_or_refused(m.path, upper), self.shown_or_refused(copy, upper))
+                shutil.rmtree(copy)
+
+    # The folder alone was the source, so its links led out of it.
+    def test_a_folder_on_a_mount_has_what_links_elsewhere_in_the_source_lead_to(self):
+        shared, folder = self.tmp / "tree/shared", self.tmp / "tree/linked"
+        self.source.rename(shared)
+        folder.mkdir()
+        for path in shared.iterdir():
+            (folder / path.name).symlink_to(f"../shared/{path.name}")
+        with Mount(self.tmp / "tree") as m:
+            place = m.path / "linked"
+            shown = content(place)
+            self.assertIn(FILE, shown)
+            self.assertEqual(self.mounted(place), shown)
+            self.assertEqual(self.mounted(place / FILE), {FILE: shown[FILE]})
+            self.assertEqual(self.consolidated(place), shown)
+            for command in ("ls", "load", "verify"):
+                for path in (place, place / FILE):
+                    self.assert_done(tensorfs(command, path))
+
+    def test_links_of_the_source_of_a_mount_may_lead_to_folders_that_are_given_on_top(self):
+        outside, folder = self.tmp / "outside", self.tmp / "tree/linked"
+        self.source.rename(outside)
+        folder.mkdir()
+        for path in outside.iterdir():
+            (folder / path.name).symlink_to(path)
+        checkpoints.numbered_set(self.tmp / "tree/other", 1)
+        with Mount(self.tmp / "tree") as m:
+            self.assertNotIn(f"linked/{FILE}", content(m.path))
+            self.assertIn(f"linked/{FILE}", self.mounted(m.path, f"follow={outside}"))
+            self.assert_done(tensorfs("load", m.path / "linked", "-o", f"follow={outside}"))
+
+    # Texts that the mount makes stood for their folder.
+    def test_a_weight_map_on_a_mount_stands_for_its_set_and_a_text_about_errors_for_none(self):
+        folder = self.tmp / "tree/several"
+        checkpoints.numbered_set(folder, 1)
+        for stem in ("second", "broken"):
+            made = checkpoints.numbered_set(self.tmp / stem, 2, stem=stem)
+            (made / "config.json").unlink()
+            [path.rename(folder / path.name) for path in made.iterdir()]
+        (folder / checkpoints.shard_name(2, 3, "broken")).unlink()
+        with Mount(folder) as m:
+            copy = self.tmp / "copy"
+            copy.mkdir()
+            [(copy / name).write_bytes(data) for name, data in content(m.path).items()]
+            for stem in ("model", "second"):
+                outcomes = [tensorfs("load", place / f"{stem}.safetensors.index.json", "--json") for place in (m.path, copy)]
+                [self.assert_done(outcome) for outcome in outcomes]
+                self.assertEqual(outcomes[0].json()["tensors"], outcomes[1].json()["tensors"])
+            for place in (m.path, copy):
+                self.assertTrue((place / ERROR_TEXT).exists())
+                with self.assertRaises(MountFailed), Mount(place / ERROR_TEXT):
+                    pass
 
     def test_files_that_a_mount_shows_changed_are_copied_as_they_are_now(self):
         config = self.source / "config.json"

@@ -149,7 +149,8 @@ fn may_hold_tensorizer(tree: &Tree, id: FolderId) -> bool {
 ///
 /// The folders between the root and the folders of ranks have the source of the root, marked as
 /// made. Folders of a hub cache that stand for none of the source have none. Both are read through
-/// the mount. So are encrypted weights, and in a mount that has a key all that may hold some.
+/// the mount. So are texts that the mount has made, encrypted weights, and in a mount that has a key
+/// all that may hold some.
 fn source_of(
     tree: &Tree,
     node: &Node,
@@ -169,10 +170,11 @@ fn source_of(
             }
             _ => may_hold_tensorizer(tree, node.folder()),
         };
-    if (is_made && tree.options.hub) || may_be_encrypted {
+    let is_text = matches!(&node.kind, NodeKind::File { content: Content::Text(_), .. });
+    if (is_made && tree.options.hub) || may_be_encrypted || is_text {
         return None;
     }
-    let (view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
+    let (mut view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
     let (mut member, mut part) = (None, None);
     match &node.kind {
         NodeKind::Folder => {
@@ -189,6 +191,13 @@ fn source_of(
             member = file.name.to_str().map(str::to_owned);
         }
         NodeKind::File { content: Content::Text(_), .. } => {}
+    }
+    // The mount shows what links in the folder lead to elsewhere in its source.
+    if tree.only.is_none()
+        && folder != tree.source
+        && let (Some(follow), Some(root)) = (view["follow"].as_array_mut(), tree.source.to_str())
+    {
+        follow.push(root.into());
     }
     // JSON cannot hold a path that is not UTF-8.
     let folder = folder.to_str()?;

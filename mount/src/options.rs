@@ -179,8 +179,10 @@ pub struct Options {
     pub(crate) secret: Option<SecretOrigin>,
     /// When weights are compared with their checksums.
     pub verify: Verify,
-    /// How changes of the source are found. `None`: as usual for the command that mounts.
+    /// How changes of the source are found, if it was given.
     pub watch: Option<Watch>,
+    /// How the command that mounts finds changes of the source otherwise.
+    pub(crate) watch_default: Watch,
     /// Time between two polls of the source.
     pub watch_interval: Duration,
     /// How long a set that is not whole counts as on its way.
@@ -218,6 +220,7 @@ impl Default for Options {
             secret: None,
             verify: Verify::default(),
             watch: None,
+            watch_default: Watch::Off,
             watch_interval: WATCH_INTERVAL,
             watch_grace: WATCH_GRACE,
         }
@@ -428,9 +431,10 @@ impl Options {
         }
     }
 
-    /// How changes of the source are found. `tensorfs mount` shows what is there at its start.
+    /// How changes of the source are found. `layout=hub` shows what is there at its start.
     pub fn watch(&self) -> Watch {
-        self.watch.unwrap_or(Watch::Off)
+        let default = if self.open.hub { Watch::Off } else { self.watch_default };
+        self.watch.unwrap_or(default)
     }
 
     /// The options in force as JSON, for `tensorfs status`.

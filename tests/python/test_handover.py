@@ -423,7 +423,7 @@ class HandedOver(ServiceCase):
         (self.tmp / "newer").chmod(0o755)
         os.replace(self.tmp / "newer", binary)
         service.reload()
-        service.wait_for_log("it keeps the state of mounts in version 99, the running one in version 2")
+        service.wait_for_log("it keeps the state of mounts in version 99, the running one in version 3")
         service.wait_until_ready(2)
         self.assertEqual(service.workers(), before)
         self.assert_same(os.pread(held, len(self.right), 0), self.right)
@@ -432,7 +432,7 @@ class HandedOver(ServiceCase):
         service = self.service()
         held = self.open(self.a / FILE)
         self.restart(service, TENSORFS_STATE_VERSION="99")
-        service.wait_for_log("the running version keeps its state in version 2, this one reads version 99")
+        service.wait_for_log("the running version keeps its state in version 3, this one reads version 99")
         wait_until(self._reads_new, PATIENCE, "a new mount")
         os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
         with self.assertRaises(OSError):

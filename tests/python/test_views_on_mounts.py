@@ -274,3 +274,73 @@ class ServedOnMounts(ServiceCase):
             self.assertTrue(all(service.workers()[name] != pid for name, pid in before.items()))
         self.assertNotIn("cannot be taken over", service.log())
         self.assertNotIn("lost their content", service.log())
+
+    # Both began at once: what the upper one showed, and whether it lived on over a restart, was chance.
+    def test_a_mount_starts_once_the_mount_that_its_source_lies_on_serves(self):
+        source = checkpoints.numbered_set(self.tmp / "model", 1)
+        below, above, top = (self.target(name) for name in ("below", "above", "top"))
+        config = mount_config("top", above, top) + mount_config("above", below, above, "dtype=f32")
+        service = self.serve(config + mount_config("below", source, below))
+        service.wait_until_ready()
+        serving = [line for line in service.log().splitlines() if ": serving " in line]
+        self.assertEqual([line.split("mount ")[1].split(":")[0] for line in serving], ["below", "above", "top"])
+        self.assertEqual(content(above), content(top))
+        self.assertNotIn("is watched", service.log())
+
+    def test_a_mount_is_refused_while_the_mount_that_its_source_lies_on_fails(self):
+        source, other = self.tmp / "model", checkpoints.numbered_set(self.tmp / "other", 2)
+        below, above, third = (self.target(name) for name in ("below", "above", "third"))
+        mounts = mount_config("above", below, above) + mount_config("third", other, third)
+        service = self.serve(mounts + mount_config("below", source, below))
+        service.wait_until_ready()
+        line = "mount above: its source lies on mount below, which does not serve"
+        self.assertEqual((service.log().count(line), os.listdir(above)), (1, []))
+        service.wait_for_status("above failed: its source lies on mount below")
+        checkpoints.numbered_set(source, 1)
+        wait_until((above / FILE).exists, PATIENCE, "the checkpoint is shown")
+        self.assertEqual((content(above), service.log().count(line)), (content(below), 1))
+
+    # The upper mount looked for its source on the lower one again, which was just made anew.
+    def test_readers_of_a_mount_go_on_if_the_mount_that_its_source_lies_on_is_made_anew(self):
+        source = checkpoints.numbered_set(self.tmp / "model", 1)
+        below, above = self.target("below"), self.target("above")
+        over = mount_config("above", below, above, "layout=shards=2")
+        service = self.serve(mount_config("below", source, below) + over)
+        service.wait_until_ready()
+        files = [above / name for name in sorted(os.listdir(above)) if name.endswith(".safetensors")]
+        held = [(self.open(path), path.read_bytes()) for path in files]
+        self.assertEqual(len(held), 2)
+        service.file.write_text(mount_config("below", source, below, "dtype=f32") + over)
+        ready = service.manager.count("READY=1")
+        service.restart()
+        service.wait_until_ready(ready + 1)
+        for descriptor, right in held:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self.assert_same(os.pread(descriptor, len(right), 0), right)
+        self.assertIn("below", [line.split("mount ")[1].split(":")[0] for line in service.log().splitlines() if "mounted anew" in line])
+        self.assertNotIn("above: cannot be taken over", service.log())
+
+    def test_a_mount_that_reads_through_a_mount_that_does_not_come_back_is_not_one_of_the_folder_below(self):
+        source, other = (checkpoints.numbered_set(self.tmp / name, 1) for name in ("model", "other"))
+        below, above, third = (self.target(name) for name in ("below", "above", "third"))
+        checkpoints.write_one(below / FILE, "hidden", 3)
+        rest = mount_config("above", below, above, "dtype=f32") + mount_config("third", other, third)
+        service = self.serve(mount_config("below", source, below, "dtype=f16") + rest)
+        service.wait_until_ready()
+        wait_until((above / FILE).exists, PATIENCE, "the checkpoint is shown on top")
+        service.file.write_text(mount_config("below", self.tmp / "gone", below, "dtype=f16") + rest)
+        ready = service.manager.count("READY=1")
+        service.restart()
+        service.wait_until_ready(ready + 1)
+        service.wait_for_status("above failed: its source lies on mount below, which does not serve")
+        with self.assertRaises(OSError):
+            (above / FILE).read_bytes()
+
+    def test_a_mount_of_a_hub_cache_on_a_mount_is_served(self):
+        checkpoints.numbered_set(self.tmp / "tree/model", 1)
+        below, above = self.target("below"), self.target("above")
+        config = mount_config("below", self.tmp / "tree", below, "layout=hub") + mount_config("above", below, above)
+        service = self.serve(config)
+        service.wait_until_ready()
+        self.assertEqual(content(above), content(below))
+        self.assertNotIn("watch=off", service.log())

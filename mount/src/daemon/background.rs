@@ -156,7 +156,7 @@ pub(crate) fn serve(
     let received = handed.map(|handed| Received::read(handed, source, target, &options));
     let received = received.transpose().map_err(|why| format!("cannot be taken over: {why}"))?;
     let mut plan = match &received {
-        Some(received) => session::plan_takeover(source, target, &received.target, options)?,
+        Some(received) => session::plan_takeover(source, target, received, options)?,
         None => session::plan(source, target, options)?,
     };
     plan.open_assembler(received.is_none())?;

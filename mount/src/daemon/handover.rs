@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use tensorfs::internal::error::shown_path;
 
 use super::connection::Handshake;
+use super::read_path::ReadPath;
 use super::server::KernelServer;
 use crate::fs::adapter::handover::{Carried, CarriedFs};
 use crate::options::Options;
@@ -28,7 +29,7 @@ const MAGIC: &[u8; 8] = b"TFSSTATE";
 const HEADER: usize = 24;
 
 /// Version of the state. It increases with every change of its content.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// Longest state, in bytes.
 const STATE_MAX: u64 = 1 << 30;
@@ -70,6 +71,8 @@ impl MountIdentity {
 struct Facts {
     /// The mount that the state is about.
     mount: MountIdentity,
+    /// Its source, or the one behind it.
+    read: ReadPath,
     /// The mount point, absolute.
     target: OsString,
     /// Whether `fusermount3` made the mount.
@@ -83,6 +86,8 @@ struct Facts {
 /// The state of a mount that this process is to take over.
 pub(crate) struct Received {
     pub(crate) connection: OwnedFd,
+    /// The source of the mount, or the one behind it.
+    pub(super) read: ReadPath,
     /// The mount point, absolute.
     pub(crate) target: PathBuf,
     pub(crate) by_fusermount: bool,
@@ -96,21 +101,22 @@ pub(crate) struct Received {
 pub(crate) struct Giver {
     pub(super) server: KernelServer,
     mount: MountIdentity,
+    read: ReadPath,
     target: PathBuf,
     by_fusermount: bool,
     minor: Option<u32>,
 }
 
 impl Giver {
-    /// Hands over what `server` serves on `target`.
+    /// Hands over what `server` serves on `target`. `mount` is what was ordered, and what it reads.
     pub(super) fn new(
         server: KernelServer,
-        mount: MountIdentity,
+        (mount, read): (MountIdentity, ReadPath),
         target: &Path,
         by_fusermount: bool,
         minor: Option<u32>,
     ) -> Giver {
-        Giver { server, mount, target: target.to_owned(), by_fusermount, minor }
+        Giver { server, mount, read, target: target.to_owned(), by_fusermount, minor }
     }
 
     /// Waits until `stop` and `give` would not wait for the source, for `limit` at most. Returns
@@ -153,6 +159,7 @@ impl Giver {
         let Carried { facts, contents, files } = carried;
         let facts = Facts {
             mount: self.mount.clone(),
+            read: self.read.clone(),
             target: self.target.clone().into(),
             by_fusermount: self.by_fusermount,
             minor: self.minor,
@@ -186,7 +193,7 @@ impl Received {
     ) -> Result<Received, String> {
         let Handed { connection, state, files } = handed;
         let (facts, contents) = parse(&File::from(state))?;
-        let Facts { mount, target: place, by_fusermount, minor, handshake, fs } = facts;
+        let Facts { mount, read, target: place, by_fusermount, minor, handshake, fs } = facts;
         if mount != MountIdentity::of(source, target, options) {
             let (source, target) = (mount.source, mount.target);
             let (source, target) = (shown_path(source.as_ref()), shown_path(target.as_ref()));
@@ -196,7 +203,7 @@ impl Received {
         }
         let carried = Carried { facts: fs, contents, files };
         let target = place.into();
-        Ok(Received { connection, target, by_fusermount, minor, handshake, carried })
+        Ok(Received { connection, read, target, by_fusermount, minor, handshake, carried })
     }
 }
 

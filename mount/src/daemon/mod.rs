@@ -9,6 +9,7 @@ pub(crate) mod ending;
 pub(crate) mod handover;
 pub(crate) mod inherited;
 mod place;
+mod read_path;
 mod server;
 pub(crate) mod session;
 pub(crate) mod stalled;

@@ -17,7 +17,6 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::mount_origin::resolve_mount;
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::sync::Mutex;
@@ -28,6 +27,7 @@ use super::control::{self, Control, ControlPeer, Question};
 use super::ending::Ending;
 use super::handover::{Giver, MountIdentity, Received};
 use super::place;
+use super::read_path::ReadPath;
 use super::server::KernelServer;
 use super::stalled::{probe_path, unless_stalled};
 use crate::fs::adapter::TensorFs;
@@ -92,8 +92,8 @@ pub(crate) struct MountPlan {
     pub source: PathBuf,
     /// The mount point, absolute.
     pub target: PathBuf,
-    /// The mount as it was ordered.
-    identity: MountIdentity,
+    /// The mount as it was ordered, and what it reads.
+    identity: (MountIdentity, ReadPath),
     nodes: Arc<Nodes>,
     assembler: Option<Assembler>,
     options: Options,
@@ -147,38 +147,41 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Mou
     let stalls = |why: String| format!("{}: {why}; not mounted", shown_path(target));
     let checked = unless_stalled(options.io_timeout, move || check_target(&place));
     let place = checked.map_err(stalls)??;
-    plan_on(source, (target, place), options, true)
+    plan_on(source, (target, place), options, None)
 }
 
-/// As `plan`, for a mount at `place` that nobody serves now: nothing asks the mount.
+/// As `plan`, for a mount that nobody serves now: nothing asks the mount. It reads what it has read.
 ///
 /// # Errors
 /// The errors of `plan`.
 pub(crate) fn plan_takeover(
     source: &Path,
     target: &Path,
-    place: &Path,
+    received: &Received,
     options: Options,
 ) -> Result<MountPlan, String> {
-    plan_on(source, (target, place.to_owned()), options, false)
+    let place = received.target.clone();
+    plan_on(source, (target, place), options, Some(received.read.clone()))
 }
 
-/// `target` and `place` are the mount point as it was given and the absolute one. `fresh`: the mount
-/// is not there yet.
+/// `target` and `place` are the mount point as it was given and the absolute one. `before`: what the
+/// mount has read, if it is there already.
 fn plan_on(
     source: &Path,
     (target, place): (&Path, PathBuf),
     mut options: Options,
-    fresh: bool,
+    before: Option<ReadPath>,
 ) -> Result<MountPlan, String> {
     let identity = MountIdentity::of(source, target, &options);
     let (limit, wanted) = (options.io_timeout, source.to_owned());
+    let source = before.as_ref().map_or(source, |read| read.path(&wanted));
     let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));
     probe_path(source, limit).map_err(|why| stalls(source, why))?;
     probe_options(&mut options)?;
-    let plan = move || plan_source(&wanted, (identity, place), options, fresh);
+    let asked = source.to_owned();
+    let plan = move || plan_source(&wanted, (identity, place), options, before);
     let planned = unless_stalled(limit, plan);
-    planned.map_err(|why| stalls(source, why))?
+    planned.map_err(|why| stalls(&asked, why))?
 }
 
 /// Probes the folders and files that `options` name. An index folder that does not answer is not
@@ -218,19 +221,20 @@ fn plan_source(
     source: &Path,
     (identity, target): (MountIdentity, PathBuf),
     mut options: Options,
-    fresh: bool,
+    before: Option<ReadPath>,
 ) -> Result<MountPlan, String> {
-    // For a source on a tensorfs mount, the source behind that mount is read, if it shows the same.
-    let behind = resolve_mount(source);
-    let behind = behind.and_then(|origin| origin.open_with(&options.open, options.has_view));
-    let (path, open) = behind.unwrap_or_else(|| (source.to_owned(), options.open.clone()));
-    if open.hub && options.watch() != Watch::Off {
+    let fresh = before.is_none();
+    let (read, (path, open)) = match before {
+        None => ReadPath::find(source, &options),
+        Some(read) => (read.clone(), read.open(source, &options)?),
+    };
+    options.open = open;
+    if options.open.hub && options.watch() != Watch::Off {
         let why =
             "lies on a mount with layout=hub, which shows the models of its start: give watch=off";
         return Err(format!("{}: {why}", shown_path(source)));
     }
-    options.open = open;
-    let source = path;
+    let (source, identity) = (path, (identity, read));
     let index = index_folder(&options, &target);
     let open = OpenOptions { index, ..options.open_with_secret()? };
     if open.secret.is_some() {

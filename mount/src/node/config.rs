@@ -147,11 +147,34 @@ impl Config {
             }
             mounts.push((mount, document.line(section.span.start)));
         }
+        if let Some(index) = circle_in(&mounts) {
+            let (mount, line) = &mounts[index];
+            return Err(format!(
+                "{}:{line}: mount.source: {} lies on a mount whose source lies on this one, maybe \
+                 with others between them",
+                shown_path(file),
+                shown_path(&mount.source)
+            ));
+        }
         Ok(Config { service, mounts: mounts.into_iter().map(|(mount, _)| mount).collect() })
     }
 }
 
+/// The first mount, with the line of each, that reads itself through others.
+fn circle_in(mounts: &[(MountConfig, usize)]) -> Option<usize> {
+    let below = |mount: &MountConfig| mounts.iter().position(|(it, _)| mount.lies_on(it));
+    (0..mounts.len()).find(|index| {
+        let mut chain = std::iter::successors(below(&mounts[*index].0), |it| below(&mounts[*it].0));
+        chain.by_ref().take(mounts.len()).any(|it| it == *index)
+    })
+}
+
 impl MountConfig {
+    /// Whether its source lies on the mount `other`, by the paths of the config.
+    pub(super) fn lies_on(&self, other: &MountConfig) -> bool {
+        self.name != other.name && self.source.starts_with(&other.target)
+    }
+
     /// Why it cannot stand beside `other`.
     fn conflict_with(&self, other: &MountConfig) -> Option<String> {
         let target = shown_path(&self.target);
@@ -607,6 +630,27 @@ mod tests {
                 error.starts_with("/etc/c.toml:2: service.") && error.contains(part),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn mounts_that_read_each_other_are_refused() {
+        let mounts = |sources: &[&str]| -> String {
+            let one = |(index, source): (usize, &&str)| {
+                format!(
+                    "[[mount]]\nname = 'm{index}'\nsource = '{source}'\ntarget = '/srv/{index}'\n"
+                )
+            };
+            sources.iter().enumerate().map(one).collect()
+        };
+        for sources in [&["/srv/1/a", "/srv/2", "/data"][..], &["/srv/0", "/srv/0/a", "/srv/01"]] {
+            assert!(parse(&mounts(sources)).is_ok(), "{sources:?}");
+        }
+        for (sources, line) in
+            [(&["/srv/1/a", "/srv/0"][..], 1), (&["/srv/1", "/srv/2", "/srv/3", "/srv/1/a"], 5)]
+        {
+            let error = refused(&mounts(sources));
+            assert!(error.starts_with(&format!("/etc/c.toml:{line}: mount.source: ")), "{error}");
         }
     }
 

@@ -120,6 +120,11 @@ impl ServiceMount {
         self.is_serving() || self.worker().is_some_and(|it| self.is_takeover || it.is_mounted)
     }
 
+    /// Whether another worker has left it, and its own one is to take it over.
+    pub(super) fn is_handed(&self) -> bool {
+        !self.handed.is_empty()
+    }
+
     /// Takes the descriptors of the mount that no worker has taken over yet.
     pub(super) fn take_handed(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.handed)
@@ -189,6 +194,16 @@ impl ServiceMount {
         }
         (self.has_outcome, self.is_takeover) = (true, false);
         (self.failures, self.failure) = (0, None);
+    }
+
+    /// Notes that it cannot start before the mount `below` serves, on which its source lies.
+    pub(super) fn hold_back(&mut self, below: &str) {
+        let reason =
+            format!("its source lies on mount {below}, which does not serve; it starts after it");
+        if self.failure.as_ref() != Some(&reason) {
+            tracing::error!("mount {}: {reason}", self.config.name);
+        }
+        (self.has_outcome, self.failure) = (true, Some(reason));
     }
 
     /// Notes a failure, and when to try again.

@@ -225,7 +225,8 @@ impl Supervisor {
         let fds = std::iter::once(signals.as_fd()).chain(channels).chain(reading);
         let mut polled: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         let now = Instant::now();
-        let starts = self.mounts.iter().filter_map(ServiceMount::starts_at);
+        let can_start = |mount: &&ServiceMount| self.awaited(mount).is_none();
+        let starts = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
         // A mount that is due has no free target.
         let starts = starts.map(|at| if at <= now { now + LOOK } else { at });
         let next = starts.chain([tick]).min().unwrap_or(tick);
@@ -411,12 +412,13 @@ impl Supervisor {
 
     /// Ends the mounts that are not in `config`, and starts those that are new. A mount with another
     /// source, target or option is both.
-    fn apply(&mut self, config: Config) {
+    fn apply(&mut self, mut config: Config) {
         let format = config.service.log_format;
         if format != self.config.service.log_format
             && let Err(why) = background::change_log(format)
         {
             tracing::error!("{why}; the log keeps its form");
+            config.service.log_format = self.config.service.log_format;
         }
         let mut old = std::mem::take(&mut self.mounts);
         let mut find = |wanted: &MountConfig| {
@@ -525,10 +527,26 @@ impl Supervisor {
         let now = Instant::now();
         for index in 0..self.mounts.len() {
             let is_due = self.mounts[index].starts_at().is_some_and(|at| at <= now);
-            if is_due && self.is_free(&self.mounts[index].config.target) {
-                self.mounts[index].start(self.verbose);
+            if !is_due || !self.is_free(&self.mounts[index].config.target) {
+                continue;
+            }
+            match self
+                .awaited(&self.mounts[index])
+                .map(|below| (below.config.name.clone(), below.state().0))
+            {
+                None => self.mounts[index].start(self.verbose),
+                Some((_, "starting")) => {}
+                Some((below, _)) => self.mounts[index].hold_back(&below),
             }
         }
+    }
+
+    /// The mount on which the source of `mount` lies, if that one does not serve: the folder below it
+    /// is another source. A mount that is taken over keeps to what it reads, and waits for none.
+    fn awaited(&self, mount: &ServiceMount) -> Option<&ServiceMount> {
+        let is_below =
+            |other: &&ServiceMount| mount.config.lies_on(&other.config) && !other.is_serving();
+        self.mounts.iter().find(is_below).filter(|_| !mount.is_handed())
     }
 
     /// Whether no worker that has to end still has its mount on `place`.

@@ -60,8 +60,7 @@ fn serve(
 ) -> Result<(), String> {
     let mut options = Options::parse(&[options], false)?;
     // A node serves for long, and its stores change.
-    let watch = if options.open.hub { Watch::Off } else { Watch::Auto };
-    options.watch.get_or_insert(watch);
+    options.watch_default = Watch::Auto;
     background::serve(source, target, options, handed, |mounted| {
         log::flush();
         let _ = giver.set(mounted.giver.clone());

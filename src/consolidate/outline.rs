@@ -11,9 +11,10 @@ use crate::checkpoint::{
     Checkpoint, Content, ERROR_FILE, File, FolderId, Proved, Tree, VirtualFile,
 };
 use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown, shown_path};
-use crate::format::{InputFormat, OutputFormat, names};
+use crate::format::{InputFormat, OutputFormat, manifest, names};
+use crate::hash::Digest;
 use crate::reader::Reader;
-use crate::source::{FileSystem, Identity, Source};
+use crate::source::{FileSystem, Identity, Source, read_text};
 use crate::view::FileSpec;
 
 /// The bytes of a file.
@@ -220,14 +221,22 @@ impl Outline {
         self.notes.extend(proved.notes.iter().cloned());
         let entries = tree.entries(id, proved);
         let count = entries.len();
+        let checkpoints = proved.sets.iter().filter_map(|set| set.outcome.as_ref().ok());
+        let configs: Vec<Digest> =
+            checkpoints.filter_map(|checkpoint| checkpoint.config()).collect();
         for entry in entries {
             let content = match entry.content {
                 Content::Virtual(file) => OutlineContent::Virtual(file),
                 Content::Text(_) if entry.name == ERROR_FILE => continue,
                 Content::Text(text) => OutlineContent::Text(text),
-                Content::Whole { file, proved } => OutlineContent::Whole(
-                    proved.unwrap_or_else(|| Source::closed(&file.path, identity_of(&file))),
-                ),
+                Content::Whole { proved: Some(source), .. } => OutlineContent::Whole(source),
+                Content::Whole { file, proved: None } => {
+                    let identity = identity_of(&file);
+                    if identity != file.identity && file.name == "config.json" {
+                        check_config(&file.path, &configs)?;
+                    }
+                    OutlineContent::Whole(Source::closed(&file.path, identity))
+                }
             };
             self.files.push(OutlineFile { path: folder.relative.join(entry.name), content });
         }
@@ -366,16 +375,55 @@ impl Outline {
 }
 
 /// The identity of a file that the scan has found. Attributes of a file system that is not local may
-/// come from the kernel's cache and be older than the file, so a file without weights is looked at
+/// come from the kernel's cache and be older than the file, so a file that no proof reads is looked at
 /// anew.
 fn identity_of(file: &File) -> Identity {
-    if is_weights(&file.path) || FileSystem::at(&file.path).is_local() {
+    // A link may lead to a file of any name.
+    let name = Path::new(&file.name);
+    let is_proved =
+        is_weights(name) || name.to_str().is_some_and(|it| it.ends_with(manifest::SUFFIX));
+    if is_proved || FileSystem::at(&file.path).is_local() {
         return file.identity;
     }
     Identity::now(&file.path).ok().filter(Identity::is_file).unwrap_or(file.identity)
 }
 
+/// Compares the `config.json` at `path` with those that decided how the weights beside it are cut.
+///
+/// # Errors
+/// `Error::Changed` if it has another text. `Error::Usage` if it cannot be read.
+fn check_config(path: &Path, configs: &[Digest]) -> Result<()> {
+    if configs.is_empty() {
+        return Ok(());
+    }
+    let (_, text) = read_text(path).map_err(Error::usage)?;
+    let found = Digest::of(&text);
+    if configs.iter().any(|config| *config != found) {
+        let detail = "was changed after it decided how the tensors beside it are cut: try again";
+        return Err(Error::changed(path, detail));
+    }
+    Ok(())
+}
+
 fn partial(path: &Path, why: String) -> Error {
     let message = format!("parts of the source would be missing: {}", shown(&why));
     Error::refused(path, Fault::new(ErrorKind::Usage, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_config_that_decided_how_tensors_are_cut_must_have_its_text_and_another_one_need_not() {
+        let path =
+            std::env::temp_dir().join(format!("tensorfs-config-{}.json", std::process::id()));
+        std::fs::write(&path, "{}\n").unwrap();
+        let (old, now) = (Digest::of(b"{}"), Digest::of(b"{}\n"));
+        assert!(check_config(&path, &[]).is_ok() && check_config(&path, &[now, now]).is_ok());
+        let error = check_config(&path, &[now, old]).unwrap_err();
+        assert!(matches!(error, Error::Changed { .. }), "{error}");
+        std::fs::remove_file(&path).unwrap();
+        assert!(check_config(&path, &[now]).is_err());
+    }
 }

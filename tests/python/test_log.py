@@ -1,7 +1,9 @@
 """The forms of the log: text, JSON, and the fields of the journal; and the limit on errors of requests."""
 
 import json
+import os
 import sys
+import unittest
 
 from checkpoints import hf_set
 from faults import FaultFs
@@ -172,3 +174,13 @@ class Service(ServiceCase):
             line = next(line for line in reversed(service.log().splitlines()) if "config reloaded" in line)
             self.assertEqual(line.startswith("{"), form == "json", line)
         self.assertEqual(service.stop(), 0)
+
+    @unittest.skipIf(os.path.exists("/run/systemd/journal/socket"), "there is a journal")
+    def test_a_form_that_a_reload_cannot_have_is_tried_again_at_the_next_one(self):
+        mount = mount_config("a", hf_set(self.tmp / "source"), self.target("a"))
+        service = self.serve(mount)
+        service.wait_until_ready()
+        for count in (1, 2):
+            service.reload('[service]\nlog-format = "journal"\n' + mount)
+            service.wait_for_log("config reloaded", count)
+            self.assertEqual(service.log().count("the log keeps its form"), count)

@@ -141,7 +141,8 @@ impl TakenUp {
 struct Packer {
     carried: Carried,
     sources: HashMap<usize, usize>,
-    checkpoints: HashMap<usize, (usize, usize)>,
+    /// Places of the saved checkpoints; `None` for one that cannot be saved.
+    checkpoints: HashMap<usize, Option<(usize, usize)>>,
     /// Device numbers of the tensorfs mounts.
     mounts: HashSet<u64>,
 }
@@ -215,13 +216,13 @@ impl Packer {
                 let place = match self.checkpoints.get(&address) {
                     Some(place) => *place,
                     None => {
-                        let place = self.content(&checkpoint.save()?)?;
+                        let place = checkpoint.save().and_then(|bytes| self.content(&bytes));
                         self.checkpoints.insert(address, place);
                         place
                     }
                 };
                 let header = file.summary().ok()?.header.to_string();
-                CarriedContent::Virtual(place, file.spec().name.clone(), header)
+                CarriedContent::Virtual(place?, file.spec().name.clone(), header)
             }
             Content::Whole { proved, .. } => CarriedContent::Whole(proved.is_some()),
             Content::Text(text) => CarriedContent::Text(self.content(text)?),

@@ -79,6 +79,7 @@ class OnMounts(TestCase):
                 place, shown = m.path / path, shown_at(m.path / path)
                 for other in OTHERS:
                     self.assertEqual(self.consolidated(place, "-o", other), shown)
+                for other in ("index-dir=none", "prefer=file"):
                     for command in ("ls", "inspect"):
                         plain, with_option = (tensorfs(command, place, "--json", *words) for words in ((), ("-o", other)))
                         self.assert_done(plain)

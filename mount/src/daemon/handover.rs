@@ -71,7 +71,7 @@ impl MountIdentity {
 struct Facts {
     /// The mount that the state is about.
     mount: MountIdentity,
-    /// Its source, or the one behind it.
+    /// The path that it reads.
     read: ReadPath,
     /// The mount point, absolute.
     target: OsString,
@@ -86,7 +86,7 @@ struct Facts {
 /// The state of a mount that this process is to take over.
 pub(crate) struct Received {
     pub(crate) connection: OwnedFd,
-    /// The source of the mount, or the one behind it.
+    /// The path that the mount reads.
     pub(super) read: ReadPath,
     /// The mount point, absolute.
     pub(crate) target: PathBuf,

@@ -13,8 +13,8 @@ use tensorfs::internal::source::read_option_file;
 
 use crate::options::Options;
 
-/// The choice what a mount reads. The process that makes the mount decides it, and those that take the mount over
-/// keep to it: the other mount may be gone by then.
+/// The path that a mount reads. The process that makes the mount chooses it, and those that take the
+/// mount over keep to it: the other mount may be gone by then.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum ReadPath {
     /// The source, which lies on no mount of tensorfs.

@@ -69,6 +69,11 @@ pub fn is_on_mount(path: &Path) -> bool {
     attribute(path).is_some()
 }
 
+/// Whether `path` lies on a mount, which has made it.
+pub fn is_made(path: &Path) -> bool {
+    attribute(path).flatten().is_some_and(|json| json.get("made").is_some())
+}
+
 /// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may
 /// read the source.
 pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {

@@ -115,7 +115,8 @@ impl Copier {
 
 /// Refuses to write into `out` if files there would be lost, or would be mixed with the new ones.
 fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<()> {
-    let source_files = outline.files_to_keep()?;
+    // They may have to be scanned, and are mostly not needed.
+    let mut source_files = None;
     for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
         let there = out.join(&folder.path);
         if std::fs::symlink_metadata(&there).is_ok_and(|meta| !meta.is_dir()) {
@@ -127,6 +128,10 @@ fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<(
     for file in &outline.files {
         let there = out.join(&file.path);
         if let Ok(meta) = std::fs::symlink_metadata(&there) {
+            let source_files = match &mut source_files {
+                Some(found) => found,
+                none => none.insert(outline.files_to_keep()?),
+            };
             if source_files.contains(&there) {
                 let there = shown_path(&there);
                 let message = "is a file of the source; write somewhere else";

@@ -331,18 +331,23 @@ impl Outline {
             let format = file.spec().format.into();
             return Ok((format, format));
         }
-        let checkpoint = self.one_checkpoint()?;
-        let shard = checkpoint.catalog().shards.first();
+        let (checkpoint, number) = self.shard_of(file)?;
+        let shard = checkpoint.catalog().shards.get(number);
         let shard = shard.ok_or_else(|| Error::internal("a file of weights is no shard"))?;
         Ok((checkpoint.format_of(shard), checkpoint.format.into()))
     }
 
-    /// The checkpoint of a file that has all tensors.
-    fn one_checkpoint(&self) -> Result<&Arc<Checkpoint>> {
-        match self.checkpoints.as_slice() {
-            [checkpoint] => Ok(checkpoint),
-            _ => Err(Error::internal("one file of weights has several checkpoints")),
-        }
+    /// The checkpoint and the number of the shard that `file` shows as it is. Several weight maps may name
+    /// one shard: the first checkpoint counts.
+    fn shard_of(&self, file: &OutlineFile) -> Result<(&Arc<Checkpoint>, usize)> {
+        let OutlineContent::Whole(source) = &file.content else {
+            return Err(Error::internal("a file that is made is no shard"));
+        };
+        let is_source = |other: &Arc<Source>| Arc::ptr_eq(other, source);
+        let mut found = self.checkpoints.iter().filter_map(|checkpoint| {
+            Some((checkpoint, checkpoint.sources().iter().position(is_source)?))
+        });
+        found.next().ok_or_else(|| Error::internal("a file of weights is no shard"))
     }
 
     /// The files of the source, which are never replaced.
@@ -355,7 +360,7 @@ impl Outline {
     fn tensorizer_file(&self, file: &OutlineFile) -> Result<TensorizerFile> {
         let OutlineContent::Virtual(file) = &file.content else {
             // A file that is shown as it is has the tensors of its checkpoint.
-            let checkpoint = self.one_checkpoint()?;
+            let (checkpoint, _) = self.shard_of(file)?;
             let spec = FileSpec::single(&checkpoint.name, OutputFormat::default());
             return TensorizerFile::new(checkpoint, &spec, None);
         };

@@ -47,6 +47,9 @@ impl SourceFiles {
             let folder = tree.folder(id);
             let files = folder.files.iter().filter(|file| counts(&file.name));
             inodes.extend(files.map(|file| (file.identity.dev, file.identity.ino)));
+            // Files whose names no checkpoint has are files of the source all the same.
+            let misfits = folder.misfits.iter().filter(|misfit| counts(&misfit.name));
+            inodes.extend(misfits.filter_map(|misfit| inode(&folder.path.join(&misfit.name))));
         }
         SourceFiles { inodes, path: tree.source.clone() }
     }
@@ -62,12 +65,17 @@ impl SourceFiles {
     /// With the files behind the mount that the source may lie on. Scans them.
     ///
     /// # Errors
-    /// If the source behind the mount cannot be scanned.
+    /// If the source behind the mount is not known, or cannot be scanned.
     pub fn with_origin(&self) -> Result<SourceFiles> {
         let mut all = self.clone();
         for _ in 0..MOUNTS_MAX {
-            let Some(Ok(MountOrigin { path, options, .. })) = resolve_bytes(&all.path) else {
-                break;
+            let MountOrigin { path, options, .. } = match resolve_bytes(&all.path) {
+                None => break,
+                Some(Ok(origin)) => origin,
+                Some(Err(why)) => {
+                    let message = format!("{why}, so no file that is there already is replaced");
+                    return Err(Error::refused(&all.path, Fault::new(ErrorKind::Usage, message)));
+                }
             };
             let behind = SourceFiles::and_beside(&Tree::scan(&path, &options)?);
             all.inodes.extend(behind.inodes);

@@ -11,6 +11,7 @@ import subprocess
 import unittest
 
 import numpy as np
+from safetensors.numpy import load_file
 
 import checkpoints
 import oracle
@@ -344,7 +345,54 @@ class Targets(TestCase):
                         self.assertIn(f"{shard}: is a file of the source", outcome.stderr)
             outcome = tensorfs("consolidate", m.path, both, "--force", "-o", "dtype=bf16")
             self.assert_refused(outcome)
+        # A weight map on a mount is made by it, and convert may write several files.
+        numbered = self.tmp / "numbered"
+        numbered.mkdir()
+        words = ("-o", "layout=shards=2", "-o", "dtype=f32")
+        done = tensorfs("convert", both, numbered / "model.tensors", "-o", "prefer=shards", *words)
+        self.assert_done(done)
+        written = content(numbered)
+        with Mount(both, "prefer=shards", "layout=shards=2") as m, Mount(numbered, "include=t[12]") as other:
+            map_file = m.path / "model.safetensors.index.json"
+            self.assert_done(tensorfs("verify", map_file))
+            for command in (("consolidate", map_file, shard), ("convert", map_file, shard, "--to", "safetensors"),
+                            ("convert", other.path, numbered / "model.tensors", *words)):
+                with self.subTest(command):
+                    outcome = tensorfs(*command, "--force")
+                    self.assert_refused(outcome)
+                    self.assertIn("is a file of the source", outcome.stderr)
+        self.assertEqual((content(both), content(numbered)), (before, written))
+
+    def test_convert_replaces_no_other_file_of_its_source_and_no_key(self):
+        both = checkpoints.numbered_set(self.tmp / "both", 1)
+        shutil.copy(both / "model-00001-of-00003.safetensors", both / "model.safetensors")
+        (both / "config.json").write_text("{}")
+        key = self.tmp / "key.tensors"
+        key.write_bytes(bytes(range(32)))
+        before = content(both)
+        for out, words, said in (
+            (both / "config.json", ("--to", "safetensors"), "is a file of the source"),
+            (both / "model.safetensors", (), "is a file of the source"),
+            (key, ("--key-file", key), "has the key of the new file"),
+        ):
+            outcome = tensorfs("convert", both, out, *words, "--force", "-o", "prefer=shards")
+            self.assert_refused(outcome)
+            self.assertIn(f"{out}: {said}", outcome.stderr)
         self.assertEqual(content(both), before)
+        self.assertEqual(key.read_bytes(), bytes(range(32)))
+
+    def test_a_shard_of_two_weight_maps_is_copied_as_it_is(self):
+        folder = self.tmp / "sh"
+        checkpoints.hf_set(folder)
+        shard = sorted(folder.glob("*.safetensors"))[0]
+        for other in set(folder.iterdir()) - {shard}:
+            other.unlink()
+        text = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(shard), shard.name)})
+        for name in ("model", "other"):
+            (folder / f"{name}.safetensors.index.json").write_text(text)
+        out = self.tmp / "so.safetensors"
+        self.assert_done(self.consolidate(out, "-o", "layout=original", source=folder))
+        self.assert_same(out.read_bytes(), shard.read_bytes())
 
     def test_a_refused_checkpoint_and_several_for_one_file_leave_nothing(self):
         outcome = self.consolidate(self.out, "--json", source=by_id("bad_dcp_hole_middle").source)

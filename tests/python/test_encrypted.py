@@ -260,6 +260,17 @@ class Keys(Encrypted):
         self.assert_refused(outcome)
         self.assertIn("module.tensors: is not encrypted", outcome.stderr)
 
+    def test_no_encrypted_file_behind_a_mount_is_replaced_by_its_plain_bytes(self):
+        before = self.file.read_bytes()
+        with Mount(self.folder, f"key-file={self.key}") as m:
+            for words in (("consolidate",), ("convert", "--to", "safetensors")):
+                outcome = tensorfs(words[0], m.path, self.file, *words[1:], "--force")
+                self.assertNotEqual(outcome.code, 0, outcome.stdout)
+                self.assert_one_line(outcome)
+            out = self.tmp / "plain.safetensors"
+            self.assert_done(tensorfs("consolidate", m.path, out))
+        self.assertEqual(self.file.read_bytes(), before)
+
     def test_the_key_is_not_shown(self):
         with Mount(self.folder, f"key-file={self.key}") as m:
             (m.path / "model.safetensors").read_bytes()

@@ -31,10 +31,10 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     check_view(to, &options.open.view)?;
     let (settings, files) = (options.settings(), options.open.view.files.clone());
     let key = write_key(args, to)?;
-    let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
+    let (checkpoint, notes, source_files) = one_checkpoint(&args.source, options)?;
     let copier = Copier::new(settings);
     let target = target(&args.out, &checkpoint.name, to)?;
-    let mut conversion = Conversion { args, to, checkpoint, notes };
+    let mut conversion = Conversion { args, to, checkpoint, notes, source_files };
     let written = match to {
         To::Tensorizer => conversion.write_tensorizer(&copier, &target, files, key.as_ref())?,
         To::Bintensors => conversion.write_saved(&copier, &target, OutputFormat::Bintensors)?,
@@ -132,6 +132,7 @@ struct Conversion<'a> {
     to: To,
     checkpoint: Arc<Checkpoint>,
     notes: Vec<String>,
+    source_files: SourceFiles,
 }
 
 /// The files that were written.
@@ -230,7 +231,8 @@ impl Conversion<'_> {
             })?;
             return Ok(written);
         }
-        let mut outline = Outline::default();
+        let source_files = self.source_files.clone();
+        let mut outline = Outline { source_files, ..Outline::default() };
         outline.folders.push(OutlineFolder { path: PathBuf::new(), mode: 0o777 });
         outline.files.extend(files.into_iter().map(|file| OutlineFile {
             path: file.name().into(),
@@ -244,18 +246,26 @@ impl Conversion<'_> {
         Ok(written)
     }
 
-    /// Refuses to overwrite a file of the checkpoint, also of one behind a mount. Only a checkpoint of one
-    /// file may be overwritten by itself.
+    /// Refuses to overwrite a file of the source, also of one behind a mount, and the file of the key. Only
+    /// a checkpoint of one file may be overwritten by itself.
     fn keep_source(&self, target: &Path) -> Result<(), Failure> {
         let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
         let Some(there) = inode(target) else { return Ok(()) };
         let checkpoint = &self.checkpoint;
         let sources = checkpoint.sources();
         let map = checkpoint.weight_map().map(|(name, _)| checkpoint.directory.join(name));
-        let is_source = sources.iter().any(|source| inode(source.path()) == Some(there));
+        let ConvertArgs { key_file, passphrase_file, .. } = self.args;
+        let mut named = key_file.iter().chain(passphrase_file);
+        if named.any(|path| inode(path) == Some(there)) {
+            let message = "has the key of the new file; write somewhere else";
+            return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+        }
+        let is_itself = matches!(sources, [one] if inode(one.path()) == Some(there));
+        let is_source = sources.iter().any(|source| inode(source.path()) == Some(there))
+            || self.source_files.contains(target);
         let is_map = map.is_some_and(|map| inode(&map) == Some(there));
         if is_map
-            || (is_source && sources.len() > 1)
+            || (is_source && !is_itself)
             || SourceFiles::behind(&self.args.source.source)?.contains(target)
         {
             let message = "is a file of the source; write somewhere else";

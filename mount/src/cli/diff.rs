@@ -64,7 +64,7 @@ pub(super) fn run(args: &args::DiffArgs) -> Outcome {
     let (settings, store) = (options.settings(), options.index_dir.folder());
     let side = |path: &Path, options| -> Result<DiffSide, Failure> {
         let named = args::SourceArgs { source: path.to_owned(), ..args.source.clone() };
-        let (checkpoint, _) = one_checkpoint(&named, options)?;
+        let (checkpoint, ..) = one_checkpoint(&named, options)?;
         let contents = Contents::new(&checkpoint, store.as_deref().filter(|_| !args.bytes));
         Ok(DiffSide { checkpoint, contents, digests: HashMap::new() })
     };

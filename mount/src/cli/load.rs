@@ -36,7 +36,7 @@ pub(super) fn run(args: &args::LoadArgs) -> Outcome {
     };
     let gpu = gpu.map(|gpu| (gpu, started.elapsed()));
     let started = Instant::now();
-    let (checkpoint, notes) = one_checkpoint(&args.source, options)?;
+    let (checkpoint, notes, _) = one_checkpoint(&args.source, options)?;
     let opened = started.elapsed();
     let requests: Vec<TensorRequest> =
         (0..checkpoint.catalog().len()).map(TensorRequest::whole).collect();

@@ -36,7 +36,7 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
     let replaces_report = check_target(args)?;
     refuse_several_views(&args.source)?;
     let tree = open_source(&args.source, options)?;
-    if !replaces_report {
+    if !replaces_report && args.html.exists() {
         SourceFiles::and_beside(&tree).with_origin()?.keep(&args.html)?;
         keep_named(&named, &args.html)?;
     }

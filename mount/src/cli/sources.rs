@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
+use tensorfs::internal::consolidate::SourceFiles;
 use tensorfs::internal::error::{shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::{
@@ -189,12 +190,13 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<S
     (found, notes)
 }
 
-/// The one checkpoint of the source, and the notes about it. It need not fit into one virtual file.
+/// The one checkpoint of the source, the notes about it, and the files of the source. It need not fit
+/// into one virtual file.
 /// Options about files and their format are without effect: the caller refuses or follows them.
 pub(super) fn one_checkpoint(
     args: &args::SourceArgs,
     mut options: Options,
-) -> Result<(Arc<Checkpoint>, Vec<String>), Failure> {
+) -> Result<(Arc<Checkpoint>, Vec<String>, SourceFiles), Failure> {
     options.open.view =
         View { files: Files::Original, format: OutputFormat::default(), ..options.open.view };
     options.has_view = !options.open.view.keeps_tensors();
@@ -202,7 +204,7 @@ pub(super) fn one_checkpoint(
     let tree = open_source(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     match <[FoundSet; 1]>::try_from(found) {
-        Ok([FoundSet { set, .. }]) => Ok((set.outcome?, notes)),
+        Ok([FoundSet { set, .. }]) => Ok((set.outcome?, notes, SourceFiles::of(&tree))),
         Err(found) => {
             let name = |found: &FoundSet| {
                 // The name of a file identifies the set, even if the set is shown under another

@@ -149,8 +149,8 @@ fn may_hold_tensorizer(tree: &Tree, id: FolderId) -> bool {
 ///
 /// The folders between the root and the folders of ranks have the source of the root, marked as
 /// made. Folders of a hub cache that stand for none of the source have none. Both are read through
-/// the mount. So are texts that the mount has made, encrypted weights, and in a mount that has a key
-/// all that may hold some.
+/// the mount. So are texts that the mount has made, which have the source of their folder, marked as
+/// made; and encrypted weights, and in a mount that has a key all that may hold some, which have none.
 fn source_of(
     tree: &Tree,
     node: &Node,
@@ -171,7 +171,7 @@ fn source_of(
             _ => may_hold_tensorizer(tree, node.folder()),
         };
     let is_text = matches!(&node.kind, NodeKind::File { content: Content::Text(_), .. });
-    if (is_made && tree.options.hub) || may_be_encrypted || is_text {
+    if (is_made && tree.options.hub) || may_be_encrypted {
         return None;
     }
     let (mut view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
@@ -209,7 +209,7 @@ fn source_of(
         json["config"] = config.into();
     }
     // More are not compared one by one: the folder is read through the mount.
-    if is_made || below.len() > CONFIGS_MAX {
+    if is_made || is_text || below.len() > CONFIGS_MAX {
         json["made"] = true.into();
     } else if !below.is_empty() {
         let pairs = below.iter().map(|(path, hash)| Some((path.to_str()?, hash.as_str())));

@@ -254,6 +254,12 @@ class Warm(TestCase):
                 report = outcome.json()
                 self.assertEqual((report["ok"], report["files"], report["error"]), (False, files, f"{m.path / 'bad'}: {reason}"))
             self.assert_done(tensorfs("warm", m.path / "good"))
+            # The copy of a mount has such a file, too.
+            shutil.copytree(m.path / "good", self.tmp / "copy")
+            shutil.copy(m.path / "bad/TENSORFS-ERROR.txt", self.tmp / "copy")
+        with Mount(self.tmp / "copy") as m:
+            self.assertIn("TENSORFS-ERROR.txt", os.listdir(m.path))
+            self.assert_done(tensorfs("warm", m.path))
 
     def test_a_heat_names_the_files_of_a_layout(self):
         source = checkpoints.numbered_set(self.tmp / "set", 1)

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::ERROR_FILE;
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
+use tensorfs::internal::mount_origin::is_made;
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
@@ -158,7 +159,8 @@ fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>
         for entry in std::fs::read_dir(path).map_err(|e| cannot(path, &e))? {
             let entry = entry.map_err(|e| cannot(path, &e))?;
             let below = entry.path();
-            if entry.file_name() == ERROR_FILE {
+            // A source may have a file of this name, from a copy of a mount.
+            if entry.file_name() == ERROR_FILE && is_made(&below) {
                 let text = std::fs::read(&below).map_err(|e| cannot(&below, &e))?;
                 let lines = String::from_utf8_lossy(&text);
                 let folder = shown_path(path);

@@ -179,9 +179,8 @@ impl Catalog {
         &self.shards[id.0 as usize]
     }
 
-    /// Bytes of tensor data.
+    /// Bytes of tensor data, 2^64 - 1 if that is less: headers of sparse files can claim more in all.
     pub fn data_len(&self) -> u64 {
-        // The headers of sparse files can claim more than 2^64 bytes in all.
         self.columns.data_len()
     }
 

@@ -180,7 +180,7 @@ impl TensorColumns {
         }
     }
 
-    /// Bytes of all tensors, 2^64 - 1 if that is less.
+    /// The `data_len` of the catalog. No tensor has 2^64 bits or more: see `Dtype::bits_of`.
     pub(super) fn data_len(&self) -> u64 {
         // Many tensors have the same shape. Lists of offsets may be too large to multiply.
         let product = |product: u64, &number: &u64| product.saturating_mul(number);

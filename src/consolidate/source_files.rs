@@ -88,8 +88,9 @@ impl SourceFiles {
     }
 
     /// With the files at `paths`.
-    pub(super) fn with<'a>(mut self, paths: impl Iterator<Item = &'a Path>) -> SourceFiles {
-        self.inodes.extend(paths.filter_map(inode));
+    #[must_use]
+    pub fn with<'a>(mut self, paths: impl IntoIterator<Item = &'a Path>) -> SourceFiles {
+        self.inodes.extend(paths.into_iter().filter_map(inode));
         self
     }
 

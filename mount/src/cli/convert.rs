@@ -1,6 +1,5 @@
 //! `tensorfs convert`: a checkpoint as a real file, as the package of a format would write it.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -249,23 +248,23 @@ impl Conversion<'_> {
     /// Refuses to overwrite a file of the source, also of one behind a mount, and the file of the key. Only
     /// a checkpoint of one file may be overwritten by itself.
     fn keep_source(&self, target: &Path) -> Result<(), Failure> {
-        let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-        let Some(there) = inode(target) else { return Ok(()) };
+        if std::fs::metadata(target).is_err() {
+            return Ok(());
+        }
         let checkpoint = &self.checkpoint;
-        let sources = checkpoint.sources();
         let map = checkpoint.weight_map().map(|(name, _)| checkpoint.directory.join(name));
+        let of = |paths: &mut dyn Iterator<Item = &Path>| {
+            SourceFiles::default().with(paths).contains(target)
+        };
         let ConvertArgs { key_file, passphrase_file, .. } = self.args;
-        let mut named = key_file.iter().chain(passphrase_file);
-        if named.any(|path| inode(path) == Some(there)) {
+        if of(&mut key_file.iter().chain(passphrase_file).map(PathBuf::as_path)) {
             let message = "has the key of the new file; write somewhere else";
             return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
         }
-        let is_itself = matches!(sources, [one] if inode(one.path()) == Some(there));
-        let is_source = sources.iter().any(|source| inode(source.path()) == Some(there))
-            || self.source_files.contains(target);
-        let is_map = map.is_some_and(|map| inode(&map) == Some(there));
-        if is_map
-            || (is_source && !is_itself)
+        let is_shard = of(&mut checkpoint.sources().iter().map(|source| source.path()));
+        let is_itself = is_shard && checkpoint.sources().len() == 1;
+        if of(&mut map.as_deref().into_iter())
+            || ((is_shard || self.source_files.contains(target)) && !is_itself)
             || SourceFiles::behind(&self.args.source.source)?.contains(target)
         {
             let message = "is a file of the source; write somewhere else";

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs::OpenOptions as FileOptions;
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -126,9 +126,7 @@ fn check_target(args: &args::ReportArgs) -> Result<bool, Failure> {
 
 /// Refuses to replace a file that an option names.
 fn keep_named(named: &[PathBuf], target: &Path) -> Result<(), Failure> {
-    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    let there = inode(target);
-    if there.is_none() || named.iter().all(|path| inode(path) != there) {
+    if !SourceFiles::default().with(named.iter().map(PathBuf::as_path)).contains(target) {
         return Ok(());
     }
     let message = "is a file that an option names; write somewhere else";
